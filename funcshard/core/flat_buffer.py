@@ -282,7 +282,7 @@ class _GatherLeaves(torch.autograd.Function):
         # opposite order, so every node that read one of the buffers has run before this one.
         if ctx.post_backward is not None:
             ctx.post_backward()
-        if ctx.slot is not None and ctx.slot.reducer.in_backward:
+        if ctx.slot is not None and ctx.slot.reducer.takes_gradients():
             ctx.slot.reducer.add(ctx.slot.number, gradient_parts(ctx.buffer, ctx.device, grads), ctx.comm)
             return None, None, None, None, None, None
         flat = flatten_gradients(ctx.buffer, ctx.device, grads)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
-from funcshard._utils import graph_task_id, unwrapped
+from funcshard._utils import graph_task_id, is_transformed, unwrapped
 from funcshard.comm import Mesh
 from funcshard.core.buffer_comm import (
     AnyGatherHandle,
@@ -156,10 +156,17 @@ class GradReducer:
         if number is None:
             mode = unit_mode(self._reduce, unit)
             needs = self._hook or ("" if mode == "each" else f"reduce={mode!r}")
-            if needs and buffer.trainable and shard.requires_grad and torch.is_grad_enabled():
+            # Why unwrapped: inside torch.func.jvp a shard does not say that it requires a gradient.
+            gets = shard.requires_grad or (self._hook and unwrapped(shard).requires_grad)
+            if needs and buffer.trainable and gets and torch.is_grad_enabled():
+                what = "was computed from others inside loss_fn: compute it before, or leave this out"
+                if is_transformed(shard):
+                    what = "is one that a torch.func transform inside loss_fn differentiates or maps over: leave this out"
+                elif self._task is not None:
+                    what = "is computed with again by remat, under a torch.func transform: leave one of them out"
                 raise ValueError(
                     f"{needs} needs shards that are gathered as they are; the shard {buffer.key!r} of unit "
-                    f"{unit or '(root)'!r} was computed from others inside loss_fn: compute it before, or leave this out"
+                    f"{unit or '(root)'!r} {what}"
                 )
             return None
         self._met[number] = (unit, buffer)
@@ -229,6 +236,23 @@ class GradReducer:
     def in_backward(self) -> bool:
         """Whether the reducer's own backward runs, not one inside it, such as a checkpoint's."""
         return self._task is not None and self._task == graph_task_id()
+
+    def takes_gradients(self) -> bool:
+        """Return whether the gradients that backward computes now are for this reducer.
+
+        Raises:
+            ValueError: a backward inside the reducer's own computes them, and a hook is to see
+                them.
+        """
+        if self.in_backward:
+            return True
+        if self._hook and self._task is not None:
+            raise ValueError(
+                f"{self._hook} sees the gradients that the backward of value_and_grad computes; found a backward inside it "
+                f"that reduces gradients of shards, as in torchdiffeq.odeint_adjoint or an autograd Function that calls "
+                f"torch.autograd.grad: leave {self._hook} out, and change the gradients that value_and_grad returns"
+            )
+        return False
 
     def pre_backward(self, *, accumulating: bool, zero_weight: bool) -> None:
         """Prepare for the backward of one micro-batch.

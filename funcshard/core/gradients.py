@@ -118,7 +118,9 @@ def value_and_grad(
             there are none on a job of several ranks. The loss depends on no trainable shard; a
             weight requires a gradient, is negative or not finite; ``on_grads`` returned a leaf that
             the unit does not have, or a gradient of another shape; ``on_reduce_scattered`` returned
-            a tensor of another shape; ``divisor`` is not positive and finite.
+            a tensor of another shape; gradients would pass one of these two by, because a transform
+            of shards or a backward inside backward computes them; ``divisor`` is not positive and
+            finite.
         RuntimeError: the function runs inside a ``torch.func`` transform.
 
     Example:

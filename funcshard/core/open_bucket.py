@@ -260,7 +260,7 @@ class _GatherLeavesOfUnits(torch.autograd.Function):
             begin = end
         result: list[torch.Tensor | None] = [None] * len(ctx.buffers)
         reduced: list[tuple[int, list[torch.Tensor], BufferComm]] = []
-        reducer = ctx.reducer if ctx.reducer is not None and ctx.reducer.in_backward else None
+        reducer = ctx.reducer if ctx.reducer is not None and ctx.reducer.takes_gradients() else None
         for unit in reversed(ctx.order):
             unit.release()
             for i in reversed(range(len(unit.columns))):

@@ -482,3 +482,79 @@ def test_a_loss_of_one_element_is_returned_as_a_scalar(weighted):
         return found
 
     assert fs.simulate(main, 2)[1] == [((), 6.0, [1.5] * 4)] * 2
+
+
+# --- a backward inside backward ---------------------------------------------------------------------
+
+
+class Solution(torch.autograd.Function):
+    """``f(x)``, whose gradient another backward computes: as of a neural ODE or of a fixed point."""
+
+    @staticmethod
+    def forward(ctx, f, x, *shards):
+        ctx.f = f
+        ctx.save_for_backward(x, *shards)
+        with torch.no_grad():
+            return f(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, *shards = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return None, *torch.autograd.grad(ctx.f(x), [x, *shards], grad)
+
+
+def double(unit, *args):
+    for grad in args[0].values() if isinstance(args[0], dict) else args[1:]:
+        grad.mul_(2)
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 1 << 20], ids=["units", "a bucket"])
+@pytest.mark.parametrize("hook", [None, "on_grads", "on_reduce_scattered"])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+def test_a_hook_that_a_backward_inside_backward_would_miss_is_an_error(strategy, hook, bucket_bytes):
+    torch.manual_seed(0)
+    apply, params, _ = fs.make_functional(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2)).double())
+    x = torch.randn(2, 4, 2, dtype=torch.float64)
+    expected = torch.func.grad(
+        lambda p: torch.stack([apply(p, {}, apply(p, {}, part)).square().mean() for part in x]).mean()
+    )
+
+    def main(mesh):
+        plan = fs.make_plan(params, mesh, units=["0", "1"], strategy=strategy, bucket_bytes=bucket_bytes)
+        sharded = fs.fully_shard(apply, plan, mesh)
+
+        def loss(shards):
+            f = lambda x: sharded(shards, {}, sharded(shards, {}, x))  # noqa: E731
+            return Solution.apply(f, x[mesh.rank], *(own["float64"] for own in shards.values())).square().mean()
+
+        shards = fs.shard(params, plan, mesh)
+        fs.value_and_grad(loss)(shards)  # units of a bucket share an autograd node from the second call on
+        _, grads = fs.value_and_grad(loss, **({hook: double} if hook else {}))(shards)
+        return fs.gather(grads, plan, mesh)
+
+    if hook is None:
+        for grads in fs.simulate(main, 2):
+            torch.testing.assert_close(dict(grads), expected(params))
+    else:
+        with pytest.raises(ValueError, match=f"{hook} sees the gradients .* found a backward inside it .* leave {hook} out"):
+            fs.simulate(main, 2)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch.func.jvp's
+@pytest.mark.parametrize("hook", ["on_grads", "on_reduce_scattered"])
+def test_a_hook_that_a_transform_of_shards_would_miss_is_an_error(hook):
+    def main(mesh):
+        plan = fs.make_plan({"w": torch.ones(3)}, mesh)
+        f = fs.unshard(lambda leaves: leaves["w"].square().sum(), plan.units[""], mesh)
+        shards = fs.shard({"w": torch.ones(3)}, plan, mesh)[""]
+        slope = lambda shards: torch.func.jvp(f, (shards,), (shards,))[1]  # noqa: E731
+        plain = fs.value_and_grad(slope)(shards)[1]
+        constant = lambda shards: f(shards) + slope({"float32": shards["float32"].detach()})  # noqa: E731
+        fs.value_and_grad(constant, **{hook: double})(shards)  # its own gradient alone
+        with pytest.raises(ValueError, match=f"{hook} needs .* a torch.func transform inside loss_fn .*: leave this out"):
+            fs.value_and_grad(slope, **{hook: double})(shards)
+        return plain["float32"].tolist()
+
+    assert fs.simulate(main, 1) == [[4.0, 4.0, 4.0]]
