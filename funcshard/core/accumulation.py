@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from funcshard._utils import tree
-from funcshard.comm import Mesh
+from funcshard.comm import Mesh, current_recording
 from funcshard.core.grad_hooks import OnGrads, OnReduceScattered
 from funcshard.core.gradient_options import GradientOptions
 from funcshard.core.gradients import GradientFunction, check_callable, evaluate
@@ -41,8 +41,11 @@ def accumulate(
 
     Arguments:
         loss_fn: as in ``value_and_grad``, called once for each micro-batch. The last positional
-            argument is the batch: a pytree of tensors whose dim 0 counts samples.
-        micro_batches: number of equal parts that the batch is split into along dim 0.
+            argument is the batch: a pytree of tensors whose dim 0 counts samples; or an iterator
+            over micro-batches, such as ``iter(loader)``.
+        micro_batches: number of equal parts that the batch is split into along dim 0; of an
+            iterator, the number of micro-batches that one call takes from it, one before each
+            forward. Every rank has to have as many.
         has_aux: as in ``value_and_grad``; the function returns a list with the ``aux`` of each
             micro-batch.
         mesh: as in ``value_and_grad``.
@@ -71,8 +74,9 @@ def accumulate(
 
     Raises:
         ValueError: ``micro_batches`` is not a positive whole number, ``reduce`` is another value or
-            names no unit of the shards, or the batch cannot be split. The errors of
-            ``value_and_grad`` are raised too.
+            names no unit of the shards, the batch cannot be split, or an iterator ends before the
+            last micro-batch, on the rank where it does. The errors of ``value_and_grad`` are raised
+            too.
         TypeError: ``reduce`` is neither text nor a mapping from names or globs.
 
     Example:
@@ -114,10 +118,8 @@ def accumulating_function(loss_fn: Callable[..., Any], micro_batches: int, optio
         if not rest:
             raise TypeError("the function takes (shards, *rest, batch), the batch as its last positional argument")
         *first, batch = rest
-        calls = [
-            functools.partial(lambda micro, local: loss_fn(local, *first, micro, **kwargs), micro)
-            for micro in _split_batch(batch, micro_batches)
-        ]
+        take = _stream(batch, micro_batches) if isinstance(batch, Iterator) else _split(batch, micro_batches)
+        calls = [lambda local: loss_fn(local, *first, take(), **kwargs)] * micro_batches
         if not isinstance(options.reduce, str):
             check_reduce_units(options.reduce, _unit_names(shards))
         result, grads = evaluate(shards, calls, options)
@@ -142,6 +144,33 @@ def _remedy(leaves: Sequence[Any]) -> str:
     if len(leaves) == 1 and not isinstance(leaves[0], torch.Tensor):
         return "pass one batch as a tensor, or as a tuple or dictionary of tensors"
     return "pass what is not to be split before the batch, or by keyword"
+
+
+def _stream(batches: Iterator[Any], micro_batches: int) -> Callable[[], Any]:
+    """Return a function that takes the next micro-batch from an iterator."""
+    if current_recording() is not None:
+        raise ValueError(
+            "trace records a step on one batch, and its graph cannot ask an iterator for micro-batches; found an iterator: "
+            "pass the whole batch, which accumulate splits"
+        )
+    numbers = itertools.count()
+
+    def take() -> Any:
+        number = next(numbers)
+        try:
+            return next(batches)
+        except StopIteration:
+            raise ValueError(
+                f"an iterator must hold the {micro_batches} micro-batches of every call, on every rank; found {number}: "
+                f"leave out the incomplete rest of an epoch, or continue with batches of weight zero (weighted=True)"
+            ) from None
+
+    return take
+
+
+def _split(batch: Any, micro_batches: int) -> Callable[[], Any]:
+    """Return a function that takes the next of the equal parts of a batch."""
+    return iter(_split_batch(batch, micro_batches)).__next__
 
 
 def _split_batch(batch: Any, micro_batches: int) -> list[Any]:

@@ -114,8 +114,9 @@ def make_train_step(
             the one before it returned. The buffers from a micro-batch of weight zero are dropped.
         max_norm: clip the gradient to this global norm; ``metrics["grad_norm"]`` is the norm before
             clipping. ``math.inf`` for the norm without clipping, ``None`` for neither.
-        accumulate: number of micro-batches that the batch is split into along dim 0; see
-            ``accumulate``. With more than one, ``metrics["aux"]`` is a list with the aux of each.
+        accumulate: number of micro-batches that the batch is split into along dim 0, or that a step
+            takes from a batch that is an iterator over micro-batches; see ``accumulate``. With more
+            than one, ``metrics["aux"]`` is a list with the aux of each.
         reduce: ``"each"`` to reduce the gradient of every micro-batch, ``"once"`` to reduce their
             sum, ``"shard_each"`` to reduce-scatter each and all-reduce the sum; or a mapping from
             names or globs of units to these values. See ``accumulate``.

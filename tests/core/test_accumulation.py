@@ -301,3 +301,74 @@ def test_the_mean_of_losses_of_low_precision_is_in_float32(dtype: torch.dtype) -
         torch.testing.assert_close(one.double(), low(shards, batch()).double(), rtol=0, atol=0)
 
     run_simulated(main, 2)
+
+
+@pytest.mark.parametrize("reduce", REDUCE)
+def test_an_iterator_gives_micro_batches_one_by_one_with_the_same_bits(reduce: str) -> None:
+    def main(mesh: fs.Mesh) -> None:
+        _, _, shards, loss_fn = setup(mesh)
+        mine, seen = batch().chunk(2)[mesh.rank], []
+
+        def stream() -> Any:
+            for number, part in enumerate(mine.chunk(MICRO)):
+                seen.append(f"batch {number}")
+                yield part
+
+        def noted(shards: Any, x: torch.Tensor) -> torch.Tensor:
+            seen.append("forward")
+            return loss_fn(shards, x)
+
+        loss, grads = fs.accumulate(loss_fn, MICRO, reduce=reduce)(shards, mine)
+        streamed, found = fs.accumulate(noted, MICRO, reduce=reduce)(shards, stream())
+        assert torch.equal(loss, streamed)
+        assert tree.paths(grads) == tree.paths(found)
+        assert all(torch.equal(one, other) for one, other in zip(tree.leaves(grads), tree.leaves(found), strict=True))
+        assert seen == [f for number in range(MICRO) for f in (f"batch {number}", "forward")]
+
+    run_simulated(main, 2)
+
+
+def test_a_call_takes_its_micro_batches_from_an_iterator_and_leaves_the_rest() -> None:
+    def main(mesh: fs.Mesh) -> None:
+        _, _, shards, loss_fn = setup(mesh)
+        parts = iter(batch().split(3))  # eight micro-batches, also of unequal sizes
+        evaluate = fs.accumulate(loss_fn, 3)
+        first = evaluate(shards, parts)[0]
+        second = evaluate(shards, parts)[0]
+        torch.testing.assert_close(first, evaluate(shards, batch()[:9])[0])
+        torch.testing.assert_close(second, evaluate(shards, batch()[9:18])[0])
+        with pytest.raises(
+            ValueError, match=r"must hold the 3 micro-batches of every call, on every rank; found 2: leave out"
+        ):
+            evaluate(shards, parts)
+
+    run_simulated(main, 1)
+
+
+def one_rank_runs_out(mesh: fs.Mesh) -> None:
+    _, _, shards, loss_fn = setup(mesh)
+    fs.accumulate(loss_fn, 3)(shards, iter([batch()[:2]] * (3 - mesh.rank)))
+
+
+def test_a_rank_whose_iterator_ends_early_says_so_and_the_others_do_not_wait_for_ever() -> None:
+    with pytest.raises(ValueError, match=r"found 2: leave out"):
+        fs.simulate(one_rank_runs_out, world_size=2)
+
+
+def test_a_trace_takes_no_iterator() -> None:
+    net = nn.Linear(3, 1)
+    apply, params, buffers = fs.make_functional(net)
+
+    def main(mesh: fs.Mesh) -> None:
+        plan = fs.make_plan(params, mesh)
+        sharded = fs.fully_shard(apply, plan, mesh)
+        loss_fn = lambda shards, buffers, x: sharded(shards, buffers, x).square().mean()  # noqa: E731
+        step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.SGD, lr=0.1), plan, mesh, accumulate=2)
+        state = step.init(fs.shard(params, plan, mesh), buffers)
+        with pytest.raises(ValueError, match=r"cannot ask an iterator for micro-batches"):
+            fs.trace(step, state, iter([torch.ones(2, 3)] * 2))
+        after, metrics = step(state, iter([torch.ones(2, 3), torch.zeros(2, 3)]))
+        assert after.step == 1
+        assert metrics["loss"].isfinite()
+
+    run_simulated(main, 1)
