@@ -1,5 +1,7 @@
 """Fully sharded data parallelism as pure functions."""
 
+import logging as _logging
+
 from funcshard.checkpoint import (
     Contents,
     PerRank,
@@ -74,6 +76,8 @@ from funcshard.train import (
 )
 
 __version__ = "0.1.0"
+
+_logging.getLogger(__name__).addHandler(_logging.NullHandler())
 
 __all__ = [
     "Cast",

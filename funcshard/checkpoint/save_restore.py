@@ -100,7 +100,7 @@ class Saving:
             if self._outcome:
                 discard(self._part)
             else:
-                _log.info("checkpoint %s is complete", self.path)
+                _log.debug("checkpoint %s is complete", self.path)
         if self._outcome:
             raise OSError(f"checkpoint {self.path} is not saved: {self._outcome}")
         return self.path
@@ -217,7 +217,7 @@ def save(
         thread = WriterThread(writer, in_background=not wait)
         if thread.started():
             undo.pop_all()  # from now on the thread has the lock
-    _log.info("checkpoint %s: this rank writes %d slices of tensors", path, len(slices))
+    _log.debug("checkpoint %s: this rank writes %d slices of tensors", path, len(slices))
     saving = Saving(path, mesh, part, thread, memory)
     if wait:
         saving.wait()
@@ -282,7 +282,7 @@ def restore(path: str | os.PathLike[str], plan: Plan | None = None, mesh: Mesh |
     for tried in range(TRIES):
         found = _try_restore(path, plan, mesh, last=tried == TRIES - 1)
         if found is not None:
-            _log.info("checkpoint %s is restored on %d ranks", path, mesh.world_size)
+            _log.debug("checkpoint %s is restored on %d ranks", path, mesh.world_size)
             return found[0]
         pause(tried)
     raise AssertionError

@@ -149,7 +149,7 @@ class TorchGroup:
         backend = Native(group, reductions) if native else Gloo(rank, len(ranks), group, reductions, desync)
         shm = SharedMemoryBackend(rank, sockets, desync, timeout.total_seconds()) if sockets else None
         way = f"{name}, through shared memory" if shm is not None else name
-        _log.info("mesh axis %r of ranks %s: this is rank %d, over %s", axis, ranks, dist.get_rank(), way)
+        _log.debug("mesh axis %r of ranks %s: this is rank %d, over %s", axis, ranks, dist.get_rank(), way)
         return cls(group, rank, len(ranks), backend, shm, device, desync, shared_memory)
 
     @property

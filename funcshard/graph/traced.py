@@ -424,8 +424,10 @@ class Traced:
             raise ValueError(f"this traced step has no graph for these arguments ({differs}), and {self._fixed}")
         recorded, after = record(self.step, state, batch, names)
         found = self._add(recorded)
-        _log.info(
-            "trace records %s; it has %d recordings", f"{what}: {differs}" if differs else "a step", len(self._entries)
+        _log.debug(
+            "trace records %s; it has %d recordings",
+            f"{what}: {differs}" if differs else "a step",
+            len(self._entries),
         )
         return found, after
 

@@ -212,9 +212,9 @@ def make_plan(
         names_of_tree = names_in_order(params, leaves)
         plan = Plan(mesh_shape, structure, unit_list, options[""]["precision"], buckets, axes, names_of_tree)
     _warn_of_one_large_unit(plan)
-    if _log.isEnabledFor(logging.INFO):
+    if _log.isEnabledFor(logging.DEBUG):
         sizes = len(plan.unit_list), len(plan.leaves), plan.world_size
-        _log.info("plan %s: %d units, %d leaves, %d ranks", plan.fingerprint(), *sizes)
+        _log.debug("plan %s: %d units, %d leaves, %d ranks", plan.fingerprint(), *sizes)
     return plan
 
 

@@ -17,12 +17,12 @@ from tests.graph.test_loading import BATCH, made
 @contextmanager
 def messages() -> Iterator[list[str]]:
     found: list[str] = []
-    handler = logging.Handler(logging.INFO)
+    handler = logging.Handler(logging.DEBUG)
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("funcshard.graph")
     level = logger.level
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(logging.DEBUG)
     try:
         yield found
     finally:

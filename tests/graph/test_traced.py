@@ -234,7 +234,7 @@ def test_new_shapes_make_a_new_recording_and_later_steps_do_not(caplog: pytest.L
         assert state.step == 7
         return counts
 
-    with caplog.at_level("INFO", "funcshard.graph"):
+    with caplog.at_level("DEBUG", "funcshard.graph"):
         (counts,) = fs.simulate(main, 1)
     assert counts == [2] * 6 + [3]
 

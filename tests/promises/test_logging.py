@@ -62,14 +62,19 @@ def test_debug_shows_units_and_the_predicted_collectives_in_order(caplog: pytest
     assert wings == {f"funcshard.{wing}" for wing in ("plan", "comm", "core", "module", "train")}
 
 
-def test_info_shows_plans_and_checkpoints_alone(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_debug_shows_plans_and_checkpoints_and_info_nothing_of_a_usual_run(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     def main(mesh: fs.Mesh) -> None:
         train(mesh)
         plan = plan_of(mesh)
         fs.save(tmp_path / "last", fs.shard(PARAMS, plan, mesh), plan, mesh)
         fs.restore(tmp_path / "last", plan, mesh)
 
-    with caplog.at_level(logging.INFO, "funcshard"):
+    with caplog.at_level(logging.INFO):  # of the root logger, as programs set it
+        fs.simulate(main, 2)
+    assert not caplog.records
+    with caplog.at_level(logging.DEBUG, "funcshard.plan"), caplog.at_level(logging.DEBUG, "funcshard.checkpoint"):
         fs.simulate(main, 2)
     plan = plan_of(2)
     made, path = f"plan {plan.fingerprint()}: 2 units, 4 leaves, 2 ranks", tmp_path / "last"
@@ -96,13 +101,24 @@ def test_by_default_nothing_is_logged_and_no_event_is_built(
         fs.simulate(train, 2)
 
 
+def test_the_package_adds_no_output_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
+    assert [type(handler) for handler in logging.getLogger("funcshard").handlers] == [logging.NullHandler]
+    logger, root = logging.getLogger("funcshard.checkpoint"), logging.getLogger()
+    handlers, root.handlers = root.handlers, []  # as in a program that sets up no logging
+    try:
+        logger.warning("not for standard error")
+    finally:
+        root.handlers = handlers
+    assert capfd.readouterr().err == ""
+
+
 def own_log(_: fs.Mesh) -> list[str]:
     found: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("funcshard.comm")
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(logging.DEBUG)
     try:
         fs.init_mesh(device="cpu", shared_memory=False)
     finally:

@@ -80,7 +80,7 @@ def rows(*sizes: int) -> list[Tensor]:
 def test_fifteen_steps_make_one_recording_of_a_module_that_does_more_than_compute(
     cls: type[nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level("INFO", "funcshard.graph"):
+    with caplog.at_level("DEBUG", "funcshard.graph"):
         fs.simulate(lambda mesh: check_traced(mesh, rows(4) * 15, model=cls), 1)
     assert sum("records" in record.message for record in caplog.records) == 1
 

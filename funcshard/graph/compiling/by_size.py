@@ -58,7 +58,7 @@ class BySize:
         run = self._made.get(sizes)
         if run is None:
             named = {name: size for (name, _), size in zip(self._where, sizes, strict=True)}
-            _log.info("compile compiles a step for %s; it has compiled %d sizes", named, len(self._made) + 1)
+            _log.debug("compile compiles a step for %s; it has compiled %d sizes", named, len(self._made) + 1)
             run = self._made[sizes] = self._make(fixed(self._step_graph, named))
         found: list[Any] = run(*inputs)
         return found
