@@ -56,9 +56,12 @@ def _walk(value: Any, *, everything: bool) -> Iterator[Any]:
             continue
         seen.add(id(found))
         yield found
-        if isinstance(found, (torch.nn.Module, torch.Tensor, type, types.ModuleType)):
+        # Why type(found), and the iterators of built-in classes: an object of a user may raise in
+        # __class__, as a proxy of a dead object does, in __iter__ and in __len__.
+        kind = type(found)
+        if issubclass(kind, (torch.nn.Module, torch.Tensor, type, types.ModuleType)):
             continue
-        if isinstance(found, types.FunctionType):
+        if issubclass(kind, types.FunctionType):
             # Why not gc.get_referents(found): a function refers to the globals of its file, and the
             # walk would go through everything that the file imports. An empty cell has no
             # referents.
@@ -70,14 +73,16 @@ def _walk(value: Any, *, everything: bool) -> Iterator[Any]:
                 named = _named_globals(found)
                 in_globals |= {id(each) for each in named}
                 waiting += named
-        elif isinstance(found, functools.partial):
+        elif issubclass(kind, functools.partial):
             waiting += [found.func, found.args, found.keywords]
-        elif isinstance(found, (tuple, list)):
-            waiting += found
-        elif isinstance(found, dict):
-            waiting += [*found, *found.values()] if everything else found.values()
+        elif issubclass(kind, tuple):
+            waiting += tuple.__iter__(found)
+        elif issubclass(kind, list):
+            waiting += list.__iter__(found)
+        elif issubclass(kind, dict):
+            waiting += [*dict.keys(found), *dict.values(found)] if everything else dict.values(found)
         elif everything:
-            waiting += [found()] if isinstance(found, weakref.ref) else gc.get_referents(found)
+            waiting += [weakref.ref.__call__(found)] if issubclass(kind, weakref.ref) else gc.get_referents(found)
 
 
 def _named_globals(function: types.FunctionType) -> list[Any]:
@@ -88,7 +93,7 @@ def _named_globals(function: types.FunctionType) -> list[Any]:
     for code in codes:
         codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]  # of functions inside it
         found = {name: function.__globals__.get(name) for name in code.co_names}
-        found = {name: value for name, value in found.items() if isinstance(value, followed)}
+        found = {name: value for name, value in found.items() if issubclass(type(value), followed)}
         # Why not all of co_names: it also has the names of attributes. It takes the most time.
         if found:
             values.update((name, found[name]) for name in _loaded_globals(code) if name in found)

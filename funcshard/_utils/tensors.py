@@ -2,13 +2,15 @@
 
 Module inputs and outputs are not always pytrees: models pass dataclasses, packed sequences and
 subclasses of dictionaries. The functions here look into tuples, named tuples, lists, mappings,
-dataclasses and packed sequences. They treat every other object as opaque.
+dataclasses and packed sequences. They treat every other object as opaque, and so a container that
+raises an error when it is read.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -49,17 +51,18 @@ def map_tensors(f: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
         data = f(x.data)
         return x if data is x.data else type(x)(data, x.batch_sizes, x.sorted_indices, x.unsorted_indices)
     if _is_dataclass(x):
-        changed = _changed(f, {field.name: getattr(x, field.name) for field in dataclasses.fields(x) if field.init})
+        changed = _changed(f, _items(x))
         return dataclasses.replace(x, **changed) if changed else x
     if isinstance(x, MutableMapping):
-        changed = _changed(f, x)
+        changed = _changed(f, _items(x))
         if changed:
             x = copy.copy(x)
             x.update(changed)
         return x
     if isinstance(x, (list, tuple)):
-        new = [map_tensors(f, each) for each in x]
-        if all(one is other for one, other in zip(new, x, strict=True)):
+        old = _elements(x)
+        new = [map_tensors(f, each) for each in old]
+        if all(map(operator.is_, new, old)):
             return x
         return type(x)(*new) if hasattr(x, "_fields") else type(x)(new)
     return x
@@ -74,10 +77,11 @@ def tensors_in(x: Any) -> Iterator[torch.Tensor]:
         yield x
     elif isinstance(x, torch.nn.utils.rnn.PackedSequence):
         yield x.data
-    elif _is_dataclass(x):
-        yield from tensors_in([getattr(x, field.name) for field in dataclasses.fields(x) if field.init])
-    elif isinstance(x, (Mapping, list, tuple)):
-        for each in x.values() if isinstance(x, Mapping) else x:
+    elif _is_dataclass(x) or isinstance(x, Mapping):
+        for _, each in _items(x):
+            yield from tensors_in(each)
+    elif isinstance(x, (list, tuple)):
+        for each in _elements(x):
             yield from tensors_in(each)
 
 
@@ -114,10 +118,25 @@ def check_plain(tensor: torch.Tensor, title: str) -> None:
     )
 
 
-def _changed(f: Callable[[torch.Tensor], torch.Tensor], items: Mapping[Any, Any]) -> dict[Any, Any]:
+def _changed(f: Callable[[torch.Tensor], torch.Tensor], items: list[tuple[Any, Any]]) -> dict[Any, Any]:
     """Map the values of ``items`` and return those entries whose value changed."""
-    new = {key: map_tensors(f, value) for key, value in items.items()}
-    return {key: value for key, value in new.items() if value is not items[key]}
+    new = [(key, value, map_tensors(f, value)) for key, value in items]
+    return {key: mapped for key, value, mapped in new if mapped is not value}
+
+
+def _elements(x: list[Any] | tuple[Any, ...]) -> list[Any]:
+    """Return the elements of a list or tuple, whatever its class says of length and iteration."""
+    return list(list.__iter__(x) if isinstance(x, list) else tuple.__iter__(x))
+
+
+def _items(x: Any) -> list[tuple[Any, Any]]:
+    """Return the items of a mapping, or the fields of a dataclass; nothing if it can't be read."""
+    try:
+        if _is_dataclass(x):
+            return [(field.name, getattr(x, field.name)) for field in dataclasses.fields(x) if field.init]
+        return list(x.items())
+    except Exception:  # of any kind: it is the code of any class
+        return []
 
 
 def _is_dataclass(x: Any) -> bool:

@@ -1,8 +1,11 @@
 """Functions that captured modules: copies of them for one call, which capture the call's modules.
 
-A module may hold a plain function whose closure refers to modules of the tree, such as a
+A module may hold a plain function whose closure or defaults refer to modules of the tree, such as a
 ``forward`` that was wrapped in another function. ``copy.deepcopy`` returns such a function itself.
-A ``Rebinding`` makes a copy of the function with other cells in its closure.
+A ``Rebinding`` makes a copy of the function with other cells in its closure, and other defaults.
+
+The copy that ``copy.deepcopy`` makes of a bound method keeps the function, too. ``rebind`` returns
+a memo that copies the bound methods of such functions, and of partials, with their functions.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from funcshard._utils import reachable
 
-__all__ = ["Rebinding", "copied", "rebind", "references"]
+__all__ = ["Rebinding", "Rebindings", "copied", "rebind", "references"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,10 +32,12 @@ class Rebinding:
         function: the function.
         followed: positions of the cells of its closure that lead to a module or tensor of the tree;
             its copies share the other cells.
+        defaults: whether default values of its arguments lead there.
     """
 
     function: types.FunctionType
     followed: tuple[int, ...]
+    defaults: bool = False
 
     def copy(self) -> types.FunctionType:
         """Return a copy whose followed cells are empty."""
@@ -46,13 +51,20 @@ class Rebinding:
         return new
 
     def fill(self, new: types.FunctionType, memo: dict[int, Any]) -> None:
-        """Fill the empty cells of a copy with copies of the values that the function captured."""
+        """Give a copy what the function captured, copied: the contents of cells, and defaults."""
         for number in self.followed:
             old_cell, new_cell = (self.function.__closure__ or ())[number], (new.__closure__ or ())[number]
             new_cell.cell_contents = copied(old_cell.cell_contents, memo)
+        if self.defaults:
+            new.__defaults__ = copied(self.function.__defaults__, memo)
+            new.__kwdefaults__ = copied(self.function.__kwdefaults__, memo)
 
 
-def references(values: Iterable[Any], tree: Collection[int]) -> tuple[tuple[Rebinding, ...], tuple[Any, ...]]:
+Rebindings = tuple[Rebinding | types.MethodType, ...]
+"""The functions to copy, and the bound methods that are copied with their functions."""
+
+
+def references(values: Iterable[Any], tree: Collection[int]) -> tuple[Rebindings, tuple[Any, ...]]:
     """Return what copies of attributes of modules need besides the modules and tensors of the tree.
 
     Arguments:
@@ -60,35 +72,65 @@ def references(values: Iterable[Any], tree: Collection[int]) -> tuple[tuple[Rebi
         tree: ids of the modules and tensors of the tree.
 
     Returns:
-        A rebinding for each function that captured a part of the tree, and the objects that are not
-        copied: DeviceMeshes, which stand for connections between ranks, and functions of torch.jit,
-        which have no state and cannot be copied.
+        A rebinding for each function that captured a part of the tree, the bound methods of such
+        functions, and the objects that are not copied: DeviceMeshes, which stand for connections
+        between ranks, and functions of torch.jit, which have no state and cannot be copied.
     """
     functions: dict[int, Rebinding] = {}
+    methods: dict[int, types.MethodType] = {}
     shared: dict[int, Any] = {}
     for value in {id(value): value for value in values}.values():
         for found in reachable(value):
             if isinstance(found, (DeviceMesh, torch.jit.ScriptFunction)):
                 shared[id(found)] = found
-            elif isinstance(found, types.FunctionType) and found.__closure__ and id(found) not in functions:
-                followed = tuple(n for n, cell in enumerate(found.__closure__) if _leads(cell, tree))
-                if followed:
-                    functions[id(found)] = Rebinding(found, followed)
-    return tuple(functions.values()), tuple(shared.values())
+            elif isinstance(found, types.FunctionType) and id(found) not in functions:
+                followed = tuple(n for n, cell in enumerate(found.__closure__ or ()) if _leads(cell, tree))
+                defaults = _leads(found.__defaults__, tree) or _leads(found.__kwdefaults__, tree)
+                if followed or defaults:
+                    functions[id(found)] = Rebinding(found, followed, defaults)
+            elif isinstance(found, types.MethodType):
+                methods[id(found)] = found
+    rebound = [
+        method
+        for method in methods.values()
+        if (id(method.__func__) in functions if isinstance(method.__func__, types.FunctionType) else _leads(method, tree))
+    ]
+    return (*functions.values(), *rebound), tuple(shared.values())
 
 
-def _leads(cell: types.CellType, tree: Collection[int]) -> bool:
-    try:
-        return any(id(each) in tree for each in reachable(cell.cell_contents))
-    except ValueError:  # an empty cell
-        return False
+def _leads(value: Any, tree: Collection[int]) -> bool:
+    return value is not None and any(id(each) in tree for each in reachable(value))
 
 
-def rebind(rebindings: Iterable[Rebinding], memo: dict[int, Any]) -> list[tuple[Rebinding, types.FunctionType]]:
-    """Put a copy of each function into ``memo``, and return the copies, whose cells are to fill."""
-    made = [(each, each.copy()) for each in rebindings]
+def rebind(
+    rebindings: Rebindings, memo: dict[int, Any]
+) -> tuple[dict[int, Any], list[tuple[Rebinding, types.FunctionType]]]:
+    """Return a memo with a copy of each function, and the copies, which are to fill later.
+
+    The memo is that of the arguments, or one that begins with what it holds.
+    """
+    made = [(each, each.copy()) for each in rebindings if isinstance(each, Rebinding)]
     memo.update((id(each.function), new) for each, new in made)
-    return made
+    methods = {id(each): each for each in rebindings if isinstance(each, types.MethodType)}
+    return (_MethodsToo(memo, methods) if methods else memo), made
+
+
+class _MethodsToo(dict[int, Any]):
+    """A memo of ``copy.deepcopy`` that copies bound methods when they are asked for.
+
+    Not before, because the object that a method is bound to may have no copy yet.
+    """
+
+    def __init__(self, memo: dict[int, Any], methods: dict[int, types.MethodType]) -> None:
+        super().__init__(memo)
+        self.methods = methods
+
+    def get(self, key: int, default: Any = None) -> Any:
+        found = super().get(key, self)
+        if found is self and key in self.methods:
+            method = self.methods[key]
+            found = self[key] = types.MethodType(copied(method.__func__, self), copied(method.__self__, self))
+        return default if found is self else found
 
 
 def copied(value: Any, memo: dict[int, Any]) -> Any:

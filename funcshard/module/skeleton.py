@@ -30,7 +30,7 @@ from torch import fx, nn
 from funcshard._utils import class_for_calls, reachable, state_names
 from funcshard.comm import Mesh
 from funcshard.module.checks import check_module
-from funcshard.module.rebinding import Rebinding, copied, rebind, references
+from funcshard.module.rebinding import Rebinding, Rebindings, copied, rebind, references
 from funcshard.module.template import (
     TABLES,
     TORCH_ATTRIBUTES,
@@ -95,7 +95,8 @@ class Skeleton:
         buffers: name of each buffer -> all names under which the tree holds it, its own first.
         persistent: those names of buffers that the module's state dict contains.
         state_names: the names of the module's state dict, in its order.
-        rebindings: the functions in copied attributes that captured modules or tensors of the tree.
+        rebindings: the functions in copied attributes that captured modules or tensors of the tree,
+            and their bound methods.
         shared: the objects in copied attributes that all calls share.
     """
 
@@ -111,7 +112,7 @@ class Skeleton:
     persistent: frozenset[str]
     state_names: tuple[str, ...]
     hook_tables: tuple[tuple[int, str], ...] = ()
-    rebindings: tuple[Rebinding, ...] = ()
+    rebindings: Rebindings = ()
     shared: tuple[Any, ...] = ()
 
     def instantiate(
@@ -161,7 +162,7 @@ class Skeleton:
             memo.update((id(each), each) for each in self.shared)
             # An attribute may be the handle of a hook, which refers to the hook's table.
             memo.update((id(self.specs[i].attributes[k]), modules[i].__dict__[k]) for i, k in self.hook_tables)
-            made = rebind(self.rebindings, memo)
+            memo, made = rebind(self.rebindings, memo)
             for index, name in self.copied_attributes:
                 modules[index].__dict__[name] = copied(self.specs[index].attributes[name], memo)
             for each, function in made:
@@ -246,7 +247,7 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, dict[str, torch.Tensor],
         if key not in TORCH_ATTRIBUTES and key not in graph_attributes(specs[index].cls)
     ]
     rebindings, shared = references((value for _, _, value in own if may_refer(value)), indices.keys() | names.keys())
-    rebound = {id(each.function) for each in rebindings}
+    rebound = {id(each.function) for each in rebindings if isinstance(each, Rebinding)}
     in_state_dict = state_names(module, tree.every, tree.classes)
     known = set(in_state_dict)
     skeleton = Skeleton(
@@ -339,7 +340,8 @@ def _check_copies(skeleton: Skeleton, tree: ModuleTree, attributes: list[tuple[i
     memo: dict[int, Any] = dict.fromkeys(skeleton.module_indices, nn.Identity())
     memo |= dict.fromkeys(skeleton.tensor_names, torch.empty(0, dtype=torch.float32, device="cpu"))
     memo.update((id(each), each) for each in skeleton.shared)
-    for each, function in rebind(skeleton.rebindings, memo):
+    memo, made = rebind(skeleton.rebindings, memo)
+    for each, function in made:
         each.fill(function, memo)
     for index, key, value in attributes:
         if isinstance(value, Mesh):

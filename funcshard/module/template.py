@@ -87,8 +87,8 @@ def make_template(tree: ModuleTree) -> Template:
     of_tree = {id(m) for m in modules} | {id(tensor) for ts in (tree.parameters, tree.buffers) for tensor in ts.values()}
     rebindings, shared = references(captured, of_tree)
     memo.update((id(each), each) for each in shared)
-    made = rebind(rebindings, memo)
-    _copy_graph_modules(modules, memo)
+    memo, made = rebind(rebindings, memo)
+    _copy_by_attributes(modules, memo)
     plain = all(map(_is_copied_as_usual, tree.classes))
     if plain:
         copies = _copy_plain_modules(modules, follow, memo, handles=mutable)
@@ -110,18 +110,28 @@ def make_template(tree: ModuleTree) -> Template:
     return Template(copies, copied_attributes, tensor_names)
 
 
-def _copy_graph_modules(modules: Sequence[nn.Module], memo: dict[int, Any]) -> None:
-    """Put copies of the modules that ``torch.fx`` or ``torch.export`` made into ``memo``.
+def _copy_by_attributes(modules: Sequence[nn.Module], memo: dict[int, Any]) -> None:
+    """Put copies of modules of ``torch.fx``, and of those with another pickle, into ``memo``.
 
     ``GraphModule.__deepcopy__`` loses attributes and compiles the graph again. The copies share the
-    graph, which no call changes.
+    graph, which no call changes. A ``__setstate__`` may make other children and other tensors, as
+    that of e3nn's modules does.
     """
-    found = [m for m in modules if isinstance(m, fx.GraphModule)]
-    for m in found:
-        # Why a class of its own: when the module's graph is edited, the forward of its class is
-        # replaced.
+    found: list[nn.Module] = []
+    for m in modules:
         cls = type(m)
-        memo[id(m)] = object.__new__(with_method(cls, "forward", cls.forward))
+        if isinstance(m, fx.GraphModule):
+            # Why a class of its own: when the module's graph is edited, the forward of its class is
+            # replaced.
+            memo[id(m)] = object.__new__(with_method(cls, "forward", cls.forward))
+            found.append(m)
+        elif (
+            _is_copied_as_usual(cls, pickled_as_usual=False)
+            and not _is_copied_as_usual(cls)
+            and _can_copy_attributes(m, memo | {id(each): each for each in modules})
+        ):
+            memo[id(m)] = object.__new__(cls)
+            found.append(m)
     for m in found:
         shared = graph_attributes(type(m))
         memo[id(m)].__dict__.update(
@@ -174,15 +184,27 @@ def _copy_plain_modules(
     return copies
 
 
-def _is_copied_as_usual(cls: type[nn.Module]) -> bool:
-    """Return whether ``copy.deepcopy`` copies the attributes of such a module, and nothing else."""
+def _can_copy_attributes(module: nn.Module, memo: dict[int, Any]) -> bool:
+    """Return whether all attributes can be copied; a ``__getstate__`` may leave out others."""
+    try:
+        copy.deepcopy({key: value for key, value in module.__dict__.items() if key not in TABLES}, memo)
+    except Exception:  # of any kind: it is the code of any object
+        return False
+    return True
+
+
+def _is_copied_as_usual(cls: type[nn.Module], *, pickled_as_usual: bool = True) -> bool:
+    """Return whether ``copy.deepcopy`` copies the attributes of such a module, and nothing else.
+
+    Without ``pickled_as_usual`` the module's ``__getstate__`` and ``__setstate__`` do not matter.
+    """
     usual: dict[str, Any] = {
         "__new__": object.__new__,
         "__reduce_ex__": object.__reduce_ex__,
         "__reduce__": object.__reduce__,
-        "__getstate__": nn.Module.__getstate__,
-        "__setstate__": nn.Module.__setstate__,
     }
+    if pickled_as_usual:
+        usual |= {"__getstate__": nn.Module.__getstate__, "__setstate__": nn.Module.__setstate__}
     slots = any(base.__dict__.get("__slots__") for base in cls.__mro__)
     return not slots and not hasattr(cls, "__deepcopy__") and all(getattr(cls, n) is each for n, each in usual.items())
 
@@ -230,8 +252,11 @@ def is_immutable(value: Any) -> bool:
     """Return whether no call can change ``value``, so that all calls may share it."""
     if type(value) in _PLAIN:
         return True  # only for speed
-    if isinstance(value, (tuple, frozenset)):
-        return all(is_immutable(each) for each in value)
+    # Why not all(... for each in value): a class of its own may iterate in its own way, or raise.
+    if isinstance(value, tuple):
+        return all(map(is_immutable, tuple.__iter__(value)))
+    if isinstance(value, frozenset):
+        return all(map(is_immutable, frozenset.__iter__(value)))
     if isinstance(value, _IMMUTABLE):
         return True
     if dataclasses.is_dataclass(value) and type(value).__dataclass_params__.frozen:  # type: ignore[union-attr]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from funcshard._utils.closures import captured, reachable
+from tests.strange_objects import NO_COPY, STRANGE, RaisingDict, RaisingList, RaisingTuple
 
 WALKS = pytest.mark.parametrize("walk", [captured, reachable])
 
@@ -198,3 +199,31 @@ def test_an_empty_cell_is_no_error(walk):
         return inner
 
     assert 1 in list(walk(outer()))
+
+
+@WALKS
+@pytest.mark.parametrize("make", [*STRANGE.values(), *NO_COPY.values()], ids=[*STRANGE, *NO_COPY])
+def test_a_walk_survives_objects_that_raise_when_looked_at(walk, make):
+    marker = Marker()
+    strange = make()
+    for start in (strange, closure(strange), [strange, marker], {"strange": strange, "marker": marker}):
+        list(walk(start))
+    assert finds(walk, [strange, marker], marker)
+    assert finds(walk, [marker, strange], marker)
+
+
+@WALKS
+@pytest.mark.parametrize("hold", [lambda x: RaisingTuple([x]), lambda x: RaisingList([x]), lambda x: RaisingDict(a=x)])
+def test_a_walk_enters_containers_that_do_not_iterate(walk, hold):
+    marker = Marker()
+    assert finds(walk, hold(marker), marker)
+
+
+def test_reachable_survives_objects_in_attributes_and_global_variables():
+    for make in (*STRANGE.values(), *NO_COPY.values()):
+        marker = Marker()
+        holder = Holder([make(), marker])
+        assert finds(reachable, holder, marker)
+        file = {"strange": make()}
+        exec("def f(): return strange", file)
+        list(reachable(file["f"]))

@@ -11,6 +11,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from funcshard._utils.tensors import byte_view, cast_tree, tensors_in
+from tests.strange_objects import STRANGE, LyingList, RaisingList, RaisingTuple
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
@@ -124,3 +125,22 @@ def test_bytes_are_those_of_the_elements_and_a_view_if_they_can_be(tensor, same,
     assert found.dtype == torch.uint8
     assert bytes(found.tolist()) == same.clone().view(-1).numpy().tobytes()
     assert (found.data_ptr() == tensor.data_ptr()) is view
+
+
+@pytest.mark.parametrize("make", STRANGE.values(), ids=STRANGE)
+def test_objects_that_raise_when_looked_at_are_opaque(make):
+    strange = make()
+    assert cast_tree(strange, FP16) is strange
+    assert list(tensors_in(strange)) == []
+    held = {"strange": strange, "tensor": F}
+    out = cast_tree(held, FP16)
+    assert out["strange"] is strange
+    assert out["tensor"].dtype == FP16
+    assert list(map(id, tensors_in(held))) == [id(F)]
+
+
+@pytest.mark.parametrize("cls", [RaisingTuple, RaisingList, LyingList])
+def test_containers_that_do_not_iterate_are_looked_into(cls):
+    out = cast_tree(cls([F, I]), FP16)
+    assert type(out) is cls
+    assert [each.dtype for each in tensors_in(out)] == [FP16, torch.int64]

@@ -4,6 +4,8 @@ import collections
 import copy
 import functools
 import pickle
+import threading
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,6 +18,7 @@ from torch.nn.utils import prune
 import funcshard as fs
 from funcshard._utils import without_collection
 from funcshard.module.skeleton import make_skeleton
+from tests.strange_objects import ITERATED_BY_DEEPCOPY, STRANGE
 
 x = torch.randn(4, 3)
 
@@ -459,3 +462,165 @@ def test_a_handle_that_the_module_keeps_removes_the_hook_of_its_call() -> None:
     assert len(module.lin._forward_hooks) == 1
     module.handle.remove()
     assert torch.equal(apply(params, buffers, x), module.lin.forward(x) * 2 + module.lin.forward(x))
+
+
+@pytest.mark.parametrize("name", [name for name in STRANGE if name not in ITERATED_BY_DEEPCOPY])
+def test_a_module_may_keep_objects_that_raise_when_looked_at(name: str) -> None:
+    make = STRANGE[name]
+
+    class Keeps(nn.Linear):
+        def forward(self, x: torch.Tensor, *args: Any) -> Any:
+            return super().forward(x), self.strange, args
+
+    module = Keeps(3, 3)
+    module.strange = make()
+    module.held = {"strange": [make()]}
+    apply, params, buffers = fs.make_functional(module)
+
+    def main(mesh: fs.Mesh) -> Any:
+        plan = fs.make_plan(params, mesh)
+        sharded = fs.fully_shard(apply, plan, mesh)
+        shards = fs.shard(params, plan, mesh)
+        return [fs.value_and_grad(lambda s: sharded(s, buffers, x, given)[0].sum(), mesh=mesh)(shards)[0] for _ in range(3)]
+
+    given = make()
+    out, strange, args = apply(params, buffers, x, given)
+    assert torch.equal(out, module(x)[0])
+    assert type(strange) is type(given)
+    assert args[0] is given
+    for values in fs.simulate(main, world_size=2):
+        assert all(torch.equal(value, out.sum()) for value in values)
+
+
+# --- bound methods of functions that captured the module ------------------------------------------
+
+
+def _around(m: nn.Module) -> None:
+    old = m.forward
+    m.forward = types.MethodType(lambda self, x: old(x) * 2, m)
+
+
+def _wrapped(m: nn.Module) -> None:
+    old = m.forward
+
+    @functools.wraps(old)
+    def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return old(x) + self.bias
+
+    m.forward = types.MethodType(forward, m)
+
+
+def _both(m: nn.Module) -> None:
+    _around(m)
+    _wrapped(m)
+
+
+def _in_defaults(m: nn.Module) -> None:
+    def forward(self: nn.Module, x: torch.Tensor, old: Any = m.forward, *, other: Any = m.forward) -> torch.Tensor:
+        return old(x) + 3 * other(x)
+
+    m.forward = types.MethodType(forward, m)
+
+
+def _in_a_partial(m: nn.Module) -> None:
+    function = lambda self, x, old: old(x) * 2  # noqa: E731
+    m.forward = types.MethodType(functools.partial(function, old=m.forward), m)
+
+
+def _in_a_list(m: nn.Module) -> None:
+    _around(m)
+    m.ways = {"a": [m.forward]}
+    m.forward = types.MethodType(lambda self, x: self.ways["a"][0](x), m)
+
+
+METHODS = [_around, _wrapped, _both, _in_defaults, _in_a_partial, _in_a_list]
+
+
+@pytest.mark.parametrize("patch", METHODS)
+def test_a_bound_method_around_the_modules_own_method_runs_on_the_calls_own_module(patch: Any) -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    patch(module[0])
+    out = module(x)
+    grads = torch.autograd.grad(out.sum(), list(module.parameters()))
+    apply, params, buffers = fs.make_functional(module)
+    zeros = {name: torch.zeros_like(value) for name, value in params.items()}
+    for _ in range(2):
+        assert torch.equal(apply(params, buffers, x), out)
+        assert torch.equal(apply(zeros, buffers, x), torch.zeros(4, 3))
+
+    def main(mesh: fs.Mesh) -> Any:
+        plan = fs.make_plan(params, mesh, units=["0", "1"])
+        sharded = fs.fully_shard(apply, plan, mesh, remat=["0"])
+        step = fs.value_and_grad(lambda shards: sharded(shards, buffers, x).sum(), mesh=mesh)
+        return fs.to_state_dict(step(fs.shard(params, plan, mesh))[1], plan, mesh)
+
+    for found in fs.simulate(main, world_size=2):
+        for (name, _), grad in zip(module.named_parameters(), grads, strict=True):
+            torch.testing.assert_close(found[name], grad)
+
+
+def test_a_method_that_forward_never_calls_may_capture_the_module() -> None:
+    module = nn.Sequential(nn.Linear(3, 3))
+    words = lambda self, old, name: f"{old()}, {name}"  # noqa: E731
+    module[0].extra_repr = types.MethodType(functools.partial(words, old=module[0].extra_repr, name="cut"), module[0])
+    apply, params, buffers = fs.make_functional(module)
+    assert torch.equal(apply(params, buffers, x), module(x))
+    assert "bias=True, cut" in repr(module)
+
+
+# --- modules with a pickle of their own -----------------------------------------------------------
+
+
+class MakesChildren(nn.Module):
+    """A module whose ``__setstate__`` makes its child and its buffer again, as modules of e3nn do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(3, 3)
+        self.lin.register_buffer("scale", torch.full((3,), 2.0))
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        state["_modules"] = {}
+        state["_saved"] = {name: value.detach().clone() for name, value in self.lin.state_dict().items()}
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        saved = state.pop("_saved")
+        self.__dict__.update(state)
+        self.lin = nn.Linear(3, 3)
+        self.lin.register_buffer("scale", torch.zeros(3))
+        self.lin.load_state_dict(saved)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin(x) * self.lin.scale
+
+
+def test_a_module_whose_pickle_makes_other_children() -> None:
+    module = nn.Sequential(MakesChildren(), nn.Linear(3, 3))
+    apply, params, buffers = fs.make_functional(module)
+    zeros = {name: torch.zeros_like(value) for name, value in params.items()}
+    assert torch.equal(apply(params, buffers, x), module(x))
+    assert torch.equal(apply(zeros, buffers, x), torch.zeros(4, 3))
+
+
+def test_a_module_whose_pickle_leaves_out_what_cannot_be_copied() -> None:
+    class Locked(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 3)
+            self.lock = threading.Lock()
+
+        def __getstate__(self) -> dict[str, Any]:
+            return {key: value for key, value in self.__dict__.items() if key != "lock"}
+
+        def __setstate__(self, state: dict[str, Any]) -> None:
+            super().__setstate__(state)
+            self.kept = "by the pickle"
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert self.kept == "by the pickle"
+            return super().forward(x)
+
+    module = Locked()
+    apply, params, buffers = fs.make_functional(module)
+    assert torch.equal(apply(params, buffers, x), nn.Linear.forward(module, x))
