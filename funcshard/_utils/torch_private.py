@@ -54,6 +54,7 @@ __all__ = [
     "is_fake",
     "is_legacy_batched",
     "is_transformed",
+    "is_zero_tensor",
     "local_part",
     "next_sequence_number",
     "no_torch_function",
@@ -516,6 +517,10 @@ def recording_tensors() -> Any:
 def is_fake(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has no data, because ``fake_tensors`` or a recording made it."""
     return isinstance(tensor, FakeTensor)
+
+
+is_zero_tensor: Callable[[torch.Tensor], bool] = operator.methodcaller("_is_zerotensor")
+"""Return whether a tensor is zeros without memory; torch makes such in forward-mode derivatives."""
 
 
 def asks_for_data(error: Exception) -> bool:

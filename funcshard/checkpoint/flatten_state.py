@@ -285,6 +285,12 @@ class _Flattener:
                 f"elements under the plan; found {value.numel()}: pass the plan that made it. For the state of muon, "
                 f"which is kept by name, save optimizer_to_state_dict(opt_state, optimizer, plan, mesh) instead"
             )
+        if buffer.shards > 1 and value.ndim > 1 and value.shape[-1] == buffer.shard_numel and not suffix:
+            raise ValueError(
+                f"shard {buffer.key!r} of unit {unit.title!r} at {prefix!r} of the state must have the shape "
+                f"({buffer.shard_numel},); found {tuple(value.shape)}, a stack of the shards of several models: save a list "
+                f"of trees of shards, one for each model, {{unit: {{buffer: stack[i]}}}}"
+            )
         return self._whole(value, name, join(prefix, "*", suffix))
 
     def _sharded(

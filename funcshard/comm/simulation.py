@@ -10,6 +10,7 @@ then ends, and ``simulate`` raises an error that says what each rank waits for.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import math
 import threading
@@ -150,7 +151,8 @@ def simulate(
     try:
         if threads is not None:
             torch.set_num_threads(threads)
-        with one_forward_level():
+        # Why not for one rank: it has the level alone, and torch.func.linearize opens it itself.
+        with one_forward_level() if world.size > 1 else contextlib.nullcontext():
             for thread in rank_threads:
                 thread.start()
             for thread in rank_threads:
@@ -213,6 +215,11 @@ class _World:
     def fail(self, rank: int | None, error: BaseException) -> None:
         """Make ``error`` the failure of the simulation, unless it has failed before."""
         if self.failure is None:
+            if isinstance(error, RuntimeError) and "Nested forward mode AD" in str(error):
+                error.add_note(
+                    "torch has one level of forward-mode differentiation, which the simulated ranks share: call "
+                    "torch.func.jvp for each tangent in place of torch.func.linearize or torch.autograd.forward_ad"
+                )
             if rank is not None:
                 error.add_note(f"raised on rank {rank} of {self.size} simulated ranks")
             self.failure = error

@@ -27,6 +27,7 @@ from funcshard._utils import (
     is_dtensor,
     is_fake,
     is_random,
+    is_zero_tensor,
     record_graph,
     record_sized_graph,
     tree,
@@ -233,6 +234,12 @@ class _Guard(TorchDispatchMode):
         # Why not lift_fresh: torch.tensor(1.0) inside the step makes a constant of the graph.
         if "lift_fresh" not in func.name():
             for value in given:
+                if not is_fake(value) and is_zero_tensor(value):
+                    raise ValueError(
+                        f"trace cannot record this torch.func.jvp: torch differentiates an operation forwards with zeros "
+                        f"that no recording sees, as for LayerNorm; found them in {func}: run the step itself, or take the "
+                        f"derivative with torch.func.vjp"
+                    )
                 if not is_fake(value):
                     raise ValueError(
                         f"trace records a step whose tensors all come from its arguments; found a tensor of shape "

@@ -449,3 +449,21 @@ def test_leaves_that_differ_between_ranks_come_back_to_the_ranks_that_had_them(l
         return equal(restored, shards) and equal(fs.gather(restored, plan, mesh), params)
 
     assert fs.simulate(main, {"replicate": 2, "shard": 2}) == [True] * 4
+
+
+def test_a_stack_of_models_is_saved_as_a_list_and_says_so(tmp_path: Path) -> None:
+    params = {"w": torch.arange(5.0)}
+
+    def main(mesh: fs.Mesh) -> None:
+        plan = fs.make_plan(params, mesh)
+        models = [fs.shard({"w": params["w"] * k}, plan, mesh) for k in (1, 2)]
+        stack = {"": {"float32": torch.stack([model[""]["float32"] for model in models])}}
+        with pytest.raises(ValueError, match=r"found \(2, 3\), a stack of the shards of several models: save a list"):
+            fs.save(tmp_path / "stack", {"shards": stack}, plan, mesh)
+        rows = [{"": {"float32": row}} for row in stack[""]["float32"]]
+        fs.save(tmp_path / "list", {"shards": rows}, plan, mesh)
+        restored = fs.restore(tmp_path / "list", plan, mesh)["shards"]
+        for model, found in zip(models, restored, strict=True):
+            torch.testing.assert_close(found, model)
+
+    fs.simulate(main, 2)

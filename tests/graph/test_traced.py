@@ -268,3 +268,22 @@ def test_the_old_state_is_donated_as_by_the_step() -> None:
                 step(old._replace(shards=state.shards), batch_of(mesh, 0))
 
     fs.simulate(main, 1)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch.func.jvp's
+def test_a_forward_derivative_that_torch_cannot_record_is_named_as_the_cause() -> None:
+    apply, params, _ = fs.make_functional(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)))
+    x = torch.randn(2, 3)
+
+    def main(mesh: fs.Mesh) -> None:
+        plan = fs.make_plan(params, mesh)
+        sharded = fs.fully_shard(apply, plan, mesh)
+
+        def loss_fn(shards: Any, _buffers: Any, x: torch.Tensor) -> torch.Tensor:
+            return torch.func.jvp(lambda x: sharded(shards, {}, x), (x,), (x,))[1].square().mean()
+
+        step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.SGD, lr=0.1), plan, mesh)
+        fs.trace(step, step.init(fs.shard(params, plan, mesh), {}), x)
+
+    with pytest.raises(ValueError, match=r"cannot record this torch.func.jvp: .* as for LayerNorm"):
+        fs.simulate(main, 1)
