@@ -18,6 +18,7 @@
 - ``renames``: exchange the names of two folders in one step.
 - ``garbage``: make many objects without searches for garbage between.
 - ``random_state``: save and restore the state of the random number generators.
+- ``torch_names``: looks up private names of torch, which a release may lack.
 - ``torch_private``: uses of torch's private API. ``torch_operators``: names, arguments and effects
   of its operators. ``torch_compilers``: its compilers. ``torch_kernels``: its fused kernels.
   ``torch_factories``: the device of tensors that name none.
@@ -84,6 +85,7 @@ from funcshard._utils.torch_operators import (
 from funcshard._utils.torch_pickles import tensor_pickle
 from funcshard._utils.torch_private import (
     BasisLoop,
+    TorchDispatchMode,
     ValueReadError,
     address,
     asks_for_data,
@@ -134,6 +136,7 @@ from funcshard._utils.torch_symbols import put_number, record_sized_graph
 __all__ = [
     "DONATED_STATE",
     "BasisLoop",
+    "TorchDispatchMode",
     "Boxed",
     "Bullets",
     "Part",

@@ -12,7 +12,11 @@ from typing import Any
 
 import torch
 
+from funcshard._utils.torch_names import needed_for
+
 __all__ = ["Boxed", "compile_with", "find_backend", "inductor"]
+
+_FEATURE = "compiling a traced step"
 
 Boxed = Callable[[list[Any]], Sequence[Any]]  # empties the list, so that each input is freed at its last use
 
@@ -20,9 +24,10 @@ Boxed = Callable[[list[Any]], Sequence[Any]]  # empties the list, so that each i
 @contextlib.contextmanager
 def _compiling() -> Iterator[Any]:
     """Set what torch's compilers expect around them; yield the mode of tensors without data."""
-    from torch._guards import TracingContext, tracing
-    from torch._subclasses import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    with needed_for(_FEATURE):
+        from torch._guards import TracingContext, tracing
+        from torch._subclasses import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     with torch.no_grad(), tracing(TracingContext(mode)):
@@ -43,8 +48,9 @@ def find_backend(backend: str | Callable[..., Any]) -> str | Callable[..., Any]:
     """
     if not isinstance(backend, str) or backend == "inductor":
         return backend
-    from torch._dynamo.backends.registry import lookup_backend
-    from torch._dynamo.exc import InvalidBackend
+    with needed_for(_FEATURE):
+        from torch._dynamo.backends.registry import lookup_backend
+        from torch._dynamo.exc import InvalidBackend
 
     try:
         found: Callable[..., Any] = lookup_backend(backend)
@@ -93,13 +99,14 @@ def inductor(module: torch.fx.GraphModule, like: Sequence[torch.Tensor]) -> Boxe
         module: a module that returns a list of tensors, and may write to its inputs.
         like: tensors of the inputs' form. No two inputs may share memory.
     """
-    from torch._functorch._aot_autograd.utils import make_boxed_func
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
-    from torch._inductor.virtualized import V
-    from torch.fx.experimental.proxy_tensor import make_fx
+    with needed_for("compiling a traced step with Inductor"):
+        from torch._functorch._aot_autograd.utils import make_boxed_func
+        from torch._inductor import config
+        from torch._inductor.compile_fx import compile_fx_inner
+        from torch._inductor.decomposition import select_decomp_table
+        from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+        from torch._inductor.virtualized import V
+        from torch.fx.experimental.proxy_tensor import make_fx
 
     pure: Any = torch.func.functionalize(lambda *inputs: module(*inputs), remove="mutations")
     options = {"size_asserts": False, "nan_asserts": False, "alignment_asserts": False}

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from funcshard._utils.torch_names import private
+
 __all__ = ["with_plain_factories"]
+
+# Why 1: then the context below is always one, which costs time only.
+_modes: Callable[[], int] = private("torch._C._len_torch_function_stack", "optimizers of torch", lambda: 1)
 
 
 def with_plain_factories() -> contextlib.AbstractContextManager[Any]:
@@ -23,4 +29,4 @@ def with_plain_factories() -> contextlib.AbstractContextManager[Any]:
         device(type='cpu')
     """
     # Why only there: a mode of any kind costs time for each operation.
-    return torch.device("cpu") if torch._C._len_torch_function_stack() else contextlib.nullcontext()
+    return torch.device("cpu") if _modes() else contextlib.nullcontext()

@@ -12,17 +12,23 @@ from typing import Any
 
 import torch.distributed as dist
 
+from funcshard._utils.torch_names import needed_for, private
+
 __all__ = [
     "abort_group", "default_store", "destroy_group", "group_timeout", "has_ended", "new_group", "reconnected",
     "store_for_thread", "store_is_gone",
 ]  # fmt: skip
 
-_c10d = dist.distributed_c10d
+_FEATURE = "a mesh over several processes"
+
+_c10d: Any = private("torch.distributed.distributed_c10d", _FEATURE)
 
 
 def default_store() -> dist.Store:
     """Return the key-value store of the default process group."""
-    return _c10d._get_default_store()
+    with needed_for(_FEATURE):
+        store: dist.Store = _c10d._get_default_store()
+    return store
 
 
 def store_for_thread(store: Any) -> Any:
@@ -66,7 +72,8 @@ def _file_of(store: Any) -> str | None:
 
 def group_timeout(group: Any) -> datetime.timedelta:
     """Return the timeout of a process group."""
-    timeout: datetime.timedelta = group._get_backend(group._device_types[0]).options._timeout
+    with needed_for(_FEATURE):
+        timeout: datetime.timedelta = group._get_backend(group._device_types[0]).options._timeout
     return timeout
 
 
@@ -94,16 +101,16 @@ def new_group(ranks: Sequence[int], backend: str, timeout: datetime.timedelta, n
         timeout: of the group's collectives, and of the connections that it makes now.
         name: a text that no other group of this process has, and the same on all ranks.
     """
-    default = _c10d._get_default_group()
+    default = dist.group.WORLD
     if backend == "fake" or callable(getattr(default, "new_group", None)):  # a backend that makes groups by itself
         return dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True, sort_ranks=False)
     # Why a hash: torch makes names of files and of graph nodes of it.
     hashed: Any = hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest()
     own = list(ranks).index(dist.get_rank())
-    group, _ = _c10d._new_process_group_helper(
-        len(ranks), own, list(ranks), dist.Backend(backend), default_store(), hashed, timeout=timeout
-    )
-    _c10d._world.pg_group_ranks[group] = {rank: position for position, rank in enumerate(ranks)}
+    with needed_for(_FEATURE):
+        make, world = _c10d._new_process_group_helper, _c10d._world
+    group, _ = make(len(ranks), own, list(ranks), dist.Backend(backend), default_store(), hashed, timeout=timeout)
+    world.pg_group_ranks[group] = {rank: position for position, rank in enumerate(ranks)}
     return group
 
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
+from funcshard._utils.torch_names import private
+
 __all__ = ["unscale_in_place"]
+
+_fused: Any = private("torch._amp_foreach_non_finite_check_and_unscale_", "make_scaler", None)
 
 
 def unscale_in_place(
@@ -38,5 +43,10 @@ def unscale_in_place(
         kinds.setdefault((real.device, real.dtype), []).append(real)
     found = {device: torch.zeros(1, device=device, dtype=torch.float32) for device, _ in kinds}
     for (device, _), same in kinds.items():
-        torch._amp_foreach_non_finite_check_and_unscale_(same, found[device], factors[device].reshape(1))
+        if _fused is None:
+            for tensor in same:
+                found[device][~tensor.isfinite().all().reshape(1)] = 1.0
+                tensor.mul_(factors[device])
+        else:
+            _fused(same, found[device], factors[device].reshape(1))
     return {device: each.squeeze() for device, each in found.items()}

@@ -25,9 +25,17 @@ def state_names(
         classes: the classes of these modules. If one of them has a state dict of its own kind, or
             a module has a hook, the state dict is made.
     """
+    try:
+        found = _state_names(every, classes)
+    except AttributeError:  # this torch has other names
+        found = None
+    return tuple(module.state_dict(keep_vars=True)) if found is None else tuple(found)
+
+
+def _state_names(every: Sequence[tuple[str, nn.Module]], classes: Iterable[type[nn.Module]]) -> list[str] | None:
     as_usual = all(getattr(cls, name) is getattr(nn.Module, name) for cls in classes for name in _SAVES)
     if not as_usual or any(m._state_dict_hooks or m._state_dict_pre_hooks for _, m in every):
-        return tuple(module.state_dict(keep_vars=True))
+        return None
     found: list[str] = []
     for path, m in every:
         prefix = f"{path}." if path else ""
@@ -35,7 +43,7 @@ def state_names(
         if m._buffers:
             lost = m._non_persistent_buffers_set
             found += [prefix + key for key, value in m._buffers.items() if value is not None and key not in lost]
-    return tuple(found)
+    return found
 
 
 def class_for_calls(module: nn.Module) -> type[nn.Module]:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from funcshard._utils.torch_names import private
+
 __all__ = [
     "converted",
     "count_flops",
@@ -19,6 +21,9 @@ __all__ = [
     "writes_inputs",
     "written_arguments",
 ]
+
+
+_Overload: Any = type(torch.ops.aten.add.Tensor)  # the class of operators
 
 
 def writes_inputs(operation: Any) -> bool:
@@ -41,12 +46,12 @@ def list_arguments(operation: Any) -> list[str]:
 
 def operator_name(target: Any) -> str:
     """Return the name of an operator of torch, such as ``"aten::add"``; ``""`` for other code."""
-    return str(target._schema.name) if isinstance(target, torch._ops.OpOverload) else ""
+    return str(target._schema.name) if isinstance(target, _Overload) else ""
 
 
 def operator_full_name(target: Any) -> str:
     """Return the name of an operator with its overload, ``"aten::add.Tensor"``; else ``""``."""
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, _Overload):
         return ""
     return f"{target._schema.name}.{target._schema.overload_name or 'default'}"
 
@@ -57,7 +62,7 @@ def operator_by_name(space: str, name: str, overload: str) -> Any:
         found = getattr(getattr(getattr(torch.ops, space), name), overload)
     except (AttributeError, RuntimeError):
         return None
-    return found if isinstance(found, torch._ops.OpOverload) else None
+    return found if isinstance(found, _Overload) else None
 
 
 def operator_arguments(operation: Any, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -65,7 +70,7 @@ def operator_arguments(operation: Any, args: Any, kwargs: Any) -> dict[str, Any]
     return dict(zip([each.name for each in operation._schema.arguments], args, strict=False)) | dict(kwargs)
 
 
-converted: Any = torch.ops.aten._to_copy.default
+converted: Any = private("torch.ops.aten._to_copy.default", "a trace")
 """The operator that copies a tensor into another dtype."""
 
 
@@ -85,5 +90,5 @@ def count_flops(operation: Any, args: Any, kwargs: Any, out: Any) -> int:
         return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
     if operation is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
         return int(sdpa_backward_flop_count(args[0].shape, args[1].shape, args[2].shape, args[3].shape))
-    count: Any = flop_registry.get(operation._overloadpacket)
+    count: Any = flop_registry.get(operation.overloadpacket)
     return 0 if count is None else int(count(*args, **kwargs, out_val=out))

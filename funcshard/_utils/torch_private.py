@@ -1,7 +1,8 @@
 """Uses of torch's private API, so that a new torch release is checked against few files.
 
 torch has no public name for the facts and switches below. Names that start with an underscore may
-change in any torch release, and ruff's rule SLF001 keeps them out of all other files.
+change in any torch release, and ruff's rule SLF001 keeps them out of all other files. None of them
+is needed to import the library: ``torch_names`` looks them up.
 """
 
 from __future__ import annotations
@@ -12,32 +13,29 @@ import inspect
 import operator
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._compile import _disable_dynamo
-from torch._functorch import eager_transforms
-from torch._functorch.eager_transforms import jvp_increment_nesting
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
 from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_dynamo_compiling
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
-from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from funcshard._utils.tensors import byte_view
+from funcshard._utils.torch_names import lacks, needed_for, private
+
+if TYPE_CHECKING:
+    from torch.utils._python_dispatch import TorchDispatchMode
+else:
+    TorchDispatchMode = private("torch.utils._python_dispatch.TorchDispatchMode", "recording operations, as fs.trace does,")
 
 __all__ = [
     "BasisLoop",
+    "FakeTensorMode",
+    "TorchDispatchMode",
     "ValueReadError",
     "address",
     "basis_loops",
@@ -88,14 +86,57 @@ T = TypeVar("T")
 
 # --- torch.func transforms ------------------------------------------------------------------------
 
-transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+_FUNC = "torch.func around sharded functions"
+_FUNCTORCH = "torch._C._functorch"
+
+_stack = private(f"{_FUNCTORCH}.get_interpreter_stack", _FUNC, None)
+
+
+def _in_transforms() -> bool:
+    return _stack is not None and bool(_stack())
+
+
+transforms_active: Callable[[], bool] = private("torch._C._are_functorch_transforms_active", _FUNC, _in_transforms)
 """Return whether this code runs inside a ``torch.func`` transform."""
 
-is_transformed: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+if _stack is None and transforms_active is _in_transforms:
+    # Why at once: nothing else tells a transform, and without it results may be wrong in silence.
+    warnings.warn(f"{lacks(_FUNCTORCH, _FUNC)}; nothing will tell you where results are wrong", RuntimeWarning, stacklevel=2)
+
+
+def _no_level(_: torch.Tensor) -> int:
+    if transforms_active():
+        raise lacks(f"{_FUNCTORCH}.maybe_get_level", _FUNC)
+    return 0
+
+
+_level: Callable[[torch.Tensor], int] = private(f"{_FUNCTORCH}.maybe_get_level", _FUNC, _no_level)
+
+is_transformed: Callable[[torch.Tensor], bool] = private(
+    f"{_FUNCTORCH}.is_functorch_wrapped_tensor", _FUNC, lambda tensor: _level(tensor) > 0
+)
 """Return whether a ``torch.func`` transform wraps the tensor."""
 
-is_legacy_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+is_legacy_batched: Callable[[torch.Tensor], bool] = private(
+    f"{_FUNCTORCH}.is_legacy_batchedtensor", "torch.autograd.grad with is_grads_batched", lambda _: False
+)
 """Return whether the tensor is a batch of ``torch.autograd.grad(is_grads_batched=True)``."""
+
+_is_batched: Callable[[torch.Tensor], bool] = private(f"{_FUNCTORCH}.is_batchedtensor", _FUNC)
+_vmap: Any = private(f"{_FUNCTORCH}.TransformType", _FUNC)
+_get_unwrapped: Callable[[torch.Tensor], torch.Tensor] = private(f"{_FUNCTORCH}.get_unwrapped", _FUNC)
+_nested_jvp: Any = private("torch._functorch.eager_transforms.jvp_increment_nesting", _FUNC, None)
+_without_transforms: Any = private("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", _FUNC)
+_eager_transforms: Any = private("torch._functorch.eager_transforms", _FUNC, None)
+
+
+def _interpreters() -> list[Any]:
+    """Return the ``torch.func`` transforms that this code runs inside."""
+    if _stack is not None:
+        return _stack() or []
+    if transforms_active():
+        raise lacks(f"{_FUNCTORCH}.get_interpreter_stack", _FUNC)
+    return []
 
 
 def belongs_to_transform_above(tensor: torch.Tensor) -> bool:
@@ -103,14 +144,12 @@ def belongs_to_transform_above(tensor: torch.Tensor) -> bool:
 
     That is the case if code below the transform captured the tensor.
     """
-    functorch = torch._C._functorch
-    level = functorch.maybe_get_level(tensor)
-    stack = functorch.get_interpreter_stack() or []
+    level, stack = _level(tensor), _interpreters()
     if level > len(stack):
         return True
     # Why compare kinds: a transform that was opened here can have the same level as one above.
-    mapped = level > 0 and stack[level - 1].key() == functorch.TransformType.Vmap
-    return level > 0 and functorch.is_batchedtensor(tensor) != mapped
+    mapped = level > 0 and stack[level - 1].key() == _vmap.Vmap
+    return level > 0 and _is_batched(tensor) != mapped
 
 
 @contextlib.contextmanager
@@ -120,29 +159,30 @@ def one_forward_level() -> Iterator[None]:
     torch has one such level for the whole process, and threads cannot each enter it. With the level
     open, a ``torch.func.jvp`` in any thread uses it instead of entering it.
     """
-    if forward_ad._current_level >= 0:
+    # Why without either name: then a jvp in two simulated ranks at once is an error of torch's.
+    if getattr(forward_ad, "_current_level", 0) >= 0 or _nested_jvp is None:
         yield
         return
-    with jvp_increment_nesting(), forward_ad.dual_level():
+    with _nested_jvp(), forward_ad.dual_level():
         yield
 
 
 def transform_level() -> int:
     """Return the number of ``torch.func`` transforms that this code runs inside."""
-    return len(torch._C._functorch.get_interpreter_stack() or ())
+    return len(_interpreters())
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     """Return the plain tensor below all transforms that wrap ``tensor``."""
     while is_transformed(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+        tensor = _get_unwrapped(tensor)
     return tensor
 
 
 def unwrapped_bytes(tensor: torch.Tensor) -> bytes:
     """Return the data of ``tensor``, below all transforms that wrap it."""
     tensor = unwrapped(tensor)
-    with temporarily_clear_interpreter_stack(), torch.no_grad():
+    with _without_transforms(), torch.no_grad():
         return bytes(byte_view(tensor.cpu()).tolist())
 
 
@@ -172,6 +212,8 @@ def basis_loops(bottom: CodeType | None = None, *, outer: bool = False) -> dict[
         bottom: the code of a function that runs below all transforms of its callers.
         outer: whether to leave out the innermost loop of level 0.
     """
+    if _eager_transforms is None and transforms_active():
+        raise lacks("torch._functorch.eager_transforms", _FUNC)
     # Why look at frames: the tensors inside jacrev are those inside vmap of vjp, where the caller
     # has chosen the vectors.
     found: dict[int, BasisLoop] = {}
@@ -182,7 +224,7 @@ def basis_loops(bottom: CodeType | None = None, *, outer: bool = False) -> dict[
         at_bottom = at_bottom or code is bottom
         if at_bottom and code.co_filename != functional_file:
             pass
-        elif code.co_filename == eager_transforms.__file__:
+        elif _eager_transforms is not None and code.co_filename == _eager_transforms.__file__:
             if code.co_name in ("_jvp_with_argnums", "_vjp_with_argnums"):
                 opened = frame.f_locals
             elif opened is not None:
@@ -203,16 +245,43 @@ def basis_loops(bottom: CodeType | None = None, *, outer: bool = False) -> dict[
 
 # --- autograd -------------------------------------------------------------------------------------
 
-graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+_current_node: Callable[[], Any] = private("torch._C._current_autograd_node", "estimates")
+
+
+def _depth_of_backward() -> int:
+    """Return how many calls of backward this thread is in, less one."""
+    depth, frame = -1, sys._getframe(1)
+    while frame is not None:
+        depth += frame.f_code.co_filename == torch.autograd.graph.__file__
+        frame = frame.f_back  # type: ignore[assignment]
+    return max(0, depth) if _current_node() is not None else -1
+
+
+graph_task_id: Callable[[], int] = private("torch._C._current_graph_task_id", "training", _depth_of_backward)
 """Return the number of the backward that runs on this thread, or -1 if none does."""
 
-saved_tensors_hooks_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+
+def _may_hook() -> bool:
+    try:
+        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            return True
+    except RuntimeError:
+        return False
+
+
+saved_tensors_hooks_allowed: Callable[[], bool] = private(
+    "torch._C._autograd._saved_tensors_hooks_is_enabled", "hooks for saved tensors", _may_hook
+)
 """Return whether ``torch.autograd.graph.saved_tensors_hooks`` is allowed here."""
+
+_top_hooks: Callable[[bool], Any] = private(
+    "torch._C._autograd._top_saved_tensors_default_hooks", "hooks for saved tensors around units", lambda _: None
+)
 
 
 def outer_saved_tensors_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
     """Return the innermost active pair of saved-tensor hooks, or ``None``."""
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks: Any = _top_hooks(True)
     return hooks
 
 
@@ -238,9 +307,13 @@ def cast_of(tensor: torch.Tensor) -> tuple[torch.Tensor, Any, int, bool] | None:
     return cast, source, number, True
 
 
+_NUMBERS = private("torch.autograd.graph.Node._sequence_nr", "the order of backward", None)
+
+
 def sequence_number(node: Any) -> int:
     """Return the sequence number of an autograd node; forward numbers its nodes upwards."""
-    return int(node._sequence_nr())
+    # Why 0: prefetches then begin with another unit, and results are the same.
+    return 0 if _NUMBERS is None else int(node._sequence_nr())
 
 
 def signed(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -275,17 +348,27 @@ class _Bound:
 
 # --- selective checkpoints ------------------------------------------------------------------------
 
-# The dispatch modes of torch's selective checkpoints. In forward the first keeps the results of
-# operations that a policy names. In the recomputation the second returns these results.
-_SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+_SELECTIVE = "selective checkpoints"
+_modes: Callable[[], list[Any]] = private("torch.utils._python_dispatch._get_current_dispatch_mode_stack", _SELECTIVE)
+_pop_mode: Callable[[], Any] = private("torch.utils._python_dispatch._pop_mode", _SELECTIVE)
+_push_mode: Callable[[Any], None] = private("torch.utils._python_dispatch._push_mode", _SELECTIVE)
 
-dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+dispatch_modes: Callable[[], int] = private("torch._C._len_torch_dispatch_stack", _SELECTIVE, lambda: len(_modes()))
 """Return the number of dispatch modes that are active here."""
+
+
+def _is_selective(mode: Any) -> bool:
+    """Return whether a dispatch mode is one of torch's selective checkpoints.
+
+    In forward one of them keeps the results of operations that a policy names. In the recomputation
+    another one returns these results.
+    """
+    return type(mode).__module__ == "torch.utils.checkpoint"
 
 
 def in_selective_checkpoint() -> bool:
     """Return whether a selective checkpoint sees the operations that run here."""
-    return dispatch_modes() != 0 and any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
+    return dispatch_modes() != 0 and any(map(_is_selective, _modes()))
 
 
 def unseen(f: Callable[P, T]) -> Callable[P, T]:
@@ -300,8 +383,8 @@ def unseen(f: Callable[P, T]) -> Callable[P, T]:
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         if not in_selective_checkpoint():
             return f(*args, **kwargs)
-        stack = _get_current_dispatch_mode_stack()
-        _replace_modes([mode for mode in stack if not isinstance(mode, _SELECTIVE)])
+        stack = _modes()
+        _replace_modes([mode for mode in stack if not _is_selective(mode)])
         try:
             return f(*args, **kwargs)
         finally:
@@ -321,7 +404,11 @@ def _replace_modes(stack: list[Any]) -> None:
 # --- tensors and modules --------------------------------------------------------------------------
 
 
-version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+version: Callable[[torch.Tensor], int] = (
+    (lambda _: 0)
+    if private("torch.Tensor._version", "errors about tensors that were written to", None) is None
+    else operator.attrgetter("_version")
+)
 """Return how often the memory of a tensor has been written to in place."""
 
 
@@ -331,7 +418,8 @@ def storage_id(tensor: torch.Tensor) -> int:
     It is 0 for a tensor that has no storage, such as a sparse one.
     """
     try:
-        return tensor.untyped_storage()._cdata
+        # Why no address: a tensor without data has none. torch keeps one object for each storage.
+        return id(tensor.untyped_storage())
     except NotImplementedError:
         return 0
 
@@ -353,7 +441,11 @@ def stored_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [part for name in flatten()[0] for part in stored_parts(getattr(tensor, name))]
 
 
-same_storage: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
+def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return storage_id(one) == storage_id(other) != 0
+
+
+same_storage: Callable[[torch.Tensor, torch.Tensor], bool] = private("torch._C._is_alias_of", "resharding", _share)
 """Return whether two tensors share a storage."""
 
 
@@ -367,29 +459,43 @@ def address(tensor: torch.Tensor) -> int | tuple[int, int]:
 
 def local_part(dtensor: Any) -> torch.Tensor:
     """Return the tensor that a DTensor holds on this rank, as it is, once it has arrived."""
-    local: Any = dtensor._local_tensor
+    local: Any = getattr(dtensor, "_local_tensor", None)
+    if local is None:
+        with torch.no_grad():
+            return dtensor.to_local()
     # Why by name: while a collective of torch runs, its result is of a private class.
     return local.wait() if type(local).__name__ == "AsyncCollectiveTensor" else local
 
 
-no_torch_function: Any = torch._C._disabled_torch_function_impl
+without_torch_function: Any = private("torch._C.DisableTorchFunctionSubclass", "init_module with draws='blocks'")
+"""The context in which a subclass calls a function as if it had no ``__torch_function__``."""
+
+
+def _call_without(_: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    with without_torch_function():
+        return function(*args, **(kwargs or {}))
+
+
+no_torch_function: Any = private(
+    "torch._C._disabled_torch_function_impl", "placeholders of leaves", classmethod(_call_without)
+)
 """The ``__torch_function__`` for a tensor subclass that overrides ``__torch_dispatch__`` only."""
 
-
-without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
-"""The context in which a subclass calls a function as if it had no ``__torch_function__``."""
+_make_subclass: Any = private("torch.Tensor._make_wrapper_subclass", "placeholders of leaves", None)
 
 
 def wrapper_subclass(
     cls: type[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, requires_grad: bool
 ) -> Any:
     """Return a tensor of class ``cls`` that has a shape, a dtype and a device, but no memory."""
-    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
+    if _make_subclass is None:
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad).as_subclass(cls)
+    return _make_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
 
 
 def is_compiled_in_place(module: torch.nn.Module) -> bool:
     """Return whether ``module.compile()`` has been called."""
-    return module._compiled_call_impl is not None
+    return getattr(module, "_compiled_call_impl", None) is not None
 
 
 # --- graphs and Dynamo ----------------------------------------------------------------------------
@@ -397,7 +503,8 @@ def is_compiled_in_place(module: torch.nn.Module) -> bool:
 
 def recording_graph() -> bool:
     """Return whether ``make_fx`` is recording the operations that run here."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    module = sys.modules.get("torch.fx.experimental.proxy_tensor")  # make_fx is in it
+    return module is not None and module.get_proxy_mode() is not None
 
 
 class ValueReadError(RuntimeError):
@@ -415,8 +522,9 @@ def record_graph(function: Callable[..., Any], examples: list[Any]) -> tuple[tor
         ValueReadError: Python code of ``function`` depends on the value of a tensor.
     """
     # Why here: they import sympy, which takes long.
-    from torch.fx.experimental.proxy_tensor import make_fx
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+    with needed_for("a trace"):
+        from torch.fx.experimental.proxy_tensor import make_fx
+        from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     # Why: functions of torch.compile in the code run as if they were not compiled.
     dynamo = sys.modules.get("torch._dynamo")
@@ -432,7 +540,12 @@ def record_graph(function: Callable[..., Any], examples: list[Any]) -> tuple[tor
 
 def recording_or_transforming() -> bool:
     """Return whether a dispatch mode or a ``torch.func`` transform is active here."""
-    return torch._C._len_torch_dispatch_stack() > 0 or transforms_active()
+    return dispatch_modes() > 0 or transforms_active()
+
+
+_DYNAMO = "torch.compile around sharded functions"
+_callback: Callable[[], Any] = private("torch._C._dynamo.eval_frame.get_eval_frame_callback", _DYNAMO, lambda: _DYNAMO)
+_disabled: Any = private("torch._compile._disable_dynamo", _DYNAMO, torch.compiler.disable)
 
 
 def untraced(f: Callable[P, T]) -> Callable[P, T]:
@@ -446,7 +559,7 @@ def untraced(f: Callable[P, T]) -> Callable[P, T]:
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         # Why the callback: inside another such function Dynamo is off already, and turning it off
         # takes longer than the check.
-        if "torch._dynamo" not in sys.modules or (not is_dynamo_compiling() and get_eval_frame_callback() is None):
+        if "torch._dynamo" not in sys.modules or (not is_dynamo_compiling() and _callback() is None):
             return f(*args, **kwargs)
         return disabled(*args, **kwargs)
 
@@ -458,8 +571,8 @@ def hidden_from_dynamo(f: Callable[P, T], reason: str) -> Callable[P, T]:
     # Why: a graph would contain the memory that a collective writes into, but not the collective.
     # Why not torch.compiler.disable: it imports Dynamo, which takes longer than importing this
     # library.
-    hidden = _disable_dynamo(f)
-    hidden._torchdynamo_disable, hidden._torchdynamo_disable_msg = True, reason  # type: ignore[attr-defined]
+    hidden: Any = _disabled(f)
+    hidden._torchdynamo_disable, hidden._torchdynamo_disable_msg = True, reason
     return hidden
 
 
@@ -485,9 +598,7 @@ def dcp_storage_info() -> Any:
     It belongs to the file storage of that package.
     """
     # Why not at the top of this file: importing the package takes a second.
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-
-    return _StorageInfo
+    return private("torch.distributed.checkpoint.filesystem._StorageInfo", "export_dcp")
 
 
 def cuda_sleep(cycles: int) -> None:
@@ -496,6 +607,9 @@ def cuda_sleep(cycles: int) -> None:
 
 
 # --- traces without data --------------------------------------------------------------------------
+
+FakeTensorMode: Any = private("torch._subclasses.fake_tensor.FakeTensorMode", "an estimate or a trace")
+_next_number: Callable[[], int] = private("torch._C._autograd._get_sequence_nr", "an estimate")
 
 
 def fake_tensors() -> Any:
@@ -509,14 +623,15 @@ def fake_tensors() -> Any:
 
 def recording_tensors() -> Any:
     """Return a context as ``record_graph`` records in; numbers of tensors are symbols in it."""
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # imports sympy, which takes long
+    with needed_for("a trace"):
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv  # imports sympy, which takes long
 
     return FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has no data, because ``fake_tensors`` or a recording made it."""
-    return isinstance(tensor, FakeTensor)
+    return any(cls.__name__ == "FakeTensor" for cls in type(tensor).__mro__)
 
 
 is_zero_tensor: Callable[[torch.Tensor], bool] = operator.methodcaller("_is_zerotensor")
@@ -525,18 +640,22 @@ is_zero_tensor: Callable[[torch.Tensor], bool] = operator.methodcaller("_is_zero
 
 def asks_for_data(error: Exception) -> bool:
     """Return whether an error says that an operation needs the values of a fake tensor."""
-    return isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
+    # Why by name: they lie in a private module.
+    names = ("DataDependentOutputException", "DynamicOutputShapeException")
+    return any(cls.__name__ in names for cls in type(error).__mro__)
 
 
 def next_sequence_number() -> int:
     """Return the sequence number that the next autograd node of this thread will have."""
-    return int(torch._C._autograd._get_sequence_nr())
+    return int(_next_number())
 
 
 def running_sequence_number() -> int | None:
     """Return the sequence number of the node that backward runs now; ``None`` outside of it."""
-    node: Any = torch._C._current_autograd_node()
-    return None if node is None else int(node._sequence_nr())
+    if _NUMBERS is None:
+        raise lacks("torch.autograd.graph.Node._sequence_nr", "an estimate")
+    node: Any = _current_node()
+    return None if node is None else sequence_number(node)
 
 
 def refresh_flat_weights(module: torch.nn.RNNBase) -> None:

@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch._functorch.config
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from funcshard._utils.torch_private import ValueReadError
+from funcshard._utils.torch_names import needed_for, private
+from funcshard._utils.torch_private import FakeTensorMode, ValueReadError
 
 __all__ = ["put_number", "record_sized_graph"]
+
+_FEATURE = "a trace for any size"
 
 Names = Sequence[str | None]  # of each dim of a tensor; ``None`` for a dim of a fixed size
 
@@ -45,11 +46,12 @@ def record_sized_graph(
     Raises:
         ValueReadError: Python code of ``function`` depends on the value of a tensor.
     """
-    from torch.fx.experimental.proxy_tensor import make_fx
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+    with needed_for(_FEATURE):
+        from torch.fx.experimental.proxy_tensor import make_fx
+        from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
     env = ShapeEnv(duck_shape=False)  # two names with one size are two symbols
-    with torch._functorch.config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
+    with private("torch._functorch.config", _FEATURE).patch(fake_tensor_allow_unsafe_data_ptr_access=False):
         mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
     pairs = list(zip(examples, names, strict=True))
     fakes = [_fake(mode, tensor, own, f"input{number}") for number, (tensor, own) in enumerate(pairs)]
@@ -74,8 +76,9 @@ def record_sized_graph(
 
 def _fake(mode: Any, tensor: torch.Tensor, names: Names, source: str) -> torch.Tensor:
     """Return a tensor without data, whose named sizes are symbols."""
-    from torch._dynamo.source import ConstantSource
-    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+    with needed_for(_FEATURE):
+        from torch._dynamo.source import ConstantSource
+        from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
     if not any(name is not None for name in names):
         # Why no source: the number in a tensor of no dims would become a size.
@@ -167,7 +170,8 @@ def _place(frame: Any) -> str:
 
 def _text(expression: Any) -> str:
     """Return a condition as Python code."""
-    from torch.utils._sympy.printers import PythonPrinter
+    with needed_for(_FEATURE):
+        from torch.utils._sympy.printers import PythonPrinter
 
     return str(PythonPrinter().doprint(expression))
 

@@ -17,9 +17,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from funcshard._utils import storage_id, unseen
+from funcshard._utils import TorchDispatchMode, storage_id, unseen
 
 __all__ = ["UnseenViews"]
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcshard._utils import (
     DONATED_STATE,
+    TorchDispatchMode,
     ValueReadError,
     captured,
     graph_task_id,

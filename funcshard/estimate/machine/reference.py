@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from funcshard._utils import count_flops, storage_id, tensors_in, writes_inputs
+from funcshard._utils import TorchDispatchMode, count_flops, storage_id, tensors_in, writes_inputs
 
 __all__ = ["CLOCK", "KernelTime", "Reference", "StepRates", "rates_of", "reference_step", "times_of"]
 

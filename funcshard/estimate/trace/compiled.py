@@ -25,9 +25,8 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from funcshard._utils import storage_id, tensors_in
+from funcshard._utils import TorchDispatchMode, storage_id, tensors_in
 
 __all__ = ["Region", "is_fused", "is_reduction"]
 

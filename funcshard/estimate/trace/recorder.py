@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcshard._utils import (
+    TorchDispatchMode,
     count_flops,
     next_sequence_number,
     running_sequence_number,

@@ -1,0 +1,104 @@
+"""Look up private names of torch: a release that lacks one costs a feature, not the library.
+
+torch has no public name for many facts that this library needs. A name that starts with an
+underscore may go in any release. So none is imported at the top of a file: ``private`` looks it up,
+and returns a stand-in if torch has none. A stand-in is a function that does the same by public
+names, or an object whose use raises an error with the feature and the version of torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import torch
+
+__all__ = ["NAMES", "MissingName", "lacks", "look_up", "needed_for", "private"]
+
+NAMES: dict[str, str] = {}
+"""The feature that needs each private name that was looked up."""
+
+_RAISE: Any = object()
+
+
+def private(name: str, feature: str, otherwise: Any = _RAISE) -> Any:
+    """Return what torch has under a private name.
+
+    Arguments:
+        name: the dotted name, such as ``"torch._C._is_alias_of"``.
+        feature: what needs the name, for the error.
+        otherwise: what to return if torch has no such name; by default a ``MissingName``.
+    """
+    NAMES[name] = feature
+    try:
+        return look_up(name)
+    except (AttributeError, ImportError):
+        return MissingName(name, feature) if otherwise is _RAISE else otherwise
+
+
+def look_up(name: str) -> Any:
+    """Return the module or the attribute of that name."""
+    parts = name.split(".")
+    found: Any = torch
+    for at, part in enumerate(parts[1:], 2):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            found = importlib.import_module(".".join(parts[:at]))
+    return found
+
+
+def lacks(name: str, feature: str) -> RuntimeError:
+    """Return the error about a private name that torch does not have."""
+    return RuntimeError(
+        f"{feature} needs {name}, which torch {torch.__version__} lacks: install a torch that funcshard was tested with, "
+        f"such as 2.13, or do without"
+    )
+
+
+@contextlib.contextmanager
+def needed_for(feature: str) -> Iterator[None]:
+    """Let private names that the ``with`` block does not find raise an error with the feature."""
+    try:
+        yield
+    except (AttributeError, ImportError) as error:
+        raise lacks(str(error), feature) from error
+
+
+class MissingName:
+    """Stands for what torch does not have: a function, a class, a base class, or a module.
+
+    Arguments:
+        name: the private name.
+        feature: what needs it.
+    """
+
+    def __init__(self, name: str, feature: str) -> None:
+        self._name, self._feature = name, feature
+
+    def _raise(self, *_: Any, **__: Any) -> NoReturn:
+        raise lacks(self._name, self._feature)
+
+    __call__ = __enter__ = _raise
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing: the block has not begun."""
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        self._raise()
+
+    def __instancecheck__(self, _: object) -> bool:
+        return False
+
+    def __mro_entries__(self, _: tuple[type, ...]) -> tuple[type, ...]:
+        missing = self
+
+        class Missing:
+            def __init__(self, *_: Any, **__: Any) -> None:
+                missing._raise()
+
+        return (Missing,)

@@ -1,0 +1,184 @@
+"""A torch that lacks a private name costs a feature: the library is imported, and trains."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import funcshard as fs
+from funcshard._utils.torch_names import NAMES, MissingName, needed_for, private
+from tests.hostile.nursery import needs_linux
+
+PACKAGE = Path(fs.__file__).parent
+NAMESPACE = "torch._C._functorch"
+
+# Imports torch once. Then a child for each batch of names imports the library as if torch had none of
+# them, nor any in them, and takes two steps. If a feature needs one, the child prints its error.
+PROGRAM = """
+import importlib.util, os, sys, traceback, warnings
+import torch, torch.utils.flop_counter
+
+package, *batches = sys.argv[1:]
+
+def without(missing):
+    path = package + "/_utils/torch_names.py"
+    spec = importlib.util.spec_from_file_location("funcshard._utils.torch_names", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    look_up = module.look_up
+
+    def find(name):
+        if name in missing or name.startswith(tuple(each + "." for each in missing)):
+            raise AttributeError(name)
+        return look_up(name)
+
+    module.look_up = find
+    sys.modules[spec.name] = module
+
+def train(fs):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    x, mesh = torch.ones(2, 4), fs.init_mesh()
+    net(x).square().mean().backward()
+    apply, params, buffers = fs.make_functional(net)
+    plan = fs.make_plan(params, mesh, units=["0", "2"])
+    sharded = fs.fully_shard(apply, plan, mesh)
+    optimizer = fs.torch_optimizer(torch.optim.AdamW, lr=0.1)
+    shards = fs.shard(params, plan, mesh)
+    state = optimizer.init(shards)
+    for step in range(2):
+        _, grads = fs.value_and_grad(lambda shards: sharded(shards, buffers, x).square().mean())(shards)
+        if step == 0:
+            found = fs.to_state_dict(grads, plan, mesh)
+            assert all(torch.equal(found[name], param.grad) for name, param in net.named_parameters())
+        shards, state = optimizer.step(grads, state, shards)
+    return apply, params, buffers, x, sharded, shards
+
+def use(fs, missing, apply, params, buffers, x, sharded, shards):
+    if "torch._subclasses.fake_tensor.FakeTensorMode" in missing:
+        yield lambda: fs.profile(apply, params, buffers, x)
+    if "torch._functorch.eager_transforms" in missing:
+        yield lambda: torch.func.jacrev(lambda shards: sharded(shards, buffers, x).square().mean())(shards)
+
+def run(missing):
+    without(missing)
+    warnings.simplefilter("ignore" if missing == ["torch._C._functorch"] else "error")
+    import funcshard as fs
+    for feature in use(fs, missing, *train(fs)):
+        try:
+            feature()
+        except RuntimeError as error:
+            print("error", error, flush=True)
+
+for batch in batches:
+    print("batch", batch, flush=True)
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            run(batch.split(","))
+            code = 0
+        except BaseException:
+            print("failed", traceback.format_exc(), flush=True)
+        os._exit(code)
+    if os.waitpid(child, 0)[1]:
+        print("failed", flush=True)
+"""
+
+
+@needs_linux
+@pytest.mark.slow
+def test_without_private_names_of_torch_the_library_is_imported_and_trains() -> None:
+    names, count = [*NAMES], 5
+    # Why not neighbours together: some of them stand in for each other.
+    batches = [*(",".join(names[number::count]) for number in range(count)), NAMESPACE]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(PACKAGE), *batches],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stderr
+    told = {part.partition("\n")[0]: part.partition("\n")[2] for part in done.stdout.split("batch ")[1:]}
+    assert [*told] == batches
+    failed = {batch: text for batch, text in told.items() if "failed" in text}
+    assert not failed, "\n".join(f"{batch}: {text}" for batch, text in failed.items())
+    for name in ("torch._subclasses.fake_tensor.FakeTensorMode", "torch._functorch.eager_transforms"):
+        assert f"error {NAMES[name]} needs {name}, which torch {torch.__version__} lacks: install a torch" in done.stdout
+
+
+def at_import(tree: ast.Module) -> list[ast.AST]:
+    """Return the nodes of a file that run when it is imported."""
+    found, left = [], list[ast.AST](tree.body)
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            left += node.orelse
+            continue
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            inside = [node.args, *getattr(node, "decorator_list", [])]
+        elif isinstance(node, ast.AnnAssign):
+            inside = [each for each in (node.target, node.value) if each is not None]
+        else:
+            inside = [*ast.iter_child_nodes(node)]
+        found.append(node)
+        left += inside
+    return found
+
+
+def private_names(node: ast.AST) -> list[str]:
+    """Return the private names of torch in a node."""
+    if isinstance(node, ast.ImportFrom):
+        names = [f"{node.module}.{name.name}" for name in node.names]
+    elif isinstance(node, ast.Import):
+        names = [name.name for name in node.names]
+    else:
+        names = [ast.unparse(node)] if isinstance(node, ast.Attribute) else []
+    return [name for name in names if name.startswith("torch.") and "._" in name and "__" not in name]
+
+
+def test_no_private_name_of_torch_is_used_while_the_library_is_imported() -> None:
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in at_import(ast.parse(file.read_text())):
+            assert not private_names(node), f"{file}: {private_names(node)}; look it up with torch_names.private"
+
+
+def test_a_missing_name_raises_where_it_is_used_and_not_before() -> None:
+    missing: Any = private("torch._C._no_such_name", "a feature")
+    assert isinstance(missing, MissingName)
+    assert not isinstance(1, missing)
+    words = rf"^a feature needs torch\._C\._no_such_name, which torch {torch.__version__} lacks: install a torch"
+
+    class Mode(missing):  # type: ignore[misc]
+        pass
+
+    def enter() -> None:
+        with missing:
+            pass
+
+    for use in (missing, lambda: missing.attribute, lambda: missing(1, a=2), Mode, enter):
+        with pytest.raises(RuntimeError, match=words.replace("+", r"\+")):
+            use()
+
+
+def test_a_missing_name_may_have_a_stand_in() -> None:
+    assert private("torch._C._no_such_name", "a feature", 7) == 7
+    assert private("torch._no_such_module.name", "a feature", None) is None
+    assert private("torch._C._is_alias_of", "a feature", 7) is torch._C._is_alias_of  # type: ignore[attr-defined]
+    del NAMES["torch._C._no_such_name"], NAMES["torch._no_such_module.name"]
+
+
+def test_a_missing_import_names_the_feature() -> None:
+    with (
+        pytest.raises(RuntimeError, match=r"^a feature needs No module named 'torch\._no_such'.*, which torch "),
+        needed_for("a feature"),
+    ):
+        import torch._no_such  # noqa: F401
