@@ -64,7 +64,6 @@ __all__ = [
     "recording_or_transforming",
     "refresh_flat_weights",
     "running_sequence_number",
-    "same_storage",
     "saved_tensors_hooks_allowed",
     "transform_level",
     "unwrapped",
@@ -123,7 +122,6 @@ is_legacy_batched: Callable[[torch.Tensor], bool] = private(
 """Return whether the tensor is a batch of ``torch.autograd.grad(is_grads_batched=True)``."""
 
 _is_batched: Callable[[torch.Tensor], bool] = private(f"{_FUNCTORCH}.is_batchedtensor", _FUNC)
-_vmap: Any = private(f"{_FUNCTORCH}.TransformType", _FUNC)
 _get_unwrapped: Callable[[torch.Tensor], torch.Tensor] = private(f"{_FUNCTORCH}.get_unwrapped", _FUNC)
 _nested_jvp: Any = private("torch._functorch.eager_transforms.jvp_increment_nesting", _FUNC, None)
 _without_transforms: Any = private("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", _FUNC)
@@ -148,7 +146,7 @@ def belongs_to_transform_above(tensor: torch.Tensor) -> bool:
     if level > len(stack):
         return True
     # Why compare kinds: a transform that was opened here can have the same level as one above.
-    mapped = level > 0 and stack[level - 1].key() == _vmap.Vmap
+    mapped = level > 0 and stack[level - 1].key().name == "Vmap"
     return level > 0 and _is_batched(tensor) != mapped
 
 
@@ -441,14 +439,6 @@ def stored_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [part for name in flatten()[0] for part in stored_parts(getattr(tensor, name))]
 
 
-def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return storage_id(one) == storage_id(other) != 0
-
-
-same_storage: Callable[[torch.Tensor, torch.Tensor], bool] = private("torch._C._is_alias_of", "resharding", _share)
-"""Return whether two tensors share a storage."""
-
-
 def address(tensor: torch.Tensor) -> int | tuple[int, int]:
     """Return where the data of ``tensor`` begins, also of one without data, while it is alive."""
     try:
@@ -504,7 +494,8 @@ def is_compiled_in_place(module: torch.nn.Module) -> bool:
 def recording_graph() -> bool:
     """Return whether ``make_fx`` is recording the operations that run here."""
     module = sys.modules.get("torch.fx.experimental.proxy_tensor")  # make_fx is in it
-    return module is not None and module.get_proxy_mode() is not None
+    current: Callable[[], Any] = getattr(module, "get_proxy_mode", lambda: None)
+    return current() is not None
 
 
 class ValueReadError(RuntimeError):

@@ -23,7 +23,6 @@ from funcshard._utils import (
     graph_task_id,
     in_selective_checkpoint,
     map_tensors,
-    same_storage,
     storage_id,
     stored_parts,
     tensors_in,
@@ -464,7 +463,7 @@ def copy_aliased_outputs(result: Any, gathered: Gathered) -> Any:
         return result
     plain = type(result) is torch.Tensor and result.layout is torch.strided
     if plain and len(gathered) == 1:  # only for speed
-        return _clone(result) if same_storage(result, gathered[0][0]) else result
+        return _clone(result) if storage_id(result) == storage_id(gathered[0][0]) else result
     storages = {storage_id(leaves[0]) for leaves in gathered}
 
     def unaliased(value: torch.Tensor) -> torch.Tensor:
