@@ -76,7 +76,7 @@ def train(mesh: fs.Mesh, options: argparse.Namespace) -> None:
     """Train, evaluate, save and export, on every rank."""
     apply, shards, buffers, plan = load_model(options, mesh)
     layers = [unit for unit in plan.units if unit]
-    sharded = fs.fully_shard(apply, plan, mesh, remat=layers)  # keeps each layer's input alone
+    sharded = fs.fully_shard(apply.train(), plan, mesh, remat=layers)  # keeps each layer's input alone
 
     def loss_fn(shards: Any, buffers: Any, ids: torch.Tensor) -> torch.Tensor:
         logits = sharded(shards, buffers, input_ids=ids[:, :-1]).logits
@@ -120,7 +120,7 @@ def train(mesh: fs.Mesh, options: argparse.Namespace) -> None:
         saving.wait()  # the last checkpoint is written in the background
     bar.close()
 
-    evaluated, mine = fs.fully_shard(apply.eval(), plan, mesh), held_out.tensors[0].chunk(mesh.world_size)
+    evaluated, mine = fs.fully_shard(apply, plan, mesh), held_out.tensors[0].chunk(mesh.world_size)
     with torch.no_grad():
         ids = mine[mesh.rank][: options.batch].to(mesh.device)
         logits = evaluated(state.shards, state.buffers, input_ids=ids[:, :-1]).logits

@@ -35,7 +35,7 @@ def is_hugging_face(module: Any) -> bool:
 
 
 def build_on_meta(folder: Path, model: Any, dtype: torch.dtype | None) -> nn.Module:
-    """Return the model of a folder, on the meta device and in training mode.
+    """Return the model of a folder, on the meta device and in evaluation mode.
 
     Arguments:
         folder: a folder with a ``config.json``, unless ``model`` is a module.
@@ -49,7 +49,7 @@ def build_on_meta(folder: Path, model: Any, dtype: torch.dtype | None) -> nn.Mod
                 f"model must have all parameters on meta; found {real[0]!r} with values: build it under "
                 f"torch.device('meta'), or shard its own values with shard(params, plan, mesh)"
             )
-        return _in_dtype(copy.deepcopy(model), dtype)
+        return _in_dtype(copy.deepcopy(model), dtype).eval()
     if folder.is_file():
         raise FileNotFoundError(f"from_pretrained reads a folder; found the file {folder}: pass its folder")
     if not folder.is_dir():
@@ -75,7 +75,7 @@ def build_on_meta(folder: Path, model: Any, dtype: torch.dtype | None) -> nn.Mod
         with torch.device("meta"):
             module = cls(config)
         module.tie_weights()
-        return _in_dtype(module, dtype or getattr(config, "dtype", None))
+        return _in_dtype(module, dtype or getattr(config, "dtype", None)).eval()
     except Exception as error:  # of any kind: the code of the model takes any value of the config
         raise ValueError(_unfit(folder, cls, error)) from error
 

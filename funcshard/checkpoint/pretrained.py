@@ -50,7 +50,7 @@ class Pretrained(NamedTuple):
     """A model that ``from_pretrained`` loaded.
 
     Attributes:
-        apply: the function of the model, as from ``make_functional``.
+        apply: the function of the model, as from ``make_functional``, in evaluation mode.
         shards: this rank's shards.
         buffers: the buffers, on the mesh's device.
         plan: the plan that the shards are cut by.
@@ -86,9 +86,10 @@ def from_pretrained(
 ) -> Pretrained:
     """Load a folder of Hugging Face into shards; ``save_pretrained`` is the inverse.
 
-    The model is built on the meta device, in training mode. Then each rank reads its own part of
-    every tensor, so no rank holds the whole model. Names and tensors that the module has in another
-    form than the files are converted, as ``AutoModel.from_pretrained`` does. Parameters that the
+    The model is built on the meta device. Then each rank reads its own part of every tensor, so no
+    rank holds the whole model. The function is in evaluation mode, as the models of
+    ``AutoModel.from_pretrained`` are: pass ``apply.train()`` to ``fully_shard`` to train with
+    dropout. Names and tensors that the module has in another form than the files are converted. Parameters that the
     files lack, such as those of a new head, get the model's initial values, and a warning names
     them. Buffers that are in no file are computed.
 
@@ -125,7 +126,7 @@ def from_pretrained(
         ...     vocab_size=9, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
         >>> def main(mesh, folder):
         ...     apply, shards, buffers, plan = fs.from_pretrained(folder, mesh)
-        ...     sharded = fs.fully_shard(apply.eval(), plan, mesh)
+        ...     sharded = fs.fully_shard(apply, plan, mesh)
         ...     return sharded(shards, buffers, torch.tensor([[1, 2, 3]])).logits
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     model = transformers.GPT2LMHeadModel(config)

@@ -121,6 +121,27 @@ def test_a_folder_is_loaded_trains_and_is_saved_as_hugging_face_saves_it(name: s
     assert json.loads((tmp_path / "ours" / "config.json").read_text())["architectures"] == [family.model]
 
 
+@pytest.mark.parametrize("choose", [None, transformers.GPT2LMHeadModel, "module"], ids=["config", "class", "module"])
+def test_the_function_is_in_evaluation_mode_as_hugging_faces_is(choose: Any, tmp_path: Path) -> None:
+    config = transformers.GPT2Config(
+        vocab_size=32, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0, resid_pdrop=0.9, attn_pdrop=0.9
+    )
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    if choose == "module":
+        with torch.device("meta"):
+            choose = transformers.GPT2LMHeadModel(config)
+    apply, shards, buffers, plan = fs.from_pretrained(tmp_path, fs.Mesh(), model=choose)
+    sharded = fs.fully_shard(apply, plan, fs.Mesh())
+    assert torch.equal(sharded(shards, buffers, IDS).logits, theirs(IDS).logits)
+    training = fs.fully_shard(apply.train(), plan, fs.Mesh())
+    torch.manual_seed(0)
+    dropped = training(shards, buffers, IDS).logits
+    torch.manual_seed(0)
+    assert torch.equal(dropped, theirs.train()(IDS).logits)
+    assert not torch.equal(dropped, theirs.eval()(IDS).logits)
+
+
 @pytest.mark.parametrize("draws", ["whole", "blocks"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_init_module_takes_init_weights_as_its_reset(name: str, draws: str) -> None:
