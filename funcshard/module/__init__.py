@@ -11,7 +11,8 @@ Read in this order:
 - ``remedies``: errors for code that takes a function for a module.
 - ``unchanged``: calls that leave the caller's parameters as they were.
 - ``functional``: ``make_functional``, which turns a module into a function.
-- ``discarded``: a warning for a function that throws changes of buffers away.
+- ``digests``: the digest of a value that a module keeps.
+- ``discarded``: warnings for a function that throws changes of buffers or other state away.
 - ``late_changes``: a warning for a module that was changed after it had been copied.
 - ``placeholder``: the tensor that a module holds for a parameter outside its unit's forward.
 - ``unit_forward``: how a unit's module runs during a call.

@@ -1,18 +1,31 @@
-"""A warning for a function that throws changes of buffers away, such as statistics of BatchNorm."""
+"""Warnings for a function that throws changes away: of buffers, and of other state of its modules.
+
+A buffer may hold statistics of BatchNorm. Other state is in attributes of modules: a counter, a
+``torch.Generator``, the offset of positions that a model keeps between two calls of ``forward``.
+"""
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
 from funcshard._utils import byte_view, callers_level, recording_or_transforming, version
-from funcshard.module.skeleton import Skeleton
+from funcshard.module.digests import digest
+from funcshard.module.skeleton import ModuleSpec, Skeleton
+from funcshard.module.template import TORCH_ATTRIBUTES
 
-__all__ = ["DiscardedChanges"]
+__all__ = ["DiscardedChanges", "DiscardedState"]
+
+_MISSING = object()
+_EMPTY = (dict, list, set, tuple, deque)
+_MOST = 8  # kinds of calls that are looked at
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +75,7 @@ class DiscardedChanges:
             given: the buffers that the caller gave.
             training: the training flag of the call.
         """
-        if self.warned or torch.compiler.is_compiling() or recording_or_transforming() or torch.is_inference_mode_enabled():
+        if self.warned or _not_now() or torch.is_inference_mode_enabled():
             return
         # Why compare all values once: F.batch_norm changes its statistics without counting it in
         # their versions. BatchNorm also counts its batches, which the versions show.
@@ -75,11 +88,10 @@ class DiscardedChanges:
                 changed.append(name)
         if changed:
             self.warned = True
-            names = ", ".join([repr(name) for name in changed[:3]] + [f"{len(changed) - 3} more"] * (len(changed) > 3))
             warnings.warn(
-                f"the forward of {self.title} changed buffers of the module ({names}), and the call threw the changes away: "
-                f"use make_functional(module, mutable=True), whose calls return the new buffers, or apply.eval() if the "
-                f"module should not change them; this warning comes once for each function",
+                f"the forward of {self.title} changed buffers of the module ({_some(changed)}), and the call threw the "
+                f"changes away: use make_functional(module, mutable=True), whose calls return the new buffers, or "
+                f"apply.eval() if the module should not change them; this warning comes once for each function",
                 stacklevel=callers_level(),
             )
 
@@ -91,3 +103,115 @@ def _differ(now: torch.Tensor | None, given: torch.Tensor, dtype: torch.dtype) -
     if now.is_meta or now.layout != torch.strided or given.layout != torch.strided:
         return False
     return not torch.equal(byte_view(now.to(dtype)), byte_view(given.to(dtype)))
+
+
+@dataclass(slots=True, eq=False)
+class DiscardedState:
+    """Looks for state, other than buffers, that a call leaves in its modules; warns once.
+
+    The object belongs to one function of ``make_functional``, and to all functions made from it.
+    State is an attribute that a later call of the module would read: one that the module had when
+    the function was made, and that has another value after a call. ``None`` and empty containers
+    may also be caches that a call fills; these are state if two calls leave other values there. An
+    attribute that the module did not have is none: forward looks whether it is there.
+
+    Only the first call of each kind is looked at, and the one after it: a look takes about as long
+    as making the modules of a call.
+
+    Attributes:
+        skeleton: the module.
+        kinds: the kinds of calls of which nothing more is looked at, if nothing is ``filled``.
+        filled: kind of a call -> what it left in place of ``None`` and empty containers, by module
+            and attribute, until the next call of the kind.
+        warned: whether the warning was given.
+    """
+
+    skeleton: Skeleton
+    kinds: set[Any] = field(default_factory=set)
+    filled: dict[Any, dict[tuple[int, str], bytes | None]] = field(default_factory=dict)
+    warned: bool = False
+
+    def look(
+        self,
+        modules: Sequence[nn.Module],
+        method: str | Callable[..., Any],
+        training: bool | None,
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        """Warn if a call left state in its modules.
+
+        Arguments:
+            modules: those of the call, after it.
+            method: the method that ran. A function of the module is the place where state may last.
+                Methods besides ``forward``, such as ``generate``, leave their caches behind.
+            training: the training flag of the call.
+            kwargs: the call's keyword arguments, whose names distinguish kinds of calls.
+        """
+        mode, kind = (method, training), (method, training, *kwargs)
+        if self.warned or callable(method):
+            self.kinds.add(kind)
+            return
+        if _not_now():
+            return
+        changed = []
+        for key, before in self.filled.pop(mode, {}).items():
+            index, name = key
+            if digest(modules[index].__dict__.get(name)) != before:
+                changed.append(key)
+        if kind not in self.kinds and len(self.kinds) < _MOST:
+            self.kinds.add(kind)
+            filled = {}
+            for index, (spec, module) in enumerate(zip(self.skeleton.specs, modules, strict=True)):
+                for name, old, new in _changes(spec, module, modules):
+                    if old is None or (isinstance(old, _EMPTY) and not old):
+                        filled[index, name] = digest(new)
+                    else:
+                        changed.append((index, name))
+            if filled and method == "forward":
+                self.filled[mode] = filled
+        if changed:
+            self._warn(changed)
+
+    def _warn(self, changed: Sequence[tuple[int, str]]) -> None:
+        self.warned = True
+        paths = {index: path for path, index in self.skeleton.paths().items()}
+        names = [f"{paths[index]}.{name}".removeprefix(".") for index, name in dict.fromkeys(changed)]
+        warnings.warn(
+            f"the forward of {self.skeleton.specs[0].cls.__name__} set attributes of the module ({_some(names)}), and the "
+            f"call threw them away: the next call begins with the attributes that the module had in make_functional. Run "
+            f"what shares them in one call, with apply.method(function), or keep them in buffers, with mutable=True; this "
+            f"warning comes once for each function",
+            stacklevel=callers_level(),
+        )
+
+
+def _changes(spec: ModuleSpec, module: nn.Module, modules: Sequence[nn.Module]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield name, old and new value of each attribute of a module that a call changed."""
+    for name, child in module._modules.items():
+        index = spec.children.get(name)
+        if child is not None and (index is None or modules[index] is not child):
+            yield name, child, child
+    attributes = spec.attributes
+    for name, new in module.__dict__.items():
+        old = attributes.get(name, _MISSING)
+        if old is new or name in TORCH_ATTRIBUTES or name == "forward" or name.startswith("_funcshard"):
+            continue
+        if f"{name}_orig" in spec.parameters or f"{name}_g" in spec.parameters:
+            continue  # a hook of torch's old spectral_norm, prune or weight_norm computes it in each call
+        if old is _MISSING:  # the class may have a value for all of its objects
+            old = inspect.getattr_static(spec.cls, name, _MISSING)
+        if old is _MISSING:
+            continue
+        one, other = digest(old), digest(new)
+        if one is not None and other is not None and one != other:
+            yield name, old, new
+
+
+def _not_now() -> bool:
+    """Return whether values of tensors cannot be read now."""
+    return torch.compiler.is_compiling() or recording_or_transforming()
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return the first of some names, for a message."""
+    return ", ".join([repr(name) for name in names[:3]] + [f"{len(names) - 3} more"] * (len(names) > 3))

@@ -129,7 +129,7 @@ def fully_shard(
         methods: paths of units -> the methods besides ``forward`` that gather the unit when they
             are called, such as ``{"encoder": ["encode"]}``. They run through the unit as
             ``forward`` does, uncompiled and without the hooks of the module. For another method of
-            the whole model pass ``apply.method(name)``.
+            the whole model, or a function of it, pass ``apply.method(name)``.
 
     Returns:
         ``sharded(shards, buffers, *args, **kwargs)``, which returns the same results as ``apply``.
@@ -250,6 +250,7 @@ def _sharded(
         runs = {name: run.compiled_with(forwards) for name, run in runs.items()}
         if "" in forwards:  # a compiled root is the only unit, so no other unit needs this class
             root = apply.skeleton.specs[0].cls
+            assert isinstance(apply.method_name, str), "compile_units compiles methods of classes"
             classes[root, False] = with_method(root, apply.method_name, forwards[""])
     learner = ScheduleLearner(schedule or make_schedule(plan), schedule is not None, buckets)
     slow_path = without_fast_path(apply.skeleton, [each.path for run in runs.values() for each in run.modules])
@@ -345,8 +346,7 @@ class FullyShard:
                 check_order(self.mesh, "no unit", call.prefetcher)
             learner.learn(call.prefetcher)
             _begin_backward_with(out, call.prefetcher)
-        if apply.discarded is not None:
-            apply.discarded.look(modules, own, buffers, apply.training)
+        apply.look(modules, own, buffers, kwargs)
         return (out[0], self.precision.restore_buffers(out[1], buffers)) if apply.mutable else out
 
     def __repr__(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from funcshard._utils import check_flag, is_tree_of_shards, module_remedy, without_collection
-from funcshard.module.discarded import DiscardedChanges
+from funcshard.module.discarded import DiscardedChanges, DiscardedState
 from funcshard.module.late_changes import LateChanges
 from funcshard.module.remedies import absent_of_apply
 from funcshard.module.skeleton import Skeleton, make_skeleton
@@ -93,7 +93,8 @@ def make_functional(module: nn.Module, mutable: bool = False) -> tuple[Functiona
             params[name].funcshard_modules = {each: classes(each) for each in names}  # type: ignore[attr-defined]
             params[name].funcshard_names = skeleton.state_names  # type: ignore[attr-defined]
     discarded = None if mutable else DiscardedChanges.of(skeleton)
-    return Functional(skeleton, mutable, discarded, late_changes=LateChanges.of(module)), params, buffers
+    late_changes = LateChanges.of(module)
+    return Functional(skeleton, mutable, discarded, DiscardedState(skeleton), late_changes=late_changes), params, buffers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,7 +105,8 @@ class Functional:
         skeleton: the module without its tensors.
         mutable: whether calls also return the new buffers.
         discarded: warns when a call throws changes of buffers away; ``None`` if that cannot happen.
-        method_name: the method that a call runs.
+        state: warns when a call throws other state of its modules away.
+        method_name: the method that a call runs, or a function of the module.
         training: the training flag of every module; ``None`` keeps the flag that each module had.
         late_changes: warns if the module was changed later; ``None`` in another process.
 
@@ -118,7 +120,8 @@ class Functional:
     skeleton: Skeleton
     mutable: bool
     discarded: DiscardedChanges | None
-    method_name: str = "forward"
+    state: DiscardedState
+    method_name: str | Callable[..., Any] = "forward"
     training: bool | None = None
     late_changes: LateChanges | None = None
 
@@ -133,12 +136,12 @@ class Functional:
         else:
             with unchanged(params):
                 out = self.run(modules[0], args, kwargs)
-        if self.discarded is not None:
-            self.discarded.look(modules, own, buffers, self.training)
+        self.look(modules, own, buffers, kwargs)
         return out
 
     def __repr__(self) -> str:
-        method = "" if self.method_name == "forward" else f".{self.method_name}"
+        name = getattr(self.method_name, "__qualname__", self.method_name)
+        method = "" if name == "forward" else f".{name}"
         mode = {None: "", True: " in training mode", False: " in evaluation mode"}[self.training]
         return f"<apply of make_functional({self.skeleton.specs[0].cls.__name__}){method}{mode}>"
 
@@ -151,13 +154,18 @@ class Functional:
             made = name not in self.__slots__  # while it is unpickled, it has none of these
             raise absent_of_apply(name, type(self.skeleton.template) if made else None)
 
-    def method(self, name: str) -> Functional:
+    def method(self, name: str | Callable[..., Any]) -> Functional:
         """Return the function that runs another method, with the same parameters and buffers.
+
+        Arguments:
+            name: the method, or a function that takes the module as its first argument. It may call
+                the module any number of times, and what the modules keep between these calls, such
+                as the offset of positions while you decode, lasts until the function returns.
 
         Raises:
             AttributeError: the module has no such method.
         """
-        if not callable(getattr(self.skeleton.template, name, None)):
+        if isinstance(name, nn.Module) or (not callable(name) and not callable(getattr(self.skeleton.template, name, None))):
             raise AttributeError(f"{type(self.skeleton.template).__name__} has no method {name!r}")
         return dataclasses.replace(self, method_name=name)
 
@@ -200,14 +208,38 @@ class Functional:
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the method on ``module``, the root of a call's own modules; return the result."""
-        target = module if self.method_name == "forward" else getattr(module, self.method_name)
-        out = target(*args, **kwargs)
+        name = self.method_name
+        if callable(name):
+            out = name(module, *args, **kwargs)
+        else:
+            out = (module if name == "forward" else getattr(module, name))(*args, **kwargs)
         if not self.mutable:
             return out
         now = dict(module.named_buffers(remove_duplicate=False))
         # Why copies: a checkpoint that runs a part of forward again in backward writes into the
         # call's buffers again.
         return out, {name: now[name].detach().clone() for name in self.skeleton.buffers}
+
+    def look(
+        self,
+        modules: Sequence[nn.Module],
+        own: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        """Warn if a call throws changes of its modules away.
+
+        Arguments:
+            modules: those of the call, after it.
+            own: the call's copies of the buffers, with which it began.
+            buffers: the buffers that the caller gave.
+            kwargs: the call's keyword arguments.
+        """
+        if self.discarded is not None:
+            self.discarded.look(modules, own, buffers, self.training)
+        state = self.state
+        if state.filled or (self.method_name, self.training, *kwargs) not in state.kinds:
+            state.look(modules, self.method_name, self.training, kwargs)
 
     @staticmethod
     def check_names(what: str, given: Any, expected: Mapping[str, Any]) -> None:

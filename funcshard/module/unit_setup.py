@@ -126,7 +126,8 @@ def compile_units(
     chosen: dict[str, tuple[Callable[..., Any], type[nn.Module]]] = {}
     for name, index in units.items():
         cls = apply.skeleton.specs[index].cls
-        method = inspect.getattr_static(cls, "forward" if name else apply.method_name, None)
+        chosen_method = "forward" if name else apply.method_name
+        method = None if callable(chosen_method) else inspect.getattr_static(cls, chosen_method, None)
         innermost = not any(other != name and tree.is_under(other, name) for other in inner)
         if innermost and isinstance(method, types.FunctionType):
             chosen[name] = (method, cls)

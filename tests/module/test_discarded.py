@@ -165,3 +165,169 @@ def test_buffers_cast_by_the_plan_are_compared_in_their_dtype_during_the_call() 
         return len(said)
 
     assert run_simulated(main, 2) == [0, 0]
+
+
+# --- other state ----------------------------------------------------------------------------------
+
+
+class Keeps(nn.Module):
+    """A module whose forward leaves what ``do`` leaves, beside what it had before."""
+
+    of_class = 0
+
+    def __init__(self, do: Any) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.lin = nn.Linear(3, 3)
+        self.do, self.n, self.name, self.cache, self.seen, self.masks = do, 0, "first", None, [], {}
+        self.noise, self.counts, self.table = torch.Generator().manual_seed(1), {"calls": [0]}, torch.zeros(100_000)
+        self.inner.when = Clock()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.do(self, x)
+        out: torch.Tensor = self.inner.lin(x)
+        return out
+
+
+class Clock:
+    """An object of a user: it has no length, and is neither equal to anything nor true."""
+
+    def __init__(self) -> None:
+        self.time = 0
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __eq__(self, other: object) -> bool:
+        raise NotImplementedError
+
+    def __bool__(self) -> bool:
+        raise NotImplementedError
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def adds_a_module(module: Any, x: torch.Tensor) -> None:
+    module.inner.late = nn.Linear(3, 3)
+
+
+def ticks(module: Any, x: torch.Tensor) -> None:
+    module.inner.when.time += 1
+
+
+# name -> (what a forward leaves, the attribute, the call of which the module is told)
+LEAVES: dict[str, tuple[Any, str, int]] = {
+    "a counter": (lambda m, x: setattr(m, "n", m.n + 1), "'n'", 0),
+    "a counter of the class": (lambda m, x: setattr(m, "of_class", m.of_class + 1), "'of_class'", 0),
+    "a choice": (lambda m, x: setattr(m, "name", "second"), "'name'", 0),
+    "random numbers": (lambda m, x: torch.rand(2, generator=m.noise), "'noise'", 0),
+    "a list in a dictionary": (lambda m, x: m.counts["calls"].append(1), "'counts'", 0),
+    "a large tensor": (lambda m, x: m.table[7].fill_(1), "'table'", 0),
+    "an object": (ticks, "'inner.when'", 0),
+    "a module": (adds_a_module, "'inner.late'", 0),
+    "a list of inputs": (lambda m, x: m.seen.append(x), "'seen'", 1),
+    "a tensor of the inputs": (lambda m, x: setattr(m, "cache", x.sum()), "'cache'", 1),
+    "a tensor of one call": (lambda m, x: setattr(m, "cache", x if x.sum() > 0 else m.cache), "'cache'", 1),
+}
+# What a forward may compute again at any time, and what it does not keep.
+HARMLESS: dict[str, Any] = {
+    "nothing": lambda m, x: None,
+    "a cache": lambda m, x: setattr(m, "cache", torch.ones(3)),
+    "a dictionary of masks": lambda m, x: m.masks.update({len(x): torch.ones(len(x))}),
+    "a new attribute": lambda m, x: setattr(m, "last", x),
+    "an equal value": lambda m, x: setattr(m, "name", "fir" + "st"),
+    "a hook": lambda m, x: m.inner.lin.register_forward_hook(lambda *args: None),
+    "a buffer that no state dict has": lambda m, x: m.register_buffer("mask", x, persistent=False),
+}
+
+
+def _warned(run: Any) -> list[list[str]]:
+    """Return what each of three calls with other inputs says."""
+    messages = []
+    for number in range(3):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            run(torch.full((2, 3), 1.0 - number))
+        messages.append([str(each.message) for each in said])
+    return messages
+
+
+@pytest.mark.parametrize("mutable", [False, True])
+@pytest.mark.parametrize(("do", "name", "call"), LEAVES.values(), ids=LEAVES)
+def test_state_that_a_call_leaves_in_a_module_is_named_once(do: Any, name: str, call: int, mutable: bool) -> None:
+    apply, params, buffers = fs.make_functional(Keeps(do), mutable=mutable)
+    said = _warned(lambda x: apply(params, buffers, x))
+    assert [len(each) for each in said] == [int(number == call) for number in range(3)]
+    assert f"the forward of Keeps set attributes of the module ({name}), and the call threw them away" in said[call][0]
+
+
+@pytest.mark.parametrize("do", HARMLESS.values(), ids=HARMLESS)
+def test_caches_of_a_call_need_no_word(do: Any) -> None:
+    apply, params, buffers = fs.make_functional(Keeps(do))
+    assert _warned(lambda x: apply(params, buffers, x)) == [[], [], []]
+
+
+def test_a_sharded_call_names_state_too() -> None:
+    def main(mesh: fs.Mesh) -> list[list[str]]:
+        apply, params, buffers = fs.make_functional(Keeps(LEAVES["a counter"][0]))
+        plan = fs.make_plan(params, mesh, units=["inner.lin"])
+        sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
+        return _warned(lambda x: sharded(shards, buffers, x))
+
+    ((first, *later),) = run_simulated(main, 1)
+    assert ["('n')" in each for each in first] == [True]
+    assert later == [[], []]
+
+
+def test_state_lasts_while_a_function_of_the_module_runs() -> None:
+    module = Keeps(LEAVES["a counter"][0])
+
+    def twice(module: Any, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        first: torch.Tensor = module(x)
+        return (first + module(x)) * module.n * scale
+
+    apply, params, buffers = fs.make_functional(module)
+    both = apply.method(twice)
+    expected = module.inner.lin(x) * 2 * 2 * 0.5
+    assert torch.equal(both(params, buffers, x, scale=0.5), expected)
+    assert "twice" in repr(both)
+
+    def main(mesh: fs.Mesh) -> torch.Tensor:
+        plan = fs.make_plan(params, mesh, units=["inner.lin"])
+        return fs.fully_shard(both, plan, mesh)(fs.shard(params, plan, mesh), buffers, x, scale=0.5)
+
+    assert all(torch.equal(out, expected) for out in run_simulated(main, 2))
+    assert module.n == 0
+
+
+def test_a_model_decodes_by_hand_in_one_call() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+    text = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "rope_parameters": rope}
+    sizes = {"vocab_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1}
+    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2}
+    marks = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}
+    config = transformers.Qwen2VLConfig(
+        text_config=text | sizes | {"eos_token_id": 2}, vision_config=vision, **marks, attn_implementation="eager"
+    )
+    model = transformers.Qwen2VLForConditionalGeneration(config).eval()
+    ids = torch.tensor([[5, 62, *[60] * 16, 63, 7, 8]])
+    image = {"pixel_values": torch.randn(64, 96), "image_grid_thw": torch.tensor([[1, 8, 8]])}
+
+    def decode(run: Any) -> torch.Tensor:
+        out = run(input_ids=ids, mm_token_type_ids=(ids == 60).int(), **image, use_cache=True)
+        logits = [out.logits[:, -1]]
+        for _ in range(2):
+            out = run(input_ids=logits[-1].argmax(-1, keepdim=True), past_key_values=out.past_key_values, use_cache=True)
+            logits.append(out.logits[:, -1])
+        return torch.stack(logits)
+
+    with torch.no_grad():
+        apply, params, buffers = fs.make_functional(model)
+        expected = decode(model)
+        assert torch.equal(apply.method(decode)(params, buffers), expected)
+        assert apply.method("generate")(params, buffers, input_ids=ids[:, -3:], max_new_tokens=2).shape == (1, 5)
+        with pytest.warns(UserWarning, match=r"'model.rope_deltas'"):
+            apart = decode(lambda **inputs: apply(params, buffers, **inputs))
+        assert not torch.allclose(apart, expected, rtol=1e-4, atol=1e-6)

@@ -181,7 +181,7 @@ CASES: dict[str, Case] = {
     "BERT": (bert, (), {"input_ids": tokens, "labels": tokens}),
 }
 cases = pytest.mark.parametrize(("make", "args", "kwargs"), CASES.values(), ids=CASES)
-statistics_stay = pytest.mark.filterwarnings("ignore:the forward of .* changed buffers of the module")
+statistics_stay = pytest.mark.filterwarnings("ignore:the forward of .* (changed buffers|set attributes) of the module")
 
 
 def made(make: Callable[[], nn.Module]) -> nn.Module:
@@ -297,6 +297,7 @@ def test_gradients_are_those_of_the_module(make: Any, args: tuple, kwargs: dict)
 
 
 @pytest.mark.slow
+@statistics_stay
 @cases
 def test_mutable_returns_the_buffers_that_the_modules_own_forward_leaves(make: Any, args: tuple, kwargs: dict) -> None:
     module = made(make)

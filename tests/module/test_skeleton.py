@@ -166,6 +166,7 @@ COUNTERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:the forward of .* set attributes of the module")
 @pytest.mark.parametrize(("make", "count"), COUNTERS.values(), ids=COUNTERS)
 def test_changes_of_attributes_stay_in_the_call(make: Any, count: Any) -> None:
     module = Counts(make(), count)

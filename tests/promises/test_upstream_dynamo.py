@@ -76,6 +76,7 @@ def rows(*sizes: int) -> list[Tensor]:
 # --- guards and recompiles ------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:the forward of .* set attributes of the module")
 @pytest.mark.parametrize("cls", [Mutating, Shared, Checkpointed])
 def test_fifteen_steps_make_one_recording_of_a_module_that_does_more_than_compute(
     cls: type[nn.Module], caplog: pytest.LogCaptureFixture
@@ -86,6 +87,7 @@ def test_fifteen_steps_make_one_recording_of_a_module_that_does_more_than_comput
 
 
 @pytest.mark.filterwarnings("ignore:torch._dynamo.config.inline_inbuilt_nn_modules is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:the forward of .* set attributes of the module")
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="before, guards named module objects")
 def test_guards_that_name_module_objects_are_a_thing_of_the_past() -> None:
     import torch._dynamo as dynamo
