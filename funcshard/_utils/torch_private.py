@@ -64,6 +64,7 @@ __all__ = [
     "recording_or_transforming",
     "refresh_flat_weights",
     "running_sequence_number",
+    "runs_in_backward",
     "saved_tensors_hooks_allowed",
     "transform_level",
     "unwrapped",
@@ -257,6 +258,12 @@ def _depth_of_backward() -> int:
 
 graph_task_id: Callable[[], int] = private("torch._C._current_graph_task_id", "training", _depth_of_backward)
 """Return the number of the backward that runs on this thread, or -1 if none does."""
+
+
+runs_in_backward: Callable[[Any], bool] = private(
+    "torch._C._will_engine_execute_node", "gathering ahead in backward what the loss depends on", lambda _: True
+)
+"""Return whether the backward that runs on this thread computes the gradient of a node."""
 
 
 def _may_hook() -> bool:

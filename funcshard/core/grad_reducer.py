@@ -86,12 +86,13 @@ class GradReducer:
         divided: by number of the leaf, the number by which its gradients were divided before they
             were reduced; only leaves of units whose precision asks for it are listed.
         kept: the units that stay gathered until their backward, or until the last micro-batch.
+        at_end: functions to call at the end of the backward that runs.
     """
 
     __slots__ = (
         "_accumulated", "_accumulating", "_gathered", "_handles", "_hook", "_met", "_modes", "_numbers", "_on_grad",
-        "_on_scattered", "_order", "_partial", "_reduce", "_task", "_zero_weight", "divided", "frozen", "kept", "leaves",
-        "local", "mesh", "received", "sums", "worlds",
+        "_on_scattered", "_order", "_partial", "_reduce", "_task", "_zero_weight", "at_end", "divided", "frozen", "kept",
+        "leaves", "local", "mesh", "received", "sums", "worlds",
     )  # fmt: skip
 
     def __init__(
@@ -113,6 +114,7 @@ class GradReducer:
         self.sums: dict[int, torch.Tensor] = {}
         self.divided: dict[int, int] = {}
         self.kept = KeptUnits()
+        self.at_end: list[Callable[[], None]] = []
         self._on_grad = on_grad
         self._on_scattered = on_scattered
         self._reduce = reduce
@@ -314,6 +316,8 @@ class GradReducer:
         """End this backward: wait for every reduction."""
         self._task = None
         self._order.end()
+        while self.at_end:
+            self.at_end.pop()()
         if not self._accumulating:
             for number, (_, comm) in self._accumulated.items():
                 bucket = self._bucket(number, comm)
@@ -335,6 +339,7 @@ class GradReducer:
     def close(self) -> None:
         """Drop what is held, because after an error the traceback keeps the reducer alive."""
         self._task = None
+        self.at_end.clear()
         self._handles.clear()
         self._accumulated.clear()
         self._order.clear()

@@ -32,7 +32,7 @@ from funcshard.core.flat_buffer import (
 )
 from funcshard.core.grad_reducer import GradReducer, current_reducer
 from funcshard.core.group import grad_mode
-from funcshard.core.prefetcher import Handles, SavedUnit, current_unit, hooks_allowed
+from funcshard.core.prefetcher import Handles, SavedUnit, UnitSource, current_unit, hooks_allowed
 from funcshard.core.unit import Unshard, copy_aliased_outputs
 from funcshard.plan import BUCKET_BYTES, BufferPlan, gathered_bytes
 
@@ -155,7 +155,7 @@ class _OpenUnit:
     def leaves(self) -> list[torch.Tensor]:
         """Return the leaves, gathered again if need be; see ``SavedUnit.leaves``."""
         if self._saved is None:
-            self._saved = SavedUnit(self.f, self.shard, None, versions=self.versions)
+            self._saved = SavedUnit(self.f, self.shard, None, UnitSource(self.f, self.shard, self.versions))
             self._saved.kept = None if self._reducer is None else self.f.kept_by(self._reducer, self.shard)
         return self._saved.leaves()
 

@@ -30,13 +30,16 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 from funcshard._utils import (
     address,
     cast_of,
     dispatch_modes,
+    graph_task_id,
     in_selective_checkpoint,
     outer_saved_tensors_hooks,
+    runs_in_backward,
     saved_tensors_hooks_allowed,
     storage_id,
     transforms_active,
@@ -46,10 +49,11 @@ from funcshard._utils import (
 from funcshard.core.buffer_comm import AnyGatherHandle, GatherSource, SharedGatherHandle, start_gathers
 from funcshard.core.dtensor_leaves import as_dtensors, through_dtensors
 from funcshard.core.flat_buffer import views
+from funcshard.core.grad_reducer import current_reducer
 from funcshard.plan import BackwardOrder, ForwardOrder, Schedule, UnitPlan
 
 __all__ = [
-    "Handles", "HasLeaves", "Prefetcher", "SavedUnit", "current_unit", "hooks_allowed", "recomputing_unit",
+    "Handles", "HasLeaves", "Prefetcher", "SavedUnit", "UnitSource", "current_unit", "hooks_allowed", "recomputing_unit",
 ]  # fmt: skip
 
 _log = logging.getLogger("funcshard.core")
@@ -90,12 +94,14 @@ class Prefetcher:
         # ``BackwardOrder`` gets negated moments.
         self._now = 0
         self._called: list[int] = []  # moment of each call of a unit
-        self._saved: list[weakref.ref[SavedUnit]] = []  # by use, as the next three
+        self._sources: list[UnitSource | None] = []  # by use, as the next three
         self._units: list[str] = []
         self._began: list[int] = []  # moment at which the unit's forward began
         self._last: list[int] = []  # moment of the last time that forward used a leaf, 0 for never
-        saved = self._saved
-        self._backward = BackwardOrder(schedule, buckets or {}, self._units, lambda use: saved[use]() is not None)
+        self._ahead: dict[int, Handles] = {}  # by use; gathered for backward, and not used yet
+        self._ends = False  # whether end_backward will be called
+        self._by_shards = True  # whether the backward that runs computes gradients by shards
+        self._backward = BackwardOrder(schedule, buckets or {}, self._units, self._reaches)
 
     def pre_forward(self, name: str, *, stays: bool = False) -> Handles | None:
         """Gather a unit that forward calls, if its gather has not started; prefetch the next units.
@@ -149,16 +155,16 @@ class Prefetcher:
         """Whether the call's forward has returned."""
         return self._returned
 
-    def save(self, saved: SavedUnit) -> int | None:
-        """Number the state that a unit keeps for backward; ``None`` after the call."""
+    def save(self, source: UnitSource) -> int | None:
+        """Number what backward gathers a unit from; return ``None`` after the call."""
         if self._returned:
             return None
-        self._saved.append(weakref.ref(saved))
+        self._sources.append(source)
         self._units.append(self.ran[-1] if self.ran else "")
         self._now += 1
         self._began.append(self._now)
         self._last.append(0)
-        return len(self._saved) - 1
+        return len(self._sources) - 1
 
     def note_use(self, use: int) -> None:
         """Note when forward uses a leaf that backward needs; backward reaches the latest first."""
@@ -170,41 +176,56 @@ class Prefetcher:
         """End forward: wait for the all-gathers of units that were never called, and drop them."""
         self._returned = True
         for handles in self._handles.values():
-            for handle in handles:
-                if handle is not None:
-                    handle.work.wait()
+            _wait(handles)
         self._handles.clear()
         self._backward.expect(sorted((-last, use) for use, last in enumerate(self._last) if last))
 
     @property
     def has_saved(self) -> bool:
         """Whether backward may gather units of this call again."""
-        return bool(self._saved)
+        return bool(self._sources)
 
     def begin_backward(self) -> None:
         """Gather the unit that backward reaches first, as soon as backward begins."""
         if self._schedule.backward_prefetch == "pre":
             self._prefetch(-self._now - 1, most=1)
 
-    def pre_backward(self, use: int) -> None:
+    def pre_backward(self, use: int, source: UnitSource) -> Handles:
         """Gather a use that backward reaches, if its gather has not started; prefetch the next.
 
-        The handles go to the saved unit of each use.
+        Arguments:
+            use: the number of the use.
+            source: what it is gathered from.
+
+        Returns:
+            The handles of the unit.
         """
-        saved = self._saved[use]()
-        assert saved is not None, "a saved unit that is gone cannot ask for its buffers"
-        if not saved.started:
-            self._gather_again(self._backward.gather(use) or [use])
-        saved.wait_comm()  # first, as in forward
+        if source.has_nodes:
+            self._by_shards = source.in_backward
+        if use not in self._ahead:
+            self._gather_again([use] if self._sources[use] is None else self._backward.gather(use) or [use], source)
+        handles = self._ahead.pop(use)
+        _wait_comm(handles)  # first, as in forward
         self._backward.reach(use)
+        if not source.repeats:
+            self._sources[use] = None
         if self._schedule.backward_prefetch == "pre":
             self._prefetch(-self._last[use])
+        return handles
 
     def post_backward(self, use: int) -> None:
         """Note that backward has computed a unit's gradients; prefetch if the schedule says so."""
         self._backward.release(use)
         if self._schedule.backward_prefetch == "post":
             self._prefetch(-self._began[use])
+
+    def end_backward(self) -> None:
+        """Wait for the all-gathers that backward did not need after all, and drop them."""
+        self._ends = False
+        for use in [*self._ahead]:
+            _wait(self._ahead.pop(use))
+            self._backward.reach(use)
+            self._backward.release(use)
 
     def backward_order(self) -> tuple[tuple[str, str], ...] | None:
         """Return the order for ``Schedule.backward``; ``None`` if ``Schedule.order`` implies it."""
@@ -223,11 +244,31 @@ class Prefetcher:
     def _prefetch(self, moment: int, *, most: int | None = None) -> None:
         for uses in self._backward.prefetch(moment, most=most):
             self._gather_again(uses)
+        reducer = None if self._ends or not self._ahead else current_reducer()
+        if reducer is not None:
+            self._ends = True
+            reducer.at_end.append(self.end_backward)
 
-    def _gather_again(self, uses: Sequence[int]) -> None:
-        saved = [found for use in uses if (found := self._saved[use]()) is not None]
-        for each, handles in zip(saved, start_gathers([each.sources() for each in saved]), strict=True):
-            each.receive(handles)
+    def _reaches(self, use: int) -> bool:
+        """Return whether the backward that runs may reach a use, the same on every rank."""
+        # Why not whether autograd still holds what the unit saved: a rank that keeps an output of
+        # which the loss is no function holds more than the others.
+        source = self._sources[use]
+        if source is None or source.changed:
+            return False
+        # Why ask: a backward by inputs alone reaches units of which it computes no gradient.
+        return not self._by_shards or source.in_backward
+
+    def _gather_again(self, uses: Sequence[int], own: UnitSource | None = None) -> None:
+        sources = [(self._sources[use] or own) for use in uses]
+        started = start_gathers([source.sources() for source in sources if source is not None])
+        self._ahead.update(zip(uses, started, strict=True))
+
+
+def _wait(handles: Handles) -> None:
+    for handle in handles:
+        if handle is not None:
+            handle.work.wait()
 
 
 def _wait_comm(handles: Handles) -> None:
@@ -263,6 +304,62 @@ def hooks_allowed() -> bool:
     return saved_tensors_hooks_allowed() and not transforms_active()
 
 
+class UnitSource:
+    """What backward gathers a unit from, if it reaches the unit again: this rank's shard.
+
+    Arguments:
+        f: the ``Unshard`` of the unit.
+        shard: this rank's shard, by buffer key.
+        versions: how often each shard had been written to in forward; by default, until now.
+
+    Attributes:
+        shards: the shard of each buffer.
+        repeats: whether it may be gathered ahead in several backwards.
+    """
+
+    __slots__ = ("_comms", "_nodes", "_unit", "_versions", "shards")
+
+    repeats = True
+
+    def __init__(self, f: Any, shard: Mapping[str, torch.Tensor], versions: list[int] | None = None) -> None:
+        self._unit, self._comms = f.unit, f.comms
+        self.shards = [shard[buffer.key].detach() for buffer in f.unit.buffers]
+        self._versions = [version(local) for local in self.shards] if versions is None else versions
+        self._nodes: list[weakref.ref[Any]] = []
+
+    def watch(self, nodes: Sequence[Any]) -> None:
+        """Set the autograd nodes of the buffers' gathers; a frozen buffer has none."""
+        self._nodes = [weakref.ref(node) for node in nodes if isinstance(node, BackwardCFunction)]
+
+    @property
+    def has_nodes(self) -> bool:
+        """Whether any buffer's gather has an autograd node."""
+        return bool(self._nodes)
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether the backward that runs computes gradients of the unit; yes if it has no nodes."""
+        if not self._nodes or graph_task_id() == -1:
+            return True
+        return any(runs_in_backward(node) for ref in self._nodes if (node := ref()) is not None)
+
+    @property
+    def changed(self) -> bool:
+        """Whether a shard has been written to since forward gathered it."""
+        return [version(local) for local in self.shards] != self._versions
+
+    def sources(self) -> list[GatherSource]:
+        """Return the sources of the unit's all-gather; raise if they changed after forward's."""
+        if self.changed:
+            changed = zip(self.shards, self._versions, self._unit.buffers, strict=True)
+            key = next(buffer.key for local, before, buffer in changed if version(local) != before)
+            raise RuntimeError(
+                f"the shard {key!r} of unit {self._unit.title!r} was modified in place between forward and backward, which "
+                f"would gather other values than forward used; update shards after backward"
+            )
+        return list(zip(self.shards, self._comms, strict=True))
+
+
 class SavedUnit:
     """The state that one forward of a unit keeps for backward, without the gathered buffers.
 
@@ -274,7 +371,7 @@ class SavedUnit:
         f: the ``Unshard`` of the unit.
         shard: this rank's shard, by buffer key.
         prefetcher: that of the call; ``None`` for a unit that is called by itself.
-        versions: how often each shard had been written to in forward; by default, until now.
+        source: what backward gathers the unit from; by default the shard.
 
     Attributes:
         needed: whether backward needs any of the gathered buffers.
@@ -283,7 +380,7 @@ class SavedUnit:
 
     __slots__ = (
         "__weakref__", "_begins", "_buffer_of", "_comms", "_devices", "_dtensors", "_dtypes", "_full",
-        "_handles", "_leaf_views", "_node_of", "_prefetcher", "_shards", "_unit", "_use", "_versions", "kept", "needed",
+        "_handles", "_leaf_views", "_node_of", "_prefetcher", "_source", "_unit", "_use", "kept", "needed",
     )  # fmt: skip
 
     def __init__(
@@ -291,15 +388,12 @@ class SavedUnit:
         f: Any,
         shard: Mapping[str, torch.Tensor],
         prefetcher: Prefetcher | None,
-        *,
-        versions: list[int] | None = None,
+        source: UnitSource | None = None,
     ) -> None:
         self.needed = False
         self.kept: Callable[[], Handles | None] | None = None
-        self._unit = unit = f.unit
-        self._comms, self._dtensors = f.comms, f.dtensors
-        self._shards = [shard[buffer.key].detach() for buffer in unit.buffers]
-        self._versions = [version(local) for local in self._shards] if versions is None else versions
+        self._unit, self._comms, self._dtensors = f.unit, f.comms, f.dtensors
+        self._source = source or UnitSource(f, shard)
         self._buffer_of: dict[int, int] = {}
         self._node_of: dict[int, int] = {}
         self._leaf_views = f.leaf_views
@@ -309,7 +403,7 @@ class SavedUnit:
         self._handles: Handles | None = None
         self._full: list[torch.Tensor] | None = None
         self._prefetcher = prefetcher
-        self._use = None if prefetcher is None else prefetcher.save(self)
+        self._use = None if prefetcher is None else prefetcher.save(self._source)
 
     def watch(self, gathered: tuple[tuple[torch.Tensor, ...], ...]) -> None:
         """Set the leaves of each gathered buffer, so that ``pack`` knows views of them."""
@@ -319,6 +413,7 @@ class SavedUnit:
         self._begins = [leaves[0].storage_offset() - at[0][2] for leaves, at in zip(gathered, self._leaf_views, strict=True)]
         self._devices = [leaves[0].device for leaves in gathered]
         self._dtypes = [leaves[0].dtype for leaves in gathered]
+        self._source.watch([leaves[0].grad_fn for leaves in gathered])
 
     @property
     def started(self) -> bool:
@@ -332,23 +427,11 @@ class SavedUnit:
 
     def sources(self) -> list[GatherSource]:
         """Return the sources of its all-gather; raise if they changed after forward's gather."""
-        unit = self._unit
-        for local, before, buffer in zip(self._shards, self._versions, unit.buffers, strict=True):
-            if version(local) != before:
-                raise RuntimeError(
-                    f"the shard {buffer.key!r} of unit {unit.title!r} was modified in place between forward and "
-                    f"backward, which would gather other values than forward used; update shards after backward"
-                )
-        return list(zip(self._shards, self._comms, strict=True))
+        return self._source.sources()
 
     def receive(self, handles: Handles) -> None:
         """Take the handles of its all-gather."""
         self._handles = handles
-
-    def wait_comm(self) -> None:
-        """Wait for the data of its all-gather."""
-        assert self._handles is not None, "there is no all-gather to wait for"
-        _wait_comm(self._handles)
 
     def release(self) -> None:
         """Free the buffers that backward has gathered."""
@@ -361,7 +444,8 @@ class SavedUnit:
     def handles_for(self, unit: UnitPlan, shard: Mapping[str, torch.Tensor]) -> list[SharedGatherHandle | None] | None:
         """Return finished handles of its buffers, if gathering ``shard`` would give the same."""
         same = unit is self._unit and all(
-            address(shard[buffer.key]) == address(local) for buffer, local in zip(unit.buffers, self._shards, strict=True)
+            address(shard[buffer.key]) == address(local)
+            for buffer, local in zip(unit.buffers, self._source.shards, strict=True)
         )
         if not same:
             return None
@@ -388,11 +472,11 @@ class SavedUnit:
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("pre_backward of unit %r", self._unit.title)
         if self._prefetcher is not None and self._use is not None:
-            self._prefetcher.pre_backward(self._use)
+            self._handles = self._prefetcher.pre_backward(self._use, self._source)
         elif self._handles is None:  # a unit that is called by itself, or stays gathered
             sources = self.sources()
             self._handles = (self.kept and self.kept()) or start_gathers([sources])[0]
-            self.wait_comm()
+            _wait_comm(self._handles)
         handles, self._handles = self._handles or [], None
         self._full = [handle.finish() for handle in handles if handle is not None]
         return self._full

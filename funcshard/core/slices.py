@@ -15,7 +15,7 @@ import torch
 from funcshard._utils import graph_task_id, unseen
 from funcshard.comm import CommDtypes, Mesh, Topology, neighbours, own_row
 from funcshard.core.buffer_comm import BufferComm, GatherSource
-from funcshard.core.prefetcher import Prefetcher, SavedUnit
+from funcshard.core.prefetcher import Prefetcher, SavedUnit, UnitSource
 from funcshard.plan import UnitPlan
 
 __all__ = ["SliceComms", "SlicedUnit", "save_unit", "slice_comms"]
@@ -50,6 +50,40 @@ def save_unit(slices: SliceComms, f: Any, shard: Mapping[str, torch.Tensor], pre
     return SavedUnit(f, shard, prefetcher)
 
 
+class _SlicedSource(UnitSource):
+    """What backward gathers a unit from: slices that this rank holds, and buffers that are not cut.
+
+    Arguments:
+        f: see ``UnitSource``, like ``shard``.
+        shard: this rank's shard.
+        comms: the communication of the slices.
+    """
+
+    __slots__ = ("_slice_comms", "slices")
+
+    repeats = False  # so that the slices are free as soon as backward has used them
+
+    def __init__(self, f: Any, shard: Mapping[str, torch.Tensor], comms: SliceComms) -> None:
+        super().__init__(f, shard)
+        self._slice_comms = comms
+        self.slices: list[torch.Tensor | None] | None = None
+
+    @property
+    def changed(self) -> bool:
+        """Whether a shard has been written to; it does not matter if all buffers have slices."""
+        return (self.slices is None or None in self.slices) and super().changed
+
+    def sources(self) -> list[GatherSource]:
+        """Return the sources of the unit's all-gather."""
+        found = super().sources()
+        if self.slices is None:
+            return found
+        return [
+            source if part is None or comm is None else (part, comm)
+            for source, part, comm in zip(found, self.slices, self._slice_comms, strict=True)
+        ]
+
+
 class SlicedUnit(SavedUnit):
     """The saved state of a unit of which this rank holds slices, for backward to gather.
 
@@ -65,28 +99,16 @@ class SlicedUnit(SavedUnit):
     def __init__(
         self, f: Any, slice_comms: SliceComms, shard: Mapping[str, torch.Tensor], prefetcher: Prefetcher | None
     ) -> None:
-        super().__init__(f, shard, prefetcher)
-        self._slice_comms = slice_comms
-        self._slices: list[torch.Tensor | None] | None = None
+        self._slice_comms, self._slices = slice_comms, _SlicedSource(f, shard, slice_comms)
+        super().__init__(f, shard, prefetcher, self._slices)
 
     def post_forward(self, gathered: Sequence[Sequence[torch.Tensor]]) -> None:
         """Copy this rank's slices of the gathered buffers, if backward needs the unit."""
         if self.needed:
-            self._slices = [
+            self._slices.slices = [
                 None if comm is None else _slice_of(leaves[0], buffer.padded_numel, comm)
                 for leaves, buffer, comm in zip(gathered, self._unit.buffers, self._slice_comms, strict=True)
             ]
-
-    def sources(self) -> list[GatherSource]:
-        """Return the sources of its all-gather: slices, and shards of buffers that are not cut."""
-        if self._slices is None:
-            return super().sources()
-        # Why not all of them: a change of the shards after forward does not reach the slices.
-        found: Sequence[GatherSource] = super().sources() if None in self._slices else [None] * len(self._slices)
-        return [
-            source if part is None or comm is None else (part, comm)
-            for source, part, comm in zip(found, self._slices, self._slice_comms, strict=True)
-        ]
 
 
 @unseen

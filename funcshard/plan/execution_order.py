@@ -101,7 +101,8 @@ class BackwardOrder:
         schedule: how far to gather ahead.
         buckets: which units share an all-gather.
         units: the name of the unit of each use, by number.
-        alive: whether backward may still reach a use, by number.
+        reaches: whether the backward that runs may reach a use, by number. Every rank has to give
+            the same answer, so it must not depend on what is in the memory of a rank.
     """
 
     def __init__(
@@ -109,12 +110,12 @@ class BackwardOrder:
         schedule: Schedule,
         buckets: Buckets,
         units: Mapping[int, str] | Sequence[str],
-        alive: Callable[[int], bool] = lambda number: True,
+        reaches: Callable[[int], bool] = lambda number: True,
     ) -> None:
         self._schedule = schedule
         self._buckets = buckets
         self._units = units
-        self._alive = alive
+        self._reaches = reaches
         self._uses: Sequence[tuple[int, int]] = ()
         self._moments: dict[int, int] = {}
         self._started: set[int] = set()
@@ -149,7 +150,7 @@ class BackwardOrder:
         left = self._schedule.limit if most is None else most
         for position in range(bisect.bisect_left(self._uses, (moment + 1, 0)), len(self._uses)):
             number = self._uses[position][1]
-            if number in self._gathered or not self._alive(number):
+            if number in self._gathered or not self._reaches(number):
                 continue
             if number not in self._started and self._units[number] not in self._schedule.on_demand:
                 found.append(self._begin(number))
@@ -166,7 +167,7 @@ class BackwardOrder:
             for _, other in self._uses[bisect.bisect_left(self._uses, (moment + 1, 0)) :]:
                 name = self._units[other]
                 if name in names and name not in first:
-                    busy = other in self._started or other in self._gathered or not self._alive(other)
+                    busy = other in self._started or other in self._gathered or not self._reaches(other)
                     first[name] = None if busy else other
                     if len(first) == len(names):
                         break

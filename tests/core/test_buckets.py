@@ -638,7 +638,9 @@ def test_a_shard_that_was_modified_is_named_whichever_unit_starts_to_gather():
         loss = sharded(leaves, buffers, batch_of(mesh)).sum()
         with torch.no_grad():
             leaves["blocks.1"]["float32"].add_(1)
-        torch.autograd.grad(loss, leaves["blocks.3"]["float32"])
+        # Backward by a shard that is gathered earlier does not reach the one that was modified.
+        torch.autograd.grad(loss, leaves["blocks.3"]["float32"], retain_graph=True)
+        torch.autograd.grad(loss, leaves["blocks.0"]["float32"])
 
     words = "the shard 'float32' of unit 'blocks.1' was modified in place between forward and backward"
     with pytest.raises(RuntimeError, match=re.escape(words)):

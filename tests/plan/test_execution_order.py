@@ -42,14 +42,14 @@ def test_forward(programs, options, wanted):
     assert forward(*programs, **options) == wanted
 
 
-def backward(units: str, *, alive=lambda use: True, buckets=None, on_demand=(), limit: int = 1) -> list[str]:
+def backward(units: str, *, reaches=lambda use: True, buckets=None, on_demand=(), limit: int = 1) -> list[str]:
     """Drive a ``BackwardOrder`` over uses 0, 1, ... of ``units``; return the gathers at and ahead of each."""
     schedule = Schedule(tuple(units), True, "pre", limit, on_demand)
-    machine = BackwardOrder(schedule, buckets or {}, units, alive)
+    machine = BackwardOrder(schedule, buckets or {}, units, reaches)
     machine.expect([(use, use) for use in range(len(units))])
     found = []
     for use in range(len(units)):
-        if alive(use):
+        if reaches(use):
             now = "+".join(units[each] for each in machine.gather(use))
             machine.reach(use)
             then = " ".join("+".join(units[each] for each in uses) for uses in machine.prefetch(use))
@@ -62,7 +62,7 @@ BACKWARD = {
     "one ahead": ({}, ["d > c", "- > b", "- > a", "- > -"]),
     "two ahead": ({"limit": 2}, ["d > c b", "- > a", "- > -", "- > -"]),
     "one on demand": ({"on_demand": ("c",)}, ["d > -", "c > b", "- > a", "- > -"]),
-    "one that autograd freed": ({"alive": lambda use: use != 1}, ["d > b", "- > a", "- > -"]),
+    "one that backward does not reach": ({"reaches": lambda use: use != 1}, ["d > b", "- > a", "- > -"]),
     "a bucket": ({"buckets": BUCKET}, ["d > b+c", "- > -", "- > a", "- > -"]),
 }
 

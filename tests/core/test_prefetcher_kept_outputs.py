@@ -1,0 +1,188 @@
+"""Ranks that keep other outputs than each other in memory issue the same collectives."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import funcshard as fs
+from funcshard.core.buffer_comm import AllGatherHandle
+from tests.ranks import run_ranks, run_simulated
+
+WIDTH = 6
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+class Heads(nn.Module):
+    """Blocks, and two auxiliary heads between them; the result holds all outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.aux, self.more, self.c = (Block() for _ in range(5))
+
+    def forward(self, x):
+        x = self.b(self.a(x))
+        aux = self.aux(x)
+        more = self.more(aux)
+        return self.c(x), aux, more
+
+
+class Weights(nn.Module):
+    """A unit that saves its weight for an output, and has another output that saves nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.eye(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x):
+        return x + self.bias, x @ self.weight
+
+
+class Shifts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = Block(), Weights(), Block()
+
+    def forward(self, x):
+        x, aux = self.b(self.a(x))
+        return self.c(x), aux
+
+
+UNITS = {Heads: ["a", "b", "aux", "more", "c"], Shifts: ["a", "b", "c"]}
+ROWS = {
+    "default": (Heads, {}, {}),
+    "two ahead": (Heads, {}, {"limit": 2}),
+    "after gradients": (Heads, {}, {"backward_prefetch": "post"}),
+    "a bucket": (Heads, {"bucket_bytes": 1 << 20}, {}),
+    "slices": (Heads, {"reshard_after_forward": 2}, {}),
+    "a part of a unit": (Shifts, {}, {}),
+}
+
+
+def kept(mesh: fs.Mesh, row: str, frozen: bool, keeps: str) -> Any:
+    """Return losses, gradients and events of steps in which rank 0 alone keeps outputs."""
+    model, options, scheduled = ROWS[row]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        net = model()
+    for name, param in net.named_parameters():
+        param.requires_grad_(not frozen or not name.startswith(("aux", "more", "b")))
+    apply, params, buffers = fs.make_functional(net)
+    plan = fs.make_plan(params, mesh, units=UNITS[model], **options)
+    schedule = fs.make_schedule(plan, **scheduled) if scheduled else None
+    sharded = fs.fully_shard(apply, plan, mesh, schedule=schedule)
+    shards, log = fs.shard(params, plan, mesh), []
+
+    def loss_fn(shards, x):
+        out, *aux = sharded(shards, buffers, x)
+        if mesh.rank == 0 or keeps == "on all ranks":
+            log.append([aux, log] if keeps == "in a cycle" else aux)
+        return out.square().sum()
+
+    found, events = [], []
+    gc.disable()
+    try:
+        for _ in range(3):
+            with fs.record_events() as step:
+                loss, grads = fs.value_and_grad(loss_fn)(shards, torch.ones(2, WIDTH) * (1 + mesh.rank))
+            found.append((loss, fs.gather(grads, plan, mesh)))
+            events.append(tuple(step))
+            if keeps == "in a cycle":
+                log = []
+    finally:
+        gc.enable()
+    return found, events
+
+
+@pytest.mark.parametrize("keeps", ["on rank 0", "in a cycle"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
+@pytest.mark.parametrize("row", ROWS)
+def test_a_rank_that_keeps_an_output_which_the_loss_does_not_use_gathers_what_the_others_gather(row, frozen, keeps):
+    ranks = 4 if row == "slices" else 2
+    alike = run_simulated(kept, ranks, row, frozen, "on all ranks")
+    found = run_simulated(kept, ranks, row, frozen, keeps)
+    assert [events for _, events in found] == [events for _, events in alike]
+    torch.testing.assert_close([steps for steps, _ in found], [steps for steps, _ in alike], rtol=0, atol=0)
+
+
+def test_on_processes_a_rank_may_keep_an_output_too():
+    found = run_ranks(kept, 2, "default", False, "on rank 0")
+    assert found[0][1] == found[1][1]
+
+
+@pytest.mark.parametrize("keeps", ["on all ranks", "on rank 0"])
+def test_a_unit_of_which_the_loss_uses_no_output_is_not_gathered_in_backward(keeps):
+    for _, steps in run_simulated(kept, 2, "default", False, keeps):
+        for events in steps:
+            units = [event.unit for event in events if event.kind == "all_gather"]
+            assert units == [*UNITS[Heads], "c", "b", "a"]
+
+
+class Noted(nn.Module):
+    """Blocks; backward calls ``note`` when it comes to the output of each."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x, note):
+        for block in self.blocks:
+            x = block(x)
+            x.register_hook(note)
+        return x
+
+
+@pytest.mark.parametrize("by", ["inputs", "shards", "both"])
+def test_a_backward_by_inputs_or_shards_gathers_ahead(by):
+    apply, params, buffers = fs.make_functional(Noted())
+
+    def main(mesh):
+        plan = fs.make_plan(params, mesh, units=["blocks.*"])
+        sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
+        leaves = {name: {key: local.requires_grad_() for key, local in unit.items()} for name, unit in shards.items()}
+        x, gathered = torch.ones(2, WIDTH, requires_grad=True), []
+
+        def note(_):
+            gathered.append(sum(event.kind == "all_gather" for event in events))
+
+        loss = sharded(leaves, buffers, x, note).square().sum()
+        wanted = [x] if by != "shards" else []
+        wanted += [local for unit in leaves.values() for local in unit.values()] if by != "inputs" else []
+        with fs.record_events() as events:
+            torch.autograd.grad(loss, wanted)
+        return gathered
+
+    assert fs.simulate(main, 2) == [[0, 2, 3, 4]] * 2
+
+
+def test_what_backward_gathered_in_vain_is_dropped_when_it_ends():
+    net = Heads()
+    net.aux.requires_grad_(False)
+    apply, params, buffers = fs.make_functional(net)
+
+    def main(mesh):
+        plan = fs.make_plan(params, mesh, units=UNITS[Heads])
+        sharded, outputs = fs.fully_shard(apply, plan, mesh), []
+
+        def loss_fn(shards, x):
+            outputs.append(sharded(shards, buffers, x))
+            return outputs[-1][0].square().sum()
+
+        with fs.record_events() as events:
+            fs.value_and_grad(loss_fn)(fs.shard(params, plan, mesh), torch.ones(2, WIDTH))
+        held = [each for each in gc.get_objects() if isinstance(each, AllGatherHandle) and each.comm.mesh is mesh]
+        return sum(event.unit == "aux" for event in events), held, len(outputs)
+
+    assert run_simulated(main, 2) == [(2, [], 1)] * 2
