@@ -89,9 +89,9 @@ def from_pretrained(
     The model is built on the meta device. Then each rank reads its own part of every tensor, so no
     rank holds the whole model. The function is in evaluation mode, as the models of
     ``AutoModel.from_pretrained`` are: pass ``apply.train()`` to ``fully_shard`` to train with
-    dropout. Names and tensors that the module has in another form than the files are converted. Parameters that the
-    files lack, such as those of a new head, get the model's initial values, and a warning names
-    them. Buffers that are in no file are computed.
+    dropout. Names and tensors that the module has in another form than the files are converted.
+    Parameters that the files lack, such as those of a new head, get the model's initial values, and
+    a warning names them. Buffers that are in no file are computed.
 
     Arguments:
         path: a local folder with a ``config.json`` and ``model.safetensors``, or several such files

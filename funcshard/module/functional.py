@@ -128,6 +128,8 @@ class Functional:
     def __call__(
         self, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], /, *args: Any, **kwargs: Any
     ) -> Any:
+        if isinstance(params, Mapping) and len(params) > len(self.skeleton.parameters):
+            params = self.without_ties(params)
         self.check_names("params", params, self.skeleton.parameters)
         own = self.copies(buffers)
         modules = self.skeleton.instantiate(params, own, training=self.training)
@@ -193,6 +195,21 @@ class Functional:
     def ties(self) -> tuple[tuple[str, ...], ...]:
         """All names of each tied parameter, for ``make_plan(..., ties=...)``."""
         return tuple(names for names in self.skeleton.parameters.values() if len(names) > 1)
+
+    def without_ties(self, params: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Return the parameters of a state dict, where a tied parameter has all of its names, once.
+
+        Raises:
+            ValueError: there are different values under two names of a tied parameter.
+        """
+        first = {name: names[0] for names in self.ties for name in names[1:] if name in params and names[0] in params}
+        for name, other in first.items():
+            if params[name] is not params[other] and not torch.equal(params[name], params[other]):
+                raise ValueError(
+                    f"params hold different values of {other!r} and {name!r}, which the module ties: pass one of them, "
+                    f"under the name {other!r}"
+                )
+        return {name: value for name, value in params.items() if name not in first}
 
     def persistent(self, buffers: Mapping[str, torch.Tensor]) -> Tensors:
         """Return the buffers in the module's state dict, under all names that they have there."""

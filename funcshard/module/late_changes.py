@@ -65,7 +65,11 @@ class LateChanges:
         """Warn if the module is not as it was; do nothing the second time."""
         module = None if self.looked else self.module()
         self.looked = True
-        if module is None or (now := _sums(module)) == self.sums or now.modules != self.sums.modules:
+        if module is None or (now := _sums(module)).modules != self.sums.modules:
+            return
+        if any(parameter.is_meta for parameter in module.parameters()):
+            now = now._replace(versions=self.sums.versions)  # its values were dropped, to free memory
+        if now == self.sums:
             return
         changes = [words for name, words in _WORDS.items() if getattr(now, name) != getattr(self.sums, name)]
         warnings.warn(

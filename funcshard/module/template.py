@@ -12,6 +12,7 @@ import enum
 import pathlib
 import re
 import types
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -114,8 +115,8 @@ def _copy_by_attributes(modules: Sequence[nn.Module], memo: dict[int, Any]) -> N
     """Put copies of modules of ``torch.fx``, and of those with another pickle, into ``memo``.
 
     ``GraphModule.__deepcopy__`` loses attributes and compiles the graph again. The copies share the
-    graph, which no call changes. A ``__setstate__`` may make other children and other tensors, as
-    that of e3nn's modules does.
+    graph, which no call changes. A pickle may make other children and other tensors, as that of
+    e3nn's modules does.
     """
     found: list[nn.Module] = []
     for m in modules:
@@ -185,9 +186,12 @@ def _copy_plain_modules(
 
 
 def _can_copy_attributes(module: nn.Module, memo: dict[int, Any]) -> bool:
-    """Return whether all attributes can be copied; a ``__getstate__`` may leave out others."""
+    """Return whether all attributes can be copied; a pickle may leave out others, or make them."""
+    attributes = {key: value for key, value in module.__dict__.items() if key not in TABLES}
+    if any(issubclass(type(value), weakref.ref) for value in reachable([*attributes.values()])):
+        return False  # copies refer to the same object, as that of nn.LSTM to its weights
     try:
-        copy.deepcopy({key: value for key, value in module.__dict__.items() if key not in TABLES}, memo)
+        copy.deepcopy(attributes, memo)
     except Exception:  # of any kind: it is the code of any object
         return False
     return True

@@ -370,6 +370,21 @@ def test_tied_parameters_appear_once_and_stay_tied() -> None:
     assert shared.ties[0] == ("first.weight", "again.weight", "deep.1.weight")
 
 
+def test_a_state_dict_has_all_names_of_a_tied_parameter() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    module[1].weight = module[0].weight
+    apply, params, buffers = fs.make_functional(module)
+    plan = fs.make_plan(params, 1)
+    state_dict = fs.to_state_dict(fs.shard(params, plan, fs.Mesh()), plan, fs.Mesh())
+    assert "1.weight" in state_dict
+    for given in (state_dict, module.state_dict(), {name: value.clone() for name, value in state_dict.items()}):
+        assert torch.equal(apply(given, buffers, x), module(x))
+    with pytest.raises(ValueError, match=r"different values of '0.weight' and '1.weight', which the module ties"):
+        apply({**state_dict, "1.weight": torch.zeros(3, 3)}, buffers, x)
+    with pytest.raises(ValueError, match=r"unexpected: \['2.weight'\]"):
+        apply({**state_dict, "2.weight": torch.zeros(3, 3)}, buffers, x)
+
+
 def test_a_module_on_the_meta_device_gives_a_function_of_real_tensors() -> None:
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))

@@ -68,3 +68,13 @@ def test_nothing_keeps_the_module_and_a_pickled_function_knows_none() -> None:
         warnings.simplefilter("error")
         fs.fully_shard(apply, plan, MESH)
         fs.fully_shard(again, plan, MESH)
+
+
+def test_a_module_that_drops_its_values_to_free_memory_is_no_mistake() -> None:
+    net, apply, plan = made()
+    net.to("meta")
+    fs.fully_shard(apply, plan, MESH)
+    net, apply, plan = made()
+    net.to("meta").eval()
+    with pytest.warns(UserWarning, match=r"copied it: train\(\) or eval\(\) was called\. Neither"):
+        fs.fully_shard(apply, plan, MESH)
