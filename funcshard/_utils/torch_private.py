@@ -501,8 +501,11 @@ def is_compiled_in_place(module: torch.nn.Module) -> bool:
 def recording_graph() -> bool:
     """Return whether ``make_fx`` is recording the operations that run here."""
     module = sys.modules.get("torch.fx.experimental.proxy_tensor")  # make_fx is in it
-    current: Callable[[], Any] = getattr(module, "get_proxy_mode", lambda: None)
-    return current() is not None
+    if not dispatch_modes() or module is None:
+        return False
+    with needed_for("a trace"):
+        recorder = module.ProxyTorchDispatchMode
+    return any(isinstance(mode, recorder) for mode in _modes())
 
 
 class ValueReadError(RuntimeError):
