@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from funcshard._utils.torch_names import needed_for
+
 __all__ = ["tensor_pickle"]
 
 
@@ -30,7 +32,8 @@ def tensor_pickle(dtype: torch.dtype, sizes: Sequence[int]) -> bytes:
     """
     file = io.BytesIO()
     # Memory that is never written takes no pages, so a tensor of any size is cheap to make.
-    _Pickler(file, protocol=2).dump(torch.empty(sizes, dtype=dtype, device="cpu"))
+    with needed_for("fs.save"):
+        _Pickler(file, protocol=2).dump(torch.empty(sizes, dtype=dtype, device="cpu"))
     return file.getvalue()
 
 

@@ -599,7 +599,7 @@ def dcp_storage_info() -> Any:
     It belongs to the file storage of that package.
     """
     # Why not at the top of this file: importing the package takes a second.
-    return private("torch.distributed.checkpoint.filesystem._StorageInfo", "export_dcp")
+    return private("torch.distributed.checkpoint.filesystem._StorageInfo", "fs.save")
 
 
 def cuda_sleep(cycles: int) -> None:
