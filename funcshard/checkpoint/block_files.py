@@ -52,8 +52,8 @@ class BlockWriter:
 
     def __init__(self, path: Path) -> None:
         self.position = 0
+        self._block = _Block(BLOCK)  # first: if there is no memory for it, no file stays open
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        self._block = _Block(BLOCK)
         self._free: queue.SimpleQueue[_Block] = queue.SimpleQueue()
         self._full: queue.SimpleQueue[_Block | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import sys
 import zlib
 from collections.abc import Sequence
 from ctypes import c_char
@@ -152,6 +153,7 @@ class _Flattener:
 
     def _leaf(self, value: Any, path: str) -> TreeSpec:
         check_not_donated(value)
+        value = _plain(value)
         if type(value) in (int, float, bool, str):
             if type(value) is int and value.bit_length() > _MOST_BITS:
                 raise _unstorable(path, "an int of more than 4,000 digits")
@@ -326,6 +328,12 @@ class _Flattener:
     def _add_slice(self, name: str, begin: int, flat: torch.Tensor) -> None:
         if flat.numel():
             self.flat.slices.append(TensorSlice(name, begin, flat))
+
+
+def _plain(value: Any) -> Any:
+    """Return a number of NumPy, such as the mean of an array, as one of Python."""
+    numpy = sys.modules.get("numpy")  # which this library doesn't need
+    return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
 
 
 def _two_of(name: str) -> ValueError:

@@ -165,16 +165,13 @@ def latest(folder: str | os.PathLike[str], *, thorough: bool = False) -> Path | 
         'step-10'
     """
     check_flag("thorough", thorough)
-    folder, found = check_path("folder", folder), []
+    folder = check_path("folder", folder)
     if has_our_index(folder):
         raise ValueError(f"latest takes the folder that checkpoints are saved in; found a checkpoint itself, {folder}")
-    for path in folders(folder):
-        try:
-            # Why this path: while a save replaces the checkpoint, its files lie under another one.
-            found.append((read_contents(path, whole=False).saved, path))
-        except (OSError, ValueError) as error:
-            _log.warning("checkpoint %s is passed over: %s", path, error)
-    for _, path in sorted(found, reverse=True):
+    # Why the time alone: an index may have some hundred MiB. One without a time is damaged, and
+    # _look says how.
+    found = sorted(((_time_of(path), path) for path in folders(folder)), key=lambda pair: (pair[0] == 0, pair), reverse=True)
+    for _, path in found:
         try:
             read_from(path, lambda each: _look(each, thorough))  # only now: it looks at the files of all ranks
         except (OSError, ValueError) as error:

@@ -37,6 +37,7 @@ __all__ = [
     "name_in",
     "replicated_summary",
     "replicated_values",
+    "shortened",
     "stored_name",
 ]
 
@@ -182,13 +183,27 @@ def check_replicated(summaries: Sequence[dict[str, Any]]) -> None:
         for path in first["values"].keys() & other["values"].keys():
             one, two = first["values"][path], other["values"][path]
             if json.dumps(one) != json.dumps(two):
-                raise ValueError(f"{path!r} of the state is {one!r} on rank 0 and {two!r} on rank {rank}: {remedy}")
+                shown, differs = shortened(one, two)
+                raise ValueError(f"{path!r} of the state is {shown} on rank 0 and {differs} on rank {rank}: {remedy}")
         for name in first["tensors"].keys() & other["tensors"].keys():
             if first["tensors"][name] != other["tensors"][name]:
                 raise ValueError(f"tensor {name!r} of the state is not the same on rank 0 and rank {rank}: {remedy}")
         raise ValueError(
             f"the state must have the same structure on every rank; rank {rank}'s differs from rank 0's: {remedy}"
         )
+
+
+def shortened(one: Any, other: Any, most: int = 80) -> tuple[str, str]:
+    """Return two different values as text; of long ones, the part around the first difference."""
+    texts = repr(one), repr(other)
+    at = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
+    begin = max(0, at - most // 2)
+
+    def part(text: str) -> str:
+        shown = text if len(text) <= most else text[begin : begin + most]
+        return f"{'…' * (shown != text and begin > 0)}{shown}{'…' * (shown != text and begin + most < len(text))}"
+
+    return part(texts[0]), part(texts[1])
 
 
 def replicated_values(spec: TreeSpec) -> dict[str, Any]:

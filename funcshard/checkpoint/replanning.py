@@ -87,11 +87,11 @@ def replan(states: Sequence[Any], old: Plan, new: Plan) -> list[Any]:
     result = []
     for rank in range(new.world_size):
         rank_specs = flat[rank % old.world_size].rank_specs
-        empty = unflatten_state(flat[0].spec, rank_specs, tensors, new, rank, old.mesh_axes, device_of)
+        empty = unflatten_state(flat[0].spec, rank_specs, tensors, new, rank, old, device_of)
         for item in empty.reads:
             found = sum(item.copy_from(part.begin, part.tensor) for part in slices.get(item.name, ()))
             assert found == item.out.numel(), f"{item.name}: {found} of {item.out.numel()} elements"
-        empty.check()
+        empty.finish()
         result.append(empty.state)
     return result
 

@@ -38,7 +38,9 @@ __all__ = [
 _CODES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64, "U16": torch.uint16,
+    "U32": torch.uint32, "U64": torch.uint64, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu, "F4": torch.float4_e2m1fn_x2,
 }  # fmt: skip
 _NAMES = {dtype: code for code, dtype in _CODES.items()}
 
@@ -167,6 +169,10 @@ def write_tensors(
     for entry in entries:
         if entry.dtype not in _NAMES:
             raise ValueError(f"{entry.name!r} is of {entry.dtype}, which safetensors files cannot hold; convert it first")
+        if entry.dtype == torch.float4_e2m1fn_x2 and not entry.shape:
+            raise ValueError(
+                f"{entry.name!r} is a scalar of {entry.dtype}, which is two numbers in the file; give it a dimension"
+            )
     single = path.suffix == ".safetensors"
     folder = path.absolute().parent if single else path.absolute()
     groups = [list(entries)] if single else _split(entries, most)
@@ -323,7 +329,7 @@ def _write_one(
     end = 0
     for entry in entries:
         header[entry.name] = {
-            "dtype": _NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [end, end + entry.nbytes]
+            "dtype": _NAMES[entry.dtype], "shape": _in_file(entry), "data_offsets": [end, end + entry.nbytes]
         }  # fmt: skip
         end += entry.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -335,6 +341,13 @@ def _write_one(
             file.write((c_char * entry.nbytes).from_address(tensor.data_ptr()))
     file.flush()
     os.fsync(file.fileno())
+
+
+def _in_file(entry: Entry) -> list[int]:
+    """Return a tensor's shape in a file, where the numbers of four bits count one by one."""
+    if entry.dtype != torch.float4_e2m1fn_x2:
+        return list(entry.shape)
+    return [*entry.shape[:-1], 2 * entry.shape[-1]]
 
 
 def _split(entries: Sequence[Entry], most: int) -> list[list[Entry]]:
@@ -454,6 +467,10 @@ def _entries(file: Path, header: Mapping[str, Any]) -> dict[str, tuple[torch.dty
             code, shape = file_data.text("dtype", entry["dtype"]), file_data.numbers("shape", entry["shape"])
         except ValueError as error:
             raise ValueError(f"{file} is damaged: its header does not say where {name!r} lies ({error})") from None
+        if code == "F4":
+            if not shape or shape[-1] % 2:
+                raise ValueError(f"{file} holds {name!r} of F4 and shape {list(shape)}; torch holds two of them in a byte")
+            shape = (*shape[:-1], shape[-1] // 2)
         found[name] = (_CODES.get(code), shape, begin, end)
     return found
 

@@ -224,7 +224,7 @@ def save(
     return saving
 
 
-def restore(path: str | os.PathLike[str], plan: Plan | None = None, mesh: Mesh | None = None) -> Any:
+def restore(path: str | os.PathLike[str], plan: Plan | None = None, mesh: Mesh | None = None, *, cast: bool = False) -> Any:
     """Restore a state that ``save`` saved, under any plan of the model, or describe a checkpoint.
 
     ``restore(path, plan, mesh)`` returns the state, and every rank has to call it.
@@ -241,6 +241,9 @@ def restore(path: str | os.PathLike[str], plan: Plan | None = None, mesh: Mesh |
             differ from those of the plan that the checkpoint was saved under. Rank ``r`` takes the
             ``PerRank`` values of old rank ``r`` modulo the old number of ranks.
         mesh: the ranks, in the plan's shape.
+        cast: whether shards of the parameters' dtypes, such as float32, are converted to the dtypes
+            that ``plan`` has, such as bfloat16. By default other dtypes are an error. Shards that
+            were saved in another dtype than the parameters, such as averages, stay as they are.
 
     Returns:
         The state, a tree of the same types as the saved one. Its tensors are on the mesh's device.
@@ -250,7 +253,7 @@ def restore(path: str | os.PathLike[str], plan: Plan | None = None, mesh: Mesh |
     Raises:
         FileNotFoundError: there is no folder at ``path``.
         ValueError: the checkpoint is incomplete or damaged, and the message names the file; or the
-            plan is of another model. Every rank raises the same error.
+            plan is of another model or of other dtypes. Every rank raises the same error.
 
     Example:
         >>> import tempfile, torch, funcshard as fs
@@ -278,9 +281,10 @@ def restore(path: str | os.PathLike[str], plan: Plan | None = None, mesh: Mesh |
             f"restore takes a path alone, to describe the checkpoint, or a path, a plan and a mesh, to restore it; found "
             f"no {'plan' if plan is None else 'mesh'}"
         )
-    check_mesh(plan, mesh)
+    check_flag("cast", cast)
+    check_mesh(plan, mesh, {"the options of restore": f"cast={cast!r}"})
     for tried in range(TRIES):
-        found = _try_restore(path, plan, mesh, last=tried == TRIES - 1)
+        found = _try_restore(path, plan, mesh, cast, last=tried == TRIES - 1)
         if found is not None:
             _log.debug("checkpoint %s is restored on %d ranks", path, mesh.world_size)
             return found[0]
@@ -288,7 +292,7 @@ def restore(path: str | os.PathLike[str], plan: Plan | None = None, mesh: Mesh |
     raise AssertionError
 
 
-def _try_restore(path: str | os.PathLike[str], plan: Plan, mesh: Mesh, *, last: bool) -> list[Any] | None:
+def _try_restore(path: str | os.PathLike[str], plan: Plan, mesh: Mesh, cast: bool, *, last: bool) -> list[Any] | None:
     """Return this rank's state in a list, or ``None`` if another save replaced what a rank read."""
     with ExitStack() as stack:
         folder: OpenFolder | None = None
@@ -306,7 +310,7 @@ def _try_restore(path: str | os.PathLike[str], plan: Plan, mesh: Mesh, *, last: 
         try:
             assert contents is not None
             assert folder is not None
-            found = [_read_state(contents, folder, plan, mesh)]
+            found = [_read_state(contents, folder, plan, mesh, cast)]
         except Exception as error:
             fault = error
         return found if _have_one(path, fault, folder, "", mesh, last=last) else None
@@ -333,7 +337,7 @@ def _have_one(
     )
 
 
-def _read_state(contents: Contents, folder: OpenFolder, plan: Plan, mesh: Mesh) -> Any:
+def _read_state(contents: Contents, folder: OpenFolder, plan: Plan, mesh: Mesh, cast: bool) -> Any:
     cpu = torch.device("cpu")
     device_of: DeviceOf = lambda stored, unit: cpu if not stored.on_mesh or (unit and unit.offload) else mesh.device  # noqa: E731
     source = contents.table(mesh.rank % contents.plan.world_size)
@@ -342,7 +346,10 @@ def _read_state(contents: Contents, folder: OpenFolder, plan: Plan, mesh: Mesh) 
     if any(stored.kind == "whole" for stored in contents.shared.values()):
         check_held(contents.path, contents.shared, contents.table(0).regions, "whole")
     check_held(contents.path, source.items, source.regions, "rank")
-    empty = unflatten_state(contents.outline, source.own, items, plan, mesh.rank, contents.plan.mesh_axes, device_of)
+    empty = unflatten_state(
+        contents.outline, source.own, items, plan, mesh.rank, contents.plan, device_of,
+        where=f"checkpoint {contents.path}", cast=cast,
+    )  # fmt: skip
     regions: dict[str, list[Region]] = {}
     for rank, reads in holders(empty.reads, contents.outline, items, contents.plan).items():
         table = contents.table(rank)
@@ -350,7 +357,7 @@ def _read_state(contents: Contents, folder: OpenFolder, plan: Plan, mesh: Mesh) 
             regions.setdefault(name, []).extend(table.regions.get(name, ()))
     ranks, stored = mesh.world_size, contents.bytes
     read_slices(folder.path, empty.reads, regions, ranks=ranks, stored=stored, at=folder.descriptor)
-    empty.check()
+    empty.finish()
     return empty.state
 
 

@@ -26,6 +26,7 @@ from funcshard.checkpoint.metadata import (
     stored_name,
 )
 from funcshard.checkpoint.read_items import ReadBox, ReadItem
+from funcshard.core import can_cast
 from funcshard.plan import (
     Box,
     BufferPlan,
@@ -33,6 +34,7 @@ from funcshard.plan import (
     Plan,
     UnitPlan,
     boxes,
+    dtype_name,
     dtype_of,
     has_numbers,
     own_axes,
@@ -61,13 +63,16 @@ class EmptyState:
     state: Any
     reads: list[ReadItem | ReadBox]
     _merged: list[tuple[str, list[str], list[torch.Tensor]]] = field(default_factory=list)
+    _casts: list[tuple[torch.Tensor, torch.dtype]] = field(default_factory=list)
 
-    def check(self) -> None:
-        """Raise ``ValueError`` if leaves disagree on a tensor that their buffer has once.
+    def finish(self) -> None:
+        """Cast shards; raise ``ValueError`` if leaves disagree on what their buffer has once.
 
         Call it when the state is filled. Adam's ``step`` is such a tensor: the flattened state has
         one for each leaf, and this state one for each buffer.
         """
+        for shard, dtype in self._casts:
+            shard.data = shard.to(dtype)
         for where, paths, tensors in self._merged:
             one = tensors[0]
             for path, other in zip(paths, tensors, strict=True):
@@ -85,8 +90,11 @@ def unflatten_state(
     tensors: Mapping[str, TensorMetadata],
     plan: Plan,
     rank: int,
-    old_mesh_axes: Mapping[str, int],
+    old: Plan,
     device_of: DeviceOf,
+    *,
+    where: str = "the state",
+    cast: bool | None = None,
 ) -> EmptyState:
     """Make one rank's state, with tensors still to be filled; the inverse of ``flatten_state``.
 
@@ -96,20 +104,24 @@ def unflatten_state(
         tensors: metadata by name, with the tensors of the rank that those values come from.
         plan: the plan to cut the trees of shards by.
         rank: this rank.
-        old_mesh_axes: sizes of the mesh axes under the plan that cut the stored state. A local
-            tensor comes from this rank's index modulo these sizes.
+        old: the plan that cut the stored state. A local tensor comes from this rank's index modulo
+            the sizes of its mesh axes.
         device_of: the device of each tensor.
+        where: the words for the state in an error message.
+        cast: whether shards get the dtypes of ``plan`` if they had those of ``old``. ``None`` is an
+            error for them that doesn't propose it.
 
     Raises:
         ValueError: the plan is of another model, or it puts leaves into one buffer that disagree on
             a value which a buffer has once.
     """
-    unflattener = _Unflattener(rank_specs, tensors, plan, rank, old_mesh_axes, device_of, [], [])
+    dtypes = {leaf.path: buffer.dtype for unit in old.unit_list for buffer in unit.buffers for leaf in buffer.leaves}
+    unflattener = _Unflattener(rank_specs, tensors, plan, rank, old.mesh_axes, dtypes, device_of, where, cast)
     try:
         state = unflattener.node(spec)
     except RecursionError:  # of a file whose PerRank values stand inside each other; flatten_state writes none
         raise ValueError("the state has more PerRank values inside each other than save writes: restore another") from None
-    return EmptyState(state, unflattener.reads, unflattener.merged)
+    return EmptyState(state, unflattener.reads, unflattener.merged, unflattener.casts)
 
 
 @dataclass(slots=True)
@@ -119,9 +131,13 @@ class _Unflattener:
     plan: Plan
     rank: int
     old_mesh_axes: Mapping[str, int]
+    old_dtypes: Mapping[str, str]
     device_of: DeviceOf
-    reads: list[ReadItem | ReadBox]
-    merged: list[tuple[str, list[str], list[torch.Tensor]]]
+    where: str
+    cast: bool | None
+    reads: list[ReadItem | ReadBox] = field(default_factory=list)
+    merged: list[tuple[str, list[str], list[torch.Tensor]]] = field(default_factory=list)
+    casts: list[tuple[torch.Tensor, torch.dtype]] = field(default_factory=list)
 
     def node(self, spec: TreeSpec) -> Any:
         if spec is None:
@@ -220,10 +236,29 @@ class _Unflattener:
             buffer.shard_numel, dtype=dtype_of(first.dtype), device=device,
             pin_memory=device.type == "cpu" and self.device_of(first, None).type == "cuda",
         )  # fmt: skip
+        self._check_dtype(shard, names[0], buffer)
         for leaf, name, metadata in zip(buffer.leaves, names, stored, strict=True):
             self._read_leaf(shard, leaf, buffer, name, metadata)
         self._clear_padding(shard, buffer)
         return shard
+
+    def _check_dtype(self, shard: torch.Tensor, name: str, buffer: BufferPlan) -> None:
+        """Cast a shard if the old plan says its dtype and the new plan says another one.
+
+        A shard that was saved in another dtype than its leaves' stays, such as a float32 average.
+        """
+        leaf, wanted = buffer.leaves[0], dtype_of(buffer.dtype)
+        known = name_in(self.old_dtypes, leaf)
+        if known is None or shard.dtype == wanted or shard.dtype != dtype_of(self.old_dtypes[known]):
+            return
+        if self.cast and can_cast(shard.dtype, wanted):
+            self.casts.append((shard, wanted))
+            return
+        remedy = "make the plan of parameters in the stored dtype" + (", or pass cast=True" if self.cast is False else "")
+        raise ValueError(
+            f"{self.where} holds {name!r} in {dtype_name(shard.dtype)}, and leaf {leaf.path!r} is of {buffer.dtype} in the "
+            f"plan: {remedy}"
+        )
 
     def _clear_padding(self, shard: torch.Tensor, buffer: BufferPlan) -> None:
         """Write zeros to the elements of a shard that belong to no leaf."""

@@ -70,6 +70,20 @@ def test_what_was_written_is_read_in_any_parts(name: str, direct: bool, tmp_path
     assert b"".join(bytes(view) for view in read_ranges(tmp_path / "file", [(0, len(whole))])) == whole
 
 
+def test_a_file_for_which_there_is_no_memory_leaves_no_descriptor_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(size: int) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(block_files, "io_memory", none)
+    before = os.listdir("/proc/self/fd") if os.path.exists("/proc/self/fd") else []
+    with pytest.raises(MemoryError):
+        block_files.BlockWriter(tmp_path / "file")
+    assert (os.listdir("/proc/self/fd") if before else []) == before
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_file_that_ends_early_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(3 * SMALL))
     for end in (3 * SMALL + 1, 9 * SMALL):

@@ -314,6 +314,18 @@ def test_links_are_neither_counted_nor_followed_when_old_ones_go(folder: Path) -
     assert fs.restore(folder / "best").values["step"] == 2
 
 
+def test_latest_reads_the_index_of_the_newest_checkpoint_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    read, indices = manifest.read_text, []
+    monkeypatch.setattr(manifest, "read_text", lambda path, at=None: (indices.append(path.parent.name), read(path, at))[1])
+    assert fs.latest(folder) == folder / "step-2"
+    assert indices == ["step-2"]
+    os.truncate(folder / "step-2" / "index.json", 0)  # one without a time is passed over, with a warning
+    assert fs.latest(folder) == folder / "step-1"
+    assert "step-2 is passed over" in caplog.text
+
+
 def test_a_name_with_the_signs_of_globs_in_it_is_only_a_name(folder: Path) -> None:
     (folder / "step-2").rename(folder / ".run[1]*.0123.old")
     assert fs.restore(folder / "run[1]*").values["step"] == 2

@@ -8,7 +8,7 @@ import types
 import pytest
 
 import funcshard as fs
-from funcshard.checkpoint.metadata import find_class, join
+from funcshard.checkpoint.metadata import check_replicated, find_class, join, shortened
 
 
 @pytest.mark.parametrize("name", ["os:system", "not_loaded:Thing", "funcshard.parts:Nothing", "os:path.join"])
@@ -16,6 +16,18 @@ def test_only_classes_of_loaded_modules_are_found(name: str) -> None:
     with pytest.raises(ValueError, match="top level of the loaded module"):
         find_class(name)
     assert find_class("funcshard.parts:PerRank") is fs.PerRank
+
+
+def test_long_values_that_differ_are_shown_around_their_difference() -> None:
+    one, other = "a" * 5000 + "x" + "b" * 5000, "a" * 5000 + "y" + "b" * 5000
+    summaries = [{"values": {"config": value}, "tensors": {}, "structure": ""} for value in (one, other)]
+    with pytest.raises(
+        ValueError, match=r"'config' of the state is …a+xb+… on rank 0 and …a+yb+… on rank 1: mark"
+    ) as caught:
+        check_replicated(summaries)
+    assert len(str(caught.value)) < 300
+    assert shortened("abc", "abd") == ("'abc'", "'abd'")
+    assert shortened([1] * 50, [1] * 51)[1].startswith("…")
 
 
 def test_finding_a_class_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import pickle
 import re
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -380,6 +382,60 @@ def test_a_rank_that_can_start_no_thread_ends_the_save_on_all(
 
     assert len(set(fs.simulate(main, 2))) == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_numbers_of_numpy_are_saved_as_those_of_python(tmp_path: Path) -> None:
+    state = {
+        "best": np.float64(0.1), "loss": np.float32(0.1), "count": np.int64(2**60), "small": np.uint8(7),
+        "done": np.bool_(True), "name": np.str_("a"), "nan": np.float64("nan"),
+    }  # fmt: skip
+    plan, mesh = make_plan("one rank"), fs.Mesh()
+    fs.save(tmp_path / "a", {"values": state, "own": fs.PerRank(np.float64(0.5))}, plan, mesh)
+    restored = fs.restore(tmp_path / "a", plan, mesh)
+    found = restored["values"]
+    assert [type(value) for value in found.values()] == [float, int, bool, float, str, float, int]
+    assert math.isnan(found.pop("nan"))
+    assert found == {name: value.item() for name, value in state.items() if name != "nan"}
+    assert restored["own"].value == 0.5
+    assert fs.replan([{"best": np.float64(0.1)}], plan, plan) == [{"best": 0.1}]
+    with pytest.raises(TypeError, match=r"leaf 'x' of the state cannot be stored; .* found a complex"):
+        fs.save(tmp_path / "b", {"x": np.complex64(1)}, plan, mesh)
+
+
+def test_a_plan_of_other_dtypes_is_said_with_the_checkpoint_and_cast_converts(tmp_path: Path) -> None:
+    params = {"w": torch.randn(5, 3), "v": torch.randn(4)}
+    low = {name: leaf.bfloat16() for name, leaf in params.items()}
+
+    def main(mesh: fs.Mesh) -> None:
+        plan, other = fs.make_plan(params, mesh, units=["v"]), fs.make_plan(low, mesh)
+        optimizer = fs.torch_optimizer(torch.optim.AdamW, lr=0.1)
+        shards = fs.shard(params, plan, mesh)
+        shards, opt_state = optimizer.step(fs.shard(params, plan, mesh), optimizer.init(shards), shards)
+        average = {unit: {key: shard.double() for key, shard in flat.items()} for unit, flat in shards.items()}
+        state = fs.TrainState(shards, {"mean": torch.ones(3)}, opt_state, 1)
+        fs.save(tmp_path / "a", {"train": state, "average": average}, plan, mesh)
+        with pytest.raises(
+            ValueError,
+            match=rf"checkpoint {tmp_path / 'a'} holds 'train\.shards\.v' in float32, and leaf 'v' is of bfloat16 in "
+            "the plan: make the plan of parameters in the stored dtype, or pass cast=True",
+        ):
+            fs.restore(tmp_path / "a", other, mesh)
+        with pytest.raises(ValueError, match=r"the state holds .* in the stored dtype( \(found on rank 0\))?$"):
+            fs.replan([state] if mesh.world_size == 1 else [state, state], plan, other)
+        restored = fs.restore(tmp_path / "a", other, mesh, cast=True)
+        train = restored["train"]
+        found = fs.gather(train.shards, other, mesh)
+        whole = fs.gather(shards, plan, mesh)
+        assert all(torch.equal(found[name], whole[name].bfloat16()) for name in params)
+        assert {leaf.dtype for leaf in restored["average"][""].values()} == {torch.float64}
+        assert train.buffers["mean"].dtype == torch.float32
+        grads = fs.shard(low, other, mesh)
+        optimizer.step(grads, train.opt_state, train.shards)  # AdamW's averages are of the new dtype too
+        same = fs.restore(tmp_path / "a", plan, mesh, cast=True)["train"]
+        assert equal(same.shards, shards)
+
+    fs.simulate(main, 1)
+    fs.simulate(main, 2)
 
 
 def test_plan_and_mesh_come_together(tmp_path: Path) -> None:

@@ -351,6 +351,7 @@ CASES: dict[tuple[str, str], Case] = {
     ("passes.gather_earlier", "by"): Case(lambda s, v: fs.passes.gather_earlier(TRACED, by=v), count(1, "units"), none=True),
     ("passes.wait_later", "budget"): Case(lambda s, v: fs.passes.wait_later(TRACED, budget=v), SIZE, none=True),
     ("passes.bucket", "bucket_bytes"): Case(lambda s, v: fs.passes.bucket(TRACED, bucket_bytes=v), SIZE),
+    ("restore", "cast"): Case(lambda s, v: fs.restore(saved_by_dcp(s), s.plan, s.mesh, cast=v), FLAG),
     ("latest", "thorough"): Case(lambda s, v: fs.latest(s.folder, thorough=v), FLAG),
     ("export_safetensors", "max_shard_size"): Case(
         lambda s, v: fs.export_safetensors(s.folder / "x", *grads(s), max_shard_size=v), SIZE
