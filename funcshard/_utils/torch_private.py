@@ -13,6 +13,7 @@ import inspect
 import operator
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -210,36 +211,107 @@ def basis_loops(bottom: CodeType | None = None, *, outer: bool = False) -> dict[
     Arguments:
         bottom: the code of a function that runs below all transforms of its callers.
         outer: whether to leave out the innermost loop of level 0.
+
+    Raises:
+        RuntimeError: such a loop runs, and this release of torch runs it in an unknown way.
     """
     if _eager_transforms is None and transforms_active():
         raise lacks("torch._functorch.eager_transforms", _FUNC)
+    met: set[str] = set()
+    found = _loops_of_frames(sys._getframe(1), bottom, outer, met)
+    for name in met - _known_loops:
+        _check_loop(name)
+    return found
+
+
+def _loops_of_frames(frame: Any, bottom: CodeType | None, outer: bool, met: set[str]) -> dict[int, BasisLoop]:
+    """Return ``basis_loops`` of a frame and its callers; add all loops that are met to ``met``."""
     # Why look at frames: the tensors inside jacrev are those inside vmap of vjp, where the caller
     # has chosen the vectors.
+    codes, functional_file = _loop_codes(), torch.autograd.functional.__file__
+    transforms_file = "" if _eager_transforms is None else _eager_transforms.__file__
     found: dict[int, BasisLoop] = {}
-    frame: Any = sys._getframe(1)
-    callee, opened, functional_file, at_bottom = "", None, torch.autograd.functional.__file__, False
+    callee, opened, at_bottom = "", None, False
     while frame is not None:
         code = frame.f_code
+        name = codes.get(id(code))
+        if name is not None:
+            met.add(name)
         at_bottom = at_bottom or code is bottom
         if at_bottom and code.co_filename != functional_file:
             pass
-        elif _eager_transforms is not None and code.co_filename == _eager_transforms.__file__:
+        elif code.co_filename == transforms_file:
             if code.co_name in ("_jvp_with_argnums", "_vjp_with_argnums"):
                 opened = frame.f_locals
             elif opened is not None:
-                if code.co_qualname == "jacrev.<locals>.wrapper_fn":
-                    found[opened["level"]] = BasisLoop("torch.func.jacrev")
-                elif code.co_qualname == "jacfwd.<locals>.wrapper_fn.<locals>.push_jvp":
-                    found[opened["level"]] = BasisLoop("torch.func.jacfwd", opened["flat_primals"])
+                # Why get: _check_loop finds out whether torch has other names for its variables.
+                if name == _JACREV:
+                    found[opened.get("level", -1)] = BasisLoop(name)
+                elif name == _JACFWD:
+                    found[opened.get("level", -1)] = BasisLoop(name, opened.get("flat_primals", ()))
                 opened = None
         # Why not in its own backward: that one runs once for each unit vector, and the collectives
         # that it records belong to the caller.
-        elif code.co_name == "jacobian" and code.co_filename == functional_file and callee != "_autograd_grad":
+        elif name == _JACOBIAN and callee != "_autograd_grad":
             if not outer:
-                found[0] = BasisLoop("torch.autograd.functional.jacobian")
+                found[0] = BasisLoop(name)
             outer = False
         callee, frame = code.co_name, frame.f_back
     return found
+
+
+_JACREV, _JACFWD, _JACOBIAN = "torch.func.jacrev", "torch.func.jacfwd", "torch.autograd.functional.jacobian"
+_known_loops: set[str] = set()  # those that _check_loop has seen to be found
+
+
+@functools.cache
+def _loop_codes() -> dict[int, str]:
+    """Return the name of each loop by the identities of its code and of functions inside it.
+
+    The code is that of the public function, or of the function that it returns. So a loop is met
+    whatever the names inside torch are.
+    """
+
+    def nested(code: CodeType) -> Iterator[CodeType]:
+        yield code
+        for each in code.co_consts:
+            if isinstance(each, CodeType):
+                yield from nested(each)
+
+    made = {_JACREV: torch.func.jacrev(abs), _JACFWD: torch.func.jacfwd(abs)}
+    found = {id(code): name for name, f in made.items() for code in nested(f.__code__)}
+    return {**found, id(torch.autograd.functional.jacobian.__code__): _JACOBIAN}
+
+
+def _check_loop(name: str) -> None:
+    """Raise ``RuntimeError`` unless ``basis_loops`` finds a loop of this release of torch."""
+    # Why: the frames of torch have private names, and with other names a loop would be taken for
+    # no loop. Why another thread: no transform, dispatch mode or recording is active there.
+    found: list[tuple[dict[int, BasisLoop], int]] = []
+
+    def watched(x: torch.Tensor) -> torch.Tensor:
+        found.append((_loops_of_frames(sys._getframe(0), None, False, set()), transform_level()))
+        return x * x
+
+    def run() -> None:
+        x = torch.zeros(2, device="cpu")
+        if name == _JACOBIAN:
+            torch.autograd.functional.jacobian(watched, x)
+        else:
+            (torch.func.jacrev if name == _JACREV else torch.func.jacfwd)(watched)(x)
+
+    thread = threading.Thread(target=run, name=f"check of {name}")
+    thread.start()
+    thread.join()
+    loops, level = found[0] if found else ({}, 0)
+    right = loops.keys() == {level} and loops[level].name == name
+    if not right or [each.numel() for each in loops[level].arguments] != [2] * (name == _JACFWD):
+        raise RuntimeError(
+            f"over shards, {name} and functions made of it need to know how torch runs them, and torch {torch.__version__} "
+            f"runs them in a way unknown to this library: call torch.func.jvp or vjp along vectors of your own, or use a "
+            f"release of torch that the documentation lists"
+        )
+    _known_loops.add(name)
 
 
 # --- autograd -------------------------------------------------------------------------------------

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
+import types
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 import torch.autograd.functional as functional
+from torch._functorch import eager_transforms
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp
 
 import funcshard as fs
+from funcshard._utils import torch_private
 from funcshard.core import basis, flat_buffer, shard_to_leaves
 from tests.ranks import run_ranks, run_simulated
 
@@ -336,3 +341,58 @@ def test_a_loop_is_noticed_though_backward_cannot_see_the_caller(name, monkeypat
             ask(Rank(mesh, "full_shard", "unshard"))
 
     run_simulated(main, WORLD)
+
+
+# --- releases of torch with other names inside ----------------------------------------------------
+
+
+def renamed(monkeypatch, old, new):
+    """Let ``torch.func`` be that of a release in which a function or a variable inside has another name."""
+    source = Path(eager_transforms.__file__).read_text()
+    changed, count = re.subn(rf"\b{old}\b", new, source)
+    assert count
+    module = types.ModuleType("torch._functorch.eager_transforms")
+    module.__file__, module.__package__ = eager_transforms.__file__, "torch._functorch"
+    exec(compile(changed, eager_transforms.__file__, "exec"), module.__dict__)
+    module.JVP_NESTING = 1  # the simulation has opened torch's level of forward mode
+    for name in ("jacrev", "jacfwd", "vjp", "hessian"):
+        monkeypatch.setattr(torch.func, name, getattr(module, name))
+    monkeypatch.setattr(torch_private, "_known_loops", set())
+    torch_private._loop_codes.cache_clear()
+
+
+@pytest.fixture
+def codes_as_before():
+    yield
+    torch_private._loop_codes.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "loop", "known"),
+    [
+        ("wrapper_fn", "jacobian_fn", "jacrev", True),
+        ("wrapper_fn", "jacobian_fn", "jacfwd", True),
+        ("push_jvp", "push", "jacfwd", True),
+        ("_vjp_with_argnums", "_vjp_of", "jacrev", False),
+        ("_jvp_with_argnums", "_jvp_of", "jacfwd", False),
+        ("flat_primals", "flat_inputs", "jacfwd", False),
+        ("level", "depth", "jacrev", False),
+        ("level", "depth", "jacfwd", False),
+    ],
+)
+@pytest.mark.usefixtures("codes_as_before")
+def test_a_release_of_torch_with_other_names_gets_an_error_and_no_wrong_numbers(monkeypatch, old, new, loop, known):
+    renamed(monkeypatch, old, new)
+    params = {"w": torch.arange(4.0)}
+
+    def main(mesh):
+        plan = fs.make_plan(params, mesh)
+        f = fs.unshard(lambda leaves: leaves["w"].square().sum(), plan.units[""], mesh)
+        function = f if loop == "jacfwd" else torch.func.grad(f)
+        getattr(torch.func, loop)(function)(fs.shard(params, plan, mesh)[""])
+
+    words = (
+        "would mix (rows|columns)" if known else f"torch.func.{loop} .* torch {torch.__version__.split('+')[0]}.* unknown"
+    )
+    with pytest.raises(RuntimeError, match=words):
+        fs.simulate(main, 2)
