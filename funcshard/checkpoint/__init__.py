@@ -23,7 +23,7 @@ Read the files in this order:
 - ``rank_tables``: the table of each rank's file, with the boxes in it.
 - ``stored_fields``: the parts of these text files, each checked before its use.
 - ``holders``: the ranks that hold the elements that a rank reads.
-- ``manifest``: the index of a checkpoint; ``Contents`` and ``latest``.
+- ``manifest``: the index of a checkpoint; ``Contents``, ``latest`` and ``read_values``.
 - ``folders``: checkpoints as folders that are complete or absent.
 - ``path_lock``: one process at a time writes to a path.
 - ``open_folder``: a reader sees one checkpoint.
@@ -38,7 +38,7 @@ Read the files in this order:
 from __future__ import annotations
 
 from funcshard.checkpoint.dcp_import import import_dcp
-from funcshard.checkpoint.manifest import Contents, latest
+from funcshard.checkpoint.manifest import Contents, latest, read_values
 from funcshard.checkpoint.metadata import PerRank
 from funcshard.checkpoint.optimizer_loading import optimizer_from_state_dict
 from funcshard.checkpoint.optimizer_state import optimizer_to_state_dict
@@ -63,6 +63,7 @@ __all__ = [
     "latest",
     "optimizer_from_state_dict",
     "optimizer_to_state_dict",
+    "read_values",
     "replan",
     "restore",
     "save",

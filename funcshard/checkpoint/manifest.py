@@ -40,7 +40,17 @@ from funcshard.checkpoint.rank_tables import (
 from funcshard.checkpoint.stored_fields import check_outline, items_from, old_region_from, sizes_from
 from funcshard.plan import Plan, dtype_of, mesh_text, plan_from_data
 
-__all__ = ["Contents", "latest", "absent", "is_overwritten", "read_contents", "read_folder", "time_after", "write_index"]
+__all__ = [
+    "Contents",
+    "latest",
+    "read_values",
+    "absent",
+    "is_overwritten",
+    "read_contents",
+    "read_folder",
+    "time_after",
+    "write_index",
+]
 
 _log = logging.getLogger("funcshard.checkpoint")
 
@@ -85,7 +95,11 @@ class Contents(Shown):
 
     @property
     def values(self) -> dict[str, Any]:
-        """Every number, bool and string that is the same on every rank, by path in the state."""
+        """Every number, bool and string that is the same on every rank, by path in the state.
+
+        A path joins keys, fields and indices with dots, as in ``"config.model.depth"``.
+        ``read_values`` returns the same values as nested dictionaries and lists.
+        """
         return replicated_values(self.outline)
 
     def table(self, rank: int) -> RankTable:
@@ -179,6 +193,51 @@ def latest(folder: str | os.PathLike[str], *, thorough: bool = False) -> Path | 
             continue
         return path
     return None
+
+
+def read_values(path: str | os.PathLike[str]) -> Any:
+    """Return the numbers, bools and strings of a checkpoint, in the form of the state.
+
+    You need neither a plan nor a mesh, so it can read a configuration before the model exists. No
+    code of the checkpoint runs. Each rank that calls reads by itself.
+
+    Arguments:
+        path: the checkpoint's folder; ``latest(folder)`` finds the last one.
+
+    Returns:
+        The state's values in dictionaries and lists; a named tuple is a dictionary of its fields.
+        Keys whose values hold nothing but tensors, shards and ``PerRank`` values are left out, and
+        ``None`` takes their places in lists.
+
+    Raises:
+        FileNotFoundError: there is no folder at ``path``.
+        ValueError: the checkpoint is incomplete or its index is damaged.
+
+    Example:
+        >>> import tempfile, torch, funcshard as fs
+        >>> params = {"w": torch.zeros(2, 3)}
+        >>> plan, mesh = fs.make_plan(params, 1), fs.Mesh()
+        >>> state = {"shards": fs.shard(params, plan, mesh), "config": {"depth": 2}, "step": 7}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     fs.read_values(fs.save(f"{folder}/step-7", state, plan, mesh).path)
+        {'config': {'depth': 2}, 'step': 7}
+    """
+    return _values(read_contents(check_path("path", path), whole=False).outline)[0]
+
+
+def _values(spec: TreeSpec) -> tuple[Any, bool]:
+    """Return a node without its tensors, and whether it holds a value or is empty."""
+    if spec is None or spec[0] in ("tensor", "rank", "shards"):
+        return None, spec is None
+    if spec[0] == "value":
+        return spec[1], True
+    kind, fields, meta, children = spec
+    below = [_values(child) for child in children]
+    keys = meta if kind in ("dict", "ordered_dict") else fields
+    holds = not below or any(found for _, found in below)
+    if keys is None:
+        return [value for value, _ in below], holds
+    return {key: value for key, (value, found) in zip(keys, below, strict=True) if found}, holds
 
 
 def _look(folder: OpenFolder, thorough: bool) -> None:

@@ -35,6 +35,7 @@ through them.
 - ``plain_collectives``: two without autograd.
 - ``sharding``: ``shard`` and ``gather``, the whole tree to shards and back.
 - ``shard_broadcast``: values that all ranks hold, for arithmetic on shards.
+- ``objects``: ``broadcast_object``, a small value of one rank for all ranks.
 - ``whole_leaves``: leaves that are slices of whole tensors.
 - ``gradients``: ``value_and_grad``; the mean over ranks is taken here. ``accumulation``:
   ``accumulate``, the same for several micro-batches. ``gradient_options``: the options
@@ -83,6 +84,7 @@ from funcshard.core.gradients import (
     value_and_grad,
 )
 from funcshard.core.group import OpenGroup, grad_mode, open_group
+from funcshard.core.objects import broadcast_object
 from funcshard.core.open_bucket import OpenBucket, SmallBucket, can_open_buckets
 from funcshard.core.plain_collectives import all_gather_flat, all_reduce_flat
 from funcshard.core.prefetcher import Handles, Prefetcher, current_unit, hooks_allowed
@@ -117,7 +119,8 @@ __all__ = [
     "BufferComm", "GradReducer", "GradientOptions", "Handles", "LeafChecksums", "OnGrads", "OnReduceScattered",
     "OpenBucket", "OpenGroup", "Prefetcher", "RecomputeParams", "Reshard", "ScheduleLearner", "Shards", "SmallBucket",
     "Unshard", "accumulate", "accumulating_function", "activate", "all_gather", "all_gather_flat", "all_reduce_flat",
-    "all_to_all", "axis_index", "broadcast", "broadcast_to_shards", "bucketed", "can_cast", "can_open_buckets",
+    "all_to_all", "axis_index", "broadcast", "broadcast_object", "broadcast_to_shards", "bucketed", "can_cast",
+    "can_open_buckets",
     "cast_inputs", "cast_outputs", "check_callable", "check_cut", "check_fits", "check_leaf", "check_mesh",
     "check_shard", "check_shards", "check_source", "check_tie", "check_weight", "current_reducer", "current_unit",
     "cut", "cut_from_rank", "detached", "empty_shard", "gather", "grad_mode", "gradient_function", "hooks_allowed",

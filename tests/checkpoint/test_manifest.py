@@ -221,6 +221,26 @@ def test_the_table_says_what_is_there(folder: Path) -> None:
     assert "<table" in contents._repr_html_()
 
 
+def test_values_are_read_in_the_form_of_the_state_without_a_plan(tmp_path: Path) -> None:
+    params = {"w": torch.zeros(2, 3)}
+    plan, mesh = fs.make_plan(params, 1), fs.Mesh()
+    shards = fs.shard(params, plan, mesh)
+    state = {
+        "train": fs.TrainState(shards, {"mean": torch.zeros(3)}, {}, 4),
+        "config": {"sizes": [1, 2], "name": None, "none": {}, 3: "three", "pair": (0.5, torch.ones(1))},
+        "ema": shards, "own": fs.PerRank(3), "tensors": [torch.ones(1)],
+    }  # fmt: skip
+    fs.save(tmp_path / "a", state, plan, mesh)
+    assert fs.read_values(tmp_path / "a") == {
+        "train": {"opt_state": {}, "step": 4, "scaler": None},
+        "config": {"sizes": [1, 2], "name": None, "none": {}, 3: "three", "pair": [0.5, None]},
+    }
+    fs.save(tmp_path / "b", 7, plan, mesh)
+    assert fs.read_values(tmp_path / "b") == 7
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint at"):
+        fs.read_values(tmp_path / "c")
+
+
 THERE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a file": (lambda path: path.write_text("precious"), "a file"),
     "a folder of others": (lambda path: (path.mkdir(), (path / "thesis.tex").touch()), "a folder that holds 'thesis.tex'"),

@@ -392,7 +392,12 @@ def test_a_value_that_keeps_the_rule_is_taken(function: str, option: str, tmp_pa
 # Records: the library makes them, and no option is read from them.
 RECORDS = {"Contents", "Event", "Owners", "Piece", "Plan", "PerRank", "Saving", "ScalerState", "TrainState", "TrainStep"}
 # Why not in the table: each rank checks these against the other ranks first, so that all of them raise.
-NO_OPTIONS = {("shard", "src"), ("from_state_dict", "src"), ("optimizer_from_state_dict", "src")}
+NO_OPTIONS = {
+    ("broadcast_object", "src"),
+    ("shard", "src"),
+    ("from_state_dict", "src"),
+    ("optimizer_from_state_dict", "src"),
+}
 
 
 def public_functions() -> dict[str, Any]:

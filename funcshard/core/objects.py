@@ -1,0 +1,73 @@
+"""``broadcast_object``: a small value of one rank for all ranks, as JSON, so no code runs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from funcshard.comm import Mesh, all_gather_texts
+from funcshard.core.checks import raise_on_every_rank
+from funcshard.core.sharding import check_source
+
+__all__ = ["broadcast_object"]
+
+
+def broadcast_object(value: Any, mesh: Mesh, src: int = 0) -> Any:
+    """Return the value of rank ``src`` on every rank. Every rank has to call.
+
+    The value travels as JSON, unlike in ``torch.distributed.broadcast_object_list``, which runs
+    the code in a pickle.
+
+    Arguments:
+        value: on rank ``src``, ``None``, a bool, an int, a float, a string, or lists and
+            dictionaries of these with keys that are strings. Other ranks' values are ignored.
+        mesh: the ranks.
+        src: the rank whose value is returned.
+
+    Returns:
+        A copy of the value.
+
+    Raises:
+        TypeError: JSON can't hold the value exactly, such as a tuple; the message names its path.
+            Every rank raises the same error.
+        ValueError: ``src`` is no rank of the mesh.
+
+    Example:
+        >>> import funcshard as fs
+        >>> def main(mesh):
+        ...     return fs.broadcast_object({"run": "a7"} if mesh.rank == 0 else None, mesh)
+        >>> fs.simulate(main, world_size=2)
+        [{'run': 'a7'}, {'run': 'a7'}]
+
+    Source: ``torch.distributed.broadcast_object_list``.
+    """
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh must be a Mesh, as from init_mesh(); found {type(mesh).__name__}")
+    check_source(src, mesh)
+    text, fault = "", None  # type: tuple[str, Exception | None]
+    if mesh.rank == src:
+        try:
+            _check(value, "value")
+            text = json.dumps(value)
+        except Exception as error:  # of any kind, because other ranks wait
+            fault = error
+    raise_on_every_rank(mesh, fault)
+    return json.loads(all_gather_texts(mesh, text, "an object")[src])
+
+
+def _check(value: Any, path: str) -> None:
+    """Raise ``TypeError`` unless JSON gives the same value back."""
+    if type(value) is dict:
+        for key, inner in value.items():
+            if type(key) is not str:
+                raise TypeError(f"the keys of {path} must be strings, as JSON has no others; found {key!r}: convert it")
+            _check(inner, f"{path}[{key!r}]")
+    elif type(value) is list:
+        for index, inner in enumerate(value):
+            _check(inner, f"{path}[{index}]")
+    elif value is not None and type(value) not in (bool, int, float, str):
+        remedy = "pass a list" if isinstance(value, tuple) else "convert it, or send a tensor with psum or shard"
+        raise TypeError(
+            f"{path} must be None, a bool, an int, a float, a str, or a list or dict of these, which JSON holds exactly; "
+            f"found {type(value).__name__}: {remedy}"
+        )
