@@ -16,6 +16,7 @@
   ``freeing``: the options that say when gathered leaves are freed.
   ``choice``: the units that the user names: paths, globs, groups, and their options.
 - ``stacked``: ``stack`` and ``unstack``, layers whose leaves have the shape ``[L, ...]``.
+- ``parameter_reads``: modules whose parameters other code reads, which cannot be units.
 - ``wrap``: policies that choose the units of a module.
 - ``precision``: ``MixedPrecision``, and dtypes by name.
 - ``cast``: ``Cast``, a pair of functions around an all-gather.

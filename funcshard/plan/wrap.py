@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from funcshard._utils import check_count
+from funcshard.plan.parameter_reads import read_outside
 
 __all__ = ["Policy", "Units", "always", "any_of", "by_class", "by_function", "by_size"]
 
@@ -100,11 +101,15 @@ def by_size(
     *,
     exclude: tuple[type[nn.Module], ...] = (nn.ModuleList, nn.ModuleDict),
     force_leaf: tuple[type[nn.Module], ...] = (nn.MultiheadAttention,),
-) -> Policy:
+) -> Callable[..., Units]:
     """Choose modules of at least a given size, from the inside out.
 
     The policy chooses a module if the module holds at least ``min_numel`` parameter elements that
     no unit inside it holds.
+
+    A module may read a parameter of its child without calling the child, as in
+    ``F.linear(x, self.qkv.weight)``. The two have to be one unit, which no size tells: pass example
+    inputs too, and one forward of a copy of the module, which shares its parameters, finds them.
 
     Arguments:
         min_numel: least number of parameter elements of a unit.
@@ -112,7 +117,9 @@ def by_size(
         force_leaf: classes whose modules never become units, and neither do modules inside them.
 
     Returns:
-        A policy; see ``by_class``.
+        A policy; see ``by_class``. It also takes the inputs of a forward:
+        ``policy(module, inputs)``, with a tuple of arguments, a dictionary of keyword arguments, or
+        the only argument.
 
     Raises:
         TypeError: ``min_numel`` is no number, or an argument is not a tuple of classes.
@@ -133,8 +140,9 @@ def by_size(
         if not isinstance(classes, tuple) or not all(isinstance(cls, type) for cls in classes):
             raise TypeError(f"{option} must be a tuple of module classes; found {classes!r}: write (torch.nn.Linear,)")
 
-    def policy(module: nn.Module) -> Units:
+    def policy(module: nn.Module, example_inputs: Any = None) -> Units:
         names = {id(m): name for name, m in _named_modules(module)}
+        apart = {id(module)} if example_inputs is None else {id(module), *read_outside(module, example_inputs)}
         chosen: dict[int, None] = {}
 
         def visit(m: nn.Module) -> int:
@@ -143,7 +151,7 @@ def by_size(
             taken = 0
             if total >= min_numel and not isinstance(m, force_leaf):
                 taken = sum(visit(child) for child in dict.fromkeys(m.children()))
-            if total - taken >= max(min_numel, 1) and not isinstance(m, (*exclude, *force_leaf)) and m is not module:
+            if total - taken >= max(min_numel, 1) and not isinstance(m, (*exclude, *force_leaf)) and id(m) not in apart:
                 chosen[id(m)] = None
                 return total
             return taken

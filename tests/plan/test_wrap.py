@@ -193,3 +193,38 @@ def test_by_class_that_finds_nothing_says_what_there_is() -> None:
         ValueError, match=r"by_class\(Conv2d, LSTM\) found no such module .*; the model is made of Linear, Seq"
     ):
         wrap.by_class(nn.Conv2d, nn.LSTM)(nn.Sequential(linear()))
+
+
+class ReadsItsChild(torch.nn.Module):
+    """A block that reads the weight of one child, and calls the other."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.qkv, self.out = torch.nn.Linear(width, width), torch.nn.Linear(width, width)
+
+    def forward(self, x, *, scale=1.0):
+        assert self.qkv.weight.shape[0] == self.out.weight.shape[0]  # which reads no values
+        return self.out(torch.nn.functional.linear(x, self.qkv.weight, self.qkv.bias)) * scale
+
+
+@pytest.mark.parametrize("inputs", [torch.ones(2, 8), (torch.ones(2, 8),), {"x": torch.ones(2, 8), "scale": 2.0}])
+def test_by_size_with_inputs_keeps_a_module_and_the_child_that_it_reads_in_one_unit(inputs):
+    block = ReadsItsChild()
+    net = torch.nn.Sequential(block, torch.nn.Linear(8, 8))
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    assert fs.wrap.by_size(72)(net) == ["0.qkv", "0.out", "1"]
+    if isinstance(inputs, dict):
+        assert fs.wrap.by_size(72)(torch.nn.ModuleDict({"a": block})["a"], inputs) == ["out"]
+        return
+    units = fs.wrap.by_size(72)(net, inputs)
+    assert units == ["0", "0.out", "1"]
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert "forward" not in vars(block)
+    apply, params, buffers = fs.make_functional(net)
+
+    def main(mesh):
+        plan = fs.make_plan(params, mesh, units=units)
+        return fs.fully_shard(apply, plan, mesh)(fs.shard(params, plan, mesh), buffers, torch.ones(2, 8))
+
+    for found in fs.simulate(main, world_size=2):
+        assert torch.equal(found, net(torch.ones(2, 8)))

@@ -1,0 +1,77 @@
+"""Which modules cannot be units, because other code than their forward reads their parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from funcshard._utils import tensors_in
+
+__all__ = ["read_outside"]
+
+
+def read_outside(module: nn.Module, inputs: Any) -> set[int]:
+    """Return the ids of the modules of which a parameter is read while their forward does not run.
+
+    One forward of a copy of the module runs, which shares its parameters and nothing else.
+
+    Arguments:
+        module: the module.
+        inputs: a tuple of arguments, a dictionary of keyword arguments, or the only argument.
+    """
+    holders: dict[int, set[int]] = {}
+    for m in module.modules():
+        for parameter in m.parameters():
+            holders.setdefault(id(parameter), set()).add(id(m))
+    clone = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
+    running: list[int] = []
+    for m, new in zip(module.modules(), clone.modules(), strict=True):
+        # Why forward and no hooks: a unit is gathered in its forward, and its hooks run outside.
+        new.forward = _noting(running, id(m), new.forward)
+    args, kwargs = (), {}
+    if isinstance(inputs, Mapping):
+        kwargs = dict(inputs)
+    else:
+        args = inputs if isinstance(inputs, tuple) else (inputs,)
+    reads = _Reads(holders, running)
+    # Why with gradients: without them, torch's transformer layers read the parameters of their
+    # children, and fully_shard keeps them from that.
+    with torch.random.fork_rng(), torch.enable_grad(), reads:
+        clone(*args, **kwargs)
+    return reads.outside
+
+
+def _noting(running: list[int], number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``forward`` that keeps ``number`` in the list while it runs."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        running.append(number)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            running.pop()
+
+    return run
+
+
+class _Reads(TorchFunctionMode):
+    """Notes the modules that hold a parameter which an operation reads while they do not run."""
+
+    def __init__(self, holders: Mapping[int, set[int]], running: Iterable[int]) -> None:
+        super().__init__()
+        self.holders, self.running = holders, running
+        self.outside: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        read = [tensor for tensor in tensors_in((args, kwargs)) if id(tensor) in self.holders]
+        # Why the results: a shape or a device is no tensor, and a placeholder has them too.
+        if read and any(all(result is not tensor for tensor in read) for result in tensors_in((out,))):
+            for tensor in read:
+                self.outside |= self.holders[id(tensor)].difference(self.running)
+        return out
