@@ -301,7 +301,12 @@ class StorePart:
         return StorePart(self.heart, self.key(name))
 
     def set(self, name: str, text: str) -> None:
-        self.heart.ask(lambda store: store.set(self.key(name), text))
+        def write(store: Any) -> None:
+            store.set(self.key(name), text)
+            # Why: torch waits for no answer to a text, so a connection that is cut may lose it.
+            store.check([self.key(name)])
+
+        self.heart.ask(write)
 
     def get(self, name: str) -> bytes:
         answer: bytes = self.heart.ask(lambda store: store.get(self.key(name)))
