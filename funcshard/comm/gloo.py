@@ -58,11 +58,11 @@ class Gloo:
         if out.numel() * out.element_size() <= _SMALL:
             copies = shard.detach().repeat(self.size, *[1] * (shard.dim() - 1))
             work = dist.all_to_all_single(_as_known(out), _as_known(copies), group=self.group, async_op=True)
-            return _GlooWork(self.desync, number, [work])
+            return self._work([work], number)
         slices = out.chunk(self.size)
         slices[self.rank].copy_(shard)
         works = [self._start_broadcast(part, src, self.group) for src, part in enumerate(slices)]
-        return _GlooWork(self.desync, number, works)
+        return self._work(works, number)
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, number: int) -> Work:
         # Why the first and the last rank leave out their own slice: it lies at an end of ``full``,
@@ -107,7 +107,7 @@ class Gloo:
         return DeferredWork(finish)
 
     def broadcast(self, tensor: torch.Tensor, src: int, number: int) -> Work:
-        return _GlooWork(self.desync, number, [self._start_broadcast(tensor, src, self.group)])
+        return self._work([self._start_broadcast(tensor, src, self.group)], number)
 
     def all_to_all(
         self, out: torch.Tensor, full: torch.Tensor, out_sizes: Sequence[int], sizes: Sequence[int], number: int
@@ -116,7 +116,11 @@ class Gloo:
         width = 1 if out.dtype in _DTYPES else out.element_size()
         receive, send = ([width * size for size in each] for each in (out_sizes, sizes))
         work = dist.all_to_all_single(_as_known(out), _as_known(full), receive, send, group=self.group, async_op=True)
-        return _GlooWork(self.desync, number, [work])
+        return self._work([work], number)
+
+    def _work(self, works: list[Any], number: int) -> Work:
+        # Why deferred: torch's works keep what was sent, and a wait drops them.
+        return DeferredWork(lambda: self.desync.wait(works, number))
 
     def _start_broadcast(self, tensor: torch.Tensor, src: int, group: Any) -> Any:
         return dist.broadcast(_as_known(tensor), group=group, group_src=src, async_op=True)
@@ -125,15 +129,3 @@ class Gloo:
 def _as_known(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor itself if gloo knows its dtype, else a view of its bytes."""
     return tensor if tensor.dtype in _DTYPES else tensor.view(-1).view(torch.uint8)
-
-
-@dataclass(frozen=True, slots=True)
-class _GlooWork:
-    """The works of one collective; ``wait`` waits for all of them."""
-
-    desync: DesyncDetector
-    number: int
-    works: list[Any]
-
-    def wait(self) -> None:
-        self.desync.wait(self.works, self.number)

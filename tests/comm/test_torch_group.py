@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 import funcshard as fs
 from tests.ranks import run_ranks, run_simulated
+from tests.storages import Alive
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
 # Elements of a shard or tensor: none, fewer than ranks, no multiple of the ranks, and too many for
@@ -334,3 +335,28 @@ def keep_the_device_mesh(_: fs.Mesh) -> list[torch.Tensor]:
 
 def test_a_device_mesh_outlives_its_mesh_with_its_groups():
     assert all(torch.equal(found, torch.full((2,), 2.0)) for (found,) in run_ranks(keep_the_device_mesh, 4))
+
+
+def held_after_a_gather(mesh: fs.Mesh, numel: int) -> list[int]:
+    """Return how many buffers of a gathered unit's size are alive while its leaves are."""
+    mesh = fs.init_mesh(mesh.shape, device="cpu", shared_memory=False)
+    params = {"w": torch.ones(numel)}
+    plan = fs.make_plan(params, mesh)
+    f = fs.unshard(lambda leaves: leaves["w"].sum(), plan.units[""], mesh)
+    shard = fs.shard(params, plan, mesh)[""]
+    found = []
+    for _ in range(2):
+        with Alive(lambda nbytes: nbytes == 4 * numel) as alive:
+            handle = f.start(shard)
+            f(handle)
+            end = time.monotonic() + 5
+            while alive.now().total() > 1 and time.monotonic() < end:
+                time.sleep(0.01)  # gloo's thread drops a message just after its end
+            found.append(alive.now().total())
+        del handle
+    return found
+
+
+@pytest.mark.parametrize("numel", [64, 1 << 12])
+def test_what_was_sent_is_free_once_a_unit_is_gathered(numel: int) -> None:
+    assert run_ranks(held_after_a_gather, 2, numel) == [[1, 1]] * 2
