@@ -292,6 +292,8 @@ def evaluate(shards: Any, calls: Sequence[Callable[[Any], Any]], options: Gradie
         _gradient(number, leaf, direct[number], reducer, divisors.get(number, on_device.get(leaf.device, divisor)))
         for number, leaf in enumerate(reducer.leaves)
     ]
+    # Why: the graph of an output that the caller keeps refers to the reducer.
+    reducer.leaves, reducer.sums = (), {}
     return Result(total, world_weight, auxes), unflatten(grads)
 
 

@@ -250,8 +250,11 @@ class Unshard:
             # per_sample_grad, where leaves are the arguments of a gradient
             text, reducer = str(error), current_reducer()
             argument = reducer is not None and reducer.has_gathered and "a leaf Variable that requires grad" in text
-            if argument or ("_GatherLeaves" in text and "modified inplace" in text):
-                _check_unchanged(before, gathered, self.unit)
+            # Why first: after a write that torch did not prevent, it also raises for the nodes.
+            _check_unchanged(before, gathered, self.unit)
+            nodes = [leaves[0].grad_fn for leaves in gathered]
+            refused = any(node is not None and node.name().removesuffix("Backward") in text for node in nodes)
+            if argument or ("inplace" in text and refused):
                 raise RuntimeError(
                     f"the forward of unit {self.unit.title!r} modified a leaf in place; {_READ_ONLY}"
                 ) from error

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
@@ -558,3 +559,22 @@ def test_a_hook_that_a_transform_of_shards_would_miss_is_an_error(hook):
         return plain["float32"].tolist()
 
     assert fs.simulate(main, 1) == [[4.0, 4.0, 4.0]]
+
+
+def test_an_output_that_is_kept_with_its_graph_keeps_no_gradient_of_its_step():
+    def main(mesh):
+        params = {"w": torch.ones(8)}
+        plan = fs.make_plan(params, mesh)
+        f, kept = fs.unshard(lambda leaves, x: leaves["w"] * x, plan.units[""], mesh), []
+
+        def loss_fn(shards, x):
+            kept.append(f(shards[""], x))
+            return kept[-1].sum()
+
+        grads = fs.value_and_grad(loss_fn)(fs.shard(params, plan, mesh), 2.0)[1]
+        held = [StorageWeakRef(leaf.untyped_storage()) for unit in grads.values() for leaf in unit.values()]
+        del grads
+        assert kept[0].grad_fn is not None
+        return [ref.expired() for ref in held]
+
+    assert fs.simulate(main, 2) == [[True]] * 2
