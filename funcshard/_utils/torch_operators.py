@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from funcshard._utils.tensors import tensors_in
 from funcshard._utils.torch_names import private
 
 __all__ = [
@@ -14,6 +16,7 @@ __all__ = [
     "count_flops",
     "is_random",
     "list_arguments",
+    "moved_bytes",
     "operator_arguments",
     "operator_by_name",
     "operator_full_name",
@@ -21,6 +24,10 @@ __all__ = [
     "writes_inputs",
     "written_arguments",
 ]
+
+# Operations that do not read the memory that they write into, or write nothing into new memory.
+_FILLS = ("copy_", "zero_", "fill_", "bernoulli_", "normal_", "uniform_", "random_", "exponential_")
+_EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
 _Overload: Any = type(torch.ops.aten.add.Tensor)  # the class of operators
@@ -36,6 +43,35 @@ def written_arguments(operation: Any, args: Any, kwargs: Any) -> list[Any]:
     given = operator_arguments(operation, args, kwargs)
     written = [each.name for each in operation._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
     return [given[name] for name in written if name in given]
+
+
+def moved_bytes(
+    operation: Any,
+    args: Any,
+    kwargs: Any,
+    new: Iterable[torch.Tensor],
+    parts: Callable[[Iterable[torch.Tensor]], Iterable[torch.Tensor]] = list,
+) -> int:
+    """Return the bytes that an operation reads and writes.
+
+    Arguments:
+        operation: the operator.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        new: its results in new memory.
+        parts: from tensors to those with their data.
+    """
+    name = str(operation._schema.name).removeprefix("aten::")
+    if name in _EMPTY:
+        return 0
+    written = list(parts(tensors_in(written_arguments(operation, args, kwargs))))
+    unread = written if name in _FILLS else []
+    read = [tensor for tensor in parts(tensors_in((args, kwargs))) if all(tensor is not each for each in unread)]
+    return sum(map(_nbytes, (*read, *written, *new)))
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 def list_arguments(operation: Any) -> list[str]:

@@ -7,14 +7,20 @@ from typing import Any
 
 from torch import fx
 
-from funcshard._utils import Shown, Table, count_flops, operator_name, storage_id, table, tensors_in, written_arguments
+from funcshard._utils import (
+    Shown,
+    Table,
+    count_flops,
+    moved_bytes,
+    operator_name,
+    storage_id,
+    table,
+    tensors_in,
+    writes_inputs,
+)
 from funcshard.graph.step_graph import StepGraph, collective_of
 
 __all__ = ["CollectiveCost", "StepCost", "cost_of"]
-
-# Operations that do not read the memory that they write into, or write nothing into new memory.
-_FILLS = ("copy_", "zero_", "fill_", "bernoulli_", "normal_", "uniform_", "random_", "exponential_")
-_EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +88,8 @@ def cost_of(step_graph: StepGraph) -> StepCost:
 
 def _moved(node: fx.Node, args: Any, kwargs: Any) -> int:
     """Return the bytes that an operation reads and writes."""
-    name = operator_name(node.target).removeprefix("aten::")
-    if name in _EMPTY:
-        return 0
-    given = list(tensors_in((args, kwargs)))
-    written = list(tensors_in(written_arguments(node.target, args, kwargs)))
-    known = {storage_id(tensor) for tensor in given}
+    known = {storage_id(tensor) for tensor in tensors_in((args, kwargs))}
     new = [tensor for tensor in tensors_in(node.meta["val"]) if storage_id(tensor) not in known]
-    if not written and not new and name != "_local_scalar_dense":
+    if not new and not writes_inputs(node.target) and operator_name(node.target) != "aten::_local_scalar_dense":
         return 0  # a view
-    read = [tensor for tensor in given if name not in _FILLS or all(tensor is not each for each in written)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in (*read, *written, *new))
+    return moved_bytes(node.target, args, kwargs, new)

@@ -7,7 +7,7 @@ backward, and the events of the module that really ran become the parts of the `
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from funcshard.estimate.trace.recorder import Frame
@@ -40,12 +40,15 @@ class CannotFoldError(Exception):
     """Some modules of a trace are called in ways in which no other one can stand for them.
 
     Attributes:
-        depth: 1 if only modules inside other folded ones may not be folded, and 0 if none may.
+        depth: 1 if modules inside other folded ones may not be folded, 0 if none may, and 2 if only
+            those at the paths may not.
+        paths: paths of modules that may not be folded.
     """
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, paths: Iterable[str] = ()) -> None:
         super().__init__(depth)
         self.depth = depth
+        self.paths = frozenset(paths)
 
 
 def fold_log(log: Log, paths: Sequence[str]) -> Tape:
@@ -56,10 +59,11 @@ def fold_log(log: Log, paths: Sequence[str]) -> Tape:
         paths: path of the module that stands for each fold.
 
     Raises:
-        CannotFoldError: calls of a module that is folded inside another one differ.
+        CannotFoldError: backward of a module is not that of the one that stands for it.
     """
     folder = _Folder(log)
     events = folder.level(log, None)
+    folder.check_backwards(paths)
     folds = []
     for number, path in enumerate(paths):
         parts = {phase: tuple(folder.completed(part)) for phase, part in folder.parts.get(number, {}).items()}
@@ -95,6 +99,8 @@ class _Folder:
         self._exchanged: dict[int, dict[int, int]] = {}  # by number of a call: storage outside -> inside
         self._left: dict[int | None, list[int]] = {}  # by fold: bytes of storages that backward leaves
         self._own: dict[int, set[int]] = {}  # by number of a call: storages that its forward made
+        # By fold and path: what each backward leaves and takes, and the forms of gradients.
+        self._backwards: dict[int, dict[str, set[Hashable]]] = {}
 
     def level(self, log: Log, root: Frame | None) -> list[Event]:
         """Return the events of a call without those of folded calls inside it.
@@ -145,6 +151,11 @@ class _Folder:
             _number(exchanged, _MADE, left)
             if _fold_around(frame) is not None:
                 self._check(window, given, left)
+            else:
+                sizes = tuple(self._sizes[each] for each in left)
+                backwards = self._backwards.setdefault(frame.fold, {}).setdefault(frame.path, set())
+                more = len([each for each in given if each not in frame.output_grads])
+                backwards.add((sizes, more, tuple(frame.grad_forms)))
         else:
             inputs = next((event.inputs for event in own if isinstance(event, Enter)), ())
             outputs = next((event.outputs for event in reversed(own) if isinstance(event, Exit)), ())
@@ -159,6 +170,24 @@ class _Folder:
         gone = tuple(exchanged[each] for each in freed if each in exchanged)
         return [Call(frame.fold, frame.path[prefix:], window.phase, frame.number, pairs, gone), *map(Free, outside)]
 
+    def check_backwards(self, paths: Sequence[str]) -> None:
+        """Raise unless the backward of each module is that of the one that stands for it.
+
+        Autograd adds the gradients of a tensor that several modules read in the backward of one of
+        them: of all but that which runs first.
+
+        Arguments:
+            paths: path of the module that stands for each fold.
+        """
+        wrong: set[str] = set()
+        for fold, backwards in self._backwards.items():
+            own = backwards.get(paths[fold])
+            others = {path for path, each in backwards.items() if each != own}
+            # Why the fold's own: if it is the odd one out, another one may stand for the rest.
+            wrong |= others if 2 * len(others) < len(backwards) else {paths[fold]}
+        if wrong:
+            raise CannotFoldError(2, wrong)
+
     def _check(self, window: _Window, given: Sequence[int], left: Sequence[int]) -> None:
         """Raise unless backward of a module inside a folded one is that of its fold.
 
@@ -168,7 +197,7 @@ class _Folder:
         frame, events = window.frame, [event for _, _, event in window.log]
         sizes = [self._sizes[each] for each in left]
         if frame.stub:
-            same = len(left) == sum(isinstance(event, Op) for event in events)
+            same = not any(isinstance(event, Op) for event in events)
         else:
             # Why not without any left: then all of backward ends here, and other storages with it.
             same = not left or frame.output_grads.issuperset(given)

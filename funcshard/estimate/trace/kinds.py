@@ -1,39 +1,53 @@
-"""Which modules of a model are of one kind, so that a trace of one stands for all of them.
+"""Which modules of a model are of one kind, so that a trace of one may stand for all of them.
 
-Two modules are of one kind if they agree in everything that can change the shapes or the
-operations of a forward: class, settings, parameters, buffers and children. Numbers that only say
-which layer a module is, such as ``layer_idx``, and the values of floating-point settings do not
-count.
+Modules of one kind agree in class, parameters, buffers, children and hooks, and in the names of
+their attributes. The values of attributes may differ, as a layer's number does: the tracer sees
+which of them a module reads, and a module stands for another one only if these are equal in both.
 """
 
 from __future__ import annotations
 
-import enum
 import functools
-import re
+import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import torch
+from torch import nn
 
 from funcshard._utils import tree
+from funcshard.estimate.trace.values import is_plain, value_of
 
-__all__ = ["kinds_of"]
+__all__ = ["Kinds", "kinds_of"]
 
-# Settings that number a layer among others.
-_INDEX = re.compile(r"(^|_)(idx|index|id|layer|layer_number|number|depth|position)$")
-
-_PLAIN = frozenset({bool, str, type(None)})
-_TABLES = frozenset({dict, OrderedDict})
+_TABLES = frozenset({dict, OrderedDict, set})
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_TORCH = frozenset(nn.Module().__dict__)
 
 
-def kinds_of(skeleton: Any, form: Callable[[str], Hashable], marked: Collection[int] = ()) -> dict[int, int]:
-    """Return a number for the kind of each module that may be folded, by its index.
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """The modules of a tree that may stand for others.
 
-    A module may be folded if it has children, if there is another one of its kind, and if no
-    parameter inside it is tied to one outside.
+    Attributes:
+        of: index of each module that may be folded -> number of its kind.
+        differing: index of a module -> its attributes that have other values in other modules of
+            its kind, and the value of each, as from ``value_of``.
+        below: index of each module -> the indices of it and of the modules below it, each once.
+            Modules of one kind have theirs in the same order.
+    """
+
+    of: Mapping[int, int]
+    differing: Mapping[int, Mapping[str, Hashable]]
+    below: Callable[[int], tuple[int, ...]]
+
+
+def kinds_of(skeleton: Any, form: Callable[[str], Hashable], marked: Collection[int] = ()) -> Kinds:
+    """Return the kinds of the modules that may be folded.
+
+    A module may be folded if it has a forward and children, if there is another one of its kind,
+    and if no parameter inside it is tied to one outside.
 
     Arguments:
         skeleton: the module tree.
@@ -42,48 +56,95 @@ def kinds_of(skeleton: Any, form: Callable[[str], Hashable], marked: Collection[
     """
     numbers: dict[Hashable, int] = {}
     kinds: dict[int, int] = {}
+    groups: dict[int, list[int]] = {}
+    known: dict[type, frozenset[str] | None] = {}
     for index in reversed(range(len(skeleton.specs))):  # children come after their parents
         spec = skeleton.specs[index]
-        children = tuple((key, None if child is None else kinds[child]) for key, child in spec.children.items())
-        tensors = tuple(
+        children = tuple([(key, None if child is None else kinds[child]) for key, child in spec.children.items()])
+        tensors = tuple([
             (key, None if name is None else form(name))
             for table in (spec.parameters, spec.buffers)
             for key, name in table.items()
-        )
-        settings = tuple(
-            (key, value if type(value) in _PLAIN else _setting(key, value))
+        ])  # fmt: skip
+        fixed = _fixed(spec.cls, known)
+        settings = tuple([
+            (key, value if type(value) is bool else value_of(value))
             for key, value in spec.attributes.items()
-            if value or type(value) not in _TABLES  # empty tables of hooks take most of the time
-        )
-        own = any(spec.attributes.get(hooks) for hooks in _HOOKS) or "forward" in spec.attributes
-        kind = (spec.cls, children, tensors, settings, index if own else None, index in marked)
-        kinds[index] = numbers.setdefault(kind, len(numbers))
+            if (fixed is None or key in fixed) and (value or type(value) not in _TABLES)  # most are empty tables of hooks
+        ])  # fmt: skip
+        alone = any(spec.attributes.get(hooks) for hooks in _HOOKS) or "forward" in spec.attributes
+        kind = (
+            spec.cls, children, tensors, tuple(spec.attributes), settings, index if alone else None, index in marked
+        )  # fmt: skip
+        number = kinds[index] = numbers.setdefault(kind, len(numbers))
+        groups.setdefault(number, []).append(index)
+
+    @functools.cache
+    def owners() -> dict[int, nn.Module]:
+        return {skeleton.module_indices[id(module)]: module for module in skeleton.template.modules()}
+
+    differing: dict[int, dict[str, Hashable]] = {}
+    for group in groups.values():
+        fixed = known[skeleton.specs[group[0]].cls]
+        if len(group) > 1 and fixed is not None:
+            tables = {index: skeleton.specs[index].attributes for index in group}
+            for key, values in _differing(tables, fixed, owners):
+                for index, value in values.items():
+                    differing.setdefault(index, {})[key] = value
+    return Kinds(_foldable(skeleton, kinds), differing, _below(skeleton))
+
+
+def _fixed(cls: type[nn.Module], known: dict[type, frozenset[str] | None]) -> frozenset[str] | None:
+    """Return the attributes whose values must be equal in a kind: those that can be read unseen.
+
+    ``None`` stands for all attributes.
+    """
+    if cls not in known:
+        as_usual = cls.__getattr__ is nn.Module.__getattr__ and cls.__getattribute__ is object.__getattribute__
+        known[cls] = _TORCH.union(*map(vars, cls.__mro__)) if as_usual else None
+    return known[cls]
+
+
+def _differing(
+    tables: Mapping[int, Mapping[str, Any]], fixed: Collection[str], owners: Callable[[], Mapping[int, nn.Module]]
+) -> Iterator[tuple[str, dict[int, Hashable]]]:
+    """Yield each attribute in which the modules of a kind differ, with its values."""
+    for key, first in next(iter(tables.values())).items():
+        if key in fixed:
+            continue
+        kind = type(first) if is_plain(first) else None
+        if all(table[key] is first or (type(table[key]) is kind and table[key] == first) for table in tables.values()):
+            continue
+        values = {index: value_of(table[key], owners()[index]) for index, table in tables.items()}
+        if len(set(values.values())) > 1:
+            yield key, values
+
+
+def _foldable(skeleton: Any, kinds: Mapping[int, int]) -> dict[int, int]:
+    """Return the kinds of the modules that may be folded, by index."""
     paths = skeleton.paths()
-    counts = Counter(kinds[index] for index in paths.values())
     tied = [names for names in skeleton.parameters.values() if len(names) > 1]
+    numbers: dict[Hashable, int] = {}
     found = {}
     for path, index in paths.items():
-        if path and counts[kinds[index]] > 1 and skeleton.specs[index].children:
-            split = any(len({tree.is_under(name, path) for name in names}) > 1 for names in tied)
-            if not split:
-                found[index] = kinds[index]
-    return found
+        spec = skeleton.specs[index]
+        runs = spec.cls.forward is not nn.Module.forward or "forward" in spec.attributes
+        if not path or not spec.children or not runs:
+            continue
+        within = [tuple(name[len(path) + 1 :] for name in names if tree.is_under(name, path)) for names in tied]
+        if all(len(names) in (0, len(every)) for names, every in zip(within, tied, strict=True)):
+            shared = tuple(names for names in within if names)
+            found[index] = numbers.setdefault((kinds[index], shared), len(numbers))
+    counts = Counter(found.values())
+    return {index: kind for index, kind in found.items() if counts[kind] > 1}
 
 
-@functools.lru_cache(maxsize=4096)
-def _is_index(key: str) -> bool:
-    return _INDEX.search(key) is not None
+def _below(skeleton: Any) -> Callable[[int], tuple[int, ...]]:
+    """Return a function from a module to the indices of it and of the modules below it."""
 
+    @functools.cache
+    def below(index: int) -> tuple[int, ...]:
+        children = [child for child in skeleton.specs[index].children.values() if child is not None]
+        return tuple(dict.fromkeys([index, *itertools.chain.from_iterable(map(below, children))]))
 
-def _setting(key: str, value: Any) -> Hashable:
-    if isinstance(value, (bool, str, type(None), torch.dtype, torch.device, enum.Enum)):
-        return value
-    if isinstance(value, int):
-        return None if _is_index(key) else value
-    if isinstance(value, float):
-        return value == 0  # dropout with p = 0 is no operation
-    if isinstance(value, (list, tuple)):
-        return tuple(_setting(key, each) for each in value)
-    if isinstance(value, Mapping):
-        return tuple((str(name), _setting(str(name), each)) for name, each in value.items())
-    return getattr(value, "__qualname__", type(value).__qualname__)
+    return below

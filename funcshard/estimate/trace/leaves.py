@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from funcshard.estimate.trace.recorder import Recorder
 from funcshard.estimate.trace.tape import UseParam
@@ -13,21 +15,95 @@ from funcshard.estimate.trace.tape import UseParam
 __all__ = ["Leaves", "Table"]
 
 
+_SETATTR = nn.Module.__setattr__.__code__
+
+
 class Table(dict[str, Any]):
-    """A module's parameters; it tells the recorder when a checkpoint's second forward reads one."""
+    """A module's parameters, and those of its attributes that other modules of its kind have too.
 
-    __slots__ = ("names", "recorder")
+    A parameter is made when it is read: a fake tensor takes half a millisecond, and most experts of
+    a model are never run. The recorder hears of each read by a checkpoint's second forward.
 
-    def __init__(self, table: Mapping[str, Any], recorder: Recorder, names: Mapping[str, str | None]) -> None:
-        super().__init__(table)
-        self.recorder = recorder
-        self.names = names
+    Attributes are here so that the tracer hears of each read: ``Module.__getattr__`` looks here for
+    what it does not find elsewhere.
+
+    Arguments:
+        names: key -> name of the parameter in the model.
+        recorder: the recorder.
+        make: from the name of a parameter to the parameter.
+        watched: the attributes.
+        note: is called with the name of an attribute that is read, or ``None`` for parameters.
+    """
+
+    __slots__ = ("_make", "_note", "_unmade", "names", "recorder", "watched")
+
+    def __init__(
+        self,
+        names: Mapping[str, str | None],
+        recorder: Recorder,
+        make: Callable[[str], torch.Tensor],
+        watched: dict[str, Any],
+        note: Callable[[str | None], None],
+    ) -> None:
+        super().__init__(dict.fromkeys(names))
+        self.names, self.recorder, self.watched = names, recorder, watched
+        self._unmade = {key for key, name in names.items() if name is not None}
+        self._make, self._note = make, note
+
+    def make(self) -> Table:
+        """Make the parameters, and return the table."""
+        for key in [*self._unmade]:
+            super().__setitem__(key, self._make(self.names[key] or ""))
+        self._unmade.clear()
+        return self
 
     def __getitem__(self, key: str) -> Any:
+        if key in self.watched:
+            self._note(key)
+            return self.watched[key]
         name = self.names.get(key)
+        self._note(None)
         if name is not None and self.recorder.phase == "backward":
             self.recorder.emit(UseParam(name))
-        return super().__getitem__(key)
+        return super(Table, self.make()).__getitem__(key)
+
+    def _read(self) -> Table:
+        self._note(None)
+        return self.make()
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._unmade.discard(key)
+        super().__setitem__(key, value)
+
+    def __delitem__(self, key: str) -> None:
+        if key in self.watched:
+            del self.watched[key]
+        else:
+            self._unmade.discard(key)
+            super().__delitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        # Why the caller: a module must not set an attribute that has the name of a parameter.
+        return super().__contains__(key) or (key in self.watched and sys._getframe(1).f_code is not _SETATTR)  # noqa: SLF001
+
+    def __iter__(self) -> Iterator[str]:  # with it, dict(table) reads the values one by one
+        return super().__iter__()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a parameter."""
+        return super(Table, self._read()).get(key, default)
+
+    def items(self) -> Any:
+        """Return the names and parameters."""
+        return super(Table, self._read()).items()
+
+    def values(self) -> Any:
+        """Return the parameters."""
+        return super(Table, self._read()).values()
+
+    def copy(self) -> dict[str, Any]:
+        """Return a plain dictionary of the parameters."""
+        return dict(self.items())
 
 
 class Leaves(torch.autograd.Function):

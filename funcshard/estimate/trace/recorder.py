@@ -23,6 +23,7 @@ import torch
 from funcshard._utils import (
     TorchDispatchMode,
     count_flops,
+    moved_bytes,
     next_sequence_number,
     running_sequence_number,
     storage_id,
@@ -49,6 +50,7 @@ class Frame:
         again: whether a checkpoint runs the forward again in backward.
         compiled: whether a compiler fuses the module's operations.
         output_grads: storages of the gradients of its outputs, if these are watched.
+        grad_forms: the forms of the gradients of its outputs and inputs, if these are watched.
     """
 
     path: str
@@ -59,6 +61,7 @@ class Frame:
     again: bool = False
     compiled: bool = False
     output_grads: set[int] = field(default_factory=set)
+    grad_forms: list[Any] = field(default_factory=list)
 
 
 class Recorder(TorchDispatchMode):
@@ -160,15 +163,23 @@ class Recorder(TorchDispatchMode):
             frame = frame.parent
         return frame
 
-    def watch_outputs(self, frame: Frame, out: Any) -> None:
-        """Note the gradients of a call's outputs when backward comes to them."""
+    def runs(self, path: str) -> bool:
+        """Return whether a call of a module runs."""
+        return any(frame.path == path for frame in self._stack)
+
+    def watch_grads(self, frame: Frame, inputs: Iterable[torch.Tensor], out: Any) -> None:
+        """Note the gradients of a call's inputs and outputs when backward comes to them."""
 
         def note(grads: Any) -> None:
             parts = self.parts(grad for grad in grads if grad is not None)
             frame.output_grads.update(map(self.number, parts))
+            frame.grad_forms.append(tuple(map(_form, grads)))
 
         for node in dict.fromkeys(tensor.grad_fn for tensor in tensors_in(out) if tensor.grad_fn is not None):
             node.register_prehook(note)
+        for place, tensor in enumerate(inputs):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda grad, place=place: frame.grad_forms.append((place, _form(grad))))
 
     # --- storages ---------------------------------------------------------------------------------
 
@@ -264,16 +275,15 @@ class Recorder(TorchDispatchMode):
             self._follow_backward()
         outputs = list(tensors_in(out))
         results = self.parts(outputs)
-        new = False
+        new = []
         for tensor in results:
             before = self._numbers
             self.number(tensor)
-            new = new or self._numbers > before
+            new += [tensor] if self._numbers > before else []
         if results and (new or writes_inputs(func)):
-            inputs = self.parts(tensors_in((args, kwargs)))
-            moved = sum(_nbytes(tensor) for tensor in (*inputs, *results))
-            if self.frame.compiled:
-                moved = self._fused_bytes(func, inputs, results)
+            moved = moved_bytes(func, args, kwargs, new, self.parts)
+            if moved and self.frame.compiled:
+                moved = self._fused_bytes(func, self.parts(tensors_in((args, kwargs))), results)
             flops = count_flops(func, args, kwargs, out)
             if moved or flops:
                 self.emit(Op(flops, moved, str(outputs[0].dtype).removeprefix("torch.")))
@@ -292,6 +302,12 @@ class Recorder(TorchDispatchMode):
             moved += 2 * sum(map(_nbytes, written))
             self._inside.difference_update(map(self.number, written))
         return moved
+
+
+def _form(tensor: torch.Tensor | None) -> Any:
+    if tensor is None or tensor.layout is not torch.strided:
+        return None
+    return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

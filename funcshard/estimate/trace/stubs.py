@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,8 @@ class Traced:
         build: from output tensors to the module's result.
         kept_inputs: positions of the input tensors that autograd kept.
         kept_outputs: positions of the output tensors that autograd kept.
+        reads: attributes in which modules of its kind differ and that it read: the place of the
+            module in ``Kinds.below``, the name and the value of each.
     """
 
     fold: int
@@ -55,6 +57,7 @@ class Traced:
     build: Callable[[list[Any]], Any]
     kept_inputs: tuple[int, ...]
     kept_outputs: tuple[int, ...]
+    reads: tuple[tuple[int, str, Hashable], ...]
 
 
 class Stub(torch.autograd.Function):

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -36,17 +37,18 @@ from funcshard.core import cast_inputs, cast_outputs, remat, run_in_full_precisi
 from funcshard.estimate.trace.compiled import Region
 from funcshard.estimate.trace.folding import CannotFoldError, fold_log
 from funcshard.estimate.trace.kinds import kinds_of
-from funcshard.estimate.trace.later import Later
 from funcshard.estimate.trace.leaves import Leaves, Table
 from funcshard.estimate.trace.recorder import Frame, Recorder
 from funcshard.estimate.trace.stubs import Form, Stub, Traced
 from funcshard.estimate.trace.tape import LOSS, Enter, Exit, Save, Tape
+from funcshard.estimate.trace.values import is_plain, value_of
 from funcshard.plan import Plan, dtype_of
 
 __all__ = ["trace"]
 
 Loss = Callable[..., torch.Tensor]
 
+_ATTEMPTS = 3  # traces that fold something
 _NESTED = 4  # least number of equal modules that are folded inside a folded module
 
 
@@ -87,16 +89,18 @@ def trace(
         own = map_tensors(_fake, dict(buffers))
         if loss is not None and targets is not None:
             loss = functools.partial(_with_targets, loss, targets)
-        depth = 2 if fold else 0
-        while True:
-            tracer = _Tracer(apply, plan, forms, frozenset(remat), frozenset(apart), frozenset(compiled), depth)
+        depth, whole = 2 if fold else 0, frozenset[str]()
+        for attempt in itertools.count():
+            tracer = _Tracer(
+                apply, plan, forms, frozenset(remat), frozenset(apart), frozenset(compiled), depth, whole
+            )  # fmt: skip
             tracer.know(targets)
             try:
                 return tracer.run(own, args, kwargs, loss)
             except CannotFoldError as error:
-                less = error.depth
-            assert less < depth, "a trace that folds less raises another error"
-            depth = less
+                depth = min(depth, error.depth if attempt < _ATTEMPTS else 0)
+                whole |= error.paths
+        raise AssertionError("a trace that folds nothing raises no such error")
 
 
 def _forward(module: weakref.ref[nn.Module], *args: Any, **kwargs: Any) -> Any:
@@ -139,6 +143,7 @@ class _Tracer:
         apart: frozenset[str],
         compiled: frozenset[str],
         depth: int,
+        whole: frozenset[str],
     ) -> None:
         self.apply = apply
         self.remat = remat
@@ -150,7 +155,8 @@ class _Tracer:
         self.forms = forms
         self.recorder = Recorder(Frame("", None, 0))
         self.params: dict[str, torch.Tensor] = {}
-        self.traced: dict[Hashable, Traced | None] = {}  # by kind and inputs; None: never folded
+        self.traced: dict[Hashable, list[Traced]] = {}  # by kind and inputs
+        self.never: set[Hashable] = set()  # kinds and inputs that are never folded
         self.fold_paths: list[str] = []
         self.ran: dict[str, int | None] = {}  # modules of a kind that ran: the fold of each
         self.stubbed: dict[Any, Traced] = {}  # by path and inputs: the module that stood for one
@@ -165,22 +171,25 @@ class _Tracer:
         self.checkpoint: Callable[[], Any] = _nothing  # the hook of the checkpoint in which a module of a kind ran last
         self.paths = self.skeleton.paths()
         again = {self.paths[path] for path in remat | compiled if path in self.paths}
-        self.kinds = kinds_of(self.skeleton, self._form_of, again) if depth else {}
+        found = kinds_of(self.skeleton, self._form_of, again)
+        self.kinds = dict(found.of) if depth else {}
+        self.copied = frozenset(self.skeleton.copied_attributes)
+        self.differing, self.below = found.differing, found.below
+        self.names = {index: path for path, index in self.paths.items()}
+        self.making = False
+        self.roots: dict[int, list[str]] = {}  # index of a module -> paths of those around it that may be folded
+        self.outside: set[str] = set()  # those of them whose parameters code outside of them reads
+        self.reading: list[set[tuple[int, str]]] = []  # attributes that modules read which may stand for others
         self.nested = depth > 1
         self.inside: dict[str, Counter[int]] = {}  # by path of a folded module: the kinds inside it
         # Why not inside compiled modules: tensors that a module makes there live until they return.
         # Why not modules whose calls are apart, and those around them: their gradients come when a
         # call is over.
-        if compiled or apart:
-            around = {each for path in apart for each in tree.upwards(path)}
-            whole = {
-                index
-                for path, index in self.paths.items()
-                if path in around
-                or compiled.intersection([*tree.upwards(path)][1:])
-                or apart.intersection(tree.upwards(path))
-            }
-            self.kinds = {index: kind for index, kind in self.kinds.items() if index not in whole}
+        around = {each for path in apart for each in tree.upwards(path)}
+        for path, index in self.paths.items() if compiled or apart or whole else ():
+            inside = compiled.intersection([*tree.upwards(path)][1:]) or apart.intersection(tree.upwards(path))
+            if inside or path in around or path in whole:
+                self.kinds.pop(index, None)
         self.anchor = torch.empty((), requires_grad=True, dtype=torch.float32, device="cpu")
 
     def _form_of(self, name: str) -> Hashable:
@@ -210,6 +219,8 @@ class _Tracer:
             del out
             recorder.frame = frame  # where backward begins
             self._backward(value)
+        if self.outside:  # autograd adds a gradient that comes from there
+            raise CannotFoldError(2, self.outside)
         return fold_log(recorder.log, self.fold_paths)
 
     def _backward(self, loss: list[torch.Tensor]) -> None:
@@ -235,8 +246,9 @@ class _Tracer:
         self.modules = skeleton.instantiate(
             dict.fromkeys(skeleton.parameters, self.anchor), buffers, training=self.apply.training
         )
-        paths = {index: path for path, index in self.paths.items()}
+        paths = self.names
         for index, module in enumerate(self.modules):
+            module.__dict__["_parameters"] = self._table(index)
             if specs[index].cls.forward is not nn.Module.forward:
                 state = module.__dict__
                 # Why weak: a module that held itself would keep its buffers alive.
@@ -245,31 +257,42 @@ class _Tracer:
                 if paths[index] in self.remat:
                     call = functools.partial(_recomputed, weakref.ref(module), call)
                 state["forward"] = call
-        self._fill(0)
+        self._make(0)
         return self.modules
 
-    def _fill(self, index: int, around: str = "", *, whole: bool = False, later: bool = False) -> None:
-        """Give parameters to a module and those below it.
+    def _table(self, index: int) -> Table:
+        """Return the table of a module's parameters, with the attributes to watch."""
+        state = self.modules[index].__dict__
+        watched = {key: state.pop(key) for key in self.differing.get(index, ())}
+        names, note = self.skeleton.specs[index].parameters, functools.partial(self._note, index)
+        return Table(names, self.recorder, self._param, watched, note)
 
-        Arguments:
-            index: the module.
-            around: path of the folded module that it lies in.
-            whole: whether modules of a kind inside it get parameters too.
-            later: whether parameters are made when they are read: a stub reads none.
-        """
-        spec, module = self.skeleton.specs[index], self.modules[index]
-        params = {key: name for key, name in spec.parameters.items() if name is not None}
-        if later and params and not isinstance(module, nn.RNNBase):
-            module._parameters = Later(module._parameters, lambda: {key: self._param(params[key]) for key in params})
-        else:
-            module._parameters.update({key: self._param(name) for key, name in params.items()})
-            module.__dict__["_parameters"] = Table(module._parameters, self.recorder, params)
-        for child in spec.children.values():
-            if child is not None and (whole or child not in self.kinds):
-                rare = whole and child in self.kinds and self._nests(around, child)
-                self._fill(child, around, whole=whole, later=later or rare)
+    def _note(self, index: int, name: str | None) -> None:
+        """Note that code reads an attribute of a module, or its parameters."""
+        if name is not None:
+            for reads in self.reading:
+                reads.add((index, name))
+        elif self.making:
+            return
+        elif index not in self.roots:
+            path = self.names[index]
+            self.roots[index] = [each for each in tree.upwards(path) if self.paths.get(each) in self.kinds]
+        for path in self.roots[index] if name is None else ():
+            if not self.recorder.runs(path):
+                self.outside.add(path)
+
+    def _make(self, index: int) -> None:
+        """Make the parameters of a module and those below it, except for modules of a kind."""
+        module = self.modules[index]
+        table: Any = module._parameters
+        table.make()
+        for child in self.skeleton.specs[index].children.values():
+            if child is not None and child not in self.kinds:
+                self._make(child)
         if isinstance(module, nn.RNNBase):
+            self.making = True
             refresh_flat_weights(module)
+            self.making = False
 
     def _param(self, name: str) -> torch.Tensor:
         if name not in self.params:
@@ -288,7 +311,9 @@ class _Tracer:
         around = recorder.fold_around()
         if index not in self.kinds or (around is not None and not self._nests(around.path, index)):
             return self._run(path, forward, args, kwargs, inputs)[0]
-        form = _described((args, kwargs))
+        form = self._described(args, kwargs)
+        if form is None or self._hooked(index):
+            return self._run(path, forward, args, kwargs, inputs)[0]
         if recorder.phase == "backward" and path not in self.ran and (path, form) not in self.stubbed:
             # A checkpoint around it runs it again; in forward it ran as a part of another one.
             return self._run(path, forward, args, kwargs, inputs)[0]
@@ -297,33 +322,89 @@ class _Tracer:
             fold = self.ran[path] if recorder.phase == "backward" else None
             return self._run(path, forward, args, kwargs, inputs, fold)[0]
         self._check_checkpoint()
-        mode = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), self._hooks_are_own()
-        key = (self.kinds[index], mode, form, around is None)
-        known = self.stubbed.get((path, form)) or self.traced.get(key)
+        cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        key = (self.kinds[index], torch.is_grad_enabled(), cast, self._hooks_are_own(), form, around is None)
+        known = self.stubbed.get((path, form)) or self._standing(index, self.traced.get(key, ()))
         if known is not None:
             self.stubbed[path, form] = known
+            for place, name, _ in known.reads:
+                self._note(self.below(index)[place], name)
             with recorder.call(path) as frame:
                 frame.fold, frame.stub = known.fold, True
                 recorder.emit(Enter(path, tuple(map(recorder.number, inputs))))
                 outs = Stub.apply(known, recorder, self.anchor, *inputs)
                 recorder.emit(Exit(path, tuple(map(recorder.number, outs))))
+            recorder.watch_grads(frame, inputs, outs)
             return known.build(list(outs))
         self.ran[path] = None
-        self._fill(index, path, whole=True, later=around is not None)
-        if key in self.traced:
+        self._make(index)
+        if key in self.never:
             return self._run(path, forward, args, kwargs, inputs)[0]
         fold = len(self.fold_paths)
         self.fold_paths.append(path)
         self.ran[path] = fold
-        begin, versions = len(recorder.log), [version(tensor) for tensor in inputs]
+        begin, before = len(recorder.log), self._state(index, args, kwargs)
+        self.reading.append(set())
         out, frame = self._run(path, forward, args, kwargs, inputs, fold)
-        if around is not None:
-            recorder.watch_outputs(frame, out)
-        unchanged = versions == [version(tensor) for tensor in inputs]
-        self.traced[key] = found = self._traced(fold, out, inputs, begin) if unchanged else None
+        reads = self.reading.pop()
+        recorder.watch_grads(frame, inputs, out)
+        found = self._traced(index, fold, out, inputs, begin, reads) if before == self._state(index, args, kwargs) else None
         if found is None:
+            self.never.add(key)
             self.ran[path] = frame.fold = None
+        else:
+            self.traced.setdefault(key, []).append(found)
         return out
+
+    def _standing(self, index: int, candidates: Iterable[Traced]) -> Traced | None:
+        """Return the module that ran with the values of the attributes that it read."""
+        below, differing = self.below(index), self.differing
+        for each in candidates:
+            if all(differing.get(below[place], {}).get(name) == value for place, name, value in each.reads):
+                return each
+        return None
+
+    def _hooked(self, index: int) -> bool:
+        """Return whether a module below another one got a hook during the call."""
+        modules, hooks = self.modules, ("_forward_hooks", "_forward_pre_hooks")
+        return bool(modules) and any(modules[each].__dict__[name] for each in self.below(index)[1:] for name in hooks)
+
+    def _state(self, index: int, args: Any, kwargs: Any) -> Any:
+        """Return what a module may change besides its outputs, as a value."""
+        copied = self.copied
+        state = [
+            [
+                (key, value_of(value) if (each, key) in copied else id(value))
+                for key, value in (*module.__dict__.items(), *module._buffers.items())
+            ]
+            for each in self.below(index)
+            for module in [self.modules[each]]
+        ]
+        values = tree.leaves((args, kwargs))
+        tensors = [(storage_id(value), version(value)) for value in values if isinstance(value, torch.Tensor)]
+        return state, tensors, self._described(args, kwargs)
+
+    def _described(self, args: Any, kwargs: Any) -> Hashable | None:
+        """Return everything about a module's inputs that can change its operations.
+
+        ``None`` if an input is a parameter, or an object that holds tensors.
+        """
+        inputs = (args, kwargs)
+        values: list[Hashable] = []
+        tensors = 0
+        storages: dict[int, int] = {}  # the place of each, which shows inputs that share memory
+        for value in tree.leaves(inputs):
+            if isinstance(value, torch.Tensor):
+                storage = storage_id(value)
+                if storage in self.recorder.params:
+                    return None
+                values.append((Form.of(value), storages.setdefault(storage, len(storages))))
+                tensors += 1
+            else:
+                values.append(value_of(value))
+        if len(list(tensors_in(inputs))) != tensors or any(map(_holds_tensor, values)):
+            return None
+        return tuple(tree.paths(inputs)), tuple(values)
 
     def _nests(self, around: str, index: int) -> bool:
         """Return whether a module may stand for others inside a module that does so too.
@@ -432,7 +513,9 @@ class _Tracer:
         hooks = outer_saved_tensors_hooks()
         return hooks is None or hooks[0] == self.recorder.pack
 
-    def _traced(self, fold: int, out: Any, inputs: list[torch.Tensor], begin: int) -> Traced | None:
+    def _traced(
+        self, index: int, fold: int, out: Any, inputs: list[torch.Tensor], begin: int, reads: set[tuple[int, str]]
+    ) -> Traced | None:
         """Return how a stub repeats a module that ran, or ``None`` if no stub can."""
         values, build = tree.flatten(out)
         places = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
@@ -441,6 +524,8 @@ class _Tracer:
         fresh = len(set(storages)) == len(storages) and not {*storages} & {storage_id(tensor) for tensor in inputs}
         if not fresh or len(storages) != len(list(tensors_in(out))) or any(id_ in self.recorder.params for id_ in storages):
             return None
+        if not all(isinstance(value, torch.Tensor) or is_plain(value) for value in values):
+            return None  # such as a cache
         rest = [None if isinstance(value, torch.Tensor) else value for value in values]
 
         def rebuilt(tensors: list[Any]) -> Any:
@@ -455,7 +540,9 @@ class _Tracer:
             saved = set(map(numbers, inputs))  # a checkpoint hides what it saves
         kept = tuple(i for i, tensor in enumerate(inputs) if numbers(tensor) in saved)
         kept_outputs = tuple(i for i, tensor in enumerate(outs) if numbers(tensor) in saved)
-        return Traced(fold, tuple(map(Form.of, outs)), rebuilt, kept, kept_outputs)
+        place = {each: number for number, each in enumerate(self.below(index))}
+        own = [(place[each], name, self.differing[each][name]) for each, name in reads if each in place]
+        return Traced(fold, tuple(map(Form.of, outs)), rebuilt, kept, kept_outputs, tuple(own))
 
 
 def _in_region(region: Region, forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -463,11 +550,9 @@ def _in_region(region: Region, forward: Any, *args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
 
 
-def _described(inputs: Any) -> Hashable:
-    """Return everything about a module's inputs that can change its operations."""
-    values, _ = tree.flatten(inputs)
-    forms = tuple(Form.of(value) if isinstance(value, torch.Tensor) else repr(value)[:200] for value in values)
-    return tuple(tree.paths(inputs)), forms
+def _holds_tensor(value: Any) -> bool:
+    """Return whether a value from ``value_of`` is that of an object that holds a tensor."""
+    return isinstance(value, tuple) and (value[:1] == ("tensor",) or any(map(_holds_tensor, value)))
 
 
 def _loss_of(out: Any, loss: Loss | None) -> torch.Tensor:

@@ -267,3 +267,270 @@ def test_a_folded_trace_keeps_no_input_of_a_checkpoint_longer_than_the_checkpoin
     given = apply, fs.make_plan(params, 1), params, buffers, (torch.zeros(16, 8),), {}
     whole, folded = (summary(trace(*given, remat=["0", "1"], fold=fold)) for fold in (False, True))
     assert folded == whole
+
+
+class Repeats(nn.Module):
+    """A module that repeats its product as often as an attribute says."""
+
+    def __init__(self, **attributes):
+        super().__init__()
+        self.linear, self.act = nn.Linear(16, 16), nn.Identity()
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x):
+        for _ in range(self.count()):
+            x = torch.tanh(self.linear(x))
+        return x
+
+
+class ByDepth(Repeats):
+    def count(self):
+        return self.depth
+
+
+class ByConfig(Repeats):
+    def count(self):
+        return self.config.steps
+
+
+class ByRatio(Repeats):
+    def count(self):
+        return int(8 * self.ratio)
+
+
+class ByNumber(Repeats):
+    def count(self):
+        return 1 + 2 * (self.layer_idx % 2)
+
+
+class ByText(Repeats):
+    def count(self):
+        return len(self.text)
+
+
+class ByFunction(Repeats):
+    def count(self):
+        return self.function()
+
+
+class BySetting(Repeats):
+    """A module that sets an attribute in which it differs from others, and reads it."""
+
+    def count(self):
+        self.depth += 1
+        return self.depth
+
+
+class ByClassDefault(Repeats):
+    """A module with an attribute that its class has too."""
+
+    depth = 1
+
+    def count(self):
+        return self.depth
+
+
+class Settings:
+    def __init__(self, steps):
+        self.steps = steps
+
+
+class Two(nn.Module):
+    """A module of two inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x, y):
+        return torch.tanh(self.a(x) * self.b(y))
+
+
+class Reads(nn.Module):
+    """Modules of two inputs; ``same`` are those that read one tensor twice."""
+
+    def __init__(self, same=(), number=4):
+        super().__init__()
+        self.first, self.memory = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.blocks, self.same = nn.ModuleList(Two() for _ in range(number)), same
+
+    def forward(self, x):
+        x = self.first(x)
+        memory = self.memory(x)
+        for number, block in enumerate(self.blocks):
+            x = block(x, x if number in self.same else memory)
+        return x
+
+
+class Skips(nn.Module):
+    """A U-Net: what comes down is read again on the way up."""
+
+    def __init__(self):
+        super().__init__()
+        self.down = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3))
+        self.up = nn.ModuleList(Two() for _ in range(3))
+        self.first = nn.Linear(16, 16)
+
+    def forward(self, x):
+        x, skips = self.first(x), []
+        for block in self.down:
+            x = block(x)
+            skips.append(x)
+        for block in self.up:
+            x = block(x, skips.pop())
+        return x
+
+
+class Keeps(nn.Module):
+    """A module that appends its result to a list that it is given, as to a cache."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 16), nn.GELU())
+
+    def forward(self, x, cache):
+        x = self.net(x)
+        cache.append(x * 2)
+        return x
+
+
+class WithCache(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.blocks = nn.Linear(16, 16), nn.ModuleList(Keeps() for _ in range(4))
+
+    def forward(self, x):
+        x, cache = self.first(x), []
+        for block in self.blocks:
+            x = block(x, cache)
+        return x, torch.cat(cache)
+
+
+class Leaves(Keeps):
+    """A module that leaves its result as an attribute."""
+
+    def forward(self, x):
+        x = self.net(x)
+        self.last = x * 2
+        return x
+
+
+class WithAttributes(WithCache):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Leaves() for _ in range(4))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return sum(block.last for block in self.blocks)
+
+
+class WithHooks(WithCache):
+    """Modules of which a hook collects what modules inside them return."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4))
+
+    def forward(self, x):
+        x, seen = self.first(x), []
+        for block in self.blocks:
+            block[0].register_forward_hook(lambda module, args, out: seen.append(out * 2))
+        for block in self.blocks:
+            x = block(x)
+        return x + sum(seen)
+
+
+class Containers(nn.Module):
+    """Containers of one kind, whose modules are called one by one, and weights read from outside."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.ModuleDict({"a": nn.Linear(16, 16), "b": nn.Linear(16, 16)})
+        self.second = nn.ModuleDict({"a": nn.Linear(16, 16), "b": nn.Linear(16, 16)})
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3))
+
+    def forward(self, x):
+        for each in (self.first, self.second):
+            x = each["b"](each["a"](x))
+        for block in self.blocks:
+            x = block(x).to(block[0].weight.dtype)
+        return x + F.linear(x, self.blocks[2][0].weight)
+
+
+class Transposed(nn.Module):
+    """Layers whose gradients have other strides than their inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.layers = nn.Linear(16, 16), nn.ModuleList(Layer(i) for i in range(3))
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x):
+        x = self.first(x).transpose(0, 1).contiguous().transpose(0, 1)
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
+def of_kind(kind, name, *values):
+    return nn.Sequential(nn.Linear(16, 16), *(kind(**{name: value}) for value in values))
+
+
+ALIKE = {
+    "a depth that is no number of a layer": lambda: of_kind(ByDepth, "depth", 1, 8, 8),
+    "configurations of one class": lambda: of_kind(ByConfig, "config", *map(Settings, (1, 8, 8))),
+    "a ratio": lambda: of_kind(ByRatio, "ratio", 0.25, 1.0, 1.0),
+    "the number of a layer that forward reads": lambda: of_kind(ByNumber, "layer_idx", 0, 1, 2, 3),
+    "a text": lambda: of_kind(ByText, "text", "a", "bcd", "efg"),
+    "functions with closures": lambda: of_kind(ByFunction, "function", *((lambda i=i: i) for i in (1, 4, 4))),
+    "an attribute that forward sets": lambda: of_kind(BySetting, "depth", 1, 3, 3),
+    "an attribute that the class has": lambda: of_kind(ByClassDefault, "depth", 1, 4, 4),
+    "the first module reads a tensor twice": lambda: Reads((0,)),
+    "the last module reads a tensor twice": lambda: Reads((3,)),
+    "modules that read one tensor": Reads,
+    "skips": Skips,
+    "a cache": WithCache,
+    "attributes that stay": WithAttributes,
+    "hooks of a call": WithHooks,
+    "containers": Containers,
+    "gradients in another layout": Transposed,
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_one_module_stands_for_others_only_if_they_trace_alike(name):
+    found = []
+    for fold in (False, True):
+        apply, params, buffers = fs.make_functional(ALIKE[name]())
+        tape = trace(apply, fs.make_plan(params, 1), params, buffers, (torch.zeros(8, 4, 16),), {}, fold=fold)
+        found.append(summary(tape))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("a ratio", 2), ("the number of a layer that forward reads", 4), ("functions with closures", 2)],
+)
+def test_modules_that_read_equal_values_are_traced_once(name, number):
+    apply, params, buffers = fs.make_functional(ALIKE[name]())
+    tape = trace(apply, fs.make_plan(params, 1), params, buffers, (torch.zeros(8, 4, 16),), {})
+    assert len(tape.folds) == number
+
+
+def test_memory_that_nothing_writes_is_no_work():
+    class Empty(nn.Linear):
+        def forward(self, x):
+            torch.empty(1 << 20).zero_()
+            torch.empty(1 << 20)
+            return super().forward(x)
+
+    moved = []
+    for cls in (nn.Linear, Empty):
+        apply, params, buffers = fs.make_functional(cls(16, 16))
+        tape = trace(apply, fs.make_plan(params, 1), params, buffers, (torch.zeros(8, 16),), {})
+        moved.append([event.bytes for event in tape.events if isinstance(event, Op)])
+    assert moved[1] == [4 << 20, *moved[0]]  # zero_ writes once and reads nothing
