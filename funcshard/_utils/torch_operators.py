@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import re
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -120,11 +123,45 @@ def is_random(operation: Any, args: Any, kwargs: Any) -> bool:
 
 
 def count_flops(operation: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Return the floating-point operations of one call; 0 for all but products and attention."""
+    """Return the floating-point operations of one call; 0 for all but products and attention.
+
+    Warns of an operator that torch cannot count, unless it is known to take few operations.
+    """
     # Why by hand: torch's registry lacks the CPU's attention, which stands for every fused one.
     if operation is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
         return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
     if operation is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
         return int(sdpa_backward_flop_count(args[0].shape, args[1].shape, args[2].shape, args[3].shape))
-    count: Any = flop_registry.get(operation.overloadpacket)
-    return 0 if count is None else int(count(*args, **kwargs, out_val=out))
+    packet = operation.overloadpacket
+    count: Any = flop_registry.get(packet)
+    if count is not None:
+        return int(count(*args, **kwargs, out_val=out))
+    name = str(operation._schema.name)
+    if name == "aten::_grouped_mm":
+        return _grouped_flops(*args[:2])
+    if _is_uncounted(name) and torch.Tag.pointwise not in operation.tags:
+        warnings.warn(
+            f"no FLOPs are counted for {name}, because torch has no rule for it, so a step is estimated to be faster "
+            f"than it is: register one with torch.utils.flop_counter.register_flop_formula",
+            stacklevel=2,
+        )
+    return 0
+
+
+_SPACES = ("aten", "prim", "prims", "funcshard", "_c10d_functional", "c10d_functional", "c10d", "profiler")
+_PRODUCTS = re.compile(
+    r"(^|_)(b?mm|addmm|baddbmm|matmul|bilinear|linear|conv\w*|attention|attn|lstm|gru|rnn|cdist|fft|linalg)(_|$)"
+)
+
+
+@functools.cache
+def _is_uncounted(name: str) -> bool:
+    """Return whether an operator may take many floating-point operations."""
+    space, _, short = name.partition("::")
+    return space not in _SPACES or _PRODUCTS.search(short) is not None
+
+
+def _grouped_flops(first: torch.Tensor, second: torch.Tensor) -> int:
+    """Return the operations of a grouped product, in which a group has a part of one dimension."""
+    groups = first.shape[0] if first.dim() == second.dim() == 3 else 1
+    return int(2 * groups * first.shape[-2] * first.shape[-1] * second.shape[-1])

@@ -25,7 +25,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_dynamo_compiling
 
-from funcshard._utils.tensors import byte_view
+from funcshard._utils.tensors import byte_view, tensors_in
 from funcshard._utils.torch_names import lacks, needed_for, private
 
 if TYPE_CHECKING:
@@ -685,13 +685,44 @@ FakeTensorMode: Any = private("torch._subclasses.fake_tensor.FakeTensorMode", "a
 _next_number: Callable[[], int] = private("torch._C._autograd._get_sequence_nr", "an estimate")
 
 
+_MOST_CONSTANTS = 1 << 20  # elements of a tensor that a trace computes
+
+
 def fake_tensors() -> Any:
     """Return a context in which tensors have shapes, dtypes and storages, but no data.
 
     They behave as CPU tensors do, so autocast acts on them and operations choose the kernels of the
-    CPU.
+    CPU. Small whole numbers that depend on no input, such as positions, have their values: a model
+    may decide by them, for instance to make no mask of attention.
     """
-    return FakeTensorMode()
+    return _fake_mode()(allow_non_fake_inputs=True)
+
+
+@functools.cache
+def _fake_mode() -> Any:
+    """Return the class of fake tensors that computes whole numbers from constants."""
+
+    class FakeTensors(FakeTensorMode):  # type: ignore[misc]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            constant = all(type(each) is torch.Tensor and _is_constant(each) for each in tensors_in((args, kwargs)))
+            unknown = "empty" in str(func) or torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten"
+            if not constant or unknown:
+                return super().__torch_dispatch__(func, types, args, kwargs)
+            try:
+                out = super().__torch_dispatch__(func, types, args, kwargs)
+            except Exception as error:
+                if asks_for_data(error):
+                    return func(*args, **kwargs)
+                raise
+            return func(*args, **kwargs) if all(map(_is_constant, tensors_in(out))) else out
+
+    return FakeTensors
+
+
+def _is_constant(tensor: torch.Tensor) -> bool:
+    whole = not tensor.is_floating_point() and not tensor.is_complex()
+    return whole and tensor.device.type == "cpu" and tensor.numel() <= _MOST_CONSTANTS
 
 
 def recording_tensors() -> Any:

@@ -534,3 +534,74 @@ def test_memory_that_nothing_writes_is_no_work():
         tape = trace(apply, fs.make_plan(params, 1), params, buffers, (torch.zeros(8, 16),), {})
         moved.append([event.bytes for event in tape.events if isinstance(event, Op)])
     assert moved[1] == [4 << 20, *moved[0]]  # zero_ writes once and reads nothing
+
+
+class Grouped(nn.Module):
+    """Products of groups of rows, as a mixture of experts computes them."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 16, 32, dtype=torch.bfloat16))
+
+    def forward(self, x, ends):
+        return F.grouped_mm(x, self.weight, offs=ends)
+
+
+def test_grouped_products_have_the_flops_of_all_their_rows():
+    apply, params, buffers = fs.make_functional(Grouped())
+    ends = torch.zeros(4, dtype=torch.int32)
+    x = torch.zeros(64, 16, dtype=torch.bfloat16, requires_grad=True)
+    profile = fs.profile(apply, params, buffers, x, ends, loss=lambda out: (out * out).sum())
+    assert profile.forward_flops == 2 * 64 * 16 * 32
+    flops = [event.flops for event in profile.tape().expanded() if isinstance(event, Op) and event.flops]
+    assert flops == [2 * 64 * 16 * 32] * 2  # forward, and the gradient of the weight
+
+
+def test_an_operator_whose_flops_nobody_counts_is_named():
+    class Spectrum(nn.Linear):
+        def forward(self, x):
+            return torch.fft.rfft(super().forward(x)).abs()
+
+    apply, params, buffers = fs.make_functional(Spectrum(8, 8))
+    with pytest.warns(UserWarning, match=r"no FLOPs are counted for aten::_fft_r2c.*register_flop_formula"):
+        fs.profile(apply, params, buffers, torch.zeros(2, 8))
+
+
+class Masks(nn.Linear):
+    """A layer that makes a mask only if its positions are not those of one sequence."""
+
+    def forward(self, x):
+        positions = torch.arange(x.shape[0])[None]
+        starts = torch.diff(positions, prepend=positions[:, :1] - 1) != 1
+        if (starts.cumsum(-1)[:, -1] == 0).all():
+            return super().forward(x)
+        return super().forward(x) * (positions[:, :, None] == positions[:, None, :]).sum()
+
+
+def test_a_model_may_decide_by_whole_numbers_that_depend_on_no_input():
+    apply, params, buffers = fs.make_functional(Masks(8, 8))
+    assert fs.profile(apply, params, buffers, torch.zeros(64, 8)).saved == 0
+
+
+def test_attention_of_a_hugging_face_model_saves_no_mask_where_a_run_makes_none():
+    transformers = pytest.importorskip("transformers", reason="an optional dependency of the tests")
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=8, use_cache=False,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    apply, params, buffers = fs.make_functional(model)
+    tokens, kept = torch.zeros(1, 128, dtype=torch.long), {}
+    known = {param.untyped_storage().data_ptr() for param in (*model.parameters(), tokens)}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes(), tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(input_ids=tokens).logits.sum()
+    assert loss.requires_grad
+    profile = fs.profile(apply, params, buffers, input_ids=tokens, loss=lambda out: out.logits.sum())
+    assert profile.saved == sum(size for size, _ in kept.values())
