@@ -31,15 +31,18 @@ def check_graph(graph: fx.Graph, *, before: fx.Graph | None = None, keeps_order:
             does the same on all ranks.
 
     Raises:
-        AssertionError: it may not; the error names the nodes.
+        ValueError: it may not; the error names the nodes.
     """
     position = {node: number for number, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         for each in node.all_input_nodes:
-            assert position.get(each, len(position)) < position[node], f"{node} uses {each}, which does not come before it"
+            if position.get(each, len(position)) >= position[node]:
+                raise ValueError(f"{node} uses {each}, which does not come before it")
     for start, waits in starts_and_waits(graph):
-        assert len(waits) == 1, f"{start} is waited for {len(waits)} times, not once"
-        assert len(start.users) == 1, f"{start} is used before its wait: by {', '.join(map(str, start.users))}"
+        if len(waits) != 1:
+            raise ValueError(f"{start} is waited for {len(waits)} times, not once")
+        if len(start.users) != 1:
+            raise ValueError(f"{start} is used before its wait: by {', '.join(map(str, start.users))}")
     storages = GraphStorages.find(graph)
     _check_data(graph, storages, position)
     if before is not None:
@@ -54,8 +57,8 @@ def _check_data(graph: fx.Graph, storages: GraphStorages, position: dict[fx.Node
     for start, (wait,) in starts_and_waits(graph):
         taken = {storage for each in held_until(wait) for storage in storages.of[each]} | set(storages.of[start])
         for writer in (each for storage in taken for each in writers[storage]):
-            between = position[start] < position[writer] < position[wait]
-            assert not between, f"{writer} writes to memory of {start}, which has not been waited for"
+            if position[start] < position[writer] < position[wait]:
+                raise ValueError(f"{writer} writes to memory of {start}, which has not been waited for")
 
 
 def _check_order(graph: fx.Graph, before: fx.Graph, keeps_order: bool) -> None:
@@ -68,12 +71,14 @@ def _check_order(graph: fx.Graph, before: fx.Graph, keeps_order: bool) -> None:
     for node in before.nodes:
         for storage in written_storages(node, storages) if node.name in now else ():
             for user in storages.users[storage]:
-                if user.name in now and user is not node:
-                    kept = (then[user] < then[node]) == (now[user.name] < now[node.name])
-                    assert kept, f"{node} writes to memory that {user} uses, and no longer runs on the same side of it"
+                if user.name not in now or user is node:
+                    continue
+                if (then[user] < then[node]) != (now[user.name] < now[node.name]):
+                    raise ValueError(f"{node} writes to memory that {user} uses, and no longer runs on the same side of it")
 
 
 def _check_kept(what: str, names: list[str], now: dict[str, int]) -> None:
     kept = [name for name in names if name in now]
     for one, other in pairwise(kept):
-        assert now[one] < now[other], f"{what} are in another order: {other} comes before {one}"
+        if now[one] >= now[other]:
+            raise ValueError(f"{what} are in another order: {other} comes before {one}")

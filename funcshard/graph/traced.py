@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from funcshard._utils import DONATED_STATE, Warned, check_count, check_flag, check_path, donate, tree, untraced_with_warning
 from funcshard.comm import Mesh
+from funcshard.graph.checking import check_graph
 from funcshard.graph.compiling import Backend, CompilingBind
 from funcshard.graph.cost import StepCost, cost_of
 from funcshard.graph.difference import StepDifference
@@ -32,6 +34,7 @@ from funcshard.train import TrainStep
 __all__ = ["Traced", "torch_version", "trace"]
 
 _log = logging.getLogger("funcshard.graph")
+_MANY = 8  # recordings, as many as torch.compile makes before it gives up
 
 
 def trace(step: TrainStep, state: Any, batch: Any, *, dynamic_shapes: Any = None) -> Traced:
@@ -161,8 +164,18 @@ class Traced:
 
         Arguments:
             change: a function from a graph to a new one. It sees each recording, later ones too.
+
+        Raises:
+            ValueError: a new graph may not run: a node comes before its inputs, or a collective is
+                used before its wait.
         """
-        return self._with((*self._changes, change), self._bind, later=self._bind is bind)
+
+        def checked(step_graph: StepGraph) -> StepGraph:
+            new = change(step_graph)
+            check_graph(new.graph)
+            return new
+
+        return self._with((*self._changes, checked), self._bind, later=self._bind is bind)
 
     def compile(self, backend: Backend = "inductor") -> Traced:
         """Return this step with compiled operations; this one stays as it is.
@@ -429,6 +442,12 @@ class Traced:
             f"{what}: {differs}" if differs else "a step",
             len(self._entries),
         )
+        if len(self._entries) == _MANY:
+            warnings.warn(
+                f"the step was recorded for {_MANY} kinds of arguments, and records again for each further one: pad "
+                f"batches to a few lengths, or name the sizes that change with dynamic_shapes=",
+                stacklevel=3,
+            )
         return found, after
 
     def _add(self, step_graph: StepGraph) -> Entry:

@@ -239,6 +239,18 @@ def test_new_shapes_make_a_new_recording_and_later_steps_do_not(caplog: pytest.L
     assert counts == [2] * 6 + [3]
 
 
+def test_many_recordings_end_in_a_warning() -> None:
+    def main(mesh: fs.Mesh) -> int:
+        step, state = made(mesh)
+        traced = fs.trace(step, state, batch_of(mesh, 0))
+        for size in range(1, 10):
+            state, _ = traced(state, batch_of(mesh, 0, size))
+        return state.step
+
+    with pytest.warns(UserWarning, match="recorded for 8 kinds of arguments.*dynamic_shapes"):
+        assert fs.simulate(main, 1) == [9]
+
+
 def test_a_number_of_python_in_the_state_is_a_constant_and_changes_make_recordings() -> None:
     def init(params: Any) -> Any:
         return {"rate": 0.5}
