@@ -150,7 +150,8 @@ def count_flops(operation: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 _SPACES = ("aten", "prim", "prims", "funcshard", "_c10d_functional", "c10d_functional", "c10d", "profiler")
 _PRODUCTS = re.compile(
-    r"(^|_)(b?mm|addmm|baddbmm|matmul|bilinear|linear|conv\w*|attention|attn|lstm|gru|rnn|cdist|fft|linalg)(_|$)"
+    r"(^|_)(b?mm|addmm|baddbmm|matmul|bilinear|linear|conv\w*|attention|attn|lstm|gru|rnn|cdist|fft"
+    r"|linalg(?!_vector_norm|_cross))(_|$)"
 )
 
 

@@ -702,7 +702,7 @@ def fake_tensors() -> Any:
 def _fake_mode() -> Any:
     """Return the class of fake tensors that computes whole numbers from constants."""
 
-    class FakeTensors(FakeTensorMode):  # type: ignore[misc]
+    class FakeTensors(FakeTensorMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             constant = all(type(each) is torch.Tensor and _is_constant(each) for each in tensors_in((args, kwargs)))

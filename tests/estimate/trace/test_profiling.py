@@ -56,6 +56,7 @@ class GraphLayer(nn.Module):
         return torch.sparse.mm(adjacency, self.linear(x))
 
 
+@pytest.mark.filterwarnings("ignore:no FLOPs are counted")
 def test_a_sparse_tensor_takes_the_memory_of_its_parts():
     adjacency = torch.eye(4).to_sparse()
     parts = 2 * 4 * 8 + 4 * 4  # indices and values
