@@ -21,6 +21,7 @@
 - ``torch_names``: looks up private names of torch, which a release may lack.
 - ``torch_private``: uses of torch's private API. ``torch_operators``: names, arguments and effects
   of its operators. ``torch_compilers``: its compilers. ``torch_kernels``: its fused kernels.
+  ``torch_copies``: copies of large tensors that share memory until it is written to.
   ``torch_factories``: the device of tensors that name none.
   ``torch_pickles``: the pickle of a tensor. ``torch_symbols``: graphs for any size.
   ``torch_modules``: names in state dicts, parametrized modules. ``torch_groups``: process groups.
@@ -56,6 +57,7 @@ from funcshard._utils.shown import Bullets, Part, Shown, Table
 from funcshard._utils.stored_trees import check_structure
 from funcshard._utils.tensors import byte_view, cast_tree, check_plain, is_dtensor, map_tensors, tensors_in
 from funcshard._utils.torch_compilers import Boxed, compile_with, find_backend, inductor
+from funcshard._utils.torch_copies import LARGE, late_copy
 from funcshard._utils.torch_factories import with_plain_factories
 from funcshard._utils.torch_groups import (
     abort_group,
@@ -135,6 +137,8 @@ from funcshard._utils.torch_private import (
 from funcshard._utils.torch_symbols import put_number, record_sized_graph
 
 __all__ = [
+    "LARGE",
+    "late_copy",
     "DONATED_STATE",
     "BasisLoop",
     "TorchDispatchMode",

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
-from funcshard._utils import check_flag, is_tree_of_shards, module_remedy, without_collection
+from funcshard._utils import (
+    LARGE,
+    check_flag,
+    is_tree_of_shards,
+    late_copy,
+    module_remedy,
+    recording_or_transforming,
+    without_collection,
+)
 from funcshard.module.discarded import DiscardedChanges, DiscardedState
 from funcshard.module.late_changes import LateChanges
 from funcshard.module.remedies import absent_of_apply
@@ -221,7 +229,7 @@ class Functional:
     def copies(self, buffers: Mapping[str, torch.Tensor]) -> Tensors:
         """Return copies of the buffers, into which one call may write."""
         self.check_names("buffers", buffers, self.skeleton.buffers)
-        return {name: buffer.clone() for name, buffer in buffers.items()}
+        return _copies(buffers)
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the method on ``module``, the root of a call's own modules; return the result."""
@@ -235,7 +243,7 @@ class Functional:
         now = dict(module.named_buffers(remove_duplicate=False))
         # Why copies: a checkpoint that runs a part of forward again in backward writes into the
         # call's buffers again.
-        return out, {name: now[name].detach().clone() for name in self.skeleton.buffers}
+        return out, _copies({name: now[name].detach() for name in self.skeleton.buffers})
 
     def look(
         self,
@@ -273,3 +281,10 @@ class Functional:
                 f"{what} must hold the module's names; missing: {missing[:3] or 'nothing'}, unexpected: "
                 f"{unexpected[:3] or 'nothing'}: {remedy}"
             )
+
+
+def _copies(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    """Return copies of tensors; those of large ones share their memory until it is written to."""
+    # Why not below a transform: it has to see the copy, and so has a graph that is recorded.
+    large = torch.clone if recording_or_transforming() else late_copy
+    return {name: each.clone() if each.numel() < LARGE else large(each) for name, each in tensors.items()}

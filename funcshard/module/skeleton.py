@@ -19,15 +19,23 @@ tables. The reasons:
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from funcshard._utils import class_for_calls, reachable, state_names
+from funcshard._utils import (
+    LARGE,
+    class_for_calls,
+    late_copy,
+    reachable,
+    recording_or_transforming,
+    state_names,
+    storage_id,
+)
 from funcshard.comm import Mesh
 from funcshard.module.checks import check_module
 from funcshard.module.rebinding import Rebinding, Rebindings, copied, rebind, references
@@ -98,6 +106,7 @@ class Skeleton:
         rebindings: the functions in copied attributes that captured modules or tensors of the tree,
             and their bound methods.
         shared: the objects in copied attributes that all calls share.
+        large: large tensors in copied attributes, whose copies share memory until they are written.
     """
 
     template: nn.Module
@@ -114,6 +123,7 @@ class Skeleton:
     hook_tables: tuple[tuple[int, str], ...] = ()
     rebindings: Rebindings = ()
     shared: tuple[Any, ...] = ()
+    large: tuple[torch.Tensor, ...] = ()
 
     def instantiate(
         self,
@@ -160,6 +170,8 @@ class Skeleton:
                 (old, parameters[name] if name in parameters else buffers[name]) for old, name in self.tensor_names.items()
             )
             memo.update((id(each), each) for each in self.shared)
+            if self.large and not recording_or_transforming():
+                memo.update((id(each), late_copy(each)) for each in self.large)
             # An attribute may be the handle of a hook, which refers to the hook's table.
             memo.update((id(self.specs[i].attributes[k]), modules[i].__dict__[k]) for i, k in self.hook_tables)
             memo, made = rebind(self.rebindings, memo)
@@ -271,6 +283,7 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, dict[str, torch.Tensor],
         state_names=in_state_dict,
         rebindings=rebindings,
         shared=shared,
+        large=_large_tensors(value for _, _, value in own),
     )
     _check_copies(skeleton, tree, own)
     parameters = {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in tree.parameters.items()}
@@ -323,6 +336,22 @@ def _is_plain_table(key: str, value: Any) -> bool:
     if key not in TORCH_CONTAINERS:
         return False
     return all(map(is_immutable, value.values() if isinstance(value, dict) else value))
+
+
+def _large_tensors(values: Iterable[Any]) -> tuple[torch.Tensor, ...]:
+    """Return the large plain tensors among attributes, and inside their lists and dictionaries."""
+    tensors: dict[int, torch.Tensor] = {}
+    for value in values:
+        inner = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
+        tensors.update((id(each), each) for each in inner if type(each) is torch.Tensor and each.layout is torch.strided)
+    storages = Counter(map(storage_id, tensors.values()))  # of views, deepcopy copies the memory once
+    return tuple(
+        [
+            each
+            for each in tensors.values()
+            if each.numel() >= LARGE and not each.requires_grad and storages[storage_id(each)] == 1 and not each.__dict__
+        ]
+    )
 
 
 def _check_copies(skeleton: Skeleton, tree: ModuleTree, attributes: list[tuple[int, str, Any]]) -> None:

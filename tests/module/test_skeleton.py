@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.utils import prune
 
 import funcshard as fs
@@ -625,3 +626,77 @@ def test_a_module_whose_pickle_leaves_out_what_cannot_be_copied() -> None:
     module = Locked()
     apply, params, buffers = fs.make_functional(module)
     assert torch.equal(apply(params, buffers, x), nn.Linear.forward(module, x))
+
+
+class Tables(nn.Module):
+    """Holds large tensors in attributes and a buffer, and writes to them where it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.table, self.more = nn.Linear(3, 3), torch.zeros(40_000), [torch.zeros(40_000)]
+        self.whole = torch.zeros(2, 40_000)
+        self.row = self.whole[1]
+        self.register_buffer("seen", torch.zeros(40_000))
+        self.register_buffer("known", torch.zeros(40_000), persistent=False)
+
+    def forward(self, x: torch.Tensor, write: bool) -> torch.Tensor:
+        if write:
+            for tensor in (self.table, self.more[0], self.whole, self.seen, self.known[1:]):
+                tensor += 1
+            F.batch_norm(torch.randn(4, 40_000), self.seen, torch.ones(40_000), training=True)  # counts no version
+        sums = self.table.sum() + self.more[0].sum() + self.whole[1].sum() + self.row.sum() + self.known[-1]
+        return self.lin(x) + sums + self.seen[0]
+
+
+@pytest.mark.filterwarnings("ignore:the forward of .* (set attributes|changed buffers) of the module")
+@pytest.mark.parametrize("mutable", [False, True])
+def test_large_tensors_are_copied_when_a_call_writes_to_them(mutable: bool) -> None:
+    module = Tables()
+    apply, params, buffers = fs.make_functional(module, mutable=mutable)
+    calls = [apply(params, buffers, x, write) for write in (False, True, False, True, False)]
+    outs = [call[0] for call in calls] if mutable else calls
+    assert torch.equal(outs[0], module.lin(x))
+    assert all(torch.equal(out, outs[0]) for out in outs[2::2])
+    assert torch.allclose(outs[1], module.lin(x) + 4 * 40_000 + 1 + 0.9, atol=1.0)
+    assert not any(tensor.count_nonzero() for tensor in (*buffers.values(), module.table, module.whole))
+    if mutable:
+        assert calls[1][1]["known"].sum() == 39_999
+        calls[1][1]["known"].zero_()
+        calls[0][1]["known"].add_(1)
+        assert calls[3][1]["known"].sum() == 39_999
+        assert not buffers["known"].count_nonzero()
+
+
+@pytest.mark.filterwarnings("ignore:the forward of .* (set attributes|changed buffers) of the module")
+def test_simulated_ranks_write_to_large_tensors_of_their_own() -> None:
+    apply, params, buffers = fs.make_functional(Tables())
+
+    def main(mesh: fs.Mesh) -> list[torch.Tensor]:
+        plan = fs.make_plan(params, mesh, units=["lin"])
+        sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
+        return [sharded(shards, buffers, x, (number + mesh.rank) % 2 == 0)[0] for number in range(20)]
+
+    first, second = fs.simulate(main, world_size=2)
+    assert all(torch.equal(first[number], second[number + 1]) for number in range(1, 19, 2))
+    assert all(torch.equal(first[1], each) for each in (*first[1::2], *second[0::2]))
+
+
+@pytest.mark.parametrize("kind", ["buffer", "attribute"])
+def test_a_large_tensor_that_no_call_writes_to_is_not_copied(kind: str) -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(3, 3)
+            if kind == "buffer":
+                self.register_buffer("table", torch.zeros(2**22))
+            else:
+                self.table = torch.zeros(2**22)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.lin(x) + self.table[0]
+
+    apply, params, buffers = fs.make_functional(Reads())
+    apply(params, buffers, x)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        apply(params, buffers, x)
+    assert max(event.cpu_memory_usage for event in profile.events()) < 2**20
