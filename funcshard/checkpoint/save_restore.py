@@ -87,12 +87,7 @@ class Saving:
             # After the collective every rank has started its thread, so rank 0's thread finds every
             # report.
             all_gather_texts(self._mesh, "")
-            error = ""
-            if self._thread is not None:
-                if self._thread.ident is not None:  # it could be started
-                    self._thread.join()
-                error = self._thread.error
-            errors = all_gather_texts(self._mesh, error)
+            errors = all_gather_texts(self._mesh, self._thread.told() if self._thread is not None else "")
             # Rank 0 reports "rank 1 could not write its part"; rank 1 itself says why.
             causes = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text and not text.startswith("rank ")]
             self._outcome = "; ".join(causes) or next((text for text in errors if text), "")
@@ -141,7 +136,8 @@ def save(
         wait: whether to return only when the checkpoint is complete. If ``False``, the state is
             copied to the CPU, and a thread of low priority that issues no collective writes it
             while training goes on. Call the returned ``Saving``'s ``wait()`` later; the memory of
-            the copy is freed with the ``Saving``.
+            the copy is freed with the ``Saving``. A program that ends without that call ends when
+            the checkpoint is complete, or with exit code 1 and a message if it can't be saved.
         after: the ``Saving`` of an earlier save, to wait for first, so that one save runs at a
             time. The copy of the state uses the memory of that save's copy again.
         keep: number of checkpoints to keep in the parent folder of ``path``, this one included.

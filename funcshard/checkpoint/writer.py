@@ -9,6 +9,7 @@ Why ranks meet through files: a collective of this thread could come between two
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import glob
 import logging
@@ -53,21 +54,25 @@ class WriterThread(threading.Thread):
 
     Attributes:
         error: the reason why the writer failed, or ``""``; read it after ``join``.
+        path: the path of the checkpoint.
     """
 
     def __init__(self, writer: Writer, *, in_background: bool = False) -> None:
         # Thread.run drops its reference to the target, and so to the copied state, when it is done.
         super().__init__(target=writer.run, name=thread_name(writer.path, writer.rank))
-        self.error, self.in_background, self._give_up = "", in_background, writer.say_that_it_failed
+        self.error, self.path, self.in_background = "", writer.path, in_background
+        self._give_up = writer.say_that_it_failed
 
     def started(self) -> bool:
         """Start the thread, or set ``error`` if the system has none; return whether it runs."""
+        _UNTOLD.add(self)
         try:
             self.start()
         except RuntimeError as error:
             self._give_up()
             self.error = f"{type(error).__name__}: {error}"
-        return not self.error
+            return False
+        return True
 
     def run(self) -> None:
         if self.in_background and sys.platform == "linux":  # where priorities are those of threads
@@ -78,6 +83,39 @@ class WriterThread(threading.Thread):
         except Exception as error:  # Saving.wait raises it, on every rank
             speaks_for_itself = isinstance(error, OSError) and not error.errno
             self.error = str(error) if speaks_for_itself else f"{type(error).__name__}: {error}"
+        else:
+            _UNTOLD.discard(self)
+
+    def told(self) -> str:
+        """Wait for the thread to end, and return ``error``, which the caller raises."""
+        if self.ident is not None:  # it could be started
+            self.join()
+        _UNTOLD.discard(self)
+        return self.error
+
+
+# The threads of this process that run, or failed without anybody having heard of it.
+_UNTOLD: set[WriterThread] = set()
+
+
+@atexit.register
+def _tell_at_exit() -> None:
+    """End the process with an error if a checkpoint is not saved and no ``wait()`` said so.
+
+    Python waits for the threads before it calls this. It has no other way to change the exit code,
+    which tells a launcher that the job has failed.
+    """
+    if lost := [thread for thread in _UNTOLD if thread.error]:
+        for thread in lost:
+            print(f"checkpoint {thread.path} is not saved: {thread.error}", file=sys.stderr)
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_UNTOLD.clear)
 
 
 def thread_name(path: Path, rank: int) -> str:
@@ -155,8 +193,7 @@ class Writer:
         """Wait for the tables of all ranks.
 
         Raises:
-            OSError: a rank failed, is suspended or gone, did not write its table in time, or this
-                process is exiting.
+            OSError: a rank failed, is suspended or gone, or did not write its table in time.
         """
         looked = time.monotonic()
         end = looked + self.timeout
@@ -172,7 +209,7 @@ class Writer:
                 looked = now
                 if found := self.lost():
                     raise OSError(found)
-            if now > end or not threading.main_thread().is_alive():
+            if now > end:
                 raise OSError(f"rank {missing[0]} has not written its part within {self.timeout:g} s")
             time.sleep(0.005)
 
