@@ -16,6 +16,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import pickle
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ import torch
 from funcshard._utils import byte_view, dcp_storage_info
 from funcshard.checkpoint.archives import head_of, joined_checksum, read_archive, tail_of
 from funcshard.checkpoint.block_files import HOT, BlockWriter, read_ranges
+from funcshard.checkpoint.dcp_metadata import METADATA
 from funcshard.checkpoint.metadata import TensorMetadata, TensorSlice, local_axes, metadata_of
 from funcshard.checkpoint.read_items import ReadBox, ReadItem
 from funcshard.plan import Box, boxes, dtype_of, position_of, rank_at, slice_offsets
@@ -117,27 +119,57 @@ def write_metadata(
     Slices of one whole tensor are boxes of it there, so other programs find whole tensors.
     """
     from torch.distributed.checkpoint import FileSystemWriter, metadata
-    from torch.distributed.checkpoint.storage import WriteResult
 
     # Why tensors without elements are listed: they have no box, but a program that loads one looks
     # its name up.
-    chunks: dict[str, list[Any]] = {name: [] for name, stored in tensors.items() if not stored.numel}
-    known = {name: stored for name, stored in tensors.items() if not stored.numel}
-    results = []
+    by_name: dict[str, list[Region]] = {name: [] for name, stored in tensors.items() if not stored.numel}
+    for region in regions:
+        by_name.setdefault(_in_whole(region.name, metadata_of(region.name, tensors), mesh_axes)[0], []).append(region)
     storage_info = dcp_storage_info()
-    for r in regions:
-        stored = metadata_of(r.name, tensors)
-        name, origin = _in_whole(r.name, stored, mesh_axes)
-        offsets = Box(r.offsets, r.sizes).moved(origin).offsets
-        known[name] = stored
-        chunks.setdefault(name, []).append(metadata.ChunkStorageMetadata(torch.Size(offsets), torch.Size(r.sizes)))
-        where = storage_info(r.file, r.offset, r.length)
-        results.append(WriteResult(metadata.MetadataIndex(name, offsets), r.length, where))
-    listed: dict[str, Any] = {}
-    for name, found in chunks.items():
-        stored = known[name]
-        listed[name] = metadata.TensorStorageMetadata(_properties(stored), torch.Size(stored.whole_shape), found)
-    FileSystemWriter(folder, sync_files=True).finish(metadata.Metadata(listed), [results])
+
+    def boxes_of(name: str) -> Iterator[tuple[Region, torch.Size]]:
+        for region in by_name[name]:
+            origin = _in_whole(region.name, metadata_of(region.name, tensors), mesh_axes)[1]
+            yield region, torch.Size(Box(region.offsets, region.sizes).moved(origin).offsets)
+
+    def described() -> Iterator[tuple[Any, Any]]:
+        for name, own in by_name.items():
+            stored = metadata_of(own[0].name if own else name, tensors)
+            chunks = [metadata.ChunkStorageMetadata(at, torch.Size(region.sizes)) for region, at in boxes_of(name)]
+            yield name, metadata.TensorStorageMetadata(_properties(stored), torch.Size(stored.whole_shape), chunks)
+
+    def placed() -> Iterator[tuple[Any, Any]]:
+        for name in by_name:
+            for region, at in boxes_of(name):
+                where = storage_info(region.file, region.offset, region.length)
+                yield metadata.MetadataIndex(name, at), where
+
+    whole = metadata.Metadata({})
+    FileSystemWriter(folder).finish(whole, [[]])  # which sets the fields that depend on torch's version
+    fields = {name: value for name, value in vars(whole).items() if name not in ("state_dict_metadata", "storage_data")}
+    unfinished = folder / f"{METADATA}.tmp"
+    with open(unfinished, "wb") as file:
+        # The pickle of the object Metadata, made part by part. Why: pickling 100,000 boxes at once,
+        # and collecting garbage among that many objects, stops every other thread for a second.
+        file.write(
+            pickle.PROTO + b"\x02" + _part(metadata.Metadata) + pickle.EMPTY_TUPLE + pickle.NEWOBJ + pickle.EMPTY_DICT
+        )
+        for field, pairs in (("state_dict_metadata", described()), ("storage_data", placed())):
+            file.write(_part(field) + pickle.EMPTY_DICT)
+            for key, value in pairs:
+                file.write(_part(key) + _part(value) + pickle.SETITEM)
+            file.write(pickle.SETITEM)
+        for field, value in fields.items():
+            file.write(_part(field) + _part(value) + pickle.SETITEM)
+        file.write(pickle.BUILD + pickle.STOP)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, folder / METADATA)
+
+
+def _part(value: Any) -> bytes:
+    """Return the pickle of a part of an object, which may follow others."""
+    return pickle.dumps(value, 2)[2:-1]
 
 
 def _in_whole(name: str, stored: TensorMetadata, mesh_axes: Mapping[str, int]) -> tuple[str, tuple[int, ...]]:

@@ -174,3 +174,30 @@ def test_slices_of_any_size_come_back_to_tensors_that_begin_anywhere(tmp_path: P
     read_slices(tmp_path, reads, regions)
     assert torch.equal(whole, torch.cat([torch.full((3,), -1.0), *values.values()]))
     assert torch.equal(part, values["x3"][4321:4420])
+
+
+def test_the_list_of_boxes_for_dcp_is_written_in_small_parts_and_is_what_dcp_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed.checkpoint import FileSystemReader, metadata
+
+    sizes: list[int] = []
+    part = dcp_files._part
+    monkeypatch.setattr(dcp_files, "_part", lambda value: (found := part(value), sizes.append(len(found)))[0])
+    ranks = 20
+    tensors = {f"layer.{i}.w": TensorMetadata((ranks, 8), "bfloat16", "sharded", True, "x") for i in range(30)}
+    tensors["empty"] = TensorMetadata((0, 3), "float32", "sharded", True, "x")
+    names = [name for name in tensors if name != "empty"]
+    regions = [dcp_files.Region(n, r * 8, (r, 0), (1, 8), f"__{r}_0.distcp", r, 100, 0) for r in range(ranks) for n in names]
+    dcp_files.write_metadata(tmp_path, regions, tensors, {"shard": ranks})
+    assert max(sizes) < 4000 < (tmp_path / ".metadata").stat().st_size / 20  # between two parts, other threads go on
+    found = FileSystemReader(tmp_path).read_metadata()
+    assert found.state_dict_metadata.keys() == tensors.keys()
+    assert found.state_dict_metadata["empty"].chunks == []
+    tensor = found.state_dict_metadata["layer.3.w"]
+    assert (tensor.size, tensor.properties.dtype) == ((ranks, 8), torch.bfloat16)
+    assert [(chunk.offsets, chunk.sizes) for chunk in tensor.chunks] == [((r, 0), (1, 8)) for r in range(ranks)]
+    where = found.storage_data[metadata.MetadataIndex("layer.3.w", torch.Size([7, 0]))]
+    assert (where.relative_path, where.offset, where.length) == ("__7_0.distcp", 7, 100)
+    assert len(found.storage_data) == len(regions)
+    assert [each.name for each in tmp_path.iterdir()] == [".metadata"]
