@@ -48,6 +48,7 @@ __all__ = [
     "fake_tensors",
     "graph_task_id",
     "hidden_from_dynamo",
+    "hide_from_selective_checkpoints",
     "in_selective_checkpoint",
     "is_compiled_in_place",
     "is_fake",
@@ -362,6 +363,21 @@ def outer_saved_tensors_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable
     return hooks
 
 
+def hide_from_selective_checkpoints(pack: Any, outer: Any) -> None:
+    """Let a selective checkpoint inside hooks of ours see the hooks around them instead.
+
+    From torch 2.15 on, a selective checkpoint warns of hooks around it, and a future release passes
+    them the tensors that its policy saves. Those of a unit pass on what isn't a gathered leaf, so
+    only the hooks around them are the user's concern. torch marks its own hooks in this way.
+
+    Arguments:
+        pack: the function that packs, which must take attributes.
+        outer: the active pair of hooks outside, or ``None``.
+    """
+    pack._checkpoint_internal = True
+    pack._user_hooks = outer
+
+
 _TRANSPOSES = ("TBackward0", "TransposeBackward0", "PermuteBackward0")
 
 
@@ -515,7 +531,9 @@ def stored_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return [tensor]
-    return [part for name in flatten()[0] for part in stored_parts(getattr(tensor, name))]
+    # Why the check: from torch 2.15 on, a DTensor also names its mesh.
+    parts = [getattr(tensor, name) for name in flatten()[0]]
+    return [part for inner in parts if isinstance(inner, torch.Tensor) for part in stored_parts(inner)]
 
 
 def address(tensor: torch.Tensor) -> int | tuple[int, int]:

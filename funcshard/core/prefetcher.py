@@ -37,6 +37,7 @@ from funcshard._utils import (
     cast_of,
     dispatch_modes,
     graph_task_id,
+    hide_from_selective_checkpoints,
     in_selective_checkpoint,
     outer_saved_tensors_hooks,
     runs_in_backward,
@@ -488,8 +489,12 @@ class SavedUnit:
         hooks around them (checkpoint, offload). Those may hold the module of the call, which holds
         this object; stored here, they would make a cycle.
         """
-        pack = functools.partial(self.pack, outer=outer_saved_tensors_hooks())
-        return (pack, self.unpack) if self._dtensors is None else through_dtensors(pack, self.unpack)
+        outer = outer_saved_tensors_hooks()
+        hooks: tuple[Any, Any] = functools.partial(self.pack, outer=outer), self.unpack
+        if self._dtensors is not None:
+            hooks = through_dtensors(*hooks)
+        hide_from_selective_checkpoints(hooks[0], outer)
+        return hooks
 
     def pack(self, tensor: torch.Tensor, outer: Any = None) -> Any:
         """Replace a saved view of a gathered buffer by the position of that view."""
