@@ -102,7 +102,14 @@ class Prefetcher:
         self._ahead: dict[int, Handles] = {}  # by use; gathered for backward, and not used yet
         self._ends = False  # whether end_backward will be called
         self._by_shards = True  # whether the backward that runs computes gradients by shards
-        self._backward = BackwardOrder(schedule, buckets or {}, self._units, self._reaches)
+        # Why weak: a cycle would keep shards in memory until Python looks for garbage.
+        call = weakref.ref(self)
+        self._backward = BackwardOrder(
+            schedule,
+            buckets or {},
+            self._units,
+            lambda use: (prefetcher := call()) is not None and prefetcher.reaches(use),
+        )
 
     def pre_forward(self, name: str, *, stays: bool = False) -> Handles | None:
         """Gather a unit that forward calls, if its gather has not started; prefetch the next units.
@@ -250,7 +257,7 @@ class Prefetcher:
             self._ends = True
             reducer.at_end.append(self.end_backward)
 
-    def _reaches(self, use: int) -> bool:
+    def reaches(self, use: int) -> bool:
         """Return whether the backward that runs may reach a use, the same on every rank."""
         # Why not whether autograd still holds what the unit saved: a rank that keeps an output of
         # which the loss is no function holds more than the others.
