@@ -103,10 +103,10 @@ def value_and_grad(
 
     Returns:
         ``f(shards, *rest, **kwargs)`` -> ``(loss, grads)``, or ``((loss, aux), grads)`` with
-        ``has_aux``. ``loss`` is that of this rank, in float32 or wider, and tensors in ``aux`` are
-        detached. With ``weighted`` it returns ``((loss, weight), grads)`` or
-        ``((loss, weight, aux), grads)``; ``loss`` is then the weighted mean over the world, and
-        ``weight`` the sum over the world. If that sum is zero, loss and gradients are zero.
+        ``has_aux``. ``loss`` is that of this rank, and tensors in ``aux`` are detached. With
+        ``weighted`` it returns ``((loss, weight), grads)`` or ``((loss, weight, aux), grads)``;
+        ``loss`` is then the weighted mean over the world, and ``weight`` the sum over the world. If
+        that sum is zero, loss and gradients are zero.
 
         ``grads`` is a pytree like ``shards``. It holds zeros for a shard that the loss does not
         depend on, and ``None`` for a frozen shard or a shard of integers.
@@ -207,8 +207,8 @@ class Result(NamedTuple):
     """The values that ``evaluate`` returns besides the gradients.
 
     Attributes:
-        loss: the mean over this rank's micro-batches, in float32 or wider; with weights, the
-            weighted mean over the world.
+        loss: the loss of the only micro-batch, or the mean over this rank's micro-batches, in
+            float32 or wider; with weights, the weighted mean over the world.
         weight: the sum of the weights over the world; ``None`` without weights.
         aux: the aux of each micro-batch.
     """
@@ -257,7 +257,9 @@ def evaluate(shards: Any, calls: Sequence[Callable[[Any], Any]], options: Gradie
             reached = _backward(loss if factor == 1 else loss * factor, reducer, direct, zero_weight)
             if not reached and not options.allow_constant:
                 raise ValueError(_CONSTANT)
-            value = loss_value(loss)
+            # Why not in the loss's dtype: a mean over micro-batches would be rounded at each sum.
+            averaged = weighted or len(calls) > 1
+            value = loss_value(loss) if averaged else loss.detach().reshape(())
             value = value if factor == 1 else _clean(value * factor, zero_weight)
             total, own = value if i == 0 else total + value, own + weight
             auxes.append(tree.map(detached, aux))

@@ -373,6 +373,7 @@ class TrainStep:
         scaler, scaling = self.scaler, state.scaler
         results, grads = self.evaluate(state.shards, state.buffers, batch, scaling)
         loss, own_loss, weight, own_weight, buffers, aux = results
+        loss, own_loss = loss_value(loss), loss_value(own_loss)
         recording = current_recording()
         if recording is not None:
             recording.updates = True

@@ -297,7 +297,7 @@ def test_the_mean_of_losses_of_low_precision_is_in_float32(dtype: torch.dtype) -
         assert loss.dtype == wide
         torch.testing.assert_close(loss.double(), torch.stack(losses).mean(), rtol=2e-7, atol=0)
         one, _ = fs.value_and_grad(low)(shards, batch())
-        assert one.dtype == wide
+        assert one.dtype == dtype
         torch.testing.assert_close(one.double(), low(shards, batch()).double(), rtol=0, atol=0)
 
     run_simulated(main, 2)
