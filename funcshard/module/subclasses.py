@@ -16,5 +16,21 @@ def with_method(cls: type[nn.Module], name: str, method: Any) -> type[nn.Module]
 
 
 def with_methods(cls: type[nn.Module], methods: Mapping[str, Any]) -> type[nn.Module]:
-    """Return a subclass of ``cls``, under the same name, with ``methods``."""
-    return type(cls.__name__, (cls,), {**methods, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    """Return a subclass of ``cls``, under the same name, with ``methods``.
+
+    The ``__init_subclass__`` of ``cls`` doesn't run.
+    """
+    names = {**methods, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    subclass = type(cls)(cls.__name__, (_Unannounced, cls), names)
+    subclass.__bases__ = (cls,)
+    return subclass
+
+
+class _Unannounced:
+    """A first base that keeps ``__init_subclass__`` of the others from running.
+
+    It may need arguments, or keep a registry of the subclasses that people write.
+    """
+
+    def __init_subclass__(cls) -> None:
+        pass

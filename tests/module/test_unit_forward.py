@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -130,3 +130,32 @@ def test_a_users_hook_that_reads_a_parameter_of_its_unit_is_told_when_hooks_run(
     words = r"'0\.weight' was read .* only during that forward \(hooks of the unit's own module run before or after it\)"
     with pytest.raises(ValueError, match=words):
         fs.fully_shard(apply, plan, fs.Mesh())(fs.shard(params, plan, fs.Mesh()), buffers, x)
+
+
+class Registered(nn.Linear):
+    """A class whose subclasses are registered under a name that they have to give."""
+
+    registry: ClassVar[dict[str, type]] = {}
+
+    def __init_subclass__(cls, name, **kwargs):
+        super().__init_subclass__(**kwargs)
+        cls.registry[name] = cls
+
+
+class Named(Registered, name="named"):
+    pass
+
+
+@pytest.mark.parametrize("cls", [Registered, Named])
+def test_a_unit_is_no_subclass_that_its_class_hears_of(cls):
+    module = nn.Sequential(cls(3, 3), nn.Linear(3, 2))
+    apply, params, buffers = fs.make_functional(module)
+    x = torch.randn(2, 3)
+
+    def main(mesh):
+        plan = fs.make_plan(params, mesh, units=["0"])
+        return fs.fully_shard(apply, plan, mesh)(fs.shard(params, plan, mesh), buffers, x)
+
+    for output in run_simulated(main, 2):
+        assert torch.equal(output, module(x))
+    assert Registered.registry == {"named": Named}
