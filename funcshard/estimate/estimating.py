@@ -85,8 +85,8 @@ def estimate(
 
     Raises:
         TypeError: an argument is of another kind than it should be.
-        ValueError: the profile is of another model or precision, a name is unknown, or a number is
-            too small.
+        ValueError: the profile is of another model or precision, a name is unknown, a number is too
+            small, or the plan cuts no leaf along its model axes.
 
     Example:
         >>> import torch, funcshard as fs
@@ -101,6 +101,7 @@ def estimate(
     if not isinstance(profile, Profile):
         raise TypeError(f"profile must be the Profile that fs.profile returned; found {type(profile).__name__}")
     check_plan(plan)
+    _check_model_axes(plan)
     if not isinstance(schedule, Schedule | None):
         raise TypeError(f"schedule must be a Schedule or None; found {schedule!r}: make it with make_schedule(plan)")
     micro_batches = check_count("micro_batches", micro_batches, of="micro-batches")
@@ -149,6 +150,19 @@ def estimate(
         },
         options={"remat": tuple(names), "micro_batches": micro_batches, "optimizer": optimizer},
     )
+
+
+def _check_model_axes(plan: Plan) -> None:
+    """Raise if all ranks along model axes hold the whole model: then nothing divides its work."""
+    axes = [axis for axis, size in plan.model_axes if size > 1]
+    local = {axis for unit in plan.unit_list for buffer in unit.buffers for axis in buffer.local}
+    if axes and local.isdisjoint(axes):
+        raise ValueError(
+            f"estimate needs a plan that cuts leaves along its model axes; found mesh axes {dict(plan.mesh_axes)}, and no "
+            f"leaf that is local along {' or '.join(map(repr, axes))}: trace one rank's part of the model, and pass "
+            f"make_plan(..., local={{'path': {{{axes[0]!r}: 0}}}}). If these ranks hold whole leaves and split the batch or "
+            f"sequence, plan them as ranks of the 'replicate' axis"
+        )
 
 
 def optimizer_memory(optimizer: str | OptimizerMemory | None) -> OptimizerMemory | None:

@@ -221,3 +221,18 @@ def test_the_budget_says_whether_the_step_fits():
     assert report_of("full_shard", budget=1 << 30).fits
     assert not report_of("full_shard", budget=1 << 10).fits
     assert report_of("full_shard").budget == load_hardware("h100").memory
+
+
+@pytest.mark.parametrize("axes", [{"tensor": 8}, {"tensor": 2, "expert": 2}])
+def test_a_plan_that_cuts_no_leaf_along_its_model_axes_is_no_estimate_of_the_uncut_model(axes):
+    words = f"no leaf that is local along {' or '.join(map(repr, axes))}: trace one rank's part"
+    with pytest.raises(ValueError, match=words):
+        fs.estimate(profile(None), plan_of({"shard": 2, **axes}))
+
+
+def test_model_axes_of_one_rank_and_those_that_leaves_use_are_estimated():
+    one, plain = (fs.estimate(profile(None), plan_of(mesh)) for mesh in ({"shard": 2, "tensor": 1}, 2))
+    assert (one.peak, one.events) == (plain.peak, plain.events)
+    for local in ({"blocks.*.mlp.*": {"tensor": 0}}, {"blocks.0.*": "tensor"}):
+        cut = fs.estimate(profile(None), plan_of({"shard": 2, "tensor": 2}, local=local))
+        assert cut.events == fs.predict_events(cut.plan, cut.schedule)
