@@ -73,7 +73,7 @@ class _Base(NamedTuple):
     resident: Mapping[str, int]  # bytes between steps
     memory: Mapping[str, UnitMemory]
     updated: Mapping[str, int]  # bytes that the optimizer updates on the device
-    seconds: Mapping[str, tuple[float, float]]  # of gathers and of reductions
+    seconds: Mapping[str, tuple[float, float, float]]  # of gathers, reductions, and all-reduces apart
 
 
 @dataclass(slots=True, eq=False)
@@ -172,7 +172,7 @@ class Scorer:
         """Return the parts of a bound that all rungs of the candidate's ladder share."""
         micro_batches, profile = self.profiles[candidate.profile]
         resident = profile.buffers + profile.inputs * micro_batches + self.runtime.communicators
-        updated, stays, gathers, reductions = 0, 0, 0.0, 0.0
+        updated, stays, gathers, reductions, apart = 0, 0, 0.0, 0.0, 0.0
         for name, mode in self._modes(candidate).items():
             base = self._base(candidate.profile, candidate.mesh, mode)
             resident += base.resident[name]
@@ -181,7 +181,9 @@ class Scorer:
             stays += memory.gathered if memory.trained and mode.strategy == "shard_grad_op" else 0
             gathers += base.seconds[name][0]
             reductions += base.seconds[name][1]
+            apart += base.seconds[name][2]
         lane = gathers + reductions if self.runtime.one_lane else max(gathers, reductions)
+        lane = max(lane, apart)
         states = self.optimizer.states if self.optimizer is not None else 0
         moved = updated * (3 + 2 * states) if self.optimizer is not None else 0
         updating = self._clock(candidate.mesh).move(moved)[0] if moved else 0.0
@@ -310,7 +312,7 @@ class Scorer:
         resident: dict[str, int] = {}
         memory: dict[str, UnitMemory] = {}
         updated: dict[str, int] = {}
-        seconds = dict.fromkeys(plan.units, (0.0, 0.0))
+        seconds = {name: [0.0, 0.0, 0.0] for name in plan.units}
         known: dict[Any, tuple[int, UnitMemory, int]] = {}
         for unit in plan.unit_list:
             forms = tuple(
@@ -326,10 +328,10 @@ class Scorer:
         units, clock = plan.units, self._clock(mesh)
         for event in predict_events(plan, [name for name in program.order if name in units], not_saved=program.not_saved):
             lane = int(event.kind != "all_gather")
-            both = list(seconds[event.unit or ""])
-            both[lane] += clock.collective(event)[0]
-            seconds[event.unit or ""] = both[0], both[1]
-        return _Base(plan, resident, memory, updated, seconds)
+            if self.runtime.replicates_apart and event.kind == "all_reduce":
+                lane = 2
+            seconds[event.unit or ""][lane] += clock.collective(event)[0]
+        return _Base(plan, resident, memory, updated, {name: (a, b, c) for name, (a, b, c) in seconds.items()})
 
 
 def _bound(figures: _Figures, fixed: Fixed) -> Bound:

@@ -12,11 +12,12 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import funcshard as fs
-from funcshard.estimate import Profile, compute_time, estimate, load_hardware, profile
+from funcshard.estimate import Profile, Runtime, compute_time, estimate, load_hardware, profile
 from funcshard.estimate.search import scoring
 from funcshard.estimate.search.best_plan import Best, auto_plan
 from funcshard.estimate.search.infeasible import Infeasible, changes_to_fit
-from funcshard.estimate.search.space import Space
+from funcshard.estimate.search.scoring import Score, Scorer
+from funcshard.estimate.search.space import Candidate, Space
 from funcshard.plan import make_plan
 from tests.estimate.chains import Unit, chain
 
@@ -126,6 +127,31 @@ def test_a_larger_budget_gives_no_slower_plan_and_a_smaller_one_no_higher_peak()
         assert larger.report.step_time <= smaller.report.step_time
         assert smaller.report.peak <= larger.report.peak
     assert len({each.report.peak for each in best}) > 2
+
+
+@pytest.mark.parametrize("runtime", [Runtime.fsdp1(), Runtime.fsdp2()])
+@pytest.mark.parametrize("hardware", ["h100-8x100gbps", "h100-8x400gbps"])
+def test_all_reduces_beside_the_lane_count_beside_it_in_bounds(
+    runtime: Runtime, hardware: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scored: list[tuple[float, float]] = []
+    score = Scorer.score
+
+    def checked(scorer: Scorer, candidate: Candidate) -> Score:
+        found, fixed = score(scorer, candidate), scorer.fixed(candidate)
+        scored.append((fixed.communicating + fixed.updating, found.seconds))
+        return found
+
+    monkeypatch.setattr(Scorer, "score", checked)
+    model, space = [Unit(2**26, 2**18, 2**18, 2**18, 10**9)] * 4, Space(remat=1, kept=1)
+    best = auto_plan(chain(model), ranks=16, hardware=hardware, units=["*"], runtime=runtime, space=space)
+    assert isinstance(best, Best)
+    for least, seconds in scored:
+        assert least <= seconds * (1 + 1e-9)
+    for replicate in (1, 2, 4, 8):
+        plan = make_plan(chain(model).forms, {"replicate": replicate, "shard": 16 // replicate}, units=["*"])
+        report = estimate(chain(model), plan, hardware=hardware, runtime=runtime)
+        assert best.report.step_time <= report.step_time * (1 + 1e-9)
 
 
 def test_a_class_of_many_units_goes_in_steps_of_one_unit_which_fill_the_budget() -> None:
