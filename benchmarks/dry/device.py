@@ -28,6 +28,8 @@ def missing() -> str:
     """Return the reason why this machine cannot run dry, or ``""`` if it can."""
     if sys.platform != "linux":
         return "dry runs need Linux"
+    if torch.backends.cuda.is_built() and not torch.cuda.is_available():
+        return "dry runs need a build of torch without CUDA, whose driver they take the place of"
     return "" if shutil.which("g++") else "dry runs need g++, for a stand-in of torch's CUDA library"
 
 

@@ -7,6 +7,7 @@ import statistics
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import published_cases, published_loops, published_states
 from benchmarks.published import END, START, put
@@ -216,6 +217,9 @@ def test_ten_rows_are_fitted_for_each_kind():
         assert sum(cells[5] == "yes" for cells in table(f"**{kind}**")) == 10
 
 
+@pytest.mark.skipif(
+    not torch.__version__.startswith("2.13."), reason="the page is written with the release of constraints.txt"
+)
 def test_the_page_shows_what_is_estimated_today():
     known = [cells[:5] for heading in ("### Memory", *(f"**{kind}**" for kind in KINDS)) for cells in table(heading)]
     for number in numbered(source=FSDP_PAIR):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
@@ -206,7 +207,9 @@ class _Tracer:
         recorder, apply = self.recorder, self.apply
         precision = self.plan.precision
         self.know((args, kwargs, self.anchor, buffers))
-        with recorder, saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
+        with recorder, saved_tensors_hooks(recorder.pack, lambda tensor: tensor), warnings.catch_warnings():
+            # Why: from torch 2.15 on, a selective checkpoint warns of hooks around it, even these.
+            warnings.filterwarnings("ignore", "A saved_tensors_hooks context", FutureWarning)
             modules = self._modules(apply.copies(buffers))
             args, kwargs = cast_inputs(precision, True, args, kwargs)
             out = apply.run(modules[0], args, kwargs)
