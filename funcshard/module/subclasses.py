@@ -21,7 +21,7 @@ def with_methods(cls: type[nn.Module], methods: Mapping[str, Any]) -> type[nn.Mo
     The ``__init_subclass__`` of ``cls`` doesn't run.
     """
     names = {**methods, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    subclass = type(cls)(cls.__name__, (_Unannounced, cls), names)
+    subclass = type(cls.__name__, (_Unannounced, cls), names)
     subclass.__bases__ = (cls,)
     return subclass
 
