@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -166,7 +167,7 @@ def _changed(
     replicate, shard = plan.mesh_shape
     kept = [unit for unit in plan.unit_list if unit.sharded and not unit.reshard_after_forward and unit.name]
     if kept and shard > 1:
-        freed = {"strategy": "full_shard", "reshard_after_forward": True}
+        freed = {"strategy": "full_shard", "reshard_after_forward": True, "reshard_after_backward": True}
         chosen = [unit.name for unit in kept]
 
         def resharded(count: int) -> Report:
@@ -225,7 +226,23 @@ def _remade(
             "strategy": unit.strategy, "offload": unit.offload, "precision": unit.precision,
             "reshard_after_forward": unit.reshard_after_forward or None if unit.strategy != "full_shard"
             else unit.reshard_after_forward,
+            "reshard_after_backward": unit.reshard_after_backward,
         }  # fmt: skip
         options[unit.members or unit.name] = {**own, **change(unit)}
     axes = {"replicate": mesh[0], "shard": mesh[1]}
-    return make_plan(profile.forms, axes, units=options, ties=profile.ties, local=local, precision=plan.precision)
+    made = make_plan(
+        profile.forms, axes, units=options, ties=profile.ties, local=local, precision=plan.precision, bucket_bytes=0
+    )
+    return dataclasses.replace(made, buckets=_kept_buckets(plan, made))
+
+
+def _kept_buckets(plan: Plan, made: Plan) -> tuple[tuple[str, ...], ...]:
+    """Return the buckets of a plan, cut where another plan's units differ in their collectives."""
+    units = made.units
+
+    def key(name: str) -> Any:
+        # Why the name: units that few ranks hold together after forward have no bucket.
+        return (units[name].bucket_key, name if units[name].post_forward_ranks is not None else "")
+
+    runs = (tuple(run) for bucket in plan.buckets for _, run in itertools.groupby(bucket, key=key))
+    return tuple(run for run in runs if len(run) > 1)

@@ -294,6 +294,42 @@ def test_a_change_goes_as_far_as_the_budget_asks_for() -> None:
     assert counts[0] < counts[-1]
 
 
+@pytest.mark.parametrize("limit", [0, 2**23, 2**30])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+def test_a_change_keeps_the_buckets_and_all_else_that_it_does_not_name(limit: int, strategy: str) -> None:
+    found = chain([MODEL[0]] * 40)
+    frees = strategy == "full_shard"
+    options = {"units": ["*"], "strategy": strategy, "bucket_bytes": limit, "reshard_after_backward": frees}
+    plan = make_plan(found.forms, 4, **options)
+    changes = {each.text.partition(" more units")[0]: each for each in changes_to_fit(found, plan, budget=1)}
+    more = next(each.report.plan for text, each in changes.items() if text.endswith("times as many ranks"))
+    assert more.mesh_shape[1] > 4
+    assert more == make_plan(found.forms, more.mesh_shape[1], **options)
+    host = changes["offload shards to the host"].report.plan
+    assert host == make_plan(found.forms, 4, **options, offload=True)
+    if not frees and limit < 2**30:  # one bucket of all units has the same peak
+        again = changes["reshard 40"].report.plan
+        assert again.unit_list[1:] == make_plan(found.forms, 4, units=["*"]).unit_list[1:]
+        assert again.buckets == plan.buckets
+
+
+def test_a_change_of_some_units_cuts_their_bucket() -> None:
+    found = chain([MODEL[0]] * 12)
+    plan = make_plan(found.forms, 4, units=["*"], strategy="shard_grad_op", bucket_bytes=2**23)
+    assert [len(bucket) for bucket in plan.buckets] == [2] * 6
+    before, cut = estimate(found, plan), 0
+    for saved in range(1, 2**23, 2**21):
+        changes = changes_to_fit(found, plan, budget=before.peak - saved)
+        some = next(each for each in changes if each.text.startswith("reshard"))
+        after = some.report.plan
+        freed = [unit.name for unit in after.unit_list if unit.reshard_after_forward is True]
+        assert len(freed) == int(some.text.split()[1])
+        parts = [[[u for u in bucket if (u in freed) is free] for free in (True, False)] for bucket in plan.buckets]
+        assert after.buckets == tuple(tuple(part) for both in parts for part in both if len(part) > 1)
+        cut += after.buckets != plan.buckets
+    assert cut
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
