@@ -198,12 +198,6 @@ def _sharded(
     if apply.late_changes is not None:
         apply.late_changes.look()
     recomputed = frozenset(recomputed_units(plan, again))
-    group = next((name for name in sorted(recomputed) if plan.units[name].members), None)
-    if group is not None:
-        raise ValueError(
-            f"remat cannot name the group {group!r}, whose modules run at different times, so that backward cannot compute "
-            f"them again as one; make its modules {list(plan.units[group].members)} units of their own"
-        )
     if schedule is not None:
         check_schedule(schedule, plan)
     paths = [path for unit in plan.unit_list for path in unit.paths]

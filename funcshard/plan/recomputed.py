@@ -38,7 +38,7 @@ def recomputed_units(plan: Plan, remat: Iterable[str] | bool) -> list[str]:
 
     Raises:
         TypeError: ``remat`` is neither a list of texts nor a flag.
-        ValueError: a name or glob matches no unit, or names the root.
+        ValueError: a name or glob matches no unit, or names the root or a group.
     """
     given = read_remat(remat)
     names = [unit.name for unit in plan.unit_list if unit.name]
@@ -52,6 +52,11 @@ def recomputed_units(plan: Plan, remat: Iterable[str] | bool) -> list[str]:
             raise ValueError(
                 f"remat must name units of the plan, not the root; found {each!r}; its units are {names[:6]}: write names "
                 f"or globs of these, or remat=True for all"
+            )
+        if plan.units[own[0]].members:
+            raise ValueError(
+                f"remat cannot name the group {own[0]!r}, whose modules run at different times, so that backward cannot "
+                f"compute them again as one; make its modules {list(plan.units[own[0]].members)} units of their own"
             )
         found.update(own)
     return [name for name in names if name in found]

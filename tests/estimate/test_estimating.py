@@ -236,3 +236,20 @@ def test_model_axes_of_one_rank_and_those_that_leaves_use_are_estimated():
     for local in ({"blocks.*.mlp.*": {"tensor": 0}}, {"blocks.0.*": "tensor"}):
         cut = fs.estimate(profile(None), plan_of({"shard": 2, "tensor": 2}, local=local))
         assert cut.events == fs.predict_events(cut.plan, cut.schedule)
+
+
+def test_backward_computes_no_group_again_in_estimates_as_in_steps():
+    plan = plan_of(units=[["blocks.0", "blocks.1"], "blocks.2"])
+    group = plan.unit_list[1].name
+    with pytest.raises(ValueError, match=r"remat cannot name the group 'blocks\.0\+blocks\.1'"):
+        fs.estimate(profile(None), plan, remat=["blocks.2", group])
+    assert fs.estimate(profile(None), plan, remat=True).options["remat"] == ("blocks.2",)
+
+
+@pytest.mark.parametrize("units", [[["0", "1"], ["2", "3"], "4", "5"], [["0", "1"], ["2", "3"], ["4", "5"]]])
+def test_auto_plan_answers_with_remat_that_fully_shard_takes(units):
+    apply, params, buffers = fs.make_functional(torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(6))))
+    traced = fs.profile(apply, params, buffers, torch.zeros(512, 16))
+    leanest = fs.auto_plan(traced, ranks=8, units=units, budget=1)
+    assert not any("+" in name for name in leanest.report.options["remat"])
+    assert not any("+" in part for part in leanest.text.split(", ") if "remat" in part)

@@ -155,7 +155,7 @@ def _changed(
     estimated: Callable[..., Report],
 ) -> Iterator[tuple[str, Report]]:
     """Yield changes in words, with the estimate of each."""
-    names = [name for name in plan.units if name]
+    names = [unit.name for unit in plan.unit_list if unit.name and not unit.members]
     rest = [name for name in names if name not in set(remat)]
     if rest:
         count, report = _fewest(len(rest), lambda count: estimated(plan, [*remat, *rest[:count]]))

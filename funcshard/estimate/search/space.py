@@ -164,9 +164,9 @@ class UnitClass(NamedTuple):
 
     Attributes:
         names: their names, in the order of forward.
-        again: those that backward can compute again, all but the root. Of equal units the first
-            come first. Of others those come first that take the least time for each byte that they
-            save: a knapsack is filled well in that order.
+        again: those that backward can compute again, all but the root and groups. Of equal units
+            the first come first. Of others those come first that take the least time for each byte
+            that they save: a knapsack is filled well in that order.
         repeated: whether they are equal; if not, they are those without an equal one.
         title: the units in words, such as ``"blocks.*"``.
     """
@@ -197,17 +197,20 @@ def unit_classes(plan: Plan, program: Program, seconds: Callable[[Run], float]) 
     groups: dict[Any, list[str]] = {}
     for unit in sorted(plan.unit_list, key=lambda unit: order.get(unit.name, len(order))):
         forms = tuple((each.key, each.numel, each.dtype, each.trainable, each.local) for each in unit.buffers)
-        groups.setdefault((unit.name == "", forms, unit.precision, flops.get(unit.name, 0)), []).append(unit.name)
+        key = (unit.name == "", unit.members == (), forms, unit.precision, flops.get(unit.name, 0))
+        groups.setdefault(key, []).append(unit.name)
     units = plan.units
+    modules = {unit.name for unit in plan.unit_list if unit.name and not unit.members}
     found = []
     for names in groups.values():
         if len(names) > 1:
             titles = [group.title for group in fold_units(units[name] for name in names)]
             title = titles[0].rpartition("× ")[2] if len(titles) == 1 else f"units like {names[0]}"
-            found.append(UnitClass(tuple(names), tuple(filter(None, names)), True, title))
+            again = tuple(name for name in names if name in modules)
+            found.append(UnitClass(tuple(names), again, True, title))
     single = tuple(names[0] for names in groups.values() if len(names) == 1)
     title = "other units" if len(single) > 1 else "".join(single) or "the root"
-    costs = {name: times.get(name, 0.0) / max(program.saved.get(name, 0), 1) for name in single if name}
+    costs = {name: times.get(name, 0.0) / max(program.saved.get(name, 0), 1) for name in single if name in modules}
     again = tuple(sorted(costs, key=lambda name: costs[name]))
     return (*found, UnitClass(single, again, False, title)) if single else tuple(found)
 
