@@ -183,14 +183,14 @@ def auto_plan(
         found = _search(scorer, space, ranks, limit)
     if found.best is None:
         lean = found.lean
-        report = _report(scorer, lean, optimizer, limit)
+        report = _report(scorer, lean, optimizer, budget)
         changes = changes_to_fit(
             scorer.profiles[lean.profile][1], report.plan, budget=limit, hardware=machine, optimizer=optimizer,
             schedule=report.schedule, remat=scorer.remat(lean), micro_batches=scorer.profiles[lean.profile][0],
             runtime=runtime, local=local,
         )  # fmt: skip
         return Infeasible(limit, report, described(lean, classes, scorer), found.considered, changes)
-    report = _report(scorer, found.best, optimizer, limit)
+    report = _report(scorer, found.best, optimizer, budget)
     micro_batches, own = scorer.profiles[found.best.profile]
     return Best(
         plan=report.plan,
@@ -264,7 +264,7 @@ def _search(scorer: Scorer, space: Space, ranks: int, budget: int) -> _Found:
     return _Found(winner, lean, scores, sum(len(each.counts) for each in found))
 
 
-def _report(scorer: Scorer, candidate: Candidate, optimizer: Any, budget: int) -> Report:
+def _report(scorer: Scorer, candidate: Candidate, optimizer: Any, budget: int | str | None) -> Report:
     micro_batches, profile = scorer.profiles[candidate.profile]
     plan = scorer.plan(candidate)
     return estimate(

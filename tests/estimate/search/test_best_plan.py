@@ -279,6 +279,14 @@ def test_if_nothing_fits_the_answer_says_why_and_what_would_help() -> None:
     assert answer._repr_html_().count("<table") == 2
 
 
+def test_the_budget_of_the_hardware_is_not_one_that_was_given() -> None:
+    found, machine = chain(MODEL), load_hardware(HARDWARE)
+    for budget, source in ((None, machine.sources["memory"].how), (machine.memory, "given")):
+        best = auto_plan(found, ranks=4, hardware=HARDWARE, units=["*"], budget=budget, space=Space(remat=0))
+        assert best.report.budget == machine.memory
+        assert best.report.sources["budget"] == source
+
+
 def test_a_change_goes_as_far_as_the_budget_asks_for() -> None:
     found = chain(MODEL)
     plan = make_plan(found.forms, 4, units=["*"])
