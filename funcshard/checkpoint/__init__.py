@@ -31,6 +31,7 @@ Read the files in this order:
 - ``writer``: the thread that writes one rank's part.
 - ``other_files``: folders that hold no safetensors, and the remedy for each.
 - ``safetensors``: ``export_safetensors`` and ``import_safetensors``.
+- ``adapters``: the names of a model under peft's adapters, and their initial values.
 - ``hugging_face``: Hugging Face's models on meta, and their names in files.
 - ``pretrained``: ``from_pretrained`` and ``save_pretrained``, which call it.
 """

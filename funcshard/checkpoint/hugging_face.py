@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from funcshard._utils import regular_size
+from funcshard.checkpoint.adapters import base_model, file_names
 from funcshard.checkpoint.other_files import what_it_holds
 
 __all__ = ["build_on_meta", "default_units", "is_hugging_face", "read_names", "stored", "write_config"]
@@ -182,7 +183,20 @@ def read_names(
     With each dictionary come the tensors of the files that it was made of. Tensors of another name
     are left out, and those that need no conversion are yielded as they are.
     """
-    names = module.state_dict()
+    names, base = file_names(module), base_model(module)
+    if base is not module:  # files of the model with its adapters have the module's own names
+        exact = module.state_dict().keys() & tensors.keys()
+        yield from (({name: tensors[name]}, [tensors[name]]) for name in tensors if name in exact)
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in exact}
+    for read, sources in _read_base(base, names, tensors):
+        yield {name: tensor for plain, tensor in read.items() for name in names[plain]}, sources
+        del read  # before the next tensor is converted
+
+
+def _read_base(
+    module: nn.Module, names: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[Mapping[str, torch.Tensor], Sequence[torch.Tensor]]]:
+    """Yield the tensors of files under ``names``, those of a model without adapters."""
     if not is_hugging_face(module):
         yield from (({name: tensor}, [tensor]) for name, tensor in tensors.items() if name in names)
         return

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from funcshard._utils import callers_level, check_bytes, check_flag, check_path, did_you_mean, release_pages
+from funcshard.checkpoint.adapters import adapter_reset, file_names
 from funcshard.checkpoint.hugging_face import (
     build_on_meta,
     default_units,
@@ -91,7 +92,8 @@ def from_pretrained(
     ``AutoModel.from_pretrained`` are: pass ``apply.train()`` to ``fully_shard`` to train with
     dropout. Names and tensors that the module has in another form than the files are converted.
     Parameters that the files lack, such as those of a new head, get the model's initial values, and
-    a warning names them. Buffers that are in no file are computed.
+    a warning names them. Adapters of peft on a module on meta get peft's initial values, without a
+    warning. Buffers that are in no file are computed.
 
     Arguments:
         path: a local folder with a ``config.json`` and ``model.safetensors``, or several such files
@@ -99,8 +101,8 @@ def from_pretrained(
         mesh: the ranks.
         model: the model's class, such as ``transformers.LlamaForSequenceClassification``, or a
             module on the meta device, whose parameters may have other dtypes and may be frozen. It
-            may be any ``nn.Module`` with the files' names. By default it is the class that
-            ``config.json`` names.
+            may be any ``nn.Module`` with the files' names, and one with adapters on it, as from
+            ``peft.get_peft_model``. By default it is the class that ``config.json`` names.
         dtype: dtype of the parameters. By default it is that of the config, or of the module.
             Training in bfloat16 usually keeps float32 parameters: pass ``torch.float32`` and
             ``precision=fs.MixedPrecision(param_dtype=torch.bfloat16)``.
@@ -166,12 +168,18 @@ def from_pretrained(
     checksums = LeafChecksums(mesh, str(path), "give every rank the same files")
     shards = {unit.name: {buffer.key: empty_shard(unit, buffer, mesh) for buffer in unit.buffers} for unit in plan.unit_list}
     missing: list[str] = []
+    adapters: list[str] = []
+    reset: Any = None
     try:
         _check_plan(plan, params)
         tensors = open_tensors(folder)
         for name, tensor in tensors.items():
             checksums.add(name, tensor.view(-1)[: COMPARED // tensor.itemsize])
         missing, found = _read(module, tensors, shards, plan, mesh, folder)
+        in_files = {name for names in file_names(module).values() for name in names}
+        adapters = [path for path in missing if path not in in_files]
+        missing = [path for path in missing if path in in_files]
+        reset = adapter_reset(module) if adapters else None
         rest = init_buffers(module, mesh)
         buffers = {name: found.get(name, rest[name]) for name in buffers}
     except Exception as error:
@@ -184,6 +192,8 @@ def from_pretrained(
             stacklevel=callers_level(),
         )
         init_missing(module, plan, mesh, shards, missing)
+    if adapters:
+        init_missing(module, plan, mesh, shards, adapters, reset)
     return Pretrained(apply, shards, buffers, plan)
 
 

@@ -66,7 +66,14 @@ def init_buffers(module: nn.Module, mesh: Mesh, *, reset: Reset | None = None) -
     return _reset_buffers(copy.deepcopy(module), mesh, reset)
 
 
-def init_missing(module: nn.Module, plan: Plan, mesh: Mesh, shards: Shards, missing: Collection[str]) -> None:
+def init_missing(
+    module: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    shards: Shards,
+    missing: Collection[str],
+    reset: Reset | None = None,
+) -> None:
     """Write initial values of some leaves into shards, with one unit's leaves in memory at a time.
 
     Ranks have to be seeded alike. Their values are compared, so every rank has to call.
@@ -77,6 +84,7 @@ def init_missing(module: nn.Module, plan: Plan, mesh: Mesh, shards: Shards, miss
         mesh: the ranks.
         shards: the shards to write to.
         missing: paths of the leaves.
+        reset: as in ``init_buffers``, for the modules that hold the leaves and those around them.
     """
     new = copy.deepcopy(module)
     remedy = "call torch.manual_seed(0) on every rank before"
@@ -86,7 +94,7 @@ def init_missing(module: nn.Module, plan: Plan, mesh: Mesh, shards: Shards, miss
         for unit in plan.unit_list:
             for buffer in unit.buffers:
                 leaves = {leaf.path: leaf for leaf in buffer.leaves if leaf.path in missing}
-                for path, value in _reset_parameters(new, mesh, leaves).items():
+                for path, value in _reset_parameters(new, mesh, leaves, reset).items():
                     put_whole(shards[unit.name][buffer.key], value, leaves[path], buffer, mesh)
                     checksums.add(path, value, own_axes(buffer.local, leaves[path].cuts))
     except Exception as error:  # of any kind, because other ranks wait
@@ -94,14 +102,16 @@ def init_missing(module: nn.Module, plan: Plan, mesh: Mesh, shards: Shards, miss
     checksums.start(fault).finish()
 
 
-def _reset_parameters(module: nn.Module, mesh: Mesh, leaves: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _reset_parameters(
+    module: nn.Module, mesh: Mesh, leaves: Mapping[str, Any], reset: Reset | None
+) -> dict[str, torch.Tensor]:
     """Return initial values of some parameters, by name; the module's own are on meta again."""
     places = {name: _place(module, name) for name in leaves}
     old = {name: holder._parameters[key] for name, (holder, key) in places.items()}
     for name in places:
         _replace(module, old[name], _blank(old[name], mesh.device))
     blanks = {name: holder._parameters[key] for name, (holder, key) in places.items()}
-    _reset_around(module, blanks, None)
+    _reset_around(module, blanks, reset)
     found = {name: holder._parameters[key] for name, (holder, key) in places.items()}
     _check_written(found, blanks, "parameter")
     for name, value in found.items():

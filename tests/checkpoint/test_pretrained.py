@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import peft
 import pytest
 import safetensors.torch
 import torch
@@ -20,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcshard as fs
 from funcshard._utils import tree
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # by peft
 
 IDS = torch.arange(12).view(2, 6)
 SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -267,6 +270,111 @@ def test_a_module_on_meta_of_any_kind_is_filled(tmp_path: Path) -> None:
 
     assert torch.equal(fs.simulate(main, 2)[0], real.eval()(torch.ones(2, 3)))
     assert meta.norm.running_mean.is_meta
+
+
+# --- adapters -------------------------------------------------------------------------------------
+
+TARGETS = {"target_modules": ["k_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+ADAPTERS: dict[str, Any] = {
+    "LoRA": peft.LoraConfig(**TARGETS),
+    "LoRA, Gaussian": peft.LoraConfig(**TARGETS, init_lora_weights="gaussian", lora_dropout=0.5),
+    "LoRA that is not zero": peft.LoraConfig(**TARGETS, init_lora_weights=False),
+    "LoRA of an embedding": peft.LoraConfig(target_modules=["embed_tokens", "q_proj"]),
+    "LoRA and a trained head": peft.LoraConfig(**TARGETS, modules_to_save=["lm_head"]),
+    "IA3": peft.IA3Config(**TARGETS, feedforward_modules=["down_proj"]),
+}
+
+
+def adapted_on_meta(family: str, config: Any, **options: Any) -> Any:
+    with torch.device("meta"):
+        cls = getattr(transformers, FAMILIES[family].model)
+        return peft.get_peft_model(cls(cls.config_class(**FAMILIES[family].options, **options)), config)
+
+
+def loaded_under_adapters(folder: Path, model: Any, **options: Any) -> Any:
+    """Return the parameters and logits on the first of two ranks; both hold the same ones."""
+
+    def main(mesh: fs.Mesh) -> Any:
+        torch.manual_seed(7)
+        apply, shards, buffers, plan = fs.from_pretrained(folder, mesh, model=model, **options)
+        assert len(plan.units) == 3
+        frozen = {path for path, p in model.named_parameters() if not p.requires_grad}
+        assert frozen == {leaf.path for u in plan.unit_list for b in u.buffers if not b.trainable for leaf in b.leaves}
+        logits = fs.fully_shard(apply, plan, mesh)(shards, buffers, input_ids=IDS).logits
+        return fs.to_state_dict(shards, plan, mesh), logits
+
+    first, second = fs.simulate(main, 2)
+    assert all(torch.equal(first[0][path], second[0][path]) for path in first[0])
+    return first
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_a_folder_is_loaded_under_adapters(name: str, tmp_path: Path) -> None:
+    real = made("Llama", tmp_path)
+    base = {path: p.detach().clone() for path, p in real.named_parameters()}
+    theirs = peft.get_peft_model(real, ADAPTERS[name]).eval()
+    params, logits = loaded_under_adapters(tmp_path, adapted_on_meta("Llama", ADAPTERS[name]))
+    adapters = {path for path in params if "lora_" in path or "ia3_" in path}
+    assert adapters
+    read = {path for path, p in theirs.state_dict().items() if path in params and path not in adapters}
+    assert read == params.keys() - adapters
+    assert all(torch.equal(params[path], theirs.state_dict()[path]) for path in read)
+    assert len(read) == len(base) + ("head" in name)
+    for path in adapters:  # of the same distribution: as wide, and as constant
+        value, meant = params[path], theirs.get_parameter(path)
+        assert value.dtype == meant.dtype
+        assert abs(value.std() - meant.std()) <= 0.4 * meant.std()
+        assert abs(value.mean() - meant.mean()) <= 0.2
+    if name != "LoRA that is not zero":  # others begin as the model without them
+        torch.testing.assert_close(logits, theirs(IDS).logits)
+    theirs.load_state_dict(params, strict=False)
+    torch.testing.assert_close(logits, theirs(IDS).logits)
+
+
+@pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings=True.:UserWarning")  # by peft
+@pytest.mark.parametrize("family", ["Mixtral", "GPT-2"])
+def test_converted_and_tied_tensors_are_loaded_under_adapters(family: str, tmp_path: Path) -> None:
+    targets, head = {"Mixtral": (["q_proj"], None), "GPT-2": (["c_attn"], ["lm_head"])}[family]
+    config = peft.LoraConfig(target_modules=targets, modules_to_save=head, fan_in_fan_out=family == "GPT-2")
+    theirs = peft.get_peft_model(made(family, tmp_path), config).eval()
+    params, logits = loaded_under_adapters(tmp_path, adapted_on_meta(family, config))
+    torch.testing.assert_close(logits, theirs(IDS).logits)
+    assert all(torch.equal(value, theirs.state_dict()[path]) for path, value in params.items() if "lora_" not in path)
+
+
+def test_adapters_stay_in_float32_over_weights_in_bfloat16(tmp_path: Path) -> None:
+    made("Llama", tmp_path)
+    with torch.device("meta"):
+        base = FAMILIES["Llama"].build().bfloat16()
+    params, _ = loaded_under_adapters(tmp_path, peft.get_peft_model(base, ADAPTERS["LoRA"]))
+    assert all((value.dtype == torch.float32) is ("lora_" in path) for path, value in params.items())
+
+
+def test_adapters_in_the_files_are_read(tmp_path: Path) -> None:
+    theirs = peft.get_peft_model(made("Llama", tmp_path / "base"), ADAPTERS["LoRA that is not zero"]).eval()
+    safetensors.torch.save_file(theirs.state_dict(), tmp_path / "model.safetensors")
+    model = adapted_on_meta("Llama", peft.LoraConfig(**TARGETS, use_dora=False))
+    params, _ = loaded_under_adapters(tmp_path, model)
+    assert all(torch.equal(value, theirs.state_dict()[path]) for path, value in params.items())
+
+
+UNFIT = {
+    "DoRA": peft.LoraConfig(**TARGETS, use_dora=True),
+    "prompts": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+    "another kind": peft.LoHaConfig(**TARGETS),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_adapters_that_need_values_under_them_are_said(name: str, tmp_path: Path) -> None:
+    made("Llama", tmp_path)
+    model = adapted_on_meta("Llama", UNFIT[name])
+
+    def main(mesh: fs.Mesh) -> None:
+        with pytest.raises(ValueError, match="call get_peft_model on a model with values"):
+            fs.from_pretrained(tmp_path, mesh, model=model)
+
+    fs.simulate(main, 2)
 
 
 # --- memory ---------------------------------------------------------------------------------------
