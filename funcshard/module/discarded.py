@@ -163,7 +163,7 @@ class DiscardedState:
             filled = {}
             for index, (spec, module) in enumerate(zip(self.skeleton.specs, modules, strict=True)):
                 for name, old, new in _changes(spec, module, modules):
-                    if old is None or (isinstance(old, _EMPTY) and not old):
+                    if _was_unset(old, new):
                         filled[index, name] = digest(new)
                     else:
                         changed.append((index, name))
@@ -205,6 +205,24 @@ def _changes(spec: ModuleSpec, module: nn.Module, modules: Sequence[nn.Module]) 
         one, other = digest(old), digest(new)
         if one is not None and other is not None and one != other:
             yield name, old, new
+
+
+def _is_unset(value: Any) -> bool:
+    return value is None or (isinstance(value, _EMPTY) and not value)
+
+
+def _was_unset(old: Any, new: Any) -> bool:
+    """Return whether a call only filled in what was ``None`` or empty, in ``old`` or inside it.
+
+    Classifiers of Hugging Face set ``config.problem_type`` by the labels of each call.
+    """
+    if _is_unset(old):
+        return True
+    before, after = getattr(old, "__dict__", None), getattr(new, "__dict__", None)
+    if type(old) is not type(new) or not isinstance(before, dict) or not isinstance(after, dict):
+        return False
+    changed = [name for name in after if name not in before or digest(before[name]) != digest(after[name])]
+    return bool(changed) and all(_is_unset(before.get(name)) for name in changed)
 
 
 def _not_now() -> bool:

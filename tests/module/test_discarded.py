@@ -193,7 +193,7 @@ class Clock:
     """An object of a user: it has no length, and is neither equal to anything nor true."""
 
     def __init__(self) -> None:
-        self.time = 0
+        self.time, self.zone = 0, None
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -236,6 +236,7 @@ HARMLESS: dict[str, Any] = {
     "a dictionary of masks": lambda m, x: m.masks.update({len(x): torch.ones(len(x))}),
     "a new attribute": lambda m, x: setattr(m, "last", x),
     "an equal value": lambda m, x: setattr(m, "name", "fir" + "st"),
+    "a choice that an object lacks": lambda m, x: setattr(m.inner.when, "zone", "UTC"),
     "a hook": lambda m, x: m.inner.lin.register_forward_hook(lambda *args: None),
     "a buffer that no state dict has": lambda m, x: m.register_buffer("mask", x, persistent=False),
 }
