@@ -76,10 +76,10 @@ def measure_checkpoint(units: int, old: Mapping[str, int], new: Mapping[str, int
     plans = [fs.make_plan(params, shape, units=["*"]) for shape in (old, new)]
     cpu = torch.device("cpu")
     flat = seconds.timed("flatten", lambda: flatten_state(_state(plans[0], 0), plans[0], 0))
-    shared, axes = flat.tensors, plans[0].mesh_axes
+    shared = flat.tensors
 
     def needed() -> list[int]:
-        empty = unflatten_state(flat.spec, [], shared, plans[1], rank, axes, lambda *_: cpu)
+        empty = unflatten_state(flat.spec, [], shared, plans[1], rank, plans[0], lambda *_: cpu)
         return sorted(holders.holders(empty.reads, flat.spec, shared, plans[0]))
 
     ranks = seconds.timed("restore planning", needed)

@@ -295,7 +295,7 @@ def _check_loop(name: str) -> None:
         return x * x
 
     def run() -> None:
-        x = torch.zeros(2, device="cpu")
+        x = torch.zeros(2, dtype=torch.float32, device="cpu")
         if name == _JACOBIAN:
             torch.autograd.functional.jacobian(watched, x)
         else:

@@ -286,5 +286,5 @@ class Functional:
 def _copies(tensors: Mapping[str, torch.Tensor]) -> Tensors:
     """Return copies of tensors; those of large ones share their memory until it is written to."""
     # Why not below a transform: it has to see the copy, and so has a graph that is recorded.
-    large = torch.clone if recording_or_transforming() else late_copy
+    large = torch.clone if torch.compiler.is_compiling() or recording_or_transforming() else late_copy
     return {name: each.clone() if each.numel() < LARGE else large(each) for name, each in tensors.items()}

@@ -102,7 +102,7 @@ MISUSES: dict[str, tuple[Callable[[fs.Mesh, Path], Any], str]] = {
         lambda m, p: loaded(m, {"a": W, "b": W * 2}, TIED), "'a' and 'b' of the state dict are one leaf .* a new plan"
     ),
     "a checkpoint of other shapes": (lambda m, p: restored(m, p, TURNED), "leaf 'a' has shape .* is of another model"),
-    "a checkpoint of other dtypes": (lambda m, p: restored(m, p, HALF), "must have dtype float16; found torch.float32"),
+    "a checkpoint of other dtypes": (lambda m, p: restored(m, p, HALF), "in float32, and leaf 'a' is of float16"),
     "a checkpoint of other names": (
         lambda m, p: restored(m, p, {"a": PARAMS["a"], "c": PARAMS["b"]}), "holds the first but not the second"
     ),

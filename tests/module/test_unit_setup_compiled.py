@@ -547,6 +547,7 @@ MODULES = [Mutating, Shared, Checkpointed, Hidden]
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the forward of Sequential set attributes")
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 @pytest.mark.parametrize("cls", MODULES)
 def test_a_module_that_does_more_than_compute_is_compiled_once(cls, strategy):

@@ -208,7 +208,7 @@ CASES(
 CASES(
     "restore gather",
     "a model of another dtype",
-    error(ValueError, "must have dtype float16"),
+    error(ValueError, "in float32, and leaf '4.bias' is of float16 in the plan"),
     given(lambda s: fs.gather(fs.restore(saved(s), halved(s.mesh), s.mesh), halved(s.mesh), s.mesh)),
 )
 CASES(
@@ -624,3 +624,25 @@ CASES(
 @CASES.parametrize()
 def test_misuse(case):
     check(case)
+
+
+# --- read_values ----------------------------------------------------------------------------------
+
+CASES(
+    "read_values",
+    "a folder that nothing was saved to",
+    error(FileNotFoundError, "step-7"),
+    lambda mesh: fs.read_values("step-7"),
+)
+CASES(
+    "read_values",
+    "a number of a step",
+    error(TypeError, "path"),
+    lambda mesh: fs.read_values(7),
+)
+CASES(
+    "read_values",
+    "the description instead of the path",
+    error(TypeError, "path"),
+    given(lambda s: fs.read_values(fs.save(saved(s), s.shards, s.plan, s.mesh))),
+)

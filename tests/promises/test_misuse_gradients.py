@@ -6,7 +6,7 @@ import optree
 import torch
 
 import funcshard as fs
-from tests.misuse import BUFFERS, DATA, DESYNC, GRID, Table, check, error, given, right, set_up, untold, whole_grads
+from tests.misuse import BUFFERS, DATA, DESYNC, GRID, PARAMS, Table, check, error, given, right, set_up, untold, whole_grads
 
 CASES = Table()
 MISTAKES = "docs/mistakes.md"
@@ -572,3 +572,25 @@ CASES(
 @CASES.parametrize()
 def test_misuse(case):
     check(case)
+
+
+# --- broadcast_to_shards --------------------------------------------------------------------------
+
+CASES(
+    "broadcast_to_shards",
+    "a number instead of a tensor",
+    error(TypeError, "tensor"),
+    given(lambda s: fs.broadcast_to_shards(0.1, s.plan, s.mesh)),
+)
+CASES(
+    "broadcast_to_shards",
+    "a tree of other leaves",
+    error(ValueError, "unexpected: ['other']"),
+    given(lambda s: fs.broadcast_to_shards({"other": torch.tensor(0.1)}, s.plan, s.mesh)),
+)
+CASES(
+    "broadcast_to_shards",
+    "the plan of another mesh",
+    error(ValueError, "mesh"),
+    given(lambda s: fs.broadcast_to_shards(torch.tensor(0.1), fs.make_plan(PARAMS, 8), s.mesh)),
+)

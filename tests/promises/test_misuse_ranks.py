@@ -459,3 +459,25 @@ def _(mesh):
 @CASES.parametrize()
 def test_misuse(case):
     check(case)
+
+
+# --- broadcast_object -----------------------------------------------------------------------------
+
+CASES(
+    "broadcast_object",
+    "a tuple",
+    error(TypeError, "pass a list"),
+    lambda mesh: fs.broadcast_object((1, 2), mesh),
+)
+CASES(
+    "broadcast_object",
+    "a dictionary by number",
+    error(TypeError, "the keys of value must be strings"),
+    lambda mesh: fs.broadcast_object({1: "a"}, mesh),
+)
+CASES(
+    "broadcast_object",
+    "no mesh",
+    error(TypeError, "mesh must be a Mesh"),
+    lambda mesh: fs.broadcast_object("a", mesh.rank),
+)

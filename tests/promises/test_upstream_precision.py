@@ -93,7 +93,8 @@ def in_plain_torch(
             loss = scaler.scale(x.sum())
             grads = [grad.to(precision.reduce_dtype or compute) for grad in torch.autograd.grad(loss, local)]
             sums = grads if rank == 0 else [a + b for a, b in zip(sums, grads, strict=True)]
-            value = loss.detach() / scaler.get_scale()
+            wide = torch.promote_types(loss.dtype, torch.float32)  # metrics are at least float32
+            value = loss.detach().to(wide) / scaler.get_scale()
             total = value if rank == 0 else total + value
         for weight, grad in zip(weights, sums, strict=True):
             weight.grad = grad.to(full) / ranks
