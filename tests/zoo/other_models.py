@@ -25,13 +25,18 @@ def pictures(size: int = 32, batch: int = 2) -> Callable[[], dict[str, Any]]:
     return lambda: {"0": torch.randn(batch, 3, size, size)}
 
 
+def image_subject(name: str, package: str, path: str, blocks: str, size: int, options: Mapping[str, Any]) -> Subject:
+    return Subject(
+        name=name,
+        package=package,
+        build=functools.partial(made, package, path, {"num_classes": 5, **options}),
+        inputs=pictures(size),
+        blocks=tuple(blocks.split()),
+    )
+
+
 def timm_subject(name: str, blocks: str, size: int = 32, **options: Any) -> Subject:
-    def build() -> nn.Module:
-        import timm
-
-        return timm.create_model(name, num_classes=5, **options)
-
-    return Subject(name=name, package="timm", build=build, inputs=pictures(size), blocks=tuple(blocks.split()))
+    return image_subject(name, "timm", "create_model", blocks, size, {"model_name": name, **options})
 
 
 SMALL_VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4}
@@ -66,12 +71,7 @@ TIMM = (
 
 
 def torchvision_subject(name: str, blocks: str, size: int = 32, **options: Any) -> Subject:
-    def build() -> nn.Module:
-        import torchvision
-
-        return getattr(torchvision.models, name)(num_classes=5, **options)
-
-    return Subject(name=name, package="torchvision", build=build, inputs=pictures(size), blocks=tuple(blocks.split()))
+    return image_subject(name, "torchvision", f"models.{name}", blocks, size, options)
 
 
 TORCHVISION = (
