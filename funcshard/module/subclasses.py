@@ -18,19 +18,20 @@ def with_method(cls: type[nn.Module], name: str, method: Any) -> type[nn.Module]
 def with_methods(cls: type[nn.Module], methods: Mapping[str, Any]) -> type[nn.Module]:
     """Return a subclass of ``cls``, under the same name, with ``methods``.
 
-    The ``__init_subclass__`` of ``cls`` doesn't run.
+    The ``__init_subclass__`` of ``cls`` runs, because layers of Hugging Face put their checkpoints
+    around the new forward there. It is left out if it needs arguments.
     """
     names = {**methods, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    subclass = type(cls.__name__, (_Unannounced, cls), names)
-    subclass.__bases__ = (cls,)
-    return subclass
+    try:
+        return type(cls.__name__, (cls,), names)
+    except TypeError:
+        subclass = type(cls.__name__, (_Unannounced, cls), names)
+        subclass.__bases__ = (cls,)
+        return subclass
 
 
 class _Unannounced:
-    """A first base that keeps ``__init_subclass__`` of the others from running.
-
-    It may need arguments, or keep a registry of the subclasses that people write.
-    """
+    """A first base that keeps ``__init_subclass__`` of the others from running."""
 
     def __init_subclass__(cls) -> None:
         pass

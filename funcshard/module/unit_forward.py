@@ -401,7 +401,11 @@ def unit_class(cls: type[nn.Module], *, own_forward: bool) -> type[nn.Module]:
             return own(*args, **kwargs)
         return state["_funcshard_run"](self, lambda args, kwargs: own(*args, **kwargs), args, kwargs)
 
-    return with_method(cls, "forward", _OfObjects(forward, cls) if own_forward else forward)
+    made = with_method(cls, "forward", forward)
+    if own_forward:
+        # Why later: __init_subclass__ of a class may read its forward, and replace it.
+        made.forward = _OfObjects(forward, cls)  # type: ignore[assignment]
+    return made
 
 
 class _OfObjects:

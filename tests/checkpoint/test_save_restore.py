@@ -326,7 +326,8 @@ def test_damage_that_one_rank_meets_is_raised_on_all(tmp_path: Path) -> None:
 
 def fails_on_one(mesh: fs.Mesh, folder: str, how: str) -> tuple[str, list[str], float]:
     """Save where rank 1 cannot; return the error, what is in the folder, and a sum over the ranks afterwards."""
-    params = {"w": torch.zeros(1 << 24)}
+    # Why so large: no earlier test has left a rank free memory of that size.
+    params = {"w": torch.zeros(1 << 27)}
     plan = fs.make_plan(params, mesh)
     shards = fs.shard(params, plan, mesh)
     limit = resource.getrlimit(resource.RLIMIT_AS)

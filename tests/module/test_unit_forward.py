@@ -147,7 +147,7 @@ class Named(Registered, name="named"):
 
 
 @pytest.mark.parametrize("cls", [Registered, Named])
-def test_a_unit_is_no_subclass_that_its_class_hears_of(cls):
+def test_a_class_whose_subclasses_have_to_give_a_name_is_a_unit(cls):
     module = nn.Sequential(cls(3, 3), nn.Linear(3, 2))
     apply, params, buffers = fs.make_functional(module)
     x = torch.randn(2, 3)
