@@ -112,3 +112,24 @@ def test_three_sharded_calls_are_as_one_on_each_rank(name: str) -> None:
 
     fs.simulate(main, world_size=2)
     assert _sizes(apply.skeleton.template) == before
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+def test_each_rank_runs_the_adapters_that_it_names(strategy: str) -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(_build("LlamaForCausalLM"), lora, adapter_name="first").eval()
+    model.add_adapter("second", lora)
+    ids = torch.arange(3, 13).view(2, 5)
+    names = [["first", "second"], ["second", "__base__"]]  # of the samples of each rank
+    meant = [model(ids, adapter_names=rank_names).logits for rank_names in names]
+    assert not torch.equal(*meant)
+    apply, params, buffers = fs.make_functional(model)
+
+    def logits(mesh: fs.Mesh) -> list[torch.Tensor]:
+        plan = fs.make_plan(params, mesh, units=["base_model.model.model.layers.*"], strategy=strategy)
+        sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
+        return [sharded(shards, buffers, ids, adapter_names=names[mesh.rank]).logits for _ in range(3)]
+
+    for calls, rank_logits in zip(fs.simulate(logits, world_size=2), meant, strict=True):
+        assert all(torch.equal(call, rank_logits) for call in calls)
