@@ -114,6 +114,7 @@ def test_three_sharded_calls_are_as_one_on_each_rank(name: str) -> None:
     assert _sizes(apply.skeleton.template) == before
 
 
+@pytest.mark.filterwarnings("ignore:.*:FutureWarning:transformers")
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 def test_each_rank_runs_the_adapters_that_it_names(strategy: str) -> None:
     peft = pytest.importorskip("peft")
