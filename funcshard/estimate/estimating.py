@@ -114,16 +114,20 @@ def estimate(
     names = recomputed_units(plan, remat)
     clock = HardwareClock(machine, plan.mesh_axes)
     check_runtime(runtime)
-    runtime = Runtime.on(machine.device) if runtime is None else runtime
+    on_device = Runtime.on(machine.device) if runtime is None else runtime
     with without_collection():
         found, followed = run_step(
-            profile, plan, profile.program(plan, remat=names), clock, optimizer=optimizer_on(optimizer, runtime),
-            schedule=schedule, micro_batches=micro_batches, reduce=reduce, runtime=runtime, first_step=first_step,
+            profile, plan, profile.program(plan, remat=names), clock, optimizer=optimizer_on(optimizer, on_device),
+            schedule=schedule, micro_batches=micro_batches, reduce=reduce, runtime=on_device, first_step=first_step,
             donate=donate, clip=clip,
         )  # fmt: skip
-    pools = found.ledger.pools(streams=runtime.streams)
-    kept = reserved_band(pools, machine.memory) if runtime.accelerator else (0, 0, "")
+    pools = found.ledger.pools(streams=on_device.streams)
+    kept = reserved_band(pools, machine.memory) if on_device.accelerator else (0, 0, "")
     flops = 3 * profile.forward_flops + (6 * profile.embedded * profile.tokens if count_embeddings else 0)
+    options = {
+        "remat": tuple(names), "micro_batches": micro_batches, "optimizer": optimizer, "reduce": reduce, "runtime": runtime,
+        "donate": donate, "clip": clip, "count_embeddings": count_embeddings, "first_step": first_step,
+    }  # fmt: skip
     return Report(
         plan=plan,
         schedule=followed,
@@ -142,13 +146,13 @@ def estimate(
         budget=machine.memory if budget is None else budget,
         unit_memory=found.unit_memory,
         sources={
-            "peak": "calibrated" if runtime.communicators else "traced",
+            "peak": "calibrated" if on_device.communicators else "traced",
             "traffic": "exact",
             "reserved": reserved_how(machine.name),
             "step_time": clock.source,
             "budget": machine.sources["memory"].how if budget is None else "given",
         },
-        options={"remat": tuple(names), "micro_batches": micro_batches, "optimizer": optimizer},
+        options=options,
     )
 
 

@@ -14,9 +14,13 @@ from funcshard.estimate.walk.step import Moment, Span
 MIB = 1 << 20
 
 
-def plan_of(blocks: int = 4, mesh: Any = 8, **options: Any) -> fs.Plan:
+def plan_of(
+    blocks: int = 4, mesh: Any = 8, *, dtype: torch.dtype = torch.float32, frozen: bool = False, **options: Any
+) -> fs.Plan:
     with torch.device("meta"):
-        params = {"blocks": [{"w": torch.empty(512, 1024)} for _ in range(blocks)], "head": torch.empty(512, 512)}
+        weights = [torch.empty(512, 1024, dtype=dtype) for _ in range(blocks)]
+        layers = [{"w": torch.nn.Parameter(weight, requires_grad=not frozen)} for weight in weights]
+        params = {"blocks": layers, "head": torch.empty(512, 512, dtype=dtype)}
     return fs.make_plan(params, mesh, **{"units": ["blocks.*"], **options})
 
 
