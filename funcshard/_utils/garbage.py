@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Iterator
 
 __all__ = ["without_collection"]
+
+
+class _Blocks:
+    """The blocks of all threads that run, because Python has one switch for all of them."""
+
+    lock = threading.Lock()
+    number = 0
+    enabled = True  # before the first of them
 
 
 @contextlib.contextmanager
@@ -16,7 +25,7 @@ def without_collection() -> Iterator[None]:
     Python starts such a search after a number of new objects, and each one walks through all
     objects. A model of 80,000 modules has a million of them, so half of the time that its trace
     takes would be such searches. Objects outside of cycles are freed at once, as always. After the
-    block, also after an error, searches go on if they were on before.
+    last block of all threads, also after an error, searches go on if they were on before.
 
     Example:
         >>> import gc
@@ -27,10 +36,15 @@ def without_collection() -> Iterator[None]:
         >>> gc.isenabled()
         True
     """
-    enabled = gc.isenabled()
-    gc.disable()
+    with _Blocks.lock:
+        if not _Blocks.number:
+            _Blocks.enabled = gc.isenabled()
+        _Blocks.number += 1
+        gc.disable()
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
+        with _Blocks.lock:
+            _Blocks.number -= 1
+            if not _Blocks.number and _Blocks.enabled:
+                gc.enable()

@@ -1,6 +1,7 @@
 """Searches for garbage rest in a block, and go on after it as before."""
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -23,6 +24,25 @@ def test_searches_rest_in_the_block_and_are_as_before_after_it(before):
         with without_collection():
             assert not gc.isenabled()
         assert not gc.isenabled()
+    assert gc.isenabled() is before
+
+
+def test_searches_rest_until_the_last_thread_leaves_its_block(before):
+    inside, leave = threading.Event(), threading.Event()
+
+    def run():
+        with without_collection():
+            inside.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=run)
+    with without_collection():
+        thread.start()
+        inside.wait(60)
+    during = gc.isenabled()
+    leave.set()
+    thread.join()
+    assert not during
     assert gc.isenabled() is before
 
 
