@@ -28,8 +28,8 @@ __all__ = ["Cut", "Region", "writes"]
 # One fast kernel for many tensors, which a compiler would write less well.
 _FUSED = ("aten::_fused_adamw_", "aten::_fused_adam_", "aten::_fused_sgd_", "aten::_fused_adagrad_")
 # Sums in the order of an index, which compilers give to several threads in no fixed order.
-_SCATTERED = ("aten::embedding_dense_backward", "aten::index_put", "aten::index_put_", "aten::index_add", "aten::index_add_",
-              "aten::scatter_add", "aten::scatter_add_", "aten::scatter_reduce")  # fmt: skip
+# Parts of their names, because each of them has variants that write in place or check nothing.
+_SCATTERED = ("embedding_dense_backward", "index_put", "index_add", "index_reduce", "scatter_add", "scatter_reduce")
 _LEAST = 2  # operations; a single one runs as it is
 
 
@@ -135,7 +135,7 @@ class _Cutter:
         if target is operator.getitem:
             return True
         name = operator_name(target)
-        if not name.startswith(("aten::", "prims::")) or name in _FUSED or name in _SCATTERED:
+        if not name.startswith(("aten::", "prims::")) or name in _FUSED or any(each in name for each in _SCATTERED):
             return False
         if {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape} & set(target.tags):
             return False

@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import funcshard as fs
+from funcshard._utils import operator_name
 from funcshard.graph import StepGraph, Traced
+from funcshard.graph.compiling.regions import Cut
 from funcshard.graph.step_graph import collective_of, starts_and_waits
 from tests.graph.test_traced import CASES, batch_of, made, same
 from tests.ranks import Pool, run_ranks
@@ -45,6 +48,26 @@ def compiled(mesh: fs.Mesh, backend: Any, **options: Any) -> tuple[Traced, fs.Tr
 def schedule(traced: Traced, state: Any, batch: Any) -> Any:
     """Return the compiled calls of a step."""
     return traced.graph_for(state, batch)[0].run
+
+
+# Sums in the order of an index, with operators that say so in their names alone.
+SUMS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "scatter_add_": lambda x, index: x.clone().scatter_add_(0, index, x),
+    "scatter_reduce": lambda x, index: x.scatter_reduce(0, index, x, "sum"),
+    "scatter_reduce_": lambda x, index: x.clone().scatter_reduce_(0, index, x, "sum"),
+    "index_add": lambda x, index: x.index_add(0, index, x),
+    "index_reduce": lambda x, index: x.index_reduce(0, index, x, "mean"),
+    "index_put_": lambda x, index: x.clone().index_put_((index,), x, accumulate=True),
+    "_index_put_impl_": lambda x, index: torch.ops.aten._index_put_impl_(x.clone(), [index], x, True),
+    "_unsafe_index_put": lambda x, index: torch.ops.aten._unsafe_index_put(x, [index], x, True),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_no_compiler_gets_a_sum_in_the_order_of_an_index(name: str) -> None:
+    graph = make_fx(SUMS[name], tracing_mode="fake")(torch.ones(4), torch.zeros(4, dtype=torch.long)).graph
+    alone = [operator_name(step.target) for step in Cut.find(graph).steps if isinstance(step, torch.fx.Node)]
+    assert f"aten::{name}" in alone
 
 
 @pytest.mark.parametrize("case", BITS)
