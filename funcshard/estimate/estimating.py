@@ -17,6 +17,7 @@ from funcshard.estimate.machine import (
     offload_time,
     reserved_band,
     reserved_how,
+    source_of_sum,
     update_time,
     weakest,
 )
@@ -71,8 +72,8 @@ def estimate(
             root and groups.
         micro_batches: number of micro-batches, as in ``accumulate``.
         reduce: when gradients are reduced, as in ``accumulate``.
-        budget: memory that a rank may use, in bytes or as text such as ``"80GiB"``; by default that
-            of the hardware.
+        budget: memory that a rank may use, in bytes or as text such as ``"80GiB"``; by default, and
+            at most, that of the hardware.
         runtime: how ranks communicate; by default as on the hardware.
         donate: whether the step updates shards and optimizer state in place, as ``make_train_step``
             does by default.
@@ -109,8 +110,8 @@ def estimate(
     check_flag("first_step", first_step)
     check_flag("donate", donate)
     check_flag("clip", clip)
-    budget = None if budget is None else check_bytes("budget", budget, example="80GiB")
     machine = load_hardware(hardware)
+    asked, limit = budget_on(machine, budget)
     names = recomputed_units(plan, remat)
     clock = HardwareClock(machine, plan.mesh_axes)
     check_runtime(runtime)
@@ -126,7 +127,7 @@ def estimate(
     flops = 3 * profile.forward_flops + (6 * profile.embedded * profile.tokens if count_embeddings else 0)
     options = {
         "remat": tuple(names), "micro_batches": micro_batches, "optimizer": optimizer, "reduce": reduce, "runtime": runtime,
-        "donate": donate, "clip": clip, "count_embeddings": count_embeddings, "first_step": first_step,
+        "donate": donate, "clip": clip, "count_embeddings": count_embeddings, "first_step": first_step, "budget": asked,
     }  # fmt: skip
     return Report(
         plan=plan,
@@ -143,17 +144,23 @@ def estimate(
         peak_flops=machine.flops.get(profile.compute_dtype, 0.0),
         reserved=kept[:2],
         reserved_source=kept[2],
-        budget=machine.memory if budget is None else budget,
+        budget=limit,
         unit_memory=found.unit_memory,
         sources={
             "peak": "calibrated" if on_device.communicators else "traced",
             "traffic": "exact",
             "reserved": reserved_how(machine.name),
-            "step_time": clock.source,
-            "budget": machine.sources["memory"].how if budget is None else "given",
+            "step_time": weakest(clock.copied, source_of_sum((span.seconds, span.source) for span in found.spans)),
+            "budget": "given" if limit == asked else machine.sources["memory"].how,
         },
         options=options,
     )
+
+
+def budget_on(hardware: Hardware, budget: int | str | None) -> tuple[int | None, int]:
+    """Return a budget in bytes, and what a rank may use: no more than the device has."""
+    asked = None if budget is None else check_bytes("budget", budget, example="80GiB")
+    return asked, hardware.memory if asked is None else min(asked, hardware.memory)
 
 
 def _check_model_axes(plan: Plan) -> None:
@@ -229,11 +236,17 @@ def run_step(
 
 @dataclass(slots=True, eq=False)
 class HardwareClock:
-    """The time of computations and collectives on some hardware; see ``lanes.Clock``."""
+    """The time of computations and collectives on some hardware; see ``lanes.Clock``.
+
+    Attributes:
+        hardware: the hardware.
+        mesh_axes: size of each mesh axis.
+        copied: the weakest source of copies to the host and back, which have no spans.
+    """
 
     hardware: Hardware
     mesh_axes: Mapping[str, int]
-    source: str = "exact"
+    copied: str = "exact"
     _known: dict[Any, tuple[float, str]] = field(default_factory=dict)
     _strides: dict[str, int] = field(default_factory=dict)
 
@@ -249,9 +262,8 @@ class HardwareClock:
             times = [
                 compute_time(self.hardware, work.flops, work.bytes, work.dtype, kernels=work.kernels) for work in run.work
             ]
-            found = math.fsum(each.seconds for each in times), weakest(*(each.source for each in times))
-            self._known[run.work] = found
-            self.source = weakest(self.source, found[1])
+            source = source_of_sum((each.seconds, each.source) for each in times)
+            found = self._known[run.work] = math.fsum(each.seconds for each in times), source
         return found
 
     def collective(self, event: Event) -> tuple[float, str]:
@@ -263,7 +275,6 @@ class HardwareClock:
                 stride = 1  # neighbours on the axis hold the unit together
             timed = collective_time(self.hardware, event.kind, event.bytes, event.ranks, stride=stride)
             found = self._known[key] = timed.seconds, timed.source
-            self.source = weakest(self.source, found[1])
         return found
 
     def copy(self, nbytes: int) -> tuple[float, str]:
@@ -271,10 +282,9 @@ class HardwareClock:
         if found is None:
             timed = offload_time(self.hardware, nbytes)
             found = self._known[nbytes] = timed.seconds, timed.source
-            self.source = weakest(self.source, timed.source)
+            self.copied = weakest(self.copied, timed.source)
         return found
 
     def move(self, nbytes: int) -> tuple[float, str]:
         timed = update_time(self.hardware, nbytes)
-        self.source = weakest(self.source, timed.source)
         return timed.seconds, timed.source

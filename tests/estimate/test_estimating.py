@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import funcshard as fs
 from funcshard.demo.gpt import GPT, GPTConfig
-from funcshard.estimate import LANES, Hardware, Runtime, Source, load_hardware
+from funcshard.estimate import LANES, Hardware, Runtime, Source, compute_time, load_hardware
 
 MIXED = fs.MixedPrecision(torch.bfloat16, torch.float32)
 
@@ -215,6 +215,45 @@ def test_a_report_says_that_the_update_on_the_host_takes_no_time():
     for offload in (False, True):
         text = str(fs.estimate(profile(None), plan_of(offload=offload), hardware="h100"))
         assert ("the optimizer's update of offloaded shards runs on the host" in text) is offload
+
+
+def test_a_small_uncertain_part_leaves_the_step_time_calibrated():
+    h100 = load_hardware("h100")
+    assert h100.sources["kernel_overhead"].how == "extrapolated"
+    assert compute_time(h100, 10**12, 0, "bfloat16", kernels=1).source == "calibrated"
+    assert compute_time(h100, 10**6, 0, "bfloat16", kernels=1).source == "extrapolated"
+    assert report_of("full_shard").sources["step_time"] == "extrapolated"  # its kernels are tiny
+    fast = dataclasses.replace(h100, kernel_overhead=1e-12)
+    assert fs.estimate(profile(None), plan_of(), hardware=fast).sources["step_time"] == "calibrated"
+
+
+def test_a_budget_is_at_most_the_memory_of_the_device():
+    memory = load_hardware("h100").memory
+    report = fs.estimate(profile(None), plan_of(), hardware="h100", budget=2 * memory)
+    assert (report.budget, report.sources["budget"]) == (memory, "calibrated")
+    assert "Budget: 158.4 GiB is more than the device has, so its memory counts." in str(report)
+    assert "more than the device has" not in str(fs.estimate(profile(None), plan_of(), hardware="h100", budget=memory))
+    large = dataclasses.replace(load_hardware("h100"), memory=1 << 20)
+    answer = fs.auto_plan(profile(None), ranks=2, hardware=large, budget="80GiB", units=["blocks.*"])
+    assert answer.fits == (answer.report.peak <= 1 << 20)
+
+
+def test_the_memory_of_the_device_is_no_given_budget():
+    assert "the device's memory, " in str(fs.estimate(profile(None), plan_of(), hardware="h100"))
+    small = dataclasses.replace(load_hardware("h100"), memory=1)
+    answer = fs.auto_plan(profile(None), ranks=2, hardware=small, units=["blocks.*"])
+    sources = [report.sources["budget"] for report in (answer.report, *(each.report for each in answer.changes))]
+    assert len(sources) > 2
+    assert set(sources) == {"calibrated"}
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_without_overlap_the_rank_waits_for_every_collective(apart):
+    runtime = Runtime(replicates_apart=apart, overlaps=False)
+    report = fs.estimate(profile(None), plan_of(mesh={"replicate": 2, "shard": 2}), hardware="h100", runtime=runtime)
+    collectives = [span for span in report.spans if span.lane != "compute"]
+    assert "all_reduce" in {span.what for span in collectives}
+    assert report.exposed == pytest.approx(sum(span.seconds for span in collectives))
 
 
 def test_the_budget_says_whether_the_step_fits():

@@ -8,13 +8,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from funcshard._utils import check_choice
 
-__all__ = ["SOURCES", "Source", "weakest"]
+__all__ = ["SOURCES", "Source", "source_of_sum", "weakest"]
 
 SOURCES = ("exact", "traced", "calibrated", "extrapolated")
+
+_SMALL = 0.05  # of a sum: smaller parts do not count
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +47,24 @@ def weakest(*sources: str) -> str:
         'extrapolated'
     """
     return max(sources, key=SOURCES.index, default=SOURCES[0])
+
+
+def source_of_sum(parts: Iterable[tuple[float, str]]) -> str:
+    """Return the weakest source of a sum's parts, without those that make up less than a twentieth.
+
+    Arguments:
+        parts: the size and the source of each part.
+
+    Example:
+        >>> source_of_sum([(1000.0, "calibrated"), (1.0, "extrapolated")])
+        'calibrated'
+    """
+    sizes = dict.fromkeys(SOURCES, 0.0)
+    for size, source in parts:
+        sizes[source] += size
+    total, weaker = sum(sizes.values()), 0.0
+    for source in reversed(SOURCES):
+        weaker += sizes[source]
+        if weaker > _SMALL * total:
+            return source
+    return SOURCES[0]

@@ -103,7 +103,7 @@ def compute_time(hardware: Hardware, flops: int, nbytes: int, dtype: str | torch
 
     It is the larger of ``flops / (peak · flops_efficiency)`` and
     ``nbytes / (memory_bandwidth · memory_efficiency)``, and ``kernels`` times the overhead of a
-    kernel.
+    kernel. Its source is that of the longest of these three.
 
     Arguments:
         hardware: the machine.
@@ -128,7 +128,6 @@ def compute_time(hardware: Hardware, flops: int, nbytes: int, dtype: str | torch
     flops = check_count("flops", flops, 0)
     nbytes, kernels = check_count("nbytes", nbytes, 0, of="bytes"), check_count("kernels", kernels, 0)
     name = dtype if isinstance(dtype, str) else dtype_name(dtype)
-    used: list[str] = []
     computing = 0.0
     if flops:
         if name not in hardware.flops:
@@ -138,14 +137,11 @@ def compute_time(hardware: Hardware, flops: int, nbytes: int, dtype: str | torch
             )
         computing = flops / (hardware.flops[name] * hardware.flops_efficiency)
     moving = nbytes / (hardware.memory_bandwidth * hardware.memory_efficiency)
-    if computing > moving:
-        used += [f"flops.{name}", "flops_efficiency"]
-    elif moving:
-        used += ["memory_bandwidth", "memory_efficiency"]
-    if kernels:
-        used.append("kernel_overhead")
-    seconds = max(computing, moving) + kernels * hardware.kernel_overhead
-    return Timed(seconds, weakest(*(hardware.sources[each].how for each in used)))
+    used = (f"flops.{name}", "flops_efficiency") if computing > moving else ("memory_bandwidth", "memory_efficiency")
+    parts = {used: max(computing, moving), ("kernel_overhead",): kernels * hardware.kernel_overhead}
+    largest = max(parts, key=lambda names: parts[names])
+    how = [hardware.sources[each].how for each in largest if parts[largest]]
+    return Timed(sum(parts.values()), weakest(*how))
 
 
 def update_time(hardware: Hardware, nbytes: int) -> Timed:

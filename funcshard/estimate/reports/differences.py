@@ -40,8 +40,9 @@ def _of_whole(before: Report, after: Report) -> Iterable[str]:
         others = f"{numbers[1]:,} parameters instead of {numbers[0]:,}"
         yield f"the model has {'other parameters' if numbers[0] == numbers[1] else others}"
     elif old.units.keys() != new.units.keys():
-        same = len(new.units) == len(old.units)
-        yield "the plan cuts other units" if same else f"the plan has {len(new.units)} units instead of {len(old.units)}"
+        counts = len(new.units), len(old.units)
+        others = f"the plan has {counts[0]} unit{'s' if counts[0] > 1 else ''} instead of {counts[1]}"
+        yield "the plan cuts other units" if counts[0] == counts[1] else others
     if old.buckets != new.buckets:
         yield f"the plan has {_buckets(new)} instead of {_buckets(old)}"
     settings: Mapping[str, Callable[[Schedule], Any]] = {
@@ -53,9 +54,6 @@ def _of_whole(before: Report, after: Report) -> Iterable[str]:
         values = setting(after.schedule), setting(before.schedule)
         if values[0] != values[1]:
             yield f"the {name} is {values[0]} instead of {values[1]}"
-    if before.hardware == after.hardware and before.budget != after.budget:
-        texts = [table.size(budget) if budget is not None else "none" for budget in (after.budget, before.budget)]
-        yield f"the budget is {texts[0]} instead of {texts[1]}"
 
 
 def _buckets(plan: Plan) -> str:
@@ -90,9 +88,10 @@ def _of_unit(old: UnitPlan, new: UnitPlan) -> Iterable[str]:
         yield f"{{is}} {_freed(new)} instead of {_freed(old)}"
     if old.reshard_after_backward != new.reshard_after_backward:
         yield "{is} freed after each backward" if new.reshard_after_backward else "{is} kept over micro-batches"
-    if _dtypes(old) != _dtypes(new):
+    same = {leaf.path for leaf in old.leaves} == {leaf.path for leaf in new.leaves}  # or other units have the rest
+    if same and _dtypes(old) != _dtypes(new):
         yield f"{{has}} leaves in {_dtypes(new)} instead of {_dtypes(old)}"
-    if _trainable(old) != _trainable(new):
+    if same and _trainable(old) != _trainable(new):
         yield f"{{has}} {_trainable(new)} trainable leaves instead of {_trainable(old)}"
     before, after = (dataclasses.asdict(unit.precision or MixedPrecision()) for unit in (old, new))
     if _precision(before) != _precision(after):
@@ -102,7 +101,7 @@ def _of_unit(old: UnitPlan, new: UnitPlan) -> Iterable[str]:
             yield f"{{use}} {name}={after[name]!r} instead of {before[name]!r}"
     if old.offload != new.offload:
         yield f"{{is}} {'' if new.offload else 'not '}offloaded to the CPU"
-    if [buffer.local for buffer in old.buffers] != [buffer.local for buffer in new.buffers]:
+    if same and {buffer.local for buffer in old.buffers} != {buffer.local for buffer in new.buffers}:
         yield "{has} other local leaves"
 
 
@@ -130,12 +129,20 @@ def _precision(precision: Mapping[str, Any]) -> str:
 def _of_options(before: Report, after: Report) -> Iterable[str]:
     for name in dict.fromkeys((*before.options, *after.options)):
         old, new = before.options.get(name), after.options.get(name)
-        if name != "remat" and old != new:
-            words = {
-                "micro_batches": f"the step has {new} micro-batches instead of {old}",
-                "optimizer": f"the optimizer is {new} instead of {old}",
-            }
-            yield words.get(name, f"the option {name} is {new!r} instead of {old!r}")
+        if name == "remat" or old == new:
+            continue
+        if name == "micro_batches":
+            yield f"the step has {new} micro-batches instead of {old}"
+        elif name == "budget":
+            yield f"the budget is {_budget(new)} instead of {_budget(old)}"
+        elif name == "optimizer":
+            yield f"the optimizer is {new} instead of {old}"
+        else:
+            yield f"the option {name} is {new!r} instead of {old!r}"
+
+
+def _budget(budget: Any) -> str:
+    return "the device's memory" if budget is None else table.size(budget)
 
 
 def _of_profile(before: Report, after: Report) -> Iterable[str]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from funcshard._utils import Part, Table, table
-from funcshard.estimate.machine import SOURCES
+from funcshard.estimate.machine import SOURCES, source_of_sum
 from funcshard.estimate.reports.tracks import tracks_of
 from funcshard.estimate.reports.unit_use import by_unit
 from funcshard.estimate.walk import CATEGORIES, Moment, Step
 from funcshard.plan import mesh_text
 
-__all__ = ["binds_text", "left_text", "memory_table", "moment_text", "report_parts", "source_of"]
+__all__ = ["binds_text", "left_text", "memory_table", "moment_text", "rate_text", "report_parts", "source_of"]
 
 # The sources of numbers that a report does not name itself. Sizes of leaves, collectives and
 # states follow from the plan; all other sizes come from the trace.
@@ -38,6 +38,9 @@ def report_parts(report: Step) -> Iterator[Part]:
         yield f"Reserved memory: {report.reserved_source}."
     if any(unit.offload for unit in report.plan.unit_list) and report.options.get("optimizer") is not None:
         yield "Offload: the optimizer's update of offloaded shards runs on the host, and the step time leaves it out."
+    asked = report.options.get("budget")
+    if isinstance(asked, int) and report.budget is not None and asked > report.budget:
+        yield f"Budget: {table.size(asked)} is more than the device has, so its memory counts."
     if report.budget and report.fits and report.reserved[1] >= _FULL * report.budget:
         share = table.share(report.reserved[1], report.budget)
         yield (
@@ -52,12 +55,12 @@ def source_of(report: Step, name: str) -> str:
     Arguments:
         report: the report.
         name: name of a field of the report, such as ``"peak"``, or a category of memory. If
-            ``report.sources`` does not have it, a time has the weakest source of all spans.
+            ``report.sources`` does not have it, a time has the source of the sum of all spans.
     """
     if name in report.sources:
         return report.sources[name]
     if name in _OF_TIME:
-        return max((span.source for span in report.spans), key=SOURCES.index, default="traced")
+        return source_of_sum((span.seconds, span.source) for span in report.spans) if report.spans else "traced"
     if name == "peak":
         return max((source_of(report, category) for category in report.by_category), key=SOURCES.index)
     return "exact" if name in _EXACT else "calibrated" if name in ("communicators", "reserved") else "traced"
@@ -67,6 +70,12 @@ def moment_text(moment: Moment) -> str:
     """Return a moment as text, such as ``backward of blocks.3``."""
     words = _MOMENTS.get(moment.what, moment.what)
     return words if moment.what in _OF_STEP else f"{words} of {moment.unit or '(root)'}"
+
+
+def rate_text(report: Step) -> str:
+    """Return the tokens of a rank in a second, a small number with three digits."""
+    rate = report.tokens_per_second
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def left_text(budget: int | None, peak: int) -> str:
@@ -120,9 +129,8 @@ def _summary(report: Step) -> Table:
         low, high = map(table.size, report.reserved)
         row("reserved", f"{low} – {high}", "held by a caching allocator", source_of(report, "reserved"))
     if report.budget is not None:
-        row(
-            "budget", table.size(report.budget), left_text(report.budget, report.peak), report.sources.get("budget", "given")
-        )
+        source, note = report.sources.get("budget", "given"), left_text(report.budget, report.peak)
+        row("budget", table.size(report.budget), note if source == "given" else f"the device's memory, {note}", source)
     row("step time", table.duration(report.step_time), "", source_of(report, "step_time"))
     row("exposed", table.duration(report.exposed), _of_step(report.exposed, report), source_of(report, "exposed"))
     for track, spans in tracks_of(report).items():
@@ -130,13 +138,8 @@ def _summary(report: Step) -> Table:
         if busy:
             row(f"{track} lane", table.duration(busy), _of_step(busy, report), source_of(report, "step_time"))
     if report.tokens:
-        rate = f"{report.tokens_per_second:,.0f}"
-        row(
-            "tokens per second",
-            rate,
-            f"{table.count(report.tokens)} a rank and step",
-            source_of(report, "tokens_per_second"),
-        )
+        tokens = f"{table.count(report.tokens)} a rank and step"
+        row("tokens per second", rate_text(report), tokens, source_of(report, "tokens_per_second"))
     if report.mfu:
         row("MFU", f"{100 * report.mfu:.1f} %", "model FLOPs of the hardware's peak", source_of(report, "mfu"))
     for axis, size in report.traffic.items():

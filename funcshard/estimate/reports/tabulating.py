@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from funcshard._utils import Shown, Table, table
 from funcshard.estimate.reports.report import Report
-from funcshard.estimate.reports.show import left_text, moment_text
+from funcshard.estimate.reports.show import left_text, moment_text, rate_text
 from funcshard.plan import mesh_text
 
 __all__ = ["ReportTable", "tabulate"]
@@ -35,7 +35,7 @@ class ReportTable(Shown):
                 moment_text(report.peak_moment),
                 table.duration(report.step_time),
                 table.share(report.exposed, report.step_time),
-                f"{report.tokens_per_second:,.0f}" if report.tokens else "",
+                rate_text(report) if report.tokens else "",
                 f"{100 * report.mfu:.1f} %" if report.mfu else "",
                 table.size(sum(report.traffic.values())),
             ])  # fmt: skip

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from funcshard._utils import Part, Shown, Table, check_bytes, check_count, table
-from funcshard.estimate.estimating import HardwareClock, estimate, optimizer_on
+from funcshard._utils import Part, Shown, Table, check_count, table
+from funcshard.estimate.estimating import HardwareClock, budget_on, estimate, optimizer_on
 from funcshard.estimate.machine import Hardware, load_hardware
 from funcshard.estimate.reports import Report, left_text
 from funcshard.estimate.search.infeasible import Infeasible, changes_to_fit
@@ -120,8 +120,8 @@ def auto_plan(
             of micro-batches that the batch may be split into: ``{1: whole, 2: half}``. A sequence
             in place of a profile gives profiles of several precisions.
         ranks: number of ranks.
-        budget: bytes that a rank may use, or text such as ``"80GiB"``; by default the memory of the
-            hardware.
+        budget: bytes that a rank may use, or text such as ``"80GiB"``; by default, and at most, the
+            memory of the hardware.
         hardware: as in ``estimate``.
         optimizer: as in ``estimate``.
         units: as in ``make_plan``, without options of single units.
@@ -166,7 +166,7 @@ def auto_plan(
                 f"meshes of the space must have {ranks} ranks; found {mesh}: its product is {mesh[0] * mesh[1]}"
             )
     machine = load_hardware(hardware)
-    limit = machine.memory if budget is None else check_bytes("budget", budget, example="80GiB")
+    _, limit = budget_on(machine, budget)
     profiles = list(_profiles(profile))
     first = profiles[0][1]
     make = {"units": units, "local": local}
@@ -185,7 +185,7 @@ def auto_plan(
         lean = found.lean
         report = _report(scorer, lean, optimizer, budget)
         changes = changes_to_fit(
-            scorer.profiles[lean.profile][1], report.plan, budget=limit, hardware=machine, optimizer=optimizer,
+            scorer.profiles[lean.profile][1], report.plan, budget=budget, hardware=machine, optimizer=optimizer,
             schedule=report.schedule, remat=scorer.remat(lean), micro_batches=scorer.profiles[lean.profile][0],
             runtime=runtime, local=local,
         )  # fmt: skip

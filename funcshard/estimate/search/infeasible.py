@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from funcshard._utils import Part, Shown, Table, check_bytes, table
+from funcshard._utils import Part, Shown, Table, table
 from funcshard.estimate.estimating import estimate
 from funcshard.estimate.machine import Hardware
 from funcshard.estimate.reports import Report, left_text, memory_table, moment_text
@@ -89,7 +89,7 @@ def changes_to_fit(
     profile: Profile,
     plan: Plan,
     *,
-    budget: int | str,
+    budget: int | str | None,
     hardware: str | Hardware = "h100-8x400gbps",
     optimizer: str | OptimizerMemory | None = "adamw",
     schedule: Schedule | None = None,
@@ -107,7 +107,8 @@ def changes_to_fit(
     Arguments:
         profile: the profile of one micro-batch.
         plan: the plan.
-        budget: bytes that a rank may use, or text such as ``"80GiB"``.
+        budget: bytes that a rank may use, or text such as ``"80GiB"``; ``None`` for the memory of
+            the hardware.
         hardware: as in ``estimate``.
         optimizer: as in ``estimate``.
         schedule: as in ``estimate``.
@@ -125,13 +126,12 @@ def changes_to_fit(
         >>> [each.text for each in changes_to_fit(profile, plan, budget="100KiB") if each.fits]
         ['offload shards to the host', '8 times as many ranks']
     """
-    limit = check_bytes("budget", budget, example="80GiB")
 
     def estimated(plan: Plan, again: Sequence[str] = remat, chosen: Any = optimizer) -> Report:
         own = None if schedule is None else dataclasses.replace(schedule, on_demand=())
         return estimate(
             profile, plan, hardware=hardware, optimizer=chosen, schedule=own, remat=tuple(again),
-            micro_batches=micro_batches, budget=limit, runtime=runtime,
+            micro_batches=micro_batches, budget=budget, runtime=runtime,
         )  # fmt: skip
 
     before = estimated(plan)

@@ -82,6 +82,8 @@ class Lanes:
             begin = max(self.now, self._reducing, self._replicating)
             self._replicating = begin + seconds
             self.spans.append(Span(lane, kind, event.unit or "", begin, seconds, event.bytes, 0, source))
+            if not runtime.overlaps:
+                self.wait(begin + seconds)
             return 0.0
         own = self._gathering if lane == "gather" else self._reducing
         begin = max(self.now, self._gathering, self._reducing) if runtime.one_lane else max(self.now, own)

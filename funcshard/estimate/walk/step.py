@@ -148,7 +148,7 @@ class Step:
         reserved: the least and the most memory that a caching allocator holds at such a peak;
             zeros on a CPU, whose allocator keeps no pools.
         reserved_source: where the two factors come from.
-        budget: memory of the hardware, or the budget that was given, in bytes.
+        budget: bytes that the rank may use: the memory of the hardware, or less.
         unit_memory: bytes at the peak by unit, of categories that belong to units.
         sources: source of each number, by name.
         options: the options of ``estimate`` that are not in the plan, such as the remat set.

@@ -55,6 +55,11 @@ def test_a_printed_report_is_its_tables(tmp_path: Path) -> None:
     assert REPORT.to_perfetto(tmp_path / "trace.json").stat().st_size > 1000
 
 
+@pytest.mark.parametrize(("tokens", "rate"), [(1, "0.308"), (16, "4.92"), (4096, "1,260")])
+def test_few_tokens_a_second_are_no_round_number(tokens: int, rate: str) -> None:
+    assert rows_of(dataclasses.replace(REPORT, tokens=tokens, step_time=3.25), 0)["tokens per second"][0] == rate
+
+
 def test_rows_without_a_number_are_left_out() -> None:
     bare = dataclasses.replace(REPORT, tokens=0, flops=0, reserved=(0, 0), budget=None, spans=())
     assert list(rows_of(bare, 0)) == ["peak", "step time", "exposed", "traffic along shard"]
