@@ -128,7 +128,9 @@ def _move_start(timeline: Timeline, start: fx.Node, before: list[fx.Node], by: i
     """Move the start of a gather, with the operations that make its data, to its earliest place."""
     order, position = timeline.order, timeline.position
     group = _own_inputs(start)
-    floor = max(map(position.__getitem__, before), default=-1)
+    # Why after the graph's inputs: a later pass may join the gather with those of other shards.
+    inputs = sum(node.op == "placeholder" for node in order)
+    floor = max(map(position.__getitem__, before), default=inputs - 1)
     # Why also here: collectives of torch, as of DTensors, are no unit's.
     floor = max((number for number in range(floor + 1, position[start]) if communicates(order[number])), default=floor)
     for node in (*group, start):

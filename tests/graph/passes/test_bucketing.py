@@ -45,3 +45,12 @@ def test_the_collectives_are_those_of_a_plan_with_buckets(options: dict[str, Any
 def test_buckets_hold_as_many_units_as_fit(full_shard: Any, size: Any, gathers: int, reductions: int) -> None:
     kinds = [event.kind for event in fs.passes.bucket(full_shard, bucket_bytes=size).events]
     assert (kinds.count("all_gather"), kinds.count("reduce_scatter")) == (gathers, reductions)
+
+
+@pytest.mark.parametrize("by", [None, 1])
+@pytest.mark.parametrize("fixture", ["full_shard", "shard_grad_op"])
+def test_gathers_that_start_earlier_share_a_bucket(fixture: str, by: int | None, request: pytest.FixtureRequest) -> None:
+    step = request.getfixturevalue(fixture)
+    earlier = fs.passes.gather_earlier(step, budget="10MiB", by=by)
+    joined = fs.passes.bucket(earlier, bucket_bytes="1GiB")
+    assert joined.events == fs.passes.bucket(step, bucket_bytes="1GiB").events
