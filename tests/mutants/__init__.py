@@ -1,0 +1,1 @@
+"""Planted faults: what the tests catch. ``python -m tests.mutants --help`` says how to use it."""

@@ -1,0 +1,80 @@
+"""Which tests run which lines: the suite runs once under ``coverage``, with a context for each test."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.mutants.faults import Fault
+
+__all__ = ["Covering", "cover"]
+
+_DATA, _SECONDS = "coverage.sqlite", "seconds.json"
+
+
+def cover(root: Path, folder: Path, arguments: Iterable[str]) -> int:
+    """Run the suite under coverage, and write to ``folder`` what ``Covering`` reads.
+
+    Arguments:
+        root: the root of the repository.
+        folder: the folder of all that is measured.
+        arguments: further arguments of pytest.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "coveragerc").write_text("[run]\nbranch = true\nsource = funcshard\nconcurrency = thread\n")
+    environment = os.environ | {
+        "COVERAGE_FILE": str(folder / _DATA),
+        "FUNCSHARD_TEST_SECONDS": str(folder / _SECONDS),
+    }
+    coverage = ["--cov=funcshard", f"--cov-config={folder / 'coveragerc'}", "--cov-context=test", "--cov-report=term"]
+    plugins = ["-p", "tests.mutants.timing", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", *plugins, *coverage, *arguments]
+    return subprocess.run(command, cwd=root, env=environment, check=False).returncode
+
+
+class Covering:
+    """The tests that run a line, and how long they take.
+
+    Arguments:
+        root: the root of the repository.
+        folder: the folder that ``cover`` wrote to.
+    """
+
+    def __init__(self, root: Path, folder: Path) -> None:
+        import coverage
+
+        self._root, self._data = root, coverage.CoverageData(basename=str(folder / _DATA))
+        self._data.read()
+        measured = json.loads((folder / _SECONDS).read_text())
+        self.seconds: dict[str, float] = measured["seconds"]
+        self.slow = set(measured["slow"])
+
+    def tests_of(self, fault: Fault, lines: Iterable[int], budget: float, *, fast: bool) -> list[str]:
+        """Return the tests that run some lines: those of the wing first, then by time.
+
+        Tests whose lines run in other processes leave no context. So lines without a test have all
+        tests of their wing.
+
+        Arguments:
+            fault: the fault.
+            lines: the lines that it changes.
+            budget: how many seconds the tests may take together.
+            fast: whether to leave out the tests that are marked slow.
+        """
+        by_line = self._data.contexts_by_lineno(str(self._root / fault.file))
+        contexts = {context.partition("|")[0] for line in lines for context in by_line.get(line, ())} - {""}
+        wing = f"tests/{fault.file.split('/')[1]}/"
+        known = self.seconds.keys() - (self.slow if fast else ())
+        tests = [*contexts & known] or [test for test in known if test.startswith(wing)]
+        tests.sort(key=lambda test: (not test.startswith(wing), self.seconds[test]))
+        chosen, total = [], 0.0
+        for test in tests:
+            total += self.seconds[test]
+            if chosen and total > budget:
+                break
+            chosen.append(test)
+        return chosen
