@@ -71,6 +71,8 @@ class Prefetcher:
         start: starts the all-gathers of some units, in one collective if there are several.
         known: whether the schedule's order is that of the call, as far as is known.
         buckets: the units that are gathered in one collective, by the name of each.
+        inside: the units whose leaves checkpoints inside them asked for, in backwards of earlier
+            calls; gets those of this call too. Forward itself cannot see them.
 
     Attributes:
         ran: names of the units that forward has called so far.
@@ -83,7 +85,9 @@ class Prefetcher:
         *,
         known: bool,
         buckets: Mapping[str, tuple[str, ...]] | None = None,
+        inside: set[str] | None = None,
     ) -> None:
+        self._inside: set[str] = set() if inside is None else inside
         self._schedule = schedule
         self._start = start
         self._forward = ForwardOrder(schedule, buckets or {}, known=known)
@@ -186,6 +190,9 @@ class Prefetcher:
         for handles in self._handles.values():
             _wait(handles)
         self._handles.clear()
+        for use, name in enumerate(self._units):
+            if name in self._inside and not self._last[use]:
+                self._last[use] = self._began[use]
         self._backward.expect(sorted((-last, use) for use, last in enumerate(self._last) if last))
 
     @property
@@ -208,6 +215,8 @@ class Prefetcher:
         Returns:
             The handles of the unit.
         """
+        if not self._last[use]:
+            self._inside.add(self._units[use])
         if source.has_nodes:
             self._by_shards = source.in_backward
         if use not in self._ahead:

@@ -25,6 +25,7 @@ class ScheduleLearner:
 
     Attributes:
         repeated: the units that forward calls more than once, as far as is known.
+        inside: the units that checkpoints inside them gathered in backward, as far as is known.
     """
 
     def __init__(self, schedule: Schedule, known: bool, buckets: Sequence[tuple[str, ...]] = ()) -> None:
@@ -33,7 +34,9 @@ class ScheduleLearner:
         self.gather_buckets = gather_buckets(buckets, schedule)
         self._buckets = buckets
         self._warned = False
-        self._backward_known = schedule.backward is not None
+        self._backward_given = schedule.backward is not None
+        self._backward_known: int | None = None
+        self.inside: set[str] = set()
         self.repeated = _repeated(schedule)
 
     def learn(self, prefetcher: Prefetcher) -> None:
@@ -53,8 +56,9 @@ class ScheduleLearner:
                 f"that call on demand, which is correct but not ahead; this is said once",
                 stacklevel=callers_level(),
             )
-        if not self._backward_known and prefetcher.has_saved:
-            self._backward_known = True
+        # Why by the number: the first call does not know what checkpoints inside units need.
+        if not self._backward_given and prefetcher.has_saved and self._backward_known != len(self.inside):
+            self._backward_known = len(self.inside)
             self.schedule = dataclasses.replace(self.schedule, backward=prefetcher.backward_order())
 
 

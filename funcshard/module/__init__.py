@@ -4,7 +4,7 @@ Read in this order:
 
 - ``checks``: the modules that ``make_functional`` refuses.
 - ``walking``: one walk over modules and tensors.
-- ``subclasses``: a class with other methods. ``template``: a copy of a tree without its tensors.
+- ``template``: a copy of a tree without its tensors.
 - ``skeleton``: a module tree without its tensors, from which every call gets its own module
   objects.
 - ``rebinding``: copies of functions that captured modules.
@@ -17,7 +17,7 @@ Read in this order:
 - ``placeholder``: the tensor that a module holds for a parameter outside its unit's forward.
 - ``unit_forward``: how a unit's module runs during a call.
 - ``call_precision``: the casts of a call that no unit does.
-- ``methods``: methods besides ``forward`` that run through a unit.
+- ``methods``: the methods of a module that enter its unit.
 - ``fast_path``: keeps torch's transformer layers from reading placeholders.
 - ``unit_setup``: which modules compute in full precision, and which forwards are compiled.
 - ``ignored``: parameters that are no part of the plan.

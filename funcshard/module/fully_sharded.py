@@ -40,18 +40,11 @@ from funcshard.module.call_precision import CallPrecision, forward_in_full_preci
 from funcshard.module.fast_path import leave_fast_path, without_fast_path
 from funcshard.module.functional import Functional
 from funcshard.module.ignored import check_ignored, take_ignored
-from funcshard.module.methods import entering_once, read_methods, with_unit_methods
+from funcshard.module.methods import UnitEntry, UnitMethods, read_methods, through_unit
 from funcshard.module.placeholder import placeholder
 from funcshard.module.remedies import absent_of_sharded
 from funcshard.module.skeleton import Skeleton
-from funcshard.module.subclasses import with_method
-from funcshard.module.unit_forward import (
-    UnitCall,
-    UnitClasses,
-    UnitRun,
-    check_order,
-    unit_class,
-)
+from funcshard.module.unit_forward import UnitCall, UnitRun, check_order
 from funcshard.module.unit_setup import (
     Compiler,
     call_precision,
@@ -203,7 +196,6 @@ def _sharded(
     paths = [path for unit in plan.unit_list for path in unit.paths]
     indices = {path: index for path in paths if (index := apply.skeleton.find(path)) is not None}
     extra = read_methods(methods, apply, indices)
-    apply = with_unit_methods(apply, extra)
     precision = call_precision(plan, apply)
     units = [effective_unit(unit, apply) for unit in plan.unit_list]
     comms = {unit.name: unit_comms(unit, mesh, cast) for unit in units}
@@ -222,12 +214,6 @@ def _sharded(
         )
         for unit in units
     }
-    entered = [
-        apply.skeleton.specs[number]
-        for number in {*precision.full_precision, *(each.index for run in runs.values() for each in run.modules)}
-    ]
-    kinds = {(spec.cls, "forward" in spec.attributes) for spec in entered}
-    classes = {(cls, own_forward): unit_class(cls, own_forward=own_forward) for cls, own_forward in kinds}
     outside: dict[str, torch.Tensor] = {
         leaf.path: placeholder(leaf, buffer, unit, mesh.device)
         for unit in units
@@ -238,20 +224,24 @@ def _sharded(
         small = None if recomputed.intersection(names) else SmallBucket.of({name: runs[name].f for name in names})
         if small is not None:
             runs.update((name, dataclasses.replace(runs[name], bucket=small)) for name in names)
-    if compiler is not None:
-        numbers = {each.path: each.index for run in runs.values() for each in run.modules}
-        forwards = compile_units(apply, numbers, precision.full_precision, compiler)
-        runs = {name: run.compiled_with(forwards) for name, run in runs.items()}
-        if "" in forwards:  # a compiled root is the only unit, so no other unit needs this class
-            root = apply.skeleton.specs[0].cls
-            assert isinstance(apply.method_name, str), "compile_units compiles methods of classes"
-            classes[root, False] = with_method(root, apply.method_name, forwards[""])
+    numbers = {each.path: each.index for run in runs.values() for each in run.modules}
+    forwards = {} if compiler is None else compile_units(apply, numbers, precision.full_precision, compiler)
+    compiled = {numbers[path]: forward for path, forward in forwards.items()}
+    classes = [spec.cls for spec in apply.skeleton.specs]
+    entered: dict[int, UnitMethods] = {
+        index: {
+            "forward": through_unit(classes[index], "forward", compiled.get(index)),
+            **{name: through_unit(classes[index], name) for name in extra.get(index, ())},
+        }
+        for index in {*precision.full_precision, *numbers.values()} - {0}
+    }
+    if 0 in compiled:
+        assert isinstance(apply.method_name, str), "compile_units compiles methods of classes"
+        entered[0] = {apply.method_name: through_unit(classes[0], apply.method_name, compiled[0])}
     learner = ScheduleLearner(schedule or make_schedule(plan), schedule is not None, buckets)
     slow_path = without_fast_path(apply.skeleton, [each.path for run in runs.values() for each in run.modules])
     warned = Warned(already=compiler is not None)
-    return FullyShard(
-        apply, plan, mesh, runs, classes, outside, ignored, precision, slow_path, frozenset(extra), learner, warned
-    )
+    return FullyShard(apply, plan, mesh, runs, entered, outside, ignored, precision, slow_path, learner, warned)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -267,13 +257,12 @@ class FullyShard:
         plan: the plan.
         mesh: the ranks.
         runs: how each unit runs, by name.
-        classes: for the class of each module that runs through the combinators or in full
-            precision, the subclass that the module has during a call.
+        methods: of each module that runs through the combinators or in full precision, by its
+            index, the methods that do.
         outside: the placeholder of each parameter, for code outside of the forward of its unit.
         ignored: name and shape of each parameter that is no part of the plan.
         precision: the casts of a call besides those of the units.
         slow_path: the modules whose fast path in evaluation mode would read placeholders.
-        with_methods: the modules of which other methods than ``forward`` run through the unit.
         warned: whether the function has said that ``torch.compile`` compiles nothing of it.
     """
 
@@ -281,12 +270,11 @@ class FullyShard:
     plan: Plan
     mesh: Mesh
     runs: dict[str, UnitRun]
-    classes: UnitClasses
+    methods: dict[int, UnitMethods]
     outside: dict[str, torch.Tensor]
     ignored: dict[str, tuple[int, ...]]
     precision: CallPrecision
     slow_path: tuple[int, ...]
-    with_methods: frozenset[int]
     _learner: ScheduleLearner
     warned: Warned
 
@@ -310,18 +298,16 @@ class FullyShard:
         own = self.precision.cast_buffers(own)
         modules = apply.skeleton.instantiate(outside, own, training=apply.training)
         call = UnitCall.start(self.runs, shards, learner, self.mesh)
-        for name, run in self.runs.items():
-            if name != "":
-                for index, enter, compiled in run.entries(call):
-                    once = index in self.with_methods
-                    self._prepare(modules[index], entering_once(enter) if once else enter, compiled)
-        for number in self.precision.full_precision:
-            self._prepare(modules[number], forward_in_full_precision)
+        root = self.runs.get("")
+        entries = [entry for name, run in self.runs.items() if name != "" for entry in run.entries(call)]
+        entries += [(number, forward_in_full_precision) for number in self.precision.full_precision]
+        if 0 in self.methods:
+            entries.append((0, _run_inside))
+        entered = [(modules[number], UnitEntry(enter, self.methods[number])) for number, enter in entries]
+        for module, entry in entered:
+            entry.begin(module)
         for number in self.slow_path:
             leave_fast_path(modules[number])
-        root = self.runs.get("")
-        if root is not None and root.compiled is not None:
-            modules[0].__class__ = self.classes[type(modules[0]), False]
         forward = functools.partial(apply.run, modules[0])
         _log.debug("root pre_forward")
         try:
@@ -330,6 +316,8 @@ class FullyShard:
             else:
                 out = root.enter(call, modules[0], forward, args, kwargs)
         finally:
+            for module, entry in entered:
+                entry.end(module)
             call.close_groups()
             if call.prefetcher is not None:
                 call.prefetcher.post_forward()
@@ -365,17 +353,10 @@ class FullyShard:
             "make_functional and the plan, and call fully_shard there"
         )
 
-    def _prepare(self, module: nn.Module, enter: Callable[..., Any], forward: Callable[..., Any] | None = None) -> None:
-        """Make ``enter`` run the forward of one call's ``module``, or the compiled ``forward``."""
-        state = module.__dict__
-        own_forward = "forward" in state  # set by the user on the object, where it would hide the forward of the class
-        if own_forward:
-            state["_funcshard_forward"] = state.pop("forward")
-        elif forward is not None:
-            state["_funcshard_compiled"] = forward
-        state["_funcshard_run"] = enter
-        # Why not by assignment: that of ``nn.Module`` takes longer.
-        object.__setattr__(module, "__class__", self.classes[type(module), own_forward])
+
+def _run_inside(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run the forward of the root, whose unit is entered already."""
+    return forward(args, kwargs)
 
 
 def _begin_backward_with(out: Any, prefetcher: Prefetcher) -> None:

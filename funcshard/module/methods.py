@@ -1,30 +1,32 @@
-"""Methods of a unit's module besides ``forward`` that gather the unit.
+"""The methods of a unit's module that gather the unit: ``forward``, and those of ``methods=``.
 
 A unit is gathered when its module's ``forward`` is called. ``fully_shard(..., methods=...)`` names
-further methods, such as the ``encode`` and ``decode`` of an autoencoder. The module gets a subclass
-of its class, in which these methods run through the unit as its ``forward`` does.
+further methods, such as the ``encode`` and ``decode`` of an autoencoder. During a call, attributes
+of the module object hide these methods of its class, which stays as it is (``UnitEntry``).
 
-While one of them runs, the unit is gathered. So a method that calls another one, or ``forward``, of
-the same module does not gather the unit again.
+While one of them runs, the unit is gathered, and the object has no such attributes. So a method
+that calls another one, or ``forward``, of the same module does not gather the unit again, and
+neither does a checkpoint inside the method, which calls another one again from backward.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from funcshard.module.functional import Functional
-from funcshard.module.subclasses import with_methods
 
-__all__ = ["entering_once", "read_methods", "with_unit_methods"]
+__all__ = ["UnitEntry", "UnitMethods", "read_methods", "through_unit"]
 
-Enter = Callable[..., Any]  # of a module, its forward, args and kwargs
+UnitMethods = Mapping[str, Callable[..., Any]]  # name -> the method that runs through the unit
 
 
 def read_methods(methods: Any, apply: Functional, units: Mapping[str, int]) -> dict[int, tuple[str, ...]]:
@@ -63,8 +65,12 @@ def read_methods(methods: Any, apply: Functional, units: Mapping[str, int]) -> d
         names = tuple(dict.fromkeys(names))
         for name in names:
             method = inspect.getattr_static(cls, name, None) if isinstance(name, str) else None
-            if name == "forward" or not isinstance(method, types.FunctionType):
-                what = "forward, which gathers the unit in any case" if name == "forward" else f"no such method: {name!r}"
+            what = "" if isinstance(method, types.FunctionType) else f"no such method: {name!r}"
+            if name == "forward":
+                what = "forward, which gathers the unit in any case"
+            elif what == "" and name.startswith("__") and name.endswith("__"):
+                what = f"{name}, which Python looks up on the class"
+            if what:
                 raise ValueError(
                     f"methods of {path!r} must be methods that the class {cls.__name__} defines, besides forward; found "
                     f"{what}; leave it out, or name one of {_own_methods(cls)[:6]}"
@@ -73,54 +79,84 @@ def read_methods(methods: Any, apply: Functional, units: Mapping[str, int]) -> d
     return found
 
 
-def with_unit_methods(apply: Functional, methods: Mapping[int, tuple[str, ...]]) -> Functional:
-    """Return the function of the same module, in which ``methods`` run through their units."""
-    if not methods:
-        return apply
-    specs = list(apply.skeleton.specs)
-    for index, names in methods.items():
-        cls = specs[index].cls
-        wrapped = {name: _ThroughUnit(getattr(cls, name)) for name in names}
-        specs[index] = dataclasses.replace(specs[index], cls=with_methods(cls, wrapped))
-    return dataclasses.replace(apply, skeleton=dataclasses.replace(apply.skeleton, specs=tuple(specs)))
+def through_unit(cls: type[nn.Module], name: str, compiled: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """Return a method that runs a method of ``cls`` through the unit of the module.
 
-
-def entering_once(enter: Enter) -> Enter:
-    """Return ``enter``, but let a module that is inside run its methods and forward as they are."""
-
-    def enter_first(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        state = module.__dict__
-
-        # Why around forward: backward may run forward again, without this function.
-        def inside(args: Any, kwargs: Any) -> Any:
-            state["_funcshard_inside"] = True
-            try:
-                return forward(args, kwargs)
-            finally:
-                del state["_funcshard_inside"]
-
-        return enter(module, inside, args, kwargs)
-
-    return enter_first
-
-
-class _ThroughUnit:
-    """A method that runs through the unit, unless the module is inside one of its methods.
-
-    A checkpoint inside a method calls a bound method again from backward. So the lookup decides.
+    Arguments:
+        cls: the class.
+        name: the name of the method.
+        compiled: what runs in place of the class's method.
     """
 
-    def __init__(self, method: Callable[..., Any]) -> None:
-        @functools.wraps(method)
-        def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return self.__dict__["_funcshard_run"](self, lambda args, kwargs: method(self, *args, **kwargs), args, kwargs)
+    @functools.wraps(getattr(cls, name))
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self() if type(self) is weakref.ref else self
 
-        self.method, self.run = method, run
+        # Why around the method: backward may run it again, without entering the unit here.
+        def inside(args: Any, kwargs: Any) -> Any:
+            with _as_made(module):
+                if compiled is None or name in module.__dict__:
+                    return getattr(module, name)(*args, **kwargs)
+                return compiled(module, *args, **kwargs)
 
-    def __get__(self, module: nn.Module | None, owner: type | None = None) -> Callable[..., Any]:
-        if module is None:
-            return self.method
-        return types.MethodType(self.method if "_funcshard_inside" in module.__dict__ else self.run, module)
+        entry = module.__dict__.get(_ENTRY)
+        return inside(args, kwargs) if entry is None else entry.enter(module, inside, args, kwargs)
+
+    return run
+
+
+@dataclass(slots=True, eq=False)
+class UnitEntry:
+    """How a module of one call enters its unit.
+
+    Attributes:
+        enter: runs a method in the unit; a function of the module, the method, args and kwargs.
+        methods: the methods that enter the unit.
+        hidden: what the user set on the module object in place of these methods.
+    """
+
+    enter: Callable[..., Any]
+    methods: UnitMethods
+    hidden: dict[str, Any] = field(default_factory=dict)
+
+    def begin(self, module: nn.Module) -> None:
+        """Let the methods of ``module`` enter the unit."""
+        state = module.__dict__
+        self.hidden = {name: state.pop(name) for name in self.methods if name in state}
+        state.update({name: types.MethodType(method, module) for name, method in self.methods.items()})
+        state[_ENTRY] = self
+
+    def end(self, module: nn.Module) -> None:
+        """Let the methods refer to ``module`` weakly, so that it is freed without ``gc``.
+
+        Why not from the beginning: a checkpoint may keep the forward of a unit for backward, and
+        nothing else of the unit.
+        """
+        state = module.__dict__
+        for name, method in self.methods.items():
+            if getattr(state.get(name), "__func__", None) is method:
+                state[name] = types.MethodType(method, weakref.ref(module))
+
+
+_ENTRY = "_funcshard_entry"  # the key of the entry in the module's __dict__
+
+
+@contextlib.contextmanager
+def _as_made(module: nn.Module) -> Iterator[None]:
+    """Within this context, the object is as the user made it."""
+    state = module.__dict__
+    entry = state.pop(_ENTRY, None)
+    if entry is None:
+        yield  # it is already
+        return
+    outside = {name: state.pop(name) for name in entry.methods if name in state}
+    state.update(entry.hidden)
+    try:
+        yield
+    finally:
+        entry.hidden = {name: state.pop(name) for name in entry.methods if name in state}
+        state.update(outside)
+        state[_ENTRY] = entry
 
 
 def _own_methods(cls: type[nn.Module]) -> list[str]:

@@ -25,7 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from funcshard._utils import reachable
 from funcshard.comm import Mesh
 from funcshard.module.rebinding import copied, rebind, references
-from funcshard.module.subclasses import with_method
 from funcshard.module.walking import ModuleTree, walk
 
 __all__ = [
@@ -124,7 +123,8 @@ def _copy_by_attributes(modules: Sequence[nn.Module], memo: dict[int, Any]) -> N
         if isinstance(m, fx.GraphModule):
             # Why a class of its own: when the module's graph is edited, the forward of its class is
             # replaced.
-            memo[id(m)] = object.__new__(with_method(cls, "forward", cls.forward))
+            names = {"forward": cls.forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+            memo[id(m)] = object.__new__(type(cls.__name__, (cls,), names))
             found.append(m)
         elif (
             _is_copied_as_usual(cls, pickled_as_usual=False)

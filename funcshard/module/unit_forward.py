@@ -1,8 +1,8 @@
 """How the module of a unit runs inside one call of ``fully_shard``.
 
 Every call has module objects of its own (see ``skeleton``). ``fully_shard`` gives the module of
-each unit a class for the call, ``unit_class``, whose ``forward`` runs the original forward through
-``UnitRun.enter``. User code calls the module as before, in any order and any number of times.
+each unit a ``forward`` for the call, which runs the original forward through ``UnitRun.enter`` (see
+``methods``). User code calls the module as before, in any order and any number of times.
 
 ``UnitRun.enter`` asks the prefetcher of the call (``UnitCall``) for the unit's all-gathers, and
 runs the forward through the combinators ``unshard`` and ``reshard``. They call
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,14 +55,9 @@ from funcshard.core import (
 )
 from funcshard.core import remat as rematerialised
 from funcshard.module.skeleton import Skeleton
-from funcshard.module.subclasses import with_method
 from funcshard.plan import UnitPlan
 
-__all__ = ["UnitCall", "UnitClasses", "UnitRun", "check_order", "unit_class"]
-
-# A module's class, and whether a forward was set on the module object -> the subclass that the
-# module has during a call of fully_shard.
-UnitClasses = dict[tuple[type[nn.Module], bool], type[nn.Module]]
+__all__ = ["UnitCall", "UnitRun", "check_order"]
 
 Forward = Callable[[Any, Any], Any]  # of args and kwargs
 Args = tuple[Any, ...]
@@ -108,6 +102,7 @@ class UnitCall:
                 lambda names: start_units([(runs[name].f, shards[name]) for name in names]),
                 known=learner.known,
                 buckets=learner.gather_buckets,
+                inside=learner.inside,
             )
         return cls(runs, dict(shards), prefetcher, None if learner.known else mesh, learner.repeated)
 
@@ -147,7 +142,6 @@ class UnitRun:
         f: ``unshard`` of the module's forward.
         resharded: ``reshard`` of it, if the unit is resharded after forward.
         remat: whether backward computes the forward again.
-        compiled: the compiled forward, if there is one.
         members: how each module of a group runs by itself. The other attributes are then those of
             the first one.
         bucket: its bucket, if the units of it share an autograd node.
@@ -158,7 +152,6 @@ class UnitRun:
     f: Unshard
     resharded: Reshard | None
     remat: bool
-    compiled: Callable[..., Any] | None = None
     members: tuple[UnitRun, ...] = ()
     bucket: SmallBucket | None = None
 
@@ -202,20 +195,14 @@ class UnitRun:
         """How each module of the unit runs: those of a group, or the only one."""
         return self.members or (self,)
 
-    def entries(self, call: UnitCall) -> list[tuple[int, Callable[..., Any], Callable[..., Any] | None]]:
-        """Return index, function to enter, and compiled forward of each module for one call."""
+    def entries(self, call: UnitCall) -> list[tuple[int, Callable[..., Any]]]:
+        """Return the index of each module, and the function by which a call enters it."""
         if not self.members:
             enter = self.enter_recomputed if self.remat else self.enter if self.bucket is None else self.enter_bucket
-            return [(self.index, functools.partial(enter, call), self.compiled)]
+            return [(self.index, functools.partial(enter, call))]
         return [
-            (member.index, functools.partial(self.enter_member, call, number), member.compiled)
-            for number, member in enumerate(self.members)
+            (member.index, functools.partial(self.enter_member, call, number)) for number, member in enumerate(self.members)
         ]
-
-    def compiled_with(self, forwards: Mapping[str, Callable[..., Any]]) -> UnitRun:
-        """Return the same with the compiled forward of each module, by its path, if it has one."""
-        members = tuple(member.compiled_with(forwards) for member in self.members)
-        return dataclasses.replace(self, compiled=forwards.get(self.path), members=members)
 
     @untraced
     def enter(self, call: UnitCall, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> Any:
@@ -374,48 +361,6 @@ def _check_module(
                 f"{path!r} the unit"
             )
     return index
-
-
-# --- the module -----------------------------------------------------------------------------------
-
-
-def unit_class(cls: type[nn.Module], *, own_forward: bool) -> type[nn.Module]:
-    """Return a subclass of ``cls`` whose ``forward`` runs the forward of ``cls`` inside the unit.
-
-    ``fully_shard`` sets ``_funcshard_run`` on the module, which runs the unit. It may also set
-    ``_funcshard_forward``, for a forward that was set on the module object, or
-    ``_funcshard_compiled``, for a compiled forward of ``cls``.
-
-    Arguments:
-        cls: the class of a module.
-        own_forward: whether a forward was set on the module object. It may call
-            ``type(self).forward(self, ...)``, so then only the module has the new forward, and the
-            subclass itself has that of ``cls``.
-    """
-
-    @functools.wraps(cls.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        state = self.__dict__
-        own = state.get("_funcshard_forward") or functools.partial(state.get("_funcshard_compiled") or cls.forward, self)
-        if "_funcshard_inside" in state:  # called by a method that runs through the unit; see methods.py
-            return own(*args, **kwargs)
-        return state["_funcshard_run"](self, lambda args, kwargs: own(*args, **kwargs), args, kwargs)
-
-    made = with_method(cls, "forward", forward)
-    if own_forward:
-        # Why later: __init_subclass__ of a class may read its forward, and replace it.
-        made.forward = _OfObjects(forward, cls)  # type: ignore[assignment]
-    return made
-
-
-class _OfObjects:
-    """A method of a class's objects, while the class itself has the method of ``cls``."""
-
-    def __init__(self, method: Callable[..., Any], cls: type[nn.Module]) -> None:
-        self.method, self.cls = method, cls
-
-    def __get__(self, module: nn.Module | None, owner: type | None = None) -> Callable[..., Any]:
-        return self.cls.forward if module is None else types.MethodType(self.method, module)
 
 
 # --- parameters -----------------------------------------------------------------------------------

@@ -123,19 +123,19 @@ def compile_units(
         takes the module and its inputs.
     """
     inner = {*units, *(path for path, index in apply.skeleton.paths().items() if index in full_precision)}
-    chosen: dict[str, tuple[Callable[..., Any], type[nn.Module]]] = {}
+    chosen: dict[str, Callable[..., Any]] = {}
     for name, index in units.items():
         cls = apply.skeleton.specs[index].cls
         chosen_method = "forward" if name else apply.method_name
         method = None if callable(chosen_method) else inspect.getattr_static(cls, chosen_method, None)
         innermost = not any(other != name and tree.is_under(other, name) for other in inner)
         if innermost and isinstance(method, types.FunctionType):
-            chosen[name] = (method, cls)
-    functions = {key: _compile_forward(*key, compiler) for key in dict.fromkeys(chosen.values())}
-    return {name: functions[key] for name, key in chosen.items()}
+            chosen[name] = method
+    functions = {method: _compile_forward(method, compiler) for method in dict.fromkeys(chosen.values())}
+    return {name: functions[method] for name, method in chosen.items()}
 
 
-def _compile_forward(forward: Callable[..., Any], cls: type[nn.Module], compiler: Compiler) -> Callable[..., Any]:
+def _compile_forward(forward: Callable[..., Any], compiler: Compiler) -> Callable[..., Any]:
     try:
         compiled = compiler(forward)
     except TypeError as error:
@@ -151,13 +151,6 @@ def _compile_forward(forward: Callable[..., Any], cls: type[nn.Module], compiler
             # Why not compiled: a torch.func transform makes Dynamo give up the function's code, for
             # later calls too. A graph records the operations of the forward itself.
             return forward(module, *args, **kwargs)
-        # Why the user's class: Dynamo's guards compare the class of a module, not the object. The
-        # class of a unit differs between sharded functions, and each one would compile the forward
-        # again.
-        own, module.__class__ = module.__class__, cls
-        try:
-            return compiled(module, *args, **kwargs)
-        finally:
-            module.__class__ = own
+        return compiled(module, *args, **kwargs)
 
     return run

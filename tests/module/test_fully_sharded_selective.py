@@ -122,9 +122,9 @@ PLACES = {
 }
 # Options of predict_events where the suite predicts a checkpoint in that place.
 PREDICTED = {
-    "inside": {"recomputed": UNITS, "not_saved": UNITS},
+    "inside": {"recomputed": UNITS},
     "around": {"recomputed": UNITS},
-    "wrapper": {"recomputed": UNITS, "not_saved": UNITS},
+    "wrapper": {"recomputed": UNITS},
     "wrapper around": {"recomputed": [f"{name}.{WRAPPED}" for name in UNITS]},
 }
 

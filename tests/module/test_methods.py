@@ -231,6 +231,7 @@ def test_a_call_changes_no_class_and_no_module():
             r"no such method: 'encodes'; leave it out, or name one of .*'decode', 'encode'",
         ),
         ({"coder": ["forward"]}, ValueError, r"found forward, which gathers the unit in any case"),
+        ({"coder": ["__call__"]}, ValueError, r"found __call__, which Python looks up on the class; leave it out"),
         ({"coder": ["size"]}, ValueError, r"no such method: 'size'"),
         ({"coder": ["width"]}, ValueError, r"no such method: 'width'"),
         ({"coder": [1]}, ValueError, r"no such method: 1"),
