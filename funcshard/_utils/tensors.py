@@ -73,16 +73,29 @@ def tensors_in(x: Any) -> Iterator[torch.Tensor]:
 
     Tensors in read-only mappings are yielded too; ``map_tensors`` leaves such mappings alone.
     """
+    found: list[torch.Tensor] = []
+    _add_tensors(x, found)
+    return iter(found)
+
+
+def _add_tensors(x: Any, found: list[torch.Tensor]) -> None:
+    kind = type(x)
+    # Why no set of classes: a class may have no hash.
+    if x is None or kind is int or kind is bool or kind is float or kind is str or kind is torch.dtype:
+        return
     if isinstance(x, torch.Tensor):
-        yield x
+        found.append(x)
+    elif kind is tuple or kind is list:
+        for each in x:
+            _add_tensors(each, found)
     elif isinstance(x, torch.nn.utils.rnn.PackedSequence):
-        yield x.data
-    elif _is_dataclass(x) or isinstance(x, Mapping):
+        found.append(x.data)
+    elif kind is dict or _is_dataclass(x) or isinstance(x, Mapping):
         for _, each in _items(x):
-            yield from tensors_in(each)
+            _add_tensors(each, found)
     elif isinstance(x, (list, tuple)):
         for each in _elements(x):
-            yield from tensors_in(each)
+            _add_tensors(each, found)
 
 
 def is_dtensor(x: Any) -> bool:

@@ -67,9 +67,12 @@ def moved_bytes(
     name = str(operation._schema.name).removeprefix("aten::")
     if name in _EMPTY:
         return 0
-    written = list(parts(tensors_in(written_arguments(operation, args, kwargs))))
-    unread = written if name in _FILLS else []
-    read = [tensor for tensor in parts(tensors_in((args, kwargs))) if all(tensor is not each for each in unread)]
+    read = list(parts(tensors_in((args, kwargs))))
+    written: list[torch.Tensor] = []
+    if writes_inputs(operation):
+        written = list(parts(tensors_in(written_arguments(operation, args, kwargs))))
+        if name in _FILLS:
+            read = [tensor for tensor in read if all(tensor is not each for each in written)]
     return sum(map(_nbytes, (*read, *written, *new)))
 
 

@@ -17,7 +17,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import CodeType
+from types import CodeType, MappingProxyType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
@@ -721,14 +721,16 @@ def _fake_mode() -> Any:
     """Return the class of fake tensors that computes whole numbers from constants."""
 
     class FakeTensors(FakeTensorMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kwargs = kwargs or {}
-            constant = all(type(each) is torch.Tensor and _is_constant(each) for each in tensors_in((args, kwargs)))
-            unknown = "empty" in str(func) or torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten"
-            if not constant or unknown:
-                return super().__torch_dispatch__(func, types, args, kwargs)
+        # Why not __torch_dispatch__: torch wraps each override of it in a guard against Dynamo,
+        # which takes as long as all that is done here.
+        def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = MappingProxyType({})) -> Any:
+            constant = not types and all(
+                type(each) is torch.Tensor and _is_constant(each) for each in tensors_in((args, kwargs))
+            )
+            if not constant or not _may_compute(func):
+                return super().dispatch(func, types, args, kwargs)
             try:
-                out = super().__torch_dispatch__(func, types, args, kwargs)
+                out = super().dispatch(func, types, args, kwargs)
             except Exception as error:
                 if asks_for_data(error):
                     return func(*args, **kwargs)
@@ -736,6 +738,12 @@ def _fake_mode() -> Any:
             return func(*args, **kwargs) if all(map(_is_constant, tensors_in(out))) else out
 
     return FakeTensors
+
+
+@functools.cache
+def _may_compute(func: Any) -> bool:
+    """Return whether an operator gives the same values in each call."""
+    return func.namespace == "aten" and "empty" not in str(func) and torch.Tag.nondeterministic_seeded not in func.tags
 
 
 def _is_constant(tensor: torch.Tensor) -> bool:

@@ -94,6 +94,7 @@ class Recorder(TorchDispatchMode):
         self._callers: list[Frame] = [root]
         self._running: int | None = None
         self._inside: set[int] = set()  # results that stay inside a fused kernel, by number
+        self._region: tuple[int, str] | None = None  # the call of a compiled module that they are of
         self._used: dict[int, list[str]] = {}  # the parameters that each autograd node needs
         self._asks: set[int] = set()  # the nodes whose tensors a checkpoint around their module keeps
 
@@ -164,8 +165,14 @@ class Recorder(TorchDispatchMode):
         return frame
 
     def runs(self, path: str) -> bool:
-        """Return whether a call of a module runs."""
-        return any(frame.path == path for frame in self._stack)
+        """Return whether a call of a module runs, or a checkpoint runs a part of it again."""
+        frame: Frame | None = self._stack[-1]
+        if self.phase == "backward" and frame is self.root:
+            self._follow_backward()
+            frame = self.frame
+        while frame is not None and frame.path != path:
+            frame = frame.parent
+        return frame is not None
 
     def watch_grads(self, frame: Frame, inputs: Iterable[torch.Tensor], out: Any) -> None:
         """Note the gradients of a call's inputs and outputs when backward comes to them."""
@@ -291,6 +298,12 @@ class Recorder(TorchDispatchMode):
 
     def _fused_bytes(self, func: Any, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> int:
         """Return the bytes that an operation moves if a compiler fuses it with its neighbours."""
+        root = self.frame
+        while root.parent is not None and root.parent.compiled:
+            root = root.parent
+        if self._region != (root.number, self.phase):  # each module is compiled by itself
+            self._region = root.number, self.phase
+            self._inside.clear()
         outside = [tensor for tensor in inputs if self.number(tensor, known=True) not in self._inside]
         moved = sum(map(_nbytes, outside))
         if is_fused(func):

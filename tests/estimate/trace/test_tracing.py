@@ -120,6 +120,21 @@ class Shared(Stack):
         return self.head(self.layers[1](x))
 
 
+class Checkpoints(nn.Module):
+    """A layer that computes a module inside it again in backward, or a function of its weights."""
+
+    def __init__(self, number, whole=True):
+        super().__init__()
+        self.layer, self.whole = Layer(number), whole
+
+    def forward(self, x):
+        return checkpoint(self.layer if self.whole else self.computed, x, use_reentrant=False)
+
+    def computed(self, x):
+        up, down = self.layer.up, self.layer.down
+        return x + F.linear(F.gelu(F.linear(x, up.weight, up.bias)), down.weight, down.bias)
+
+
 class InPlace(nn.Module):
     """A layer that writes to its input."""
 
@@ -151,6 +166,8 @@ MODELS = {
     "every layer checkpointed": lambda: floats(Stack(Layer, checkpointed=1)),
     "every second layer checkpointed": lambda: floats(Stack(Layer, checkpointed=2)),
     "experts checkpointed": lambda: floats(Stack(lambda _: RoutedExperts(), checkpointed=1)),
+    "layers with a checkpoint inside": lambda: floats(Stack(Checkpoints)),
+    "layers with a function in a checkpoint": lambda: floats(Stack(lambda i: Checkpoints(i, whole=False))),
     "two layers in a checkpoint": lambda: floats(TwoAtOnce(Layer)),
     "tied layers": lambda: floats(Tied()),
     "one layer three times": lambda: floats(Shared()),
@@ -204,6 +221,13 @@ def test_a_folded_trace_says_what_the_whole_one_says(name):
     assert folded == whole
 
 
+@pytest.mark.parametrize("name", ["layers with dropout", "every layer checkpointed", "layers with a checkpoint inside"])
+def test_a_folded_trace_of_compiled_modules_says_what_the_whole_one_says(name):
+    compiled = {f"layers.{number}" for number in range(4)}
+    whole, folded = (summary(tape_of(name, fold=fold, compiled=compiled)[0]) for fold in (False, True))
+    assert folded == whole
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_parameter_gets_a_gradient_and_nothing_is_left_at_the_end(name):
     tape, params = tape_of(name)
@@ -217,6 +241,8 @@ def test_equal_modules_are_traced_once():
     assert sum(isinstance(event, Call) for event in tape_of("layers with dropout")[0].events) == 2 * 4
     # The input of the first layer requires no gradient, so no other layer is of its kind.
     assert len(tape_of("layers of two kinds")[0].folds) == 3
+    for name in ("layers with a checkpoint inside", "layers with a function in a checkpoint"):
+        assert [fold.path for fold in tape_of(name)[0].folds] == ["layers.0", "layers.1"]
 
 
 def test_experts_with_inputs_of_their_own_are_traced_once_in_a_layer():
