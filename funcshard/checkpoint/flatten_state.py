@@ -28,6 +28,7 @@ import torch
 
 from funcshard._utils import byte_view, check_not_donated, tree
 from funcshard.checkpoint.metadata import (
+    NO_UNIT,
     FlatState,
     PerRank,
     TensorMetadata,
@@ -194,47 +195,50 @@ class _Flattener:
         # Why not some units without buffers: that may be any dictionary, which would lose its keys.
         some = any(child[2] for child in children if isinstance(child, tuple)) or len(keys) == len(units)
         return (
-            bool(keys)
-            and some
+            some
+            and not any(isinstance(child, int) for child in children)
+            and any(children)
             and all(
                 name in units
-                and isinstance(child, tuple)
-                and child[0] == "dict"
-                and set(child[1]) <= {buffer.key for buffer in units[name].buffers}
+                and (child is None or child[0] == "dict")
+                and (child is None or set(child[1]) <= {buffer.key for buffer in units[name].buffers})
                 for name, child in zip(keys, children, strict=True)
             )
         )
 
     def _shards(self, structure: tree.Structure, path: str) -> TreeSpec:
-        found = []
+        found, absent = [], []
         for name, child in zip(structure[1], structure[2], strict=True):
             unit = self.plan.units[name]
+            if child is None:
+                absent += [[leaf.path, NO_UNIT] for leaf in unit.leaves]
+                continue
             buffers = {buffer.key: buffer for buffer in unit.buffers}
             found += [(unit, buffers[key], inner) for key, inner in zip(child[1], child[2], strict=True)]
         every_unit = len(structure[1]) == len(self.plan.unit_list)
-        return ["shards", "every unit" if every_unit else "some units", self._by_leaf(found, path)]
+        return ["shards", "every unit" if every_unit else "some units", self._by_leaf(found, path) + absent]
 
     def _lists_of_shards(self, children: Sequence[tree.Structure]) -> dict[int, list[tuple[UnitPlan, BufferPlan]]]:
         """Return the children that are lists of shards, by index, and the buffers of each list.
 
         A list of tensors is a list of shards if it has an entry for each buffer, of that buffer's
-        shard size. A list of that length beside it counts as one too: TorchOpt keeps a counter for
-        each shard there.
+        shard size or ``None``. A list of that length beside it counts as one too: TorchOpt keeps a
+        counter for each shard there.
         """
         found: dict[int, list[tuple[UnitPlan, BufferPlan]]] = {}
         for trainable_only in (True, False):
             order = buffers_in_tree_order(self.plan, trainable_only=trainable_only)
             lists = {i: ts for i, child in enumerate(children) if (ts := self._tensors(child)) and len(ts) == len(order)}
-            if any(all(_fits(t, b) for t, (_, b) in zip(tensors, order, strict=True)) for tensors in lists.values()):
+            if any(_all_fit(tensors, [buffer for _, buffer in order]) for tensors in lists.values()):
                 found |= dict.fromkeys(lists.keys() - found.keys(), order)
         return found
 
-    def _tensors(self, structure: tree.Structure) -> list[torch.Tensor]:
-        """Return the entries of a list or tuple if all of them are tensors, else an empty list."""
+    def _tensors(self, structure: tree.Structure) -> list[torch.Tensor | None]:
+        """Return the entries of a list or tuple of tensors and ``None``, else an empty list."""
         if not isinstance(structure, tuple) or structure[0] not in ("list", "tuple"):
             return []
-        leaves = [self.leaves[child] if isinstance(child, int) else None for child in structure[2]]
-        return leaves if all(isinstance(leaf, torch.Tensor) for leaf in leaves) else []  # type: ignore[return-value]
+        leaves = [self.leaves[child] if isinstance(child, int) else child for child in structure[2]]
+        return leaves if all(leaf is None or isinstance(leaf, torch.Tensor) for leaf in leaves) else []
 
     def _listed_shards(self, structure: tree.Structure, path: str, order: list[tuple[UnitPlan, BufferPlan]]) -> TreeSpec:
         found = [(unit, buffer, inner) for (unit, buffer), inner in zip(order, structure[2], strict=True)]
@@ -372,6 +376,12 @@ def _fits(value: Any, buffer: BufferPlan) -> bool:
         return False
     floats = value.is_floating_point() or value.is_complex()
     return value.numel() != 1 or floats or value.dtype == dtype_of(buffer.dtype)
+
+
+def _all_fit(values: Sequence[Any], buffers: Sequence[BufferPlan]) -> bool:
+    """Return whether values are shards of ``buffers`` or ``None``, but not all ``None``."""
+    pairs = [(value, buffer) for value, buffer in zip(values, buffers, strict=True) if value is not None]
+    return bool(pairs) and all(_fits(value, buffer) for value, buffer in pairs)
 
 
 def _entries(kind: str, meta: Any, number: int, path: str) -> list[Any]:

@@ -20,6 +20,7 @@ from funcshard._utils import loaded_class, public_class_name
 from funcshard.plan import AXES, BufferPlan, LeafCut, LeafSpec, Plan, UnitPlan, own_axes, rank_at, whole_shape_of
 
 __all__ = [
+    "NO_UNIT",
     "FlatState",
     "PerRank",
     "TensorMetadata",
@@ -52,6 +53,9 @@ TreeSpec = Any
   form is ``"every unit"`` or ``"some units"`` (of the plan), ``"list"`` or ``"tuple"``;
 - ``[kind, fields, metadata, [node, ...]]``: a container, as in ``tree``; a namedtuple has fields.
 """
+
+NO_UNIT: TreeSpec = ["value", None]
+"""The node of each leaf of a unit for which a tree of shards has ``None``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,8 @@ def save(
     - Trees of shards are stored leaf by leaf under the module's names, so that the checkpoint can
       be restored under another plan. Such trees are recognised by their form: parameters, averages
       of them, and optimizer states with tensors of a shard's size. Lists of tensors are such trees
-      only in the ``opt_state`` of a ``TrainState`` and in states of TorchOpt.
+      only in the ``opt_state`` of a ``TrainState`` and in states of TorchOpt. ``None`` may be in
+      place of a unit, of a buffer or of an entry of such a list.
     - Every other tensor, number and string must be the same on every rank, and is stored once.
     - A value of a rank's own is marked with ``PerRank``, and stored once per rank.
 

@@ -147,7 +147,7 @@ def check_outline(
             continue
         kind, *parts = file_data.listed("a node of the state", node) or [None]
         if kind == "value" and len(parts) == 1:
-            if type(parts[0]) not in (int, float, bool, str):
+            if type(parts[0]) not in (int, float, bool, str) and not (in_shards and parts[0] is None):
                 raise ValueError(f"a value of the state must be a number or a text; found {file_data.shown(parts[0])}")
         elif kind == "tensor" and len(parts) == 1:
             stored = items.get(file_data.text("the name of a tensor", parts[0]))

@@ -16,6 +16,7 @@ import torch
 
 from funcshard._utils import byte_view, tree
 from funcshard.checkpoint.metadata import (
+    NO_UNIT,
     PerRank,
     TensorMetadata,
     TreeSpec,
@@ -170,11 +171,12 @@ class _Unflattener:
             order = buffers_in_tree_order(self.plan, trainable_only=all(buffer.trainable for _, buffer in pairs))
             flat = [by_buffer[unit.name, buffer.key] for unit, buffer in order if (unit.name, buffer.key) in by_buffer]
             return flat if form == "list" else tuple(flat)
-        shards: dict[str, dict[str, Any]] = {}
+        shards: dict[str, Any] = {}
         for unit in self.plan.unit_list:
             own = {b.key: by_buffer[unit.name, b.key] for b in unit.buffers if (unit.name, b.key) in by_buffer}
             if own or form == "every unit":
-                shards[unit.name] = own
+                named = [by_leaf.get(name_in(by_leaf, leaf) or "") for leaf in unit.leaves]
+                shards[unit.name] = None if own and all(node == NO_UNIT for node in named) else own
         return shards
 
     def _by_buffer(self, by_leaf: dict[str, TreeSpec]) -> dict[tuple[str, str], Any]:

@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import optree
 import pytest
 import torch
+import torchopt
 
 import funcshard as fs
 from tests.ranks import run_ranks, run_simulated
@@ -524,3 +526,34 @@ def test_a_stack_of_models_is_saved_as_a_list_and_says_so(tmp_path: Path) -> Non
             torch.testing.assert_close(found, model)
 
     fs.simulate(main, 2)
+
+
+ABSENT: dict[str, Callable[[dict[str, Any]], Any]] = {  # shards -> a state that lacks some of them
+    "a buffer": lambda s: {**s, "b": dict.fromkeys(s["b"])},
+    "below a buffer": lambda s: {name: {key: {"m": v, "v": None} for key, v in unit.items()} for name, unit in s.items()},
+    "a unit": lambda s: {"masked": {**s, "b": None}},
+    "an entry of an optimizer's list": lambda s: fs.TrainState(s, {}, {"mu": [s[""]["float32"], None]}, 3),
+    "all entries of a list beside it": lambda s: fs.TrainState(s, {}, ((s[""]["float32"], None), [None, None]), 3),
+    "the state of torchopt": lambda s: fs.TrainState(s, {}, torchopt.adam(1e-3).init({**s, "b": dict.fromkeys(s["b"])}), 0),
+    "outside of shards": lambda s: {"shards": s, "none": None, "list": [None, 1, torch.ones(3)]},
+}
+
+
+@pytest.mark.parametrize("what", ABSENT)
+def test_none_comes_back_where_it_was_under_every_plan(what, tmp_path):
+    params = {"a": torch.arange(6.0).view(2, 3), "b": {"w": torch.arange(5.0), "v": torch.ones(4)}}
+
+    def main(mesh, units, saves):
+        plan = fs.make_plan(params, mesh, units=units)
+        shards = fs.shard(params, plan, mesh)
+        if saves:
+            fs.save(tmp_path / "x", ABSENT[what](shards), plan, mesh)
+        return fs.restore(tmp_path / "x", plan, mesh), ABSENT[what](shards)
+
+    for ranks, units, saves in ((2, ["b"], True), (3, ["b"], False), (1, ["b"], False)):
+        for found, expected in run_simulated(main, ranks, units, saves):
+            (leaves, structure), (wanted, other) = (
+                optree.tree_flatten(each, none_is_leaf=True) for each in (found, expected)
+            )
+            assert structure == other
+            torch.testing.assert_close(leaves, wanted, rtol=0, atol=0)
