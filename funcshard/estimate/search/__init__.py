@@ -4,7 +4,7 @@ In reading order:
 
 - ``space``: the plans that a search tries, in ladders.
 - ``splicing``: the program of a plan with other units recomputed. ``scoring``: the time and the
-  memory of a plan, and bounds on those of many plans. ``least_memory``: the closer of these bounds.
+  memory of a plan, and the least time of many plans.
 - ``best_plan``: ``auto_plan``, the search.
 - ``infeasible``: the reason if nothing fits, and the price of each change.
 """

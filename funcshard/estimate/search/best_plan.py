@@ -1,19 +1,21 @@
 """``auto_plan``: the fastest plan that fits a budget, or why none does.
 
-The search is exact. A ``Space`` says which plans there are, and it does not depend on the budget.
-Plans that differ only in how many units of the largest class backward computes again form a ladder.
-The search climbs all ladders at once, in the order of a lower bound of the time. It simulates a
-plan unless lower bounds show that it does not fit, or that it is slower than the best one so far.
-Of equally fast plans it takes the one with the lower peak, and then the first.
+A ``Space`` says which plans there are, and it does not depend on the budget. Plans that differ only
+in how many units of the largest class backward computes again form a ladder. The search takes one
+ladder after the other, in the order of a lower bound of the time, until the bound is over the time
+of the best plan. On a ladder it looks for the first rung that fits: one by one on a short ladder,
+by bisection on a long one. Of equally fast plans it takes the one with the lower peak, and then the
+first.
 
-It takes one thing for granted: to compute more units again makes no step faster. So the time of a
-plan is a bound for all that are above it on its ladder.
+It takes two things for granted: to compute more units again makes no step faster, and on a long
+ladder it makes no peak higher.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-import heapq
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +26,7 @@ from funcshard.estimate.machine import Hardware, load_hardware
 from funcshard.estimate.reports import Report, left_text
 from funcshard.estimate.search.infeasible import Infeasible, changes_to_fit
 from funcshard.estimate.search.scoring import Score, Scorer
-from funcshard.estimate.search.space import Candidate, Space, UnitClass, ladders, unit_classes
+from funcshard.estimate.search.space import MOST_RUNGS, Candidate, Space, UnitClass, ladders, unit_classes
 from funcshard.estimate.trace import Profile
 from funcshard.estimate.walk import OptimizerMemory, Runtime, check_runtime
 from funcshard.plan import Plan, Schedule, make_plan
@@ -112,8 +114,9 @@ def auto_plan(
     The search covers the options of ``space``: meshes, strategies, the units that stay gathered,
     those that backward computes again. It also covers the profiles: micro-batches and precisions.
     The simulator of ``estimate`` scores the plans. The result is the same as if it scored all of
-    them, if no step gets faster when backward computes more units again. So a larger budget never
-    gives a slower plan, and a smaller one never a higher peak.
+    them, if no step gets faster when backward computes more units again, and of more than 16 units
+    no peak gets higher. Then a larger budget never gives a slower plan, and a smaller one never a
+    higher peak.
 
     Arguments:
         profile: the profile of the batch of one rank. A dictionary gives a profile for each number
@@ -145,9 +148,6 @@ def auto_plan(
         >>> best = fs.auto_plan(profile, ranks=8, budget="200KiB", units=["*"])
         >>> best.fits, best.report.peak <= 200 * 1024, best.plan.mesh_shape
         (True, True, (2, 4))
-
-    Source: bounds that prune an exact enumeration are Land and Doig's branch and bound (1960),
-    https://doi.org/10.2307/1910129.
     """
     ranks = check_count("ranks", ranks, of="ranks")
     space = Space() if space is None else space
@@ -179,7 +179,7 @@ def auto_plan(
     found = _search(scorer, space, ranks, limit)
     if found.best is not None and _report(scorer, found.best, optimizer, limit).peak != found.scores[found.best].peak:
         # The programs of some remat sets were spliced, and units that look equal are not.
-        scorer = dataclasses.replace(scorer, exact=True, _programs={}, _of_splices=set(), _figures={})
+        scorer = dataclasses.replace(scorer, exact=True, _programs={}, _seconds={})
         found = _search(scorer, space, ranks, limit)
     if found.best is None:
         lean = found.lean
@@ -220,46 +220,42 @@ def _search(scorer: Scorer, space: Space, ranks: int, budget: int) -> _Found:
     found = list(ladders(space, ranks, scorer.classes, len(scorer.profiles), splices=scorer.splices()))
     assert found, "a space has at least one plan"
     fixed = [scorer.fixed(each.first) for each in found]
-    pairs = list(zip(found, fixed, strict=True))
+    least = [scorer.least_seconds(each.first, own) for each, own in zip(found, fixed, strict=True)]
     scores: dict[Candidate, Score] = {}
     best: tuple[float, int, int, int] | None = None
     winner: Candidate | None = None
-    queue: list[tuple[float, int, int]] = []  # least seconds, ladder, rung
 
-    def climb(ladder: int, rung: int, least: float) -> None:
-        """Add the first rung, from one on, whose bounds say that it may fit."""
-        each, own = pairs[ladder]
-        for position in range(rung, len(each.counts)):
-            # Why not the bound of all: it takes a trace, and the last rungs are the slowest ones.
-            bound = scorer.untraced(each, position, own) or scorer.bound(each, position, own, budget=budget)
-            least = max(least, bound.seconds)
-            if bound.peak <= budget:
-                heapq.heappush(queue, (least, ladder, position))
-                return
+    def score(ladder: int, rung: int) -> Score:
+        candidate = found[ladder].rung(rung)
+        if candidate not in scores:
+            scores[candidate] = scorer.score(candidate)
+        return scores[candidate]
 
-    for i, own in enumerate(fixed):
-        if own.resident + own.stays <= budget:
-            climb(i, 0, 0.0)
-    while queue:
-        least, i, rung = heapq.heappop(queue)
-        if best is not None and least > best[0]:
+    def ends(ladder: int, rung: int) -> bool:
+        """Return whether a rung fits, or is too slow as all that are above it."""
+        own = score(ladder, rung)
+        return own.peak <= budget or (best is not None and own.seconds > best[0])
+
+    for i in sorted(range(len(found)), key=least.__getitem__):
+        if best is not None and least[i] > best[0]:
             break
-        candidate = found[i].rung(rung)
-        peak = scorer.closer_peak(candidate, fixed[i])
-        if peak <= budget:
-            score = scores[candidate] = scorer.score(candidate)
-            if score.peak <= budget and (best is None or (*score, i, rung) < best):
-                best, winner = (*score, i, rung), candidate
-            least = score.seconds  # to compute more units again makes no step faster
-        climb(i, rung + 1, least)
+        if fixed[i].held > budget:
+            continue
+        rungs = range(len(found[i].counts))
+        if len(rungs) > MOST_RUNGS:
+            # Why the first one before: most ladders end there, as slower than the best plan.
+            steps = rungs[:-1]
+            first = 0 if ends(i, 0) else bisect.bisect_left(steps, True, 1, key=functools.partial(ends, i))
+            rungs = rungs[first : first + 1]
+        for rung in rungs:
+            own = score(i, rung)
+            if best is not None and own.seconds > best[0]:
+                break
+            if own.peak <= budget and (best is None or (*own, i, rung) < best):
+                best, winner = (*own, i, rung), found[i].rung(rung)
     if winner is None:
-        last = [
-            (scorer.bound(each, len(each.counts) - 1, own, budget=budget).peak, i) for i, (each, own) in enumerate(pairs)
-        ]
-        closer = [(scorer.closer_peak(found[i].rung(-1), fixed[i]), i) for _, i in sorted(last)[: 8 * _LEAN]]
-        for _, i in sorted(closer)[:_LEAN]:
-            candidate = found[i].rung(-1)
-            scores.setdefault(candidate, scorer.score(candidate))
+        for i in sorted(range(len(found)), key=lambda i: fixed[i].held)[:_LEAN]:
+            score(i, len(found[i].counts) - 1)
     lean = min(scores, key=lambda each: (scores[each].peak, scores[each].seconds))
     return _Found(winner, lean, scores, sum(len(each.counts) for each in found))
 

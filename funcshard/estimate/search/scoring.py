@@ -1,8 +1,8 @@
-"""``Scorer``: the peak and the time of a candidate, by the simulator; and bounds below both.
+"""``Scorer``: the peak and the time of a candidate, by the simulator; and figures below both.
 
-A bound takes microseconds, a simulation milliseconds. The bounds are those of any step: it takes at
-least the time of all its computations, and of all its collectives; a rank holds at least what it
-holds between steps, and the model's own memory at its highest.
+A simulation takes milliseconds, a lower bound of many of them microseconds: any step takes at least
+the time of all its computations, and of all its collectives, and a rank holds at least what it
+holds between steps.
 """
 
 from __future__ import annotations
@@ -15,23 +15,15 @@ from typing import Any, NamedTuple
 
 from funcshard.estimate.estimating import HardwareClock, run_step
 from funcshard.estimate.machine import Hardware
-from funcshard.estimate.search.least_memory import UnitMemory, least_peak, unit_memory
-from funcshard.estimate.search.space import Candidate, Ladder, Space, UnitClass
+from funcshard.estimate.search.space import Candidate, Space, UnitClass
 from funcshard.estimate.search.splicing import in_pieces, splice
 from funcshard.estimate.trace import Profile, Program, Run
 from funcshard.estimate.walk import OptimizerMemory, Runtime, sizes_of
 from funcshard.plan import Plan, Schedule, make_plan, make_schedule, predict_events, small_buckets
 
-__all__ = ["Bound", "Fixed", "Score", "Scorer"]
+__all__ = ["Fixed", "Score", "Scorer"]
 
 _LESS = 1 - 1e-9  # sums in another order differ in their last digits
-
-
-class Bound(NamedTuple):
-    """Figures that a simulation never goes below: seconds, and bytes."""
-
-    seconds: float
-    peak: int
 
 
 class Score(NamedTuple):
@@ -42,20 +34,11 @@ class Score(NamedTuple):
 
 
 class Fixed(NamedTuple):
-    """The parts of a bound that do not depend on which units backward computes again."""
+    """Figures that no step of a ladder's plans goes below."""
 
-    resident: int  # bytes between steps
-    stays: int  # gathered bytes of the units that stay gathered
+    held: int  # bytes between steps, and of the units that stay gathered
     communicating: float  # seconds of the collectives of a step
     updating: float  # seconds of the optimizer
-
-
-class _Figures(NamedTuple):
-    """Figures of a program."""
-
-    highest: int  # bytes of the model's own memory
-    at_loss: int  # the same while the loss is computed
-    seconds: float  # of all computations of a step
 
 
 class _Mode(NamedTuple):
@@ -71,7 +54,7 @@ class _Base(NamedTuple):
 
     plan: Plan
     resident: Mapping[str, int]  # bytes between steps
-    memory: Mapping[str, UnitMemory]
+    gathered: Mapping[str, int]  # bytes that stay until backward if the unit is not freed
     updated: Mapping[str, int]  # bytes that the optimizer updates on the device
     seconds: Mapping[str, tuple[float, float, float]]  # of gathers, reductions, and all-reduces apart
 
@@ -100,8 +83,7 @@ class Scorer:
     _bases: dict[Any, _Base] = field(default_factory=dict)
     _clocks: dict[Any, HardwareClock] = field(default_factory=dict)
     _programs: dict[Any, Program] = field(default_factory=dict)
-    _of_splices: set[Any] = field(default_factory=set)  # keys of the spliced ones of these
-    _figures: dict[Any, dict[int, _Figures]] = field(default_factory=dict)
+    _seconds: dict[Any, float] = field(default_factory=dict)  # of a program's computations
 
     def plan(self, candidate: Candidate) -> Plan:
         """Return the plan of a candidate."""
@@ -169,16 +151,14 @@ class Scorer:
         return Score(found.step_time, found.peak)
 
     def fixed(self, candidate: Candidate) -> Fixed:
-        """Return the parts of a bound that all rungs of the candidate's ladder share."""
+        """Return what all rungs of the candidate's ladder share."""
         micro_batches, profile = self.profiles[candidate.profile]
-        resident = profile.buffers + profile.inputs * micro_batches + self.runtime.communicators
-        updated, stays, gathers, reductions, apart = 0, 0, 0.0, 0.0, 0.0
+        held = profile.buffers + profile.inputs * micro_batches + self.runtime.communicators
+        updated, gathers, reductions, apart = 0, 0.0, 0.0, 0.0
         for name, mode in self._modes(candidate).items():
             base = self._base(candidate.profile, candidate.mesh, mode)
-            resident += base.resident[name]
+            held += base.resident[name] + (base.gathered[name] if mode.strategy == "shard_grad_op" else 0)
             updated += base.updated[name]
-            memory = base.memory[name]
-            stays += memory.gathered if memory.trained and mode.strategy == "shard_grad_op" else 0
             gathers += base.seconds[name][0]
             reductions += base.seconds[name][1]
             apart += base.seconds[name][2]
@@ -188,58 +168,16 @@ class Scorer:
         moved = updated * (3 + 2 * states) if self.optimizer is not None else 0
         updating = self._clock(candidate.mesh).move(moved)[0] if moved else 0.0
         # Why 0 for buckets: they save latencies.
-        return Fixed(resident, stays, 0.0 if candidate.bucket else lane * micro_batches, updating)
+        return Fixed(held, 0.0 if candidate.bucket else lane * micro_batches, updating)
 
-    def bound(self, ladder: Ladder, position: int, fixed: Fixed, *, budget: int) -> Bound:
-        """Return figures that the simulation of a rung of a ladder does not go below.
-
-        They are rougher if rougher ones are over the budget already.
-        """
-        rungs = self._figures.setdefault(self._key(ladder.first), {})
-        if position not in rungs and (between := self._between(ladder, position, rungs)) is not None:
-            rough = _bound(between, fixed)
-            if rough.peak > budget:
-                return rough
-        if position not in rungs:
-            rungs[position] = self._figures_of(ladder.rung(position))
-        return _bound(rungs[position], fixed)
-
-    def _between(self, ladder: Ladder, position: int, rungs: dict[int, _Figures]) -> _Figures | None:
-        """Return figures of a rung from those of two others, if the programs of these are spliced.
-
-        Equal units, and spliced units are equal, differ by equal steps.
-        """
-        if not ladder.fine:
-            return None
-        low, high = ladder.spliced
-        if position <= low or position == high:
-            return None
-        for each in (low, high):
-            if each not in rungs:
-                rungs[each] = self._figures_of(ladder.rung(each))
-            if self._key(ladder.rung(each)) not in self._of_splices:
-                return None
-        counts = [ladder.counts[each] for each in (low, high, position)]
-        part = counts[2] - counts[0], counts[1] - counts[0]
-        at_loss = rungs[low].at_loss - (rungs[low].at_loss - rungs[high].at_loss) * part[0] // part[1]
-        seconds = rungs[low].seconds + (rungs[high].seconds - rungs[low].seconds) * part[0] / part[1]
-        # Why no memory above: the last units stand beside others, which may hold more or less.
-        return _Figures(at_loss, at_loss, seconds) if position < high else _Figures(0, 0, seconds)
-
-    def untraced(self, ladder: Ladder, position: int, fixed: Fixed) -> Bound | None:
-        """Return a bound of the time alone for a rung that takes a trace; ``None`` for others."""
-        if not ladder.fine or position <= ladder.spliced[1] or self._key(ladder.rung(position)) in self._programs:
-            return None
-        figures = self._between(ladder, position, self._figures.setdefault(self._key(ladder.first), {}))
-        return _bound(figures or _Figures(0, 0, 0.0), fixed)
-
-    def closer_peak(self, candidate: Candidate, fixed: Fixed) -> int:
-        """Return a higher bound of the peak than ``bound`` does, in more time."""
-        memory = {
-            name: self._base(candidate.profile, candidate.mesh, mode).memory[name]
-            for name, mode in self._modes(candidate).items()
-        }
-        return fixed.resident + least_peak(self.program(candidate), memory, self.runtime, reduces=not candidate.bucket)
+    def least_seconds(self, candidate: Candidate, fixed: Fixed) -> float:
+        """Return seconds that no rung of the candidate's ladder goes below; it is the first one."""
+        micro_batches = self.profiles[candidate.profile][0]
+        key = self._key(candidate)
+        if key not in self._seconds:
+            runs = [step for step in self.program(candidate).steps if isinstance(step, Run)]
+            self._seconds[key] = math.fsum(self._clock(candidate.mesh).compute(run)[0] for run in runs)
+        return (max(self._seconds[key] * micro_batches, fixed.communicating) + fixed.updating) * _LESS
 
     # --- shared by candidates --------------------------------------------------------------------
 
@@ -248,8 +186,6 @@ class Scorer:
         key = _, counts = self._key(candidate)
         if key not in self._programs:
             found = None if self.exact else self._spliced(candidate, counts)
-            if found is not None:
-                self._of_splices.add(key)
             self._programs[key] = found if found is not None else self._traced(candidate.profile, counts)
         return self._programs[key]
 
@@ -273,15 +209,6 @@ class Scorer:
         _, profile = self.profiles[number]
         names = [name for units, k in zip(self.classes, counts, strict=True) for name in units.again[:k]]
         return profile.program(self._single(number), remat=names)
-
-    def _figures_of(self, candidate: Candidate) -> _Figures:
-        """Return the highest memory of a program, that of the loss, and the seconds of a step."""
-        runs = [step for step in self.program(candidate).steps if isinstance(step, Run)]
-        clock = self._clock(candidate.mesh)
-        highest = max((run.highest.total for run in runs), default=0)
-        at_loss = max((run.highest.total for run in runs if run.what == "loss"), default=0)
-        seconds = math.fsum(clock.compute(run)[0] for run in runs) * self.profiles[candidate.profile][0]
-        return _Figures(highest, at_loss, seconds)
 
     def _clock(self, mesh: tuple[int, int]) -> HardwareClock:
         if mesh not in self._clocks:
@@ -310,10 +237,10 @@ class Scorer:
     def _measured(self, number: int, plan: Plan, mesh: tuple[int, int]) -> _Base:
         states = self.optimizer.states if self.optimizer is not None else 0
         resident: dict[str, int] = {}
-        memory: dict[str, UnitMemory] = {}
+        gathered: dict[str, int] = {}
         updated: dict[str, int] = {}
         seconds = {name: [0.0, 0.0, 0.0] for name in plan.units}
-        known: dict[Any, tuple[int, UnitMemory, int]] = {}
+        known: dict[Any, tuple[int, int, int]] = {}
         for unit in plan.unit_list:
             forms = tuple(
                 (each.key, each.numel, each.dtype, each.trainable, each.shards, each.local) for each in unit.buffers
@@ -322,8 +249,10 @@ class Scorer:
                 sizes = sizes_of(unit, accelerator=self.runtime.accelerator)
                 device = not sizes.offload
                 held = (sizes.shard + states * sizes.trainable_shard) if device else 0
-                known[key] = held, unit_memory(sizes, self.runtime), sizes.trainable_shard if device else 0
-            resident[unit.name], memory[unit.name], updated[unit.name] = known[key]
+                trained = any(each.trainable for each in sizes.buffers)
+                stays = sum(each.gathered for each in sizes.buffers) if trained else 0
+                known[key] = held, stays, sizes.trainable_shard if device else 0
+            resident[unit.name], gathered[unit.name], updated[unit.name] = known[key]
         program = self._traced(number, (0,) * len(self.classes))
         units, clock = plan.units, self._clock(mesh)
         for event in predict_events(plan, [name for name in program.order if name in units], not_saved=program.not_saved):
@@ -331,12 +260,7 @@ class Scorer:
             if self.runtime.replicates_apart and event.kind == "all_reduce":
                 lane = 2
             seconds[event.unit or ""][lane] += clock.collective(event)[0]
-        return _Base(plan, resident, memory, updated, {name: (a, b, c) for name, (a, b, c) in seconds.items()})
-
-
-def _bound(figures: _Figures, fixed: Fixed) -> Bound:
-    seconds = max(figures.seconds, fixed.communicating) + fixed.updating
-    return Bound(seconds * _LESS, fixed.resident + max(figures.highest, figures.at_loss + fixed.stays))
+        return _Base(plan, resident, gathered, updated, {name: (a, b, c) for name, (a, b, c) in seconds.items()})
 
 
 def _on_mesh(plan: Plan, mesh: tuple[int, int], mode: _Mode) -> Plan:

@@ -17,13 +17,14 @@ from funcshard.estimate.search.splicing import MARGIN
 from funcshard.estimate.trace import Program, Run
 from funcshard.plan import Plan, fold_units
 
-__all__ = ["Candidate", "Choice", "Ladder", "Space", "UnitClass", "ladders", "unit_classes"]
+__all__ = ["MOST_RUNGS", "Candidate", "Choice", "Ladder", "Space", "UnitClass", "ladders", "unit_classes"]
 
 STRATEGIES = ("full_shard", "no_shard")
 
 _PARTS = 8  # of a class, by default
 _MOST_STEPS = 128  # into which the largest class is divided, by default
 _FEW = 16  # units of a class in which each number of units is tried
+MOST_RUNGS = _FEW + 1  # of a ladder on which each rung is tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,16 +142,6 @@ class Ladder(NamedTuple):
     first: Candidate
     climbed: int
     counts: tuple[int, ...]
-
-    @property
-    def fine(self) -> bool:
-        """Whether the counts have steps of equal length but for the first and the last."""
-        return len(self.counts) > _FEW + 1
-
-    @property
-    def spliced(self) -> tuple[int, int]:
-        """Positions of the first and the last rung whose program may be spliced, if it is fine."""
-        return 1, max(i for i, count in enumerate(self.counts) if count < self.counts[-1] - MARGIN)
 
     def rung(self, position: int) -> Candidate:
         """Return the plan with the count at a position."""
