@@ -4,6 +4,7 @@ python -m tests.mutants cover             # once: which test runs which line
 python -m tests.mutants run --workers 2   # resumes where it stopped
 python -m tests.mutants report
 python -m tests.mutants draw --count 300  # other faults, of another seed
+python -m tests.mutants draw --missing    # others for those whose place has gone
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from pathlib import Path
 
 from tests.mutants.covering import Covering, cover
 from tests.mutants.faults import Fault, load, planted, save
-from tests.mutants.planting import draw
+from tests.mutants.planting import draw, redraw
 from tests.mutants.running import Copy, Result
 
 ROOT = Path(__file__).resolve().parents[2]
-FAULTS = Path(__file__).with_name("faults.json")
+FAULTS = Path(__file__).with_name("faults.json")  # drawn
+REVERTS = Path(__file__).with_name("reverts.json")  # of faults that the history has mended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,13 +43,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--fast", action="store_true", help="only tests of the fast loop")
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--missing", action="store_true", help="draw only where the place of a fault has gone")
     options, rest = parser.parse_known_args(arguments)
     if options.command == "cover":
         return cover(ROOT, options.folder, rest)
     if options.command == "draw":
-        save(FAULTS, draw(ROOT, options.count, options.seed))
+        drawn = redraw(ROOT, load(FAULTS), options.seed) if options.missing else draw(ROOT, options.count, options.seed)
+        save(FAULTS, drawn)
         return 0
-    faults = [fault for fault in load(FAULTS) if fnmatch.fnmatch(fault.title, f"*{options.only}*")]
+    every = [*load(FAULTS), *load(REVERTS)]
+    faults = [fault for fault in every if fnmatch.fnmatch(fault.title, f"*{options.only}*")]
     results = options.folder / ("fast.json" if options.fast else "results.json")
     known = {title: Result(*row) for title, row in json.loads(results.read_text()).items()} if results.exists() else {}
     if options.command == "run":

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["Fault", "Site", "load", "planted", "save", "sites"]
+__all__ = ["Fault", "Site", "load", "places", "planted", "save", "sites", "with_fault"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +65,13 @@ def save(path: Path, faults: Iterable[Fault]) -> None:
     path.write_text("[\n" + ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n]\n")
 
 
-def sites(tree: ast.Module) -> Iterator[Site]:
-    """Yield the expressions and statements of all functions of a file, in the order of the text."""
+def sites(tree: ast.Module, functions: Collection[str] | None = None) -> Iterator[Site]:
+    """Yield the expressions and statements of functions of a file, in the order of the text.
+
+    Arguments:
+        tree: the file.
+        functions: qualified names of the functions; by default all of them.
+    """
 
     def visit(node: ast.AST, names: tuple[str, ...], parent: ast.AST, counts: dict[str, int]) -> Iterator[Site]:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -75,7 +80,8 @@ def sites(tree: ast.Module) -> Iterator[Site]:
                 # Why not the rest of it: annotations and decorators are no behaviour.
                 yield from visit(child, names, node, inside if isinstance(node, ast.FunctionDef) else counts)
             return
-        if isinstance(node, ast.expr | ast.stmt) and names:
+        wanted = functions is None or ".".join(names) in functions
+        if isinstance(node, ast.expr | ast.stmt) and names and wanted:
             text = ast.unparse(node)
             yield Site(".".join(names), node, parent, counts.get(text, 0))
             counts[text] = counts.get(text, 0) + 1
@@ -86,6 +92,17 @@ def sites(tree: ast.Module) -> Iterator[Site]:
         yield from visit(node, (), tree, {})
 
 
+def places(text: str, faults: Iterable[Fault]) -> dict[Fault, Site]:
+    """Return where the faults of a file lie in its text, without those whose place has gone."""
+    wanted: dict[tuple[str, str, int], list[Fault]] = {}
+    for fault in faults:
+        wanted.setdefault((fault.function, fault.before, fault.number), []).append(fault)
+    found: dict[Fault, Site] = {}
+    for site in sites(ast.parse(text), {function for function, _, _ in wanted}):
+        found |= dict.fromkeys(wanted.get((site.function, ast.unparse(site.node), site.number), ()), site)
+    return found
+
+
 def planted(text: str, fault: Fault) -> tuple[str, range] | None:
     """Return a file's text with a fault, and the lines that it changed; ``None`` if its place has gone.
 
@@ -93,17 +110,19 @@ def planted(text: str, fault: Fault) -> tuple[str, range] | None:
         text: the text of the file.
         fault: the fault.
     """
-    for site in sites(ast.parse(text)):
-        if site.function != fault.function or site.number != fault.number or ast.unparse(site.node) != fault.before:
-            continue
-        node = site.node
-        assert node.end_lineno is not None
-        assert node.end_col_offset is not None
-        lines = text.encode().splitlines(keepends=True)  # offsets count bytes
-        begin = sum(map(len, lines[: node.lineno - 1])) + node.col_offset
-        end = sum(map(len, lines[: node.end_lineno - 1])) + node.end_col_offset
-        after = fault.after.replace("\n", "\n" + " " * node.col_offset)
-        whole = text.encode()
-        changed = (whole[:begin] + after.encode() + whole[end:]).decode()
-        return changed, range(node.lineno, node.end_lineno + 1)
-    return None
+    site = places(text, [fault]).get(fault)
+    return None if site is None else with_fault(text, fault, site)
+
+
+def with_fault(text: str, fault: Fault, site: Site) -> tuple[str, range]:
+    """Return what ``planted`` does, for a fault whose place is known."""
+    node = site.node
+    assert node.end_lineno is not None
+    assert node.end_col_offset is not None
+    lines = text.encode().splitlines(keepends=True)  # offsets count bytes
+    begin = sum(map(len, lines[: node.lineno - 1])) + node.col_offset
+    end = sum(map(len, lines[: node.end_lineno - 1])) + node.end_col_offset
+    after = fault.after.replace("\n", "\n" + " " * node.col_offset)
+    whole = text.encode()
+    changed = (whole[:begin] + after.encode() + whole[end:]).decode()
+    return changed, range(node.lineno, node.end_lineno + 1)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 
-from tests.mutants.faults import Fault, Site, planted, sites
+from tests.mutants.faults import Fault, Site, places, planted, sites
 
-__all__ = ["WINGS", "draw"]
+__all__ = ["WINGS", "draw", "redraw"]
 
 WINGS = ("core", "plan", "module", "train", "comm", "checkpoint", "estimate", "graph")
 
@@ -100,6 +100,19 @@ def _silent(tree: ast.Module) -> set[int]:
     return silent
 
 
+def _by_kind(root: Path, wing: str) -> dict[str, list[Fault]]:
+    """Return all faults that can be drawn in a wing, by kind."""
+    kinds: dict[str, list[Fault]] = defaultdict(list)
+    for path in sorted((root / "funcshard" / wing).rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        silent, file = _silent(tree), str(path.relative_to(root))
+        for site in sites(tree):
+            if id(site.node) not in silent and not site.function.endswith(("__repr__", "__str__")):
+                for fault in _candidates(file, site):
+                    kinds[fault.kind].append(fault)
+    return kinds
+
+
 def draw(root: Path, count: int, seed: int) -> list[Fault]:
     """Draw ``count`` faults of the wings by seed: as many of a wing as it has code, all kinds alike.
 
@@ -109,16 +122,7 @@ def draw(root: Path, count: int, seed: int) -> list[Fault]:
         seed: the seed of the draws.
     """
     draws, faults = Random(seed), []
-    candidates: dict[str, dict[str, list[Fault]]] = {}
-    for wing in WINGS:
-        kinds = candidates[wing] = defaultdict(list)
-        for path in sorted((root / "funcshard" / wing).rglob("*.py")):
-            tree = ast.parse(path.read_text())
-            silent, file = _silent(tree), str(path.relative_to(root))
-            for site in sites(tree):
-                if id(site.node) not in silent and not site.function.endswith(("__repr__", "__str__")):
-                    for fault in _candidates(file, site):
-                        kinds[fault.kind].append(fault)
+    candidates = {wing: _by_kind(root, wing) for wing in WINGS}
     sizes = {wing: sum(map(len, kinds.values())) for wing, kinds in candidates.items()}
     for wing, kinds in candidates.items():
         share = round(count * sizes[wing] / sum(sizes.values()))
@@ -133,3 +137,25 @@ def draw(root: Path, count: int, seed: int) -> list[Fault]:
             compile(changed[0], fault.file, "exec")
             faults.append(fault)
     return faults
+
+
+def redraw(root: Path, faults: Sequence[Fault], seed: int) -> list[Fault]:
+    """Return the faults, with others of the same wing and kind where their place has gone.
+
+    Arguments:
+        root: the root of the repository.
+        faults: the faults.
+        seed: the seed of the draws.
+    """
+    draws, found = Random(seed), list(faults)
+    candidates: dict[str, dict[str, list[Fault]]] = {}
+    for number, fault in enumerate(faults):
+        path = root / fault.file
+        if path.exists() and places(path.read_text(), [fault]):
+            continue
+        wing = fault.file.split("/")[1]
+        if wing not in candidates:
+            candidates[wing] = _by_kind(root, wing)
+        of_kind = candidates[wing].get(fault.kind) or [each for kind in candidates[wing].values() for each in kind]
+        found[number] = draws.choice([each for each in of_kind if each not in found])
+    return found

@@ -1,0 +1,98 @@
+"""Planted faults are data, and have their places in the library's code."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from tests.mutants.__main__ import FAULTS, REVERTS, ROOT
+from tests.mutants.faults import Fault, load, places, planted, with_fault
+from tests.mutants.planting import draw, redraw
+
+_CODE = """class A:
+    def f(self, x: int) -> int:
+        y = x + 1  # é
+        if y > 1 and x > 1:
+            self.y = y
+            print(y)
+        return x + 1
+"""
+
+
+def _fault(before: str, after: str, number: int = 0) -> Fault:
+    return Fault(file="a.py", function="A.f", kind="", before=before, after=after, number=number)
+
+
+@pytest.mark.slow  # all files of the library are parsed
+def test_every_fault_has_its_place_in_the_library_and_changes_it() -> None:
+    by_file: defaultdict[str, list[Fault]] = defaultdict(list)
+    for fault in (*load(FAULTS), *load(REVERTS)):
+        by_file[fault.file].append(fault)
+    gone = []
+    for file, faults in by_file.items():
+        text = (ROOT / file).read_text() if (ROOT / file).exists() else ""
+        found = places(text, faults)
+        gone += [fault.title for fault in faults if fault not in found]
+        for fault, site in found.items():
+            changed, _ = with_fault(text, fault, site)
+            assert changed != text, fault.title
+            compile(changed, file, "exec", dont_inherit=True)
+    assert not gone, f"their code has changed: `python -m tests.mutants draw --missing` draws others; edit {REVERTS.name}"
+
+
+def test_no_two_faults_are_the_same() -> None:
+    faults = [*load(FAULTS), *load(REVERTS)]
+    assert len({*faults}) == len(faults)
+
+
+def test_the_number_says_which_of_equal_texts_a_fault_changes() -> None:
+    first, lines = planted(_CODE, _fault("x + 1", "x - 1")) or ("", range(0))
+    assert first == _CODE.replace("y = x + 1", "y = x - 1")
+    assert list(lines) == [3]
+    second, lines = planted(_CODE, _fault("x + 1", "x - 1", 1)) or ("", range(0))
+    assert second == _CODE.replace("return x + 1", "return x - 1")
+    assert list(lines) == [7]
+
+
+def test_the_text_of_a_fault_may_have_several_lines() -> None:
+    changed, _ = planted(_CODE, _fault("print(y)", "for _ in range(2):\n    print(y)")) or ("", range(0))
+    assert changed == _CODE.replace("print(y)", "for _ in range(2):\n                print(y)")
+    ast.parse(changed)
+
+
+def test_a_fault_whose_place_has_gone_changes_nothing() -> None:
+    assert planted(_CODE, _fault("x + 1", "x - 1", 2)) is None
+    assert planted(_CODE, _fault("x + 2", "x - 2")) is None
+    assert planted(_CODE.replace("def f", "def g"), _fault("x + 1", "x - 1")) is None
+
+
+def _library(root: Path) -> Path:
+    for wing in ("core", "plan"):
+        (root / "funcshard" / wing).mkdir(parents=True)
+        (root / "funcshard" / wing / "a.py").write_text(_CODE)
+    return root
+
+
+def test_a_seed_draws_the_same_faults_again(tmp_path) -> None:
+    root = _library(tmp_path)
+    faults = draw(root, 8, seed=3)
+    assert faults == draw(root, 8, seed=3)
+    assert faults != draw(root, 8, seed=4)
+    assert {fault.file for fault in faults} == {"funcshard/core/a.py", "funcshard/plan/a.py"}
+
+
+def test_only_faults_whose_place_has_gone_are_drawn_again(tmp_path) -> None:
+    root = _library(tmp_path)
+    faults = draw(root, 8, seed=3)
+    assert redraw(root, faults, seed=5) == faults
+    (root / "funcshard" / "core" / "a.py").write_text(_CODE.replace("def f", "def g"))
+    again = redraw(root, faults, seed=5)
+    assert again == redraw(root, faults, seed=5)
+    for before, after in zip(faults, again, strict=True):
+        assert (after == before) == before.file.startswith("funcshard/plan/")
+        assert (after.file, after.kind) == (before.file, before.kind)
+        assert planted((root / after.file).read_text(), after) is not None
+    assert len({*again}) == len(again)
