@@ -68,6 +68,24 @@ def test_a_lock_whose_file_was_removed_does_not_remove_that_of_another(tmp_path:
     assert names(tmp_path) == []
 
 
+def test_a_file_that_its_holder_removed_before_it_was_locked_is_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, flock = tmp_path / "a", path_lock._flock
+    holder, others = take(path), []
+
+    def late(descriptor: int, **options: bool) -> None:
+        monkeypatch.undo()
+        holder.release()
+        others.append(take(path))  # a third save, which makes the file anew
+        flock(descriptor, **options)
+
+    monkeypatch.setattr(path_lock, "_flock", late)
+    assert take(path) is None
+    others[0].release()
+    assert names(tmp_path) == []
+
+
 @forks
 def test_a_lock_ends_with_its_process_and_not_with_a_fork_of_it(tmp_path: Path) -> None:
     path = tmp_path / "a"
