@@ -7,6 +7,7 @@ import gc
 import itertools
 import re
 import warnings
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -250,6 +251,24 @@ def test_a_call_without_gradients_learns_the_order_as_well():
         return sharded.schedule.order
 
     assert fs.simulate(main, 2) == [tuple(units_of(2, 0, 1, 3, 4))] * 2
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_call_that_is_over_keeps_no_shard_until_garbage_is_collected(grad):
+    apply, params, buffers = fs.make_functional(made())
+    mesh = fs.Mesh()
+    plan = fs.make_plan(params, mesh, units=["blocks.*"])
+    sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
+    refs = [weakref.ref(each.requires_grad_(grad)) for unit in shards.values() for each in unit.values()]
+    gc.disable()
+    try:
+        loss = sharded(shards, buffers, batch_of(mesh))
+        if grad:
+            loss.backward()
+        del shards, loss
+        assert [ref() for ref in refs] == [None] * len(refs)
+    finally:
+        gc.enable()
 
 
 def test_a_call_that_fails_teaches_no_order():
