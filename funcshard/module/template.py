@@ -118,6 +118,12 @@ def _copy_by_attributes(modules: Sequence[nn.Module], memo: dict[int, Any]) -> N
     e3nn's modules does.
     """
     found: list[nn.Module] = []
+    # Why by class: a model has thousands of modules of a few classes.
+    pickled = {
+        cls
+        for cls in set(map(type, modules))
+        if _is_copied_as_usual(cls, pickled_as_usual=False) and not _is_copied_as_usual(cls)
+    }
     for m in modules:
         cls = type(m)
         if isinstance(m, fx.GraphModule):
@@ -126,11 +132,7 @@ def _copy_by_attributes(modules: Sequence[nn.Module], memo: dict[int, Any]) -> N
             names = {"forward": cls.forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
             memo[id(m)] = object.__new__(type(cls.__name__, (cls,), names))
             found.append(m)
-        elif (
-            _is_copied_as_usual(cls, pickled_as_usual=False)
-            and not _is_copied_as_usual(cls)
-            and _can_copy_attributes(m, memo | {id(each): each for each in modules})
-        ):
+        elif cls in pickled and _can_copy_attributes(m, memo | {id(each): each for each in modules}):
             memo[id(m)] = object.__new__(cls)
             found.append(m)
     for m in found:

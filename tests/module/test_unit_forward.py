@@ -277,7 +277,9 @@ class Patches(nn.Module):
         return self.block(x) + sum(outputs)
 
 
-@pytest.mark.parametrize("options", [{}, {"remat": True}, {"compiler": lambda forward: forward}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"remat": True}, {"compiler": lambda forward: forward}], ids=["plain", "remat", "compiled"]
+)
 def test_a_module_may_replace_the_forward_of_a_unit_while_it_runs(options) -> None:
     torch.manual_seed(0)
     same_as_plain(Patches(), ["block"], **options)
