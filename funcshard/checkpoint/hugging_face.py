@@ -21,7 +21,7 @@ from funcshard._utils import regular_size
 from funcshard.checkpoint.adapters import base_model, file_names
 from funcshard.checkpoint.other_files import what_it_holds
 
-__all__ = ["build_on_meta", "default_units", "is_hugging_face", "read_names", "stored", "write_config"]
+__all__ = ["build_on_meta", "default_units", "embedding_names", "is_hugging_face", "read_names", "stored", "write_config"]
 
 Tensors = dict[str, torch.Tensor]
 
@@ -147,6 +147,15 @@ def _in_dtype(module: nn.Module, dtype: Any) -> nn.Module:
     if hasattr(module, "config"):
         module.config.dtype = dtype
     return module
+
+
+def embedding_names(module: nn.Module) -> set[str]:
+    """Return the names of the parameters that have a row for each token."""
+    if not is_hugging_face(module):
+        return set()
+    found = (module.get_input_embeddings(), module.get_output_embeddings())
+    ids = {id(parameter) for m in found if isinstance(m, nn.Module) for parameter in m.parameters()}
+    return {name for name, parameter in module.named_parameters(remove_duplicate=False) if id(parameter) in ids}
 
 
 def default_units(module: nn.Module) -> list[str]:

@@ -7,10 +7,11 @@ when the rank has taken its part. So no rank ever holds the whole model.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from funcshard.checkpoint.adapters import adapter_reset, file_names
 from funcshard.checkpoint.hugging_face import (
     build_on_meta,
     default_units,
+    embedding_names,
     is_hugging_face,
     read_names,
     stored,
@@ -92,8 +94,9 @@ def from_pretrained(
     ``AutoModel.from_pretrained`` are: pass ``apply.train()`` to ``fully_shard`` to train with
     dropout. Names and tensors that the module has in another form than the files are converted.
     Parameters that the files lack, such as those of a new head, get the model's initial values, and
-    a warning names them. Adapters of peft on a module on meta get peft's initial values, without a
-    warning. Buffers that are in no file are computed.
+    a warning names them. So do the embeddings of added tokens, if ``model`` is a module whose
+    ``resize_token_embeddings`` was called on meta. Adapters of peft on a module on meta get peft's
+    initial values, without a warning. Buffers that are in no file are computed.
 
     Arguments:
         path: a local folder with a ``config.json`` and ``model.safetensors``, or several such files
@@ -169,13 +172,14 @@ def from_pretrained(
     shards = {unit.name: {buffer.key: empty_shard(unit, buffer, mesh) for buffer in unit.buffers} for unit in plan.unit_list}
     missing: list[str] = []
     adapters: list[str] = []
+    grown: list[tuple[_Location, torch.Tensor]] = []
     reset: Any = None
     try:
         _check_plan(plan, params)
         tensors = open_tensors(folder)
         for name, tensor in tensors.items():
             checksums.add(name, tensor.view(-1)[: COMPARED // tensor.itemsize])
-        missing, found = _read(module, tensors, shards, plan, mesh, folder)
+        missing, grown, found = _read(module, tensors, shards, plan, mesh, folder)
         in_files = {name for names in file_names(module).values() for name in names}
         adapters = [path for path in missing if path not in in_files]
         missing = [path for path in missing if path in in_files]
@@ -194,6 +198,17 @@ def from_pretrained(
         init_missing(module, plan, mesh, shards, missing)
     if adapters:
         init_missing(module, plan, mesh, shards, adapters, reset)
+    if grown:
+        init_missing(module, plan, mesh, shards, [leaf.path for (_, _, leaf), _ in grown])
+        for (unit, buffer, leaf), tensor in grown:
+            # Why so: the rows of the file are the first elements of the leaf.
+            rows = dataclasses.replace(leaf, shape=tuple(tensor.shape))
+            put_whole(shards[unit.name][buffer.key], tensor, rows, buffer, mesh)
+            warnings.warn(
+                f"{path} has {len(tensor)} tokens, and the model {leaf.shape[0]}: the rows of the others in {leaf.path!r} "
+                f"begin with the model's initial values",
+                stacklevel=callers_level(),
+            )
     return Pretrained(apply, shards, buffers, plan)
 
 
@@ -208,12 +223,15 @@ def _check_plan(plan: Plan, params: Mapping[str, torch.Tensor]) -> None:
 
 def _read(
     module: nn.Module, tensors: Mapping[str, torch.Tensor], shards: Shards, plan: Plan, mesh: Mesh, folder: Path
-) -> tuple[list[str], dict[str, torch.Tensor]]:
+) -> tuple[list[str], list[tuple[_Location, torch.Tensor]], dict[str, torch.Tensor]]:
     """Copy this rank's part of each tensor into its shard.
 
     Returns:
-        The paths of the leaves that no tensor is of, and the buffers among the tensors.
+        The paths of the leaves that no tensor is of; the embeddings for which the files have fewer
+        tokens, which are not copied; and the buffers among the tensors.
     """
+    embeddings = embedding_names(module)
+    grown: list[tuple[_Location, torch.Tensor]] = []
     locations: dict[str, _Location] = {
         name: (unit, buffer, leaf)
         for unit in plan.unit_list
@@ -230,6 +248,10 @@ def _read(
                 buffers[name] = tensor.to(module.get_buffer(name).dtype).to(mesh.device, copy=True)
                 continue
             unit, buffer, leaf = locations[name]
+            if name in embeddings and not leaf.cuts and _has_more_rows(leaf.shape, tensor.shape):
+                grown.append((locations[name], tensor))
+                read.add(leaf.path)
+                continue
             check_leaf(tensor, leaf, buffer, str(folder), whole=True, cast=True)
             if leaf.aliases:
                 first, value = tied.setdefault(leaf.path, (name, tensor))
@@ -249,7 +271,11 @@ def _read(
             f"{folder} holds no parameter of {type(module).__name__}; it has {sorted(tensors)[:3]}, and the model "
             f"{missing[:3]}: it is of another model"
         )
-    return missing, buffers
+    return missing, grown, buffers
+
+
+def _has_more_rows(shape: Sequence[int], rows: Sequence[int]) -> bool:
+    return len(shape) == len(rows) and shape[1:] == rows[1:] and shape[0] > rows[0] > 0
 
 
 # --- writing --------------------------------------------------------------------------------------

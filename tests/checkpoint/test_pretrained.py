@@ -232,6 +232,32 @@ def test_a_head_of_its_own_is_filled_from_a_model_without_one(tmp_path: Path) ->
     assert all(torch.equal(params[key], value) for key, value in cls.from_pretrained(tmp_path).named_parameters())
 
 
+@pytest.mark.parametrize("name", ["GPT-2", "Llama", "BERT"])
+def test_tokens_are_added_while_loading(name: str, tmp_path: Path) -> None:
+    made(name, tmp_path)
+    cls = getattr(transformers, json.loads((tmp_path / "config.json").read_text())["architectures"][0])
+    whole = dict(cls.from_pretrained(tmp_path).named_parameters())
+    with torch.device("meta"):
+        larger = cls(transformers.AutoConfig.from_pretrained(tmp_path))
+        tokens = larger.config.vocab_size
+        larger.resize_token_embeddings(tokens + 3, mean_resizing=False)
+
+    def main(mesh: fs.Mesh) -> Any:
+        torch.manual_seed(0)
+        apply, shards, buffers, plan = fs.from_pretrained(tmp_path, mesh, model=larger)
+        out = fs.fully_shard(apply, plan, mesh)(shards, buffers, torch.tensor([[tokens + 2, 1, 2]]))
+        return fs.gather(shards, plan, mesh), out
+
+    with pytest.warns(UserWarning, match=f"has {tokens} tokens, and the model {tokens + 3}"):
+        results = fs.simulate(main, 2)
+    for params, out in results:
+        for key, value in params.items():
+            rows = whole[key].detach()
+            assert torch.equal(value[: len(rows)], rows)
+            assert len(value) == len(rows) or (len(value) == tokens + 3 and value[tokens:].isfinite().all())
+        assert torch.isfinite(next(iter(out.values()))).all()
+
+
 class Own(nn.Module):
     """A module that is not of Hugging Face, with a buffer that is stored and one that is computed."""
 
