@@ -149,7 +149,7 @@ def _in_dtype(module: nn.Module, dtype: Any) -> nn.Module:
     return module
 
 
-def embedding_names(module: nn.Module) -> set[str]:
+def embedding_names(module: Any) -> set[str]:
     """Return the names of the parameters that have a row for each token."""
     if not is_hugging_face(module):
         return set()
