@@ -17,7 +17,7 @@ Read in this order:
 - ``placeholder``: the tensor that a module holds for a parameter outside its unit's forward.
 - ``unit_forward``: how a unit's module runs during a call.
 - ``call_precision``: the casts of a call that no unit does.
-- ``methods``: the methods of a module that enter its unit.
+- ``methods``: the option that names further methods that enter a unit.
 - ``fast_path``: keeps torch's transformer layers from reading placeholders.
 - ``unit_setup``: which modules compute in full precision, and which forwards are compiled.
 - ``ignored``: parameters that are no part of the plan.

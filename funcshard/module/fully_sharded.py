@@ -40,11 +40,11 @@ from funcshard.module.call_precision import CallPrecision, forward_in_full_preci
 from funcshard.module.fast_path import leave_fast_path, without_fast_path
 from funcshard.module.functional import Functional
 from funcshard.module.ignored import check_ignored, take_ignored
-from funcshard.module.methods import UnitEntry, UnitMethods, read_methods, through_unit
+from funcshard.module.methods import read_methods
 from funcshard.module.placeholder import placeholder
 from funcshard.module.remedies import absent_of_sharded
 from funcshard.module.skeleton import Skeleton
-from funcshard.module.unit_forward import UnitCall, UnitRun, check_order
+from funcshard.module.unit_forward import UnitCall, UnitEntry, UnitMethods, UnitRun, check_order, through_unit
 from funcshard.module.unit_setup import (
     Compiler,
     call_precision,

@@ -1,8 +1,12 @@
 """How the module of a unit runs inside one call of ``fully_shard``.
 
-Every call has module objects of its own (see ``skeleton``). ``fully_shard`` gives the module of
-each unit a ``forward`` for the call, which runs the original forward through ``UnitRun.enter`` (see
-``methods``). User code calls the module as before, in any order and any number of times.
+Every call has module objects of its own (see ``skeleton``). During a call, attributes of a unit's
+module object hide ``forward`` and the methods of ``methods=``, and enter the unit (``UnitEntry``);
+its class stays as it is. User code calls the module as before, in any order, any number of times.
+
+While the unit runs, the object has no such attributes. So a method that calls another one, or
+``forward``, of the same module does not gather the unit again, and neither does a checkpoint inside
+the method, which calls another one again from backward.
 
 ``UnitRun.enter`` asks the prefetcher of the call (``UnitCall``) for the unit's all-gathers, and
 runs the forward through the combinators ``unshard`` and ``reshard``. They call
@@ -12,9 +16,12 @@ modules while it runs.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,11 +64,12 @@ from funcshard.core import remat as rematerialised
 from funcshard.module.skeleton import Skeleton
 from funcshard.plan import UnitPlan
 
-__all__ = ["UnitCall", "UnitRun", "check_order"]
+__all__ = ["UnitCall", "UnitEntry", "UnitMethods", "UnitRun", "check_order", "through_unit"]
 
 Forward = Callable[[Any, Any], Any]  # of args and kwargs
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
+UnitMethods = Mapping[str, Callable[..., Any]]  # name -> the method that runs through the unit
 
 # The parameter tables that hold a unit's leaves: path of a module below the unit's module -> (key
 # in the module's parameter table -> index of the leaf in the unit).
@@ -361,6 +369,89 @@ def _check_module(
                 f"{path!r} the unit"
             )
     return index
+
+
+# --- entering a unit ------------------------------------------------------------------------------
+
+
+def through_unit(cls: type[nn.Module], name: str, compiled: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """Return a method that runs a method of ``cls`` through the unit of the module.
+
+    Arguments:
+        cls: the class.
+        name: the name of the method.
+        compiled: what runs in place of the class's method.
+    """
+
+    @functools.wraps(getattr(cls, name))
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self() if type(self) is weakref.ref else self
+
+        # Why around the method: backward may run it again, without entering the unit here.
+        def inside(args: Any, kwargs: Any) -> Any:
+            with _as_made(module):
+                if compiled is None or name in module.__dict__:
+                    return getattr(module, name)(*args, **kwargs)
+                return compiled(module, *args, **kwargs)
+
+        entry = module.__dict__.get(_ENTRY)
+        return inside(args, kwargs) if entry is None else entry.enter(module, inside, args, kwargs)
+
+    return run
+
+
+@dataclass(slots=True, eq=False)
+class UnitEntry:
+    """How a module of one call enters its unit.
+
+    Attributes:
+        enter: runs a method in the unit; a function of the module, the method, args and kwargs.
+        methods: the methods that enter the unit.
+        hidden: what the user set on the module object in place of these methods.
+    """
+
+    enter: Callable[..., Any]
+    methods: UnitMethods
+    hidden: dict[str, Any] = field(default_factory=dict)
+
+    def begin(self, module: nn.Module) -> None:
+        """Let the methods of ``module`` enter the unit."""
+        state = module.__dict__
+        self.hidden = {name: state.pop(name) for name in self.methods if name in state}
+        state.update({name: types.MethodType(method, module) for name, method in self.methods.items()})
+        state[_ENTRY] = self
+
+    def end(self, module: nn.Module) -> None:
+        """Let the methods refer to ``module`` weakly, so that it is freed without ``gc``.
+
+        Why not from the beginning: a checkpoint may keep the forward of a unit for backward, and
+        nothing else of the unit.
+        """
+        state = module.__dict__
+        for name, method in self.methods.items():
+            if getattr(state.get(name), "__func__", None) is method:
+                state[name] = types.MethodType(method, weakref.ref(module))
+
+
+_ENTRY = "_funcshard_entry"  # the key of the entry in the module's __dict__
+
+
+@contextlib.contextmanager
+def _as_made(module: nn.Module) -> Iterator[None]:
+    """Within this context, the object is as the user made it."""
+    state = module.__dict__
+    entry = state.pop(_ENTRY, None)
+    if entry is None:
+        yield  # it is already
+        return
+    outside = {name: state.pop(name) for name in entry.methods if name in state}
+    state.update(entry.hidden)
+    try:
+        yield
+    finally:
+        entry.hidden = {name: state.pop(name) for name in entry.methods if name in state}
+        state.update(outside)
+        state[_ENTRY] = entry
 
 
 # --- parameters -----------------------------------------------------------------------------------
