@@ -193,7 +193,8 @@ class TorchStep:
         optimizer = self._optimizer([view for each in views for view in each], state["steps"])
         for leaf_views, leaf_state in zip(views, leaf_states, strict=True):
             for view, view_state in zip(leaf_views, _split_state(leaf_state, leaf_views, self.layout), strict=True):
-                optimizer.state[view.parameter] = view_state
+                if view_state:  # a class may have made the state of the first step already
+                    optimizer.state[view.parameter] = view_state
         with with_plain_factories():
             try:
                 optimizer.step()
