@@ -102,16 +102,29 @@ class BlockWriter:
 
     def _hand_over(self) -> None:
         """Give the full block to the thread, and go on with another one."""
-        if self._thread is None:
-            _set_direct(self._file, True)
-            self._free.put(_Block(BLOCK))
-            thread = threading.Thread(target=self._run, name=f"{threading.current_thread().name}, blocks")
-            thread.start()
-            self._thread = thread
-        self._full.put(self._block)
-        self._block = self._free.get()
+        if self._thread is None and not self._start():
+            _write(self._file, self._block.view, self._block.begin)
+        else:
+            self._full.put(self._block)
+            self._block = self._free.get()
         self._block.begin, self._block.size = self.position, 0
         self._raise()
+
+    def _start(self) -> bool:
+        """Start the thread, and return whether the system has one.
+
+        From Python 3.12 on, none starts after the end of the program, when a save in the background
+        may still run.
+        """
+        thread = threading.Thread(target=self._run, name=f"{threading.current_thread().name}, blocks")
+        try:
+            thread.start()
+        except RuntimeError:
+            return False
+        _set_direct(self._file, True)
+        self._free.put(_Block(BLOCK))
+        self._thread = thread
+        return True
 
     def _run(self) -> None:
         while (block := self._full.get()) is not None:

@@ -51,6 +51,15 @@ SIZES = {
 }
 
 
+@pytest.mark.parametrize("name", SIZES)
+def test_a_system_that_starts_no_thread_writes_the_same(name: str, tmp_path: Path, monkeypatch) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")  # Python 3.12 and later
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert write(tmp_path / "file", SIZES[name]) == (tmp_path / "file").read_bytes()
+
+
 @pytest.mark.parametrize("direct", [True, False], ids=["past the cache", "through it"])
 @pytest.mark.parametrize("name", SIZES)
 def test_what_was_written_is_read_in_any_parts(name: str, direct: bool, tmp_path: Path, monkeypatch) -> None:
