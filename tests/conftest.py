@@ -45,6 +45,17 @@ def pytest_runtest_setup() -> None:
     torch.default_generator.manual_seed(0)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """Skip what simulated ranks compile where torch cannot."""
+    try:
+        return (yield)
+    except RuntimeError as error:
+        if "torch before 2.13 crashes the process" in str(error):
+            pytest.skip("torch crashes when a second thread compiles")
+        raise
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _workers_end_with_the_session() -> Iterator[None]:
     yield

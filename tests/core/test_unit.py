@@ -354,6 +354,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")  # torch 2.11
 @pytest.mark.filterwarnings("ignore:Sparse CSC tensor support is in beta:UserWarning")
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
 @pytest.mark.parametrize("combine", COMBINE.values(), ids=COMBINE)

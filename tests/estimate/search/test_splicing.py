@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 import funcshard as fs
 from funcshard.estimate import Profile, profile
 from funcshard.estimate.search.splicing import MARGIN, splice
+from funcshard.estimate.trace.program import Program, Run
 
 NAMES = [str(i) for i in range(10)]
 
@@ -21,11 +24,21 @@ def found() -> Profile:
     return profile(apply, params, buffers, torch.zeros(4, 8))
 
 
+def without_pauses(program: Program) -> Program:
+    """Return a program without the times between units in which the model's own code computes nothing."""
+    # Why: on Python 3.12 the traced program has one at the border.
+    steps = [step for step in program.steps if not (isinstance(step, Run) and step.unit == "" and not step.work)]
+    return dataclasses.replace(program, steps=tuple(steps))
+
+
 @pytest.mark.parametrize("wanted", [4, 5, 6])
 def test_a_spliced_program_is_the_traced_one(found: Profile, wanted: int) -> None:
     plan = fs.make_plan(found.forms, 2, units=NAMES)
     program = found.program(plan, remat=NAMES[:5])
-    assert splice(program, NAMES, 5, wanted) == found.program(plan, remat=NAMES[:wanted])
+    spliced = splice(program, NAMES, 5, wanted)
+    assert spliced is not None
+    traced = found.program(plan, remat=NAMES[:wanted])
+    assert without_pauses(spliced) == without_pauses(traced)
 
 
 @pytest.mark.parametrize("wanted", [0, MARGIN, 10 - MARGIN, 10])
