@@ -177,7 +177,8 @@ def norm_of_rows(x: torch.Tensor, norm_type: float, dtype: torch.dtype) -> torch
     # Why on the CPU only: torch adds there one element after another, with an error that grows with
     # their number: 0.15 % for gradients of 1.8 million elements. CUDA kernels add in a tree.
     if x.device.type != "cpu" or x.shape[-1] < 2 * PIECE:
-        return torch.linalg.vector_norm(x, norm_type, dim=-1, dtype=dtype)
+        # Why no dim: before torch 2.13 the norm of a fake tensor of one element keeps it.
+        return torch.linalg.vector_norm(x, norm_type, dim=None if x.dim() == 1 else -1, dtype=dtype)
     whole = x.shape[-1] // PIECE * PIECE
     pieces = torch.linalg.vector_norm(x[..., :whole].unflatten(-1, (-1, PIECE)), norm_type, dim=-1, dtype=dtype)
     norm = norm_of_rows(pieces, norm_type, dtype)

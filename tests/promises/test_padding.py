@@ -160,6 +160,8 @@ FUNCTIONS: dict[str, Callable[[Setting], Any]] = {
 
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_nan_on_the_padding_changes_no_result(function: Callable[[Setting], Any], tmp_path: Path) -> None:
+    if function is traced and torch.__version__ < "2.13":
+        pytest.skip("torch crashes when a second thread traces")
     plain, poisoned = (
         fs.simulate(lambda mesh, p=p: function(Setting(mesh, tmp_path, p)), world_size=RANKS) for p in (False, True)
     )
