@@ -11,7 +11,7 @@ import numpy as np
 
 
 def _raises(*args: Any, **kwargs: Any) -> Any:
-    raise NotImplementedError
+    raise NotImplementedError  # not to be written: users' objects raise it, as e3nn's ``Irreps`` does
 
 
 class Raises:
@@ -22,7 +22,7 @@ class Raises:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise NotImplementedError(name)
+        raise NotImplementedError(name)  # as above
 
 
 class RaisingTuple(tuple):

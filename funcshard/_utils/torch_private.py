@@ -513,7 +513,7 @@ def storage_id(tensor: torch.Tensor) -> int:
     try:
         # Why no address: a tensor without data has none. torch keeps one object for each storage.
         return id(tensor.untyped_storage())
-    except NotImplementedError:
+    except NotImplementedError:  # what torch raises for a tensor without a storage
         return 0
 
 

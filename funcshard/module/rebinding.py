@@ -81,7 +81,7 @@ def references(values: Iterable[Any], tree: Collection[int]) -> tuple[Rebindings
     shared: dict[int, Any] = {}
     for value in {id(value): value for value in values}.values():
         for found in reachable(value):
-            if isinstance(found, (DeviceMesh, torch.jit.ScriptFunction)):
+            if issubclass(type(found), (DeviceMesh, torch.jit.ScriptFunction)):
                 shared[id(found)] = found
             elif isinstance(found, types.FunctionType) and id(found) not in functions:
                 followed = tuple(n for n, cell in enumerate(found.__closure__ or ()) if _leads(cell, tree))

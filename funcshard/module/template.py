@@ -263,7 +263,8 @@ def is_immutable(value: Any) -> bool:
         return all(map(is_immutable, tuple.__iter__(value)))
     if isinstance(value, frozenset):
         return all(map(is_immutable, frozenset.__iter__(value)))
-    if isinstance(value, _IMMUTABLE):
+    # Why by class: isinstance of a DeviceMesh reads an attribute of the object in torch 2.12.
+    if issubclass(type(value), _IMMUTABLE):
         return True
     if dataclasses.is_dataclass(value) and type(value).__dataclass_params__.frozen:  # type: ignore[union-attr]
         return all(is_immutable(getattr(value, field.name)) for field in dataclasses.fields(value))

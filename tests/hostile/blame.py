@@ -15,7 +15,8 @@ __all__ = ["OURS", "check_ours", "fault_of", "outcome_of"]
 _HOME = str(Path(funcshard.__file__).parent)
 _RAISE = dis.opmap["RAISE_VARARGS"]
 OURS: tuple[type[Exception], ...] = (ValueError, TypeError, OSError, RuntimeError)
-# Subclasses of ours that Python and torch raise by themselves, so one that leaves this library is a fault.
+# Subclasses of ours that Python and torch raise by themselves, so one that leaves this library is a
+# fault: a text that cannot be decoded, a nesting too deep, an operation that torch lacks.
 _NEVER = (UnicodeError, RecursionError, NotImplementedError)
 
 

@@ -190,7 +190,11 @@ class Keeps(nn.Module):
 
 
 class Clock:
-    """An object of a user: it has no length, and is neither equal to anything nor true."""
+    """An object of a user: it has no length, and is neither equal to anything nor true.
+
+    Its methods raise ``NotImplementedError``, as those of e3nn's ``Irreps`` do, because the library
+    has to survive objects that it asks in vain.
+    """
 
     def __init__(self) -> None:
         self.time, self.zone = 0, None
