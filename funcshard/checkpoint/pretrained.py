@@ -47,6 +47,7 @@ from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of, make_
 __all__ = ["Pretrained", "from_pretrained", "save_pretrained"]
 
 _Location = tuple[UnitPlan, BufferPlan, LeafSpec]
+_Grown = dict[str, tuple[_Location, torch.Tensor]]  # path -> its rows that the files hold, and these
 
 
 class Pretrained(NamedTuple):
@@ -172,7 +173,7 @@ def from_pretrained(
     shards = {unit.name: {buffer.key: empty_shard(unit, buffer, mesh) for buffer in unit.buffers} for unit in plan.unit_list}
     missing: list[str] = []
     adapters: list[str] = []
-    grown: list[tuple[_Location, torch.Tensor]] = []
+    grown: _Grown = {}
     reset: Any = None
     try:
         _check_plan(plan, params)
@@ -199,16 +200,14 @@ def from_pretrained(
     if adapters:
         init_missing(module, plan, mesh, shards, adapters, reset)
     if grown:
-        init_missing(module, plan, mesh, shards, [leaf.path for (_, _, leaf), _ in grown])
-        for (unit, buffer, leaf), tensor in grown:
-            # Why so: the rows of the file are the first elements of the leaf.
-            rows = dataclasses.replace(leaf, shape=tuple(tensor.shape))
+        init_missing(module, plan, mesh, shards, grown)
+        for (unit, buffer, rows), tensor in grown.values():
             put_whole(shards[unit.name][buffer.key], tensor, rows, buffer, mesh)
-            warnings.warn(
-                f"{path} has {len(tensor)} tokens, and the model {leaf.shape[0]}: the rows of the others in {leaf.path!r} "
-                f"begin with the model's initial values",
-                stacklevel=callers_level(),
-            )
+        warnings.warn(
+            f"{path} has fewer tokens than the model: the rows of the others in {[*grown]} begin with the model's initial "
+            f"values",
+            stacklevel=callers_level(),
+        )
     return Pretrained(apply, shards, buffers, plan)
 
 
@@ -223,7 +222,7 @@ def _check_plan(plan: Plan, params: Mapping[str, torch.Tensor]) -> None:
 
 def _read(
     module: nn.Module, tensors: Mapping[str, torch.Tensor], shards: Shards, plan: Plan, mesh: Mesh, folder: Path
-) -> tuple[list[str], list[tuple[_Location, torch.Tensor]], dict[str, torch.Tensor]]:
+) -> tuple[list[str], _Grown, dict[str, torch.Tensor]]:
     """Copy this rank's part of each tensor into its shard.
 
     Returns:
@@ -231,7 +230,7 @@ def _read(
         tokens, which are not copied; and the buffers among the tensors.
     """
     embeddings = embedding_names(module)
-    grown: list[tuple[_Location, torch.Tensor]] = []
+    grown: _Grown = {}
     locations: dict[str, _Location] = {
         name: (unit, buffer, leaf)
         for unit in plan.unit_list
@@ -248,11 +247,10 @@ def _read(
                 buffers[name] = tensor.to(module.get_buffer(name).dtype).to(mesh.device, copy=True)
                 continue
             unit, buffer, leaf = locations[name]
-            if name in embeddings and not leaf.cuts and _has_more_rows(leaf.shape, tensor.shape):
-                grown.append((locations[name], tensor))
-                read.add(leaf.path)
-                continue
-            check_leaf(tensor, leaf, buffer, str(folder), whole=True, cast=True)
+            adds_rows = name in embeddings and not leaf.cuts and _has_more_rows(leaf.shape, tensor.shape)
+            # Why so: the rows of the file are the first elements of the leaf.
+            rows = dataclasses.replace(leaf, shape=tuple(tensor.shape)) if adds_rows else leaf
+            check_leaf(tensor, rows, buffer, str(folder), whole=True, cast=True)
             if leaf.aliases:
                 first, value = tied.setdefault(leaf.path, (name, tensor))
                 if first != name and not torch.equal(value, tensor):
@@ -260,7 +258,10 @@ def _read(
                         f"{folder} holds different values of {first!r} and {name!r}, which the model ties: set "
                         f"tie_word_embeddings to false in config.json, or pass a model that does not tie them"
                     )
-            put_whole(shards[unit.name][buffer.key], tensor, leaf, buffer, mesh)
+            if adds_rows:
+                grown[leaf.path] = (unit, buffer, rows), tensor
+            else:
+                put_whole(shards[unit.name][buffer.key], tensor, leaf, buffer, mesh)
             read.add(leaf.path)
         for source in sources:  # the bytes that were copied need not stay beside the copy
             release_pages(source)

@@ -248,7 +248,7 @@ def test_tokens_are_added_while_loading(name: str, tmp_path: Path) -> None:
         out = fs.fully_shard(apply, plan, mesh)(shards, buffers, torch.tensor([[tokens + 2, 1, 2]]))
         return fs.gather(shards, plan, mesh), out
 
-    with pytest.warns(UserWarning, match=f"has {tokens} tokens, and the model {tokens + 3}"):
+    with pytest.warns(UserWarning, match="has fewer tokens than the model"):
         results = fs.simulate(main, 2)
     for params, out in results:
         for key, value in params.items():

@@ -247,3 +247,32 @@ def test_torchopt_on_shards_is_torchopt_on_the_whole(name: str) -> None:
     # TorchOpt's Adam corrects the bias in single precision, torch.optim's in double.
     if name == "sgd":
         assert_equal(whole, on_the_whole(O.SGD, {"lr": 0.1, "momentum": 0.9}, 5))
+
+
+class _Eager(torch.optim.SGD):
+    """A class that makes its state when it is made, as Adagrad of older releases does."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = {"sum": torch.full_like(p, 0.5)}
+
+    def step(self, closure=None):
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    total = self.state[p]["sum"].add_(p.grad.square())
+                    p.sub_(group["lr"] * p.grad / total.sqrt())
+
+
+def test_a_class_may_make_its_state_before_the_first_step():
+    optimizer = fs.torch_optimizer(_Eager, elementwise=True, lr=0.2)
+    shards, grads = {"": {"float32": torch.ones(3)}}, {"": {"float32": torch.tensor([1.0, 2.0, 3.0])}}
+    whole = torch.nn.Parameter(torch.ones(3))
+    theirs, state = _Eager([whole], lr=0.2), optimizer.init(shards)
+    for _ in range(3):
+        whole.grad = grads[""]["float32"].clone()
+        theirs.step()
+        shards, state = optimizer.step(grads, state, shards)
+        assert torch.equal(shards[""]["float32"], whole.detach())
