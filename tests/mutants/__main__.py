@@ -56,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = options.folder / ("fast.json" if options.fast else "results.json")
     known = {title: Result(*row) for title, row in json.loads(results.read_text()).items()} if results.exists() else {}
     if options.command == "run":
+        if not (options.folder / "seconds.json").exists():
+            parser.error(f"{options.folder} holds no coverage: run python -m tests.mutants cover first")
         run(faults, known, results, options)
     return report(faults, known)
 
