@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import os
 import signal
@@ -105,7 +106,9 @@ def test_a_disk_without_room_for_another_file_ends_a_save_at_once_and_keeps_what
     for text in failed:
         assert text.startswith(f"checkpoint {tmp_path / 'step'} is not saved: ")
         assert "No space left on device" in text
-    assert any("rank 1: cannot write " in text for text in failed)
+    # Why again: which rank's thread finds the disk full first is a race.
+    again = (in_a_child(lambda inodes=inodes: work(inodes)) for _ in range(10) for inodes in (2, 3, 4))
+    assert any("rank 1: cannot write " in text for text in itertools.chain(failed, again))
 
 
 def test_a_rank_that_can_make_no_file_at_all_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
