@@ -31,10 +31,12 @@ from funcshard.checkpoint.metadata import (
     NO_UNIT,
     FlatState,
     PerRank,
+    Plans,
     TensorMetadata,
     TensorSlice,
     TreeSpec,
     buffers_in_tree_order,
+    by_entry,
     child_path,
     copy_axes,
     find_class,
@@ -49,12 +51,12 @@ from funcshard.train import TrainState
 __all__ = ["flatten_state"]
 
 
-def flatten_state(state: Any, plan: Plan, rank: int, device: str = "cpu") -> FlatState:
+def flatten_state(state: Any, plans: Plans, rank: int, device: str = "cpu") -> FlatState:
     """Flatten one rank's state; ``unflatten_state`` is the inverse.
 
     Arguments:
         state: any pytree.
-        plan: the plan that the trees of shards in it were cut by.
+        plans: the plans that the trees of shards in it were cut by.
         rank: the rank that holds the state.
         device: type of the mesh's device.
 
@@ -62,9 +64,19 @@ def flatten_state(state: Any, plan: Plan, rank: int, device: str = "cpu") -> Fla
         TypeError: a leaf or a container is of a kind that cannot be stored.
         ValueError: a tree of shards does not match the plan, or two tensors would have one name.
     """
-    flattener = _Flattener(plan, rank, device, FlatState(None))
-    structure, flattener.leaves = _described(state)
-    flat = dataclasses.replace(flattener.flat, spec=flattener.node(structure, ""))
+    structure, leaves = _described(state)
+    flat, parts = FlatState(None), by_entry(structure, plans)
+    if isinstance(plans, Plan):
+        spec = _Flattener(plans, rank, device, flat, leaves).node(structure, "")
+    else:
+        kind, meta, _ = structure
+        entries = _entries(kind, meta, len(parts), "")
+        inner = [
+            _Flattener(plan, rank, device, flat, leaves).node(child, str(entry), 1)
+            for entry, (child, plan) in zip(entries, parts, strict=True)
+        ]
+        spec = _container(kind, entries, meta, inner)
+    flat = dataclasses.replace(flat, spec=spec)
     for name in flat.tensors:  # a local tensor, ``name``, is stored as ``name@index``
         first, _, index = name.rpartition("@")
         if first in flat.tensors and index.isdecimal() and local_axes(flat.tensors[first].kind):
@@ -125,6 +137,11 @@ class _Flattener:
         if not self.in_per_rank and kind == "dict" and self._are_shards(meta, children):
             return self._shards(structure, path)
         if not self.in_per_rank and kind == "dict" and _look_like_shards(children):
+            if not self.plan.unit_list:
+                raise ValueError(
+                    f"{path!r} of the state holds shards, and no plan has the key of this part of the state: pass a plan "
+                    f"for every entry that holds shards"
+                )
             raise ValueError(
                 f"the shards at {path!r} of the state do not match the plan: they have units {list(meta)[:4]}, the plan "
                 f"has units {list(self.plan.units)[:4]}, or the buffers of a unit differ; pass the plan that cut them"

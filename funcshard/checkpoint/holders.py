@@ -9,15 +9,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from funcshard.checkpoint.metadata import TensorMetadata, TreeSpec, copy_axes, local_axes, metadata_of
+from funcshard.checkpoint.metadata import (
+    Plans,
+    TensorMetadata,
+    TreeSpec,
+    any_plan,
+    by_entry,
+    copy_axes,
+    local_axes,
+    metadata_of,
+)
 from funcshard.checkpoint.read_items import ReadBox, ReadItem
-from funcshard.plan import BufferPlan, LeafSpec, Plan, position_of, rank_at
+from funcshard.plan import BufferPlan, LeafSpec, position_of, rank_at
 
 __all__ = ["holders"]
 
 
 def holders(
-    reads: Sequence[ReadItem | ReadBox], outline: TreeSpec, items: Mapping[str, TensorMetadata], plan: Plan
+    reads: Sequence[ReadItem | ReadBox], outline: TreeSpec, items: Mapping[str, TensorMetadata], plans: Plans
 ) -> dict[int, list[ReadItem | ReadBox]]:
     """Return the ranks that hold elements of ``reads``, each with the reads that it holds some of.
 
@@ -25,10 +34,13 @@ def holders(
         reads: the elements to read.
         outline: the tree of the stored state.
         items: metadata of the stored tensors by name.
-        plan: the plan that the stored state was cut by.
+        plans: the plans that the stored state was cut by.
     """
-    leaves = {leaf.path: (buffer, leaf) for unit in plan.unit_list for buffer in unit.buffers for leaf in buffer.leaves}
-    of_tensor = {name: leaves[path] for path, name in _leaf_tensors(outline)}
+    mesh_axes = any_plan(plans).mesh_axes
+    of_tensor: dict[str, tuple[BufferPlan, LeafSpec]] = {}
+    for node, plan in by_entry(outline, plans):
+        leaves = {leaf.path: (buffer, leaf) for unit in plan.unit_list for buffer in unit.buffers for leaf in buffer.leaves}
+        of_tensor |= {name: leaves[path] for path, name in _leaf_tensors(node)}
     found: dict[int, list[ReadItem | ReadBox]] = {}
     for item in reads:
         kind = metadata_of(item.name, items).kind
@@ -39,8 +51,8 @@ def holders(
         else:
             name = item.name if item.name in of_tensor else item.name.rpartition("@")[0]
             index = 0 if name == item.name else int(item.name.rpartition("@")[2])
-            axes = {axis: plan.mesh_axes[axis] for axis in local_axes(kind)}
-            ranks = _holders_of_run(*of_tensor[name], position_of(index, axes), *_run(item), plan.mesh_axes)
+            axes = {axis: mesh_axes[axis] for axis in local_axes(kind)}
+            ranks = _holders_of_run(*of_tensor[name], position_of(index, axes), *_run(item), mesh_axes)
         for rank in ranks:
             found.setdefault(rank, []).append(item)
     return found

@@ -25,7 +25,7 @@ from funcshard.checkpoint.dcp_files import Region, check_region
 from funcshard.checkpoint.dcp_metadata import METADATA
 from funcshard.checkpoint.folders import INDEX, SIZES, folders, has_our_index, locate
 from funcshard.checkpoint.foreign_folders import foreign_remedy
-from funcshard.checkpoint.metadata import TensorMetadata, TreeSpec, replicated_values
+from funcshard.checkpoint.metadata import Plans, TensorMetadata, TreeSpec, any_plan, replicated_values
 from funcshard.checkpoint.open_folder import OpenFolder, read_from
 from funcshard.checkpoint.rank_tables import (
     RankTable,
@@ -62,7 +62,7 @@ class Contents(Shown):
     Attributes:
         path: the checkpoint's folder.
         saved: time at which it was saved, in nanoseconds since 1970.
-        plan: the plan that its shards were cut by.
+        plan: the plan that its shards were cut by, or a dictionary of plans, as ``save`` got it.
         outline: the state's tree as JSON, with names of tensors and values at its leaves.
         shared: shape, dtype and kind of each tensor, by name, without those in ``PerRank`` values.
         digest: SHA-256 of the index.
@@ -84,7 +84,7 @@ class Contents(Shown):
 
     path: Path
     saved: int
-    plan: Plan
+    plan: Plans
     outline: TreeSpec
     shared: Mapping[str, TensorMetadata]
     digest: str
@@ -109,14 +109,24 @@ class Contents(Shown):
             ValueError: the table or the rank's file of tensors is damaged or missing.
         """
         if rank not in self.tables:
-            self.tables[rank] = read_table(self.path, rank, self.save, self.plan, self.shared, self._at)
+            self.tables[rank] = read_table(self.path, rank, self.save, self.mesh_axes, self.shared, self._at)
         return self.tables[rank]
+
+    @property
+    def mesh_axes(self) -> dict[str, int]:
+        """Size of each axis of the mesh that saved it."""
+        return any_plan(self.plan).mesh_axes
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that saved it."""
+        return any_plan(self.plan).world_size
 
     @property
     def items(self) -> dict[str, TensorMetadata]:
         """Shape, dtype and kind of each tensor, by name; reads the tables of all ranks."""
         found = dict(self.shared)
-        for rank in range(self.plan.world_size):
+        for rank in range(self.world_size):
             found |= self.table(rank).items
         return found
 
@@ -124,7 +134,7 @@ class Contents(Shown):
     def regions(self) -> dict[str, list[Region]]:
         """The boxes of each tensor in files, by name; reads the tables of all ranks."""
         found: dict[str, list[Region]] = {}
-        for rank in range(self.plan.world_size):
+        for rank in range(self.world_size):
             for name, own in self.table(rank).regions.items():
                 found.setdefault(name, []).extend(own)
         return found
@@ -132,7 +142,7 @@ class Contents(Shown):
     @property
     def bytes(self) -> int:
         """Bytes of all tensors outside ``PerRank`` values, without the heads of files."""
-        axes, total = self.plan.mesh_axes, 0
+        axes, total = self.mesh_axes, 0
         for each in self.shared.values():
             copies = math.prod(axes[axis] for axis in each.own_axes)
             total += math.prod(each.whole_shape) * dtype_of(each.dtype).itemsize * copies
@@ -144,7 +154,7 @@ class Contents(Shown):
         Raises:
             ValueError: a file differs from the one that was saved; the message names it.
         """
-        for rank in range(self.plan.world_size):
+        for rank in range(self.world_size):
             for regions in self.table(rank).regions.values():
                 for region in regions:
                     check_region(self.path, region, self._at)
@@ -253,7 +263,7 @@ def _look(folder: OpenFolder, thorough: bool) -> None:
 
 
 def write_index(
-    folder: Path, plan: Plan, spec: TreeSpec, tensors: Mapping[str, TensorMetadata], save: str, saved: int
+    folder: Path, plans: Plans, spec: TreeSpec, tensors: Mapping[str, TensorMetadata], save: str, saved: int
 ) -> None:
     """Write the index of a folder that holds all other files of a checkpoint.
 
@@ -261,7 +271,7 @@ def write_index(
 
     Arguments:
         folder: the folder.
-        plan: the plan that the state was cut by.
+        plans: the plans that the state was cut by.
         spec: the tree of the state.
         tensors: metadata of all tensors outside ``PerRank`` values.
         save: the token of the save.
@@ -271,7 +281,8 @@ def write_index(
     body = {
         "saved": saved,
         "save": save,
-        "plan": json.loads(plan.to_json()),
+        "plan": json.loads(plans.to_json()) if isinstance(plans, Plan) else None,
+        "plans": None if isinstance(plans, Plan) else {key: json.loads(plan.to_json()) for key, plan in plans.items()},
         "outline": spec,
         "items": {name: metadata.to_json() for name, metadata in tensors.items()},
         "listing": _digest_of(listing) if listing.exists() else None,  # absent in checkpoints of the first versions
@@ -390,14 +401,23 @@ def read_folder(folder: OpenFolder, *, whole: bool = True) -> Contents:
 
 
 def _contents(folder: OpenFolder, body: Mapping[str, Any], digest: str, save: str = "") -> Contents:
-    plan = plan_from_data(body["plan"])
-    tensors = items_from(body["items"], plan.mesh_axes)
-    check_outline(body["outline"], tensors, {leaf.path for leaf in plan.leaves})
+    plans = _plans_from(body)
+    tensors = items_from(body["items"], any_plan(plans).mesh_axes)
+    check_outline(body["outline"], tensors, plans)
     saved, listing = file_data.whole("saved", body["saved"]), body.get("listing")
     if listing is not None:
         file_data.text("listing", listing)
     at = folder.descriptor
-    return Contents(folder.path, saved, plan, body["outline"], tensors, digest, save, _listing=listing, _at=at)
+    return Contents(folder.path, saved, plans, body["outline"], tensors, digest, save, _listing=listing, _at=at)
+
+
+def _plans_from(body: Mapping[str, Any]) -> Plans:
+    if body.get("plans") is None:
+        return plan_from_data(body["plan"])
+    plans = {key: plan_from_data(data) for key, data in file_data.table("plans", body["plans"]).items()}
+    if len({tuple(plan.mesh_axes.items()) for plan in plans.values()}) != 1:
+        raise ValueError("the plans must be of one mesh")
+    return plans
 
 
 def _old_contents(folder: OpenFolder, body: Mapping[str, Any], digest: str) -> Contents:
@@ -408,9 +428,9 @@ def _old_contents(folder: OpenFolder, body: Mapping[str, Any], digest: str) -> C
     for data in file_data.listed("regions", body["regions"]):
         region = old_region_from(data, files, contents.shared)
         regions.setdefault(region.file, {}).setdefault(region.name, []).append(region)
-    for rank, own in enumerate(file_data.listed("own", body["own"], contents.plan.world_size)):
+    for rank, own in enumerate(file_data.listed("own", body["own"], contents.world_size)):
         for number, spec in enumerate(file_data.listed("own", own)):
-            check_outline(spec, contents.shared, (), number)
+            check_outline(spec, contents.shared, None, number)
         contents.tables[rank] = RankTable(own, {}, regions.get(file_of(rank), {}))
     return contents
 
@@ -429,8 +449,11 @@ def _check_files(folder: OpenFolder, listed_in: str, files: Mapping[str, int]) -
 
 def _table(contents: Contents) -> Table:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(contents.saved / 1e9))
-    mesh = mesh_text(contents.plan.mesh_axes)
-    title = f"Checkpoint {contents.path.name} of {when}, saved by {mesh} under plan {contents.plan.fingerprint()}"
+    if isinstance(contents.plan, Plan):
+        plans = f"plan {contents.plan.fingerprint()}"
+    else:
+        plans = "plans " + ", ".join(f"{key} {plan.fingerprint()}" for key, plan in contents.plan.items())
+    title = f"Checkpoint {contents.path.name} of {when}, saved by {mesh_text(contents.mesh_axes)} under {plans}"
     rows = [
         [label, "; ".join(kinds), *map(table.count, numbers), table.size(size)]
         for label, (kinds, *numbers, size) in _groups(contents).items()
@@ -443,7 +466,7 @@ def _groups(contents: Contents) -> dict[str, Any]:
     """Return ``[kinds, number of tensors, elements, bytes]`` of the tensors of each label."""
     groups: dict[str, list[Any]] = {}
     words = {"sharded": "shards", "whole": "one copy", "local": "each rank's own", "rank": "each rank's own"}
-    mesh_axes = contents.plan.mesh_axes
+    mesh_axes = contents.mesh_axes
     for metadata in contents.items.values():
         group = groups.setdefault(metadata.label, [[], 0, 0, 0])
         axes = metadata.own_axes

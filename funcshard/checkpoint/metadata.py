@@ -7,6 +7,7 @@ communicates or reads a file.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -23,10 +24,13 @@ __all__ = [
     "NO_UNIT",
     "FlatState",
     "PerRank",
+    "Plans",
     "TensorMetadata",
     "TensorSlice",
     "TreeSpec",
+    "any_plan",
     "buffers_in_tree_order",
+    "by_entry",
     "check_replicated",
     "child_path",
     "copy_axes",
@@ -53,6 +57,9 @@ TreeSpec = Any
   form is ``"every unit"`` or ``"some units"`` (of the plan), ``"list"`` or ``"tuple"``;
 - ``[kind, fields, metadata, [node, ...]]``: a container, as in ``tree``; a namedtuple has fields.
 """
+
+Plans = Plan | Mapping[str, Plan]
+"""The plan of all trees of shards in a state, or one for each of some entries of a dictionary."""
 
 NO_UNIT: TreeSpec = ["value", None]
 """The node of each leaf of a unit for which a tree of shards has ``None``."""
@@ -286,6 +293,44 @@ def find_class(name: str) -> type:
             f"found none: import the module first, or store a dictionary instead"
         )
     return found
+
+
+# --- plans ----------------------------------------------------------------------------------------
+
+
+def any_plan(plans: Plans) -> Plan:
+    """Return one of the plans, for what they share: mesh axes and ranks."""
+    return plans if isinstance(plans, Plan) else next(iter(plans.values()))
+
+
+def by_entry(node: Any, plans: Plans) -> list[tuple[Any, Plan]]:
+    """Return the parts of a state, each with the plan of its shards.
+
+    One plan is that of the whole state. Several are those of entries of a dictionary, whose other
+    entries get a plan without units, because they hold no shards.
+
+    Arguments:
+        node: the root of the state, as a ``TreeSpec`` or a ``tree.Structure``.
+        plans: the plans.
+
+    Raises:
+        ValueError: the state is no dictionary, or lacks an entry that has a plan.
+    """
+    if isinstance(plans, Plan):
+        return [(node, plans)]
+    keys: Sequence[Any] = ()
+    if isinstance(node, list | tuple) and node[0] in ("dict", "ordered_dict"):
+        keys = node[-2]
+    if missing := [key for key in plans if key not in keys]:
+        raise ValueError(
+            f"with several plans, the state must be a dictionary with an entry for each of them; found none for the plan "
+            f"of {missing[0]!r}: give the plan the key of its part of the state"
+        )
+    plan = any_plan(plans)
+    rest = dataclasses.replace(
+        plan, structure=("dict", (), ()), unit_list=(), precision=None, buckets=(), names=()
+    )  # fmt: skip
+    return [(child, plans.get(key, rest)) for key, child in zip(keys, node[-1], strict=True)]
 
 
 # --- flat buffers ---------------------------------------------------------------------------------

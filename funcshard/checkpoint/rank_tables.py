@@ -23,7 +23,6 @@ from funcshard.checkpoint.dcp_files import Region
 from funcshard.checkpoint.folders import FORMAT, INDEX, OLD_FORMAT, SIZES
 from funcshard.checkpoint.metadata import FlatState, TensorMetadata, TreeSpec
 from funcshard.checkpoint.stored_fields import check_outline, items_from, regions_from, sizes_from
-from funcshard.plan import Plan
 
 __all__ = ["RankTable", "check_size", "damaged", "file_of", "read_sizes", "read_table",
            "read_text", "table_of", "write_sizes", "write_table", "write_text"]  # fmt: skip
@@ -80,7 +79,12 @@ def write_table(folder: Path, rank: int, flat: FlatState, regions: Sequence[Regi
 
 
 def read_table(
-    folder: Path, rank: int, save: str, plan: Plan, shared: Mapping[str, TensorMetadata], at: int | None = None
+    folder: Path,
+    rank: int,
+    save: str,
+    mesh_axes: Mapping[str, int],
+    shared: Mapping[str, TensorMetadata],
+    at: int | None = None,
 ) -> RankTable:
     """Read a rank's table, and check that its file exists and has its size.
 
@@ -88,7 +92,7 @@ def read_table(
         folder: the checkpoint's folder.
         rank: the rank.
         save: the token of the save.
-        plan: the plan that the state was cut by.
+        mesh_axes: size of each axis of the mesh that saved.
         shared: metadata of the tensors of the index, by name.
         at: descriptor of the folder, if it is open.
 
@@ -99,10 +103,10 @@ def read_table(
     body = _body(path, save, ("own", "items", "size", "regions"), at)
     try:
         size = body["size"] and file_data.whole("size", body["size"])
-        items = items_from(body["items"], plan.mesh_axes, rank)
+        items = items_from(body["items"], mesh_axes, rank)
         regions = regions_from(body["regions"], file_of(rank), size or 0, {**shared, **items})
         for number, spec in enumerate(file_data.listed("own", body["own"])):
-            check_outline(spec, items, (), number)
+            check_outline(spec, items, None, number)
     except ValueError as error:
         raise damaged(path, error) from None
     if size is not None:

@@ -16,10 +16,11 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,14 +31,14 @@ from funcshard.checkpoint.flatten_state import flatten_state
 from funcshard.checkpoint.folders import begin_save, check_replaceable, discard, part_of
 from funcshard.checkpoint.holders import holders
 from funcshard.checkpoint.manifest import Contents, absent, is_overwritten, read_contents, read_folder
-from funcshard.checkpoint.metadata import FlatState, TensorSlice, check_replicated, replicated_summary
+from funcshard.checkpoint.metadata import FlatState, Plans, TensorSlice, check_replicated, replicated_summary
 from funcshard.checkpoint.open_folder import TRIES, OpenFolder, open_folder
 from funcshard.checkpoint.path_lock import PathLock, holder_of, lock_file, pause
 from funcshard.checkpoint.stored_fields import check_held
 from funcshard.checkpoint.unflatten_state import DeviceOf, unflatten_state
 from funcshard.checkpoint.writer import Writer, WriterThread, thread_name
-from funcshard.comm import Mesh, all_gather_texts, find_lost_rank
-from funcshard.core import check_mesh, raise_on_every_rank
+from funcshard.comm import Mesh, all_gather_texts, check_all_same, find_lost_rank
+from funcshard.core import check_fits, check_mesh, raise_on_every_rank
 from funcshard.plan import Plan
 
 __all__ = ["Saving", "restore", "save"]
@@ -104,7 +105,7 @@ class Saving:
 def save(
     path: str | os.PathLike[str],
     state: Any,
-    plan: Plan,
+    plan: Plans,
     mesh: Mesh,
     *,
     wait: bool = True,
@@ -132,7 +133,9 @@ def save(
             already there is replaced; anything else there is an error.
         state: any pytree, such as ``{"train": TrainState, "ema": shards, "own": PerRank(...),
             "epoch": 3}``.
-        plan: the plan of the trees of shards in the state; the checkpoint stores it too.
+        plan: the plan of the trees of shards in the state; the checkpoint stores it too. For
+            several models, a dictionary of plans: ``state`` is then a dictionary too, and each plan
+            has the key of the entry whose shards it cut.
         mesh: the ranks.
         wait: whether to return only when the checkpoint is complete. If ``False``, the state is
             copied to the CPU, and a thread of low priority that issues no collective writes it
@@ -180,7 +183,7 @@ def save(
         if not isinstance(after, Saving):
             raise TypeError(f"after must be the Saving that an earlier save returned, or None; found {after!r}")
         after.wait()
-    check_mesh(plan, mesh)
+    _check_plans(plan, mesh)
     fault: Exception | None = None
     flat, summary, lock = FlatState(None), {}, None
     drawn = secrets.randbits(32)
@@ -221,7 +224,7 @@ def save(
     return saving
 
 
-def restore(path: str | os.PathLike[str], plan: Plan | None = None, mesh: Mesh | None = None, *, cast: bool = False) -> Any:
+def restore(path: str | os.PathLike[str], plan: Plans | None = None, mesh: Mesh | None = None, *, cast: bool = False) -> Any:
     """Restore a state that ``save`` saved, under any plan of the model, or describe a checkpoint.
 
     ``restore(path, plan, mesh)`` returns the state, and every rank has to call it.
@@ -236,7 +239,8 @@ def restore(path: str | os.PathLike[str], plan: Plan | None = None, mesh: Mesh |
         path: the checkpoint's folder; ``latest(folder)`` finds the last one.
         plan: the plan to cut the trees of shards by. Its units, strategy and number of ranks may
             differ from those of the plan that the checkpoint was saved under. Rank ``r`` takes the
-            ``PerRank`` values of old rank ``r`` modulo the old number of ranks.
+            ``PerRank`` values of old rank ``r`` modulo the old number of ranks. A dictionary of
+            plans for a state that was saved under one, with the same keys.
         mesh: the ranks, in the plan's shape.
         cast: whether shards of the parameters' dtypes, such as float32, are converted to the dtypes
             that ``plan`` has, such as bfloat16. By default other dtypes are an error. Shards that
@@ -279,7 +283,7 @@ def restore(path: str | os.PathLike[str], plan: Plan | None = None, mesh: Mesh |
             f"no {'plan' if plan is None else 'mesh'}"
         )
     check_flag("cast", cast)
-    check_mesh(plan, mesh, {"the options of restore": f"cast={cast!r}"})
+    _check_plans(plan, mesh, {"the options of restore": f"cast={cast!r}"})
     for tried in range(TRIES):
         found = _try_restore(path, plan, mesh, cast, last=tried == TRIES - 1)
         if found is not None:
@@ -289,7 +293,7 @@ def restore(path: str | os.PathLike[str], plan: Plan | None = None, mesh: Mesh |
     raise AssertionError
 
 
-def _try_restore(path: str | os.PathLike[str], plan: Plan, mesh: Mesh, cast: bool, *, last: bool) -> list[Any] | None:
+def _try_restore(path: str | os.PathLike[str], plan: Plans, mesh: Mesh, cast: bool, *, last: bool) -> list[Any] | None:
     """Return this rank's state in a list, or ``None`` if another save replaced what a rank read."""
     with ExitStack() as stack:
         folder: OpenFolder | None = None
@@ -334,10 +338,15 @@ def _have_one(
     )
 
 
-def _read_state(contents: Contents, folder: OpenFolder, plan: Plan, mesh: Mesh, cast: bool) -> Any:
+def _read_state(contents: Contents, folder: OpenFolder, plan: Plans, mesh: Mesh, cast: bool) -> Any:
     cpu = torch.device("cpu")
     device_of: DeviceOf = lambda stored, unit: cpu if not stored.on_mesh or (unit and unit.offload) else mesh.device  # noqa: E731
-    source = contents.table(mesh.rank % contents.plan.world_size)
+    if _keys(contents.plan) != _keys(plan):
+        raise ValueError(
+            f"the checkpoint {contents.path} was saved under {_keys(contents.plan)}; found {_keys(plan)}: pass plans with "
+            f"the same keys"
+        )
+    source = contents.table(mesh.rank % contents.world_size)
     items = {**contents.shared, **source.items}
     # Why now: memory is taken for these tensors as their metadata says.
     if any(stored.kind == "whole" for stored in contents.shared.values()):
@@ -356,6 +365,25 @@ def _read_state(contents: Contents, folder: OpenFolder, plan: Plan, mesh: Mesh, 
     read_slices(folder.path, empty.reads, regions, ranks=ranks, stored=stored, at=folder.descriptor)
     empty.finish()
     return empty.state
+
+
+def _check_plans(plan: Plans, mesh: Mesh, options: Mapping[str, str] = MappingProxyType({})) -> None:
+    if not isinstance(plan, Mapping):
+        check_mesh(plan, mesh, options)
+        return
+    if not plan or not all(isinstance(key, str) and isinstance(each, Plan) for key, each in plan.items()):
+        raise TypeError(
+            f"plan must be a plan, or a dictionary of plans by keys of the state; found {plan!r}: pass what make_plan "
+            f"returned"
+        )
+    texts = json.dumps({key: each.fingerprint() for key, each in sorted(plan.items())})
+    check_all_same(mesh, {"the plans": texts, **options})
+    for each in plan.values():
+        check_fits(each, mesh)
+
+
+def _keys(plan: Plans) -> str:
+    return "one plan" if isinstance(plan, Plan) else f"plans for {', '.join(map(repr, sorted(plan)))}"
 
 
 def _check_path(path: Path) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 
 from funcshard._utils import file_data, tree
 from funcshard.checkpoint.dcp_files import Region
-from funcshard.checkpoint.metadata import TensorMetadata, TreeSpec, local_axes
-from funcshard.plan import cuts_from, dtype_of
+from funcshard.checkpoint.metadata import Plans, TensorMetadata, TreeSpec, by_entry, local_axes
+from funcshard.plan import Plan, cuts_from, dtype_of
 
 __all__ = ["check_held", "check_outline", "items_from", "old_region_from", "regions_from", "sizes_from"]
 
@@ -128,24 +128,29 @@ def sizes_from(data: Any) -> dict[str, int]:
 
 
 def check_outline(
-    spec: TreeSpec, items: Mapping[str, TensorMetadata], leaves: Collection[str], per_rank: int | None = None
+    spec: TreeSpec, items: Mapping[str, TensorMetadata], plans: Plans | None, per_rank: int | None = None
 ) -> None:
     """Raise ``ValueError`` unless data is the tree of a state, or of a ``PerRank`` value.
 
     Arguments:
         spec: the data.
         items: metadata of the tensors that the tree may name.
-        leaves: the paths of the leaves of the plan.
+        plans: the plans of the state; ``None`` for a ``PerRank`` value.
         per_rank: the number of the ``PerRank`` value that the tree is; it may hold earlier ones.
     """
     kind_outside = "whole" if per_rank is None else "rank"
     most = file_data.MOST if per_rank is None else per_rank - 1
-    nodes: list[tuple[Any, bool]] = [(spec, False)]
+    nodes: list[tuple[Any, bool, Collection[str]]] = [(spec, False, ())]
+    if isinstance(plans, Plan):
+        nodes = [(spec, False, {leaf.path for leaf in plans.leaves})]
+    elif plans is not None:
+        _children(*_kind_and_parts(spec))
+        nodes = [(node, False, {leaf.path for leaf in plan.leaves}) for node, plan in by_entry(spec, plans)]
     while nodes:
-        node, in_shards = nodes.pop()
+        node, in_shards, leaves = nodes.pop()
         if node is None:
             continue
-        kind, *parts = file_data.listed("a node of the state", node) or [None]
+        kind, parts = _kind_and_parts(node)
         if kind == "value" and len(parts) == 1:
             if type(parts[0]) not in (int, float, bool, str) and not (in_shards and parts[0] is None):
                 raise ValueError(f"a value of the state must be a number or a text; found {file_data.shown(parts[0])}")
@@ -162,9 +167,9 @@ def check_outline(
                 path, below = file_data.listed("a leaf of shards", pair, 2)
                 if file_data.text("the path of a leaf", path) not in leaves:
                     raise ValueError(f"a tree of shards must name leaves of the plan; found {file_data.shown(path)}")
-                nodes.append((below, True))
+                nodes.append((below, True, ()))
         else:
-            nodes += [(child, in_shards) for child in _children(kind, parts)]
+            nodes += [(child, in_shards, leaves) for child in _children(kind, parts)]
 
 
 def check_held(
@@ -177,6 +182,11 @@ def check_held(
     for name, stored in items.items():
         if stored.kind == kind and (found := sum([each.numel for each in regions.get(name, ())])) != stored.numel:
             raise ValueError(f"{folder} holds {found} of {stored.numel} needed elements of {name!r}")
+
+
+def _kind_and_parts(node: Any) -> tuple[Any, list[Any]]:
+    kind, *parts = file_data.listed("a node of the state", node) or [None]
+    return kind, parts
 
 
 def _children(kind: Any, parts: list[Any]) -> list[Any]:

@@ -7,6 +7,7 @@ which stored tensors belong into them, in the classes of ``read_items``. The cal
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +19,11 @@ from funcshard._utils import byte_view, tree
 from funcshard.checkpoint.metadata import (
     NO_UNIT,
     PerRank,
+    Plans,
     TensorMetadata,
     TreeSpec,
     buffers_in_tree_order,
+    by_entry,
     find_class,
     kind_of,
     name_in,
@@ -59,12 +62,14 @@ class EmptyState:
     Attributes:
         state: the tree.
         reads: the elements that belong into its tensors.
+        merged: the tensors of leaves that must be equal, with the unit's title and the leaves.
+        casts: the shards to convert, and their dtypes.
     """
 
     state: Any
     reads: list[ReadItem | ReadBox]
-    _merged: list[tuple[str, list[str], list[torch.Tensor]]] = field(default_factory=list)
-    _casts: list[tuple[torch.Tensor, torch.dtype]] = field(default_factory=list)
+    merged: list[tuple[str, list[str], list[torch.Tensor]]] = field(default_factory=list)
+    casts: list[tuple[torch.Tensor, torch.dtype]] = field(default_factory=list)
 
     def finish(self) -> None:
         """Cast shards; raise ``ValueError`` if leaves disagree on what their buffer has once.
@@ -72,9 +77,9 @@ class EmptyState:
         Call it when the state is filled. Adam's ``step`` is such a tensor: the flattened state has
         one for each leaf, and this state one for each buffer.
         """
-        for shard, dtype in self._casts:
+        for shard, dtype in self.casts:
             shard.data = shard.to(dtype)
-        for where, paths, tensors in self._merged:
+        for where, paths, tensors in self.merged:
             one = tensors[0]
             for path, other in zip(paths, tensors, strict=True):
                 if one.shape != other.shape:
@@ -89,9 +94,9 @@ def unflatten_state(
     spec: TreeSpec,
     rank_specs: Sequence[TreeSpec],
     tensors: Mapping[str, TensorMetadata],
-    plan: Plan,
+    plans: Plans,
     rank: int,
-    old: Plan,
+    old: Plans,
     device_of: DeviceOf,
     *,
     where: str = "the state",
@@ -103,10 +108,10 @@ def unflatten_state(
         spec: the tree.
         rank_specs: the trees of the ``PerRank`` values that this rank takes.
         tensors: metadata by name, with the tensors of the rank that those values come from.
-        plan: the plan to cut the trees of shards by.
+        plans: the plans to cut the trees of shards by.
         rank: this rank.
-        old: the plan that cut the stored state. A local tensor comes from this rank's index modulo
-            the sizes of its mesh axes.
+        old: the plans that cut the stored state, with the keys of ``plans``. A local tensor comes
+            from this rank's index modulo the sizes of its mesh axes.
         device_of: the device of each tensor.
         where: the words for the state in an error message.
         cast: whether shards get the dtypes of ``plan`` if they had those of ``old``. ``None`` is an
@@ -116,13 +121,18 @@ def unflatten_state(
         ValueError: the plan is of another model, or it puts leaves into one buffer that disagree on
             a value which a buffer has once.
     """
-    dtypes = {leaf.path: buffer.dtype for unit in old.unit_list for buffer in unit.buffers for leaf in buffer.leaves}
-    unflattener = _Unflattener(rank_specs, tensors, plan, rank, old.mesh_axes, dtypes, device_of, where, cast)
+    empty = EmptyState(None, [])
+    nodes = []
     try:
-        state = unflattener.node(spec)
+        for (node, plan), (_, before) in zip(by_entry(spec, plans), by_entry(spec, old), strict=True):
+            buffers = [buffer for unit in before.unit_list for buffer in unit.buffers]
+            dtypes = {leaf.path: buffer.dtype for buffer in buffers for leaf in buffer.leaves}
+            axes = before.mesh_axes
+            unflattener = _Unflattener(rank_specs, tensors, plan, rank, axes, dtypes, device_of, where, cast, empty)
+            nodes.append(unflattener.node(node))
     except RecursionError:  # of a file whose PerRank values stand inside each other; flatten_state writes none
         raise ValueError("the state has more PerRank values inside each other than save writes: restore another") from None
-    return EmptyState(state, unflattener.reads, unflattener.merged, unflattener.casts)
+    return dataclasses.replace(empty, state=nodes[0] if isinstance(plans, Plan) else _container(spec, nodes))
 
 
 @dataclass(slots=True)
@@ -136,9 +146,7 @@ class _Unflattener:
     device_of: DeviceOf
     where: str
     cast: bool | None
-    reads: list[ReadItem | ReadBox] = field(default_factory=list)
-    merged: list[tuple[str, list[str], list[torch.Tensor]]] = field(default_factory=list)
-    casts: list[tuple[torch.Tensor, torch.dtype]] = field(default_factory=list)
+    empty: EmptyState
 
     def node(self, spec: TreeSpec) -> Any:
         if spec is None:
@@ -159,7 +167,7 @@ class _Unflattener:
     def _whole(self, name: str) -> torch.Tensor:
         metadata = self.tensors[name]
         out = torch.empty(metadata.shape, dtype=dtype_of(metadata.dtype), device=self.device_of(metadata, None))
-        self.reads.append(ReadItem(name, 0, out.view(-1)))
+        self.empty.reads.append(ReadItem(name, 0, out.view(-1)))
         return out
 
     # --- trees of shards --------------------------------------------------------------------------
@@ -231,7 +239,7 @@ class _Unflattener:
                 )
         if first.kind in ("whole", "rank"):
             tensors = [self._whole(name) for name in names]
-            self.merged.append((unit.title, [leaf.path for leaf in buffer.leaves], tensors))
+            self.empty.merged.append((unit.title, [leaf.path for leaf in buffer.leaves], tensors))
             return tensors[0]
         device = self.device_of(first, unit)
         shard = torch.empty(
@@ -254,7 +262,7 @@ class _Unflattener:
         if known is None or shard.dtype == wanted or shard.dtype != dtype_of(self.old_dtypes[known]):
             return
         if self.cast and can_cast(shard.dtype, wanted):
-            self.casts.append((shard, wanted))
+            self.empty.casts.append((shard, wanted))
             return
         remedy = "make the plan of parameters in the stored dtype" + (", or pass cast=True" if self.cast is False else "")
         raise ValueError(
@@ -296,7 +304,7 @@ class _Unflattener:
         if (metadata.shape, metadata.cuts, metadata.kind) == (leaf.shape, leaf.cuts, kind_of(buffer)):
             source |= {cut.axis: position[cut.axis] for cut in leaf.cuts}
             stored = stored_name(name, metadata.kind, source, self.old_mesh_axes)
-            self.reads.append(ReadItem(stored, part.begin, shard[part.in_shard]))
+            self.empty.reads.append(ReadItem(stored, part.begin, shard[part.in_shard]))
         else:
             self._read_slices(shard[part.in_shard], part.begin, leaf, position, name, metadata, source)
 
@@ -324,7 +332,7 @@ class _Unflattener:
             for box, out in targets:
                 if shared := box.overlap(held):
                     here, there = shared.moved([-n for n in box.offsets]), shared.moved([-n for n in held.offsets])
-                    self.reads.append(ReadBox(stored, metadata.shape, there, out[here.slices]))
+                    self.empty.reads.append(ReadBox(stored, metadata.shape, there, out[here.slices]))
 
     def _source(self, axes: Sequence[str]) -> dict[str, int]:
         """Return the old position, along its own axes, that a local tensor comes from.

@@ -24,10 +24,9 @@ from pathlib import Path
 from funcshard.checkpoint.dcp_files import write_metadata, write_slices
 from funcshard.checkpoint.folders import delete, folders, publish, remove_leftovers, set_aside, sync
 from funcshard.checkpoint.manifest import read_contents, time_after, write_index
-from funcshard.checkpoint.metadata import FlatState, TensorMetadata, TensorSlice
+from funcshard.checkpoint.metadata import FlatState, Plans, TensorMetadata, TensorSlice, any_plan
 from funcshard.checkpoint.path_lock import PathLock, take
 from funcshard.checkpoint.rank_tables import file_of, read_table, table_of, write_sizes, write_table
-from funcshard.plan import Plan
 
 __all__ = ["Writer", "WriterThread"]
 
@@ -130,7 +129,7 @@ class Writer:
     Attributes:
         path: the final path of the checkpoint.
         part: the folder that ranks write into.
-        plan: the plan to store.
+        plans: the plans to store.
         flat: this rank's state.
         slices: the slices of ``flat``, or copies of them that training cannot change.
         rank: this rank.
@@ -143,7 +142,7 @@ class Writer:
 
     path: Path
     part: Path
-    plan: Plan
+    plans: Plans
     flat: FlatState
     slices: Sequence[TensorSlice]
     rank: int
@@ -221,7 +220,7 @@ class Writer:
         else:
             _log.info("checkpoint %s has no .metadata, because it would list more than %d boxes", self.path, MOST_LISTED)
         write_sizes(self.part, self.world_size, self.token)
-        write_index(self.part, self.plan, self.flat.spec, shared, self.token, time_after(self.path.parent))
+        write_index(self.part, self.plans, self.flat.spec, shared, self.token, time_after(self.path.parent))
         publish(self.part, self.path)
         if self.lock is not None:  # of a checkpoint that was being replaced when its process was killed
             remove_leftovers(self.path, self.lock, own=self.token, others=False)
@@ -233,12 +232,12 @@ class Writer:
 
     def list_for_dcp(self, shared: Mapping[str, TensorMetadata]) -> None:
         """Write the list of all boxes for other programs, which grows with the number of ranks."""
-        tensors, regions = dict(shared), []
+        tensors, regions, mesh_axes = dict(shared), [], any_plan(self.plans).mesh_axes
         for rank in range(self.world_size):
-            table = read_table(self.part, rank, self.token, self.plan, shared)
+            table = read_table(self.part, rank, self.token, mesh_axes, shared)
             tensors |= table.items
             regions += [region for found in table.regions.values() for region in found]
-        write_metadata(self.part, regions, tensors, self.plan.mesh_axes)
+        write_metadata(self.part, regions, tensors, mesh_axes)
 
     @property
     def token(self) -> str:

@@ -8,6 +8,7 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -174,6 +175,27 @@ def test_an_index_of_another_make_is_damage_too(part: str, folder: Path) -> None
     with pytest.raises(ValueError, match=r"index\.json is damaged: it is not the index of a checkpoint; restore another"):
         fs.restore(folder / "step-2")
     assert fs.latest(folder).name == "step-1"
+
+
+WRONG_PLANS = [
+    7,
+    {},
+    {"shards": 7},
+    {"missing": PLAN},
+    {"step": PLAN},
+    {"shards": PLAN, "step": fs.make_plan({"w": torch.zeros(3)}, 3)},
+]
+
+
+@pytest.mark.parametrize("plans", WRONG_PLANS)
+def test_an_index_with_wrong_plans_is_damage_too(plans: Any, folder: Path) -> None:
+    def to_json(plan: Any) -> Any:
+        return json.loads(plan.to_json()) if isinstance(plan, fs.Plan) else plan
+
+    data = {key: to_json(plan) for key, plan in plans.items()} if isinstance(plans, dict) else plans
+    change(folder / "step-2" / "index.json", lambda body: body.update(plans=data))
+    with pytest.raises(ValueError, match=r"index\.json is damaged: it is not the index of a checkpoint; restore another"):
+        fs.restore(folder / "step-2")
 
 
 @pytest.mark.parametrize("part", ["plan", "outline", "own", "items", "regions", "files"])

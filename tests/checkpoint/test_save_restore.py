@@ -557,3 +557,78 @@ def test_none_comes_back_where_it_was_under_every_plan(what, tmp_path):
             )
             assert structure == other
             torch.testing.assert_close(leaves, wanted, rtol=0, atol=0)
+
+
+# --- several plans ------------------------------------------------------------------------------
+
+CRITIC = {"head": {"weight": torch.arange(15.0).reshape(3, 5)}, "scale": torch.ones(())}
+
+
+def two_plans(which: str) -> dict[str, fs.Plan]:
+    return {"generator": make_plan(which), "critic": fs.make_plan(CRITIC, MESHES[which][0])}
+
+
+def save_two(mesh: fs.Mesh, path: str, which: str) -> dict[str, Any]:
+    plans = two_plans(which)
+    critic = fs.shard(CRITIC, plans["critic"], mesh)
+    state = {
+        "generator": train(mesh, plans["generator"], OPTIMIZERS["AdamW"](), 2)[0],
+        "critic": {"average": [critic, critic], "own": fs.PerRank(torch.tensor([mesh.rank]))},
+        "batch": torch.arange(3.0),
+        "step": 7,
+    }
+    fs.save(path, state, plans, mesh)
+    return state
+
+
+def test_one_checkpoint_holds_the_states_of_several_models_and_replans_each_of_them(tmp_path: Path) -> None:
+    states = fs.simulate(lambda mesh: save_two(mesh, tmp_path / "a", FIRST), 4)
+    assert fs.read_values(tmp_path / "a")["step"] == 7
+    assert fs.restore(tmp_path / "a").plan == two_plans(FIRST)
+    assert "under plans generator" in str(fs.restore(tmp_path / "a"))
+    for which in MESHES:
+        plans = two_plans(which)
+        restored = fs.simulate(lambda mesh, plans=plans: fs.restore(tmp_path / "a", plans, mesh), MESHES[which][0])
+        for key, plan in plans.items():
+            replanned = fs.replan([state[key] for state in states], two_plans(FIRST)[key], plan)
+            assert all(map(equal, [state[key] for state in restored], replanned))
+        assert all(equal([state["batch"], state["step"]], [torch.arange(3.0), 7]) for state in restored)
+
+
+SEVERAL: dict[str, tuple[Callable[[fs.Mesh, Path], Any], type[Exception], str]] = {
+    "an entry of shards without a plan": (
+        lambda mesh, path: fs.save(
+            path, {"a": 1, "b": fs.shard(CRITIC, fs.make_plan(CRITIC, 2), mesh)}, {"a": PLAN2}, mesh
+        ),
+        ValueError, r"'b' of the state holds shards, and no plan has the key",
+    ),
+    "a plan without an entry": (
+        lambda mesh, path: fs.save(path, {"a": 1}, {"b": PLAN2}, mesh), ValueError, r"found none for the plan of 'b'",
+    ),
+    "a state that is no dictionary": (
+        lambda mesh, path: fs.save(path, [1], {"a": PLAN2}, mesh), ValueError, r"the state must be a dictionary",
+    ),
+    "no plan": (lambda mesh, path: fs.save(path, {"a": 1}, {}, mesh), TypeError, r"plan must be a plan, or a dictionary"),
+    "plans that differ by rank": (
+        lambda mesh, path: fs.save(path, {"a": 1, "b": 2}, {"ab"[mesh.rank]: PLAN2}, mesh), ValueError, r"the plans",
+    ),
+    "a plan of another mesh": (
+        lambda mesh, path: fs.save(path, {"a": 1, "b": 2}, {"a": PLAN2, "b": make_plan(FIRST)}, mesh),
+        ValueError, r"the plan was made for a mesh of 1 replicate × 4 shard ranks",
+    ),
+    "restored under one plan": (
+        lambda mesh, path: fs.restore(fs.save(path, {"a": 1}, {"a": PLAN2}, mesh).path, PLAN2, mesh),
+        ValueError, r"was saved under plans for 'a'; found one plan",
+    ),
+    "restored under other keys": (
+        lambda mesh, path: fs.restore(fs.save(path, {"a": 1}, {"a": PLAN2}, mesh).path, {"b": PLAN2}, mesh),
+        ValueError, r"was saved under plans for 'a'; found plans for 'b'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_several_plans_must_be_those_of_entries_of_the_state(name: str, tmp_path: Path) -> None:
+    call, kind, words = SEVERAL[name]
+    with pytest.raises(kind, match=words):
+        fs.simulate(lambda mesh: call(mesh, tmp_path / "a"), 2)
