@@ -1,6 +1,7 @@
-"""The tables of misuse: every public name is misused, and a case of a wrong outcome fails."""
+"""The table of misuse: each row has its outcome, and a row with another outcome fails."""
 
 import importlib
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -9,20 +10,12 @@ import torch
 
 import funcshard as fs
 from funcshard.plan import wrap
-from tests.misuse import Case, check, error, right, untold
+from tests import misuse
+from tests.misuse import Case, Error, Table, check, error, right, untold
 
-TABLES = sorted(path.stem for path in Path(__file__).parent.glob("test_misuse_*.py"))
-CASES = [case for table in TABLES for case in importlib.import_module(f"tests.promises.{table}").CASES.cases]
-MISUSED = Counter(name for case in CASES for name in case.of)
-
-# Why fewer than three mistakes can be made with these names.
-FEWER = {
-    "Event": "the values that record_events and predict_events return; nothing takes one",
-    "Owners": "the value that assign_owners returns; nothing takes one",
-    "passes": "a module, whose passes are names of their own",
-    "wrap": "a module, whose policies are names of their own",
-    "wrap.Policy": "a type, for annotations",
-}
+FILES = sorted(path.stem for path in Path(misuse.__file__).parent.glob("*.py") if not path.stem.startswith("_"))
+TABLES = {name: importlib.import_module(f"tests.misuse.{name}") for name in FILES}
+CASES = [case for table in TABLES.values() for case in table.CASES.cases]
 NAMES = [
     *fs.__all__,
     *(f"wrap.{name}" for name in wrap.__all__),
@@ -31,16 +24,22 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in FEWER])
-def test_each_public_name_is_misused_in_three_ways(name):
-    assert MISUSED[name] >= 3, [str(case) for case in CASES if name in case.of]
+@pytest.fixture(scope="module", autouse=True)
+def _folder():
+    yield
+    shutil.rmtree(TABLES["checkpoints"].FOLDER, ignore_errors=True)
 
 
-def test_cases_are_many_and_named_once_for_public_names_only():
-    assert len(CASES) >= 120
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_outcome(case):
+    check(case)
+
+
+def test_rows_are_named_once_for_public_names_only():
     assert {name: number for name, number in Counter(map(str, CASES)).items() if number > 1} == {}
-    assert MISUSED.keys() <= set(NAMES)
-    assert FEWER.keys() <= set(NAMES)
+    assert {name for case in CASES for name in case.of} <= set(NAMES)
 
 
 SENTENCE = "docs/mistakes.md", "A shard is a plain 1-D tensor."
@@ -56,16 +55,24 @@ def fails(mesh):
         (right(1), lambda mesh: 2, "found 2, meant 1"),
         (right(1), fails, "ValueError: on rank 0"),
         (right(torch.ones(2)), lambda mesh: torch.ones(2) + 1e-3 * mesh.rank, "{1: "),
-        (error(ValueError, "another path"), lambda mesh: 1, "rank 0 raised nothing"),
+        (error(ValueError, "another path"), lambda: 1, "rank 0 raised nothing"),
         (error(ValueError, "another path"), lambda mesh: fails(mesh) if mesh.rank == 0 else 1, "rank 1 raised nothing"),
         (error(ValueError, "another plan"), fails, "rank 0 raised ValueError: on rank 0: choose another path"),
-        (error(TypeError, "another path"), fails, "rank 0 raised ValueError"),
+        (error(ValueError, "path…another"), fails, "rank 0 raised ValueError: on rank 0: choose another path"),
+        (error(TypeError, "choose…path"), fails, "rank 0 raised ValueError"),
         (untold(*SENTENCE, meant=1), fails, "ValueError: on rank 0"),
         (untold(*SENTENCE, meant=1), lambda mesh: 1, "the result is right, so this is no mistake"),
         (untold("docs/mistakes.md", "A shard knows all.", meant=1), lambda mesh: 2, "does not say: A shard knows all."),
     ],
 )
-def test_a_case_with_another_outcome_fails(outcome, program, words):
+def test_a_row_with_another_outcome_fails(outcome, program, words):
     with pytest.raises(AssertionError) as raised:
         check(Case(("shard",), "a mistake", outcome, program, worlds=(2,)))
     assert words in str(raised.value)
+
+
+def test_a_row_says_where_it_runs():
+    table = Table()
+    table += [("shard", "a", ValueError("x"), lambda: 0), ("shard", "b", right(0), lambda: 0, (3,))]
+    assert [case.worlds for case in table.cases] == [misuse.PAIR, (3,)]
+    assert table.cases[0].outcome == Error(ValueError, ("x",))

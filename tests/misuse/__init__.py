@@ -1,17 +1,26 @@
-"""Cases of misuse: a first-day mistake, and its outcome on simulated ranks.
+"""Wrong calls, and what comes of each: one table, in rows.
 
-A case is a program of one rank with a mistake in it, and its outcome, one of three:
+A row names the public functions that it misuses, first the one that should tell, and says what the mistake
+is, what must come of it, and the program that makes it::
 
+    ("psum", "a Python number", TypeError("make it one with torch.tensor"), lambda mesh: fs.psum(1.0, mesh)),
+
+The outcome is one of three:
+
+- an exception: every rank that can know raises one of this class, with these words in its message; "…"
+  stands for any text, and of several texts the message has to hold one;
 - ``right``: the program gives what the same program without shards gives;
-- ``error``: every rank that can know raises an error with these words;
 - ``untold``: nothing can tell the mistake from a valid program. The result is not what was meant,
   and a sentence in the documentation says why.
 
-``Table`` collects cases, and ``check`` runs one of them on 2, on 4 and on 2 × 2 ranks.
+A program takes ``s``, the ``Setup`` of one rank, or ``mesh``, or nothing. An exception has to come on two
+ranks; where it takes communication to know, the row ends in ``EVERYWHERE``. The other outcomes are tried
+there anyway. ``tests/promises/test_misuse.py`` runs the rows of all files of this folder.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import optree
-import pytest
 import torch
 from torch import nn
 
@@ -30,6 +38,7 @@ __all__ = [
     "BUFFERS",
     "DATA",
     "DESYNC",
+    "EVERYWHERE",
     "GRID",
     "NET",
     "PARAMS",
@@ -39,7 +48,6 @@ __all__ = [
     "check",
     "clone",
     "error",
-    "given",
     "right",
     "set_up",
     "trained",
@@ -49,11 +57,13 @@ __all__ = [
     "whole_loss",
 ]
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 GRID = {"replicate": 2, "shard": 2}
-WORLDS: tuple[int | Mapping[str, int], ...] = (2, 4, GRID)
+Worlds = tuple[int | Mapping[str, int], ...]
+PAIR: Worlds = (2,)
+EVERYWHERE: Worlds = (4, GRID)
 
-Program = Callable[[fs.Mesh], Any]
+Program = Callable[..., Any]
 
 # --- outcomes -------------------------------------------------------------------------------------
 
@@ -67,14 +77,16 @@ class Right:
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """The ranks raise ``kind`` with ``words`` in the message: every rank, or at least ``ranks``.
-
-    Of several words, the message has to hold one.
-    """
+    """The ranks raise ``kind`` with one of ``words`` in the message: every rank, or at least ``ranks``."""
 
     kind: type[BaseException]
     words: tuple[str, ...]
-    ranks: Sequence[int] | None
+    ranks: Sequence[int] | None = None
+
+    def fits(self, raised: BaseException) -> bool:
+        text = "\n".join([str(raised), *getattr(raised, "__notes__", ())])
+        patterns = (".*".join(map(re.escape, words.split("…"))) for words in self.words)
+        return isinstance(raised, self.kind) and any(re.search(pattern, text, re.DOTALL) for pattern in patterns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +136,7 @@ class Case:
     name: str
     outcome: Outcome
     program: Program
-    worlds: tuple[int | Mapping[str, int], ...] = WORLDS
+    worlds: Worlds
 
     def __str__(self) -> str:
         return f"{self.of[0]}: {self.name}"
@@ -132,32 +144,30 @@ class Case:
 
 @dataclass(slots=True)
 class Table:
-    """The cases of one file.
+    """The rows of one file: ``CASES += [...]``, and ``@CASES(of, name, outcome)`` above a long program.
 
-    ``table("shard gather", "what is wrong", outcome, program)`` adds one, and so does
-    ``@table("shard gather", "what is wrong", outcome)`` above a program.
+    Attributes:
+        cases: the rows.
+        worlds: the worlds of rows that name none; by default as the module says.
     """
 
     cases: list[Case] = field(default_factory=list)
+    worlds: Worlds = ()
 
-    def __call__(
-        self,
-        of: str,
-        name: str,
-        outcome: Outcome,
-        program: Program | None = None,
-        *,
-        worlds: tuple[int | Mapping[str, int], ...] = WORLDS,
-    ) -> Any:
-        def add(program: Program) -> Program:
-            self.cases.append(Case(tuple(of.split()), name, outcome, program, worlds))
-            return program
+    def __iadd__(self, rows: Sequence[tuple[Any, ...]]) -> Table:
+        for row in rows:
+            self._add(*row)
+        return self
 
-        return add if program is None else add(program)
+    def __call__(self, of: str, name: str, outcome: Any, worlds: Worlds = ()) -> Callable[[Program], Program]:
+        return lambda program: self._add(of, name, outcome, program, worlds)
 
-    def parametrize(self) -> Any:
-        """Return the mark that gives a test each case in turn."""
-        return pytest.mark.parametrize("case", self.cases, ids=str)
+    def _add(self, of: str, name: str, outcome: Any, program: Program, worlds: Worlds = ()) -> Program:
+        usual = PAIR if isinstance(outcome, BaseException) else EVERYWHERE
+        if isinstance(outcome, BaseException):
+            outcome = Error(type(outcome), outcome.args)
+        self.cases.append(Case(tuple(of.split()), name, outcome, program, worlds or self.worlds or usual))
+        return program
 
 
 @dataclass(slots=True)
@@ -176,12 +186,10 @@ def check(case: Case) -> None:
         where = f"{case} on {world}"
         outcome = case.outcome
         if isinstance(outcome, Error):
-            known = range(size) if outcome.ranks is None else outcome.ranks
-            for rank in known:
+            for rank in range(size) if outcome.ranks is None else outcome.ranks:
                 assert rank in found.errors, f"{where}: rank {rank} raised nothing; {_told(found)}"
                 raised = found.errors[rank]
-                fits = isinstance(raised, outcome.kind) and any(words in str(raised) for words in outcome.words)
-                assert fits, f"{where}: rank {rank} raised {type(raised).__name__}: {raised}"
+                assert outcome.fits(raised), f"{where}: rank {rank} raised {type(raised).__name__}: {raised}"
             continue
         assert not found.errors, f"{where}: {_told(found)}"
         meant = outcome.meant() if callable(outcome.meant) else outcome.meant
@@ -196,12 +204,13 @@ def check(case: Case) -> None:
 
 def _run(program: Program, world: Any, size: int) -> _Found:
     found = _Found()
+    takes = next(iter(inspect.signature(program).parameters), "")
 
     def one_rank(mesh: fs.Mesh) -> None:
         # Why caught here: simulate ends all ranks when one raises, and each rank has to raise by
         # itself.
         try:
-            found.results[mesh.rank] = program(mesh)
+            found.results[mesh.rank] = program(*[set_up(mesh) if takes == "s" else mesh] * bool(takes))
         except Exception as raised:
             found.errors[mesh.rank] = raised
 
@@ -281,11 +290,6 @@ def set_up(mesh: fs.Mesh, strategy: str = "full_shard", **options: Any) -> Setup
 
 def values() -> dict[str, torch.Tensor]:
     return {name: leaf.detach() for name, leaf in PARAMS.items()}
-
-
-def given(program: Callable[[Setup], Any]) -> Program:
-    """Return the program that calls ``set_up`` and passes the result to ``program``."""
-    return lambda mesh: program(set_up(mesh))
 
 
 def clone(tree: Any) -> Any:

@@ -1,0 +1,295 @@
+"""Mistakes with losses, gradients and their norms."""
+
+import threading
+
+import optree
+import torch
+
+import funcshard as fs
+from tests.misuse import BUFFERS, DATA, DESYNC, EVERYWHERE, GRID, PARAMS, Table, right, set_up, untold, whole_grads
+
+CASES = Table()
+MISTAKES = "docs/mistakes.md"
+SUM = "A loss that is a sum over samples has the type of a mean."
+PARTS = "Nothing sees whether parts overlap, are missing or differ in size."
+AGAIN = "A gradient that is divided, clipped or scaled a second time is a tree of shards like any other."
+
+
+def grads_of(s, loss_fn, x=None, **options):
+    return s.whole(fs.value_and_grad(loss_fn, **options)(s.shards, s.x if x is None else x)[1])
+
+
+def squares(s, shards, x):
+    return s.sharded(shards, BUFFERS, x).square()
+
+
+def detached(tree):
+    return optree.tree_map(torch.Tensor.detach, tree)
+
+
+def sum_of_own(s, shards, x):
+    """Return the sum over this rank's rows, divided by the rows of all ranks."""
+    return squares(s, shards, x).sum() / len(DATA)
+
+
+# --- reductions and divisors ----------------------------------------------------------------------
+
+CASES += [
+    ("value_and_grad", "the loss is divided by the rows of all ranks, and the gradients are added up", right(whole_grads),
+     lambda s: grads_of(s, lambda shards, x: sum_of_own(s, shards, x), divisor=1)),
+    ("value_and_grad", "the loss is divided by the rows of all ranks, and the gradients by the ranks",
+     untold(MISTAKES, AGAIN, whole_grads), lambda s: grads_of(s, lambda shards, x: sum_of_own(s, shards, x))),
+    ("value_and_grad make_train_step", "a divisor of zero",
+     ValueError("divisor must be a finite number above 0, or None for the number of ranks; found 0: pass 1 for the sum"),
+     lambda s: s.step(divisor=0)),
+    ("value_and_grad", "on_reduce_scattered communicates on one rank", DESYNC,
+     lambda s: grads_of(s, s.loss, on_reduce_scattered=lambda *_: None if s.mesh.rank else fs.psum(DATA, s.mesh) and None)),
+    ("value_and_grad", "on_reduce_scattered takes what on_grads takes",
+     TypeError("takes 2 positional arguments but 3 were given"),
+     lambda s: grads_of(s, s.loss, on_reduce_scattered=lambda unit, grads: None)),
+    ("accumulate", "reduce names a leaf",
+     ValueError("reduce must name units; found '0.weight', which matches none of '', '0', '2'"),
+     lambda s: fs.accumulate(s.loss, 2, reduce={"0.weight": "once"})(s.shards, s.x)),
+    ("accumulate", "reduce names some units only", right(whole_grads),
+     lambda s: s.whole(fs.accumulate(s.loss, 2, reduce={"0": "once"})(s.shards, s.x)[1])),
+    ("accumulate predict_events", "the all-reduces of a mesh without a replicate axis wait", right(whole_grads),
+     lambda s: s.whole(fs.accumulate(s.loss, 2, reduce="shard_each")(s.shards, s.x)[1]), (2, GRID)),
+    ("predict_events", "reduce of a unit that the plan lacks", ValueError("reduce must name units; found '1'"),
+     lambda s: fs.predict_events(s.plan, micro_batches=2, reduce={"1": "once"})),
+    ("MixedPrecision", "output_dtype as text",
+     ValueError("output_dtype must be a floating-point torch.dtype, or None for no cast; found 'float32'"),
+     lambda mesh: fs.MixedPrecision(output_dtype="float32")),
+]  # fmt: skip
+
+# --- value_and_grad -------------------------------------------------------------------------------
+
+CASES += [
+    ("value_and_grad", "the batch before the shards", ValueError("shards must hold the units of the plan"),
+     lambda s: fs.value_and_grad(s.loss)(s.x, s.shards)),
+    ("value_and_grad", "shards by keyword", TypeError("positional argument: 'shards'"),
+     lambda s: fs.value_and_grad(s.loss)(shards=s.shards, x=s.x)),
+    ("value_and_grad", "the loss as a Python number", TypeError("must return a floating-point scalar"),
+     lambda s: fs.value_and_grad(lambda shards, x: s.loss(shards, x).item())(s.shards, s.x)),
+    ("value_and_grad", "a loss of each sample", TypeError("must return a floating-point scalar"),
+     lambda s: fs.value_and_grad(lambda shards, x: squares(s, shards, x))(s.shards, DATA)),
+    ("value_and_grad", "an aux that was not announced", TypeError("for (loss, aux) pass has_aux=True"),
+     lambda s: fs.value_and_grad(lambda shards, x: (s.loss(shards, x), x))(s.shards, s.x)),
+    ("value_and_grad", "the aux before the loss", TypeError("must return a floating-point scalar"),
+     lambda s: fs.value_and_grad(lambda shards, x: ("aux", s.loss(shards, x)), has_aux=True)(s.shards, s.x)),
+    ("value_and_grad", "a weight that is missing", TypeError("must return a pair (loss, weight)"),
+     lambda s: fs.value_and_grad(s.loss, weighted=True)(s.shards, s.x)),
+    ("value_and_grad", "a weight as a tensor of an integer", right(whole_grads),
+     lambda s: grads_of(s, lambda shards, x: (s.loss(shards, x), torch.tensor(len(x))), weighted=True)),
+    ("value_and_grad", "weights that sum to one already", right(whole_grads),
+     lambda s: grads_of(s, lambda shards, x: (s.loss(shards, x), len(x) / len(DATA)), weighted=True)),
+]  # fmt: skip
+
+
+def penalty_on_a_model_axis(mesh: fs.Mesh, **options: object) -> list[float]:
+    """Return the gradient of a squared norm, on a mesh with a model axis."""
+    grid = mesh.reshaped({"shard": mesh.world_size // 2, "tensor": 2})
+    params = {"w": torch.arange(4.0)}
+    plan = fs.make_plan(params, grid)
+    loss_fn = lambda shards: fs.psum(shards[""]["float32"].square().sum(), grid, **options)  # type: ignore[arg-type]  # noqa: E731
+    _, grads = fs.value_and_grad(loss_fn, mesh=grid)(fs.shard(params, plan, grid))
+    return fs.gather(grads, plan, grid)["w"].tolist()
+
+
+CASES += [
+    ("psum", "a penalty on shards, summed along the data axes alone",
+     untold(MISTAKES, "Without `axis`, `psum` runs along the data axes.", [0.0, 2.0, 4.0, 6.0]), penalty_on_a_model_axis),
+    ("psum", "a penalty on shards, summed along all axes", right([0.0, 2.0, 4.0, 6.0]),
+     lambda mesh: penalty_on_a_model_axis(mesh, axis=("replicate", "shard", "tensor"))),
+    ("value_and_grad", "a weighted loss that is a sum", untold(MISTAKES, SUM, whole_grads),
+     lambda s: grads_of(s, lambda shards, x: (squares(s, shards, x).sum(), len(x)), weighted=True)),
+    ("value_and_grad", "a loss that is a sum", untold(MISTAKES, SUM, whole_grads),
+     lambda s: grads_of(s, lambda shards, x: squares(s, shards, x).sum())),
+    ("value_and_grad", "weights on one rank only", DESYNC,
+     lambda s: (fs.value_and_grad((lambda shards, x: (s.loss(shards, x), 1.0)) if s.mesh.rank else s.loss,
+        weighted=s.mesh.rank > 0)(s.shards, s.x) and s.whole(s.shards))),
+    ("value_and_grad", "the whole batch on every rank", right(whole_grads), lambda s: grads_of(s, s.loss, DATA)),
+    ("value_and_grad", "the first rows on every rank", untold(MISTAKES, PARTS, whole_grads),
+     lambda s: grads_of(s, s.loss, DATA.chunk(s.mesh.world_size)[0])),
+    ("value_and_grad Mesh", "rows of the batch by the rank along one axis", untold(MISTAKES, PARTS, whole_grads),
+     lambda s: grads_of(s, s.loss, DATA.chunk(s.mesh.world_size)[s.mesh.shard.rank]), (GRID,)),
+    ("value_and_grad", "parts of unequal size without weights", untold(MISTAKES, PARTS, whole_grads),
+     lambda s: grads_of(s, s.loss, [DATA[:5], *DATA[5:].tensor_split(s.mesh.world_size - 1)][s.mesh.rank])),
+    ("value_and_grad", "parts of unequal size with weights", right(whole_grads),
+     lambda s: grads_of(s, lambda shards, x: (s.loss(shards, x), len(x)), weighted=True,
+        x=[DATA[:5], *DATA[5:].tensor_split(s.mesh.world_size - 1)][s.mesh.rank])),
+    ("value_and_grad", "one unit captured from outside",
+     untold(MISTAKES, "A shard that the loss captures or detaches is a constant", whole_grads),
+     lambda s: grads_of(s, lambda shards, x: s.loss({**shards, "0": s.shards["0"]}, x))),
+    ("value_and_grad", "all shards captured from outside", ValueError("or pass allow_constant=True for zeros"),
+     lambda s: grads_of(s, lambda shards, x: s.loss(s.shards, x))),
+    ("value_and_grad", "shards detached", ValueError("or pass allow_constant=True for zeros"),
+     lambda s: grads_of(s, lambda shards, x: s.loss(detached(shards), x))),
+    ("value_and_grad", "a gradient inside a loss", ValueError("or pass allow_constant=True for zeros"),
+     lambda s: grads_of(s, lambda shards, x: fs.value_and_grad(s.loss)(shards, x)[0])),
+    ("value_and_grad", "inside a transform", RuntimeError("use torch.func.grad there"),
+     lambda s: torch.func.grad(lambda x: fs.value_and_grad(s.loss)(s.shards, x)[0])(s.x)),
+    ("value_and_grad", "the gradient divided by the ranks", untold(MISTAKES, AGAIN, whole_grads),
+     lambda s: s.whole(optree.tree_map(lambda grad: grad / s.mesh.world_size, s.grads()))),
+    ("value_and_grad", "one rank sums before its loss", DESYNC,
+     lambda s: ((s.mesh.rank == 0 and fs.psum(s.x, s.mesh)) and None) or s.grads()),
+    ("value_and_grad", "on_grads renames a leaf", ValueError("on_grads must return None, or a dictionary"),
+     lambda s: grads_of(s, s.loss, on_grads=lambda unit, grads: {f"{path}.grad": grad for path, grad in grads.items()})),
+    ("value_and_grad", "on_grads returns a gradient of another shape", ValueError("of their leaves' shapes"),
+     lambda s: grads_of(s, s.loss, on_grads=lambda unit, grads: {path: grad[:1] for path, grad in grads.items()})),
+    ("value_and_grad", "on_grads communicates on one rank", DESYNC,
+     lambda s: grads_of(s, s.loss, on_grads=lambda unit, grads:
+        {} if s.mesh.rank else dict.fromkeys((), fs.psum(DATA, s.mesh)))),
+]  # fmt: skip
+
+
+@CASES("value_and_grad", "under no_grad", right(whole_grads))
+@torch.no_grad()
+def _(mesh):
+    s = set_up(mesh)
+    return s.whole(s.grads())
+
+
+@CASES("value_and_grad", "under inference mode", ValueError("or pass allow_constant=True for zeros"))
+def _(mesh):
+    s = set_up(mesh)
+    with torch.inference_mode():
+        return s.whole(s.grads())
+
+
+@CASES("value_and_grad shard", "shards cut in inference mode", RuntimeError("inference tensor"))
+def _(mesh):
+    with torch.inference_mode():
+        s = set_up(mesh)
+    return s.whole(s.grads())
+
+
+@CASES(
+    "value_and_grad unshard",
+    "backward on shards that require gradients",
+    untold("docs/gradients.md", "which is the exact adjoint, so the library cannot warn of this.", whole_grads),
+)
+def _(mesh):
+    s = set_up(mesh)
+    shards = optree.tree_map(lambda shard: shard.clone().requires_grad_(), s.shards)
+    s.loss(shards, s.x).backward()
+    return s.whole(optree.tree_map(lambda shard: shard.grad, shards))
+
+
+@CASES("value_and_grad", "in a thread", right(whole_grads))
+def _(mesh):
+    s, found = set_up(mesh), []
+    thread = threading.Thread(target=lambda: found.append(s.whole(s.grads())))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+# --- accumulate -----------------------------------------------------------------------------------
+
+
+def accumulated(s, loss_fn, *args, micro_batches=2, **options):
+    return s.whole(fs.accumulate(loss_fn, micro_batches, **options)(s.shards, *args)[1])
+
+
+CASES += [
+    ("accumulate", "the batch by keyword", TypeError("the batch as its last positional argument"),
+     lambda s: fs.accumulate(s.loss, 2)(s.shards, x=s.x)),
+    ("accumulate", "a batch with a number in it", ValueError("pass what is not to be split before the batch"),
+     lambda s: accumulated(s, s.loss, {"x": s.x, "scale": 1.0})),
+    ("accumulate", "a batch that does not divide", ValueError("must be a multiple of the 3 micro-batches"),
+     lambda s: accumulated(s, s.loss, s.x, micro_batches=3)),
+    ("accumulate", "shards computed in the loss, reduced once", ValueError("compute it before, or leave this out"),
+     lambda s: accumulated(s, lambda shards, x: s.loss(optree.tree_map(lambda each: each * 1, shards), x), s.x,
+        reduce="once")),
+    ("accumulate", "a loss that is a sum", untold(MISTAKES, SUM, whole_grads),
+     lambda s: accumulated(s, lambda shards, x: squares(s, shards, x).sum() / len(s.x), s.x)),
+    ("accumulate", "micro-batches differ between ranks", DESYNC,
+     lambda s: accumulated(s, s.loss, s.x, micro_batches=1 + s.mesh.rank % 2)),
+    ("accumulate", "dim 0 is not the batch", RuntimeError("shapes cannot be multiplied"),
+     lambda s: accumulated(s, lambda shards, x: s.loss(shards, x.T), s.x.T.contiguous())),
+]  # fmt: skip
+
+# --- per_sample_grad ------------------------------------------------------------------------------
+
+
+def of_sample(s, shards, x):
+    return s.sharded(shards, BUFFERS, x).square().sum()
+
+
+def per_sample(s, loss_fn=of_sample, x=None, mesh=None, **options):
+    evaluate = fs.per_sample_grad(lambda shards, x: loss_fn(s, shards, x), s.plan, mesh or s.mesh, **options)
+    return s.whole(evaluate(s.shards, s.x if x is None else x)[1])
+
+
+CASES += [
+    ("per_sample_grad", "a loss of the whole batch", right(whole_grads),
+     lambda s: per_sample(s, lambda s, shards, x: s.loss(shards, x))),
+    ("per_sample_grad", "plan and mesh swapped", TypeError("in this order; found Mesh and Plan"),
+     lambda s: fs.per_sample_grad(s.loss, s.mesh, s.plan)),
+    ("per_sample_grad", "noise without a generator", ValueError("noise needs a generator"),
+     lambda s: per_sample(s, max_norm=1.0, noise_multiplier=1.0)),
+    ("per_sample_grad", "a generator of each rank's own", ValueError("the state of per_sample_grad's generator"),
+     lambda s: per_sample(s, max_norm=1.0, noise_multiplier=1.0, generator=torch.Generator().manual_seed(s.mesh.rank)),
+     EVERYWHERE),
+    ("per_sample_grad", "a penalty on the shards", ValueError("add a penalty's gradient to the result"),
+     lambda s: per_sample(s, lambda s, shards, x: of_sample(s, shards, x) + shards["0"]["float32"].sum())),
+    ("per_sample_grad", "a batch with a number in it", ValueError("pass what all samples share before the batch"),
+     lambda s: per_sample(s, x={"x": s.x, "scale": 1.0})),
+    ("per_sample_grad", "the batch size of one rank",
+     untold(MISTAKES, "`per_sample_grad(batch_size=)` is the expected size of the world's batch", whole_grads),
+     lambda s: per_sample(s, batch_size=len(s.x))),
+    ("per_sample_grad", "parts of unequal size", right(whole_grads),
+     lambda s: per_sample(s, x=[DATA[:5], *DATA[5:].tensor_split(s.mesh.world_size - 1)][s.mesh.rank])),
+]  # fmt: skip
+
+# --- norms and clipping ---------------------------------------------------------------------------
+
+
+def whole_norm():
+    return torch.nn.utils.get_total_norm(whole_grads().values())
+
+
+CASES += [
+    ("global_norm", "gathered gradients", ValueError("shards must hold the units of the plan"),
+     lambda s: fs.global_norm(s.whole(s.grads()), s.plan, s.mesh)),
+    ("global_norm", "full buffers in the places of shards", ValueError("or not at all"),
+     lambda s: fs.global_norm({name: {"float32": torch.ones(20)} for name in s.shards}, s.plan, s.mesh)),
+    ("global_norm", "a unit without its buffers", ValueError("must hold the buffers ['float32']; found []"),
+     lambda s: fs.global_norm({name: {} for name in s.shards}, s.plan, s.mesh)),
+    ("global_norm", "the plan of another strategy", ValueError("it was cut by another plan"),
+     lambda s: fs.global_norm(s.grads(), set_up(s.mesh, "no_shard").plan, s.mesh)),
+    ("global_norm Mesh", "a mesh of one rank", ValueError("found {'replicate': 1, 'shard': 1}"),
+     lambda s: fs.global_norm(s.grads(), s.plan, fs.Mesh())),
+    ("global_norm", "on one rank only", DESYNC,
+     lambda s: (grads := s.grads()) and s.mesh.rank == 0 and fs.global_norm(grads, s.plan, s.mesh)),
+    ("global_norm", "torch's norm of this rank's gradients",
+     untold(MISTAKES, "The norms of torch see the shards of this rank alone, so they are norms of parts.", whole_norm),
+     lambda s: torch.nn.utils.get_total_norm(optree.tree_leaves(s.grads()))),
+    ("clip_by_global_norm", "full gradients", ValueError("shards must hold the units of the plan"),
+     lambda s: fs.clip_by_global_norm(whole_grads(), s.plan, s.mesh, 0.1)),
+    ("clip_by_global_norm", "a mesh of another shape", ValueError("the plan was made for a mesh of"),
+     lambda s: fs.clip_by_global_norm(s.grads(), s.plan,
+        s.mesh.reshaped({"shard": 4} if s.mesh.replicate.size > 1 else GRID), 0.1), (4, GRID)),
+    ("clip_by_global_norm", "plan and mesh swapped", TypeError("in this order; found Mesh and Plan"),
+     lambda s: fs.clip_by_global_norm(s.grads(), s.mesh, s.plan, 0.1)),
+    ("clip_by_global_norm", "the result is not used",
+     untold(MISTAKES, "`clip_by_global_norm` returns new gradients, and cannot know that the old ones are used.",
+        torch.tensor(0.1)),
+     lambda s: ([grads := s.grads(), fs.clip_by_global_norm(grads, s.plan, s.mesh, 0.1)] and
+        fs.global_norm(grads, s.plan, s.mesh))),
+    ("clip_by_global_norm", "twice", right(lambda: torch.tensor(0.1)),
+     lambda s: fs.global_norm(fs.clip_by_global_norm(fs.clip_by_global_norm(s.grads(), s.plan, s.mesh, 0.1)[0], s.plan,
+        s.mesh, 0.1)[0], s.plan, s.mesh).round(decimals=5)),
+]  # fmt: skip
+
+
+# --- broadcast_to_shards --------------------------------------------------------------------------
+
+CASES += [
+    ("broadcast_to_shards", "a number instead of a tensor", TypeError("tensor"),
+     lambda s: fs.broadcast_to_shards(0.1, s.plan, s.mesh)),
+    ("broadcast_to_shards", "a tree of other leaves", ValueError("unexpected: ['other']"),
+     lambda s: fs.broadcast_to_shards({"other": torch.tensor(0.1)}, s.plan, s.mesh)),
+    ("broadcast_to_shards", "the plan of another mesh", ValueError("mesh"),
+     lambda s: fs.broadcast_to_shards(torch.tensor(0.1), fs.make_plan(PARAMS, 8), s.mesh)),
+]  # fmt: skip

@@ -1,0 +1,69 @@
+"""Mistakes with passes of traced steps."""
+
+import functools
+
+import torch
+
+import funcshard as fs
+from tests.misuse import APPLY, BUFFERS, DATA, PARAMS, Table, right
+
+CASES = Table(worlds=(1,))  # a pass does not communicate, so one world is enough
+
+
+def set_up(mesh, **options):
+    plan = fs.make_plan(PARAMS, mesh, units=["0", "2"])
+    sharded = fs.fully_shard(APPLY, plan, mesh)
+    optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1)
+    step = fs.make_train_step(lambda s, b, x: sharded(s, b, x).square().mean(), optimizer, plan, mesh, **options)
+    return step, step.init(fs.shard(PARAMS, plan, mesh), BUFFERS)
+
+
+@functools.cache
+def traced():
+    return fs.trace(*set_up(fs.Mesh()), DATA)
+
+
+OPTIONS = {
+    "keep_gathered": {"budget": "1GiB"}, "gather_again": {}, "gather_earlier": {}, "wait_later": {},
+    "bucket": {"bucket_bytes": "1MiB"}, "update_early": {}, "drop_unused": {},
+}  # fmt: skip
+for name, options in OPTIONS.items():
+    CASES += [
+        (f"passes.{name}", "the step itself",
+         TypeError(f"{name} takes the traced step that fs.trace returned; found TrainStep"),
+         lambda mesh, name=name, options=options: getattr(fs.passes, name)(set_up(mesh)[0], **options)),
+    ]  # fmt: skip
+
+
+CASES += [
+    ("passes.keep_gathered", "no budget", TypeError("'budget'"), lambda mesh: fs.passes.keep_gathered(traced())),
+    ("passes.keep_gathered", "a budget without a unit",
+     ValueError("budget must be a number of bytes, or text such as '500MB' or '1GiB'; found '5'"),
+     lambda mesh: fs.passes.keep_gathered(traced(), budget="5")),
+    ("passes.gather_again", "a name instead of a list", TypeError("units must be a list of names of units; found '0'"),
+     lambda mesh: fs.passes.gather_again(traced(), units="0")),
+    ("passes.gather_again", "the name of a leaf",
+     ValueError("gather_again takes names of units that the step gathers; found '0.weight': it gathers '', '0', '2'"),
+     lambda mesh: fs.passes.gather_again(fs.trace(*set_up(mesh), DATA), units=["0.weight"]), (2,)),
+    ("passes.gather_earlier", "by no units", ValueError("by must be a whole number of units"),
+     lambda mesh: fs.passes.gather_earlier(traced(), by=0)),
+    ("passes.gather_earlier", "a budget that is a part of the memory", ValueError("budget must be a whole number of bytes"),
+     lambda mesh: fs.passes.gather_earlier(traced(), budget=0.5)),
+    ("passes.wait_later", "the budget by position", TypeError("positional"),
+     lambda mesh: fs.passes.wait_later(traced(), "1GiB")),
+    ("passes.wait_later", "a budget below the arguments", right(lambda: str(traced())),
+     lambda mesh: str(fs.passes.wait_later(traced(), budget=1))),
+    ("passes.bucket", "a number of units", ValueError("bucket_bytes must be a whole number of bytes"),
+     lambda mesh: fs.passes.bucket(traced(), bucket_bytes=0)),
+    ("passes.bucket", "no size", TypeError("'bucket_bytes'"), lambda mesh: fs.passes.bucket(traced())),
+]  # fmt: skip
+for what, options in {"a clipped step": {"max_norm": 1.0}, "a step with a scaler": {"scaler": fs.GradScaler()}}.items():
+    CASES += [
+        ("passes.update_early", what,
+         ValueError("update_early moves updates that depend on the gradients of their own unit alone"),
+         lambda mesh, options=options: fs.passes.update_early(fs.trace(*set_up(mesh, **options), DATA)), (2,)),
+    ]  # fmt: skip
+CASES += [
+    ("passes.drop_unused", "the text", TypeError("found str"), lambda mesh: fs.passes.drop_unused(str(traced()))),
+    ("passes.drop_unused", "its graph", TypeError("found StepGraph"), lambda mesh: fs.passes.drop_unused(traced().graph)),
+]  # fmt: skip

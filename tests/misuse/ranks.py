@@ -1,0 +1,308 @@
+"""Mistakes with ranks and meshes, and with sums over ranks."""
+
+import threading
+
+import torch
+
+import funcshard as fs
+from funcshard.testing import delayed
+from tests.misuse import BUFFERS, DESYNC, EVERYWHERE, GRID, Table, error, right, set_up, untold, whole_grads, whole_loss
+
+CASES = Table()
+MISTAKES = "docs/mistakes.md"
+ONE = torch.tensor(1.0)
+
+# --- simulate -------------------------------------------------------------------------------------
+
+CASES += [
+    ("simulate", "world size before the function", TypeError("fn(mesh), before world_size"),
+     lambda mesh: fs.simulate(2, lambda mesh: mesh.rank), EVERYWHERE),
+    ("simulate", "axes by number", ValueError('{"replicate": R, "shard": S}'),
+     lambda mesh: fs.simulate(lambda mesh: mesh.rank, {0: 2, 1: 2}), EVERYWHERE),
+    ("simulate", "inside a transform", RuntimeError("call the transform inside the function"),
+     lambda mesh: torch.func.grad(lambda x: fs.simulate(lambda mesh: x, 2)[0])(ONE)),
+    ("simulate", "the mesh outlives its simulation", RuntimeError("the simulation of rank 0 has ended"),
+     lambda mesh: fs.psum(ONE, fs.simulate(lambda inner: inner, 2)[0])),
+    ("simulate Mesh", "the mesh of the simulation outside", RuntimeError("it is used in another simulation"),
+     lambda mesh: fs.simulate(lambda inner: fs.psum(ONE, mesh), 2)),
+]  # fmt: skip
+
+
+# --- with_collectives -----------------------------------------------------------------------------
+
+
+def gather_plainly(shard, collectives):
+    return collectives.all_gather(shard).wait
+
+
+def grads_with(mesh, axis="shard", **functions):
+    s = set_up(fs.with_collectives(mesh, axis, **functions))
+    return s.whole(s.grads())
+
+
+CASES += [
+    ("with_collectives", "an unknown axis", ValueError("must be an axis of the mesh"),
+     lambda mesh: grads_with(mesh, "rows", all_gather=gather_plainly)),
+    ("with_collectives", "the tensor in place of a function that waits", TypeError("must return a function that waits"),
+     lambda mesh: grads_with(mesh, all_gather=lambda shard, collectives: collectives.all_gather(shard).wait())),
+    ("with_collectives", "the shard itself as the gathered buffer", ValueError("must give a tensor of shape"),
+     lambda mesh: grads_with(mesh, all_gather=lambda shard, collectives: lambda: shard)),
+    ("with_collectives", "a reduce-scatter of torch.distributed", TypeError("must be a function start(tensor, collectives)"),
+     lambda mesh: grads_with(mesh, reduce_scatter="quantised")),
+    ("with_collectives", "an all-gather for the replicate axis", ValueError("pass all_reduce for this axis"),
+     lambda mesh: grads_with(mesh, "replicate", all_gather=gather_plainly)),
+    ("with_collectives", "other functions on one rank", DESYNC,
+     lambda mesh: grads_with(mesh, all_gather=gather_plainly if mesh.rank else lambda shard, c:
+        c.all_gather(shard.double()).wait)),
+    ("with_collectives", "a mean in place of the sum",
+     untold("docs/precision.md",
+        "Backward takes your `reduce_scatter` for the adjoint of your `all_gather`, and differentiates neither.",
+        whole_grads), lambda mesh: grads_with(mesh, reduce_scatter=lambda full, c: c.reduce_scatter(full / c.size).wait),
+     (2, 4)),
+]  # fmt: skip
+
+
+@CASES("simulate Mesh", "one rank's mesh used by all", RuntimeError("the mesh of rank 0, and it is used by rank 1"))
+def _(mesh):
+    kept = []
+
+    def main(inner):
+        kept.append(inner)
+        fs.psum(ONE, inner)
+        return fs.psum(ONE, kept[0])
+
+    return fs.simulate(main, 2)
+
+
+@CASES("simulate", "a thread of the rank communicates", right(whole_grads))
+def _(mesh):
+    s, found = set_up(mesh), []
+    thread = threading.Thread(target=lambda: found.append(s.grads()))
+    thread.start()
+    thread.join()
+    return s.whole(found[0])
+
+
+@CASES(
+    "simulate",
+    "ranks write to one tensor that they share",
+    untold(
+        MISTAKES,
+        "Simulated ranks share one process, so a tensor of an enclosing scope is one tensor for all.",
+        torch.ones(2),
+    ),
+)
+def _(mesh):
+    shared = torch.zeros(2)
+    fs.simulate(lambda inner: shared.add_(1), 2)
+    return shared
+
+
+# --- Mesh, init_mesh, delayed ---------------------------------------------------------------------
+
+CASES += [
+    ("Mesh", "a number of ranks", TypeError("simulate passes one to each rank"), lambda mesh: fs.Mesh(4)),
+    ("Mesh", "the device by name", right("cpu"), lambda mesh: fs.Mesh(device="cpu").device.type),
+    ("Mesh", "reshaped to other ranks", ValueError("as many ranks as the world: 4"),
+     lambda mesh: mesh.reshaped({"shard": 3}), (4, GRID)),
+    ("Mesh", "reshaped to a number", TypeError('{"replicate": R, "shard": S}'), lambda mesh: mesh.reshaped(4)),
+    ("Mesh", "reshaped on one rank only", DESYNC, lambda mesh: mesh.reshaped(GRID).shape if mesh.rank == 0 else None, (4,)),
+    ("Mesh", "a world of one rank for the plan of several", ValueError("found {'replicate': 1, 'shard': 1}"),
+     lambda mesh: fs.gather((s := set_up(mesh)).shards, s.plan, fs.Mesh())),
+]  # fmt: skip
+for words, value in {"no time at all": 0.0, "less than no time": -1.0, "a text": "2 min", "never": None}.items():
+    CASES += [
+        ("init_mesh", f"to give up a rank after {words}", error((ValueError, TypeError), "give_up"),
+         lambda mesh, value=value: fs.init_mesh(give_up=value)),
+    ]  # fmt: skip
+CASES += [
+    ("init_mesh", "a shape as a tuple", TypeError("found (2, 2)"), lambda mesh: fs.init_mesh((2, 2))),
+    ("init_mesh", "more ranks than there are", ValueError("as many ranks as the world"),
+     lambda mesh: fs.init_mesh({"shard": 8})),
+    ("init_mesh", "an axis whose name is no word", ValueError("found {'data parallel'"),
+     lambda mesh: fs.init_mesh({"data parallel": mesh.world_size})),
+    ("make_plan simulate init_mesh", "a typo in the name of the shard axis",
+     untold(MISTAKES, "makes a model axis, and nothing is sharded", True),
+     lambda mesh: fs.make_plan({"w": torch.ones(12)}, {"shards": mesh.world_size}).unit_list[0].buffers[0].shards > 1),
+    ("ppermute", "pairs for this rank alone, as in a program that sends by rank", RuntimeError("ppermute by [("),
+     lambda mesh: fs.ppermute(ONE, mesh, [(mesh.rank, (mesh.rank + 1) % mesh.world_size)], axis=tuple(mesh.shape)),
+     EVERYWHERE),
+    ("pmax", "complex numbers", TypeError("complex numbers have no order"),
+     lambda mesh: fs.pmax(torch.ones(2, dtype=torch.complex64), mesh)),
+    ("testing.delayed", "an unknown kind", ValueError("kind must be one of all_gather"),
+     lambda mesh: delayed(mesh, "gather", 0.1)),
+    ("testing.delayed", "kind and seconds swapped", ValueError("kind must be one of all_gather"),
+     lambda mesh: delayed(mesh, 0.1, "all_gather")),
+    ("testing.delayed", "on one rank only", right(whole_grads),
+     lambda mesh: (s := set_up(delayed(mesh, "all_gather", 0.001) if mesh.rank == 0 else mesh)).whole(s.grads())),
+]  # fmt: skip
+
+
+@CASES("Mesh", "a reshaped mesh with the plan of the old shape", ValueError("make the plan with make_plan"), (4, GRID))
+def _(mesh):
+    s = set_up(mesh)
+    other = mesh.reshaped({"shard": 4} if mesh.replicate.size > 1 else GRID)
+    return fs.gather(s.shards, s.plan, other)
+
+
+@CASES("Mesh shard", "shards of one shape of the mesh under another", ValueError("for another number of ranks"), (4, GRID))
+def _(mesh):
+    other = mesh.reshaped({"shard": 4} if mesh.replicate.size > 1 else GRID)
+    return set_up(other).loss(set_up(mesh).shards, torch.ones(2, 4))
+
+
+# --- psum, pmean ----------------------------------------------------------------------------------
+
+CASES += [
+    ("psum", "a Python number", TypeError("make it one with torch.tensor"), lambda mesh: fs.psum(1.0, mesh)),
+]  # fmt: skip
+for name in ("all_gather", "psum_scatter", "all_to_all", "pmax", "psum", "pmean"):
+    CASES += [
+        (name, "an axis that the mesh has not", ValueError("the mesh has 'replicate', 'shard'"),
+         lambda mesh, name=name: getattr(fs, name)(torch.ones(mesh.world_size), mesh, axis="tensor")),
+        (name, "the name of the axis in place of the mesh", TypeError("name the axis by keyword"),
+         lambda mesh, name=name: getattr(fs, name)(ONE, "shard")),
+        (name, "a number", TypeError("a tensor, or a tree of tensors; found float"),
+         lambda mesh, name=name: getattr(fs, name)(1.0, mesh)),
+    ]  # fmt: skip
+CASES += [
+    ("axis_index", "an unknown axis", ValueError("found 'tensor'"), lambda mesh: fs.axis_index(mesh, axis="tensor")),
+    ("axis_index", "no axis at all", ValueError("found ()"), lambda mesh: fs.axis_index(mesh, axis=())),
+    ("axis_index", "one axis twice", ValueError("several different ones"),
+     lambda mesh: fs.axis_index(mesh, axis=("shard",) * 2)),
+]  # fmt: skip
+for mistake, perm in {
+    "a permutation as a list of targets": [1, 0],
+    "two ranks that send to one": [(0, 0), (1, 0)],
+    "a rank that there is not": [(0, 9)],
+}.items():
+    CASES += [
+        ("ppermute", mistake, ValueError("perm must be pairs (source, target)"),
+         lambda mesh, perm=perm: fs.ppermute(ONE, mesh, perm)),
+    ]  # fmt: skip
+CASES += [
+    ("psum_scatter all_to_all", "a size that is no multiple of the ranks", ValueError("one slice for each rank"),
+     lambda mesh: fs.psum_scatter(torch.ones(5), mesh, tiled=True)),
+    ("psum pmean", "the mesh first", TypeError("found Mesh"), lambda mesh: fs.pmean(mesh, ONE)),
+    ("psum", "a truth value", TypeError("count with psum(x.int(), mesh)"),
+     lambda mesh: fs.psum(torch.tensor(mesh.rank == 0), mesh), EVERYWHERE),
+    ("psum", "on one rank only", DESYNC, lambda mesh: fs.psum(ONE, mesh) if mesh.rank == 0 else None),
+    ("psum", "shapes differ between ranks", DESYNC, lambda mesh: fs.psum(torch.ones(1 + mesh.rank), mesh)),
+    ("psum", "dtypes differ between ranks", DESYNC, lambda mesh: fs.psum(ONE.double() if mesh.rank else ONE, mesh)),
+    ("psum", "a tree with other keys on a rank", error(RuntimeError, "of loss", ranks=[1]),
+     lambda mesh: fs.psum({"loss" if mesh.rank == 0 else "norm": ONE}, mesh), (2,)),
+    ("psum", "keys in another order on a rank", right(lambda: {"a": torch.tensor(0.0), "b": torch.tensor(2.0)}),
+     lambda mesh: fs.psum(dict(sorted({"a": ONE * 0, "b": ONE}.items(), reverse=mesh.rank > 0)), mesh),
+     (2, {"replicate": 2, "shard": 1})),
+    ("psum", "a list in another order on a rank",
+     untold(MISTAKES, "`psum` adds the tensors of a list by position, because they have no names.", lambda:
+        [torch.tensor(0.0), torch.tensor(2.0)]), lambda mesh: fs.psum([ONE, ONE * 0] if mesh.rank else [ONE * 0, ONE], mesh),
+     (2,)),
+    ("psum", "a small integer dtype",
+     untold(MISTAKES, "A sum has the dtype of its terms, as in torch, so small integers wrap around.", 400),
+     lambda mesh: fs.psum(torch.tensor(200, dtype=torch.uint8), mesh).item(), (2,)),
+    ("psum", "twice",
+     untold("docs/gradients.md", "A replicated value that goes through `psum` again becomes W times too large.",
+        torch.tensor(2.0)), lambda mesh: fs.psum(fs.psum(ONE, mesh), mesh), (2,)),
+    ("pmean", "an integer", right(torch.tensor(3.0)), lambda mesh: fs.pmean(torch.tensor(3), mesh)),
+    ("pmean psum", "over a world of one rank by mistake",
+     untold(MISTAKES, "`fs.Mesh()` is a world of one rank, and a valid mesh for numbers of this rank alone.", whole_loss),
+     lambda mesh: fs.pmean((s := set_up(mesh)).loss(s.shards, s.x), fs.Mesh()).detach()),
+]  # fmt: skip
+
+
+@CASES("pmean", "the loss is a mean over the world already", right(whole_grads))
+def _(mesh):
+    s = set_up(mesh)
+    return s.whole(fs.value_and_grad(lambda shards, x: fs.pmean(s.loss(shards, x), mesh))(s.shards, s.x)[1])
+
+
+@CASES(
+    "psum",
+    "the loss is summed over the world",
+    untold(
+        "docs/gradients.md",
+        "A loss function that returns `psum(loss)` makes the loss and its gradient W times larger.",
+        whole_grads,
+    ),
+)
+def _(mesh):
+    s = set_up(mesh)
+    return s.whole(fs.value_and_grad(lambda shards, x: fs.psum(s.loss(shards, x), mesh))(s.shards, s.x)[1])
+
+
+@CASES(
+    "pmean",
+    "gradients that are averaged already",
+    untold("docs/gradients.md", "A scalar on W ranks can mean two things, and nothing in its type says which:", whole_grads),
+)
+def _(mesh):
+    s = set_up(mesh)
+    return s.whole(fs.pmean(s.grads(), mesh))
+
+
+# --- the log of collectives -----------------------------------------------------------------------
+
+
+@CASES("record_events Event", "one block inside another", right((2, 1)))
+def _(mesh):
+    with fs.record_events() as outer:
+        fs.psum(ONE, mesh.reshaped({"shard": mesh.world_size}))
+        with fs.record_events() as inner:
+            fs.psum(ONE, mesh.reshaped({"shard": mesh.world_size}))
+    return len(outer), len(inner)
+
+
+@CASES("record_events", "without a with block", TypeError("not iterable"))
+def _(mesh):
+    events = fs.record_events()
+    fs.psum(ONE, mesh)
+    return list(events)
+
+
+@CASES(
+    "record_events",
+    "a thread of the block communicates",
+    untold(MISTAKES, "`record_events` records its own context, and a thread that the block starts has another one.", 1),
+    worlds=(2, 4),
+)
+def _(mesh):
+    with fs.record_events() as events:
+        thread = threading.Thread(target=lambda: fs.psum(ONE, mesh))
+        thread.start()
+        thread.join()
+    return len(events)
+
+
+@CASES("record_events predict_events", "order of the units is not the real one", right((False, True)))
+def _(mesh):
+    s = set_up(mesh)
+    with fs.record_events() as events:
+        s.grads()
+    wrong, real = fs.predict_events(s.plan, ["2", "0"]), fs.predict_events(s.plan, not_saved=["0"])
+    return tuple(events) == wrong, tuple(events) == real
+
+
+@CASES("simulate fully_shard", "one rank's sharded function used by all", RuntimeError("it is used by rank 1"), EVERYWHERE)
+def _(mesh):
+    kept = []
+
+    def main(inner):
+        s = set_up(inner)
+        if inner.rank == 0:
+            kept.append(s.sharded)
+        fs.psum(ONE, inner)
+        return kept[0](s.shards, BUFFERS, s.x)
+
+    return fs.simulate(main, 2)
+
+
+# --- broadcast_object -----------------------------------------------------------------------------
+
+CASES += [
+    ("broadcast_object", "a tuple", TypeError("pass a list"), lambda mesh: fs.broadcast_object((1, 2), mesh)),
+    ("broadcast_object", "a dictionary by number", TypeError("the keys of value must be strings"),
+     lambda mesh: fs.broadcast_object({1: "a"}, mesh)),
+    ("broadcast_object", "no mesh", TypeError("mesh must be a Mesh"), lambda mesh: fs.broadcast_object("a", mesh.rank),
+     EVERYWHERE),
+]  # fmt: skip

@@ -1,0 +1,286 @@
+"""Mistakes with shards, full parameters and state dicts."""
+
+import optree
+import torch
+from torch import nn
+
+import funcshard as fs
+from tests.misuse import (
+    BUFFERS,
+    DATA,
+    DESYNC,
+    EVERYWHERE,
+    GRID,
+    NET,
+    PARAMS,
+    Table,
+    clone,
+    error,
+    right,
+    set_up,
+    untold,
+    values,
+    whole_loss,
+)
+
+CASES = Table()
+MISTAKES = "docs/mistakes.md"
+PLAIN = "A shard is a plain 1-D tensor. It does not know its unit, its rank or its plan"
+
+
+def meta(net=NET):
+    with torch.device("meta"):
+        return nn.Sequential(
+            *[type(m)(m.in_features, m.out_features) if isinstance(m, nn.Linear) else nn.Tanh() for m in net]
+        )
+
+
+def loaded(mesh, state_dict, **options):
+    s = set_up(mesh)
+    return s.whole(fs.from_state_dict(state_dict, s.plan, mesh, **options))
+
+
+# --- shard ----------------------------------------------------------------------------------------
+
+CASES += [
+    ("shard", "plan and mesh swapped", TypeError("in this order; found Mesh and Plan"),
+     lambda mesh: fs.shard(PARAMS, mesh, fs.make_plan(PARAMS, mesh))),
+    ("shard", "the module instead of its params", ValueError("and pass params instead of the module"),
+     lambda mesh: fs.shard(NET, fs.make_plan(PARAMS, mesh), mesh)),
+    ("shard", "the module's state dict", right(values),
+     lambda mesh: (s := set_up(mesh)).whole(fs.shard(NET.state_dict(), s.plan, mesh))),
+    ("shard", "shards a second time", ValueError("these are shards already"),
+     lambda mesh: fs.shard((s := set_up(mesh)).shards, s.plan, mesh)),
+    ("shard", "params of another dtype", ValueError("dtype float32, as planned"),
+     lambda mesh: fs.shard({name: leaf.half() for name, leaf in values().items()}, set_up(mesh).plan, mesh)),
+    ("shard", "a square matrix transposed", untold(MISTAKES, "a transposed square matrix has the planned shape.", values),
+     lambda mesh: (s := set_up(mesh)).whole(fs.shard({**values(), "0.weight": PARAMS["0.weight"].detach().T}, s.plan,
+        mesh))),
+    ("shard", "a source that is no rank", ValueError("src must be a rank of the world"),
+     lambda mesh: fs.shard(PARAMS, set_up(mesh).plan, mesh, src=9)),
+    ("shard", "every rank names itself as source", ValueError("the options of shard must be the same on every rank"),
+     lambda mesh: fs.shard(PARAMS, set_up(mesh).plan, mesh, src=mesh.rank), EVERYWHERE),
+    ("shard", "on one rank only", DESYNC,
+     lambda mesh: fs.shard(PARAMS, fs.make_plan(PARAMS, mesh), mesh) if mesh.rank == 0 else None),
+    ("shard make_plan", "units differ between ranks", ValueError("the plan must be the same on every rank"),
+     lambda mesh: fs.shard(PARAMS, fs.make_plan(PARAMS, mesh, units=["0"] if mesh.rank else ["2"]), mesh), EVERYWHERE),
+    ("shard", "ranks start apart, and all take one rank's values", right(values),
+     lambda mesh: (s := set_up(mesh)).whole(fs.shard({name: leaf + mesh.rank for name, leaf in values().items()}, s.plan,
+        mesh, src=0))),
+    ("shard", "ranks start apart", ValueError("must have the same values on every rank"),
+     lambda s: fs.shard({name: leaf + s.mesh.rank for name, leaf in values().items()}, s.plan, s.mesh), EVERYWHERE),
+]  # fmt: skip
+
+# --- gather ---------------------------------------------------------------------------------------
+
+CASES += [
+    ("gather", "on one rank only", DESYNC,
+     lambda mesh: (s := set_up(mesh)).whole(s.shards) if mesh.rank == 0 else set_up(mesh) and None),
+    ("gather", "full parameters", ValueError("shards must hold the units of the plan"),
+     lambda mesh: set_up(mesh).whole(PARAMS)),
+    ("gather", "the shard of one unit", ValueError("shards must hold the units of the plan"),
+     lambda mesh: (s := set_up(mesh)).whole(s.shards["0"])),
+    ("gather", "an optimizer's state", ValueError("must be a tensor; found dict"),
+     lambda mesh: (s := set_up(mesh)).whole(s.step().init(s.shards, {}).opt_state["leaves"])),
+    ("gather", "under a plan that swaps two leaves of one size", untold(MISTAKES, PLAIN, values),
+     lambda mesh: fs.gather((s := set_up(mesh)).shards, renamed(s.plan), mesh)),
+]  # fmt: skip
+
+
+def renamed(plan):
+    """Return a plan of the same sizes for a tree with other names."""
+    tree = {**values(), "0.bias": torch.ones(16), "0.weight": torch.ones(4)}
+    return fs.make_plan(tree, dict(zip(("replicate", "shard"), plan.mesh_shape, strict=True)), units=["0", "2"])
+
+
+@CASES("gather value_and_grad", "gradients with None for frozen leaves", right({"w": torch.ones(4), "b": None}))
+def _(mesh):
+    params = {"w": torch.ones(4, requires_grad=True), "b": torch.ones(4)}
+    plan = fs.make_plan(params, mesh)
+    f = fs.unshard(lambda leaves: (leaves["w"] * leaves["b"]).sum(), plan.units[""], mesh)
+    _, grads = fs.value_and_grad(lambda shards: f(shards[""]))(fs.shard(params, plan, mesh))
+    return fs.gather(grads, plan, mesh)
+
+
+@CASES("gather", "the result is written to", right(values))
+def _(mesh):
+    s = set_up(mesh)
+    for leaf in s.whole(s.shards).values():
+        leaf.zero_()
+    return s.whole(s.shards)
+
+
+@CASES("shard gather", "the shards of another rank", untold(MISTAKES, PLAIN, values), (2, 4))
+def _(mesh):
+    s = set_up(mesh)
+
+    def neighbours(shard):
+        rows = torch.zeros(mesh.world_size, shard.numel())
+        rows[mesh.rank] = shard
+        return fs.psum(rows, mesh)[(mesh.rank + 1) % mesh.world_size]
+
+    return s.whole(optree.tree_map(neighbours, s.shards))
+
+
+# --- init_shards, init_module ---------------------------------------------------------------------
+
+
+def ones(unit):
+    return {leaf.path: torch.ones(leaf.shape) for leaf in unit.leaves}
+
+
+CASES += [
+    ("init_shards", "init returns all leaves", ValueError("for the leaves of unit '(root)'"),
+     lambda mesh: fs.init_shards(lambda unit: PARAMS, set_up(mesh).plan, mesh)),
+    ("init_shards", "init leaves out the unit's name in paths", ValueError("found ['bias', 'weight']"),
+     lambda mesh: fs.init_shards(lambda unit: {"weight": torch.ones(4), "bias": torch.ones(1)}, set_up(mesh).plan, mesh)),
+    ("init_shards", "init returns a leaf of another shape", ValueError("leaf '4.weight' of init(unit)"),
+     lambda mesh: fs.init_shards(lambda unit: {path: leaf.reshape(-1) for path, leaf in ones(unit).items()},
+        set_up(mesh).plan, mesh)),
+    ("init_shards", "ranks are seeded apart", ValueError("the state of torch's random number generators"),
+     lambda mesh: (s := set_up(mesh)) and torch.manual_seed(mesh.rank) and fs.init_shards(ones, s.plan, mesh), EVERYWHERE),
+    ("init_module", "ranks are seeded apart", ValueError("the state of torch's random number generators"),
+     lambda mesh: (s := set_up(mesh)) and torch.manual_seed(mesh.rank) and fs.init_module(meta(), s.plan, mesh), EVERYWHERE),
+    ("init_module", "a module that has values", ValueError("use shard(params, plan, mesh)"),
+     lambda mesh: fs.init_module(NET, set_up(mesh).plan, mesh)),
+    ("init_module", "another module", ValueError("the plan was made for another module"),
+     lambda mesh: fs.init_module(meta([NET[0]]), set_up(mesh).plan, mesh)),
+    ("init_module", "a reset that writes nothing", ValueError("no reset wrote"),
+     lambda mesh: fs.init_module(meta(), set_up(mesh).plan, mesh, reset=lambda module: None)),
+    ("init_module", "a reset that writes parameters of other units", ValueError("outside the forward of unit '0'"),
+     lambda mesh: fs.init_module(meta(), set_up(mesh).plan, mesh, reset=lambda module:
+        [nn.init.ones_(p) for p in module.parameters()])),
+]  # fmt: skip
+
+
+@CASES("init_module", "parameters are no longer tied", ValueError("the plan ties parameter '0.weight' to '1.weight'"))
+def _(mesh):
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    net[1].weight = net[0].weight
+    plan = fs.make_plan(fs.make_functional(net)[1], mesh)
+    net[1].weight = nn.Parameter(torch.empty(4, 4, device="meta"))
+    return fs.init_module(net, plan, mesh)
+
+
+# --- to_state_dict --------------------------------------------------------------------------------
+
+CASES += [
+    ("to_state_dict", "the plan first", TypeError("in this order; found dict and Mesh"),
+     lambda mesh: fs.to_state_dict((s := set_up(mesh)).plan, s.shards, mesh)),
+    ("to_state_dict", "a train state", ValueError("found TrainState"),
+     lambda mesh: fs.to_state_dict((s := set_up(mesh)).step().init(s.shards, {}), s.plan, mesh)),
+    ("to_state_dict", "on one rank only", DESYNC,
+     lambda mesh: (s := set_up(mesh)) and mesh.rank == 0 and fs.to_state_dict(s.shards, s.plan, mesh, rank0_only=True)),
+    ("to_state_dict", "pieces for rank 0 only", ValueError("found rank0_only or offload with it"),
+     lambda mesh: fs.to_state_dict((s := set_up(mesh)).shards, s.plan, mesh, sharded=True, rank0_only=True)),
+    ("to_state_dict", "the module's state dict as buffers", ValueError("buffers must hold no parameter"),
+     lambda mesh: fs.to_state_dict((s := set_up(mesh)).shards, s.plan, mesh, buffers=NET.state_dict())),
+    ("to_state_dict", "buffers is a truth value", TypeError("buffers must be a dictionary"),
+     lambda mesh: fs.to_state_dict((s := set_up(mesh)).shards, s.plan, mesh, buffers=True)),
+    ("to_state_dict Piece", "a piece taken for the leaf",
+     untold(MISTAKES, "The tensor of a `Piece` is a part of its leaf", lambda: values()["0.weight"]),
+     lambda mesh: fs.to_state_dict((s := set_up(mesh)).shards, s.plan, mesh, sharded=True)["0.weight"].tensor),
+]  # fmt: skip
+
+
+@CASES(
+    "to_state_dict",
+    "pieces kept while the shards change",
+    untold("docs/state.md", "each rank gets its piece of every leaf, as views, without communication", True),
+)
+def _(mesh):
+    s = set_up(mesh)
+    piece = next(iter(fs.to_state_dict(s.shards, s.plan, mesh, sharded=True).values()))
+    before = piece.tensor.clone()
+    optree.tree_map(torch.Tensor.zero_, s.shards)
+    return torch.equal(piece.tensor, before)
+
+
+@CASES("to_state_dict", "buffers forgotten", RuntimeError("Missing key(s)"))
+def _(mesh):
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    params = fs.make_functional(net)[1]
+    plan = fs.make_plan(params, mesh)
+    return net.load_state_dict(fs.to_state_dict(fs.shard(params, plan, mesh), plan, mesh))
+
+
+CASES += [
+    ("init_buffers", "the function in place of the module", TypeError("takes a torch.nn.Module; found Functional"),
+     lambda mesh: fs.init_buffers(fs.make_functional(NET)[0], mesh)),
+    ("init_buffers", "a buffer that no reset writes", ValueError("no reset wrote ['num_batches_tracked', 'running_mean'"),
+     lambda mesh: fs.init_buffers(nn.BatchNorm1d(3, device="meta"), mesh, reset=lambda module: None)),
+    ("init_buffers", "a module that has values", right(lambda: dict(nn.BatchNorm1d(3).named_buffers())),
+     lambda mesh: fs.init_buffers(nn.BatchNorm1d(3), mesh)),
+]  # fmt: skip
+
+
+# --- from_state_dict, Piece -----------------------------------------------------------------------
+
+
+def full_pieces(cut):
+    return {name: cut(leaf.flatten(), tuple(leaf.shape)) for name, leaf in values().items()}
+
+
+CASES += [
+    ("from_state_dict", "rank 0's dictionary without src", error(ValueError, "pass src=0", ranks=[1]),
+     lambda mesh: loaded(mesh, values() if mesh.rank == 0 else {}), EVERYWHERE),
+    ("from_state_dict", "the wrong source", ValueError("the state dict must hold every leaf of the plan"),
+     lambda mesh: loaded(mesh, values() if mesh.rank == 0 else {}, src=1), EVERYWHERE),
+    ("from_state_dict", "names of a DDP module", ValueError("carry the prefix 'module.'"),
+     lambda mesh: loaded(mesh, {f"module.{name}": leaf for name, leaf in values().items()})),
+    ("from_state_dict", "shards", ValueError("must hold every leaf of the plan"),
+     lambda mesh: loaded(mesh, set_up(mesh).shards)),
+    ("from_state_dict", "another dtype", ValueError("dtype float32, as planned"),
+     lambda mesh: loaded(mesh, {name: leaf.half() for name, leaf in values().items()})),
+    ("from_state_dict", "names that the plan lacks",
+     UserWarning("holds ['9.weight'], which are no leaves of the plan and were left out"),
+     lambda mesh: loaded(mesh, {**values(), "9.weight": torch.ones(3)})),
+    ("from_state_dict", "buffers among the parameters", right(values),
+     lambda mesh: loaded(mesh, {**values(), "9.running_mean": torch.ones(3)})),
+    ("from_state_dict", "the pieces of this rank under another plan", error(ValueError, "pieces", ranks=[0]),
+     lambda mesh: fs.from_state_dict(fs.to_state_dict((s := set_up(mesh)).shards, s.plan, mesh, sharded=True),
+        fs.make_plan(PARAMS, mesh), mesh), (2,)),
+    ("Piece", "the first elements left out", error(ValueError, "no piece holds element 0", ranks=[0]),
+     lambda mesh: loaded(mesh, full_pieces(lambda flat, shape: fs.Piece(flat[1:], 1, shape))), (2,)),
+    ("Piece", "the tensor has the leaf's shape", ValueError("a 1-D tensor, the index of its first element"),
+     lambda mesh: loaded(mesh, full_pieces(lambda flat, shape: fs.Piece(flat.view(1, -1), 0, shape)))),
+    ("Piece", "offset and shape swapped", ValueError("a 1-D tensor, the index of its first element"),
+     lambda mesh: loaded(mesh, full_pieces(lambda flat, shape: fs.Piece(flat, shape, 0)))),
+    ("Piece", "a plain tuple", ValueError("a Piece or a list of pieces; found tuple"),
+     lambda mesh: loaded(mesh, full_pieces(lambda flat, shape: (flat, 0, shape)))),
+]  # fmt: skip
+
+
+# --- shards in a call -----------------------------------------------------------------------------
+
+
+def call(mesh, change):
+    s = set_up(mesh)
+    return fs.pmean(s.loss(change(s.shards), s.x), mesh).detach()
+
+
+def each(f):
+    return lambda shards: optree.tree_map(f, shards)
+
+
+CASES += [
+    ("fully_shard", "shards of two equal units swapped", untold(MISTAKES, PLAIN, whole_loss),
+     lambda mesh: call(mesh, lambda shards: {**shards, "0": shards["2"], "2": shards["0"]})),
+    ("fully_shard", "full parameters instead of shards", ValueError("shards must hold the units of the plan"),
+     lambda mesh: call(mesh, lambda shards: PARAMS)),
+    ("fully_shard", "a unit's shard is missing", ValueError("shards must hold the units of the plan"),
+     lambda mesh: call(mesh, lambda shards: {name: shards[name] for name in ("", "0")})),
+    ("fully_shard", "shards of lower precision", ValueError("must have dtype float32"),
+     lambda mesh: call(mesh, each(torch.Tensor.half))),
+    ("fully_shard", "shards of two dimensions", ValueError("must have shape"),
+     lambda mesh: call(mesh, each(lambda shard: shard.view(1, -1)))),
+    ("fully_shard", "shards that are not contiguous", right(whole_loss),
+     lambda mesh: call(mesh, each(lambda shard: torch.stack([shard, shard], 1)[:, 0]))),
+    ("fully_shard make_plan", "shards of another strategy", ValueError("it was made with another plan"),
+     lambda mesh: call(mesh, lambda shards: set_up(mesh, "no_shard").shards), (2, 4, GRID)),
+    ("fully_shard make_functional", "the unsharded function with shards", ValueError("params must hold the module's"),
+     lambda mesh: (s := set_up(mesh)).sharded.apply(s.shards, BUFFERS, DATA)),
+    ("fully_shard", "buffers left out", TypeError("buffers must be a dictionary"),
+     lambda mesh: (s := set_up(mesh)).sharded(clone(s.shards), s.x)),
+]  # fmt: skip

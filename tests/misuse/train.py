@@ -1,0 +1,270 @@
+"""Mistakes with optimizers, training steps and loss scaling."""
+
+import optree
+import torch
+from torch import nn
+
+import funcshard as fs
+from tests.misuse import (
+    BUFFERS,
+    NET,
+    PARAMS,
+    Table,
+    clone,
+    right,
+    set_up,
+    trained,
+    untold,
+    values,
+    whole_grads,
+    whole_loss,
+)
+
+CASES = Table()
+MISTAKES = "docs/mistakes.md"
+AGAIN = "A gradient that is divided, clipped or scaled a second time is a tree of shards like any other."
+SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
+PAIR = "optimizer must be a pair (init, update)"
+MADE = "the state comes from init or from the step before"
+
+
+def sgd(**options):
+    return fs.torch_optimizer(SGD, **{"lr": 0.1, **options})
+
+
+def stepped(s, optimizer=None, loss_fn=None, **options):
+    """Return the full parameters after one step."""
+    step = s.step(optimizer, loss_fn, **options)
+    return s.whole(step(step.init(s.shards, BUFFERS), s.x)[0].shards)
+
+
+def minus(params, grads, lr=0.1):
+    return optree.tree_map(lambda leaf, grad: leaf - lr * grad, params, grads)
+
+
+def first(s):
+    """Return a step and the state before it."""
+    step = s.step()
+    return step, step.init(s.shards, BUFFERS)
+
+
+def biased():
+    """Return the parameters after a step with a learning rate of one for biases."""
+    grads = whole_grads()
+    return {name: leaf - (1.0 if name.endswith("bias") else 0.1) * grads[name] for name, leaf in values().items()}
+
+
+def for_biases(plan, mesh):
+    return sgd(groups=[{"paths": ["**.bias"], "lr": 1.0}], plan=plan, mesh=mesh)
+
+
+# --- torch_optimizer ------------------------------------------------------------------------------
+
+CASES += [
+    ("torch_optimizer", "a class that works on whole matrices", ValueError("updates each element by itself"),
+     lambda mesh: fs.torch_optimizer(torch.optim.Adafactor)),
+    ("torch_optimizer", "an optimizer instead of its class",
+     TypeError("found an instance of SGD: pass torch_optimizer(torch.optim.SGD, lr=...)"),
+     lambda mesh: fs.torch_optimizer(SGD(NET.parameters(), lr=0.1))),
+    ("torch_optimizer", "a wrong word that the class is elementwise",
+     untold(MISTAKES, "`elementwise=True` is your word.", lambda: with_adafactor()),
+     lambda s: stepped(s, fs.torch_optimizer(torch.optim.Adafactor, lr=0.1, elementwise=True))),
+    ("torch_optimizer", "an option that the class lacks", TypeError("learning_rate"),
+     lambda s: stepped(s, fs.torch_optimizer(SGD, learning_rate=0.1))),
+    ("torch_optimizer", "groups in torch's form", ValueError("a group must be a dictionary with the paths"),
+     lambda s: sgd(groups=[{"params": ["0"], "lr": 1.0}], plan=s.plan, mesh=s.mesh)),
+    ("torch_optimizer", "groups without plan and mesh", ValueError("pass plan=plan and mesh=mesh"),
+     lambda mesh: sgd(groups=[{"paths": ["0"], "lr": 1.0}])),
+    ("torch_optimizer", "groups that overlap", ValueError("groups overlap"),
+     lambda s: sgd(groups=[{"paths": ["0"]}, {"paths": ["**.bias"]}], plan=s.plan, mesh=s.mesh)),
+    ("torch_optimizer", "groups of leaves that the plan lacks", ValueError("matches no part of the tree"),
+     lambda s: sgd(groups=[{"paths": ["bias"]}], plan=s.plan, mesh=s.mesh)),
+    ("torch_optimizer", "groups", right(biased), lambda s: stepped(s, for_biases(s.plan, s.mesh))),
+    ("torch_optimizer Mesh", "groups made for one rank", ValueError("found {'replicate': 1, 'shard': 1}"),
+     lambda s: stepped(s, for_biases(s.plan, fs.Mesh()))),
+    ("torch_optimizer make_train_step", "groups of a plan with other units", ValueError("with one plan"),
+     lambda s: stepped(s, for_biases(set_up(s.mesh, units=[]).plan, s.mesh))),
+    ("torch_optimizer make_train_step", "groups of another model of the same sizes", ValueError("with one plan"),
+     lambda s: stepped(s, for_biases(of_equal_size(s.mesh), s.mesh))),
+    ("torch_optimizer", "gradients, parameters, state in this order", TypeError(MADE),
+     lambda mesh: (o := sgd()).step(values(), values(), o.init(values()))),
+    ("torch_optimizer", "gradients under another strategy", ValueError("the gradient of leaf 'float32' must have its shape"),
+     lambda s: (o := sgd()).step(set_up(s.mesh, "no_shard").grads(), o.init(s.shards), s.shards)),
+    ("torch_optimizer", "the results swapped", TypeError(MADE),
+     lambda mesh: (o := sgd()).step(values(), *o.step(values(), o.init(values()), clone(values())))),
+    ("torch_optimizer", "gradients and parameters swapped",
+     untold(MISTAKES, "so an optimizer cannot tell one from the other.", trained),
+     lambda s: (o := sgd()) and s.whole(o.step(s.shards, o.init(s.shards), s.grads())[0])),
+]  # fmt: skip
+
+
+def with_adafactor():
+    params = [nn.Parameter(leaf.clone()) for leaf in values().values()]
+    for param, grad in zip(params, whole_grads().values(), strict=True):
+        param.grad = grad
+    torch.optim.Adafactor(params, lr=0.1).step()
+    return dict(zip(PARAMS, (param.detach() for param in params), strict=True))
+
+
+def of_equal_size(mesh):
+    tree = {"0.a": torch.ones(10), "0.bias": torch.ones(10), "2.w": torch.ones(20), "4.z": torch.ones(5)}
+    return fs.make_plan(tree, mesh, units=["0", "2"])
+
+
+# --- torch_schedule, make_meter ---------------------------------------------------------------------
+
+COSINE = torch.optim.lr_scheduler.CosineAnnealingLR
+
+CASES += [
+    ("torch_schedule", "a scheduler instead of its class", TypeError("pass the class, and its options by name"),
+     lambda mesh: fs.torch_schedule(COSINE(SGD(NET.parameters(), lr=0.1), 4), lr=0.1)),
+    ("torch_schedule", "a function of the step", TypeError("a function from the step to a rate is a schedule already"),
+     lambda mesh: fs.torch_schedule(lambda step: 0.1, lr=0.1)),
+    ("torch_schedule torch_optimizer", "a class of schedulers as lr",
+     TypeError("pass lr=fs.torch_schedule(CosineAnnealingLR, lr=..., ...)"), lambda mesh: sgd(lr=COSINE)),
+    ("torch_schedule torch_optimizer", "a schedule that gives the rate of the first step", right(trained),
+     lambda s: stepped(s, sgd(lr=fs.torch_schedule(COSINE, lr=0.1, T_max=4)))),
+    ("make_meter", "tokens instead of the mesh", TypeError("call make_meter(mesh, tokens=...)"),
+     lambda mesh: fs.make_meter(512)),
+    ("make_meter", "the metrics before the state", TypeError("call meter(*step(state, batch))"),
+     lambda s: fs.make_meter(s.mesh)({}, first(s)[1])),
+    ("make_meter", "half a token", ValueError("tokens must be a whole number of tokens, at least 1"),
+     lambda mesh: fs.make_meter(mesh, tokens=0.5)),
+]  # fmt: skip
+
+# --- muon, assign_owners --------------------------------------------------------------------------
+
+CASES += [
+    ("muon", "a mesh of one rank", ValueError("found {'replicate': 1, 'shard': 1}"),
+     lambda s: fs.muon(s.plan, fs.Mesh(), lr=0.1)),
+    ("muon", "a vector among the matrices", ValueError("trainable leaves of two dimensions"),
+     lambda s: fs.muon(s.plan, s.mesh, lr=0.1, matrices=["0.bias"])),
+    ("muon", "one path instead of a list", TypeError("matrix paths must be a list"),
+     lambda s: fs.muon(s.plan, s.mesh, lr=0.1, matrices="0")),
+    ("muon", "an optimizer instead of AdamW's options", TypeError("adamw must be a dictionary of options"),
+     lambda s: fs.muon(s.plan, s.mesh, lr=0.1, adamw=sgd())),
+    ("muon make_train_step", "made with another plan", ValueError("with one plan"),
+     lambda s: s.step(fs.muon(set_up(s.mesh, units=[]).plan, s.mesh, lr=0.1))),
+    ("assign_owners", "params instead of a plan", TypeError("plan must be the Plan that make_plan returned"),
+     lambda mesh: fs.assign_owners(PARAMS)),
+    ("assign_owners", "a glob of another model", ValueError("matrix path 'blocks.*' matches no part"),
+     lambda s: fs.assign_owners(s.plan, ["blocks.*"])),
+    ("assign_owners", "a vector among the matrices", ValueError("trainable leaves of two dimensions"),
+     lambda s: fs.assign_owners(s.plan, ["0.bias"])),
+]  # fmt: skip
+
+# --- make_train_step ------------------------------------------------------------------------------
+
+CASES += [
+    ("make_train_step", "a class of torch.optim", TypeError(PAIR), lambda s: s.step(SGD)),
+    ("make_train_step", "an optimizer of torch.optim", TypeError(PAIR), lambda s: s.step(SGD(NET.parameters(), lr=0.1))),
+    ("make_train_step torch_optimizer", "the two functions of an optimizer as a tuple of one's own",
+     TypeError("pass the pair itself"), lambda s: stepped(s, tuple(sgd()))),
+    ("make_train_step", "a pair of functions that returns parameters and not updates",
+     untold(MISTAKES, "Parameters in their place are a tree of the same form.", trained),
+     lambda s: stepped(s, (lambda params: None, lambda grads, state, params: (minus(params, grads), state)))),
+    ("make_train_step", "a loss that returns gradients too", TypeError("loss_fn must return loss; found a tuple"),
+     lambda s: stepped(s, loss_fn=fs.value_and_grad(s.loss_of_step))),
+    ("make_train_step", "a loss without buffers",
+     TypeError("loss_fn must be a function loss_fn(shards, buffers, batch); found one of (shards, x)"),
+     lambda s: stepped(s, loss_fn=lambda shards, x: s.loss(shards, x))),
+    ("make_train_step pmean", "a loss that is a mean over ranks already", right(trained),
+     lambda s: stepped(s, loss_fn=lambda shards, buffers, x: fs.pmean(s.loss(shards, x), s.mesh))),
+    ("make_train_step Mesh", "a mesh of one rank", ValueError("found {'replicate': 1, 'shard': 1}"),
+     lambda s: fs.make_train_step(s.loss_of_step, sgd(), s.plan, fs.Mesh())),
+    ("make_train_step", "plan and mesh swapped", TypeError("in this order; found Mesh and Plan"),
+     lambda s: fs.make_train_step(s.loss_of_step, sgd(), s.mesh, s.plan)),
+    ("make_train_step", "first state of full parameters", ValueError("shards must hold the units of the plan"),
+     lambda s: s.step().init(values(), BUFFERS)),
+    ("make_train_step", "first state of full buffers in the places of shards", ValueError("or not at all"),
+     lambda s: s.step().init({name: {"float32": torch.ones(20)} for name in s.shards}, BUFFERS)),
+    ("make_train_step", "first state of another strategy's shards", ValueError("it was cut by another plan"),
+     lambda s: s.step().init(set_up(s.mesh, "no_shard").shards, BUFFERS)),
+    ("make_train_step", "buffers before shards", ValueError("shards must hold the units of the plan"),
+     lambda s: s.step().init(BUFFERS, s.shards)),
+    ("make_train_step", "the batch before the state", TypeError("a step takes (state, batch)"),
+     lambda s: s.step()(s.x, first(s)[1])),
+    ("make_train_step", "the results swapped", TypeError("found dict"),
+     lambda s: (made := first(s)) and made[0](made[0](made[1], s.x)[1], s.x)),
+    ("make_train_step", "new buffers in the place of the aux", TypeError("(loss, weight, new_buffers, aux)"),
+     lambda s: stepped(s, loss_fn=lambda shards, buffers, x: (s.loss(shards, x), "aux", buffers), mutable=True,
+        has_aux=True)),
+    ("make_train_step", "shards as new buffers", TypeError("under the names []; found"),
+     lambda s: stepped(s, loss_fn=lambda shards, buffers, x: (s.loss(shards, x), shards), mutable=True)),
+    ("make_train_step", "a step under no_grad", right(trained), torch.no_grad()(stepped)),
+    ("make_train_step", "averages that are the shards themselves", RuntimeError("was donated to a training step"),
+     lambda s: [average := s.shards, stepped(s)] and s.whole(average)),
+    ("make_train_step TrainState", "one tree of averages of the shards", right(values),
+     lambda s: [average := fs.copy(s.shards), stepped(s)] and s.whole(average)),
+    ("make_train_step", "dropout with one seed on all ranks",
+     untold("docs/training.md",
+        "With one stream on every rank, dropout uses the same masks for each rank's part of the batch.", True),
+     lambda s: dropped(s.mesh)),
+]  # fmt: skip
+
+
+def dropped(mesh):
+    """Return whether the ranks drew different masks."""
+    torch.manual_seed(0)
+    mask = nn.functional.dropout(torch.ones(64))
+    return not torch.equal(fs.pmean(mask, mesh), mask)
+
+
+# --- TrainState, copy -----------------------------------------------------------------------------
+
+CASES += [
+    ("TrainState", "shards and buffers swapped", ValueError("shards must hold the units of the plan"),
+     lambda s: s.step()(first(s)[1]._replace(shards=BUFFERS, buffers=s.shards), s.x)),
+    ("TrainState", "the optimizer's state and the number of steps swapped", TypeError(MADE),
+     lambda s: s.step()(first(s)[1]._replace(opt_state=0), s.x)),
+    ("TrainState", "a plain tuple", TypeError("found tuple"), lambda s: s.step()(tuple(first(s)[1]), s.x)),
+    ("TrainState", "without the optimizer's state", TypeError(MADE),
+     lambda s: s.step()(fs.TrainState(s.shards, BUFFERS, None, 0), s.x)),
+    ("copy", "of a donated state", RuntimeError("was donated"),
+     lambda s: (made := first(s)) and made[0](made[1], s.x) and fs.copy(made[1])),
+    ("copy", "of a module", right(True), lambda mesh: fs.copy({"net": NET})["net"] is NET),
+    ("copy", "on one rank only", right(values), lambda s: s.whole(fs.copy(s.shards) if s.mesh.rank == 0 else s.shards)),
+]  # fmt: skip
+
+# --- GradScaler -----------------------------------------------------------------------------------
+
+SCALER = fs.GradScaler(init_scale=8.0)
+ONES = {"w": torch.ones(2)}
+
+CASES += [
+    ("GradScaler", "torch's scaler", TypeError("scaler must be a funcshard.GradScaler"),
+     lambda s: s.step(scaler=torch.amp.GradScaler("cpu"))),
+    ("GradScaler TrainState", "a state without scaling", ValueError("state._replace(scaler=scaler.init(mesh))"),
+     lambda s: s.step(scaler=SCALER)(first(s)[1], s.x)),
+    ("GradScaler ScalerState", "a step without scaling", ValueError("state._replace(scaler=None)"),
+     lambda s: s.step()(first(s)[1]._replace(scaler=SCALER.init(s.mesh)), s.x)),
+    ("GradScaler", "the loss scaled by hand too", untold(MISTAKES, AGAIN, trained),
+     lambda s: stepped(s, scaler=SCALER, loss_fn=lambda shards, buffers, x:
+        SCALER.scale(s.loss(shards, x), SCALER.init(s.mesh)))),
+    ("GradScaler", "gradients unscaled twice", untold(MISTAKES, AGAIN, {"w": torch.full((2,), 1 / 8)}),
+     lambda mesh: (state := SCALER.init(mesh)) and SCALER.unscale(SCALER.unscale(ONES, state, mesh)[0], state, mesh)[0]),
+    ("GradScaler", "donated gradients used again", RuntimeError("was donated to a training step"),
+     lambda mesh: [SCALER.unscale(grads, SCALER.init(mesh), mesh, donate=True) for grads in [{"w": torch.ones(2)}] * 2]),
+    ("GradScaler", "gradients of another plan unscaled", ValueError("shards must hold the units of the plan", "must have"),
+     lambda mesh: SCALER.unscale(ONES, SCALER.init(mesh), mesh, plan=fs.make_plan({"a": torch.ones(8)}, mesh, units=["a"]))),
+    ("GradScaler", "a plan for other ranks given to unscale", ValueError("the plan was made for a mesh of"),
+     lambda mesh: SCALER.unscale(ONES, SCALER.init(mesh), mesh, plan=fs.make_plan({"a": torch.ones(8)}, 7))),
+    ("GradScaler", "the params given to unscale in place of the plan", TypeError("must be the Plan that make_plan returned"),
+     lambda mesh: SCALER.unscale(ONES, SCALER.init(mesh), mesh, plan=ONES)),
+    ("GradScaler Mesh", "infinities looked for on one rank",
+     untold(MISTAKES, "`fs.Mesh()` is a world of one rank, and a valid mesh for numbers of this rank alone.", True),
+     lambda mesh: SCALER.unscale({"w": torch.tensor([float("inf") if mesh.rank == 0 else 1.0])}, SCALER.init(mesh),
+        fs.Mesh())[1].item()),
+    ("ScalerState", "a number instead of a state", TypeError("state must be a ScalerState of tensors; found 8.0"),
+     lambda mesh: SCALER.scale(whole_loss(), 8.0)),
+    ("ScalerState", "the first state kept for later steps", right(lambda: trained(2)), lambda s: two_steps(s)),
+]  # fmt: skip
+
+
+def two_steps(s):
+    step = s.step(scaler=SCALER)
+    state = step.init(s.shards, BUFFERS)
+    scaling = state.scaler
+    for _ in range(2):
+        state, _ = step(state._replace(scaler=scaling), s.x)
+    return s.whole(state.shards)
