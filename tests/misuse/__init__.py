@@ -16,6 +16,9 @@ The outcome is one of three:
 A program takes ``s``, the ``Setup`` of one rank, or ``mesh``, or nothing. An exception has to come on two
 ranks; where it takes communication to know, the row ends in ``EVERYWHERE``. The other outcomes are tried
 there anyway. ``tests/promises/test_misuse.py`` runs the rows of all files of this folder.
+
+The rows of ``documented.py`` are on the page "Mistakes and remedies": there the mistake is a sentence,
+and the row ends in its cure. ``python -m tests.misuse`` writes the page.
 """
 
 from __future__ import annotations
@@ -130,6 +133,8 @@ class Case:
         outcome: the outcome that it must have.
         program: the program of one rank.
         worlds: the worlds that it runs in.
+        section: the heading that the page lists it under; none if the page does not list it.
+        cure: what the page says to do.
     """
 
     of: tuple[str, ...]
@@ -137,9 +142,12 @@ class Case:
     outcome: Outcome
     program: Program
     worlds: Worlds
+    section: str = ""
+    cure: str = ""
 
     def __str__(self) -> str:
-        return f"{self.of[0]}: {self.name}"
+        name = self.outcome.words[0] if self.section and isinstance(self.outcome, Error) else self.name
+        return f"{self.of[0]}: {name}"
 
 
 @dataclass(slots=True)
@@ -149,10 +157,12 @@ class Table:
     Attributes:
         cases: the rows.
         worlds: the worlds of rows that name none; by default as the module says.
+        section: the heading that the page lists the next rows under.
     """
 
     cases: list[Case] = field(default_factory=list)
     worlds: Worlds = ()
+    section: str = ""
 
     def __iadd__(self, rows: Sequence[tuple[Any, ...]]) -> Table:
         for row in rows:
@@ -162,11 +172,11 @@ class Table:
     def __call__(self, of: str, name: str, outcome: Any, worlds: Worlds = ()) -> Callable[[Program], Program]:
         return lambda program: self._add(of, name, outcome, program, worlds)
 
-    def _add(self, of: str, name: str, outcome: Any, program: Program, worlds: Worlds = ()) -> Program:
-        usual = PAIR if isinstance(outcome, BaseException) else EVERYWHERE
+    def _add(self, of: str, name: str, outcome: Any, program: Program, last: Worlds | str = ()) -> Program:
+        cure, worlds = (last, self.worlds) if isinstance(last, str) else ("", last or self.worlds)
         if isinstance(outcome, BaseException):
-            outcome = Error(type(outcome), outcome.args)
-        self.cases.append(Case(tuple(of.split()), name, outcome, program, worlds or self.worlds or usual))
+            outcome, worlds = Error(type(outcome), outcome.args), worlds or PAIR
+        self.cases.append(Case(tuple(of.split()), name, outcome, program, worlds or EVERYWHERE, self.section, cure))
         return program
 
 

@@ -12,8 +12,11 @@ import funcshard as fs
 from funcshard.plan import wrap
 from tests import misuse
 from tests.misuse import Case, Error, Table, check, error, right, untold
+from tests.misuse.page import PAGE, page
 
-FILES = sorted(path.stem for path in Path(misuse.__file__).parent.glob("*.py") if not path.stem.startswith("_"))
+FILES = sorted(
+    path.stem for path in Path(misuse.__file__).parent.glob("*.py") if path.stem not in ("__init__", "__main__", "page")
+)
 TABLES = {name: importlib.import_module(f"tests.misuse.{name}") for name in FILES}
 CASES = [case for table in TABLES.values() for case in table.CASES.cases]
 NAMES = [
@@ -40,6 +43,14 @@ def test_outcome(case):
 def test_rows_are_named_once_for_public_names_only():
     assert {name: number for name, number in Counter(map(str, CASES)).items() if number > 1} == {}
     assert {name for case in CASES for name in case.of} <= set(NAMES)
+
+
+def test_the_page_lists_the_documented_rows():
+    text = PAGE.read_text()
+    assert text == page(text), "docs/mistakes.md is stale: run python -m tests.misuse"
+    documented = TABLES["documented"].CASES.cases
+    assert all(case.section and case.cure for case in documented)
+    assert len({case.outcome.words for case in documented}) == len(documented) >= 80  # as the changelog says
 
 
 SENTENCE = "docs/mistakes.md", "A shard is a plain 1-D tensor."
