@@ -159,7 +159,11 @@ class Job:
 PRECISIONS: Mapping[str, Mapping[str, Any]] = {
     "bfloat16": {"param_dtype": torch.bfloat16},
     "float32 sums": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
-    "low-precision gradients": {"param_dtype": torch.bfloat16, "keep_low_precision_grads": True},
+    "low-precision gradients": {
+        "param_dtype": torch.bfloat16,
+        "reduce_dtype": torch.float16,
+        "keep_low_precision_grads": True,
+    },
 }
 OPTIMIZERS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),

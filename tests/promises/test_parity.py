@@ -271,17 +271,15 @@ def three_steps(mesh: fs.Mesh, name: str, dropout: float) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize(("world_size", "shape"), [(2, None), (3, None), (4, None), (4, HYBRID)], ids=["2", "3", "4", "2x2"])
+@pytest.mark.parametrize(("world_size", "shape"), [(3, None), (4, HYBRID)], ids=["3", "2x2"])
 @pytest.mark.parametrize("name", ["gpt", "convnet"])
-def test_a_simulated_run_equals_one_on_processes_to_the_bit(name, world_size, shape, dropout):
-    real = run_ranks(three_steps, world_size, name, dropout, shape=shape)
-    simulated = run_simulated(three_steps, world_size, name, dropout, shape=shape)
+def test_a_simulated_run_with_dropout_equals_one_on_processes_to_the_bit(name, world_size, shape):
+    real = run_ranks(three_steps, world_size, name, 0.3, shape=shape)
+    simulated = run_simulated(three_steps, world_size, name, 0.3, shape=shape)
     for (losses, tensors), (real_losses, real_tensors) in zip(simulated, real, strict=True):
         assert losses == real_losses
         torch.testing.assert_close(tensors, real_tensors, rtol=0, atol=0)
-    if dropout:  # every rank drops other activations
-        assert len({tuple(losses) for losses, _ in real}) == world_size
+    assert len({tuple(losses) for losses, _ in real}) == world_size  # every rank drops other activations
 
 
 def nested(flat: dict[str, torch.Tensor]) -> dict[str, Any]:
