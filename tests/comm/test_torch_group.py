@@ -18,6 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial
 
 import funcshard as fs
+from tests.collective_oracle import line, sum_in_order
 from tests.ranks import run_ranks, run_simulated
 from tests.storages import Alive
 
@@ -44,21 +45,6 @@ def drawn(rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
     if not dtype.is_floating_point:
         return torch.randint(-(2**40), 2**40, (n,), generator=g, dtype=dtype)
     return (torch.randn(n, generator=g, dtype=torch.float64) * 10.0 ** torch.randint(-3, 3, (n,), generator=g)).to(dtype)
-
-
-def members(mesh: fs.Mesh, axis: str) -> list[int]:
-    """Return the ranks of this rank's group along ``axis``, in order."""
-    inner = mesh.shard.size
-    if axis == "shard":
-        return [mesh.replicate.rank * inner + i for i in range(inner)]
-    return [i * inner + mesh.shard.rank for i in range(mesh.replicate.size)]
-
-
-def sum_in_order(parts: list[torch.Tensor]) -> torch.Tensor:
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total = total + part
-    return total
 
 
 def all_gather(group: Any, tensor_of: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,7 +123,7 @@ def run_collective(mesh: fs.Mesh, name: str, backend: str) -> list[torch.Tensor]
         mesh = fs.init_mesh(mesh.shape, device="cpu", shared_memory=False)
     found = []
     for axis in ("shard", "replicate"):
-        ranks, group = members(mesh, axis), getattr(mesh, axis)
+        ranks, group = line(mesh.rank, dict(mesh.shape), axis), getattr(mesh, axis)
         for dtype in DTYPES:
             outs = []
             for n in SIZES:

@@ -1,23 +1,18 @@
-"""The collectives along named axes, against the same functions of all ranks' tensors in plain torch.
-
-A collective is a function of the tensors of all ranks at once. ``OPERATIONS`` holds each one twice:
-as the library's function on one rank, and as a function of the list of tensors along the axis. So
-autograd over the list is the reference for every derivative.
-"""
+"""The collectives along named axes, against the same functions of all ranks' tensors in plain torch."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 
 import funcshard as fs
+from tests.collective_oracle import OPERATIONS, line, whole_number_tensor
 from tests.ranks import run_ranks, run_simulated
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -35,128 +30,7 @@ WORLDS = [pytest.param("2x2", marks=pytest.mark.slow), "3", "2x2x2"]
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int16, torch.complex64, torch.bool)
 
 
-class Operation(NamedTuple):
-    """A collective on one rank, and as a function of the tensors of all ranks along the axis.
-
-    ``sizes(n)`` is the shape of a tensor for ``n`` ranks; ``but`` names dtypes without a meaning.
-    """
-
-    run: Callable[[torch.Tensor, fs.Mesh, Any], torch.Tensor]
-    plain: Callable[[list[torch.Tensor], int], torch.Tensor]
-    sizes: Callable[[int], tuple[int, ...]] = lambda n: (2, 3)
-    but: tuple[torch.dtype, ...] = ()
-    linear: bool = True
-
-
-BOOL = (torch.bool,)
-
-
-def gather(**options: Any) -> Callable[[torch.Tensor, fs.Mesh, Any], torch.Tensor]:
-    return lambda x, mesh, axis: fs.all_gather(x, mesh, axis=axis, **options)
-
-
-def scatter(dim: int, tiled: bool) -> Operation:
-    """Return ``psum_scatter`` along a dim of a tensor with 3 dims, the one that counts ranks."""
-
-    def plain(xs: list[torch.Tensor], i: int) -> torch.Tensor:
-        return sum(xs).chunk(len(xs), dim)[i] if tiled else sum(xs).select(dim, i)  # type: ignore[union-attr]
-
-    return Operation(
-        lambda x, mesh, axis: fs.psum_scatter(x, mesh, axis=axis, dim=dim, tiled=tiled),
-        plain,
-        lambda n: tuple((2 * n if tiled else n) if at == dim % 3 else 2 for at in range(3)),
-        BOOL,
-    )
-
-
-def exchange(split: int, concat: int, tiled: bool) -> Operation:
-    def plain(xs: list[torch.Tensor], i: int) -> torch.Tensor:
-        if tiled:
-            return torch.cat([x.chunk(len(xs), split)[i] for x in xs], concat)
-        return torch.stack([x.select(split, i) for x in xs], concat)
-
-    return Operation(
-        lambda x, mesh, axis: fs.all_to_all(x, mesh, axis=axis, split_dim=split, concat_dim=concat, tiled=tiled),
-        plain,
-        lambda n: tuple((2 * n if tiled else n) if at == split % 3 else 2 for at in range(3)),
-    )
-
-
-def permutation(pairs: Callable[[int], list[tuple[int, int]]]) -> Operation:
-    def plain(xs: list[torch.Tensor], i: int) -> torch.Tensor:
-        source = {target: source for source, target in pairs(len(xs))}.get(i)
-        return torch.zeros_like(xs[i]) if source is None else xs[source].clone()
-
-    def run(x: torch.Tensor, mesh: fs.Mesh, axis: Any) -> torch.Tensor:
-        ranks = math.prod(mesh.shape[name] for name in (mesh.names(axis) if axis else ("replicate", "shard")))
-        return fs.ppermute(x, mesh, pairs(ranks), axis=axis)
-
-    return Operation(run, plain)
-
-
-OPERATIONS = {
-    "psum": Operation(lambda x, mesh, axis: fs.psum(x, mesh, axis=axis), lambda xs, i: sum(xs), but=BOOL),  # type: ignore[arg-type,return-value]
-    "pmean": Operation(lambda x, mesh, axis: fs.pmean(x, mesh, axis=axis), lambda xs, i: sum(xs) / len(xs), but=BOOL),  # type: ignore[arg-type]
-    "pmax": Operation(
-        lambda x, mesh, axis: fs.pmax(x, mesh, axis=axis),
-        lambda xs, i: torch.stack(xs).amax(0),
-        but=(torch.complex64,),
-        linear=False,
-    ),
-    "all_gather": Operation(gather(), lambda xs, i: torch.stack(xs)),
-    "all_gather, dim 1": Operation(gather(dim=1), lambda xs, i: torch.stack(xs, 1)),
-    "all_gather, dim -1": Operation(gather(dim=-1), lambda xs, i: torch.stack(xs, -1)),
-    "all_gather, tiled": Operation(gather(tiled=True), lambda xs, i: torch.cat(xs)),
-    "all_gather, tiled, dim -1": Operation(gather(tiled=True, dim=-1), lambda xs, i: torch.cat(xs, -1)),
-    "psum_scatter": scatter(0, False),
-    "psum_scatter, dim 1": scatter(1, False),
-    "psum_scatter, dim -1": scatter(-1, False),
-    "psum_scatter, tiled": scatter(0, True),
-    "psum_scatter, tiled, dim -2": scatter(-2, True),
-    "all_to_all": exchange(0, 0, False),
-    "all_to_all, 0 to 2": exchange(0, 2, False),
-    "all_to_all, -1 to 0": exchange(-1, 0, False),
-    "all_to_all, 1 to 1": exchange(1, 1, False),
-    "all_to_all, tiled": exchange(0, 0, True),
-    "all_to_all, tiled, 1 to -1": exchange(1, -1, True),
-    "all_to_all, tiled, 2 to 0": exchange(2, 0, True),
-    "ppermute, a ring": permutation(lambda n: [(i, (i + 1) % n) for i in range(n)]),
-    "ppermute, backwards": permutation(lambda n: [(i, n - 1 - i) for i in range(n)]),
-    "ppermute, one pair": permutation(lambda n: [(0, n - 1)]),
-    "ppermute, a pipeline": permutation(lambda n: [(i, i + 1) for i in range(n - 1)]),
-    "ppermute, to itself": permutation(lambda n: [(i, i) for i in range(n)]),
-    "ppermute, no pair": permutation(lambda n: []),
-}
 LINEAR = [name for name, operation in OPERATIONS.items() if operation.linear]
-
-
-def line(rank: int, sizes: dict[str, int], axis: Any) -> list[int]:
-    """Return the ranks of the world along axes, in order: the first axis changes slowest."""
-    names = ("replicate", "shard") if axis is None else (axis,) if isinstance(axis, str) else axis
-    sizes = {"replicate": 1, "shard": 1, **sizes}
-    order = [axis for axis in sizes if sizes[axis] > 1 or axis in names]
-    place, rest = {}, rank
-    for name in reversed(order):
-        rest, place[name] = divmod(rest, sizes[name])
-    found = []
-    for index in itertools.product(*(range(sizes[name]) for name in names)):
-        at, number = {**place, **dict(zip(names, index, strict=True))}, 0
-        for name in order:
-            number = number * sizes[name] + at[name]
-        found.append(number)
-    return found
-
-
-@functools.cache
-def whole_number_tensor(
-    rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float64, salt: int = 0
-) -> torch.Tensor:
-    """Return a tensor of small whole numbers, whose sums are exact in every dtype."""
-    g = torch.Generator().manual_seed(100 * salt + rank)
-    x = torch.randint(-3, 4, shape, generator=g)
-    if dtype.is_complex:
-        return torch.complex(x.float(), torch.randint(-3, 4, shape, generator=g).float()).to(dtype)
-    return (x > 0) if dtype == torch.bool else x.to(dtype)
 
 
 def cases(mesh: fs.Mesh, axes: list[Any], name: str) -> Any:

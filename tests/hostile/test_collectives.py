@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 import torch
 
 import funcshard as fs
+from tests.collective_oracle import OPERATIONS, Operation, line, sum_in_order
 from tests.hostile.campaign import Campaign, slowness
 from tests.hostile.nursery import check_nothing_left, in_nursery, needs_linux, open_files, wait_all
 from tests.hostile.pauses import Pauses
@@ -34,65 +34,27 @@ def values(seed: int, number: int, rank: int, shape: tuple[int, ...], dtype: tor
     return torch.randint(-8, 9, shape, generator=generator).to(dtype)
 
 
-# --- the collectives, each with its result computed from every rank's tensor ----------------------
-
-Case = tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[list[torch.Tensor], int], torch.Tensor]]
-
-
-def draw_case(draw: Random, mesh: fs.Mesh, axis: Any, ranks: int) -> tuple[str, tuple[int, ...], Case]:
-    """Return a collective: its name, the shape of its tensor, and the call beside the result."""
-    kind = draw.choice(["psum", "pmean", "pmax", "all_gather", "psum_scatter", "all_to_all", "ppermute"])
-    rest = draw.choice([(), (3,), (5, 2)])
-    rows = ranks * draw.choice([1, 2, 7, 700])
-    shape = (rows, *rest) if kind in ("psum_scatter", "all_to_all") else draw.choice([(), (1,), (rows, *rest), (20_000,)])
-    perm = [(i, (i + draw.randrange(1, ranks + 1)) % ranks) for i in range(ranks)]
-    perm = [pair for pair in perm if [target for _, target in perm].count(pair[1]) == 1]
-    cases: dict[str, Case] = {
-        "psum": (lambda x: fs.psum(x, mesh, axis=axis), lambda all_, me: sum(all_[1:], all_[0])),
-        "pmean": (lambda x: fs.pmean(x, mesh, axis=axis), lambda all_, me: sum(all_[1:], all_[0]) / ranks),
-        "pmax": (lambda x: fs.pmax(x, mesh, axis=axis), lambda all_, me: torch.stack(all_).amax(0)),
-        "all_gather": (lambda x: fs.all_gather(x, mesh, axis=axis), lambda all_, me: torch.stack(all_)),
-        "psum_scatter": (
-            lambda x: fs.psum_scatter(x, mesh, axis=axis, tiled=True),
-            lambda all_, me: sum(all_[1:], all_[0]).chunk(ranks)[me],
-        ),
-        "all_to_all": (
-            lambda x: fs.all_to_all(x, mesh, axis=axis, tiled=True),
-            lambda all_, me: torch.cat([each.chunk(ranks)[me] for each in all_]),
-        ),
-        "ppermute": (
-            lambda x: fs.ppermute(x, mesh, perm, axis=axis),
-            lambda all_, me: next((all_[a] for a, b in perm if b == me), torch.zeros_like(all_[me])),
-        ),
-    }
-    return kind, shape, cases[kind]
-
-
 def on_one_axis(draw: Random, mesh: fs.Mesh, seed: int, number: int) -> str:
     """Run one random collective, and return how its result differs from the one computed here."""
     names = [name for name, size in mesh.shape.items() if size > 1]
     axis = draw.choice([*names, tuple(names)])
     along = (axis,) if isinstance(axis, str) else axis
     ranks = math.prod(mesh.shape[name] for name in along)
-    kind, shape, (run, expected) = draw_case(draw, mesh, axis, ranks)
-    dtype = draw.choice(DTYPES if kind != "pmean" else DTYPES[:3])
-    # A rank's neighbours along the axes, in order of their index on them.
-    position, sizes = mesh.position, mesh.shape
-    line = []
-    for index in range(ranks):
-        at, rest = dict(position), index
-        for name in reversed(along):
-            at[name], rest = rest % sizes[name], rest // sizes[name]
-        number_of = 0
-        for name, size in sizes.items():
-            number_of = number_of * size + at[name]
-        line.append(number_of)
-    tensors = [values(seed, number, rank, shape, dtype) for rank in line]
-    me = line.index(mesh.rank)
-    found, meant = run(tensors[me]), expected(tensors, me)
+    name = draw.choice(list(OPERATIONS))
+    operation = OPERATIONS[name]
+    dtype = draw.choice([dtype for dtype in DTYPES if dtype.is_floating_point or name != "pmean"])
+    shape = operation.sizes(ranks)
+    if operation.sizes is Operation._field_defaults["sizes"]:  # it takes tensors of every shape
+        rows = ranks * draw.choice([1, 2, 7, 700])
+        shape = draw.choice([(rows,), (rows, 3), (rows, 5, 2), (2, 20_000)])
+        shape = shape if len(shape) > 1 or "dim" not in name else (*shape, 1)
+    line_of_ranks = line(mesh.rank, dict(mesh.shape), axis)
+    tensors = [values(seed, number, rank, shape, dtype) for rank in line_of_ranks]
+    me = line_of_ranks.index(mesh.rank)
+    found, meant = operation.run(tensors[me], mesh, axis), operation.plain(tensors, me)
     if found.dtype == meant.dtype and torch.equal(found, meant):
         return ""
-    return f"number {number}, {kind} of {dtype} {shape} along {axis}: found {found.flatten()[:4]}, not {meant.flatten()[:4]}"
+    return f"number {number}, {name} of {dtype} {shape} along {axis}: found {found.flatten()[:4]}, not {meant.flatten()[:4]}"
 
 
 def overlapping(draw: Random, mesh: fs.Mesh, seed: int, number: int) -> str:
@@ -111,9 +73,7 @@ def overlapping(draw: Random, mesh: fs.Mesh, seed: int, number: int) -> str:
         else:
             # Sums are in order of ranks, to the bit, on every backend.
             parts = [x * (rank + 0.3) for rank in range(group.size)]
-            meant = parts[0].clone()
-            for part in parts[1:]:
-                meant += part
+            meant = sum_in_order(parts)
             if kind == "all_reduce":
                 out = parts[group.rank].clone()
                 works.append((group.all_reduce(out), out, meant, kind))

@@ -23,6 +23,7 @@ from funcshard._utils import default_store
 from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.shm import transport
 from funcshard.comm.shm.backend import SharedMemoryBackend
+from tests.collective_oracle import sum_in_order
 from tests.ranks import run_ranks, wakes_once_stopped
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has memory files and abstract addresses")
@@ -152,9 +153,7 @@ def test_every_dtype_and_form(dtype, size) -> None:
             assert all(torch.equal(out, torch.cat(inputs).view(-1)) for out in finish(reading))
             if "float8" in str(dtype):  # torch cannot add these
                 continue
-            total = inputs[0].clone()
-            for x in inputs[1:]:
-                total = total + x
+            total = sum_in_order(inputs)
             assert all(torch.equal(out, total) for out in finish([r.all_reduce(x.clone()) for r, x in each]))
             assert all(torch.equal(out, total) for out in finish([r.reduce_scatter(torch.cat([x] * size)) for r, x in each]))
 
