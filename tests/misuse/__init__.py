@@ -13,7 +13,8 @@ The outcome is one of three:
 - ``untold``: nothing can tell the mistake from a valid program. The result is not what was meant,
   and a sentence in the documentation says why.
 
-A program takes ``s``, the ``Setup`` of one rank, or ``mesh``, or nothing. An exception has to come on two
+A program takes ``s``, the ``Setup`` of one rank, or ``mesh``; one that takes nothing runs on no simulated
+rank. An exception has to come on two
 ranks; where it takes communication to know, the row ends in ``EVERYWHERE``. The other outcomes are tried
 there anyway. ``tests/promises/test_misuse.py`` runs the rows of all files of this folder.
 
@@ -176,6 +177,8 @@ class Table:
         cure, worlds = (last, self.worlds) if isinstance(last, str) else ("", last or self.worlds)
         if isinstance(outcome, BaseException):
             outcome, worlds = Error(type(outcome), outcome.args), worlds or PAIR
+        if not _takes(program):
+            worlds = (1,)
         self.cases.append(Case(tuple(of.split()), name, outcome, program, worlds or EVERYWHERE, self.section, cure))
         return program
 
@@ -213,8 +216,7 @@ def check(case: Case) -> None:
 
 
 def _run(program: Program, world: Any, size: int) -> _Found:
-    found = _Found()
-    takes = next(iter(inspect.signature(program).parameters), "")
+    found, takes = _Found(), _takes(program)
 
     def one_rank(mesh: fs.Mesh) -> None:
         # Why caught here: simulate ends all ranks when one raises, and each rank has to raise by
@@ -224,11 +226,19 @@ def _run(program: Program, world: Any, size: int) -> _Found:
         except Exception as raised:
             found.errors[mesh.rank] = raised
 
+    if not takes:
+        one_rank(fs.Mesh())
+        return found
     try:
         fs.simulate(one_rank, world)
     except RuntimeError as raised:  # a deadlock; it is the error of every rank that did not raise before
         found.errors = dict.fromkeys(range(size), raised) | found.errors
     return found
+
+
+def _takes(program: Program) -> str:
+    """Return the name of the first parameter, or nothing."""
+    return next(iter(inspect.signature(program).parameters), "")
 
 
 def _told(found: _Found) -> str:

@@ -3,11 +3,9 @@
 import copy
 import itertools
 import os
-import shutil
 import tempfile
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 
@@ -24,12 +22,6 @@ MOMENTUM = fs.torch_optimizer(torch.optim.SGD, lr=lambda step: 0.1, momentum=0.9
 
 FOLDER = Path(tempfile.gettempdir()) / f"funcshard misuse {os.getpid()}"
 NUMBERS = itertools.count()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _folder():
-    yield
-    shutil.rmtree(FOLDER, ignore_errors=True)
 
 
 def new(mesh):

@@ -84,6 +84,10 @@ def test_a_row_with_another_outcome_fails(outcome, program, words):
 
 def test_a_row_says_where_it_runs():
     table = Table()
-    table += [("shard", "a", ValueError("x"), lambda: 0), ("shard", "b", right(0), lambda: 0, (3,))]
-    assert [case.worlds for case in table.cases] == [misuse.PAIR, (3,)]
+    table += [
+        ("shard", "a", ValueError("x"), lambda s: 0),
+        ("shard", "b", right(0), lambda s: 0, (3,)),
+        ("shard", "c", right(0), lambda: 0),
+    ]
+    assert [case.worlds for case in table.cases] == [misuse.PAIR, (3,), (1,)]
     assert table.cases[0].outcome == Error(ValueError, ("x",))

@@ -1,0 +1,102 @@
+"""Arguments of a wrong type that the hostile campaign found: each is told in words of ours.
+
+``tests/hostile/test_misuse.py`` passes random junk; a call that failed there has a row here.
+"""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+import funcshard as fs
+from tests.misuse import APPLY, PARAMS, Table, right
+
+CASES = Table()
+MESH = fs.Mesh()
+PLAN = fs.make_plan(PARAMS, MESH)
+SHARDS = fs.shard(PARAMS, PLAN, MESH)
+SGD = fs.torch_optimizer(torch.optim.SGD, lr=0.1)
+OF_GROUPS = {"lr": 0.1, "plan": PLAN, "mesh": MESH}
+
+CASES += [
+    ("assign_owners", "a class as matrices", TypeError("must be a list of paths or globs"),
+     lambda: fs.assign_owners(PLAN, dict)),
+    ("muon", "an object as matrices", TypeError("must be a list of paths or globs"),
+     lambda: fs.muon(PLAN, MESH, lr=0.1, matrices=SimpleNamespace())),
+    ("global_norm", "a number of 400 digits", ValueError("norm_type must be a number above 0"),
+     lambda: fs.global_norm(SHARDS, PLAN, MESH, 10**400)),
+    ("global_norm", "a whole number of any size", right(True),
+     lambda: fs.global_norm(SHARDS, PLAN, MESH, 2**70) == fs.global_norm(SHARDS, PLAN, MESH, float(2**70))),
+    ("torch_optimizer", "a dictionary as groups", TypeError("put a single group into a list"),
+     lambda: fs.torch_optimizer(torch.optim.SGD, groups={"paths": ["0"]}, **OF_GROUPS)),
+    ("torch_optimizer", "a tensor as groups", TypeError("groups must be a list"),
+     lambda: fs.torch_optimizer(torch.optim.SGD, groups=torch.ones(2), **OF_GROUPS)),
+    ("torch_optimizer", "a number as a group", ValueError("a group must be a dictionary"),
+     lambda: fs.torch_optimizer(torch.optim.SGD, groups=[3], **OF_GROUPS)),
+    ("fully_shard", "a compiler that takes no function", TypeError("compiler must be"),
+     lambda: fs.fully_shard(APPLY, fs.make_plan(PARAMS, MESH, units=["0"]), MESH, compiler=dict)),
+    ("fully_shard", "a compiler that returns no function", TypeError("returned NoneType"),
+     lambda: fs.fully_shard(APPLY, fs.make_plan(PARAMS, MESH, units=["0"]), MESH, compiler=lambda f: None)),
+    ("torch_schedule", "options that the scheduler does not take", TypeError("with the options ['steps']"),
+     lambda: fs.torch_schedule(torch.optim.lr_scheduler.StepLR, lr=0.1, steps=2)),
+    ("with_collectives", "a list as axis", ValueError("axis must be an axis of the mesh"),
+     lambda: fs.with_collectives(MESH, ["shard"], all_gather=None)),
+    ("replan", "a flag as states", TypeError("states must be a list"), lambda: fs.replan(True, PLAN, PLAN)),
+    ("replan", "a path as the old plan", TypeError("old must be a plan; found str"),
+     lambda: fs.replan([SHARDS], "old", PLAN)),
+    ("replan", "a list as the new plan", TypeError("new must be a plan; found list"), lambda: fs.replan([SHARDS], PLAN, [])),
+    ("from_state_dict", "numbers as names", ValueError("missing"), lambda: fs.from_state_dict({1: 2}, PLAN, MESH)),
+    ("save", "a number as path", TypeError("path must be a path, as text"), lambda: fs.save(0, SHARDS, PLAN, MESH)),
+    ("save", "bytes as path", TypeError("path must be a path, as text"), lambda: fs.save(b"x", SHARDS, PLAN, MESH)),
+    ("save", "a zero in the path", ValueError("no character of number zero"), lambda: fs.save("a\0b", SHARDS, PLAN, MESH)),
+    ("restore", "a tensor as path", TypeError("path must be a path, as text"),
+     lambda: fs.restore(torch.ones(2), PLAN, MESH)),
+    ("latest", "None as folder", TypeError("folder must be a path, as text"), lambda: fs.latest(None)),
+    ("export_safetensors", "a list as path", TypeError("path must be a path, as text"),
+     lambda: fs.export_safetensors([1], SHARDS, PLAN, MESH)),
+    ("import_safetensors", "None as path", TypeError("path must be a path, as text"),
+     lambda: fs.import_safetensors(None, PLAN, MESH)),
+    ("import_dcp", "a number as path", TypeError("path must be a path, as text"), lambda: fs.import_dcp(3.5, PLAN, MESH)),
+    ("load_traced", "a number as path", TypeError("path must be a path, as text"), lambda: fs.load_traced(1, MESH)),
+    ("Plan", "a number as JSON", TypeError("JSON must be text or bytes; found int"), lambda: fs.Plan.from_json(0)),
+    ("value_and_grad", "a path as mesh", TypeError("mesh must be a Mesh, or None; found"),
+     lambda: fs.value_and_grad(lambda shards: 0, mesh=Path("x"))),
+    ("accumulate", "a flag as mesh", TypeError("mesh must be a Mesh, or None; found bool"),
+     lambda: fs.accumulate(lambda shards: 0, 2, mesh=True)),
+    ("simulate", "a module", TypeError("simulate takes the program of one rank"), lambda: fs.simulate(nn.Linear(2, 2), 1)),
+    ("assign_owners", "a number as matrices", TypeError("must be a list of paths or globs"),
+     lambda: fs.assign_owners(PLAN, torch.tensor(1.0))),
+    ("optimizer_to_state_dict", "an empty state", ValueError("found no ['leaves', 'steps']: pass state."),
+     lambda: fs.optimizer_to_state_dict({}, SGD, PLAN, MESH)),
+    ("Mesh", "a number too large for a device", ValueError("device must be a device of torch"),
+     lambda: fs.Mesh(device=2**70)),
+    ("Mesh", "a module as groups", TypeError("Mesh takes the group of this rank along each axis"), lambda: fs.Mesh(fs)),
+    ("make_functional", "a class of no modules", TypeError("found type: unshard shards a"),
+     lambda: fs.make_functional(dict)),
+    ("init_shards", "a class", TypeError("init(unit) -> {path: tensor}; found the class dict: call"),
+     lambda: fs.init_shards(dict, PLAN, MESH)),
+    ("simulate", "more ranks than threads", ValueError("world_size must be at most 10,000 ranks, because each is a"),
+     lambda: fs.simulate(lambda mesh: 0, 2**70)),
+    ("init_shards", "a text", TypeError("init_shards takes a function init(unit)"), lambda: fs.init_shards("x", PLAN, MESH)),
+    ("muon", "two numbers as lr", ValueError("lr must be one number; found a tensor of shape (2,)"),
+     lambda: fs.muon(PLAN, MESH, lr=torch.ones(2))),
+    ("torch_optimizer", "two numbers as lr", ValueError("lr must be one number; found a tensor"),
+     lambda: fs.torch_optimizer(torch.optim.SGD, lr=torch.ones(2))),
+    ("export_safetensors", "numbers as buffers", TypeError("buffers must hold tensors; found int under 'a'"),
+     lambda: fs.export_safetensors("x", SHARDS, PLAN, MESH, buffers={"a": 1})),
+    ("fully_shard", "a class as cast", TypeError("cast must be a function cast(unit, buffer)"),
+     lambda: fs.fully_shard(APPLY, PLAN, MESH, cast=dict)),
+    ("unshard", "a module as cast", TypeError("cast must be a function"),
+     lambda: fs.unshard(APPLY, PLAN.units[""], MESH, cast=nn.Linear(2, 2))),
+    ("make_plan", "a tensor as ties", TypeError("ties must be a list of groups of paths"),
+     lambda: fs.make_plan(PARAMS, MESH, ties=torch.ones(2))),
+    ("make_plan", "paths as ties", TypeError("ties must be a list of groups of paths"),
+     lambda: fs.make_plan(PARAMS, MESH, ties=["0.weight"])),
+    ("Mesh", "an object as device", TypeError("device must be a device of torch"), lambda: fs.Mesh({}, device=object())),
+    ("init_mesh", "a device that torch lacks", ValueError("found 'gpu': pass one that"), lambda: fs.init_mesh(device="gpu")),
+    ("simulate", "a device that torch lacks", ValueError("device must be a device of torch"),
+     lambda: fs.simulate(lambda mesh: 0, 2, device="gpu")),
+    ("optimizer_from_state_dict", "a path", TypeError("must be a dictionary; found str"),
+     lambda: fs.optimizer_from_state_dict("state.pt", SGD, PLAN, MESH)),
+]  # fmt: skip
