@@ -27,7 +27,7 @@ CASES += [
     ("global_norm", "a number of 400 digits", ValueError("norm_type must be a number above 0"),
      lambda: fs.global_norm(SHARDS, PLAN, MESH, 10**400)),
     ("global_norm", "a whole number of any size", right(True),
-     lambda: fs.global_norm(SHARDS, PLAN, MESH, 2**70) == fs.global_norm(SHARDS, PLAN, MESH, float(2**70))),
+     lambda: bool(fs.global_norm(SHARDS, PLAN, MESH, 2**70) == fs.global_norm(SHARDS, PLAN, MESH, float(2**70)))),
     ("torch_optimizer", "a dictionary as groups", TypeError("put a single group into a list"),
      lambda: fs.torch_optimizer(torch.optim.SGD, groups={"paths": ["0"]}, **OF_GROUPS)),
     ("torch_optimizer", "a tensor as groups", TypeError("groups must be a list"),
