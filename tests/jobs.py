@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-import random
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +24,7 @@ from torch import nn
 import funcshard as fs
 from funcshard.testing import delayed
 from tests.models import SUBJECTS, Subject, cast, part
+from tests.pairwise import pairwise
 from tests.ranks import run_ranks, run_simulated
 
 __all__ = ["CHOICES", "Job", "Outcome", "Training", "change_of", "covering", "is_possible", "oracle", "run", "tolerance"]
@@ -401,40 +400,6 @@ def tolerance(job: Job) -> float:
 # --- which jobs -------------------------------------------------------------------------------------
 
 
-def covering(seed: int = 0, more: int = 40) -> list[Job]:
-    """Return possible jobs in which each possible pair of two options' values occurs.
-
-    Greedy: of some random jobs around an uncovered pair, take the one with most uncovered pairs.
-
-    Arguments:
-        seed: the seed of the random numbers.
-        more: number of random jobs that are tried for each job.
-    """
-    drawn = random.Random(seed)
-    pairs = [
-        ((one, a), (two, b))
-        for one, two in itertools.combinations(CHOICES, 2)
-        for a in CHOICES[one]
-        for b in CHOICES[two]
-        if is_possible(Job(**{one: a, two: b}))
-    ]
-    missing, jobs = dict.fromkeys(pairs), []
-    while missing:
-        fixed = dict(next(iter(missing)))
-        best = max(_random_jobs(drawn, fixed, more), key=lambda job: sum(pair in missing for pair in _pairs(job)))
-        jobs.append(best)
-        for pair in _pairs(best):
-            missing.pop(pair, None)
-    return jobs
-
-
-def _random_jobs(drawn: random.Random, fixed: Mapping[str, Any], number: int) -> Iterator[Job]:
-    while number:
-        job = Job(**{name: drawn.choice(values) for name, values in CHOICES.items()} | dict(fixed))
-        if is_possible(job):
-            number -= 1
-            yield job
-
-
-def _pairs(job: Job) -> Iterator[Any]:
-    return itertools.combinations([(name, getattr(job, name)) for name in CHOICES], 2)
+def covering() -> list[Job]:
+    """Return possible jobs in which each possible pair of two options' values occurs."""
+    return [Job(**row) for row in pairwise(CHOICES, lambda row: is_possible(Job(**row)))]

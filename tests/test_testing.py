@@ -14,6 +14,7 @@ from funcshard import testing
 from funcshard._utils import tree
 from funcshard.comm.group import DONE
 from funcshard.testing import KINDS, delayed
+from tests.pairwise import crossed
 from tests.ranks import run_ranks, run_simulated
 
 SECONDS = 0.004
@@ -85,9 +86,7 @@ def same(found: list[Any], expected: list[Any]) -> None:
         assert all(torch.equal(a, b) for a, b in zip(each, other, strict=True)), f"rank {rank} read a result too early"
 
 
-@pytest.mark.parametrize("ranks", RUN)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("slow", SLOW)
+@crossed(ranks=list(RUN), schedule=list(SCHEDULES), slow=list(SLOW))
 def test_no_rank_reads_the_result_of_a_slow_collective_too_early(slow: str, schedule: str, ranks: str) -> None:
     same(RUN[ranks](train, 2, SLOW[slow], SCHEDULES[schedule]), run_simulated(train, 2, (), SCHEDULES[schedule]))
 

@@ -1,9 +1,9 @@
 """Fused kernels compute what the operations that they fuse compute, to the bit."""
 
-import pytest
 import torch
 
 from funcshard._utils import unscale_in_place
+from tests.pairwise import crossed
 
 CPU = torch.device("cpu")
 VALUES = {
@@ -15,9 +15,7 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize("factor", [1.0, 0.1, 2.0**-20, 2.0**20])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
-@pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
+@crossed(factor=[1.0, 0.1, 2.0**-20, 2.0**20], dtype=[torch.float32, torch.float64, torch.complex64], values=VALUES)
 def test_unscaling_multiplies_to_the_bit_and_finds_what_is_not_finite(
     values: tuple[float, ...], dtype: torch.dtype, factor: float
 ) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 import funcshard as fs
 from funcshard._utils import tree
+from tests.pairwise import crossed
 from tests.ranks import run_ranks, run_simulated
 
 # The first use of forward-mode AD makes torch import a file that calls a deprecated function of
@@ -116,9 +117,7 @@ def straight_through(ranks: int, count: int) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ahead", AHEAD.values(), ids=AHEAD)
-@pytest.mark.parametrize("world", [1, 2], ids=str)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@crossed(ahead=AHEAD, world=[1, 2], options=OPTIONS)
 def test_gradients_are_those_at_the_rounded_parameters(world: int, options: dict[str, Any], ahead: dict[str, Any]) -> None:
     results = run_simulated(gradient, world, options, ahead, eight_bits)
     ranks = 1 if options.get("strategy") == "no_shard" else world

@@ -11,6 +11,7 @@ from funcshard._utils import tree
 from funcshard.comm.topology import CommDtypes, Topology
 from funcshard.core.buffer_comm import BufferComm, start_gather
 from funcshard.core.flat_buffer import AllGather, ReduceScatter
+from tests.pairwise import crossed
 from tests.ranks import run_ranks, run_simulated
 from tests.storages import Alive
 
@@ -50,9 +51,7 @@ def test_casts_leave_gathering_and_reducing_adjoint(world: Any, sharded: bool) -
     assert left == right != 0
 
 
-@pytest.mark.parametrize("keeps", [False, True], ids=["dtype of the shard", "kept"])
-@pytest.mark.parametrize("sharded", [True, False])
-@pytest.mark.parametrize("world", WORLDS, ids=str)
+@crossed(keeps={"dtype of the shard": False, "kept": True}, sharded=[True, False], world=WORLDS)
 def test_the_backward_of_each_is_the_other_any_number_of_times(world: Any, sharded: bool, keeps: bool) -> None:
     def main(mesh: fs.Mesh) -> None:
         comm, cut = comm_of(mesh, sharded, keeps), mesh.shard.size if sharded else 1
@@ -120,10 +119,12 @@ def test_derivatives_are_those_of_the_whole_model_that_casts_its_parameters(worl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-@pytest.mark.parametrize("keep", [False, True], ids=["widened", "kept"])
-@pytest.mark.parametrize("reduce", [None, torch.bfloat16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("world", [1, 2], ids=str)
+@crossed(
+    strategy=["full_shard", "no_shard"],
+    keep={"widened": False, "kept": True},
+    reduce=[None, torch.bfloat16, torch.float32, torch.float64],
+    world=[1, 2],
+)
 def test_gradients_have_the_dtype_that_the_page_says(world: int, reduce: Any, keep: bool, strategy: str) -> None:
     precision = fs.MixedPrecision(torch.float16, reduce, keep_low_precision_grads=keep)
     kept = (reduce or torch.float16) if keep else torch.float64

@@ -12,6 +12,7 @@ import funcshard as fs
 from funcshard.comm.topology import Topology
 from funcshard.core.buffer_comm import BufferComm, start_gather, start_reduce
 from funcshard.core.flat_buffer import AllGather, ReduceScatter
+from tests.pairwise import crossed
 from tests.ranks import run_ranks
 
 # The first use of forward-mode AD makes torch import a file that calls a deprecated function of
@@ -101,9 +102,7 @@ def test_gathering_keeps_every_dtype_to_the_bit(dtype: torch.dtype) -> None:
     fs.simulate(main, 3)
 
 
-@pytest.mark.parametrize("donated", [True, False])
-@pytest.mark.parametrize("world", MESHES, ids=str)
-@pytest.mark.parametrize("sharded", [True, False])
+@crossed(donated=[True, False], world=MESHES, sharded=[True, False])
 def test_a_reduction_overwrites_its_input_only_when_it_is_donated(world: Any, sharded: bool, donated: bool) -> None:
     def main(mesh: fs.Mesh) -> None:
         cut = mesh.shard.size if sharded else 1

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
 from funcshard._utils import tree
+from tests.pairwise import crossed
 from tests.ranks import run_ranks, run_simulated
 
 PARAMS = {"a": torch.linspace(1, 2, 5), "b": {"c": torch.linspace(-1, 1, 7)}}
@@ -358,9 +359,11 @@ def test_on_grads_sees_this_ranks_gradients_before_they_are_reduced(world, strat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["in place", "returned"])
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-@pytest.mark.parametrize("world", [1, 3, {"replicate": 2, "shard": 2}], ids=str)
+@crossed(
+    how=["in place", "returned"],
+    strategy=["full_shard", "shard_grad_op", "no_shard"],
+    world=[1, 3, {"replicate": 2, "shard": 2}],
+)
 def test_masking_before_the_reduction_is_masking_each_ranks_gradient(world, strategy, how):
     def main(mesh):
         plan, shards, loss_fn, reference, rows = leaf_losses(mesh, strategy)
@@ -511,9 +514,11 @@ def double(unit, *args):
         grad.mul_(2)
 
 
-@pytest.mark.parametrize("bucket_bytes", [0, 1 << 20], ids=["units", "a bucket"])
-@pytest.mark.parametrize("hook", [None, "on_grads", "on_reduce_scattered"])
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@crossed(
+    bucket_bytes={"units": 0, "a bucket": 1 << 20},
+    hook=[None, "on_grads", "on_reduce_scattered"],
+    strategy=["full_shard", "shard_grad_op", "no_shard"],
+)
 def test_a_hook_that_a_backward_inside_backward_would_miss_is_an_error(strategy, hook, bucket_bytes):
     torch.manual_seed(0)
     apply, params, _ = fs.make_functional(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2)).double())

@@ -6,6 +6,7 @@ import torch
 import funcshard as fs
 from funcshard._utils import tree
 from tests.core.test_gradients import PARAMS, units_of
+from tests.pairwise import crossed
 from tests.ranks import run_ranks
 
 
@@ -41,9 +42,7 @@ TERMS = {
 }
 
 
-@pytest.mark.parametrize("given", ["mesh given", "mesh found"])
-@pytest.mark.parametrize("world", [1, 2, 3, {"replicate": 2, "shard": 2}], ids=str)
-@pytest.mark.parametrize("term", TERMS)
+@crossed(given=["mesh given", "mesh found"], world=[1, 2, 3, {"replicate": 2, "shard": 2}], term=list(TERMS))
 def test_a_loss_of_collectives_alone_has_the_gradient_of_the_mean_over_ranks(term, world, given):
     sharded, reference = TERMS[term]
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import funcshard as fs
+from tests.pairwise import crossed
 from tests.ranks import run_simulated
 
 Saved = list[tuple[torch.dtype, tuple[int, ...]]]
@@ -120,9 +121,7 @@ USES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("world", [1, 2])
+@crossed(use=USES, dtype=[torch.bfloat16, torch.float16], world=[1, 2])
 def test_losses_and_gradients_under_autocast_are_those_of_the_module_to_the_bit(
     use: str, dtype: torch.dtype, world: int
 ) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 import funcshard as fs
 from funcshard.core.buffer_comm import AllGatherHandle
+from tests.pairwise import crossed
 from tests.ranks import run_ranks, run_simulated
 
 WIDTH = 6
@@ -106,9 +107,7 @@ def kept(mesh: fs.Mesh, row: str, frozen: bool, keeps: str) -> Any:
     return found, events
 
 
-@pytest.mark.parametrize("keeps", ["on rank 0", "in a cycle"])
-@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
-@pytest.mark.parametrize("row", ROWS)
+@crossed(keeps=["on rank 0", "in a cycle"], frozen={"trainable": False, "frozen": True}, row=list(ROWS))
 def test_a_rank_that_keeps_an_output_which_the_loss_does_not_use_gathers_what_the_others_gather(row, frozen, keeps):
     ranks = 4 if row == "slices" else 2
     alike = run_simulated(kept, ranks, row, frozen, "on all ranks")

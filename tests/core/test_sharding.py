@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import funcshard as fs
 from funcshard._utils import tree
 from funcshard.testing import delayed
+from tests.pairwise import crossed
 from tests.ranks import run_ranks
 
 STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
@@ -247,9 +248,7 @@ def of_rank(rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("others", ["cpu", "meta"])
-@pytest.mark.parametrize("world", [*WORLDS, {"replicate": 2, "shard": 1}], ids=str)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@crossed(others=["cpu", "meta"], world=[*WORLDS, {"replicate": 2, "shard": 1}], strategy=STRATEGIES)
 def test_every_rank_takes_the_values_of_src(strategy: str, world: Any, others: str) -> None:
     def main(mesh: fs.Mesh) -> None:
         plan = fs.make_plan(of_rank(0), mesh, units=["b"], strategy=strategy)

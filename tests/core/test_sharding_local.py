@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import funcshard as fs
+from tests.pairwise import crossed
 
 SHARED = torch.linspace(-1, 1, 12).reshape(4, 3)
 
@@ -71,9 +72,7 @@ def test_gathering_gives_each_rank_its_own():
         assert torch.equal(params["expert"]["w"], torch.full((3, 2), rank + 1.0))
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
-@pytest.mark.parametrize("world", WORLDS, ids=str)
+@crossed(strategy=["full_shard", "no_shard"], norm_type=[1.0, 2.0, math.inf], world=WORLDS)
 def test_the_global_norm_counts_every_ranks_own_leaves_once(world, norm_type, strategy):
     def main(mesh):
         params = params_of(mesh)

@@ -9,6 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
+from tests.pairwise import crossed
 
 PARAMS = {
     "w": torch.linspace(-1, 1, 35).reshape(5, 7),
@@ -37,9 +38,9 @@ def reference_gradients(scale=1.0):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("combine", COMBINE.values(), ids=COMBINE)
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-@pytest.mark.parametrize("world", [1, 2, 3, {"replicate": 2, "shard": 2}], ids=str)
+@crossed(
+    combine=COMBINE, strategy=["full_shard", "shard_grad_op", "no_shard"], world=[1, 2, 3, {"replicate": 2, "shard": 2}]
+)
 def test_gradients_are_the_sum_over_ranks_of_the_unsharded_ones(world, strategy, combine):
     def main(mesh):
         f, shard, plan = one_unit(mesh, layer, combine, strategy=strategy)

@@ -8,6 +8,7 @@ from torch import nn
 
 import funcshard as fs
 from funcshard._utils import tree
+from tests.pairwise import crossed
 
 PARAMS = {
     "first": {"w": torch.ones(5, 3), "n": torch.ones(2, dtype=torch.float64)},
@@ -37,9 +38,9 @@ def on_demand(plan, order=None):
 WORLDS = [1, 2, 3, {"replicate": 2, "shard": 1}, {"replicate": 2, "shard": 2}]
 
 
-@pytest.mark.parametrize("order", [["first", "second"], ["second", "first"]], ids=" then ".join)
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-@pytest.mark.parametrize("world", WORLDS, ids=str)
+@crossed(
+    order=[["first", "second"], ["second", "first"]], strategy=["full_shard", "shard_grad_op", "no_shard"], world=WORLDS
+)
 def test_a_hand_written_step_issues_what_its_plan_predicts(world, strategy, order):
     params = marked()
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import funcshard as fs
 from funcshard._utils import tree
 from tests.core.test_prefetcher import STRATEGIES, WIDTH
+from tests.pairwise import crossed
 from tests.plan.test_predict_nested import Outer
 from tests.ranks import run_ranks, run_simulated
 from tests.storages import Alive, Log, LoggedBlock
@@ -121,9 +122,7 @@ WAYS = {  # options of the model, of fully_shard, of accumulate, of predict_even
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("order", FEW, ids=str)
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@crossed(way=list(WAYS), order=FEW, strategy=["full_shard", "shard_grad_op"])
 def test_what_is_accumulated_or_computed_again_is_predicted(strategy, order, way):
     model, sharding, accumulation, recomputed = WAYS[way]
     recomputed = sorted(set(names(order))) if recomputed is None else recomputed

@@ -10,6 +10,7 @@ from torch.distributed.fsdp.wrap import _recursive_wrap, always_wrap_policy, siz
 
 import funcshard as fs
 from funcshard.plan import wrap
+from tests.pairwise import crossed
 
 
 class BatchNormNet(nn.Module):
@@ -69,10 +70,10 @@ def chosen_by_torch(module: nn.Module, policy: Any) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("least", [1, 20, 40, 60, 100, 1000])
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-@pytest.mark.parametrize(
-    "options", [{}, {"force": nn.Linear}, {"exclude": nn.Sequential}], ids=["preset", "leaf", "exclude"]
+@crossed(
+    least=[1, 20, 40, 60, 100, 1000],
+    make=MODELS,
+    options={"preset": {}, "leaf": {"force": nn.Linear}, "exclude": {"exclude": nn.Sequential}},
 )
 def test_by_size_chooses_what_torch_chooses(make: Any, least: int, options: dict) -> None:
     leaf, exclude = (nn.MultiheadAttention,), (nn.ModuleList, nn.ModuleDict)

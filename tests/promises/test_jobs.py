@@ -79,14 +79,3 @@ def test_three_calls_are_one_call_and_leave_nothing_in_memory(job: Job) -> None:
         assert sum(alive.now().total() for alive in ranks) == 0
     finally:
         gc.enable()
-
-
-def test_covering_jobs_hold_every_possible_pair() -> None:
-    assert len(JOBS) < 60
-    seen = {(one, two) for job in JOBS for one in vars(job).items() for two in vars(job).items()}
-    for one in CHOICES:
-        for two in CHOICES:
-            for a in CHOICES[one]:
-                for b in CHOICES[two]:
-                    if one != two and is_possible(Job(**{one: a, two: b})):
-                        assert ((one, a), (two, b)) in seen

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import funcshard as fs
+from tests.pairwise import crossed
 from tests.ranks import run_ranks, run_simulated
 
 LOCAL = {"*.row": "replicate", "*.column": "shard", "*.own": ("shard", "replicate")}
@@ -178,9 +179,7 @@ def test_what_is_communicated_is_predicted(strategy, backward, frozen):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("shape", [GRID, WIDE], ids=str)
+@crossed(norm_type=[1.0, 2.0, math.inf], strategy=STRATEGIES, shape=[GRID, WIDE])
 def test_the_global_norm_counts_each_value_once(shape, strategy, norm_type):
     def main(mesh):
         params = dict(model_of(mesh.shape, mesh.rank).named_parameters())

@@ -9,6 +9,7 @@ import torch
 import funcshard as fs
 from funcshard._utils import tree
 from funcshard.train.clipping import PIECE, norm_of_rows
+from tests.pairwise import crossed
 
 WORLDS = [1, 2, 3, {"replicate": 2, "shard": 2}, {"replicate": 2}]
 STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
@@ -43,9 +44,7 @@ def reference(params: dict, norm_type: float) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", WORLDS, ids=str)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("norm_type", NORMS)
+@crossed(world=WORLDS, strategy=STRATEGIES, norm_type=NORMS)
 def test_the_norm_is_that_of_the_whole_tree(world: Any, strategy: str, norm_type: float) -> None:
     params = frozen_example()
 
@@ -62,10 +61,7 @@ def test_the_norm_is_that_of_the_whole_tree(world: Any, strategy: str, norm_type
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", WORLDS, ids=str)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("norm_type", NORMS)
-@pytest.mark.parametrize("max_norm", [0.1, 1000.0])
+@crossed(world=WORLDS, strategy=STRATEGIES, norm_type=NORMS, max_norm=[0.1, 1000.0])
 def test_clipping_is_that_of_torch_on_the_whole_model(world: Any, strategy: str, norm_type: float, max_norm: float) -> None:
     params = frozen_example()
     whole = trainable(params)
@@ -92,9 +88,7 @@ def test_clipping_is_that_of_torch_on_the_whole_model(world: Any, strategy: str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", WORLDS, ids=str)
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
-@pytest.mark.parametrize("max_norm", [0.1, 1000.0])
+@crossed(world=WORLDS, norm_type=[1.0, 2.0, math.inf], max_norm=[0.1, 1000.0])
 def test_local_leaves_and_mixed_strategies_count_like_leaves_of_one_model(
     world: Any, norm_type: float, max_norm: float
 ) -> None:

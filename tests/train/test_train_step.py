@@ -12,6 +12,7 @@ from torch import nn
 
 import funcshard as fs
 from funcshard._utils import tree
+from tests.pairwise import crossed
 from tests.ranks import run_ranks, run_simulated
 
 WORLDS = [1, 2, {"replicate": 2, "shard": 2}]
@@ -57,10 +58,9 @@ def plain_loop(net: nn.Module, make: Any, steps: int, max_norm: float | None = N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", WORLDS, ids=str)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("freeze", [False, True], ids=["all", "frozen"])
-@pytest.mark.parametrize("max_norm", [None, 0.05], ids=["unclipped", "clipped"])
+@crossed(
+    world=WORLDS, strategy=STRATEGIES, freeze={"all": False, "frozen": True}, max_norm={"unclipped": None, "clipped": 0.05}
+)
 def test_steps_are_those_of_a_plain_loop(world: Any, strategy: str, freeze: bool, max_norm: float | None) -> None:
     expected, losses, norms = plain_loop(model(freeze), lambda p: torch.optim.AdamW(p, lr=0.05, fused=True), 5, max_norm)
 
@@ -536,10 +536,12 @@ def test_buffers_are_those_of_one_data_rank_and_differ_along_model_axes(weights:
     assert fs.simulate(main, {"shard": 2, "tensor": 2}) == ([0, 1, 0, 1] if weights is None else [2, 3, 2, 3])
 
 
-@pytest.mark.parametrize("world", [1, 3], ids=str)
-@pytest.mark.parametrize("weighted", [False, True], ids=["mean", "weighted"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("traced", [False, True], ids=["run", "traced"])
+@crossed(
+    world=[1, 3],
+    weighted={"mean": False, "weighted": True},
+    dtype=[torch.bfloat16, torch.float16, torch.float32, torch.float64],
+    traced={"run": False, "traced": True},
+)
 def test_losses_of_low_precision_are_averaged_in_float32(
     world: int, weighted: bool, dtype: torch.dtype, traced: bool
 ) -> None:
@@ -575,10 +577,12 @@ def test_losses_of_low_precision_are_averaged_in_float32(
     run_simulated(main, world)
 
 
-@pytest.mark.parametrize("traced", [False, True], ids=["run", "traced"])
-@pytest.mark.parametrize("scaler", [None, fs.GradScaler()], ids=["unscaled", "scaled"])
-@pytest.mark.parametrize("weighted", [False, True], ids=["mean", "weighted"])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@crossed(
+    traced={"run": False, "traced": True},
+    scaler={"unscaled": None, "scaled": fs.GradScaler()},
+    weighted={"mean": False, "weighted": True},
+    accumulate=[1, 2],
+)
 def test_a_loss_of_one_element_counts_as_a_scalar(accumulate: int, weighted: bool, scaler: Any, traced: bool) -> None:
     def main(mesh: fs.Mesh, shape: tuple[int, ...]) -> Any:
         apply, params, buffers = fs.make_functional(nn.Linear(2, 1, bias=False))
