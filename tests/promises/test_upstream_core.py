@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import funcshard as fs
+from tests.pairwise import pairwise
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.slow  # whichever test comes first trains for all
@@ -23,30 +24,24 @@ pytestmark = pytest.mark.slow  # whichever test comes first trains for all
 STEPS = 2  # in the second step the optimizers have state
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 PREFETCH = tuple(itertools.product(("pre", "post", None), (True, False)))
-# Why fewer of no_shard: it gathers nothing in forward or backward, so a schedule changes nothing.
-WAYS = {
-    f"{strategy}, backward {backward}, forward {'ahead' if forward else 'on demand'}{', offloaded' * offload}": (
-        strategy,
-        backward,
-        forward,
-        offload,
-    )
-    for strategy in STRATEGIES
-    for backward, forward in (PREFETCH[:1] if strategy == "no_shard" else PREFETCH)
-    for offload in (False, True)
-}
 OPTIMIZERS = {
     "SGD": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}),
     "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "eps": 1e-3}),
 }
-# The arithmetic of an optimizer depends neither on the device of shards nor on the moment of a
-# gather. So one optimizer runs every way, and each other one runs each strategy.
-CASES = [
-    (each, text)
-    for each in OPTIMIZERS
-    for text, (_, *schedule, offload) in WAYS.items()
-    if each == "AdamW" or (tuple(schedule) == PREFETCH[0] and not offload)
-]
+# Each two of these meet. A unit of no_shard is gathered neither in forward nor in backward, so a
+# schedule changes nothing there.
+ROWS = pairwise(
+    {"optimizer": list(OPTIMIZERS), "strategy": STRATEGIES, "schedule": PREFETCH, "offload": (False, True)},
+    lambda row: row["strategy"] != "no_shard" or row["schedule"] == PREFETCH[0],
+)
+
+
+def _text(strategy: str, backward: str | None, forward: bool, offload: bool) -> str:
+    return f"{strategy}, backward {backward}, forward {'ahead' if forward else 'on demand'}{', offloaded' * offload}"
+
+
+WAYS = {_text(*way): way for way in ((row["strategy"], *row["schedule"], row["offload"]) for row in ROWS)}
+CASES = [(row["optimizer"], _text(row["strategy"], *row["schedule"], row["offload"])) for row in ROWS]
 MODELS = ("NestedWrappedModule", "AlwaysWrapNestedWrappedModule", "TransformerWithSharedParams", "MixtureOfExperts")
 SHARED = "TransformerWithSharedParams"
 CPU = torch.device("cpu")
