@@ -3,6 +3,7 @@
 python -m tests.mutants cover             # once: which test runs which line
 python -m tests.mutants run --workers 2   # resumes where it stopped
 python -m tests.mutants report
+python -m tests.mutants raises            # errors with a text that no test raises
 python -m tests.mutants draw --count 300  # other faults, of another seed
 python -m tests.mutants draw --missing    # others for those whose place has gone
 """
@@ -23,6 +24,7 @@ from pathlib import Path
 from tests.mutants.covering import Covering, cover
 from tests.mutants.faults import Fault, load, planted, save
 from tests.mutants.planting import draw, redraw
+from tests.mutants.raises import unreached
 from tests.mutants.running import Copy, Result
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.mutants", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("command", choices=("cover", "run", "report", "draw"))
+    parser.add_argument("command", choices=("cover", "run", "report", "raises", "draw"))
     parser.add_argument("--folder", type=Path, default=ROOT / ".mutants", help="what was measured (default %(default)s)")
     parser.add_argument("--only", default="*", help="a glob of titles of faults, as report prints them")
     parser.add_argument("--workers", type=int, default=2)
@@ -47,6 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, rest = parser.parse_known_args(arguments)
     if options.command == "cover":
         return cover(ROOT, options.folder, rest)
+    if options.command == "raises":
+        print(*unreached(ROOT, options.folder), sep="\n")
+        return 0
     if options.command == "draw":
         drawn = redraw(ROOT, load(FAULTS), options.seed) if options.missing else draw(ROOT, options.count, options.seed)
         save(FAULTS, drawn)

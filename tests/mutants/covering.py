@@ -11,9 +11,9 @@ from pathlib import Path
 
 from tests.mutants.faults import Fault
 
-__all__ = ["Covering", "cover"]
+__all__ = ["DATA", "Covering", "cover"]
 
-_DATA, _SECONDS = "coverage.sqlite", "seconds.json"
+DATA, _SECONDS = "coverage.sqlite", "seconds.json"
 
 
 def cover(root: Path, folder: Path, arguments: Iterable[str]) -> int:
@@ -27,7 +27,7 @@ def cover(root: Path, folder: Path, arguments: Iterable[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "coveragerc").write_text("[run]\nbranch = true\nsource = funcshard\nconcurrency = thread\n")
     environment = os.environ | {
-        "COVERAGE_FILE": str(folder / _DATA),
+        "COVERAGE_FILE": str(folder / DATA),
         "FUNCSHARD_TEST_SECONDS": str(folder / _SECONDS),
     }
     coverage = ["--cov=funcshard", f"--cov-config={folder / 'coveragerc'}", "--cov-context=test", "--cov-report=term"]
@@ -47,7 +47,7 @@ class Covering:
     def __init__(self, root: Path, folder: Path) -> None:
         import coverage
 
-        self._root, self._data = root, coverage.CoverageData(basename=str(folder / _DATA))
+        self._root, self._data = root, coverage.CoverageData(basename=str(folder / DATA))
         self._data.read()
         measured = json.loads((folder / _SECONDS).read_text())
         self.seconds: dict[str, float] = measured["seconds"]

@@ -11,6 +11,7 @@ import pytest
 from tests.mutants.__main__ import FAULTS, REVERTS, ROOT
 from tests.mutants.faults import Fault, load, places, planted, with_fault
 from tests.mutants.planting import draw, redraw
+from tests.mutants.raises import unreached
 
 _CODE = """class A:
     def f(self, x: int) -> int:
@@ -96,3 +97,14 @@ def test_only_faults_whose_place_has_gone_are_drawn_again(tmp_path) -> None:
         assert (after.file, after.kind) == (before.file, before.kind)
         assert planted((root / after.file).read_text(), after) is not None
     assert len({*again}) == len(again)
+
+
+def test_errors_with_a_text_that_no_test_raises_are_told(tmp_path: Path) -> None:
+    coverage = pytest.importorskip("coverage")
+    path = tmp_path / "funcshard" / "a.py"
+    path.parent.mkdir()
+    path.write_text('raise ValueError(\n    "a")\nraise TypeError("b")\nraise KeyError\nraise\n')
+    data = coverage.CoverageData(basename=str(tmp_path / "coverage.sqlite"))
+    data.add_lines({str(path): [2]})
+    data.write()
+    assert list(unreached(tmp_path, tmp_path)) == ["funcshard/a.py:3: raise TypeError('b')"]
