@@ -108,6 +108,4 @@ CASES += [
     ("compare profile", "a profile instead of a report",
      TypeError("after must be a Report that estimate returned; found Profile"),
      lambda mesh: fs.compare(estimate(mesh), traced())),
-    ("compare", "a list of reports", TypeError("before must be a Report that estimate returned; found list"),
-     lambda mesh: fs.compare([estimate(mesh)] * 2, estimate(mesh))),
 ]  # fmt: skip

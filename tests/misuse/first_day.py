@@ -187,30 +187,6 @@ def _(mesh):
     loss.backward()
 
 
-CASES += [
-    ("make_functional", "the module trained and loaded afterwards",
-     UserWarning("was changed after make_functional had copied it: its parameters were written"),
-     lambda mesh: changed_later(mesh)),
-]  # fmt: skip
-
-
-def changed_later(mesh):
-    net = copy.deepcopy(NET)
-    apply, params, _ = fs.make_functional(net)
-    net.load_state_dict({name: torch.zeros_like(p) for name, p in net.state_dict().items()})
-    net.requires_grad_(False).eval()
-    plan = fs.make_plan(params, mesh)
-    return fs.fully_shard(apply, plan, mesh)(fs.shard(params, plan, mesh), {}, DATA).detach()
-
-
-@CASES("torch_optimizer make_train_step", "the state of another optimizer", ValueError("is not one of torch_optimizer(SGD)"))
-def _(mesh):
-    s = set_up(mesh)
-    adamw = s.step(fs.torch_optimizer(torch.optim.AdamW))
-    state, _ = adamw(adamw.init(s.shards, BUFFERS), s.x)
-    s.step(fs.torch_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9))(state, s.x)
-
-
 # --- what users of FSDP2 rely on ------------------------------------------------------------------
 
 
@@ -304,9 +280,3 @@ def _(mesh):
 
 
 # --- numbers --------------------------------------------------------------------------------------
-
-for number in (0.0, -1.0, float("nan"), float("inf")):
-    CASES += [
-        ("clip_by_global_norm", f"max_norm={number}", ValueError("max_norm must be a finite number above 0"),
-         lambda s, number=number: fs.clip_by_global_norm(s.grads(), s.plan, s.mesh, number)),
-    ]  # fmt: skip

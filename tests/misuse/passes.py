@@ -64,6 +64,5 @@ for what, options in {"a clipped step": {"max_norm": 1.0}, "a step with a scaler
          lambda mesh, options=options: fs.passes.update_early(fs.trace(*set_up(mesh, **options), DATA)), (2,)),
     ]  # fmt: skip
 CASES += [
-    ("passes.drop_unused", "the text", TypeError("found str"), lambda mesh: fs.passes.drop_unused(str(traced()))),
     ("passes.drop_unused", "its graph", TypeError("found StepGraph"), lambda mesh: fs.passes.drop_unused(traced().graph)),
 ]  # fmt: skip
