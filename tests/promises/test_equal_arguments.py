@@ -69,88 +69,43 @@ def precise(s: Setup) -> fs.Plan:
 
 # What a rank calls with equal arguments, what rank 1 calls in its place, and words of the error.
 DIFFERENCES: dict[str, tuple[Callable[[Setup], object], Callable[[Setup], object], str]] = {
-    "remat": (
-        lambda s: s.sharded(),
-        lambda s: s.sharded(remat=["0"]),
-        "remat must be the same on every rank; rank 0 has [] and rank 1 has ['0']",
-    ),
-    "schedule": (
-        lambda s: s.sharded(),
-        lambda s: s.sharded(schedule=schedule(s)),
-        "the schedule must be the same on every rank; rank 0 has None and rank 1 has Schedule",
-    ),
-    "compiler": (
-        lambda s: s.sharded(),
-        lambda s: s.sharded(compiler=torch.compile),
-        "compiler must be the same on every rank; rank 0 has None and rank 1 has torch.compile",
-    ),
-    "options of the compiler": (
-        lambda s: s.sharded(compiler=functools.partial(torch.compile, dynamic=False)),
-        lambda s: s.sharded(compiler=functools.partial(torch.compile, dynamic=True)),
-        "rank 0 has torch.compile(dynamic=False) and rank 1 has torch.compile(dynamic=True)",
-    ),
-    "cast": (
-        lambda s: s.sharded(),
-        lambda s: s.sharded(cast=lambda unit, buffer: None),
-        "cast must be the same on every rank; rank 0 has None and rank 1 has a function",
-    ),
-    "methods": (
-        lambda s: s.sharded(methods={"0": ["forward"]}),
-        lambda s: s.sharded(),
-        "methods must be the same on every rank; rank 0 has {'0': ['forward']} and rank 1 has {}",
-    ),
-    "precision": (
-        lambda s: s.sharded(),
-        lambda s: fs.fully_shard(s.apply, precise(s), s.mesh),
-        "the plan must be the same on every rank; rank 0 has",
-    ),
-    "plan of a step": (
-        lambda s: s.step(),
-        lambda s: s.step(plan=precise(s)),
-        "the plan must be the same on every rank; rank 0 has",
-    ),
-    "optimizer": (
-        lambda s: s.step(SGD),
-        lambda s: s.step(ADAMW),
-        "the optimizer must be the same on every rank; rank 0 has torch.optim.sgd.SGD and rank 1 has torch.optim.adamw",
-    ),
-    "learning rate": (
-        lambda s: s.step(lr=0.1),
-        lambda s: s.step(lr=0.2),
-        "lr of the optimizer must be the same on every rank; rank 0 has 0.1 and rank 1 has 0.2",
-    ),
-    "a schedule on one rank": (
-        lambda s: s.step(lr=decay),
-        lambda s: s.step(lr=0.1),
-        "lr of the optimizer must be the same on every rank; rank 0 has tests.promises.test_equal_arguments.decay and",
-    ),
-    "momentum on one rank": (
-        lambda s: s.step(),
-        lambda s: s.step(momentum=0.9),
-        "momentum of the optimizer must be the same on every rank; rank 0 has nothing and rank 1 has 0.9",
-    ),
-    "options of a group": (
-        lambda s: s.step(groups=[{"paths": ["**.bias"], "weight_decay": 0.0}]),
-        lambda s: s.step(groups=[{"paths": ["**.bias"], "weight_decay": 0.1}]),
-        "weight_decay of group 1 of the optimizer must be the same on every rank; rank 0 has 0.0 and rank 1 has 0.1",
-    ),
-    "leaves of a group": (
-        lambda s: s.step(groups=[{"paths": ["**.bias"], "weight_decay": 0.0}]),
-        lambda s: s.step(groups=[{"paths": ["0.bias"], "weight_decay": 0.0}]),
-        "the group of leaf '1.bias' must be the same on every rank; rank 0 has 1 and rank 1 has 0",
-    ),
-    "matrices of muon": (
-        lambda s: s.muon(),
-        lambda s: s.muon(matrices=["0"]),
-        "the optimizer of leaf '1.weight' must be the same on every rank; rank 0 has muon and rank 1 has nothing",
-    ),
-    "options of muon": (
-        lambda s: s.muon(momentum=0.9),
-        lambda s: s.muon(momentum=0.8),
-        "momentum of muon must be the same on every rank; rank 0 has 0.9 and rank 1 has 0.8",
-    ),
+    "remat": (lambda s: s.sharded(), lambda s: s.sharded(remat=["0"]),
+     "remat must be the same on every rank; rank 0 has [] and rank 1 has ['0']"),
+    "schedule": (lambda s: s.sharded(), lambda s: s.sharded(schedule=schedule(s)),
+     "the schedule must be the same on every rank; rank 0 has None and rank 1 has Schedule"),
+    "compiler": (lambda s: s.sharded(), lambda s: s.sharded(compiler=torch.compile),
+     "compiler must be the same on every rank; rank 0 has None and rank 1 has torch.compile"),
+    "options of the compiler": (lambda s: s.sharded(compiler=functools.partial(torch.compile, dynamic=False)),
+     lambda s: s.sharded(compiler=functools.partial(torch.compile, dynamic=True)),
+     "rank 0 has torch.compile(dynamic=False) and rank 1 has torch.compile(dynamic=True)"),
+    "cast": (lambda s: s.sharded(), lambda s: s.sharded(cast=lambda unit, buffer: None),
+     "cast must be the same on every rank; rank 0 has None and rank 1 has a function"),
+    "methods": (lambda s: s.sharded(methods={"0": ["forward"]}), lambda s: s.sharded(),
+     "methods must be the same on every rank; rank 0 has {'0': ['forward']} and rank 1 has {}"),
+    "precision": (lambda s: s.sharded(), lambda s: fs.fully_shard(s.apply, precise(s), s.mesh),
+     "the plan must be the same on every rank; rank 0 has"),
+    "plan of a step": (lambda s: s.step(), lambda s: s.step(plan=precise(s)),
+     "the plan must be the same on every rank; rank 0 has"),
+    "optimizer": (lambda s: s.step(SGD), lambda s: s.step(ADAMW),
+     "the optimizer must be the same on every rank; rank 0 has torch.optim.sgd.SGD and rank 1 has torch.optim.adamw"),
+    "learning rate": (lambda s: s.step(lr=0.1), lambda s: s.step(lr=0.2),
+     "lr of the optimizer must be the same on every rank; rank 0 has 0.1 and rank 1 has 0.2"),
+    "a schedule on one rank": (lambda s: s.step(lr=decay), lambda s: s.step(lr=0.1),
+     "lr of the optimizer must be the same on every rank; rank 0 has tests.promises.test_equal_arguments.decay and"),
+    "momentum on one rank": (lambda s: s.step(), lambda s: s.step(momentum=0.9),
+     "momentum of the optimizer must be the same on every rank; rank 0 has nothing and rank 1 has 0.9"),
+    "options of a group": (lambda s: s.step(groups=[{"paths": ["**.bias"], "weight_decay": 0.0}]),
+     lambda s: s.step(groups=[{"paths": ["**.bias"], "weight_decay": 0.1}]),
+     "weight_decay of group 1 of the optimizer must be the same on every rank; rank 0 has 0.0 and rank 1 has 0.1"),
+    "leaves of a group": (lambda s: s.step(groups=[{"paths": ["**.bias"], "weight_decay": 0.0}]),
+     lambda s: s.step(groups=[{"paths": ["0.bias"], "weight_decay": 0.0}]),
+     "the group of leaf '1.bias' must be the same on every rank; rank 0 has 1 and rank 1 has 0"),
+    "matrices of muon": (lambda s: s.muon(), lambda s: s.muon(matrices=["0"]),
+     "the optimizer of leaf '1.weight' must be the same on every rank; rank 0 has muon and rank 1 has nothing"),
+    "options of muon": (lambda s: s.muon(momentum=0.9), lambda s: s.muon(momentum=0.8),
+     "momentum of muon must be the same on every rank; rank 0 has 0.9 and rank 1 has 0.8"),
     **{
-        name: (lambda s: s.step(), functools.partial(lambda s, own: s.step(**own), own={name: value}), words)
+        name: (lambda s: s.step(), lambda s, name=name, value=value: s.step(**{name: value}), words)
         for name, value, words in (
             ("accumulate", 2, "accumulate must be the same on every rank; rank 0 has 1 and rank 1 has 2"),
             ("donate", False, "donate must be the same on every rank; rank 0 has True and rank 1 has False"),
@@ -159,29 +114,15 @@ DIFFERENCES: dict[str, tuple[Callable[[Setup], object], Callable[[Setup], object
             ("weighted", True, "weighted must be the same on every rank; rank 0 has False and rank 1 has True"),
             ("max_norm", 1.0, "max_norm must be the same on every rank; rank 0 has None and rank 1 has 1.0"),
             ("divisor", 1, "divisor must be the same on every rank; rank 0 has None and rank 1 has 1"),
-            (
-                "reduce",
-                {"0": "once"},
-                "reduce must be the same on every rank; rank 0 has 'each' and rank 1 has {'0':",
-            ),
-            (
-                "scaler",
-                fs.GradScaler(8.0),
-                "scaler must be the same on every rank; rank 0 has None and rank 1 has Grad",
-            ),
+            ("reduce", {"0": "once"}, "reduce must be the same on every rank; rank 0 has 'each' and rank 1 has {'0':"),
+            ("scaler", fs.GradScaler(8.0), "scaler must be the same on every rank; rank 0 has None and rank 1 has Grad"),
         )
     },
-    "divisor of value_and_grad": (
-        lambda s: s.grad(),
-        lambda s: s.grad(divisor=1),
-        "divisor must be the same on every rank; rank 0 has None and rank 1 has 1.0",
-    ),
-    "micro-batches": (
-        lambda s: s.accumulate(2),
-        lambda s: s.accumulate(4),
-        "micro_batches must be the same on every rank; rank 0 has 2 and rank 1 has 4",
-    ),
-}
+    "divisor of value_and_grad": (lambda s: s.grad(), lambda s: s.grad(divisor=1),
+     "divisor must be the same on every rank; rank 0 has None and rank 1 has 1.0"),
+    "micro-batches": (lambda s: s.accumulate(2), lambda s: s.accumulate(4),
+     "micro_batches must be the same on every rank; rank 0 has 2 and rank 1 has 4"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", DIFFERENCES)
