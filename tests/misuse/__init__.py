@@ -13,10 +13,10 @@ The outcome is one of three:
 - ``untold``: nothing can tell the mistake from a valid program. The result is not what was meant,
   and a sentence in the documentation says why.
 
-A program takes ``s``, the ``Setup`` of one rank, or ``mesh``; one that takes nothing runs on no simulated
-rank. An exception has to come on two
-ranks; where it takes communication to know, the row ends in ``EVERYWHERE``. The other outcomes are tried
-there anyway. ``tests/promises/test_misuse.py`` runs the rows of all files of this folder.
+A program takes ``s``, the ``Setup`` of one rank, or ``mesh``; one that takes nothing runs on no
+simulated rank. An exception has to come on two ranks; where it takes communication to know, the row
+ends in ``EVERYWHERE``. ``right`` is tried there anyway, and ``untold`` on 2 × 2 ranks.
+``tests/promises/test_misuse.py`` runs the rows of all files of this folder.
 
 The rows of ``documented.py`` are on the page "Mistakes and remedies": there the mistake is a sentence,
 and the row ends in its cure. ``python -m tests.misuse`` writes the page.
@@ -177,6 +177,8 @@ class Table:
         cure, worlds = (last, self.worlds) if isinstance(last, str) else ("", last or self.worlds)
         if isinstance(outcome, BaseException):
             outcome, worlds = Error(type(outcome), outcome.args), worlds or PAIR
+        elif isinstance(outcome, Untold):
+            worlds = worlds or (GRID,)
         if not _takes(program):
             worlds = (1,)
         self.cases.append(Case(tuple(of.split()), name, outcome, program, worlds or EVERYWHERE, self.section, cure))

@@ -138,10 +138,6 @@ def growing():
 CASES += [
     ("trace", "a state that depends on the batch", ValueError("found `state.buffers['last']`, whose size depends on"),
      growing),
-]  # fmt: skip
-
-
-CASES += [
     ("trace", "with_sizes, an unknown size", ValueError("which gave the names b; found t"),
      lambda: usual_sized().with_sizes(t=3)),
     ("trace", "with_sizes, no names", ValueError("which gave none; found b"), lambda: usual().with_sizes(b=3)),

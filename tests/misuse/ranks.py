@@ -109,8 +109,6 @@ CASES += [
     ("Mesh", "reshaped on one rank only", DESYNC, lambda mesh: mesh.reshaped(GRID).shape if mesh.rank == 0 else None, (4,)),
     ("Mesh", "a world of one rank for the plan of several", ValueError("found {'replicate': 1, 'shard': 1}"),
      lambda mesh: fs.gather((s := set_up(mesh)).shards, s.plan, fs.Mesh())),
-]  # fmt: skip
-CASES += [
     ("init_mesh", "a shape as a tuple", TypeError("found (2, 2)"), lambda mesh: fs.init_mesh((2, 2))),
     ("init_mesh", "more ranks than there are", ValueError("as many ranks as the world"),
      lambda mesh: fs.init_mesh({"shard": 8})),
@@ -160,8 +158,6 @@ CASES += [
     ("axis_index", "no axis at all", ValueError("found ()"), lambda mesh: fs.axis_index(mesh, axis=())),
     ("axis_index", "one axis twice", ValueError("several different ones"),
      lambda mesh: fs.axis_index(mesh, axis=("shard",) * 2)),
-]  # fmt: skip
-CASES += [
     ("psum_scatter all_to_all", "a size that is no multiple of the ranks", ValueError("one slice for each rank"),
      lambda mesh: fs.psum_scatter(torch.ones(5), mesh, tiled=True)),
     ("psum", "a truth value", TypeError("count with psum(x.int(), mesh)"),
