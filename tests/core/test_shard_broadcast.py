@@ -4,17 +4,12 @@ import pytest
 import torch
 
 import funcshard as fs
+from tests.pairwise import crossed
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch.func.jvp's
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 WORLDS = (1, 2, 4, {"replicate": 2, "shard": 2}, {"replicate": 2, "shard": 1}, {"shard": 2, "expert": 2})
-FAST = [("full_shard", 2), ("no_shard", 2), ("full_shard", WORLDS[3])]
-EVERYWHERE = [
-    pytest.param(strategy, world, marks=[pytest.mark.slow] * ((strategy, world) not in FAST))
-    for strategy in STRATEGIES
-    for world in WORLDS
-]
 
 
 def random(seed, *shape):
@@ -102,8 +97,7 @@ def ranks_of(world):
     return world if isinstance(world, int) else torch.Size(world.values()).numel()
 
 
-@pytest.mark.parametrize("learned", LEARNED)
-@pytest.mark.parametrize(("strategy", "world"), EVERYWHERE, ids=str)
+@crossed(strategy=STRATEGIES, world=WORLDS, learned=list(LEARNED))
 def test_a_learned_value_that_multiplies_shards_gets_its_gradient_once(strategy, world, learned):
     value, factors_of = LEARNED[learned]
     params, value = each(lambda p: p.clone().requires_grad_(), PARAMS), value.clone().requires_grad_()
@@ -155,7 +149,7 @@ def meta_loss_of_rate(mesh, strategy):
     return of_rate
 
 
-@pytest.mark.parametrize(("strategy", "world"), EVERYWHERE, ids=str)
+@pytest.mark.parametrize(("strategy", "world"), [("full_shard", 2), ("no_shard", 2), ("shard_grad_op", WORLDS[3])], ids=str)
 def test_derivatives_of_every_order_by_a_learned_rate_are_right(strategy, world):
     objective = expected_objective(ranks_of(world), LEARNED["a rate"][1])
     leaves = each(lambda p: p.clone().requires_grad_(), PARAMS)

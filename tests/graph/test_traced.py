@@ -114,8 +114,6 @@ HYBRID = {"replicate": 2, "shard": 2}
 # recorded for itself, and its operations are most of a recording.
 SGD = torch_optimizer(torch.optim.SGD, lr=0.1)
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "full_shard": (2, {}),
-    "hybrid, clipped": (HYBRID, {"max_norm": 1.0, "optimizer": SGD}),
     "shard_grad_op, groups": (2, {"plan": {"strategy": "shard_grad_op"}, "optimizer": grouped}),
     "no_shard, torchopt": (2, {"plan": {"strategy": "no_shard"}, "optimizer": lambda plan, mesh: torchopt.adam(1e-2)}),
     "slices": (4, {"plan": {"reshard_after_forward": 2}, "optimizer": SGD}),
@@ -128,7 +126,6 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "offload, foreach": (2, {"plan": {"offload": True}, "optimizer": torch_optimizer(ADAMW, lr=1e-2, foreach=True)}),
     "buckets, not donated": (2, {"plan": {"bucket_bytes": 1 << 12}, "donate": False}),
-    "micro-batches": (2, {"accumulate": 2, "optimizer": SGD}),
     "micro-batches, reduced once": (
         2,
         {
@@ -141,7 +138,6 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "mutable buffers": (2, {"mutable": True, "optimizer": SGD}),
     "muon": (2, {"optimizer": lambda plan, mesh: fs.muon(plan=plan, mesh=mesh, lr=lambda step: 1e-2 / (1 + step))}),
     "scaler, skipped steps": (2, {"scaler": fs.GradScaler(2.0**24, 2.0, 2.0**-6), "plan": {"precision": FLOAT16}}),
-    "weights": (2, {"weighted": True, "optimizer": SGD}),
     "weights, scaler, mutable": (2, {"weighted": True, "mutable": True, "scaler": fs.GradScaler()}),
 }
 
