@@ -73,7 +73,8 @@ from funcshard._utils.torch_groups import (
 from funcshard._utils.torch_kernels import unscale_in_place
 from funcshard._utils.torch_modules import class_for_calls, forget_parametrized, state_names
 from funcshard._utils.torch_operators import (
-    converted,
+    argument_names,
+    conversion,
     count_flops,
     is_random,
     list_arguments,
@@ -153,6 +154,7 @@ __all__ = [
     "Warned",
     "absent",
     "address",
+    "argument_names",
     "asks_for_data",
     "basis_loops",
     "belongs_to_transform_above",
@@ -172,7 +174,7 @@ __all__ = [
     "check_structure",
     "class_for_calls",
     "compile_with",
-    "converted",
+    "conversion",
     "count_flops",
     "cuda_sleep",
     "cutter",

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from funcshard._utils.torch_names import needed_for
+from funcshard._utils.torch_private import FakeTensorMode
 
 __all__ = ["Boxed", "compile_with", "find_backend", "inductor"]
 
@@ -26,7 +27,6 @@ def _compiling() -> Iterator[Any]:
     """Set what torch's compilers expect around them; yield the mode of tensors without data."""
     with needed_for(_FEATURE):
         from torch._guards import TracingContext, tracing
-        from torch._subclasses import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
@@ -50,15 +50,13 @@ def find_backend(backend: str | Callable[..., Any]) -> str | Callable[..., Any]:
         return backend
     with needed_for(_FEATURE):
         from torch._dynamo.backends.registry import lookup_backend
-        from torch._dynamo.exc import InvalidBackend
 
-    try:
-        found: Callable[..., Any] = lookup_backend(backend)
-    except InvalidBackend as error:
+    if backend not in torch.compiler.list_backends(exclude_tags=()):
         raise ValueError(
             f"compile takes the name of a backend of torch.compile, or a function; found {backend!r}: "
             f"torch.compiler.list_backends() lists the names"
-        ) from error
+        )
+    found: Callable[..., Any] = lookup_backend(backend)
     return found
 
 
@@ -81,11 +79,16 @@ def compile_with(backend: Callable[..., Any], module: torch.fx.GraphModule, like
             f"operations: return module.forward to run it as it is"
         )
 
+    return _boxed(run)
+
+
+def _boxed(run: Callable[..., Sequence[Any]]) -> Boxed:
+    """Return a function of several inputs as one of a list, which it empties."""
+
     def boxed(inputs: list[Any]) -> Sequence[Any]:
         own = tuple(inputs)
         inputs.clear()
-        found: Sequence[Any] = run(*own)
-        return found
+        return run(*own)
 
     return boxed
 
@@ -100,7 +103,6 @@ def inductor(module: torch.fx.GraphModule, like: Sequence[torch.Tensor]) -> Boxe
         like: tensors of the inputs' form. No two inputs may share memory.
     """
     with needed_for("compiling a traced step with Inductor"):
-        from torch._functorch._aot_autograd.utils import make_boxed_func
         from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx_inner
         from torch._inductor.decomposition import select_decomp_table
@@ -121,4 +123,4 @@ def inductor(module: torch.fx.GraphModule, like: Sequence[torch.Tensor]) -> Boxe
         compiled: Any = compile_fx_inner(traced, examples, is_inference=True)
     # Why: its own __call__ looks for profilers and caches of GPU kernels.
     run: Boxed = getattr(compiled, "current_callable", None) or compiled
-    return run if getattr(compiled, "_boxed_call", True) else make_boxed_func(run)
+    return run if getattr(compiled, "_boxed_call", True) else _boxed(run)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from funcshard._utils.torch_names import needed_for, private
+from funcshard._utils.torch_names import needed_for
 
 __all__ = [
     "abort_group", "default_store", "destroy_group", "group_timeout", "has_ended", "new_group", "reconnected",
@@ -21,13 +21,11 @@ __all__ = [
 
 _FEATURE = "a mesh over several processes"
 
-_c10d: Any = private("torch.distributed.distributed_c10d", _FEATURE)
-
 
 def default_store() -> dist.Store:
     """Return the key-value store of the default process group."""
     with needed_for(_FEATURE):
-        store: dist.Store = _c10d._get_default_store()
+        store: dist.Store = dist.distributed_c10d._get_default_store()
     return store
 
 
@@ -108,7 +106,7 @@ def new_group(ranks: Sequence[int], backend: str, timeout: datetime.timedelta, n
     hashed: Any = hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest()
     own = list(ranks).index(dist.get_rank())
     with needed_for(_FEATURE):
-        make, world = _c10d._new_process_group_helper, _c10d._world
+        make, world = dist.distributed_c10d._new_process_group_helper, dist.distributed_c10d._world
     group, _ = make(len(ranks), own, list(ranks), dist.Backend(backend), default_store(), hashed, timeout=timeout)
     world.pg_group_ranks[group] = {rank: position for position, rank in enumerate(ranks)}
     return group
@@ -124,6 +122,7 @@ def abort_group(group: Any) -> None:
 
 def destroy_group(group: Any) -> None:
     """Close the connections of a process group and forget it, unless torch has done so already."""
-    if group in _c10d._world.pg_map:
-        with contextlib.suppress(RuntimeError):  # its connections are closed already
+    if group is not None:  # which would be all groups
+        # ValueError: torch has forgotten it. RuntimeError: its connections are closed already.
+        with contextlib.suppress(ValueError, RuntimeError):
             dist.destroy_process_group(group)

@@ -12,10 +12,11 @@ import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from funcshard._utils.tensors import tensors_in
-from funcshard._utils.torch_names import private
+from funcshard._utils.torch_names import lacks
 
 __all__ = [
-    "converted",
+    "argument_names",
+    "conversion",
     "count_flops",
     "is_random",
     "list_arguments",
@@ -36,15 +37,25 @@ _EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_stride
 _Overload: Any = type(torch.ops.aten.add.Tensor)  # the class of operators
 
 
+def _schema(operation: Any) -> Any:
+    """Return the types of an operator's arguments, and which of them it writes to."""
+    try:
+        return operation._schema
+    except AttributeError as error:
+        raise lacks("torch._ops.OpOverload._schema", "an estimate or a trace") from error
+
+
 def writes_inputs(operation: Any) -> bool:
     """Return whether an operation writes to one of its inputs."""
-    return bool(operation._schema.is_mutable)
+    return bool(_schema(operation).is_mutable)
 
 
 def written_arguments(operation: Any, args: Any, kwargs: Any) -> list[Any]:
     """Return the arguments of a call of an operator that it writes to."""
     given = operator_arguments(operation, args, kwargs)
-    written = [each.name for each in operation._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+    written = [
+        each.name for each in _schema(operation).arguments if each.alias_info is not None and each.alias_info.is_write
+    ]
     return [given[name] for name in written if name in given]
 
 
@@ -64,7 +75,7 @@ def moved_bytes(
         new: its results in new memory.
         parts: from tensors to those with their data.
     """
-    name = str(operation._schema.name).removeprefix("aten::")
+    name = operator_name(operation).removeprefix("aten::")
     if name in _EMPTY:
         return 0
     read = list(parts(tensors_in((args, kwargs))))
@@ -82,20 +93,21 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 def list_arguments(operation: Any) -> list[str]:
     """Return the names of the arguments of an operator that are lists of tensors or of numbers."""
-    found = [(each.name, str(each.type)) for each in operation._schema.arguments]
+    found = [(each.name, str(each.type)) for each in _schema(operation).arguments]
     return [name for name, kind in found if kind in ("List[Tensor]", "List[number]", "List[float]")]
 
 
 def operator_name(target: Any) -> str:
     """Return the name of an operator of torch, such as ``"aten::add"``; ``""`` for other code."""
-    return str(target._schema.name) if isinstance(target, _Overload) else ""
+    return str(target.name()).partition(".")[0] if isinstance(target, _Overload) else ""
 
 
 def operator_full_name(target: Any) -> str:
     """Return the name of an operator with its overload, ``"aten::add.Tensor"``; else ``""``."""
     if not isinstance(target, _Overload):
         return ""
-    return f"{target._schema.name}.{target._schema.overload_name or 'default'}"
+    name = str(target.name())
+    return name if "." in name else f"{name}.default"
 
 
 def operator_by_name(space: str, name: str, overload: str) -> Any:
@@ -107,13 +119,22 @@ def operator_by_name(space: str, name: str, overload: str) -> Any:
     return found if isinstance(found, _Overload) else None
 
 
+def argument_names(operation: Any) -> list[str]:
+    """Return the names of the arguments of an operator; none of other code."""
+    return [each.name for each in _schema(operation).arguments] if isinstance(operation, _Overload) else []
+
+
 def operator_arguments(operation: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     """Return the arguments of a call of an operator, by name; those left out are missing."""
-    return dict(zip([each.name for each in operation._schema.arguments], args, strict=False)) | dict(kwargs)
+    return dict(zip(argument_names(operation), args, strict=False)) | dict(kwargs)
 
 
-converted: Any = private("torch.ops.aten._to_copy.default", "a trace")
-"""The operator that copies a tensor into another dtype."""
+def conversion() -> Any:
+    """Return the operator that copies a tensor into another dtype, as traces contain it."""
+    found = operator_by_name("aten", "_to_copy", "default")
+    if found is None:
+        raise lacks("torch.ops.aten._to_copy", "a trace")
+    return found
 
 
 def is_random(operation: Any, args: Any, kwargs: Any) -> bool:
@@ -131,15 +152,15 @@ def count_flops(operation: Any, args: Any, kwargs: Any, out: Any) -> int:
     Warns of an operator that torch cannot count, unless it is known to take few operations.
     """
     # Why by hand: torch's registry lacks the CPU's attention, which stands for every fused one.
-    if operation is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+    name = operator_name(operation)
+    if name == "aten::_scaled_dot_product_flash_attention_for_cpu":
         return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
-    if operation is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+    if name == "aten::_scaled_dot_product_flash_attention_for_cpu_backward":
         return int(sdpa_backward_flop_count(args[0].shape, args[1].shape, args[2].shape, args[3].shape))
     packet = operation.overloadpacket
     count: Any = flop_registry.get(packet)
     if count is not None:
         return int(count(*args, **kwargs, out_val=out))
-    name = str(operation._schema.name)
     if name == "aten::_grouped_mm":
         return _grouped_flops(*args[:2])
     if _is_uncounted(name) and torch.Tag.pointwise not in operation.tags:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from funcshard._utils import check_bytes, converted, operator_arguments
+from funcshard._utils import check_bytes, conversion, operator_arguments
 from funcshard.graph.editing import add_node, clone_node, replace_node
 from funcshard.graph.effects import communicates, dependencies, written_storages
 from funcshard.graph.passes.applying import applied
@@ -279,7 +279,7 @@ def _whole(member: _Member) -> fx.Node:
     graph = member.start.graph
     found = member.data[0] if len(member.data) == 1 else add_node(graph, _ATEN.cat.default, member.data)
     dtype = member.wait.meta["val"].dtype
-    return found if found.meta["val"].dtype == dtype else add_node(graph, converted, found, dtype=dtype)
+    return found if found.meta["val"].dtype == dtype else add_node(graph, conversion(), found, dtype=dtype)
 
 
 def _start(like: _Member, in_order: list[_Member], data: Any, *more: Any) -> fx.Node:

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from funcshard._utils import argument_names
 from funcshard.graph.conditions import Conditions
 from funcshard.graph.filling import fill_in, input_memory
 from funcshard.graph.saving.forms import form_from, form_to, signature_from, signature_to
@@ -230,8 +231,7 @@ def _event_from(data: Any) -> Event:
 
 def _check_collective(node: fx.Node, sizes: Mapping[str, int]) -> None:
     """Raise unless the mesh has the axis of a collective, or a part of it."""
-    schema = getattr(node.target, "_schema", None)
-    names = [] if schema is None else [each.name for each in schema.arguments]
+    names = argument_names(node.target)
     if collective_of(node) and "axis" in names:
         axis, ranks = (cast(Any, node.args[names.index(name)]) for name in ("axis", "ranks"))
         if axis not in sizes or type(ranks) is not int or ranks < 1 or sizes[axis] % ranks:
