@@ -133,7 +133,6 @@ from funcshard._utils.torch_private import (
     unwrapped,
     unwrapped_bytes,
     version,
-    without_torch_function,
     wrapper_subclass,
 )
 from funcshard._utils.torch_symbols import put_number, record_sized_graph
@@ -261,7 +260,6 @@ __all__ = [
     "unwrapped_bytes",
     "version",
     "without_collection",
-    "without_torch_function",
     "wrapper_subclass",
     "writes_inputs",
     "with_plain_factories",

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from funcshard._utils.torch_names import private
+from funcshard._utils.torch_private import dispatch_modes
 
 __all__ = ["with_plain_factories"]
-
-# Why 1: then the context below is always one, which costs time only.
-_modes: Callable[[], int] = private("torch._C._len_torch_function_stack", "optimizers of torch", lambda: 1)
 
 
 def with_plain_factories() -> contextlib.AbstractContextManager[Any]:
@@ -28,5 +24,7 @@ def with_plain_factories() -> contextlib.AbstractContextManager[Any]:
         ...     torch.zeros(1).device
         device(type='cpu')
     """
-    # Why only there: a mode of any kind costs time for each operation.
-    return torch.device("cpu") if _modes() else contextlib.nullcontext()
+    # Why only there: the context costs time for each operation. Why not with a dispatch mode: it
+    # would record this tensor.
+    elsewhere = dispatch_modes() or torch.empty(0).device.type != "cpu"
+    return torch.device("cpu") if elsewhere else contextlib.nullcontext()

@@ -16,6 +16,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import CodeType, MappingProxyType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -79,7 +80,6 @@ __all__ = [
     "unseen",
     "untraced",
     "version",
-    "without_torch_function",
     "wrapper_subclass",
 ]
 
@@ -91,53 +91,55 @@ T = TypeVar("T")
 _FUNC = "torch.func around sharded functions"
 _FUNCTORCH = "torch._C._functorch"
 
-_stack = private(f"{_FUNCTORCH}.get_interpreter_stack", _FUNC, None)
+
+def _no_stack() -> None:
+    return None
 
 
-def _in_transforms() -> bool:
-    return _stack is not None and bool(_stack())
+_stack: Callable[[], list[Any] | None] = private(f"{_FUNCTORCH}.get_interpreter_stack", _FUNC, _no_stack)
 
-
-transforms_active: Callable[[], bool] = private("torch._C._are_functorch_transforms_active", _FUNC, _in_transforms)
-"""Return whether this code runs inside a ``torch.func`` transform."""
-
-if _stack is None and transforms_active is _in_transforms:
+if _stack is _no_stack:
     # Why at once: nothing else tells a transform, and without it results may be wrong in silence.
     warnings.warn(f"{lacks(_FUNCTORCH, _FUNC)}; nothing will tell you where results are wrong", RuntimeWarning, stacklevel=2)
+
+
+def _interpreters() -> list[Any]:
+    """Return the ``torch.func`` transforms that this code runs inside."""
+    return _stack() or []
+
+
+def transforms_active() -> bool:
+    """Return whether this code runs inside a ``torch.func`` transform."""
+    return bool(_stack())
+
+
+def transform_level() -> int:
+    """Return the number of ``torch.func`` transforms that this code runs inside."""
+    return len(_interpreters())
 
 
 def _no_level(_: torch.Tensor) -> int:
     if transforms_active():
         raise lacks(f"{_FUNCTORCH}.maybe_get_level", _FUNC)
-    return 0
+    return -1
 
 
+# The level of a tensor's transform: -1 for a plain one, and -2 if the transform has ended.
 _level: Callable[[torch.Tensor], int] = private(f"{_FUNCTORCH}.maybe_get_level", _FUNC, _no_level)
 
-is_transformed: Callable[[torch.Tensor], bool] = private(
-    f"{_FUNCTORCH}.is_functorch_wrapped_tensor", _FUNC, lambda tensor: _level(tensor) > 0
-)
-"""Return whether a ``torch.func`` transform wraps the tensor."""
-
-is_legacy_batched: Callable[[torch.Tensor], bool] = private(
-    f"{_FUNCTORCH}.is_legacy_batchedtensor", "torch.autograd.grad with is_grads_batched", lambda _: False
-)
-"""Return whether the tensor is a batch of ``torch.autograd.grad(is_grads_batched=True)``."""
-
-_is_batched: Callable[[torch.Tensor], bool] = private(f"{_FUNCTORCH}.is_batchedtensor", _FUNC)
+# The tensor one level below.
 _get_unwrapped: Callable[[torch.Tensor], torch.Tensor] = private(f"{_FUNCTORCH}.get_unwrapped", _FUNC)
-_nested_jvp: Any = private("torch._functorch.eager_transforms.jvp_increment_nesting", _FUNC, None)
-_without_transforms: Any = private("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", _FUNC)
-_eager_transforms: Any = private("torch._functorch.eager_transforms", _FUNC, None)
 
 
-def _interpreters() -> list[Any]:
-    """Return the ``torch.func`` transforms that this code runs inside."""
-    if _stack is not None:
-        return _stack() or []
-    if transforms_active():
-        raise lacks(f"{_FUNCTORCH}.get_interpreter_stack", _FUNC)
-    return []
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Return whether a ``torch.func`` transform wraps the tensor."""
+    return _level(tensor) != -1
+
+
+def is_legacy_batched(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor is a batch of ``torch.autograd.grad(is_grads_batched=True)``."""
+    # No other strided tensor lacks a storage, but for those of transforms.
+    return not storage_id(tensor) and tensor.layout is torch.strided and not is_transformed(tensor)
 
 
 def belongs_to_transform_above(tensor: torch.Tensor) -> bool:
@@ -149,8 +151,16 @@ def belongs_to_transform_above(tensor: torch.Tensor) -> bool:
     if level > len(stack):
         return True
     # Why compare kinds: a transform that was opened here can have the same level as one above.
-    mapped = level > 0 and stack[level - 1].key().name == "Vmap"
-    return level > 0 and _is_batched(tensor) != mapped
+    # The tensor inside of a batch has one more dim.
+    if level <= 0:
+        return False
+    batched = _get_unwrapped(tensor).dim() != tensor.dim()
+    return batched != (stack[level - 1].key().name == "Vmap")
+
+
+# Lets each torch.func.jvp believe that it runs inside another one. Why not one more jvp: the first
+# call of that imports all decompositions of torch, which takes a second.
+_nested_jvp: Any = private("torch._functorch.eager_transforms.jvp_increment_nesting", _FUNC, None)
 
 
 @contextlib.contextmanager
@@ -168,11 +178,6 @@ def one_forward_level() -> Iterator[None]:
         yield
 
 
-def transform_level() -> int:
-    """Return the number of ``torch.func`` transforms that this code runs inside."""
-    return len(_interpreters())
-
-
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     """Return the plain tensor below all transforms that wrap ``tensor``."""
     while is_transformed(tensor):
@@ -183,8 +188,9 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 def unwrapped_bytes(tensor: torch.Tensor) -> bytes:
     """Return the data of ``tensor``, below all transforms that wrap it."""
     tensor = unwrapped(tensor)
-    with _without_transforms(), torch.no_grad():
-        return bytes(byte_view(tensor.cpu()).tolist())
+    # Why in a thread: no transform is active there, which would wrap what is computed.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: bytes(byte_view(tensor.detach().cpu()).tolist())).result()
 
 
 # --- loops over unit vectors ----------------------------------------------------------------------
@@ -216,8 +222,6 @@ def basis_loops(bottom: CodeType | None = None, *, outer: bool = False) -> dict[
     Raises:
         RuntimeError: such a loop runs, and this release of torch runs it in an unknown way.
     """
-    if _eager_transforms is None and transforms_active():
-        raise lacks("torch._functorch.eager_transforms", _FUNC)
     met: set[str] = set()
     found = _loops_of_frames(sys._getframe(1), bottom, outer, met)
     for name in met - _known_loops:
@@ -230,7 +234,7 @@ def _loops_of_frames(frame: Any, bottom: CodeType | None, outer: bool, met: set[
     # Why look at frames: the tensors inside jacrev are those inside vmap of vjp, where the caller
     # has chosen the vectors.
     codes, functional_file = _loop_codes(), torch.autograd.functional.__file__
-    transforms_file = "" if _eager_transforms is None else _eager_transforms.__file__
+    transforms_file = torch.func.jvp.__code__.co_filename
     found: dict[int, BasisLoop] = {}
     callee, opened, at_bottom = "", None, False
     while frame is not None:
@@ -317,6 +321,7 @@ def _check_loop(name: str) -> None:
 
 # --- autograd -------------------------------------------------------------------------------------
 
+# The node whose gradient this thread computes now; None outside of backward.
 _current_node: Callable[[], Any] = private("torch._C._current_autograd_node", "estimates")
 
 
@@ -352,6 +357,7 @@ saved_tensors_hooks_allowed: Callable[[], bool] = private(
 )
 """Return whether ``torch.autograd.graph.saved_tensors_hooks`` is allowed here."""
 
+# The innermost active pair of hooks; True: also while torch traces.
 _top_hooks: Callable[[bool], Any] = private(
     "torch._C._autograd._top_saved_tensors_default_hooks", "hooks for saved tensors around units", lambda _: None
 )
@@ -389,9 +395,10 @@ def cast_of(tensor: torch.Tensor) -> tuple[torch.Tensor, Any, int, bool] | None:
         number of its output; and whether the source was transposed before the cast. ``None`` if
         ``tensor`` is no cast, or was written to after it.
     """
-    cast = tensor._base if tensor._is_view() else tensor
-    node = None if cast is None else cast.grad_fn
-    if cast is None or node is None or node.name() != "ToCopyBackward0" or cast._version:
+    whole = getattr(tensor, "_base", None)  # None for what is no view
+    cast = tensor if whole is None else whole
+    node = cast.grad_fn
+    if node is None or node.name() != "ToCopyBackward0" or version(cast):
         return None
     source, number = node.next_functions[0]
     if source is None or source.name() not in _TRANSPOSES:
@@ -400,13 +407,12 @@ def cast_of(tensor: torch.Tensor) -> tuple[torch.Tensor, Any, int, bool] | None:
     return cast, source, number, True
 
 
-_NUMBERS = private("torch.autograd.graph.Node._sequence_nr", "the order of backward", None)
-
-
 def sequence_number(node: Any) -> int:
     """Return the sequence number of an autograd node; forward numbers its nodes upwards."""
-    # Why 0: prefetches then begin with another unit, and results are the same.
-    return 0 if _NUMBERS is None else int(node._sequence_nr())
+    try:
+        return int(node._sequence_nr())
+    except AttributeError:  # prefetches then begin with another unit, and results are the same
+        return 0
 
 
 def signed(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -442,9 +448,8 @@ class _Bound:
 # --- selective checkpoints ------------------------------------------------------------------------
 
 _SELECTIVE = "selective checkpoints"
+# The active dispatch modes, from the outermost to the innermost.
 _modes: Callable[[], list[Any]] = private("torch.utils._python_dispatch._get_current_dispatch_mode_stack", _SELECTIVE)
-_pop_mode: Callable[[], Any] = private("torch.utils._python_dispatch._pop_mode", _SELECTIVE)
-_push_mode: Callable[[Any], None] = private("torch.utils._python_dispatch._push_mode", _SELECTIVE)
 
 dispatch_modes: Callable[[], int] = private("torch._C._len_torch_dispatch_stack", _SELECTIVE, lambda: len(_modes()))
 """Return the number of dispatch modes that are active here."""
@@ -488,19 +493,19 @@ def unseen(f: Callable[P, T]) -> Callable[P, T]:
 
 def _replace_modes(stack: list[Any]) -> None:
     """Make ``stack``, from the outermost to the innermost, the stack of dispatch modes."""
-    while dispatch_modes():
-        _pop_mode()
+    # Why of the base class: the methods of some modes do more than to leave and enter the stack.
+    for mode in reversed(_modes()):
+        TorchDispatchMode.__exit__(mode, None, None, None)
     for mode in stack:
-        _push_mode(mode)
+        TorchDispatchMode.__enter__(mode)
 
 
 # --- tensors and modules --------------------------------------------------------------------------
 
 
+# Why a default: without the name, only errors about tensors that were written to are lost.
 version: Callable[[torch.Tensor], int] = (
-    (lambda _: 0)
-    if private("torch.Tensor._version", "errors about tensors that were written to", None) is None
-    else operator.attrgetter("_version")
+    operator.attrgetter("_version") if hasattr(torch.Tensor, "_version") else lambda _: 0
 )
 """Return how often the memory of a tensor has been written to in place."""
 
@@ -523,7 +528,8 @@ def stored_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     A wrapper is a tensor of a class such as DTensor or a jagged nested tensor.
     """
     if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
+        with needed_for("a sparse tensor in an estimate"):  # whose public names sum up duplicates first
+            return [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
@@ -554,20 +560,13 @@ def local_part(dtensor: Any) -> torch.Tensor:
     return local.wait() if type(local).__name__ == "AsyncCollectiveTensor" else local
 
 
-without_torch_function: Any = private("torch._C.DisableTorchFunctionSubclass", "init_module with draws='blocks'")
-"""The context in which a subclass calls a function as if it had no ``__torch_function__``."""
+no_torch_function: Any = torch.nn.Parameter.__torch_function__
+"""The ``__torch_function__`` for a tensor subclass that overrides ``__torch_dispatch__`` only.
 
+It calls a function as if the subclass had no ``__torch_function__``.
+"""
 
-def _call_without(_: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    with without_torch_function():
-        return function(*args, **(kwargs or {}))
-
-
-no_torch_function: Any = private(
-    "torch._C._disabled_torch_function_impl", "placeholders of leaves", classmethod(_call_without)
-)
-"""The ``__torch_function__`` for a tensor subclass that overrides ``__torch_dispatch__`` only."""
-
+# Makes a tensor of a subclass that has no memory.
 _make_subclass: Any = private("torch.Tensor._make_wrapper_subclass", "placeholders of leaves", None)
 
 
@@ -635,7 +634,12 @@ def recording_or_transforming() -> bool:
 
 
 _DYNAMO = "torch.compile around sharded functions"
+
+# Returns what Dynamo does with new frames of this thread; None if it is off.
 _callback: Callable[[], Any] = private("torch._C._dynamo.eval_frame.get_eval_frame_callback", _DYNAMO, lambda: _DYNAMO)
+
+# Why not torch.compiler.disable: it imports Dynamo, which takes longer than importing this library.
+# Why not such a function of ours: Dynamo would compile it, and skips those of torch.
 _disabled: Any = private("torch._compile._disable_dynamo", _DYNAMO, torch.compiler.disable)
 
 
@@ -660,9 +664,8 @@ def untraced(f: Callable[P, T]) -> Callable[P, T]:
 def hidden_from_dynamo(f: Callable[P, T], reason: str) -> Callable[P, T]:
     """Return ``f`` such that Dynamo does not trace it; its errors give the reason."""
     # Why: a graph would contain the memory that a collective writes into, but not the collective.
-    # Why not torch.compiler.disable: it imports Dynamo, which takes longer than importing this
-    # library.
     hidden: Any = _disabled(f)
+    # By these marks Dynamo knows the function, and the reason for its error.
     hidden._torchdynamo_disable, hidden._torchdynamo_disable_msg = True, reason
     return hidden
 
@@ -694,12 +697,14 @@ def dcp_storage_info() -> Any:
 
 def cuda_sleep(cycles: int) -> None:
     """Keep the current CUDA stream busy for a number of clock cycles."""
-    torch.cuda._sleep(cycles)
+    with needed_for("a collective that fs.testing delays"):
+        torch.cuda._sleep(cycles)
 
 
 # --- traces without data --------------------------------------------------------------------------
 
 FakeTensorMode: Any = private("torch._subclasses.fake_tensor.FakeTensorMode", "an estimate or a trace")
+# The number of this thread's next node. An operation that shows it would take the number.
 _next_number: Callable[[], int] = private("torch._C._autograd._get_sequence_nr", "an estimate")
 
 
@@ -764,8 +769,10 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return any(cls.__name__ == "FakeTensor" for cls in type(tensor).__mro__)
 
 
-is_zero_tensor: Callable[[torch.Tensor], bool] = operator.methodcaller("_is_zerotensor")
-"""Return whether a tensor is zeros without memory; torch makes such in forward-mode derivatives."""
+def is_zero_tensor(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is zeros without memory, as forward-mode derivatives contain them."""
+    with needed_for("a trace"):
+        return tensor._is_zerotensor()
 
 
 def asks_for_data(error: Exception) -> bool:
@@ -782,12 +789,13 @@ def next_sequence_number() -> int:
 
 def running_sequence_number() -> int | None:
     """Return the sequence number of the node that backward runs now; ``None`` outside of it."""
-    if _NUMBERS is None:
-        raise lacks("torch.autograd.graph.Node._sequence_nr", "an estimate")
     node: Any = _current_node()
-    return None if node is None else sequence_number(node)
+    with needed_for("an estimate"):
+        return None if node is None else int(node._sequence_nr())
 
 
 def refresh_flat_weights(module: torch.nn.RNNBase) -> None:
     """Let the second list of an RNN's weights hold the weights in its parameter table."""
-    module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+    with needed_for("a unit with an RNN"):
+        names = module._flat_weights_names
+    module._flat_weights = [getattr(module, name) for name in names]

@@ -51,6 +51,7 @@ def record_sized_graph(
         from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
     env = ShapeEnv(duck_shape=False)  # two names with one size are two symbols
+    # Why: asking for the address of a tensor without data is an error then, as in record_graph.
     with private("torch._functorch.config", _FEATURE).patch(fake_tensor_allow_unsafe_data_ptr_access=False):
         mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
     pairs = list(zip(examples, names, strict=True))

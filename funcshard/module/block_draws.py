@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import tree, without_torch_function, wrapper_subclass
+from funcshard._utils import no_torch_function, tree, wrapper_subclass
 from funcshard.comm import Mesh
 from funcshard.plan import BufferPlan, LeafSpec, boxes, slice_offsets
 
@@ -201,8 +201,7 @@ class _Drawn(torch.Tensor):
         if func == _SET_DATA:  # which torch refuses for tensors of two classes
             args[0].drawn.assign(args[1])
             return None
-        with without_torch_function():
-            return func(*args, **(kwargs or {}))
+        return no_torch_function(func, types, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
