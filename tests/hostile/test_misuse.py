@@ -16,6 +16,7 @@ from torch import nn
 import funcshard as fs
 from tests.hostile.blame import outcome_of
 from tests.hostile.campaign import Campaign
+from tests.right_calls import RIGHT_CALLS, World
 
 pytestmark = pytest.mark.hostile
 
@@ -44,123 +45,15 @@ JUNK: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
-# --- one right call of each public function, as positional and named arguments --------------------
-
-
-class World:
-    """What the right calls are made of, on one rank of one mesh."""
-
-    def __init__(self, mesh: fs.Mesh, folder: Path) -> None:
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
-        self.mesh, self.folder, self.x = mesh, folder, torch.ones(2, 4)
-        self.apply, self.params, self.buffers = fs.make_functional(self.net)
-        self.plan = fs.make_plan(self.params, mesh, units=["0"])
-        self.shards = fs.shard(self.params, self.plan, mesh)
-        self.sharded = fs.fully_shard(self.apply, self.plan, mesh)
-        self.optimizer = fs.torch_optimizer(torch.optim.AdamW, lr=0.1)
-        self.step = fs.make_train_step(self.loss, self.optimizer, self.plan, mesh)
-        self.state = self.step.init(fs.copy(self.shards), self.buffers)
-        self.by_name = fs.to_state_dict(self.shards, self.plan, mesh)
-        self.moments = fs.optimizer_to_state_dict(self.state.opt_state, self.optimizer, self.plan, mesh)
-        fs.save(folder / "saved", {"shards": self.shards}, self.plan, mesh)
-        fs.export_safetensors(folder / "out.safetensors", self.shards, self.plan, mesh)
-
-    def loss(self, shards: Any, buffers: Any, x: torch.Tensor) -> torch.Tensor:
-        return self.sharded(shards, buffers, x).square().mean()
-
-    def of_shards(self, shards: Any) -> torch.Tensor:
-        return self.sharded(shards, self.buffers, self.x).square().mean()
-
-    def one(self, x: torch.Tensor) -> torch.Tensor:
-        return x.square().sum()
-
-
-def calls(w: World) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]:
-    unit, x = w.plan.units["0"], torch.arange(4.0)
-    meshed = {
-        name: (getattr(fs, name), (x, w.mesh), {"axis": "shard"})
-        for name in ("psum", "pmean", "pmax", "all_gather", "psum_scatter", "all_to_all")
-    }
-    return meshed | {
-        "ppermute": (fs.ppermute, (x, w.mesh, [(0, 0)]), {"axis": "shard"}),
-        "axis_index": (fs.axis_index, (w.mesh,), {"axis": "shard"}),
-        "make_plan": (fs.make_plan, (w.params, w.mesh), {
-            "units": ["0"], "strategy": "full_shard", "ties": (), "local": (), "offload": False, "precision": None,
-            "bucket_bytes": "auto", "reshard_after_forward": None, "reshard_after_backward": True,
-        }),
-        "make_schedule": (fs.make_schedule, (w.plan,), {}),
-        "predict_events": (fs.predict_events, (w.plan,), {}),
-        "make_functional": (fs.make_functional, (w.net,), {"mutable": False}),
-        "shard": (fs.shard, (w.params, w.plan, w.mesh), {"src": None, "check": True}),
-        "gather": (fs.gather, (w.shards, w.plan, w.mesh), {}),
-        "init_shards": (fs.init_shards, (lambda unit: w.params, w.plan, w.mesh), {}),
-        "unshard": (fs.unshard, (lambda leaves: 1, unit, w.mesh), {"cast": None}),
-        "remat": (fs.remat, (w.one,), {}),
-        "fully_shard": (fs.fully_shard, (w.apply, w.plan, w.mesh), {
-            "schedule": None, "cast": None, "remat": (), "compiler": None, "ignored_params": (), "methods": None,
-        }),
-        "value_and_grad": (fs.value_and_grad, (w.of_shards,), {"has_aux": False, "mesh": w.mesh, "weighted": False}),
-        "accumulate": (fs.accumulate, (w.loss, 2), {"has_aux": False, "mesh": w.mesh, "reduce": "each"}),
-        "per_sample_grad": (fs.per_sample_grad, (w.loss, w.plan, w.mesh), {
-            "max_norm": 1.0, "noise_multiplier": 0.0, "generator": None, "batch_size": None, "chunk_size": None,
-        }),
-        "global_norm": (fs.global_norm, (w.shards, w.plan, w.mesh), {"norm_type": 2.0}),
-        "clip_by_global_norm": (fs.clip_by_global_norm, (w.shards, w.plan, w.mesh, 1.0), {
-            "norm_type": 2.0, "donate": False,
-        }),
-        "torch_optimizer": (fs.torch_optimizer, (torch.optim.SGD,), {"lr": 0.1, "elementwise": None, "groups": ()}),
-        "torch_schedule": (fs.torch_schedule, (torch.optim.lr_scheduler.StepLR,), {"lr": 0.1, "step_size": 2}),
-        "muon": (fs.muon, (w.plan, w.mesh), {"lr": 0.1, "matrices": None, "adamw": None}),
-        "assign_owners": (fs.assign_owners, (w.plan,), {"matrices": None}),
-        "make_meter": (fs.make_meter, (w.mesh,), {"tokens": 3, "step": 0}),
-        "make_train_step": (fs.make_train_step, (w.loss, w.optimizer, w.plan, w.mesh), {
-            "has_aux": False, "mutable": False, "max_norm": 1.0, "accumulate": 1, "reduce": "each", "weighted": False,
-            "on_grads": None, "on_reduce_scattered": None, "divisor": None, "scaler": None, "donate": True,
-        }),
-        "step": (lambda state: w.step(state, w.x), (fs.copy(w.state),), {}),
-        "step.init": (w.step.init, (w.shards, w.buffers), {}),
-        "sharded": (lambda shards, buffers: w.sharded(shards, buffers, w.x), (w.shards, w.buffers), {}),
-        "GradScaler": (fs.GradScaler, (), {
-            "init_scale": 2.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2,
-        }),
-        "copy": (fs.copy, (w.shards,), {}),
-        "to_state_dict": (fs.to_state_dict, (w.shards, w.plan, w.mesh), {
-            "buffers": None, "rank0_only": False, "offload": False, "sharded": False,
-        }),
-        "from_state_dict": (fs.from_state_dict, (w.by_name, w.plan, w.mesh), {"src": None, "check": True, "cast": False}),
-        "optimizer_to_state_dict": (fs.optimizer_to_state_dict, (w.state.opt_state, w.optimizer, w.plan, w.mesh), {}),
-        "optimizer_from_state_dict": (fs.optimizer_from_state_dict, (w.moments, w.optimizer, w.plan, w.mesh), {
-            "src": None, "strict": True, "steps": None, "check": True,
-        }),
-        "save": (fs.save, (w.folder / "again", {"shards": w.shards}, w.plan, w.mesh), {
-            "wait": True, "after": None, "keep": None, "timeout": 5.0,
-        }),
-        "restore": (fs.restore, (w.folder / "saved", w.plan, w.mesh), {}),
-        "latest": (fs.latest, (w.folder,), {"thorough": False}),
-        "replan": (fs.replan, ([{"shards": w.shards}], w.plan, w.plan), {}),
-        "export_safetensors": (fs.export_safetensors, (w.folder / "new.safetensors", w.shards, w.plan, w.mesh), {
-            "buffers": None, "max_shard_size": "5GB", "dtype": None,
-        }),
-        "import_safetensors": (fs.import_safetensors, (w.folder / "out.safetensors", w.plan, w.mesh), {"cast": False}),
-        "with_collectives": (fs.with_collectives, (w.mesh, "shard"), {"all_gather": None}),
-        "stack": (fs.stack, ({"a": [{"w": x}, {"w": x}]}, "a"), {}),
-        "Plan.from_json": (fs.Plan.from_json, (w.plan.to_json(),), {}),
-        "MixedPrecision": (fs.MixedPrecision, (), {"param_dtype": None, "reduce_dtype": None, "output_dtype": None}),
-        "Mesh": (fs.Mesh, (), {"groups": {}, "device": "cpu"}),
-        "simulate": (fs.simulate, (lambda mesh: mesh.rank, 1), {}),
-        "init_mesh": (fs.init_mesh, (), {
-            "shape": None, "device": "cpu", "timeout": 5.0, "patience": 1.0, "shared_memory": True,
-        }),
-    }  # fmt: skip
+# These take junk in other words than ours.
+LEFT_OUT = {"GradScaler.unscale", "Mesh.from_device_mesh", "delayed", "profile"}
 
 
 def misuse(mesh: fs.Mesh, seed: int, folder: Path) -> str:
     """Call some public function with one or two arguments replaced; return what came of it."""
-    draw, w = Random(seed), World(mesh, folder)
-    all_calls = calls(w)
-    name = draw.choice(sorted(all_calls))
-    function, positional, named = all_calls[name]
+    draw = Random(seed)
+    name = draw.choice(sorted(RIGHT_CALLS.keys() - LEFT_OUT))
+    function, positional, named = RIGHT_CALLS[name](World(mesh, folder))
     places: list[Any] = [*range(len(positional)), *named]
     changes = {place: draw.choice(list(JUNK)) for place in draw.sample(places, min(len(places), draw.choice([1, 1, 2])))}
     arguments = [JUNK[changes[i]]() if i in changes else value for i, value in enumerate(positional)]
