@@ -26,5 +26,5 @@ def with_plain_factories() -> contextlib.AbstractContextManager[Any]:
     """
     # Why only there: the context costs time for each operation. Why not with a dispatch mode: it
     # would record this tensor.
-    elsewhere = dispatch_modes() or torch.empty(0).device.type != "cpu"
+    elsewhere = dispatch_modes() or not torch.empty(0).is_cpu
     return torch.device("cpu") if elsewhere else contextlib.nullcontext()

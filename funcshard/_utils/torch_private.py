@@ -96,26 +96,17 @@ def _no_stack() -> None:
     return None
 
 
-_stack: Callable[[], list[Any] | None] = private(f"{_FUNCTORCH}.get_interpreter_stack", _FUNC, _no_stack)
+transforms_active: Callable[[], list[Any] | None] = private(f"{_FUNCTORCH}.get_interpreter_stack", _FUNC, _no_stack)
+"""Return the ``torch.func`` transforms that this code runs inside, if any."""
 
-if _stack is _no_stack:
+if transforms_active is _no_stack:
     # Why at once: nothing else tells a transform, and without it results may be wrong in silence.
     warnings.warn(f"{lacks(_FUNCTORCH, _FUNC)}; nothing will tell you where results are wrong", RuntimeWarning, stacklevel=2)
 
 
-def _interpreters() -> list[Any]:
-    """Return the ``torch.func`` transforms that this code runs inside."""
-    return _stack() or []
-
-
-def transforms_active() -> bool:
-    """Return whether this code runs inside a ``torch.func`` transform."""
-    return bool(_stack())
-
-
 def transform_level() -> int:
     """Return the number of ``torch.func`` transforms that this code runs inside."""
-    return len(_interpreters())
+    return len(transforms_active() or ())
 
 
 def _no_level(_: torch.Tensor) -> int:
@@ -147,7 +138,7 @@ def belongs_to_transform_above(tensor: torch.Tensor) -> bool:
 
     That is the case if code below the transform captured the tensor.
     """
-    level, stack = _level(tensor), _interpreters()
+    level, stack = _level(tensor), transforms_active() or []
     if level > len(stack):
         return True
     # Why compare kinds: a transform that was opened here can have the same level as one above.
@@ -630,7 +621,7 @@ def record_graph(function: Callable[..., Any], examples: list[Any]) -> tuple[tor
 
 def recording_or_transforming() -> bool:
     """Return whether a dispatch mode or a ``torch.func`` transform is active here."""
-    return dispatch_modes() > 0 or transforms_active()
+    return dispatch_modes() > 0 or bool(transforms_active())
 
 
 _DYNAMO = "torch.compile around sharded functions"
