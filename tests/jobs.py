@@ -76,6 +76,7 @@ CHOICES: Mapping[str, tuple[Any, ...]] = {
     "mesh": ((("shard", 2),), (("shard", 3),), HYBRID),
     "units": ("all", "none", "first"),
     "strategy": ("full_shard", "shard_grad_op", "no_shard"),
+    "frozen": ("", "a leaf", "a unit"),
     "bucket_bytes": ("auto", 0, 1 << 20),
     "precision": (None, "bfloat16", "float32 sums", "low-precision gradients"),
     "remat": (False, True),
@@ -104,6 +105,8 @@ class Job:
         model: a name of ``MODELS``.
         mesh: name and size of each mesh axis.
         units: which of the model's modules are units.
+        frozen: what is not trained: one leaf, or all leaves of the second unit, whose input
+            requires a gradient.
         strategy, bucket_bytes, offload, reshard_after_backward: as in ``make_plan``.
         precision: a name of ``PRECISIONS``; ``None`` trains in float64.
         remat: whether backward computes every unit again.
@@ -121,6 +124,7 @@ class Job:
     mesh: tuple[tuple[str, int], ...] = (("shard", 2),)
     units: str = "all"
     strategy: str = "full_shard"
+    frozen: str = ""
     bucket_bytes: int | str = "auto"
     precision: str | None = None
     remat: bool = False
@@ -155,6 +159,7 @@ class Job:
         return ", ".join(changed) or "the default"
 
 
+_SECOND_UNIT = {"mlp": "layers.3.", "gpt": "blocks.1.", "convnet": "second.", "nested": "parts.1."}
 PRECISIONS: Mapping[str, Mapping[str, Any]] = {
     "bfloat16": {"param_dtype": torch.bfloat16},
     "float32 sums": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
@@ -185,8 +190,8 @@ def is_possible(job: Job) -> bool:
         stays and job.strategy == "full_shard",  # a unit that is freed after forward cannot stay
         job.traced and (job.compiled or job.slow or job.scaler or job.offload),
         job.compiled and job.carrier != "simulated",  # processes would each start a compiler
-        # One bucket would join units inside a recomputed unit and outside of it; see predict_events.
-        job.remat and job.bucket_bytes != 0 and job.strategy != "no_shard" and nested,
+        # predict_events leaves out units that run inside others which are computed again.
+        job.remat and job.strategy != "no_shard" and nested,
         job.precision == "low-precision gradients" and (job.scaler or job.max_norm or job.optimizer == "AdamW"),
     )
     return not any(refused)
@@ -259,7 +264,7 @@ class Training:
     def of(cls, job: Job, mesh: fs.Mesh) -> Training:
         subject, low = MODELS[job.model], job.precision is not None
         dtype, mutable = torch.float32 if low else torch.float64, subject.batch_statistics
-        apply, params, buffers = fs.make_functional(subject.build().to(dtype), mutable=mutable)
+        apply, params, buffers = fs.make_functional(_module(job).to(dtype), mutable=mutable)
         plan = fs.make_plan(
             params, mesh,
             units={"all": subject.units, "first": subject.units[:1], "none": ()}[job.units],
@@ -332,6 +337,15 @@ def _loss_fn(job: Job, sharded: Any, mesh: fs.Mesh) -> Any:
     return loss_fn
 
 
+def _module(job: Job) -> nn.Module:
+    module = MODELS[job.model].build()
+    named = dict(module.named_parameters())
+    of_unit = [name for name in named if name.startswith(_SECOND_UNIT[job.model])]
+    for name in {"": [], "a leaf": of_unit[:1], "a unit": of_unit}[job.frozen]:
+        named[name].requires_grad_(False)
+    return module
+
+
 def _weight(job: Job, rank: int) -> float:
     return 1.0 + rank if job.weighted else 1.0
 
@@ -347,7 +361,10 @@ def oracle(job: Job) -> Outcome:
     """Train the plain module in one process, in float64, on the parts of all ranks in turn."""
     key = dataclasses.replace(
         Job(),
-        **{name: getattr(job, name) for name in ("model", "mesh", "micro_batches", "weighted", "max_norm", "optimizer")},
+        **{
+            name: getattr(job, name)
+            for name in ("model", "mesh", "frozen", "micro_batches", "weighted", "max_norm", "optimizer")
+        },
     )
     return _oracle(key)
 
@@ -355,9 +372,9 @@ def oracle(job: Job) -> Outcome:
 @functools.cache
 def _oracle(job: Job) -> Outcome:
     subject = MODELS[job.model]
-    module = subject.build().double()
+    module = _module(job).double()
     optimizer, settings = OPTIMIZERS[job.optimizer]
-    optimize = optimizer(module.parameters(), **settings)
+    optimize = optimizer([p for p in module.parameters() if p.requires_grad], **settings)
     total = sum(_weight(job, rank) for rank in range(job.ranks)) * job.micro_batches
     losses = []
     for step in range(STEPS):
@@ -373,7 +390,7 @@ def _oracle(job: Job) -> Outcome:
                 loss.backward()
                 loss_of_step += loss.item()
         if job.max_norm is not None:
-            nn.utils.clip_grad_norm_(module.parameters(), job.max_norm)
+            nn.utils.clip_grad_norm_([p for p in module.parameters() if p.requires_grad], job.max_norm)
         optimize.step()
         losses.append(loss_of_step)
     return Outcome(losses, _copies(module.named_parameters()), _copies(module.named_buffers()), (), ())

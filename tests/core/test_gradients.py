@@ -55,7 +55,7 @@ def test_a_shard_that_the_loss_does_not_use_has_a_gradient_of_zeros():
         _, shards, root, _ = units_of(mesh)
         return fs.value_and_grad(lambda s: root(s[""], 1.0))(shards)[1]["b"]["float32"]
 
-    assert all(torch.equal(grad, torch.zeros(4)) for grad in fs.simulate(main, 2))
+    assert all(torch.equal(grad, torch.zeros(4)) and not grad.requires_grad for grad in fs.simulate(main, 2))
 
 
 def test_a_loss_that_uses_no_shard_has_gradients_of_zeros_and_no_collective_if_the_caller_allows_it():
@@ -67,6 +67,16 @@ def test_a_loss_that_uses_no_shard_has_gradients_of_zeros_and_no_collective_if_t
         return loss.item(), [g.abs().sum().item() for g in (grads[""]["float32"], grads["b"]["float32"])], list(events)
 
     assert fs.simulate(main, 2) == [(3.0, [0.0, 0.0], [])] * 2
+
+
+def test_weights_are_added_without_rounding():
+    def main(mesh):
+        _plan, shards, root, inner = units_of(mesh)
+        own = [1, 2**24][mesh.rank]  # whose sum float32 cannot hold
+        (_, weight), _ = fs.value_and_grad(weighted_loss(root, inner), weighted=True)(shards, [1.0], own)
+        return weight.item()
+
+    assert fs.simulate(main, 2) == [2**24 + 1] * 2
 
 
 def test_frozen_and_integer_leaves_carry_no_gradient():

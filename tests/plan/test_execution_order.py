@@ -115,3 +115,13 @@ def test_more_gradients_of_a_member_are_expected_until_the_last_has_come():
     for _ in range(2):
         machine.expect("a", None)
     assert [machine.arrive("a") for _ in range(2)] == [True, False]
+
+
+def test_what_a_backward_did_not_bring_is_not_awaited_in_the_next_one():
+    order = ReduceOrder()
+    order.expect("a", None)
+    order.expect("a", None)
+    assert order.arrive("a")  # one more may come
+    order.end()
+    order.expect("a", None)
+    assert not order.arrive("a")

@@ -66,6 +66,17 @@ CASES: dict[str, tuple[Callable[[Any], None], str]] = {
     "a shape of NaN": (put(*LEAF, "shape", value=[float("nan")]), "the shape of leaf .* must be a list of whole numbers"),
     "a shape of 2^70": (put(*LEAF, "shape", value=[2**70]), "the shape of leaf .* from 0 to 9223372036854775807"),
     "a product of 2^80": (put(*LEAF, "shape", value=[2**40, 2**40]), "the number of elements of a tensor must be"),
+    "a cut of a dim that is not there": (
+        put("unit_list", 0, "buffers", 1, "leaves", 0, "cuts", value=[["tensor", 2, 2]]), "the dim of a cut must be",
+    ),
+    "a cut of two entries": (
+        put("unit_list", 0, "buffers", 1, "leaves", 0, "cuts", value=[["tensor", 1]]), "a cut must be a list of 3",
+    ),
+    "a placement of three entries": (put(*LEAF, "placements", value=[["tensor", 0, 1]]), "a placement must be a list of 2"),
+    "a placement of a dim that is not there": (
+        put(*LEAF, "placements", value=[["tensor", 5]]), "the dim of a placement must be",
+    ),
+    "a placement along no axis": (put(*LEAF, "placements", value=[["expert", 0]]), "a placement must be along an axis"),
     "a negative offset": (put(*LEAF, "offset", value=-3), "the offset of leaf"),
     "a gap between leaves": (put(*LEAF, "offset", value=3), "must lie at 0, because padding is at the end; found 3"),
     "an index twice": (put(*LEAF, "index", value=0), "every leaf must be in exactly one unit"),
