@@ -15,6 +15,8 @@ import torch
 
 import funcshard as fs
 from funcshard.checkpoint import manifest, writer
+from tests.checkpoint.hostile_files import SIZES, forge
+from tests.json_damage import changed_once
 
 PLAN = fs.make_plan({"w": torch.zeros(40, 3), "b": torch.zeros(5)}, 2, units=["b"])
 DATA = Path(__file__).parent / "data"
@@ -383,3 +385,20 @@ def test_latest_looks_at_the_files_of_the_newest_checkpoint_alone(tmp_path: Path
     looked.clear()
     assert fs.latest(tmp_path) == tmp_path / "step-3"
     assert looked == ["step-3"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["index.json", "__0_0.json", SIZES])
+def test_every_small_change_of_a_file_with_a_right_checksum_is_read_or_is_a_value_error(name: str, folder: Path) -> None:
+    path, errors = folder / "step-2", 0
+    file, sizes = path / name, (path / SIZES).read_bytes()
+    whole = file.read_bytes()
+    for _, data in changed_once(json.loads(whole.decode().split("\n")[1]), 200):
+        file.write_bytes(whole)
+        (path / SIZES).write_bytes(sizes)
+        try:
+            forge(file, lambda _, data=data: data)
+            fs.simulate(lambda mesh: fs.restore(path, PLAN, mesh), 2)
+        except ValueError:
+            errors += 1
+    assert 100 < errors < 200

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 
 import funcshard as fs
 from tests.graph.test_traced import same
+from tests.json_damage import changed_once
 
 BATCH = torch.arange(6.0).view(2, 3)
 LINEAR = fs.make_functional(nn.Linear(3, 2))
@@ -236,6 +237,25 @@ def test_a_forged_file_is_refused(file: Path, tmp_path: Path, case: str) -> None
     change, words = FORGED[case]
     with pytest.raises(ValueError, match=words):
         fs.load_traced(forged(file, tmp_path / "forged.json", change), fs.Mesh())
+
+
+@pytest.mark.slow
+def test_every_small_change_of_a_file_with_a_right_checksum_is_read_or_is_a_value_error(file: Path, tmp_path: Path) -> None:
+    _, facts, graphs = file.read_text().split("\n", 2)
+    errors = 0
+    for _, (changed_facts, changed_graphs) in changed_twins(json.loads(facts), json.loads(graphs)):
+        text = f"{json.dumps(changed_facts)}\n{json.dumps(changed_graphs)}\n"
+        try:
+            fs.load_traced(forged(file, tmp_path / "forged.json", lambda _, text=text: text), fs.Mesh())
+        except ValueError:
+            errors += 1
+    assert 500 < errors < 800
+
+
+def changed_twins(facts: Any, graphs: Any) -> Iterator[tuple[str, Any]]:
+    """Yield changes of either part of a file."""
+    yield from ((where, (data, graphs)) for where, data in changed_once(facts, 200))
+    yield from ((where, (facts, data)) for where, data in changed_once(graphs, 600))
 
 
 def test_every_flipped_byte_is_seen(file: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import funcshard as fs
+from tests.json_damage import changed_once
 
 
 class Pair(NamedTuple):
@@ -148,3 +149,13 @@ def test_a_plan_calls_nothing_that_its_text_names(name: str, words: str, capfd: 
 
 def test_the_plan_that_the_cases_damage_is_whole() -> None:
     assert fs.Plan.from_json(TEXT) == PLAN
+
+
+def test_every_small_change_makes_another_plan_or_is_a_value_error() -> None:
+    errors = 0
+    for where, data in changed_once(json.loads(TEXT), 1500):
+        try:
+            assert isinstance(fs.Plan.from_json(json.dumps(data)), fs.Plan), where
+        except ValueError:
+            errors += 1
+    assert 1000 < errors < 1500
