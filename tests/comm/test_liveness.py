@@ -309,6 +309,17 @@ def test_a_call_that_fails_once_is_made_again() -> None:
     assert own.store.get("key") == b"text"
 
 
+def test_a_call_that_fails_by_itself_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(store: Any) -> Any:
+        raise AssertionError("the connection is not at fault")
+
+    monkeypatch.setattr(liveness, "reconnected", never)
+    calls = []
+    with pytest.raises(ZeroDivisionError):
+        Heart(0, Failing()).ask(lambda store: calls.append(store) or 1 / 0)
+    assert len(calls) == 1
+
+
 def test_no_error_of_a_call_or_of_a_detector_ends_the_thread(store) -> None:
     own, thread = heart_and_thread(store)
 

@@ -49,6 +49,19 @@ def test_an_exception_ends_every_rank_and_names_the_first(failing: int, collecti
     assert threading.active_count() == before
 
 
+def test_a_rank_whose_turn_comes_after_a_failure_does_not_begin() -> None:
+    begun = []
+
+    def main(mesh: fs.Mesh) -> None:
+        begun.append(mesh.rank)
+        if mesh.rank == 0:
+            raise ValueError("gone")
+
+    with pytest.raises(ValueError, match="gone"):
+        fs.simulate(main, 3)
+    assert begun == [0]
+
+
 def test_a_rank_that_catches_exceptions_cannot_go_on_in_a_world_that_has_failed() -> None:
     went_on = []
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 import funcshard as fs
+from funcshard.module.digests import digest
 from tests.ranks import run_simulated
 
 x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
@@ -336,3 +337,10 @@ def test_a_model_decodes_by_hand_in_one_call() -> None:
         with pytest.warns(UserWarning, match=r"'model.rope_deltas'"):
             apart = decode(lambda **inputs: apply(params, buffers, **inputs))
         assert not torch.allclose(apart, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_the_digest_of_a_large_tensor_tells_where_its_elements_are() -> None:
+    one, other = torch.zeros(2, 1 << 18, dtype=torch.uint8)
+    one[1 << 8], other[1 << 12] = 1, 1  # equal sums, also of every second element
+    assert digest(one) != digest(other)
+    assert digest(one) == digest(one.clone())

@@ -681,7 +681,7 @@ def test_simulated_ranks_write_to_large_tensors_of_their_own() -> None:
     assert all(torch.equal(first[1], each) for each in (*first[1::2], *second[0::2]))
 
 
-@pytest.mark.parametrize("kind", ["buffer", "attribute"])
+@pytest.mark.parametrize("kind", ["buffer", "attribute", "list", "dictionary"])
 def test_a_large_tensor_that_no_call_writes_to_is_not_copied(kind: str) -> None:
     class Reads(nn.Module):
         def __init__(self) -> None:
@@ -690,10 +690,11 @@ def test_a_large_tensor_that_no_call_writes_to_is_not_copied(kind: str) -> None:
             if kind == "buffer":
                 self.register_buffer("table", torch.zeros(2**22))
             else:
-                self.table = torch.zeros(2**22)
+                table = torch.zeros(2**22)
+                self.table = {"attribute": table, "list": [table], "dictionary": {0: table}}[kind]
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.lin(x) + self.table[0]
+            return self.lin(x) + (self.table[0] if isinstance(self.table, torch.Tensor) else self.table[0][0])
 
     apply, params, buffers = fs.make_functional(Reads())
     apply(params, buffers, x)
