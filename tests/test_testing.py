@@ -86,6 +86,7 @@ def same(found: list[Any], expected: list[Any]) -> None:
         assert all(torch.equal(a, b) for a, b in zip(each, other, strict=True)), f"rank {rank} read a result too early"
 
 
+@pytest.mark.slow
 @crossed(ranks=list(RUN), schedule=list(SCHEDULES), slow=list(SLOW))
 def test_no_rank_reads_the_result_of_a_slow_collective_too_early(slow: str, schedule: str, ranks: str) -> None:
     same(RUN[ranks](train, 2, SLOW[slow], SCHEDULES[schedule]), run_simulated(train, 2, (), SCHEDULES[schedule]))

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from funcshard._utils.torch_private import dispatch_modes
-
 __all__ = ["with_plain_factories"]
 
 
@@ -24,7 +22,6 @@ def with_plain_factories() -> contextlib.AbstractContextManager[Any]:
         ...     torch.zeros(1).device
         device(type='cpu')
     """
-    # Why only there: the context costs time for each operation. Why not with a dispatch mode: it
-    # would record this tensor.
-    elsewhere = dispatch_modes() or not torch.empty(0).is_cpu
+    # Why only there: the context costs time for each operation.
+    elsewhere = torch.get_default_device().type != "cpu"
     return torch.device("cpu") if elsewhere else contextlib.nullcontext()

@@ -48,6 +48,7 @@ def run(mesh, way="", units=None, steps=2, **options):
     return losses, fs.copy(state.shards)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_it_warns_once_for_each_object_and_changes_no_bit(way):
     with warnings.catch_warnings(record=True) as seen:

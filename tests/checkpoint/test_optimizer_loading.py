@@ -108,6 +108,7 @@ def saved(mesh: fs.Mesh, case: str, frozen: tuple[str, ...] | None = None, **for
     return fs.to_state_dict(state.shards, plan, mesh), by_name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, GRID], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_thawed_leaves_begin_as_in_torch_and_the_others_go_on(case: str, world: Any) -> None:
@@ -213,6 +214,7 @@ def from_rank(mesh: fs.Mesh, case: str, src: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_state_of_one_rank_is_that_of_all(case: str) -> None:
     for world, src in ((3, 0), ({"shard": 2, "tensor": 2}, 3)):

@@ -168,6 +168,7 @@ LEFT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LEFT)
 def test_what_a_dead_process_left_goes_with_the_next_save(name: str, tmp_path: Path) -> None:
     folder, files, keep, stays = LEFT[name]

@@ -38,6 +38,7 @@ def at(mesh: fs.Mesh) -> dict[str, Any]:
     return slices_at(PARAMS, mesh.position, mesh.shape)
 
 
+@pytest.mark.slow
 @meshes
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_state_dicts_are_the_whole_models(shape: dict[str, int], strategy: str) -> None:
@@ -79,6 +80,7 @@ def test_pieces_say_which_elements_of_the_whole_tensor_they_hold(shape: dict[str
         assert held.eq(1).all(), f"copies 0 of {name} must hold every element once"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", MESHES)
 def test_pieces_of_any_mesh_load_on_any_other(before: str) -> None:
     found = pieces_of(MESHES[before])
@@ -211,6 +213,7 @@ def reference(cls: Any, options: dict[str, Any], steps: int, scale_group: bool =
     return {name: leaf.detach() for name, leaf in leaves.items()}, state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(
     "shape", [MESHES["shard 2, tensor 2"], MESHES["replicate 2, shard 2, tensor 2"], MESHES["expert 2, tensor 2"]], ids=str

@@ -93,6 +93,7 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     return {name: t for file in folder.glob("*.safetensors") for name, t in safetensors.torch.load_file(file).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_folder_is_loaded_trains_and_is_saved_as_hugging_face_saves_it(name: str, tmp_path: Path) -> None:
     family, model = FAMILIES[name], made(name, tmp_path / "theirs", max_shard_size="9KB")
@@ -145,6 +146,7 @@ def test_the_function_is_in_evaluation_mode_as_hugging_faces_is(choose: Any, tmp
     assert not torch.equal(dropped, theirs.eval()(IDS).logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draws", ["whole", "blocks"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_init_module_takes_init_weights_as_its_reset(name: str, draws: str) -> None:

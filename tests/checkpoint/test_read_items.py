@@ -57,6 +57,7 @@ def check_state(state: dict[str, Any], plan: fs.Plan, mesh: fs.Mesh) -> None:
     assert state["step"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), MOVES)
 def test_states_restore_under_another_degree(before: str, after: str, tmp_path: Path) -> None:
     def begin(mesh: fs.Mesh) -> dict[str, Any]:

@@ -44,6 +44,7 @@ def folder(saved: Path, tmp_path: Path) -> Path:
     return tmp_path / "copy"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_hostile_checkpoint_is_refused_with_words_and_passed_over(
     case: str, folder: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]

@@ -58,6 +58,7 @@ print(json.dumps(codes))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this test forks ranks, and this system has no fork")
 def test_a_program_that_ends_without_waiting_finishes_its_last_checkpoint_or_fails(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

@@ -168,6 +168,7 @@ class Suspended:
             self.goes_on.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answers", [0, 1, 5])
 def test_a_store_whose_process_is_suspended_ends_a_meeting(answers: int) -> None:
     store, found = Suspended(answers), []

@@ -260,6 +260,7 @@ def check(mesh, strategy, how):
             raise
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["reshard", "remat"])
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_a_loop_over_unit_vectors_gives_a_true_object_or_an_error(strategy, how):

@@ -39,6 +39,7 @@ def of(values: torch.Tensor) -> int:
     return int(checksum(values))
 
 
+@pytest.mark.slow
 @dtypes
 @pytest.mark.parametrize("shape", [*SHAPES, (0,), (3, 0)], ids=str)
 def test_the_layout_in_memory_does_not_count(shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -50,6 +51,7 @@ def test_the_layout_in_memory_does_not_count(shape: tuple[int, ...], dtype: torc
     assert {of(layout) for layout in layouts} == {of(values)}
 
 
+@pytest.mark.slow
 @dtypes
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_bit_counts(shape: tuple[int, ...], dtype: torch.dtype) -> None:

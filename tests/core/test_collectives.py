@@ -43,6 +43,7 @@ def cases(mesh: fs.Mesh, axes: list[Any], name: str) -> Any:
 # --- values ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("world", WORLDS)
 def test_the_result_is_the_function_of_all_ranks_tensors(world: str, name: str) -> None:
@@ -76,6 +77,7 @@ VIEWS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("view", VIEWS)
 def test_a_view_gives_what_its_contiguous_copy_gives(view: str, name: str) -> None:
@@ -206,6 +208,7 @@ def curved(x: torch.Tensor) -> torch.Tensor:
     return x + 0.1 * x.sin()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LINEAR)
 @pytest.mark.parametrize("world", WORLDS)
 def test_the_gradient_is_the_exact_adjoint(world: str, name: str) -> None:
@@ -290,6 +293,7 @@ def test_first_and_second_derivatives_are_those_of_the_function_of_all_ranks(wor
     fs.simulate(main, sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CURVED)
 @pytest.mark.parametrize("axis", ["tensor", ("tensor", "shard")], ids=str)
 def test_vmap_over_any_dimension_is_a_loop_with_one_collective(axis: Any, name: str) -> None:
@@ -351,6 +355,7 @@ def composed_whole(stack: torch.Tensor) -> torch.Tensor:
     return torch.stack([(y - 0.1 * m).square().mean() for y, m in zip(ys, most, strict=True)])
 
 
+@pytest.mark.slow
 def test_a_loss_of_all_collectives_has_the_gradient_and_hessian_of_the_mean_over_ranks() -> None:
     stack, v = (0.5 * torch.randn(4, 2, 4, dtype=torch.float64) for _ in range(2))
     mean = lambda s: composed_whole(s).mean()  # noqa: E731
@@ -378,6 +383,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loop", "name"),
     [("jacrev", name) for name in OPERATIONS if "," not in name]

@@ -524,6 +524,7 @@ def double(unit, *args):
         grad.mul_(2)
 
 
+@pytest.mark.slow
 @crossed(
     bucket_bytes={"units": 0, "a bucket": 1 << 20},
     hook=[None, "on_grads", "on_reduce_scattered"],

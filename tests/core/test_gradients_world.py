@@ -42,6 +42,7 @@ TERMS = {
 }
 
 
+@pytest.mark.slow
 @crossed(given=["mesh given", "mesh found"], world=[1, 2, 3, {"replicate": 2, "shard": 2}], term=list(TERMS))
 def test_a_loss_of_collectives_alone_has_the_gradient_of_the_mean_over_ranks(term, world, given):
     sharded, reference = TERMS[term]

@@ -74,6 +74,7 @@ def batch(mesh):
 BUCKET = {"strategy": "shard_grad_op", "bucket_bytes": 1 << 20}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [1, 2, {"replicate": 2, "shard": 2}], ids=str)
 @pytest.mark.parametrize("how", [*HOWS, "frozen"])
 def test_it_gives_the_bits_and_the_predicted_events(how, mesh) -> None:

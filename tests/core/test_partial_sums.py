@@ -51,6 +51,7 @@ CHOICES: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "strategy", "bucket_bytes"),
     [

@@ -121,6 +121,7 @@ USES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @crossed(use=USES, dtype=[torch.bfloat16, torch.float16], world=[1, 2])
 def test_losses_and_gradients_under_autocast_are_those_of_the_module_to_the_bit(
     use: str, dtype: torch.dtype, world: int

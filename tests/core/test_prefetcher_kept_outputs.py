@@ -107,6 +107,7 @@ def kept(mesh: fs.Mesh, row: str, frozen: bool, keeps: str) -> Any:
     return found, events
 
 
+@pytest.mark.slow
 @crossed(keeps=["on rank 0", "in a cycle"], frozen={"trainable": False, "frozen": True}, row=list(ROWS))
 def test_a_rank_that_keeps_an_output_which_the_loss_does_not_use_gathers_what_the_others_gather(row, frozen, keeps):
     ranks = 4 if row == "slices" else 2

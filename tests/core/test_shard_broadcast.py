@@ -97,6 +97,7 @@ def ranks_of(world):
     return world if isinstance(world, int) else torch.Size(world.values()).numel()
 
 
+@pytest.mark.slow
 @crossed(strategy=STRATEGIES, world=WORLDS, learned=list(LEARNED))
 def test_a_learned_value_that_multiplies_shards_gets_its_gradient_once(strategy, world, learned):
     value, factors_of = LEARNED[learned]
@@ -149,6 +150,7 @@ def meta_loss_of_rate(mesh, strategy):
     return of_rate
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "world"), [("full_shard", 2), ("no_shard", 2), ("shard_grad_op", WORLDS[3])], ids=str)
 def test_derivatives_of_every_order_by_a_learned_rate_are_right(strategy, world):
     objective = expected_objective(ranks_of(world), LEARNED["a rate"][1])

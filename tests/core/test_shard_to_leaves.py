@@ -73,6 +73,7 @@ def by_autograd(f: Any, x: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {k: torch.zeros_like(t) if g is None else g for (k, t), g in zip(x.items(), found, strict=True)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 @pytest.mark.parametrize(("transform", "batch"), TRANSFORMS.values(), ids=TRANSFORMS)
 def test_transforms_give_what_plain_torch_gives(transform: Any, batch: tuple[int, ...], world: Any) -> None:

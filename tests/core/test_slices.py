@@ -73,6 +73,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_backward_gathers_from_the_neighbours_as_predicted_and_gives_the_same_bits(case):
     world, ranks, options = CASES[case]

@@ -139,6 +139,7 @@ def test_small_models_train(config: DecoderConfig) -> None:
     assert losses[-1] < 0.9 * losses[0]
 
 
+@pytest.mark.slow
 @cases
 def test_shapes_depend_on_the_shapes_of_the_input_alone(config: DecoderConfig) -> None:
     with FakeTensorMode(), torch.device("cpu"):

@@ -84,6 +84,7 @@ def recorded(name):
     return fs.simulate(rank, plan.mesh_axes)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_collectives_are_those_of_a_real_step(name):
     assert report_of(name).events == recorded(name)

@@ -18,7 +18,7 @@ from tests.graph.test_traced import CASES, batch_of
 from tests.graph.test_traced import made as made_net
 
 
-@pytest.mark.parametrize("case", ["hybrid, clipped", "remat, dropout"])
+@pytest.mark.parametrize("case", ["micro-batches, reduced once", "remat, dropout"])
 def test_flops_and_collectives_are_those_of_the_step(case: str) -> None:
     ranks, options = CASES[case]
     mesh = fake_mesh(ranks if isinstance(ranks, dict) else {"shard": ranks})

@@ -42,6 +42,7 @@ def run(mesh: fs.Mesh, take: Any, state: Any, sizes: tuple[int, ...] = SIZES) ->
     return fs.copy(state), found, [str(event) for event in events]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_one_recording_has_the_bits_and_collectives_of_the_step_for_batches_of_any_size(case: str) -> None:
     options = CASES[case]
@@ -56,6 +57,7 @@ def test_one_recording_has_the_bits_and_collectives_of_the_step_for_batches_of_a
     fs.simulate(main, 2)
 
 
+@pytest.mark.slow
 def test_passes_files_and_compiled_steps_serve_any_size_too(tmp_path: Path) -> None:
     def main(mesh: fs.Mesh) -> None:
         eager = run(mesh, *made(mesh, optimizer=SGD))

@@ -87,6 +87,7 @@ torch.save((state._asdict(), metrics), sys.argv[2])
 """
 
 
+@pytest.mark.slow
 def test_a_new_process_without_the_model_takes_the_same_steps(traced: fs.graph.Traced, file: Path, tmp_path: Path) -> None:
     _, state = made(fs.Mesh())
     torch.save(state._asdict(), tmp_path / "state.pt")

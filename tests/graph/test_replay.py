@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 import funcshard as fs
 from funcshard.graph import StepGraph
 from funcshard.graph.step_graph import collective_of
@@ -19,6 +21,7 @@ def returning_the_data_of_its_all_reduce(step_graph: StepGraph) -> StepGraph:
     return new
 
 
+@pytest.mark.slow
 def test_a_collective_does_not_overwrite_data_that_is_read_later() -> None:
     def main(mesh: fs.Mesh) -> None:
         step, state = made(mesh)

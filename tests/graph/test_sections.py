@@ -16,6 +16,7 @@ ONCE = [
 UPDATE = [("update", None), ("update", ""), ("update", "blocks.0"), ("update", "blocks.1"), ("update", "embed")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "expected"),
     [

@@ -151,6 +151,7 @@ RANKS_DIFFER = {
 LOADED = ("slices", "remat, dropout", "muon", "scaler, skipped steps", "weights, scaler, mutable")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_traced_step_has_the_bits_and_the_collectives_of_the_step(case: str, tmp_path: Path) -> None:
     ranks, options = CASES[case]
@@ -188,6 +189,7 @@ def _on_processes(mesh: fs.Mesh) -> None:
         assert traced["events"] == eager["events"], case
 
 
+@pytest.mark.slow
 def test_processes_get_the_same_bits() -> None:
     run_ranks(_on_processes, 2)
 
@@ -235,6 +237,7 @@ def test_new_shapes_make_a_new_recording_and_later_steps_do_not(caplog: pytest.L
     assert counts == [2] * 6 + [3]
 
 
+@pytest.mark.slow
 def test_many_recordings_end_in_a_warning() -> None:
     def main(mesh: fs.Mesh) -> int:
         step, state = made(mesh)
@@ -247,6 +250,7 @@ def test_many_recordings_end_in_a_warning() -> None:
         assert fs.simulate(main, 1) == [9]
 
 
+@pytest.mark.slow
 def test_a_number_of_python_in_the_state_is_a_constant_and_changes_make_recordings() -> None:
     def init(params: Any) -> Any:
         return {"rate": 0.5}

@@ -34,6 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore:ignored_classes of the precision hold")
 def test_a_traced_step_has_the_bits_and_the_collectives_of_the_step(case: str) -> None:

@@ -35,6 +35,7 @@ def check_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 @pytest.mark.parametrize("case", MODULES)
 def test_every_mesh_gets_the_values_of_one_rank(case: str, world: Any) -> None:

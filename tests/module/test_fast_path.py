@@ -48,6 +48,7 @@ MODELS: dict[str, tuple[Any, list[str]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["no_grad", "inference_mode", "frozen"])
 @pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
 @pytest.mark.parametrize(("make", "units"), MODELS.values(), ids=MODELS)

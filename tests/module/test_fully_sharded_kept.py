@@ -426,6 +426,7 @@ OVER = {  # options of the plan -> the units that are gathered once for all micr
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduce", ["each", "once"])
 @pytest.mark.parametrize(("world", "way"), [*((2, way) for way in OVER), (GRID, "all")], ids=str)
 def test_units_stay_gathered_over_micro_batches_if_the_plan_says_so(world, way, reduce):

@@ -94,6 +94,7 @@ def test_three_calls_with_all_outputs_are_as_one(name: str) -> None:
     assert _equal(outs[0], outs[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _FAMILIES)
 @torch.no_grad()
 def test_three_sharded_calls_are_as_one_on_each_rank(name: str) -> None:

@@ -45,6 +45,7 @@ def as_pattern(glob: str) -> re.Pattern[str]:
     return re.compile("".join(parts), re.DOTALL)
 
 
+@pytest.mark.slow
 @settings(deadline=None, derandomize=True, max_examples=120)
 @given(st.lists(st.sampled_from(["a", "b", ".", "*", "**", "**.", ".**"]), max_size=8).map("".join))
 def test_a_glob_means_the_same_as_its_regular_expression(glob: str) -> None:

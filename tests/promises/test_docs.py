@@ -77,6 +77,7 @@ def sentences_with_forbidden_words(text):
     return [s for s in sentences if FORBIDDEN.search(s) and not THEIRS.search(s)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_name_has_an_example_that_runs(name):
     text = inspect.getdoc(PUBLIC[name]) or ""

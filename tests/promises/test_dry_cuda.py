@@ -71,6 +71,7 @@ def faults() -> list[str]:
     return [name for name, fault in FAULTS.items() if fault.quick]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", cases())
 def test_no_device_is_wrong_no_wait_of_the_host_is_unknown_and_no_accesses_are_unordered(
     results: dict[str, Any], case: str

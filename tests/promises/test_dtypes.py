@@ -27,6 +27,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [*WIDE, *WHOLE, *FLOAT8])
 def test_a_leaf_of_any_dtype_is_cut_gathered_and_saved_bit_for_bit(dtype: str, tmp_path: Path) -> None:
     params = {"a": {"w": leaf(dtype)}, "b": torch.ones(3)}

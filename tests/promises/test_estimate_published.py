@@ -96,6 +96,7 @@ def test_rows_of_the_blind_test_are_no_others():
 # --- memory ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", numbered(source=FSDP_PAIR), ids=lambda number: title(cases()[number]))
 def test_memory_in_use_is_within_three_per_cent_of_what_fsdp_used(number):
     assert abs(report(number).peak / GIB / cases()[number].row["peak_gib"] - 1) <= 0.03

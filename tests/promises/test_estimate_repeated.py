@@ -78,6 +78,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("calls", "units", "options", "again"), CASES.values(), ids=CASES.keys())
 def test_the_simulated_peak_is_the_measured_one(calls, units, options, again):
     mesh = fake_mesh({"shard": 4}, "cpu")

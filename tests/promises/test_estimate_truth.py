@@ -72,6 +72,7 @@ def check(names):
     return found
 
 
+@pytest.mark.slow
 def test_the_simulated_peak_is_the_measured_one():
     assert len(check(FAST)) > 80
 
@@ -82,6 +83,7 @@ def test_the_simulated_peak_is_the_measured_one_for_every_model_strategy_precisi
     assert len(check(rest)) + len(FAST) == len(SIMULATED) > 270
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "slices"])
 @pytest.mark.parametrize("remat", ["none", "remat"])
 def test_the_simulated_peak_is_the_measured_one_with_frozen_units(monkeypatch, strategy, remat):
@@ -97,6 +99,7 @@ def test_the_simulated_peak_is_the_measured_one_with_frozen_units(monkeypatch, s
     assert Simulate()(prepare(case)) == pytest.approx(measure(case).peak, rel=MOST)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.__version__.startswith(MEASURED["torch"]), reason="measured with another version of torch")
 @pytest.mark.parametrize(
     "name", ["gpt full_shard bf16", "llama slices remat", "moe hybrid checkpoint", "convnet no_shard bf16 remat offload"]

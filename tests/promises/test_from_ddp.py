@@ -249,6 +249,7 @@ def two_ways_cast(mesh: fs.Mesh, name: str) -> list[list[float]]:
     return [with_ddp(mesh, name, True), ported(mesh, name, True, by_hand=False)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_of_ddp_and_its_ports_have_the_same_losses(name: str) -> None:
     for ddp, step, by_hand in run_ranks(three_ways, 2, name):

@@ -200,6 +200,7 @@ PLANS: dict[str, dict[str, Any]] = {
 GRID, WIDE, *SMALL = MESHES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "options"),
     [*((WIDE, options) for options in PLANS), (GRID, "full_shard"), (GRID, "no_shard"), *((s, "full_shard") for s in SMALL)],
@@ -308,6 +309,7 @@ def steps(mesh: fs.Mesh, options: dict[str, Any], strategy: str = "full_shard") 
     return losses, norms, fs.gather(state.shards, setup.plan, mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "case"), [(SMALL[0], "plain"), (WIDE, "scaled and clipped"), (GRID, "accumulated")])
 def test_three_steps_of_adamw_are_those_of_the_unsharded_model(world: str, case: str) -> None:
     sizes, options = sizes_of(MESHES[world]), STEPS[case]
@@ -332,6 +334,7 @@ def test_processes_take_the_steps_of_simulated_ranks() -> None:
         assert all(torch.equal(value, theirs[2][name]) for name, value in ours[2].items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "strategy", "norm_type"), [(GRID, "full_shard", 2.0), (WIDE, "no_shard", 1.0), (WIDE, "full_shard", math.inf)]
 )

@@ -192,6 +192,7 @@ def call(world: World, function: str, option: str, value: Any) -> None:
     called(*positional, **options | values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("function", "option"), CASES)
 def test_an_option_is_refused_before_anything_is_communicated(function: str, option: str, tmp_path: Path) -> None:
     rule, world = RULES[function][option], World(fs.Mesh({"shard": Silent()}), tmp_path)  # type: ignore[arg-type]
@@ -203,6 +204,7 @@ def test_an_option_is_refused_before_anything_is_communicated(function: str, opt
             assert (name in str(raised.value) and repr(value) in str(raised.value)) or rule.words == SHAPE.words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("function", "option"), CASES)
 def test_a_value_that_keeps_the_rule_is_taken(function: str, option: str, tmp_path: Path) -> None:
     for value in RULES[function][option].good:

@@ -59,6 +59,7 @@ def without_digits(text: str) -> str:
     return re.sub(r"\d+", "0", text)
 
 
+@pytest.mark.slow
 def test_one_rank_of_16384_holds_and_sends_what_one_of_8_does(few: Scale) -> None:
     check_runs(few, smallest(MANY))
 
@@ -70,6 +71,7 @@ def test_the_fingerprint_and_the_shape_of_a_plan_do_not_know_the_number_of_ranks
     assert len(small.fingerprint()) == len(large.fingerprint()) == 16
 
 
+@pytest.mark.slow
 def test_the_index_of_a_checkpoint_and_the_files_that_a_rank_reads_do_not_grow() -> None:
     small = measure_checkpoint(UNITS, {"shard": FEW}, {"shard": 6})
     check_checkpoints(small, measure_checkpoint(UNITS, {"shard": 1024}, {"shard": 768}))
@@ -111,6 +113,7 @@ RUNS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_a_list_of_ranks_in_a_run_is_caught(name: str, few: Scale, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, words = RUNS[name]

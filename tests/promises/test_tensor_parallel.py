@@ -318,6 +318,7 @@ def on_two_ranks(mesh: fs.Mesh) -> list[float]:
     ]
 
 
+@pytest.mark.slow
 def test_one_dimension_trains_as_the_unsharded_model() -> None:
     for found in run_ranks(on_two_ranks, 2, shape={"tensor": 2}):
         assert max(found) < 1e-13, found

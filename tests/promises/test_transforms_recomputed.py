@@ -138,6 +138,7 @@ CASES = [(loss, remat, "full_shard", 1) for loss in LOSSES for remat in REMATS] 
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loss", "remat", "strategy", "world"), CASES, ids=str)
 def test_the_gradient_of_a_loss_with_a_transform_is_right_however_it_is_asked_for(loss, remat, strategy, world):
     truth = expected(LOSSES[loss])

@@ -117,6 +117,7 @@ OWN_BATCHES: dict[str, tuple[list[Any], list[Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", OWN_BATCHES)
 def test_ranks_with_batches_of_other_shapes_record_their_own_and_communicate_alike(case: str) -> None:
     def weight(x: Any) -> float:

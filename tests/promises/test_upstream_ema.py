@@ -93,6 +93,7 @@ def test_evaluation_uses_the_average_which_moves_every_round(strategy, dtype):
     run_simulated(train_average_evaluate, 2, strategy, dtype)
 
 
+@pytest.mark.slow
 def test_evaluation_uses_the_average_on_processes_too():
     run_ranks(train_average_evaluate, 2, "shard_grad_op", torch.float16)
     run_ranks(train_average_evaluate, 1, "shard_grad_op", torch.float16)

@@ -37,6 +37,7 @@ def test_norms_and_clipping_count_every_element_of_the_whole_model_once(shape: d
         torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.slow
 @meshes
 def test_scaled_training_with_groups_and_averages_is_the_whole_models(shape: dict[str, int]) -> None:
     def main(mesh: fs.Mesh) -> Any:

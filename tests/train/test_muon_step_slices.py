@@ -69,6 +69,7 @@ def steps_on(mesh: fs.Mesh, strategy: str = "full_shard") -> None:
     assert all(torch.equal(by_name[path]["momentum_buffer"], own) for path, own in momentum.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES)
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_the_bits_are_those_of_the_whole_matrices(shape: dict[str, int], strategy: str) -> None:

@@ -536,6 +536,7 @@ def test_buffers_are_those_of_one_data_rank_and_differ_along_model_axes(weights:
     assert fs.simulate(main, {"shard": 2, "tensor": 2}) == ([0, 1, 0, 1] if weights is None else [2, 3, 2, 3])
 
 
+@pytest.mark.slow
 @crossed(
     world=[1, 3],
     weighted={"mean": False, "weighted": True},
@@ -577,6 +578,7 @@ def test_losses_of_low_precision_are_averaged_in_float32(
     run_simulated(main, world)
 
 
+@pytest.mark.slow
 @crossed(
     traced={"run": False, "traced": True},
     scaler={"unscaled": None, "scaled": fs.GradScaler()},

@@ -78,6 +78,7 @@ USES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("use", USES)
 def test_every_use_of_a_donated_state_is_an_error_that_names_the_remedies(use: str, optimizer: str, tmp_path: Any) -> None:

@@ -90,6 +90,7 @@ def test_a_module_of_torch_equals_itself(name):
                     torch.testing.assert_close(actual_grads[leaf], grad, equal_nan=True, **TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_of_torch_equals_itself_on_shards(name):
     info = OPTIMIZERS[name]

@@ -162,6 +162,7 @@ def test_an_idle_block_is_dropped(make, monkeypatch) -> None:
     assert open_files() == before - closed
 
 
+@pytest.mark.slow
 @needs_memfd
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_another_process_reads_a_block_of_every_dtype(dtype) -> None:

@@ -87,6 +87,7 @@ SPACES = {
 }
 
 
+@pytest.mark.slow
 @settings(
     max_examples=200,
     deadline=None,
@@ -117,6 +118,7 @@ def test_the_best_plan_is_that_of_brute_force(model: list[Unit], kind: str, part
 MODEL = [Unit(2**20, 2**22, 2**20, 2**18, 10**11)] * 6 + [Unit(2**21, 2**20, 2**18, 2**18, 10**10)]
 
 
+@pytest.mark.slow
 def test_a_larger_budget_gives_no_slower_plan_and_a_smaller_one_no_higher_peak() -> None:
     found = chain(MODEL)
     results = [auto_plan(found, ranks=4, budget=size * 2**20, units=["*"]) for size in range(40, 160, 10)]
@@ -234,6 +236,7 @@ def test_the_plan_of_any_mesh_is_that_of_make_plan() -> None:
         assert scoring._on_mesh(single, mesh, scoring._Mode(strategy, offload, 0)) == made
 
 
+@pytest.mark.slow
 def test_micro_batches_offload_and_buckets_are_chosen_too() -> None:
     half = [Unit(unit.numel, unit.saved // 2, unit.out // 2, unit.temporary // 2, unit.flops // 2) for unit in MODEL]
     space = Space(remat=0, strategies=("full_shard",), offload=(False, True), buckets=(0, 2**24))
@@ -302,6 +305,7 @@ def test_a_change_goes_as_far_as_the_budget_asks_for() -> None:
     assert counts[0] < counts[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [0, 2**23, 2**30])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 def test_a_change_keeps_the_buckets_and_all_else_that_it_does_not_name(limit: int, strategy: str) -> None:

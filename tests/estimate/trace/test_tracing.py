@@ -215,6 +215,7 @@ def summary(tape):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_folded_trace_says_what_the_whole_one_says(name):
     whole, folded = (summary(tape_of(name, fold=fold)[0]) for fold in (False, True))
@@ -228,6 +229,7 @@ def test_a_folded_trace_of_compiled_modules_says_what_the_whole_one_says(name):
     assert folded == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_every_parameter_gets_a_gradient_and_nothing_is_left_at_the_end(name):
     tape, params = tape_of(name)
@@ -529,6 +531,7 @@ ALIKE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALIKE)
 def test_one_module_stands_for_others_only_if_they_trace_alike(name):
     found = []

@@ -70,6 +70,7 @@ def test_no_compiler_gets_a_sum_in_the_order_of_an_index(name: str) -> None:
     assert f"aten::{name}" in alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", BITS)
 def test_regions_that_run_as_they_are_give_the_bits_and_the_collectives_of_the_step(case: str) -> None:
     ranks, options = CASES[case]
@@ -84,6 +85,7 @@ def test_regions_that_run_as_they_are_give_the_bits_and_the_collectives_of_the_s
     fs.simulate(main, ranks)
 
 
+@pytest.mark.slow
 def test_collectives_are_predicted_and_scheduled_and_issued_alike_and_a_merged_gather_is_seen() -> None:
     def main(mesh: fs.Mesh) -> None:
         traced, state = compiled(mesh, "aot_eager")
@@ -143,6 +145,7 @@ def counting(compile_calls: list[int]) -> Callable[..., Any]:
     return backend
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_equal_blocks_are_compiled_once_and_later_recordings_too(ranks: int) -> None:
     def main(mesh: fs.Mesh) -> list[int]:
@@ -176,6 +179,7 @@ def _patient(mesh: fs.Mesh) -> float:
     return float(found["metrics"][-1]["loss"])
 
 
+@pytest.mark.slow
 def test_a_rank_that_compiles_longer_keeps_the_others_waiting_and_nothing_fails() -> None:
     one, other = run_ranks(_patient, 2)
     assert one == other

@@ -83,6 +83,7 @@ def compare(mesh: fs.Mesh, passes: dict[str, Pass], **options: Any) -> dict[str,
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_all_passes_in_a_row_keep_the_bits(setting: str) -> None:
     ranks, options = SETTINGS[setting]
@@ -90,6 +91,7 @@ def test_all_passes_in_a_row_keep_the_bits(setting: str) -> None:
     assert len(set(texts)) == 1, "every rank makes the same changes"
 
 
+@pytest.mark.slow
 def test_each_pass_keeps_the_bits_in_later_recordings_too() -> None:
     def main(mesh: fs.Mesh) -> None:
         kept, state = compare(mesh, PASSES)["keep_gathered"]
@@ -113,10 +115,12 @@ def _on_processes(mesh: fs.Mesh) -> None:
     assert same(steps(mesh, traced, state), steps(mesh, step, copied))
 
 
+@pytest.mark.slow
 def test_processes_get_the_same_bits_from_all_passes() -> None:
     run_ranks(_on_processes, 2)
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_changed_step_is_that_of_a_run() -> None:
     batch = torch.randn(2, 64)
     step, state = made_blocks()

@@ -12,6 +12,7 @@ from tests.graph.passes.test_keeping import UNIT
 from tests.graph.test_memory import made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -33,6 +34,7 @@ def test_the_collectives_are_those_of_a_plan_with_buckets(options: dict[str, Any
     assert sum(event.bytes for event in joined.events) == sum(event.bytes for event in own.events)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "gathers", "reductions"),
     [
@@ -47,6 +49,7 @@ def test_buckets_hold_as_many_units_as_fit(full_shard: Any, size: Any, gathers: 
     assert (kinds.count("all_gather"), kinds.count("reduce_scatter")) == (gathers, reductions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", [None, 1])
 @pytest.mark.parametrize("fixture", ["full_shard", "shard_grad_op"])
 def test_gathers_that_start_earlier_share_a_bucket(fixture: str, by: int | None, request: pytest.FixtureRequest) -> None:
