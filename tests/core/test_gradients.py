@@ -72,11 +72,11 @@ def test_a_loss_that_uses_no_shard_has_gradients_of_zeros_and_no_collective_if_t
 def test_weights_are_added_without_rounding():
     def main(mesh):
         _plan, shards, root, inner = units_of(mesh)
-        own = [1, 2**24][mesh.rank]  # whose sum float32 cannot hold
+        own = [1, 2**24 + 1][mesh.rank]  # which float32 cannot hold
         (_, weight), _ = fs.value_and_grad(weighted_loss(root, inner), weighted=True)(shards, [1.0], own)
         return weight.item()
 
-    assert fs.simulate(main, 2) == [2**24 + 1] * 2
+    assert fs.simulate(main, 2) == [2**24 + 2] * 2
 
 
 def test_frozen_and_integer_leaves_carry_no_gradient():
