@@ -54,7 +54,7 @@ class Covering:
         self.slow = set(measured["slow"])
 
     def tests_of(self, fault: Fault, lines: Iterable[int], budget: float, *, fast: bool) -> list[str]:
-        """Return the tests that run some lines: those of the wing first, then by time.
+        """Return the tests that run some lines: those of the file first, then of the wing, by time.
 
         Tests whose lines run in other processes leave no context. So lines without a test have all
         tests of their wing.
@@ -70,7 +70,8 @@ class Covering:
         wing = f"tests/{fault.file.split('/')[1]}/"
         known = self.seconds.keys() - (self.slow if fast else ())
         tests = [*contexts & known] or [test for test in known if test.startswith(wing)]
-        tests.sort(key=lambda test: (not test.startswith(wing), self.seconds[test]))
+        own = f"{wing}test_{Path(fault.file).stem}"  # test files share the stem of the file that they test
+        tests.sort(key=lambda test: (not test.startswith(own), not test.startswith(wing), self.seconds[test]))
         chosen, total = [], 0.0
         for test in tests:
             total += self.seconds[test]
