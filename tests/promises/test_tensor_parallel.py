@@ -184,6 +184,7 @@ def on_four_ranks(mesh: fs.Mesh) -> dict[str, float]:
     peer = train_fsdp2(mesh, torch.float32, mp_policy=MixedPrecisionPolicy(**half))
     _, own = train(mesh, torch.float32, precision=fs.MixedPrecision(**half, cast_forward_inputs=True))
     found["bfloat16, FSDP2"] = difference(own, peer)
+    found["a buffer that each step counts up"] = abs(with_changing_buffer(mesh)[0] - 2.0)
     return found
 
 
