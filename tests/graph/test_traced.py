@@ -114,6 +114,7 @@ HYBRID = {"replicate": 2, "shard": 2}
 # recorded for itself, and its operations are most of a recording.
 SGD = torch_optimizer(torch.optim.SGD, lr=0.1)
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "full_shard": (2, {}),
     "shard_grad_op, groups": (2, {"plan": {"strategy": "shard_grad_op"}, "optimizer": grouped}),
     "no_shard, torchopt": (2, {"plan": {"strategy": "no_shard"}, "optimizer": lambda plan, mesh: torchopt.adam(1e-2)}),
     "slices": (4, {"plan": {"reshard_after_forward": 2}, "optimizer": SGD}),
@@ -126,6 +127,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "offload, foreach": (2, {"plan": {"offload": True}, "optimizer": torch_optimizer(ADAMW, lr=1e-2, foreach=True)}),
     "buckets, not donated": (2, {"plan": {"bucket_bytes": 1 << 12}, "donate": False}),
+    "micro-batches": (2, {"accumulate": 2, "optimizer": SGD}),
     "micro-batches, reduced once": (
         2,
         {
