@@ -65,18 +65,15 @@ def flatten_state(state: Any, plans: Plans, rank: int, device: str = "cpu") -> F
         ValueError: a tree of shards does not match the plan, or two tensors would have one name.
     """
     structure, leaves = _described(state)
-    flat, parts = FlatState(None), by_entry(structure, plans)
-    if isinstance(plans, Plan):
-        spec = _Flattener(plans, rank, device, flat, leaves).node(structure, "")
-    else:
-        kind, meta, _ = structure
-        entries = _entries(kind, meta, len(parts), "")
-        inner = [
-            _Flattener(plan, rank, device, flat, leaves).node(child, str(entry), 1)
-            for entry, (child, plan) in zip(entries, parts, strict=True)
-        ]
-        spec = _container(kind, entries, meta, inner)
-    flat = dataclasses.replace(flat, spec=spec)
+    flat, depth = FlatState(None), 0 if isinstance(plans, Plan) else 1
+    specs = [
+        _Flattener(plan, rank, device, flat, leaves).node(node, path, depth)
+        for path, node, plan in by_entry(structure, plans)
+    ]
+    if not isinstance(plans, Plan):
+        kind, keys, children = structure
+        specs = [_container(kind, _entries(kind, keys, len(children), ""), keys, specs)]
+    flat = dataclasses.replace(flat, spec=specs[0])
     for name in flat.tensors:  # a local tensor, ``name``, is stored as ``name@index``
         first, _, index = name.rpartition("@")
         if first in flat.tensors and index.isdecimal() and local_axes(flat.tensors[first].kind):

@@ -38,7 +38,7 @@ def holders(
     """
     mesh_axes = any_plan(plans).mesh_axes
     of_tensor: dict[str, tuple[BufferPlan, LeafSpec]] = {}
-    for node, plan in by_entry(outline, plans):
+    for _, node, plan in by_entry(outline, plans):
         leaves = {leaf.path: (buffer, leaf) for unit in plan.unit_list for buffer in unit.buffers for leaf in buffer.leaves}
         of_tensor |= {name: leaves[path] for path, name in _leaf_tensors(node)}
     found: dict[int, list[ReadItem | ReadBox]] = {}

@@ -303,34 +303,32 @@ def any_plan(plans: Plans) -> Plan:
     return plans if isinstance(plans, Plan) else next(iter(plans.values()))
 
 
-def by_entry(node: Any, plans: Plans) -> list[tuple[Any, Plan]]:
-    """Return the parts of a state, each with the plan of its shards.
+def by_entry(root: Any, plans: Plans) -> list[tuple[str, Any, Plan]]:
+    """Return path and node of each part of a state, and the plan of its shards.
 
-    One plan is that of the whole state. Several are those of entries of a dictionary, whose other
-    entries get a plan without units, because they hold no shards.
+    One plan is that of the whole state, at path ``""``. Several are those of entries of a
+    dictionary, whose other entries get a plan without units, because they hold no shards.
 
     Arguments:
-        node: the root of the state, as a ``TreeSpec`` or a ``tree.Structure``.
+        root: the root of the state, as a ``TreeSpec`` or a ``tree.Structure``.
         plans: the plans.
 
     Raises:
         ValueError: the state is no dictionary, or lacks an entry that has a plan.
     """
     if isinstance(plans, Plan):
-        return [(node, plans)]
+        return [("", root, plans)]
     keys: Sequence[Any] = ()
-    if isinstance(node, list | tuple) and node[0] in ("dict", "ordered_dict"):
-        keys = node[-2]
+    if isinstance(root, list | tuple) and root[0] in ("dict", "ordered_dict"):
+        keys = root[-2]
     if missing := [key for key in plans if key not in keys]:
         raise ValueError(
             f"with several plans, the state must be a dictionary with an entry for each of them; found none for the plan "
             f"of {missing[0]!r}: give the plan the key of its part of the state"
         )
     plan = any_plan(plans)
-    rest = dataclasses.replace(
-        plan, structure=("dict", (), ()), unit_list=(), precision=None, buckets=(), names=()
-    )  # fmt: skip
-    return [(child, plans.get(key, rest)) for key, child in zip(keys, node[-1], strict=True)]
+    no_units = dataclasses.replace(plan, structure=("dict", (), ()), unit_list=(), precision=None, buckets=(), names=())
+    return [(str(key), child, plans.get(key, no_units)) for key, child in zip(keys, root[-1], strict=True)]
 
 
 # --- flat buffers ---------------------------------------------------------------------------------

@@ -371,15 +371,16 @@ def _check_plans(plan: Plans, mesh: Mesh, options: Mapping[str, str] = MappingPr
     if not isinstance(plan, Mapping):
         check_mesh(plan, mesh, options)
         return
-    if not plan or not all(isinstance(key, str) and isinstance(each, Plan) for key, each in plan.items()):
+    if not plan or not all(isinstance(key, str) and isinstance(entry_plan, Plan) for key, entry_plan in plan.items()):
+        kinds = {key: type(entry_plan).__name__ for key, entry_plan in plan.items()}
         raise TypeError(
-            f"plan must be a plan, or a dictionary of plans by keys of the state; found {plan!r}: pass what make_plan "
-            f"returned"
+            f"plan must be a plan, or a dictionary of plans by keys of the state; found a dictionary of {kinds}: pass what "
+            f"make_plan returned"
         )
-    texts = json.dumps({key: each.fingerprint() for key, each in sorted(plan.items())})
-    check_all_same(mesh, {"the plans": texts, **options})
-    for each in plan.values():
-        check_fits(each, mesh)
+    fingerprints = {key: entry_plan.fingerprint() for key, entry_plan in sorted(plan.items())}
+    check_all_same(mesh, {"the plans": json.dumps(fingerprints), **options})
+    for entry_plan in plan.values():
+        check_fits(entry_plan, mesh)
 
 
 def _keys(plan: Plans) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from funcshard._utils import file_data, tree
 from funcshard.checkpoint.dcp_files import Region
 from funcshard.checkpoint.metadata import Plans, TensorMetadata, TreeSpec, by_entry, local_axes
-from funcshard.plan import Plan, cuts_from, dtype_of
+from funcshard.plan import cuts_from, dtype_of
 
 __all__ = ["check_held", "check_outline", "items_from", "old_region_from", "regions_from", "sizes_from"]
 
@@ -141,11 +141,10 @@ def check_outline(
     kind_outside = "whole" if per_rank is None else "rank"
     most = file_data.MOST if per_rank is None else per_rank - 1
     nodes: list[tuple[Any, bool, Collection[str]]] = [(spec, False, ())]
-    if isinstance(plans, Plan):
-        nodes = [(spec, False, {leaf.path for leaf in plans.leaves})]
-    elif plans is not None:
-        _children(*_kind_and_parts(spec))
-        nodes = [(node, False, {leaf.path for leaf in plan.leaves}) for node, plan in by_entry(spec, plans)]
+    if isinstance(plans, Mapping):
+        _children(*_kind_and_parts(spec))  # because by_entry takes a tree
+    if plans is not None:
+        nodes = [(node, False, {leaf.path for leaf in plan.leaves}) for _, node, plan in by_entry(spec, plans)]
     while nodes:
         node, in_shards, leaves = nodes.pop()
         if node is None:

@@ -124,7 +124,7 @@ def unflatten_state(
     empty = EmptyState(None, [])
     nodes = []
     try:
-        for (node, plan), (_, before) in zip(by_entry(spec, plans), by_entry(spec, old), strict=True):
+        for (_, node, plan), (_, _, before) in zip(by_entry(spec, plans), by_entry(spec, old), strict=True):
             buffers = [buffer for unit in before.unit_list for buffer in unit.buffers]
             dtypes = {leaf.path: buffer.dtype for buffer in buffers for leaf in buffer.leaves}
             axes = before.mesh_axes
