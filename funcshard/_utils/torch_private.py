@@ -509,7 +509,9 @@ def storage_id(tensor: torch.Tensor) -> int:
     try:
         # Why no address: a tensor without data has none. torch keeps one object for each storage.
         return id(tensor.untyped_storage())
-    except NotImplementedError:  # what torch raises for a tensor without a storage
+    # Why this error: torch has no question for it. Sparse tensors have no storage, and neither have
+    # tensors that vmap wraps, whose layout says strided; torch raises this for both.
+    except NotImplementedError:
         return 0
 
 

@@ -15,8 +15,9 @@ __all__ = ["OURS", "check_ours", "fault_of", "outcome_of"]
 _HOME = str(Path(funcshard.__file__).parent)
 _RAISE = dis.opmap["RAISE_VARARGS"]
 OURS: tuple[type[Exception], ...] = (ValueError, TypeError, OSError, RuntimeError)
-# Subclasses of ours that Python and torch raise by themselves, so one that leaves this library is a
-# fault: a text that cannot be decoded, a nesting too deep, an operation that torch lacks.
+# These are subclasses of the classes above, so ``isinstance`` alone would take them for errors of this
+# library. Only Python and torch raise them: for a text that cannot be decoded, a nesting too deep, and an
+# operation that torch lacks for a tensor. If one leaves this library, a check was missing.
 _NEVER = (UnicodeError, RecursionError, NotImplementedError)
 
 

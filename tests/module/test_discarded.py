@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations
 import funcshard as fs
 from funcshard.module.digests import digest
 from tests.ranks import run_simulated
+from tests.strange_objects import Raises
 
 x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
 
@@ -190,26 +191,11 @@ class Keeps(nn.Module):
         return out
 
 
-class Clock:
-    """An object of a user: it has no length, and is neither equal to anything nor true.
-
-    Its methods raise ``NotImplementedError``, as those of e3nn's ``Irreps`` do, because the library
-    has to survive objects that it asks in vain.
-    """
+class Clock(Raises):
+    """An object of a user that keeps a time, and raises when it is asked for anything else."""
 
     def __init__(self) -> None:
         self.time, self.zone = 0, None
-
-    def __len__(self) -> int:
-        raise NotImplementedError
-
-    def __eq__(self, other: object) -> bool:
-        raise NotImplementedError
-
-    def __bool__(self) -> bool:
-        raise NotImplementedError
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 def adds_a_module(module: Any, x: torch.Tensor) -> None:
