@@ -59,9 +59,9 @@ def crossed(**choices: Sequence[Any] | Mapping[str, Any]) -> Any:
     Arguments:
         choices: the values of each argument; a dictionary names them in the test's id.
     """
-    values = {name: list(each.values() if isinstance(each, Mapping) else each) for name, each in choices.items()}
-    shown = {name: list(each) for name, each in choices.items()}
-    rows = pairwise({name: range(len(each)) for name, each in values.items()})
+    values = {name: list(of.values() if isinstance(of, Mapping) else of) for name, of in choices.items()}
+    shown = {name: list(of) for name, of in choices.items()}
+    rows = pairwise({name: range(len(of)) for name, of in values.items()})
     cases = [
         pytest.param(
             *(values[name][at] for name, at in row.items()), id="-".join(str(shown[n][at]) for n, at in row.items())

@@ -184,37 +184,17 @@ CASES += [
     ("pmean psum", "over a world of one rank by mistake",
      untold(MISTAKES, "`fs.Mesh()` is a world of one rank, and a valid mesh for numbers of this rank alone.", whole_loss),
      lambda mesh: fs.pmean((s := set_up(mesh)).loss(s.shards, s.x), fs.Mesh()).detach()),
+    ("pmean", "the loss is a mean over the world already", right(whole_grads),
+     lambda s: s.whole(fs.value_and_grad(lambda shards, x: fs.pmean(s.loss(shards, x), s.mesh))(s.shards, s.x)[1])),
+    ("psum", "the loss is summed over the world",
+     untold("docs/gradients.md", "A loss function that returns `psum(loss)` makes the loss and its gradient W times larger.",
+        whole_grads),
+     lambda s: s.whole(fs.value_and_grad(lambda shards, x: fs.psum(s.loss(shards, x), s.mesh))(s.shards, s.x)[1])),
+    ("pmean", "gradients that are averaged already",
+     untold("docs/gradients.md", "A scalar on W ranks can mean two things, and nothing in its type says which:",
+        whole_grads),
+     lambda s: s.whole(fs.pmean(s.grads(), s.mesh))),
 ]  # fmt: skip
-
-
-@CASES("pmean", "the loss is a mean over the world already", right(whole_grads))
-def _(mesh):
-    s = set_up(mesh)
-    return s.whole(fs.value_and_grad(lambda shards, x: fs.pmean(s.loss(shards, x), mesh))(s.shards, s.x)[1])
-
-
-@CASES(
-    "psum",
-    "the loss is summed over the world",
-    untold(
-        "docs/gradients.md",
-        "A loss function that returns `psum(loss)` makes the loss and its gradient W times larger.",
-        whole_grads,
-    ),
-)
-def _(mesh):
-    s = set_up(mesh)
-    return s.whole(fs.value_and_grad(lambda shards, x: fs.psum(s.loss(shards, x), mesh))(s.shards, s.x)[1])
-
-
-@CASES(
-    "pmean",
-    "gradients that are averaged already",
-    untold("docs/gradients.md", "A scalar on W ranks can mean two things, and nothing in its type says which:", whole_grads),
-)
-def _(mesh):
-    s = set_up(mesh)
-    return s.whole(fs.pmean(s.grads(), mesh))
 
 
 # --- the log of collectives -----------------------------------------------------------------------

@@ -70,8 +70,8 @@ class Covering:
         wing = f"tests/{fault.file.split('/')[1]}/"
         known = self.seconds.keys() - (self.slow if fast else ())
         tests = [*contexts & known] or [test for test in known if test.startswith(wing)]
-        own = f"{wing}test_{Path(fault.file).stem}"  # test files share the stem of the file that they test
-        tests.sort(key=lambda test: (not test.startswith(own), not test.startswith(wing), self.seconds[test]))
+        stem = f"{wing}test_{Path(fault.file).stem}"  # test files share the stem of the file that they test
+        tests.sort(key=lambda test: (not test.startswith(stem), not test.startswith(wing), self.seconds[test]))
         chosen, total = [], 0.0
         for test in tests:
             total += self.seconds[test]

@@ -6,43 +6,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 import funcshard as fs
 from funcshard._utils import tree
 from funcshard.plan.wrap import Units
 from tests.core.test_prefetcher import STRATEGIES
+from tests.jobs import Calls
 from tests.plan.test_predict_nested import linear
 
 WIDTH = 3
-UNITS = ("parts.0", "parts.1", "outer", "outer.parts.0", "outer.parts.1")
+UNITS = ("parts.0", "parts.1", "parts.2", "parts.2.parts.0", "parts.2.parts.1")
 
 
-class Calls(nn.Module):
-    """Calls its parts in some order, and uses a leaf of its own where the order says ``None``."""
-
-    def __init__(self, order, *parts):
-        super().__init__()
-        self.parts, self.order = nn.ModuleList(parts), order
-        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
-
-    def forward(self, x):
-        for number in self.order:
-            x = torch.sin(x * self.scale if number is None else self.parts[number](x))
-        return x
-
-
-class Program(Calls):
-    """The same, where a third part is another such module."""
-
-    def __init__(self, order, inner):
-        super().__init__(order, linear(), linear())
-        self.outer = Calls(inner, linear(), linear())
-
-    def forward(self, x):
-        for number in self.order:
-            x = torch.sin(x * self.scale) if number is None else self.outer(x) if number == 2 else self.parts[number](x)
-        return x.square().mean()
+def program(order, inner):
+    """Return a module that calls its parts in an order; the third part is another such module."""
+    return Calls(order, linear(), linear(), Calls(inner, linear(), linear()))
 
 
 def orders(most, *parts):
@@ -61,7 +39,7 @@ SETTINGS = st.fixed_dictionaries({
 
 def step_of(sharded, shards, x):
     with fs.record_events() as events:
-        loss, grads = fs.value_and_grad(lambda s: sharded(s, {}, x))(shards)
+        loss, grads = fs.value_and_grad(lambda s: sharded(s, {}, x).square().mean())(shards)
     return (loss, grads), tuple(events)
 
 
@@ -79,7 +57,7 @@ def test_gradients_are_the_unsharded_ones_to_rounding_the_bits_no_schedules_and_
     world, order, inner, strategies, bucket_bytes, options
 ):
     torch.manual_seed(0)
-    apply, params, _ = fs.make_functional(Program(order, inner))
+    apply, params, _ = fs.make_functional(program(order, inner))
     units = Units(UNITS, {name: {"strategy": strategy} for name, strategy in zip(UNITS, strategies, strict=True)})
 
     def main(mesh):
@@ -94,7 +72,9 @@ def test_gradients_are_the_unsharded_ones_to_rounding_the_bits_no_schedules_and_
             assert events == fs.predict_events(plan, sharded.schedule)
         for result in results[1:]:
             torch.testing.assert_close(result, results[0], rtol=0, atol=0)
-        expected = tree.map(lambda grad: fs.pmean(grad, mesh), torch.func.grad(lambda p: apply(p, {}, x))(params))
+        expected = tree.map(
+            lambda grad: fs.pmean(grad, mesh), torch.func.grad(lambda p: apply(p, {}, x).square().mean())(params)
+        )
         torch.testing.assert_close(fs.gather(results[0][1], plan, mesh), expected)
 
     fs.simulate(main, world)

@@ -17,8 +17,9 @@ from tests.storages import Alive
 
 JOBS = covering()
 pytestmark = [
-    # torch's own warnings, where units are compiled or traced.
-    *(pytest.mark.filterwarnings(f"ignore:{text}") for text in ("The .grad attribute of a Tensor", "`torch.jit.script"))
+    # torch's own warnings, where units are compiled or traced, and what BatchNorm becomes in low precision.
+    pytest.mark.filterwarnings(f"ignore:{text}")
+    for text in ("The .grad attribute of a Tensor", "`torch.jit.script", "ignored_classes of the precision hold BatchNorm2d")
 ]
 
 
@@ -29,7 +30,7 @@ def check(job: Job, folder: Path) -> None:
     outcomes, twins, expected = run(job), run(job.plain, folder), oracle(job)
     right = change_of(job, expected.params)
     for outcome, twin in zip(outcomes, twins, strict=True):
-        assert outcome.events == outcome.predicted
+        assert outcome.events == outcome.predicted or not job.is_predicted
         assert (change_of(job, outcome.params) - right).norm() <= tolerance(job) * right.norm()
         assert outcome.losses == pytest.approx(expected.losses, abs=1e-12 if job.precision is None else 3e-3)
         for mine, other in ((outcome.params, twin.params), (outcome.buffers, twin.buffers)):
