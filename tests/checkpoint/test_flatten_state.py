@@ -196,3 +196,17 @@ def test_two_tensors_of_one_name_are_an_error() -> None:
     state = {"x": {"a": {"float32": UNIT}}, "x.a.w": UNIT}
     with pytest.raises(ValueError, match=r"two tensors of the state would be stored as 'x\.a\.w'; rename"):
         flatten_state(state, PLAN, 0)
+
+
+def test_the_deepest_state_is_as_deep_with_several_plans_as_with_one() -> None:
+    def deepest(plans: Any) -> int:
+        value: Any = fs.PerRank(1)
+        for depth in range(tree.DEEPEST + 3):
+            value = {"x": value}
+            try:
+                flatten_state(value, plans, 0)
+            except ValueError:
+                return depth
+        raise AssertionError("no state is too deep")
+
+    assert deepest({"x": PLAN}) == deepest(PLAN) == tree.DEEPEST - 1
