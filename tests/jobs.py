@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -147,7 +148,7 @@ class Job:
     @property
     def ranks(self) -> int:
         """Number of ranks."""
-        return functools.reduce(lambda product, axis: product * axis[1], self.mesh, 1)
+        return math.prod(size for _, size in self.mesh)
 
     @property
     def is_predicted(self) -> bool:
@@ -195,14 +196,8 @@ SCHEDULES: Mapping[str, Mapping[str, Any]] = {
 
 def is_possible(job: Job) -> bool:
     """Return whether the library promises to run a job."""
-    stays = not job.reshard_after_backward
-    refused = (
-        stays and job.strategy == "full_shard",  # a unit that is freed after forward cannot stay
-        job.traced and (job.compiled or job.slow or job.scaler or job.offload),
-        job.compiled and job.carrier != "simulated",  # processes would each start a compiler
-        job.precision == "low-precision gradients" and (job.scaler or job.max_norm or job.optimizer == "AdamW"),
-    )
-    return not any(refused)
+    # A unit that is freed after forward can't stay gathered after backward.
+    return job.reshard_after_backward or job.strategy != "full_shard"
 
 
 # --- running ----------------------------------------------------------------------------------------
@@ -246,6 +241,7 @@ def run_job(mesh: fs.Mesh, job: Job, folder: Path | None = None) -> Outcome:
         mesh = delayed(mesh, job.slow, 0.002)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)  # while torch compiles
         warnings.filterwarnings("ignore", "ignored_classes of the precision hold BatchNorm2d", UserWarning)
         return train(Training.of(job, mesh), folder)
 
