@@ -75,8 +75,8 @@ def predict_events(
     Three kinds of units that forward calls several times are not covered: only some of the calls
     have gradients or are in a checkpoint; one checkpoint holds several of the calls; or one call is
     inside another.
-    Nor are units inside a recomputed unit, if forward calls them several times, or if a bucket joins
-    them with units outside of it.
+    Nor are units inside a recomputed unit covered, if forward calls them several times, or if a
+    bucket joins them with units outside of it.
 
     Arguments:
         plan: the plan.
