@@ -28,10 +28,11 @@ _TO_CUDA, _TO_CPU, _ITEM = ("copy from cpu to cuda",), ("copy from cuda to cpu",
 
 # By file and function of the library.
 ALLOWED: dict[str, Allowed] = {
-    "core/buffer_comm.py:start_gather": Allowed(
-        _TO_CUDA, "offload: the optimizer may write to the shard as soon as the gather has started", in_step=True
+    "core/buffer_comm.py:wait": Allowed(
+        ("synchronize",),
+        "offload: the optimizer reads gradients on the CPU and writes to shards when backward returns",
+        in_step=True,
     ),
-    "core/buffer_comm.py:_to_host": Allowed(_TO_CPU, "offload: the optimizer reads the gradient on the CPU", in_step=True),
     "core/sharding.py:put": Allowed(
         _TO_CPU + _TO_CUDA, "shards are made once, of leaves that may be elsewhere, and on the CPU with offload"
     ),
@@ -41,13 +42,12 @@ ALLOWED: dict[str, Allowed] = {
     "graph/traced.py:__call__": Allowed(_TO_CPU + _TO_CUDA + _ITEM, "the waits of the recorded step", answer=1.0),
     "graph/compiling/binding.py:__call__": Allowed(_TO_CPU + _TO_CUDA, "the waits of the recorded step"),
     "_utils/torch_compilers.py:boxed": Allowed(_TO_CPU + _TO_CUDA, "the waits of the recorded step"),
-    "checkpoint/unflatten_state.py:check": Allowed(("equal",), "leaves must agree on a value of their buffer", answer=1.0),
+    "checkpoint/unflatten_state.py:finish": Allowed(("equal",), "leaves must agree on a value of their buffer", answer=1.0),
     "checkpoint/flatten_state.py:_checksum": Allowed(_TO_CPU, "ranks compare checksums of a state, before they save it"),
     "checkpoint/dcp_files.py:add": Allowed(_TO_CUDA, "a checkpoint is read to the CPU"),
     "checkpoint/block_files.py:write_tensor": Allowed(_TO_CPU, "a checkpoint is written from the CPU, by another thread"),
     "checkpoint/save_restore.py:_copied": Allowed(_TO_CPU, "the state is copied before training goes on"),
     "checkpoint/save_restore.py:_agree": Allowed(_ITEM + _TO_CUDA, "ranks agree on the name of the folder that they write"),
-    "checkpoint/save_restore.py:save": Allowed(("synchronize",), "the thread that reads the state has another stream"),
     "checkpoint/read_items.py:copy_from": Allowed(
         _TO_CUDA + _TO_CPU, "a checkpoint is read to the CPU; replan moves what is offloaded"
     ),

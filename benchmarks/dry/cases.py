@@ -152,6 +152,7 @@ CASES: dict[str, Case] = {
     "average, two ranks": _steps(run=average),
     "combinators": _steps(run=combine),
     "combinators, offload": _steps(run=combine, plan={"offload": True}),
+    "evaluation, offload": _steps(run=evaluate, plan={"offload": True}),
     "measured": _steps(run=measure),
     "checkpoint, capturable, scaler": _steps(ONE, run=save_and_restore, optimizer=_capturable, scaler=fs.GradScaler()),
     "checkpoint, mutable, torchopt": _steps(ONE, run=save_and_restore, mutable=True, optimizer=_torchopt),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import types
 import unittest.mock
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ import torch
 
 from benchmarks.dry.stream_order import StreamOrder
 from funcshard._utils import RandomState, recording_graph
-from funcshard.comm import native, torch_group
+from funcshard.comm import DONE, native, torch_group
 from funcshard.core import buffer_comm
 from funcshard.graph import tidying
 from funcshard.train import train_step
@@ -78,12 +77,8 @@ def _wait_on_another_stream(wait: Any, order: StreamOrder) -> Any:
     return changed
 
 
-def _unfinished_copy(to_host: Any, order: StreamOrder) -> Any:
-    return lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-
-
-def _copy_that_nothing_waits_for(to: Any, order: StreamOrder) -> Any:
-    return lambda tensor, *args, **kwargs: to(tensor, *args, **kwargs, non_blocking=True)
+def _copy_that_nothing_waits_for(start_copy: Any, order: StreamOrder) -> Any:
+    return lambda *arguments: (start_copy(*arguments)[0], DONE)
 
 
 def _read_on_another_stream(finish: Any, order: StreamOrder) -> Any:
@@ -99,10 +94,6 @@ def _read_on_another_stream(finish: Any, order: StreamOrder) -> Any:
 
 def _not_set_back(put: Any, order: StreamOrder) -> Any:
     return lambda state: put(state) if recording_graph() else None
-
-
-def _no_synchronize(current_stream: Any, order: StreamOrder) -> Any:
-    return lambda *_: types.SimpleNamespace(synchronize=lambda: None)
 
 
 def _without_its_device(layout: Any, order: StreamOrder) -> Any:
@@ -125,13 +116,13 @@ FAULTS: dict[str, Fault] = {
     ),
     "a copy to the CPU that is not waited for": Fault(
         "offload, clipped",
-        "on host is not ordered after copy_ on compute",
-        _patched(buffer_comm, "_to_host", _unfinished_copy),
+        "on host is not ordered after copy_ on stream",
+        _patched(buffer_comm, "_to_host", _copy_that_nothing_waits_for),
     ),
     "a copy from the CPU that is not waited for": Fault(
-        "offload, clipped",
+        "evaluation, offload",
         "on host is not ordered after _to_copy on compute",
-        _patched(torch.Tensor, "to", _copy_that_nothing_waits_for),
+        _patched(buffer_comm, "_to_device", _copy_that_nothing_waits_for),
     ),
     "a gather that starts before its input is written": Fault(
         "bfloat16", "allgather_base on 1 is not ordered after", order={"starts_after": False}
@@ -147,8 +138,5 @@ FAULTS: dict[str, Fault] = {
     ),
     "a graph without its copies to the CPU": Fault(
         "graph", "same device", _patched(tidying, "_layout", _without_its_device), quick=False
-    ),
-    "a save that does not wait for its stream": Fault(
-        "checkpoint", "is not ordered after", _patched(torch.cuda, "current_stream", _no_synchronize), quick=False
     ),
 }

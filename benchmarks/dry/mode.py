@@ -26,7 +26,6 @@ from torch.utils._pytree import tree_leaves
 import funcshard
 from benchmarks.dry.allowed import ALLOWED, Allowed
 from benchmarks.dry.stand_ins import Generator, stand_ins
-from benchmarks.dry.stream_order import StreamOrder
 from funcshard._utils import recording_graph
 
 __all__ = ["DryCuda", "Wait", "current_mode", "dry_cuda", "is_dry"]
@@ -115,12 +114,9 @@ class DryCuda(TorchDispatchMode):
             self.generator.draw()
         return out
 
-    def synchronize(self) -> None:
-        """Let the host wait for the current stream."""
-        self._note("synchronize", sys._getframe(1))
-        for mode in _get_current_dispatch_mode_stack():
-            if isinstance(mode, StreamOrder):
-                mode.synchronize()
+    def note_wait(self) -> None:
+        """Note that the host waits for a stream or an event; the caller's caller asks for it."""
+        self._note("synchronize", sys._getframe(2))
 
     def _check(self, name: str, func: Any, args: Any, kwargs: Any) -> Allowed | None:
         what = _wait_of(name, func, args, kwargs)
@@ -226,6 +222,6 @@ def dry_cuda(allowed: Mapping[str, Allowed] = ALLOWED, *, fake: FakeTensorMode |
         fake: the mode of the tensors, for ranks of one simulation, which share it.
     """
     mode = DryCuda(allowed)
-    with warnings.catch_warnings(), stand_ins(mode.generator, mode.synchronize), fake or FakeTensorMode(), mode:
+    with warnings.catch_warnings(), stand_ins(mode.generator, mode.note_wait), fake or FakeTensorMode(), mode:
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # it is 0, and aligned
         yield mode

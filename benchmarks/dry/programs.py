@@ -63,11 +63,13 @@ def initialise(mesh: fs.Mesh) -> None:
     check_placed(fs.init_shards(on_host, plan, mesh), plan, mesh)
 
 
-def evaluate(mesh: fs.Mesh) -> None:
-    """Run forward without gradients, and in inference mode; copy and average the state."""
-    run, state = train(mesh)
+def evaluate(mesh: fs.Mesh, **options: Any) -> None:
+    """Run forward without gradients, and in inference mode; write to, copy and average the state."""
+    run, state = train(mesh, **options)
     with torch.no_grad():
         run.sharded(state.shards, state.buffers, batch_of(mesh))
+        for shard in _leaves(state.shards):
+            shard.mul_(0.99)
         average = torch.utils._pytree.tree_map(torch.clone, state.shards)
         for unit, shards in state.shards.items():
             for key, shard in shards.items():

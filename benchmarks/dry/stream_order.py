@@ -129,9 +129,18 @@ class StreamOrder(TorchDispatchMode):
         """The stream that operations of this thread are issued to."""
         return getattr(self._of_thread, "stream", self._stream)
 
-    def synchronize(self) -> None:
-        """Make the host wait for the current stream."""
-        self._see(HOST, self._clock(self._current))
+    @property
+    def current(self) -> str:
+        """Name of the stream that operations of this thread are issued to."""
+        return self._current
+
+    def event(self, stream: str) -> _Clock:
+        """Return an event of a stream: all that it has been given so far."""
+        return dict(self._clock(stream))
+
+    def synchronize(self, event: _Clock) -> None:
+        """Make the host wait for an event."""
+        self._see(HOST, event)
 
     def wait(self, stream: str, other: str) -> None:
         """Make a stream wait for all that another one has been given so far."""

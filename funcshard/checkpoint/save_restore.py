@@ -205,8 +205,6 @@ def save(
                 raise _unseen(part)
             if not wait:
                 memory, slices = _copied(flat.slices, None if after is None else after.memory)
-            elif mesh.device.type == "cuda":  # the thread reads on its own stream, which waits for no other one
-                torch.cuda.current_stream(mesh.device).synchronize()
         except Exception as error:  # such as no memory for the copy
             fault = error
         raise_on_every_rank(mesh, fault)
@@ -435,6 +433,7 @@ def _agree(path: Path, summary: dict[str, Any], mesh: Mesh, drawn: int) -> str:
     number = torch.tensor(drawn, device=mesh.device)
     for _, group in mesh.axes:  # from position 0 of each axis in turn, and so from rank 0
         group.broadcast(number, 0, label="token of a save").wait()
+    # Why int: the host waits for the stream here, so the thread that writes reads finished tensors.
     return f"{int(number):08x}"
 
 

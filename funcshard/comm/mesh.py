@@ -125,7 +125,10 @@ class Mesh:
         sizes = mesh_axes_of({axis: group.size for axis, group in groups.items()} or {"shard": 1})
         groups = {axis: groups[axis] if axis in groups else LocalGroup() for axis in sizes}
         object.__setattr__(self, "groups", groups)
-        object.__setattr__(self, "device", check_device(self.device))
+        device = check_device(self.device)
+        if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+            device = device_of("cuda")  # tensors are on "cuda:0", which is not equal to "cuda"
+        object.__setattr__(self, "device", device)
         object.__setattr__(self, "shard", groups["shard"])
         object.__setattr__(self, "replicate", groups["replicate"])
         several = [(axis, group) for axis, group in reversed(groups.items()) if group.size > 1]

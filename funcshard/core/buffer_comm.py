@@ -126,6 +126,45 @@ class BufferComm:
         return dataclasses.replace(self, dtypes=dataclasses.replace(self.dtypes, cast=None), own=False)
 
 
+# --- offload --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _HostCopy:
+    """A copy between the CPU and CUDA that has started; ``wait`` makes the host wait for it.
+
+    Attributes:
+        end: the event after the copy.
+    """
+
+    end: Any
+
+    def wait(self) -> None:
+        self.end.synchronize()
+
+
+def _to_device(tensor: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Work]:
+    """Start to copy a tensor to the device; return the copy, ready for the current stream."""
+    if device.type != "cuda" or recording_graph():  # a graph replays no events
+        return tensor.to(device), DONE
+    return tensor.to(device, non_blocking=True), _HostCopy(torch.cuda.current_stream(device).record_event())
+
+
+def _to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, Work]:
+    """Start to copy a tensor to pinned memory; it must live until the copy has ended."""
+    if tensor.device.type == "cpu":
+        return tensor, DONE
+    out = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    if not tensor.is_cuda or recording_graph():
+        return out.copy_(tensor), DONE
+    # Why another stream: the next shards travel the other way meanwhile, on the current one.
+    stream = torch.cuda.Stream(tensor.device)
+    stream.wait_stream(torch.cuda.current_stream(tensor.device))
+    with torch.cuda.stream(stream):
+        out.copy_(tensor, non_blocking=True)
+    return out, _HostCopy(stream.record_event())
+
+
 # --- all-gather -----------------------------------------------------------------------------------
 
 
@@ -137,11 +176,13 @@ class AllGatherHandle:
         work: the collective.
         comm: the communication of the buffer.
         numel: number of elements of the whole buffer.
+        copied: the copy of an offloaded shard to the device.
     """
 
     work: AllGatherWork
     comm: BufferComm
     numel: int
+    copied: Work = DONE
 
     def wait_comm(self) -> None:
         """On CPU, wait for the data; on CUDA, do nothing: ``finish`` makes the stream wait."""
@@ -150,6 +191,8 @@ class AllGatherHandle:
 
     def finish(self) -> torch.Tensor:
         """Wait for the data, and return the buffer in the dtype to compute in."""
+        # Why the host too: when a step returns, the optimizer may write to the shard.
+        self.copied.wait()
         out, cast = self.work.wait(), self.comm.dtypes.cast
         if cast is None:
             return out
@@ -234,12 +277,13 @@ def start_gather(shard: torch.Tensor, comm: BufferComm, *, read_only: bool = Fal
                 f"the cast of buffer {comm.buffer!r} of unit {comm.unit or '(root)'!r} must return, before gathering, a 1-D "
                 f"tensor, the data to send; found {found}"
             )
-    elif dtypes.gathered is not dtypes.shard:
-        sent = shard.to(dtypes.gathered)
-    if comm.moved:
-        sent = sent.to(mesh.device)  # waits, because the optimizer may write to the shard as soon as this returns
+    copied: Work = DONE
+    if comm.moved:  # before the conversion, because the shard is in pinned memory and the device is faster
+        sent, copied = _to_device(sent, mesh.device)
+    if dtypes.cast is None and dtypes.gathered is not dtypes.shard:
+        sent = sent.to(dtypes.gathered)
     if not comm.topology.cut:
-        return AllGatherHandle(PrivateAllGatherWork(sent), comm, shard.shape[0])
+        return AllGatherHandle(PrivateAllGatherWork(sent), comm, shard.shape[0], copied)
     group, sent = live_group(mesh.shard, "shard", sent, comm, comm.unit, comm.buffer), sent.contiguous()
     _record("all_gather", comm, sent, "shard", group, group.size)
     if comm.own and isinstance(group, CustomGroup) and group.own_all_gather is not None and sent.ndim == 1:
@@ -250,7 +294,7 @@ def start_gather(shard: torch.Tensor, comm: BufferComm, *, read_only: bool = Fal
         work = all_gather_last(group, sent, label=comm.label)
     else:
         work = all_gather_private(group, sent, label=comm.label)
-    return AllGatherHandle(work, comm, shard.shape[0] * group.size)
+    return AllGatherHandle(work, comm, shard.shape[0] * group.size, copied)
 
 
 # --- reduce-scatter and all-reduce ----------------------------------------------------------------
@@ -264,11 +308,14 @@ class ReduceHandle:
         out: memory for the sum over the first axis.
         work: the collective over the first axis.
         comm: the communication of the buffer.
+        copied: the sum on the CPU and its copy, which started with this handle; without it
+            ``finish`` copies the sum of an offloaded unit.
     """
 
     out: torch.Tensor
     work: Work
     comm: BufferComm
+    copied: tuple[torch.Tensor, Work] | None = None
 
     def wait_comm(self) -> None:
         """Wait for the first axis, as ``AllGatherHandle.wait_comm`` does.
@@ -286,8 +333,16 @@ class ReduceHandle:
             group = live_group(group, axis, self.out, comm, comm.unit, comm.buffer)
             _record("all_reduce", comm, self.out, axis, group)
             _start_all_reduce(self.out, comm, group).wait()
-        out = _to_host(self.out) if comm.moved else self.out
-        return out if comm.dtypes.keeps_reduced or comm.dtypes.shard is None else out.to(comm.dtypes.shard)
+        out = _in_shard_dtype(self.out, comm)
+        if not comm.moved:
+            return out
+        on_host, copy = self.copied or _to_host(out)
+        copy.wait()  # while ``out`` lives
+        return on_host
+
+
+def _in_shard_dtype(out: torch.Tensor, comm: BufferComm) -> torch.Tensor:
+    return out if comm.dtypes.keeps_reduced or comm.dtypes.shard is None else out.to(comm.dtypes.shard)
 
 
 def start_reduce(full: torch.Tensor, comm: BufferComm, *, donated: bool = False) -> ReduceHandle:
@@ -305,7 +360,10 @@ def start_reduce(full: torch.Tensor, comm: BufferComm, *, donated: bool = False)
     if topology.cut:
         return start_scatter([full.view(-1)], (full.shape[0] // topology.mesh.shard.size, *full.shape[1:]), comm)
     if not topology.repeated:
-        return ReduceHandle(full, DONE, comm)
+        if not comm.moved:
+            return ReduceHandle(full, DONE, comm)
+        full = _in_shard_dtype(full, comm)
+        return ReduceHandle(full, DONE, comm, _to_host(full))
     axis, group = topology.repeated[0]
     group = live_group(group, axis, full, comm, comm.unit, comm.buffer)
     out = full if donated else full.clone()
@@ -340,13 +398,6 @@ def _start_all_reduce(tensor: torch.Tensor, comm: BufferComm, group: Group) -> W
     if comm.own and isinstance(group, CustomGroup) and tensor.ndim == 1:
         return group.start_all_reduce(tensor, comm.label)
     return group.all_reduce(tensor, label=comm.label)
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` on the CPU, in pinned memory if it comes from CUDA; wait for the copy."""
-    if tensor.device.type == "cpu":
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor)
 
 
 # --- buckets --------------------------------------------------------------------------------------
