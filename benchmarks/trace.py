@@ -20,18 +20,19 @@ import torch.distributed as dist
 import funcshard as fs
 from funcshard.testing import delayed
 
-__all__ = ["Kernel", "kernels", "pretended", "traced", "under_compute"]
+__all__ = ["Kernel", "held_up", "kernels", "pretended", "traced"]
 
 SLEEP = "spin_kernel"  # the kernel of torch.cuda._sleep
 
 
 class Kernel(NamedTuple):
-    """A kernel that ran on a GPU: its start and end in microseconds, its stream, its name."""
+    """A kernel that ran on a GPU: start and end, stream, name, and when the host launched it; in microseconds."""
 
     start: float
     end: float
     stream: int
     name: str
+    launched: float
 
 
 @contextlib.contextmanager
@@ -64,33 +65,37 @@ def traced(run: Callable[[], object], file: Path, device: str, steps: int = 3, w
 
 def kernels(trace: dict[str, Any]) -> list[Kernel]:
     """Return the GPU kernels of a Chrome trace."""
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    # Why by correlation: the profiler gives one number to a launch and to its kernel.
+    launches = {
+        event["args"]["correlation"]: event["ts"] for event in events if event.get("cat") in ("cuda_runtime", "cuda_driver")
+    }
     return [
-        Kernel(event["ts"], event["ts"] + event["dur"], event["args"]["stream"], event["name"])
-        for event in trace["traceEvents"]
-        if event.get("ph") == "X" and event.get("cat") == "kernel"
+        Kernel(
+            event["ts"],
+            event["ts"] + event["dur"],
+            event["args"]["stream"],
+            event["name"],
+            launches.get(event["args"]["correlation"], event["ts"]),
+        )
+        for event in events
+        if event.get("cat") == "kernel"
     ]
 
 
-def under_compute(found: Iterable[Kernel]) -> tuple[int, float, float]:
-    """Return the number of sleeps, their microseconds, and those that overlap with other kernels.
+def held_up(found: Iterable[Kernel]) -> tuple[int, float, float]:
+    """Return the number of sleeps, their microseconds, and those in which they held other kernels up.
 
-    Two sleeps at the same time count twice; two kernels at the same time as one sleep count once.
+    A sleep holds a kernel up while the device runs no other kernel and the host has launched this
+    one. A device that idles because the host has launched nothing is not held up.
     """
-    every = list(found)
+    every = sorted(found)
     sleeps = [kernel for kernel in every if SLEEP in kernel.name]
-    busy = _merged((kernel.start, kernel.end) for kernel in every if SLEEP not in kernel.name)
-    covered = 0.0
-    for sleep in sleeps:
-        covered += sum(max(0.0, min(end, sleep.end) - max(start, sleep.start)) for start, end in busy)
-    return len(sleeps), sum(sleep.end - sleep.start for sleep in sleeps), covered
-
-
-def _merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the union of the spans as spans that do not overlap."""
-    merged: list[tuple[float, float]] = []
-    for start, end in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged
+    held, busy_until = 0.0, 0.0
+    for kernel in every:
+        if SLEEP in kernel.name:
+            continue
+        idle_from = max(busy_until, kernel.launched)
+        held += sum(max(0.0, min(kernel.start, sleep.end) - max(idle_from, sleep.start)) for sleep in sleeps)
+        busy_until = max(busy_until, kernel.end)
+    return len(sleeps), sum(sleep.end - sleep.start for sleep in sleeps), held
