@@ -43,6 +43,7 @@ __all__ = [
     "basis_loops",
     "belongs_to_transform_above",
     "callers_level",
+    "check_thread",
     "cuda_sleep",
     "dcp_storage_info",
     "dispatch_modes",
@@ -588,6 +589,19 @@ def recording_graph() -> bool:
     with needed_for("a trace"):
         recorder = module.ProxyTorchDispatchMode
     return any(isinstance(mode, recorder) for mode in _modes())
+
+
+def check_thread(what: str) -> None:
+    """Raise ``RuntimeError`` in a thread that compiles or records where torch before 2.13 crashes.
+
+    On a machine without CUDA it crashes in the second thread that makes fake tensors.
+    """
+    elsewhere = threading.current_thread() is not threading.main_thread()
+    if torch.__version__ < "2.13" and elsewhere and not torch.cuda.is_available():
+        raise RuntimeError(
+            f"torch before 2.13 crashes the process when several threads compile or record, as simulated ranks do; found "
+            f"{torch.__version__}: {what}, or install a newer torch"
+        )
 
 
 class ValueReadError(RuntimeError):

@@ -22,6 +22,7 @@ from funcshard._utils import (
     TorchDispatchMode,
     ValueReadError,
     captured,
+    check_thread,
     graph_task_id,
     is_donated,
     is_dtensor,
@@ -60,6 +61,7 @@ def record(step: Step, state: Any, batch: Any, names: Mapping[int, Any] | None =
             new state has a size that depends on one of them, or a leaf is a DTensor.
         RuntimeError: the step draws random numbers in a way that a graph cannot repeat.
     """
+    check_thread("record with one process for each rank")
     leaves, form = tree.flatten_with_form((state, batch))
     in_state = len(tree.leaves(state))
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]

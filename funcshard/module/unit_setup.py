@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import threading
 import types
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcshard._utils import recording_graph, transforms_active, tree
+from funcshard._utils import check_thread, recording_graph, transforms_active, tree
 from funcshard.module.call_precision import CallPrecision
 from funcshard.module.functional import Functional
 from funcshard.plan import MixedPrecision, Plan, UnitPlan, innermost_in, is_one_of
@@ -97,11 +96,7 @@ def check_compiler(compiler: Any) -> None:
     """Raise unless ``compiler`` is a function that this torch can run in this thread."""
     if not callable(compiler):
         raise TypeError(f"compiler must be a function such as torch.compile; found {compiler!r}")
-    if torch.__version__ < "2.13" and threading.current_thread() is not threading.main_thread():
-        raise RuntimeError(
-            f"torch before 2.13 crashes the process when several threads compile, as simulated ranks do; found "
-            f"{torch.__version__}: leave compiler out in simulations, or install a newer torch"
-        )
+    check_thread("leave compiler out in simulations")
 
 
 def compile_units(
