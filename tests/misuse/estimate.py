@@ -48,6 +48,9 @@ CASES += [
     ("profile", "a dtype instead of a precision",
      TypeError("precision must be a MixedPrecision, a plan or None; found torch.bfloat16"),
      lambda mesh: profile(precision=torch.bfloat16)),
+    ("profile", "a plan of another model as precision",
+     ValueError("precision must be a plan of the same parameters; found a plan without '0.bias'"),
+     lambda mesh: profile(precision=fs.make_plan({"w": torch.zeros(3)}, mesh))),
 ]  # fmt: skip
 
 # --- estimate -------------------------------------------------------------------------------------
@@ -86,6 +89,8 @@ CASES += [
      lambda mesh: fs.auto_plan(APPLY, ranks=2)),
     ("auto_plan", "no profile", ValueError("profile must hold at least one Profile; found an empty dictionary"),
      lambda mesh: fs.auto_plan({}, ranks=2)),
+    ("auto_plan", "no profile in a list", ValueError("profile must hold at least one Profile; found an empty sequence"),
+     lambda mesh: fs.auto_plan([], ranks=2)),
     ("auto_plan", "units that the model does not have", ValueError("unit 'layers.*' matches no part of the tree"),
      lambda mesh: fs.auto_plan(traced(), ranks=2, units=["layers.*"])),
     ("auto_plan", "options that the search chooses",

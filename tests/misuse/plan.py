@@ -1,5 +1,6 @@
 """Mistakes with plans, schedules and policies."""
 
+import collections
 import dataclasses
 
 import torch
@@ -22,6 +23,12 @@ def plan(mesh, params=PARAMS, **options):
 CASES += [
     ("make_plan", "mesh and params swapped", ValueError("mesh must be a number of ranks"),
      lambda mesh: fs.make_plan(mesh, PARAMS)),
+    ("make_plan", "a result of torch.max as params", TypeError("convert it to a plain tuple first"),
+     lambda mesh: fs.make_plan(torch.ones(2, 2).max(dim=0), mesh)),
+    ("make_plan", "a default dictionary in params", TypeError("convert it to a dict, list, tuple or namedtuple first"),
+     lambda mesh: fs.make_plan({"layers": collections.defaultdict(dict, w=torch.ones(2))}, mesh)),
+    ("wrap.by_size", "a list of classes to exclude", TypeError("exclude must be a tuple of module classes"),
+     lambda mesh: plan(mesh, units=fs.wrap.by_size(1, exclude=[nn.Linear])(NET))),
     ("make_plan", "one path instead of a list", TypeError("write ['0']"), lambda mesh: plan(mesh, units="0")),
     ("make_plan", "the parameters of a module, as torch's optimizers take them",
      TypeError("pass the params of make_functional(module), or a tree such as dict(module.named_parameters())"),
