@@ -1,7 +1,7 @@
 """Plant faults in the library, one at a time, and see which tests catch them.
 
 python -m tests.mutants cover             # once: which test runs which line
-python -m tests.mutants run --workers 2   # resumes where it stopped
+python -m tests.mutants run --workers 2   # resumes where it stopped, and runs again what a test that is gone caught
 python -m tests.mutants report
 python -m tests.mutants raises            # errors with a text that no test raises
 python -m tests.mutants draw --count 300  # other faults, of another seed
@@ -18,10 +18,10 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 
-from tests.mutants.covering import Covering, cover
+from tests.mutants.covering import Covering, cover, present_tests
 from tests.mutants.faults import Fault, load, planted, save
 from tests.mutants.planting import draw, redraw
 from tests.mutants.raises import unreached
@@ -68,8 +68,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(faults: Sequence[Fault], known: dict[str, Result], results: Path, options: argparse.Namespace) -> None:
-    """Run the faults that have no result yet, and write each result at once."""
-    covering = Covering(ROOT, options.folder)
+    """Run the faults that have no result yet, or whose test has gone, and write each result at once."""
+    present = present_tests(ROOT)
+    covering = Covering(ROOT, options.folder, present)
+    for key in [key for key, result in known.items() if has_gone(result, present)]:
+        del known[key]
     todo: queue.SimpleQueue[Fault] = queue.SimpleQueue()
     for fault in faults:
         if key_of(fault) not in known and not fault.equivalent:
@@ -99,6 +102,12 @@ def run(faults: Sequence[Fault], known: dict[str, Result], results: Path, option
         worker.start()
     for worker in workers:
         worker.join()
+
+
+def has_gone(result: Result, present: Set[str]) -> bool:
+    """Return whether the test that caught a fault is no longer there."""
+    named = result.outcome == "caught" and "::" in result.test
+    return named and result.test not in present and not any(test.startswith(result.test) for test in present)
 
 
 def key_of(fault: Fault) -> str:

@@ -6,12 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from pathlib import Path
 
 from tests.mutants.faults import Fault
 
-__all__ = ["DATA", "Covering", "cover"]
+__all__ = ["DATA", "Covering", "cover", "present_tests"]
 
 DATA, _SECONDS = "coverage.sqlite", "seconds.json"
 
@@ -36,21 +36,32 @@ def cover(root: Path, folder: Path, arguments: Iterable[str]) -> int:
     return subprocess.run(command, cwd=root, env=environment, check=False).returncode
 
 
+def present_tests(root: Path) -> set[str]:
+    """Return the names of all tests that the suite has now."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    return {line for line in done.stdout.splitlines() if "::" in line}
+
+
 class Covering:
     """The tests that run a line, and how long they take.
+
+    Tests that came after the coverage was measured count as tests of their wing that take a second.
 
     Arguments:
         root: the root of the repository.
         folder: the folder that ``cover`` wrote to.
+        present: the tests that the suite has now.
     """
 
-    def __init__(self, root: Path, folder: Path) -> None:
+    def __init__(self, root: Path, folder: Path, present: Set[str]) -> None:
         import coverage
 
         self._root, self._data = root, coverage.CoverageData(basename=str(folder / DATA))
         self._data.read()
         measured = json.loads((folder / _SECONDS).read_text())
-        self.seconds: dict[str, float] = measured["seconds"]
+        self.seconds: dict[str, float] = dict.fromkeys(present, 1.0) | measured["seconds"]
+        self._present, self._new = present, present - measured["seconds"].keys()
         self.slow = set(measured["slow"])
 
     def tests_of(self, fault: Fault, lines: Iterable[int], budget: float, *, fast: bool) -> list[str]:
@@ -68,8 +79,9 @@ class Covering:
         by_line = self._data.contexts_by_lineno(str(self._root / fault.file))
         contexts = {context.partition("|")[0] for line in lines for context in by_line.get(line, ())} - {""}
         wing = f"tests/{fault.file.split('/')[1]}/"
-        known = self.seconds.keys() - (self.slow if fast else ())
-        tests = [*contexts & known] or [test for test in known if test.startswith(wing)]
+        known = self._present - (self.slow if fast else set())
+        tests = [*contexts & known] or [test for test in known - self._new if test.startswith(wing)]
+        tests += [test for test in self._new if test.startswith(wing)]
         stem = f"{wing}test_{Path(fault.file).stem}"  # test files share the stem of the file that they test
         tests.sort(key=lambda test: (not test.startswith(stem), not test.startswith(wing), self.seconds[test]))
         chosen, total = [], 0.0

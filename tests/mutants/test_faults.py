@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants.__main__ import FAULTS, REVERTS, ROOT
+from tests.mutants.__main__ import FAULTS, REVERTS, ROOT, has_gone
 from tests.mutants.faults import Fault, load, places, planted, with_fault
 from tests.mutants.planting import draw, redraw
 from tests.mutants.raises import unreached
+from tests.mutants.running import Result
 
 _CODE = """class A:
     def f(self, x: int) -> int:
@@ -108,3 +109,16 @@ def test_errors_with_a_text_that_no_test_raises_are_told(tmp_path: Path) -> None
     data.add_lines({str(path): [2]})
     data.write()
     assert list(unreached(tmp_path, tmp_path)) == ["funcshard/a.py:3: raise TypeError('b')"]
+
+
+@pytest.mark.parametrize(
+    ("result", "gone"),
+    [
+        pytest.param(Result("caught", "tests/a.py::test_x[1", 1.0, 1), False, id="its name was cut at a hyphen"),
+        pytest.param(Result("caught", "tests/a.py::test_z", 1.0, 1), True, id="its test is not there"),
+        pytest.param(Result("caught", "the limit of 60 s", 1.0, 1), False, id="no test is named"),
+        pytest.param(Result("survived", "", 1.0, 1), False, id="survived"),
+    ],
+)
+def test_a_fault_runs_again_if_the_test_that_caught_it_has_gone(result: Result, gone: bool) -> None:
+    assert has_gone(result, {"tests/a.py::test_x[1 - 2]", "tests/a.py::test_y"}) == gone
