@@ -14,16 +14,10 @@ from funcshard import testing
 from funcshard._utils import tree
 from funcshard.comm.group import DONE
 from funcshard.testing import KINDS, delayed
-from tests.pairwise import crossed
 from tests.ranks import run_ranks, run_simulated
 
 SECONDS = 0.004
-SLOW = {
-    "gathers": ("all_gather",),
-    "reduce-scatters": ("reduce_scatter",),
-    "all-reduces": ("all_reduce",),
-    "all": ("all_gather", "reduce_scatter", "all_reduce"),
-}
+SLOW = ("all_gather", "reduce_scatter", "all_reduce")
 SCHEDULES = {
     "no prefetch": {"forward_prefetch": False, "backward_prefetch": None},
     "pre": {"forward_prefetch": True, "backward_prefetch": "pre", "limit": 2},
@@ -54,7 +48,6 @@ def train(
     settings: dict,
     local: tuple[str, ...] = (),
     pause: float = 0.0,
-    strategy: str = "full_shard",
 ) -> Any:
     """Take three steps on a mesh whose ``kinds`` are slow, with a pause before the optimizer."""
     for kind in kinds:
@@ -62,7 +55,7 @@ def train(
     torch.manual_seed(0)
     net = Experts()
     apply, params, buffers = fs.make_functional(net)
-    plan = fs.make_plan(params, mesh, units=["blocks.*"], local=local, strategy=strategy)
+    plan = fs.make_plan(params, mesh, units=["blocks.*"], local=local)
     sharded = fs.fully_shard(apply, plan, mesh, schedule=fs.make_schedule(plan, **settings))
     optimizer = fs.torch_optimizer(torch.optim.AdamW, lr=0.1)
     shards = fs.shard(params, plan, mesh)
@@ -87,26 +80,11 @@ def same(found: list[Any], expected: list[Any]) -> None:
 
 
 @pytest.mark.slow
-@crossed(ranks=list(RUN), schedule=list(SCHEDULES), slow=list(SLOW))
-def test_no_rank_reads_the_result_of_a_slow_collective_too_early(slow: str, schedule: str, ranks: str) -> None:
-    same(RUN[ranks](train, 2, SLOW[slow], SCHEDULES[schedule]), run_simulated(train, 2, (), SCHEDULES[schedule]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_no_rank_reads_too_early_on_a_hybrid_mesh(schedule: str, strategy: str) -> None:
-    shape = {"replicate": 2, "shard": 2}
-    rest: Any = (SCHEDULES[schedule], (), 0.0, strategy)
-    same(run_simulated(train, 4, SLOW["all"], *rest, shape=shape), run_simulated(train, 4, (), *rest, shape=shape))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", RUN)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_pause_before_the_optimizer_leaves_no_stale_shards_to_gather(schedule: str, ranks: str) -> None:
     settings = SCHEDULES[schedule]
-    same(RUN[ranks](train, 2, SLOW["all"], settings, (), SECONDS), run_simulated(train, 2, (), settings))
+    same(RUN[ranks](train, 2, SLOW, settings, (), SECONDS), run_simulated(train, 2, (), settings))
 
 
 @pytest.mark.slow
@@ -114,7 +92,7 @@ def test_a_pause_before_the_optimizer_leaves_no_stale_shards_to_gather(schedule:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_experts_local_to_a_rank_wait_for_the_rest(schedule: str, ranks: str) -> None:
     rest = (SCHEDULES[schedule], ("blocks.*.2",))
-    same(RUN[ranks](train, 2, SLOW["all"], *rest), run_simulated(train, 2, (), *rest))
+    same(RUN[ranks](train, 2, SLOW, *rest), run_simulated(train, 2, (), *rest))
 
 
 @dataclasses.dataclass(frozen=True)
