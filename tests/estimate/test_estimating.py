@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import funcshard as fs
 from funcshard.demo.gpt import GPT, GPTConfig
 from funcshard.estimate import LANES, Hardware, Runtime, Source, compute_time, load_hardware
+from funcshard.estimate.estimating import HardwareClock
 
 MIXED = fs.MixedPrecision(torch.bfloat16, torch.float32)
 
@@ -293,3 +294,13 @@ def test_auto_plan_answers_with_remat_that_fully_shard_takes(units):
     leanest = fs.auto_plan(traced, ranks=8, units=units, budget=1)
     assert not any("+" in name for name in leanest.report.options["remat"])
     assert not any("+" in part for part in leanest.text.split(", ") if "remat" in part)
+
+
+def test_ranks_of_an_axis_that_lie_on_several_nodes_take_the_links_between_nodes() -> None:
+    cluster = load_hardware("h100-8x400gbps")
+    event = fs.Event("all_reduce", "blocks.0", "float32", "float32", 1 << 28, "replicate", 2)
+    inside, between = (
+        HardwareClock(cluster, axes).collective(event)
+        for axes in ({"replicate": 2, "shard": 4}, {"replicate": 2, "shard": 8})
+    )
+    assert between[0] > 2 * inside[0]

@@ -87,11 +87,16 @@ def test_the_front_has_the_reports_that_none_beats(pairs: list[tuple[int, float]
 def test_the_pareto_picture_numbers_the_front_and_names_it_in_the_legend() -> None:
     figure = draw_pareto(reports_of((1, 5.0), (2, 4.0), (3, 4.5), (4, 3.0)))
     (axes,) = figure.axes
+    assert axes.get_ylabel() == "step time (s)"
     assert [text.get_text() for text in axes.texts] == ["1", "2", "3"]
+    assert axes.collections[0].get_offsets()[:, 1].tolist() == [4.5]
+    assert axes.lines[0].get_ydata().tolist() == [5.0, 4.0, 3.0]
     assert legend_of(figure) == [
         "beaten in time and memory", "front", "budget 80.0 MiB, off the right edge", "1  1, 5.0", "2  2, 4.0", "3  4, 3.0",
     ]  # fmt: skip
     assert (axes.get_xlim()[0], axes.get_ylim()[0]) == (0, 0)
+    in_ms = draw_pareto(reports_of((1, 0.005), (2, 0.004))).axes[0]
+    assert (in_ms.get_ylabel(), in_ms.lines[0].get_ydata().tolist()) == ("step time (ms)", [5.0, 4.0])
     assert len(legend_of(draw_pareto(reports_of(*((i, 50.0 - i) for i in range(1, 21)))))) == 2 + 14 + 1
 
 
