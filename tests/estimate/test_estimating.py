@@ -98,6 +98,22 @@ def test_a_step_ends_with_the_memory_that_it_began_with(name):
     assert all(size > 0 for moment in timeline for size in moment.memory.values())
 
 
+@pytest.mark.parametrize("hardware", ["h100", "a100-80gb-8x50gbps"])
+@pytest.mark.parametrize("name", CASES)
+def test_no_unit_computes_while_it_is_gathered_or_its_gradient_is_reduced(name, hardware):
+    options, estimated = CASES[name]
+    mesh = {"replicate": 2, "shard": 16} if "mesh" in options else 32
+    plan = plan_of(**{**options, "mesh": mesh})
+    spans = fs.estimate(profile(options.get("precision")), plan, hardware=hardware, **estimated).spans
+    computed, moved = ([span for span in spans if (span.lane == "compute") == is_compute] for is_compute in (True, False))
+    assert moved
+    for span in moved:
+        of_units = [
+            each for each in computed if each.what not in ("loss", "optimizer") and each.unit in span.unit.split(" + ")
+        ]
+        assert all(each.end <= span.begin + 1e-12 or each.begin >= span.end - 1e-12 for each in of_units), span
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_what_runs_on_one_lane_does_not_overlap(name):
     report = report_of(name)
