@@ -210,3 +210,20 @@ def test_a_full_precision_module_computes_in_its_dtype_and_returns_the_dtype_of_
     assert seen == [(FP32, FP32, torch.int64)]
     assert (out["out"].dtype, out["ids"].dtype) == (FP16, torch.int64)
     assert run_in_full_precision(FP32, lambda ids: ids / 2, (I,), {}).dtype == FP32  # no floating-point input, no cast back
+
+
+class Exact(nn.Module):
+    """Computes in full precision, with two units inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.inner, self.asks = nn.Parameter(torch.ones(2)), nn.Linear(2, 2), nn.Linear(2, 2)
+
+
+def test_a_unit_inside_a_full_precision_module_has_no_precision_unless_it_asks_for_one() -> None:
+    half = fs.MixedPrecision(param_dtype=torch.bfloat16, ignored_classes=(Exact,))
+    _, params, _ = fs.make_functional(nn.ModuleList([nn.Linear(2, 2), Exact()]))
+    units = {"0": {}, "1": {}, "1.inner": {}, "1.asks": {"precision": half}}
+    with pytest.warns(UserWarning, match="hold Exact"):
+        plan = fs.make_plan(params, 2, units=units, precision=half)
+    assert [plan.units[name].precision for name in units] == [half, None, None, half]
