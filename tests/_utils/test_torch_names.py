@@ -153,6 +153,7 @@ def test_no_private_name_of_torch_is_used_while_the_library_is_imported() -> Non
             assert not private_names(node), f"{file}: {private_names(node)}; look it up with torch_names.private"
 
 
+@pytest.mark.slow
 def test_at_most_21_private_names_of_torch_are_looked_up() -> None:
     # docs/design.md has the number.
     nodes = [node for file in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(file.read_text()))]

@@ -198,6 +198,7 @@ def test_two_tensors_of_one_name_are_an_error() -> None:
         flatten_state(state, PLAN, 0)
 
 
+@pytest.mark.slow
 def test_the_deepest_state_is_as_deep_with_several_plans_as_with_one() -> None:
     def deepest(plans: Any) -> int:
         value: Any = fs.PerRank(1)

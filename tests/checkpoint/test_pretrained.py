@@ -431,6 +431,7 @@ class Peak(TorchDispatchMode):
         return out
 
 
+@pytest.mark.slow
 def test_no_rank_holds_the_whole_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
     larger = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6}

@@ -148,6 +148,7 @@ def test_files_of_two_exports_are_told_apart(tmp_path: Path) -> None:
         fs.import_safetensors(tmp_path / "a", fs.make_plan(PARAMS, 1), fs.Mesh())
 
 
+@pytest.mark.slow
 def test_two_exports_to_one_path_do_not_meet(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "net.safetensors"):
         lock = take(path / "safetensors" if path == tmp_path else path)

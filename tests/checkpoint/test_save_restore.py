@@ -351,6 +351,7 @@ def fails_on_one(mesh: fs.Mesh, folder: str, how: str) -> tuple[str, list[str], 
     return str(caught.value), left, float(total)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit of a process is Linux's")
 @pytest.mark.parametrize(("how", "words"), [("donated", "donated to a training step"), ("memory", "can't allocate memory")])
 def test_what_one_rank_cannot_save_is_said_on_all_and_the_mesh_goes_on(how: str, words: str, tmp_path: Path) -> None:
@@ -581,6 +582,7 @@ def save_two(mesh: fs.Mesh, path: str, which: str) -> dict[str, Any]:
     return state
 
 
+@pytest.mark.slow
 def test_one_checkpoint_holds_the_states_of_several_models_and_replans_each_of_them(tmp_path: Path) -> None:
     states = fs.simulate(lambda mesh: save_two(mesh, tmp_path / "a", FIRST), 4)
     assert fs.read_values(tmp_path / "a")["step"] == 7

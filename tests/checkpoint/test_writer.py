@@ -176,6 +176,7 @@ def save_beside_a_suspended_rank(_: fs.Mesh, folder: Path) -> tuple[str, float] 
     return str(caught.value), time.monotonic() - begun
 
 
+@pytest.mark.slow
 def test_a_save_gives_a_suspended_rank_up_long_before_its_timeout(tmp_path: Path) -> None:
     message, seconds = run_ranks(save_beside_a_suspended_rank, 2, tmp_path, may_die={1}, timeout=150)[0]
     assert "rank 1 has given no sign of life for" in message

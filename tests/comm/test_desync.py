@@ -378,6 +378,7 @@ def test_a_detector_that_is_deleted_waits_for_nothing_and_its_group_ends_after_i
     assert not store.check(["0"])
 
 
+@pytest.mark.slow
 def test_a_desync_aborts_the_groups_of_other_backends_than_gloo_once() -> None:
     aborted: list[str] = []
 

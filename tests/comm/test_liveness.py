@@ -76,6 +76,7 @@ class Faint(Heart):
 ELSEWHERE = ["node7", 4711, "another machine", "0"]
 
 
+@pytest.mark.slow
 def test_a_rank_is_given_up_once_its_beat_has_stayed_the_same_for_long(store) -> None:
     own, _ = Heart(0, store), Faint(1, store, ELSEWHERE)
     own.watch(Detector(), 0.8)
@@ -87,6 +88,7 @@ def test_a_rank_is_given_up_once_its_beat_has_stayed_the_same_for_long(store) ->
     assert "pass a larger give_up to init_mesh" in message
 
 
+@pytest.mark.slow
 def test_a_rank_that_beats_is_never_given_up(store) -> None:
     own, other, detector = Heart(0, store), Heart(1, store), Detector()
     own.watch(detector, 1.0)
@@ -96,6 +98,7 @@ def test_a_rank_that_beats_is_never_given_up(store) -> None:
         assert own.find_lost([0, 1], 1.0) == ""
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_not_made_the_mesh_of_a_short_give_up_yet_beats_more_seldom_and_is_waited_for(store) -> None:
     own, _ = Heart(0, store), Faint(1, store, ELSEWHERE)
     own.watch(Detector(), 0.3)
@@ -220,6 +223,7 @@ class Silent:
         return self.store.check(keys)
 
 
+@pytest.mark.slow
 def test_a_store_that_does_not_answer_is_no_hang() -> None:
     store = Silent()
     own = Heart(0, store)
@@ -287,6 +291,7 @@ class Failing:
         return getattr(self.store, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failures", [1, 2, 5])
 def test_a_rank_whose_store_fails_now_and_then_goes_on_beating(failures: int) -> None:
     store = Failing()

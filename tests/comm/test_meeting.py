@@ -134,6 +134,7 @@ def meet_alone(store: Any, heart: Heart | None = None, timeout: float = 600.0) -
     return outcome(lambda: meet(journal, [0, 1], "init_mesh", facts, **limits))
 
 
+@pytest.mark.slow
 def test_the_timeout_ends_a_meeting_and_names_the_rank_that_has_not_come() -> None:
     kind, words, seconds = meet_alone(dist.HashStore(), timeout=1.0)
     assert kind == "RuntimeError"
@@ -209,6 +210,7 @@ def slow(_: fs.Mesh) -> float:
     return fs.psum(torch.tensor(1.0), mesh).item()
 
 
+@pytest.mark.slow
 def test_a_rank_that_comes_late_is_waited_for() -> None:
     assert run_ranks(slow, 2, timeout=30) == [2.0, 2.0]
 

@@ -87,6 +87,7 @@ def test_a_fault_is_seen(step_graph: StepGraph, fault: str) -> None:
         check_graph(broken.graph, before=step_graph.graph)
 
 
+@pytest.mark.slow
 def test_a_change_by_a_user_is_checked_too() -> None:
     def late(step_graph: StepGraph) -> StepGraph:
         new = step_graph.copy()

@@ -17,6 +17,7 @@ def traced() -> Any:
     return fs.trace(*made(), torch.randn(4, 64))
 
 
+@pytest.mark.slow
 def test_a_step_is_equal_to_itself(traced: Any) -> None:
     found = traced.diff(traced.changed(lambda step_graph: step_graph.copy()))
     assert found.collectives == found.operations == ()

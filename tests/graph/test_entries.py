@@ -128,6 +128,7 @@ def epochs(mesh: fs.Mesh, take: Any, state: Any) -> tuple[Any, list[Any]]:
     return state, metrics
 
 
+@pytest.mark.slow
 def test_epochs_whose_last_batch_is_smaller_on_each_rank_need_one_recording() -> None:
     example = {"x": torch.ones(8, 3), "y": torch.ones(8, 2)}
 

@@ -196,6 +196,7 @@ def test_processes_get_the_same_bits() -> None:
     run_ranks(_on_processes, 2)
 
 
+@pytest.mark.slow
 def test_unit_collectives_are_those_that_the_plan_predicts_and_a_merged_gather_is_seen() -> None:
     def main(mesh: fs.Mesh) -> None:
         step, state = made(mesh)
@@ -223,6 +224,7 @@ def test_the_step_that_skips_does_skip() -> None:
     assert Counter(fs.simulate(main, 2)[0]) == {True: 2, False: 3}
 
 
+@pytest.mark.slow
 def test_new_shapes_make_a_new_recording_and_later_steps_do_not(caplog: pytest.LogCaptureFixture) -> None:
     def main(mesh: fs.Mesh) -> list[int]:
         step, state = made(mesh, optimizer=torch_optimizer(ADAMW, lr=lambda step: 1e-2 / (1 + step)))

@@ -151,6 +151,7 @@ def test_the_plan_that_the_cases_damage_is_whole() -> None:
     assert fs.Plan.from_json(TEXT) == PLAN
 
 
+@pytest.mark.slow
 def test_every_small_change_makes_another_plan_or_is_a_value_error() -> None:
     errors = 0
     for where, data in changed_once(json.loads(TEXT), 1500):

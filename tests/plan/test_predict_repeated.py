@@ -163,6 +163,7 @@ def test_computed_again_without_a_gradient_for_the_input_it_is_predicted(order):
     fs.simulate(main, 2)
 
 
+@pytest.mark.slow
 def test_an_outer_unit_that_repeats_calls_inner_ones_as_often():
     class Twice(nn.Module):
         def __init__(self):

@@ -113,6 +113,7 @@ def test_the_reserved_band_comes_from_published_runs_and_simulated_pools(run, nu
     assert run.reserved == pytest.approx(percent / 100 * 95.0396 * GIB, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_sixteen_times_the_ranks_save_what_they_saved_torchtitan():
     one_node = {"source": TITAN, "shards": 8}
     many = {"source": TITAN, "shards": 128}
@@ -218,6 +219,7 @@ def test_ten_rows_are_fitted_for_each_kind():
         assert sum(cells[5] == "yes" for cells in table(f"**{kind}**")) == 10
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not torch.__version__.startswith("2.13."), reason="the page is written with the release of constraints.txt"
 )

@@ -28,6 +28,7 @@ APPLY, PARAMS, BUFFERS = fs.make_functional(NET)
 DATA = torch.arange(12.0).reshape(4, 3) / 7
 
 
+@pytest.mark.slow
 def test_every_tensor_that_the_library_makes_names_its_device_and_its_dtype() -> None:
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):

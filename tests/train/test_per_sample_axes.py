@@ -62,6 +62,7 @@ def data_rank(mesh: fs.Mesh) -> int:
     return mesh.position["replicate"] * mesh.shard.size + mesh.position["shard"]
 
 
+@pytest.mark.slow
 def test_noise_is_one_draw_for_each_element_whatever_the_degree() -> None:
     def main(mesh: fs.Mesh, multiplier: float) -> Any:
         plan, shards, loss_fn = setup(mesh)

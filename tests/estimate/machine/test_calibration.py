@@ -33,6 +33,7 @@ def test_it_measures_in_processes_and_writes_a_file_that_loads(tmp_path):
         assert collective_time(hardware, kind, 1 << 20, 2).source == "calibrated"
 
 
+@pytest.mark.slow
 def test_measured_figures_name_the_command_and_the_day(measured):
     data = json.loads(measured.to_json())
     names = ("memory_bandwidth", "kernel_overhead", "flops_efficiency", "memory_efficiency", "optimizer_efficiency")

@@ -156,6 +156,7 @@ def test_all_reduces_beside_the_lane_count_beside_it_in_bounds(
         assert best.report.step_time <= report.step_time * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_a_class_of_many_units_goes_in_steps_of_one_unit_which_fill_the_budget() -> None:
     model = [Unit(2**18, 2**22, 2**18, 2**18, 10**11)] * 24 + [Unit(2**21, 2**20, 2**18, 2**18, 10**10)]
     found = chain(model)
