@@ -111,6 +111,7 @@ def look_after(folder: str) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 @needs_linux
 def test_a_hang_a_child_and_a_file_that_are_left_are_seen(tmp_path: Path) -> None:
     hangs, file, ended, child = in_nursery(look_after, str(tmp_path), limit=30.0)
@@ -125,6 +126,7 @@ def sleep_for_long() -> None:
     time.sleep(60)
 
 
+@pytest.mark.slow
 @needs_linux
 def test_a_nursery_that_hangs_is_ended() -> None:
     with pytest.raises(TimeoutError, match=r"sleep_for_long has not returned within 0\.2 s"):

@@ -66,12 +66,14 @@ def test_where_the_program_has_to_be_one_graph_torchs_error_says_the_same(way):
         fs.simulate(lambda mesh: run(mesh, way, fullgraph=True), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_function_whose_units_are_compiled_says_nothing():
     units = lambda f: torch.compile(f, backend="eager")  # noqa: E731
     fs.simulate(lambda mesh: run(mesh, "loss function", units), 1)  # warnings are errors here
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_a_compiled_function_of_gradients_says_so_as_well(name, fullgraph):

@@ -147,6 +147,7 @@ def private_names(node: ast.AST) -> list[str]:
     return [name for name in names if name.startswith("torch.") and "._" in name and "__" not in name]
 
 
+@pytest.mark.slow
 def test_no_private_name_of_torch_is_used_while_the_library_is_imported() -> None:
     for file in sorted(PACKAGE.rglob("*.py")):
         for node in at_import(ast.parse(file.read_text())):

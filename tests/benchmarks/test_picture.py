@@ -13,6 +13,7 @@ RACE = {
 }
 
 
+@pytest.mark.slow
 def test_a_panel_has_a_bar_for_each_peer_and_names_the_ratio():
     (axes,) = draw([RACE]).axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["FSDP2", "funcshard full_shard"]

@@ -29,6 +29,7 @@ def test_misordered_plans_are_found(estimates, times, wrong):
     assert list(found) == wrong
 
 
+@pytest.mark.slow
 def test_a_step_is_estimated_for_the_plan_that_races():
     cpu = load_hardware("cpu")
     cut, whole = (step_estimate.estimated("tiny", peer, 2, cpu) for peer in ("full_shard", "no_shard"))

@@ -23,6 +23,7 @@ from funcshard.checkpoint.read_items import ReadItem
 from funcshard.plan import boxes
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.lists(st.integers(1, 4), max_size=4), st.data())
 def test_boxes_are_a_slice_in_its_order(shape: list[int], data: st.DataObject) -> None:

@@ -73,6 +73,7 @@ def test_damage_is_said_with_the_file_and_the_one_before_is_found(name: str, fol
     assert fs.restore(folder / "step-1").values == {"step": 1}
 
 
+@pytest.mark.slow
 def test_a_bit_anywhere_is_seen(folder: Path) -> None:
     draw = random.Random(0)
     for file in sorted((folder / "step-2").iterdir()):

@@ -109,6 +109,7 @@ def test_a_lock_ends_with_its_process_and_not_with_a_fork_of_it(tmp_path: Path) 
         end(pid)
 
 
+@pytest.mark.slow
 @forks
 def test_an_old_job_beside_its_restart_keeps_what_it_is_saving(tmp_path: Path) -> None:
     path = tmp_path / "step-7"

@@ -180,6 +180,7 @@ def train(mesh: fs.Mesh, folder: Path, steps: int) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_2_to_1_to_4(tmp_path: Path) -> None:
     """Losses of a run that changes its degree twice are those of a run without tensor parallelism."""
     found = ranks(train, {"shard": 2, "tensor": 2}, tmp_path, 2)[0]

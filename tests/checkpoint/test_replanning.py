@@ -52,6 +52,7 @@ def test_training_goes_on_as_that_of_a_run_without_a_break(which: str, trained: 
         torch.testing.assert_close(state["train"].shards, other["train"].shards, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_under_the_same_plan_training_goes_on_to_the_bit() -> None:
     plan = make_plan(FIRST)
     states, _ = run(FIRST, "AdamW", 2)

@@ -145,6 +145,7 @@ def test_what_is_there_is_replaced_and_leftovers_of_its_name_go(tmp_path: Path) 
     assert sorted(path.name for path in tmp_path.iterdir()) == [".last.best.0123.part", "last"]
 
 
+@pytest.mark.slow
 def test_plain_torch_distributed_reads_it_too(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 

@@ -116,6 +116,7 @@ def mutated(data: Any, draw: random.Random) -> Any:
     return data
 
 
+@pytest.mark.slow
 def test_random_changes_give_a_state_or_a_value_error(folder: Path) -> None:
     for seed in range(80):
         draw = random.Random(seed)

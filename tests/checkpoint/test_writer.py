@@ -80,6 +80,7 @@ def in_a_child(work: Callable[[], str]) -> str:
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_disk_without_room_for_another_file_ends_a_save_at_once_and_keeps_what_was_there(tmp_path: Path) -> None:
     import torch.distributed.checkpoint  # noqa: F401 (here, so that no child has to)

@@ -282,6 +282,7 @@ def reduce_on_a_group(mesh: fs.Mesh, separate: bool) -> tuple[list[Any], list[st
     return results, sorted({f"{name} on {where}" for name, where in used})
 
 
+@pytest.mark.slow
 def test_reductions_on_a_group_of_their_own_give_the_same_numbers() -> None:
     same, separate = run_ranks(reduce_on_a_group, 2, False), run_ranks(reduce_on_a_group, 2, True)
     assert [results for results, _ in same] == [results for results, _ in separate]
@@ -328,6 +329,7 @@ def differ_in_a_known_context(_: fs.Mesh) -> tuple[str, int]:
     return "nothing noticed", number
 
 
+@pytest.mark.slow
 def test_a_difference_in_a_known_context_is_found_after_two_comparisons_at_the_latest() -> None:
     for message, number in run_ranks(differ_in_a_known_context, 2):
         assert "number 5 on mesh axis 'shard' is all_reduce of float32[2] of unit" in message

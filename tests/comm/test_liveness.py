@@ -162,6 +162,7 @@ def test_a_heart_may_be_stopped_in_the_middle_of_any_of_its_calls(store) -> None
     assert not thread.is_alive()
 
 
+@pytest.mark.slow
 def test_a_finding_is_read_by_all_and_ends_when_the_rank_beats_again(store) -> None:
     first, second, _ = Heart(0, store), Heart(2, store), Faint(1, store, ELSEWHERE)
     first.watch(Detector(), 0.3)
@@ -189,6 +190,7 @@ def test_a_process_of_this_machine_that_has_ended_is_given_up_at_once(store) -> 
     assert "the process of rank 1 has ended" in until(lambda: own.find_lost([1], 100.0))
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_said_farewell_is_not_lost(store) -> None:
     (own, thread), other = heart_and_thread(store), Heart(1, store)
     assert thread.daemon

@@ -197,6 +197,7 @@ def make_another_mesh_after_the_others(_: fs.Mesh, folder: str) -> tuple[str, st
     return outcome(lambda: fs.init_mesh({"replicate": 2, "shard": 1}, device="cpu", patience=PATIENCE))
 
 
+@pytest.mark.slow
 def test_a_rank_that_makes_a_mesh_after_the_others_have_left_is_told_so(tmp_path: Path) -> None:
     (kind, words, _), _ = run_ranks(make_another_mesh_after_the_others, 2, str(tmp_path), timeout=40)
     assert kind == "RuntimeError"
@@ -313,6 +314,7 @@ def all_timeouts(mesh: fs.Mesh, port: int, seconds: float) -> dict[str, list[flo
     return found
 
 
+@pytest.mark.slow
 def test_the_timeout_and_the_patience_hold_on_every_axis_and_in_every_group_of_it() -> None:
     # Why here, as torchrun has it: a port that is only chosen here may be taken before rank 0 listens at it.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -275,6 +275,7 @@ def test_the_callers_random_state_is_left_also_when_a_rank_fails() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.slow
 def test_the_interleaving_is_always_the_same() -> None:
     def run() -> list[tuple[int, int]]:
         order: list[tuple[int, int]] = []

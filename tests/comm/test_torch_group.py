@@ -303,6 +303,7 @@ MESHES_THAT_GO = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
 @pytest.mark.parametrize("shape", MESHES_THAT_GO.values(), ids=list(MESHES_THAT_GO))
@@ -319,6 +320,7 @@ def keep_the_device_mesh(_: fs.Mesh) -> list[torch.Tensor]:
     return [DTensor.from_local(torch.ones(2), kept["replicate"], [Partial()]).full_tensor()]
 
 
+@pytest.mark.slow
 def test_a_device_mesh_outlives_its_mesh_with_its_groups():
     assert all(torch.equal(found, torch.full((2,), 2.0)) for (found,) in run_ranks(keep_the_device_mesh, 4))
 

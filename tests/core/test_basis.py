@@ -281,6 +281,7 @@ def check_quietly(mesh, strategy, how):
         check(mesh, strategy, how)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["reshard", "remat"])
 def test_on_one_rank_nothing_is_refused(how):
     run_simulated(check, 1, "full_shard", how)

@@ -369,6 +369,7 @@ def test_units_whose_gradients_do_not_come_are_not_waited_for_beyond_backward():
     fs.simulate(main, 2)
 
 
+@pytest.mark.slow
 def test_two_calls_in_one_loss_and_losses_of_a_second_model_share_what_each_has():
     def main(mesh):
         results = []
@@ -393,6 +394,7 @@ def test_two_calls_in_one_loss_and_losses_of_a_second_model_share_what_each_has(
     assert fs.simulate(main, 2) == [[names(0, 1, 2, 3)] * 2] * 2
 
 
+@pytest.mark.slow
 def test_one_tree_of_shards_for_two_models_and_two_trees_for_one():
     def main(mesh):
         results, x = [], batch_of(mesh)

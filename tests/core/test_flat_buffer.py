@@ -59,6 +59,7 @@ def test_flatten_and_unflatten_are_adjoint(shapes: Any, shards: int) -> None:
     torch.testing.assert_close(left, right)
 
 
+@pytest.mark.slow
 @SIMPLE
 @given(shapes, worlds, st.data())
 def test_the_backward_of_each_is_the_other(shapes: Any, shards: int, data: st.DataObject) -> None:

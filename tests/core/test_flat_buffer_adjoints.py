@@ -38,6 +38,7 @@ def comm_of(mesh: fs.Mesh, sharded: bool) -> BufferComm:
     return BufferComm(Topology(mesh, sharded), "unit", "float64")
 
 
+@pytest.mark.slow
 @SIMPLE
 @given(meshes, st.booleans(), st.lists(st.integers(0, 5), min_size=1, max_size=3))
 def test_gathering_and_reducing_are_adjoint(world: Any, sharded: bool, shape: list[int]) -> None:
@@ -59,6 +60,7 @@ def test_gathering_and_reducing_are_adjoint(world: Any, sharded: bool, shape: li
     assert abs(left - right) <= 1e-13 * (1 + size)
 
 
+@pytest.mark.slow
 @SIMPLE
 @given(meshes, st.booleans(), st.integers(0, 7))
 def test_the_backward_of_each_is_the_other(world: Any, sharded: bool, n: int) -> None:

@@ -91,6 +91,7 @@ def test_backward_gathers_from_the_neighbours_as_predicted_and_gives_the_same_bi
         assert all(whole[event.unit, event.buffer] == (event.bytes, event.dtype) for event in small)
 
 
+@pytest.mark.slow
 def test_between_forward_and_backward_a_rank_holds_its_part_of_a_unit():
     numel = sum(p.numel() for p in Block().parameters())
 
@@ -113,6 +114,7 @@ def test_between_forward_and_backward_a_rank_holds_its_part_of_a_unit():
     assert between == {}
 
 
+@pytest.mark.slow
 def test_recomputation_inside_and_around_a_unit_gives_the_same_bits():
     plain = run_simulated(lambda mesh: train(mesh, True, again=True), 4)
     inside = run_simulated(lambda mesh: train(mesh, 2, again=True), 4)

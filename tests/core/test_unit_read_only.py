@@ -151,6 +151,7 @@ def tensors(result: Any) -> list[torch.Tensor]:
     return [each for value in (result.values() if isinstance(result, dict) else result) for each in tensors(value)]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only there do ranks share memory")
 @pytest.mark.parametrize("grad", [True, False], ids=["with a graph", "without"])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])

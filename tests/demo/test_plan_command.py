@@ -38,6 +38,7 @@ def printed(argv: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) 
     return out
 
 
+@pytest.mark.slow
 def test_a_published_decoder_is_planned_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(["plan", "--model", "llama3-405b", "--ranks", "1024", "--json", "--precision", "bf16"], capsys)
     plan = fs.Plan.from_json(out)
@@ -46,6 +47,7 @@ def test_a_published_decoder_is_planned_by_its_name(capsys: pytest.CaptureFixtur
     assert plan.precision == fs.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
+@pytest.mark.slow
 def test_hardware_adds_the_report_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     out = printed([*ESTIMATE, "--batch", "3", "--seq", "16", "--budget", "1GiB"], capsys)
     plan, report, *tables = out.split("\n\n")
@@ -62,6 +64,7 @@ def test_a_peak_over_the_budget_is_exit_code_1(budget: str, code: int, capsys: p
     assert ("Memory binds" in out) == bool(code)
 
 
+@pytest.mark.slow
 def test_remat_keeps_fewer_activations(capsys: pytest.CaptureFixture[str]) -> None:
     kept = [row(printed([*ESTIMATE, "--batch", "64", *more], capsys), "activations")[1:3] for more in ([], ["--remat"])]
     without, again = (float(number) * {"KiB": 1, "MiB": 1024}[unit] for number, unit in kept)
@@ -72,6 +75,7 @@ def row(text: str, first: str) -> list[str]:
     return next(line.split() for line in text.splitlines() if line.split()[:1] == [first])
 
 
+@pytest.mark.slow
 def test_another_plan_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "other.json"
     plan = ["plan", *SMALL, "--ranks", "4", "--json"]
@@ -87,6 +91,7 @@ def test_a_model_of_ones_own_takes_inputs_of_ones_own(capsys: pytest.CaptureFixt
     assert row(out, "inputs")[1:3] == [str(5 * 7 * 3 * 4), "B"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("budget", "code", "first"), [("1MB", 0, "Best of "), ("10KB", 1, "None of ")], ids=["it fits", "nothing fits"]
 )

@@ -18,6 +18,7 @@ from tests.graph.test_traced import CASES, batch_of
 from tests.graph.test_traced import made as made_net
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["micro-batches, reduced once", "remat, dropout"])
 def test_flops_and_collectives_are_those_of_the_step(case: str) -> None:
     ranks, options = CASES[case]

@@ -50,6 +50,7 @@ def test_a_line_that_moves_says_where_it_went(traced: Any, later: bool) -> None:
     assert traced.diff(changed).operations == ()
 
 
+@pytest.mark.slow
 def test_equal_lines_are_one_and_long_lists_end(traced: Any) -> None:
     text = str(traced.diff(fs.passes.bucket(traced, bucket_bytes="1GiB")))
     assert "4 × " in text

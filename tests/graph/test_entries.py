@@ -89,6 +89,7 @@ def numbers(*shape: int) -> torch.Tensor:
     return torch.arange(float(math.prod(shape))).view(shape)
 
 
+@pytest.mark.slow
 def test_memory_and_cost_of_other_sizes_are_those_of_a_recording_of_that_size() -> None:
     step, state = linear()
     traced, fixed = fs.trace(step, state, numbers(4, 3), dynamic_shapes=NAMES), fs.trace(step, state, numbers(9, 3))
@@ -156,6 +157,7 @@ AGAIN = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", AGAIN)
 def test_a_size_that_takes_another_way_is_recorded_anew_and_the_log_says_why(case: str) -> None:
     names, rest, size, words = AGAIN[case]
@@ -168,6 +170,7 @@ def test_a_size_that_takes_another_way_is_recorded_anew_and_the_log_says_why(cas
     assert f"trace records a step again: {words}" in found[0]
 
 
+@pytest.mark.slow
 def test_another_form_is_recorded_for_any_size_as_well() -> None:
     step, state = linear()
     traced = fs.trace(step, state, numbers(4, 3), dynamic_shapes=NAMES)
@@ -178,6 +181,7 @@ def test_another_form_is_recorded_for_any_size_as_well() -> None:
     assert "leaf `batch`: recorded float32[b, 3], found float32[b, 5, 3]" in text
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_not_contiguous_is_served_with_its_own_strides() -> None:
     step, state = linear()
     whole = numbers(12, 6)

@@ -148,6 +148,7 @@ def test_schedules_come_from_the_step(tmp_path: Path) -> None:
     assert same(one, other)
 
 
+@pytest.mark.slow
 def test_the_first_step_of_a_scaler_needs_the_step(tmp_path: Path) -> None:
     mesh = fs.Mesh()
     step, state = made(mesh, momentum=0.9, scaler=fs.GradScaler())
@@ -274,6 +275,7 @@ def test_every_flipped_byte_is_seen(file: Path, tmp_path: Path) -> None:
 # --- several ranks --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ranks_with_other_graphs_are_refused_unless_the_file_may_hold_several(tmp_path: Path) -> None:
     def main(mesh: fs.Mesh) -> None:
         step, state = made(mesh)

@@ -74,6 +74,7 @@ def test_a_new_recording_says_what_differs_from_the_nearest_one(case: str) -> No
     assert [text for text in found if f"trace records a step again: {words}" in text], found
 
 
+@pytest.mark.slow
 def test_fifteen_steps_with_a_schedule_make_two_recordings_and_steps_without_state_one() -> None:
     for momentum, count in ((0.9, 2), (0.0, 1)):
         step, state = made(fs.Mesh(), lr=lambda step: 0.1 / (1 + step), momentum=momentum)

@@ -271,6 +271,7 @@ def test_a_number_of_python_in_the_state_is_a_constant_and_changes_make_recordin
     fs.simulate(main, 1)
 
 
+@pytest.mark.slow
 def test_the_old_state_is_donated_as_by_the_step() -> None:
     def main(mesh: fs.Mesh) -> None:
         step, state = made(mesh)

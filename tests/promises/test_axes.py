@@ -210,6 +210,7 @@ def slices(whole, mesh_shape, rank):
     return {name: p.chunk(ranks)[index] if ".experts." in name else p for name, p in whole.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
     [{"expert": 4}, {"shard": 2, "expert": 2}, {"replicate": 2, "expert": 2}],

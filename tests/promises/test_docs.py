@@ -188,6 +188,7 @@ def test_readme_has_the_ratios_of_the_page_on_performance():
         assert f"| {model}, `full_shard` | 2 | {ddp} | {fsdp2} | {jax} |" in page
 
 
+@pytest.mark.slow
 def test_the_tutorials_program_trains_on_two_processes_and_continues(tmp_path):
     page = (ROOT / "docs" / "tutorial.md").read_text()
     program = next(code for _, code in runnable_blocks(page) if code.startswith("# train.py\n"))

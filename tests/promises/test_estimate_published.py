@@ -123,6 +123,7 @@ def test_sixteen_times_the_ranks_save_what_they_saved_torchtitan():
         assert (before - after) / GIB == pytest.approx(published_gib, rel=0.15)
 
 
+@pytest.mark.slow
 def test_a_second_sample_takes_what_it_took_torchtitan():
     case = cases()[only(source=TITAN, shards=8, compiled=False)]
     one = published_cases.report_of(dataclasses.replace(case, batch=1))
@@ -241,6 +242,7 @@ def test_tables_are_written_between_the_markers_of_a_page(tmp_path):
         put(page, "new")
 
 
+@pytest.mark.slow
 def test_a_loop_takes_time_for_its_metrics_and_for_its_kernel_of_attention():
     foundry, titan = cases()[numbered(model="mpt-125m", shards=8)[0]], cases()[only(source=TITAN, shards=8, compiled=False)]
     short, long = (

@@ -90,6 +90,7 @@ def test_training_adapters_equals_the_unsharded_model_and_leaves_the_rest(run: A
         assert len(trained) == 8
 
 
+@pytest.mark.slow
 def test_frozen_leaves_have_no_gradient_no_reduction_and_no_optimizer_state() -> None:
     def main(mesh: fs.Mesh) -> Any:
         plan, _, shards, buffers, loss_fn = prepared(mesh)

@@ -230,6 +230,7 @@ def weight_of(replicate: int, shard: int, expert: int) -> float:
     return 1.0 + replicate + 2 * shard + 4 * expert
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "reduce", "weighted"), [(WIDE, "each", False), (GRID, "once", False), (WIDE, None, True), (GRID, "each", True)]
 )

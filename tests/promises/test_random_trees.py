@@ -88,6 +88,7 @@ def outcome(seed: int, folder: Path) -> str:
     return "kept"
 
 
+@pytest.mark.slow
 def test_random_trees_come_back_bit_for_bit_or_an_error_names_the_path(tmp_path: Path) -> None:
     found = [outcome(seed, tmp_path) for seed in SEEDS]
     assert found.count("kept") > len(SEEDS) // 3

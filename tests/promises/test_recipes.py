@@ -148,6 +148,7 @@ def test_learning_to_learn_differentiates_through_inner_steps(world, form):
     run_simulated(maml, world, form)
 
 
+@pytest.mark.slow
 def test_learning_to_learn_on_real_ranks():
     run_ranks(both_forms, 2, timeout=150)
 

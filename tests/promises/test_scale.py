@@ -122,6 +122,7 @@ def test_a_list_of_ranks_in_a_run_is_caught(name: str, few: Scale, monkeypatch: 
         check_runs(few, smallest(2_048))
 
 
+@pytest.mark.slow
 def test_a_list_of_ranks_in_an_index_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     write = manifest.write_text
 

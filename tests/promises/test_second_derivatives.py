@@ -81,6 +81,7 @@ def test_a_penalty_before_or_after_other_forwards_has_the_gradient_of_the_module
             torch.testing.assert_close(grads[name], grad)
 
 
+@pytest.mark.slow
 def test_fsdp2_loses_a_gradient_without_an_error_if_the_penalty_comes_first() -> None:
     right = expected(2)
     for order in ORDERS:

@@ -133,6 +133,7 @@ def run(folder: Path, in_process: Callable[[], Any], in_rank: Callable[[], Any])
         return fs.simulate(main, world_size=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("surroundings", SURROUNDINGS.values(), ids=SURROUNDINGS)
 def test_surroundings_change_no_result_on_simulated_ranks(
     surroundings: tuple[Callable[[], Any], Callable[[], Any]], tmp_path: Path

@@ -240,6 +240,7 @@ def memory(mesh: fs.Mesh) -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.slow
 def test_gathered_buffers_are_freed_between_forward_and_backward() -> None:
     for found in run_ranks(memory, 2, shape={"shard": 2, "tensor": 1}):
         assert found == {"full_shard": [0, 0], "shard_grad_op": [2, 0]}

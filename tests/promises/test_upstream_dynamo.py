@@ -145,6 +145,7 @@ def test_ranks_whose_graphs_communicate_differently_raise_and_name_the_ranks() -
         fs.simulate(main, 2)
 
 
+@pytest.mark.slow
 def test_a_rank_that_records_slowly_does_not_fail_the_others() -> None:
     def main(mesh: fs.Mesh) -> Any:
         def slowly(out: Tensor, x: Tensor) -> Tensor:
@@ -160,6 +161,7 @@ def test_a_rank_that_records_slowly_does_not_fail_the_others() -> None:
 # --- boundaries of buckets ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("limit", "split"), [(1 << 20, [4]), (200, [2, 2])])
 def test_buckets_split_a_step_where_the_plan_says(limit: int, split: list[int]) -> None:
     """Each of four layers has 80 bytes; a bucket is one gather and one reduction, as in DDP's splits."""
@@ -190,6 +192,7 @@ class Attention(nn.Module):
         return x + torch.where(x < 0.5, 0.3, 0.6) + torch.randn(4) * torch.rand(4)
 
 
+@pytest.mark.slow
 def test_forward_in_contexts_that_calls_forward_and_draws_numbers() -> None:
     def call(f: Any, x: Tensor) -> Any:
         with torch.no_grad(), torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):

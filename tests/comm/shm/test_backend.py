@@ -202,6 +202,7 @@ def test_every_kind_of_tensor_may_be_contributed(name, inference) -> None:
                 assert torch.equal(finish([r.gather(x) for r, x in zip(world, small, strict=True)])[1], torch.cat(small))
 
 
+@pytest.mark.slow
 def test_hundreds_are_started_before_any_is_waited_for() -> None:
     with ranks() as world:
         before, results = open_files(), []
@@ -240,6 +241,7 @@ def test_a_message_for_which_there_is_no_room_is_sent_again(error, monkeypatch) 
         assert len(refused) == 3
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_reads_is_an_error_and_not_a_hang() -> None:
     def start_many(rank: Rank) -> None:
         for _ in range(1000):
@@ -482,6 +484,7 @@ def test_an_interrupted_reduction_raises_and_returns_no_wrong_sum(monkeypatch) -
         )
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_ahead_waits_for_a_busy_block(monkeypatch) -> None:
     monkeypatch.setattr("funcshard.comm.shm.pool._WAIT_PER_BYTE", 1.0)
     monkeypatch.setattr("funcshard.comm.shm.pool._MAX_WAIT", 120.0)
@@ -564,6 +567,7 @@ def test_waiting_twice_is_waiting_once() -> None:
         assert torch.equal(finish(started)[0], tensors[0] + tensors[1])
 
 
+@pytest.mark.slow
 def test_messages_count_after_their_sender_has_gone_and_after_the_timeout() -> None:
     with ranks(timeout=0.2) as world:
         started = [world[0].all_gather(some(0, 8, 0))]
@@ -579,6 +583,7 @@ def test_messages_count_after_their_sender_has_gone_and_after_the_timeout() -> N
             world[0].all_gather(some(0))[0].wait()
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_join_is_an_error_after_the_timeout() -> None:
     with ranks(timeout=0.3) as (rank, _):
         start = time.monotonic()

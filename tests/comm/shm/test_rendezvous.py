@@ -247,6 +247,7 @@ def test_a_stranger_is_hung_up_and_keeps_no_rank_from_being_connected(name) -> N
     assert open_files() == before
 
 
+@pytest.mark.slow
 def test_a_rank_with_another_secret_is_no_rank(monkeypatch) -> None:
     monkeypatch.setattr(rendezvous, "_TIMEOUT", 0.5)
     before = open_files()

@@ -124,6 +124,7 @@ def test_the_map_of_many_ranks_draws_the_first_or_the_given_ones() -> None:
     assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "4095"]
 
 
+@pytest.mark.slow
 def test_pictures_are_saved(tmp_path: Path) -> None:
     draw_memory(report_of(plan_of(40)), path=tmp_path / "memory.png")
     assert (tmp_path / "memory.png").read_bytes()[:4] == b"\x89PNG"

@@ -377,6 +377,7 @@ def test_a_profile_of_another_kind_is_refused() -> None:
         auto_plan([3], ranks=4)  # type: ignore[list-item]
 
 
+@pytest.mark.slow
 def test_the_best_plan_of_a_traced_model_is_that_of_its_estimates() -> None:
     net = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(12)))
     apply, params, buffers = fs.make_functional(net)

@@ -239,6 +239,7 @@ def test_every_parameter_gets_a_gradient_and_nothing_is_left_at_the_end(name):
     assert found["end"] <= 8  # the loss and its gradient, scalars that the caller holds
 
 
+@pytest.mark.slow
 def test_equal_modules_are_traced_once():
     assert sum(isinstance(event, Call) for event in tape_of("layers with dropout")[0].events) == 2 * 4
     # The input of the first layer requires no gradient, so no other layer is of its kind.
@@ -618,6 +619,7 @@ def test_a_model_may_decide_by_whole_numbers_that_depend_on_no_input():
     assert fs.profile(apply, params, buffers, torch.zeros(64, 8)).saved == 0
 
 
+@pytest.mark.slow
 def test_attention_of_a_hugging_face_model_saves_no_mask_where_a_run_makes_none():
     transformers = pytest.importorskip("transformers", reason="an optional dependency of the tests")
     config = transformers.LlamaConfig(

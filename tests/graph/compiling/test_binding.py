@@ -185,6 +185,7 @@ def test_a_rank_that_compiles_longer_keeps_the_others_waiting_and_nothing_fails(
     assert one == other
 
 
+@pytest.mark.slow
 def test_gathered_and_temporary_tensors_are_freed_at_their_last_use() -> None:
     def main(mesh: fs.Mesh) -> None:
         traced, state = compiled(mesh, "eager")

@@ -29,6 +29,7 @@ def test_an_unknown_unit_is_named_with_one_that_is_like_it(shard_grad_op: Any) -
         fs.passes.gather_again(shard_grad_op, units=["block.1"])
 
 
+@pytest.mark.slow
 def test_units_of_a_bucket_are_gathered_again_one_by_one(shard_grad_op: Any) -> None:
     joined = fs.passes.bucket(shard_grad_op, bucket_bytes=2 * UNIT)
     assert gathers(joined) == ["blocks.0 + blocks.1", "blocks.2 + blocks.3"]

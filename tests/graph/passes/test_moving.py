@@ -34,6 +34,7 @@ def test_a_larger_budget_lets_more_units_be_gathered_at_once(full_shard: Any, le
     assert earlier.events == full_shard.events
 
 
+@pytest.mark.slow
 def test_by_limits_how_far_a_gather_moves(full_shard: Any) -> None:
     found = [fs.passes.gather_earlier(full_shard, by=by, budget="1GiB") for by in (1, 2, 3)]
     gathered = [each.memory().peak_gathered for each in found]
