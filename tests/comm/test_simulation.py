@@ -366,16 +366,3 @@ def test_an_error_in_a_world_inside_a_rank_names_both_ranks() -> None:
     with pytest.raises(ValueError, match="deep") as caught:
         fs.simulate(main, 3)
     assert caught.value.__notes__ == ["raised on rank 1 of 2 simulated ranks", "raised on rank 2 of 3 simulated ranks"]
-
-
-def test_eight_ranks_train() -> None:
-    params = {"w": torch.arange(13.0)}
-
-    def main(mesh: fs.Mesh) -> list[float]:
-        plan = fs.make_plan(params, mesh)
-        f = fs.unshard(lambda leaves, x: (leaves["w"] * x).sum(), plan.units[""], mesh)
-        shards = fs.shard(params, plan, mesh)
-        _, grads = fs.value_and_grad(lambda s: f(s[""], float(mesh.rank)))(shards)
-        return fs.gather(grads, plan, mesh)["w"].tolist()
-
-    assert fs.simulate(main, 8) == [[3.5] * 13] * 8

@@ -15,8 +15,6 @@ from funcshard._utils import tree
 from tests.pairwise import crossed
 from tests.ranks import run_ranks, run_simulated
 
-WORLDS = [1, 2, {"replicate": 2, "shard": 2}]
-STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
 ADAMW = fs.torch_optimizer(torch.optim.AdamW, lr=0.05, fused=True)
 
 
@@ -55,31 +53,6 @@ def plain_loop(net: nn.Module, make: Any, steps: int, max_norm: float | None = N
         optimizer.step()
         losses.append(loss.detach())
     return {name: p.detach() for name, p in net.named_parameters()}, losses, norms
-
-
-@pytest.mark.slow
-@crossed(
-    world=WORLDS, strategy=STRATEGIES, freeze={"all": False, "frozen": True}, max_norm={"unclipped": None, "clipped": 0.05}
-)
-def test_steps_are_those_of_a_plain_loop(world: Any, strategy: str, freeze: bool, max_norm: float | None) -> None:
-    expected, losses, norms = plain_loop(model(freeze), lambda p: torch.optim.AdamW(p, lr=0.05, fused=True), 5, max_norm)
-
-    def main(mesh: fs.Mesh) -> None:
-        sharded, plan, shards, buffers = setup(mesh, model(freeze), strategy)
-        train = fs.make_train_step(mean_square(sharded), ADAMW, plan, mesh, max_norm=max_norm)
-        state = train.init(shards, buffers)
-        for step in range(5):
-            state, metrics = train(state, batch(step).chunk(mesh.world_size)[mesh.rank])
-            torch.testing.assert_close(metrics["loss"], losses[step])
-            assert metrics["loss"].shape == ()
-            assert set(metrics) == ({"loss", "local_loss", "lr"} | (set() if max_norm is None else {"grad_norm"}))
-            if max_norm is not None:
-                torch.testing.assert_close(metrics["grad_norm"], norms[step])
-        # Adam divides by the root of squared gradients, so it enlarges rounding errors of small
-        # gradients.
-        torch.testing.assert_close(fs.gather(state.shards, plan, mesh), expected, rtol=1e-4, atol=1e-5)
-
-    fs.simulate(main, world)
 
 
 def test_the_state_is_a_pytree_that_counts_steps() -> None:
@@ -221,21 +194,6 @@ def test_buffers_of_rank_0_reach_every_rank_of_a_hybrid_mesh() -> None:
         return state.buffers["n"].item()
 
     assert fs.simulate(main, {"replicate": 2, "shard": 3}) == [10] * 6
-
-
-def test_ranks_stay_the_same_model() -> None:
-    def main(mesh: fs.Mesh) -> Any:
-        sharded, plan, shards, buffers = setup(mesh, model())
-        train = fs.make_train_step(mean_square(sharded), ADAMW, plan, mesh)
-        state = train.init(shards, buffers)
-        for step in range(4):
-            state, metrics = train(state, batch(10 * step + mesh.rank))
-        return metrics["loss"], fs.gather(state.shards, plan, mesh)
-
-    results = fs.simulate(main, {"replicate": 2, "shard": 2})
-    for loss, params in results:
-        assert torch.equal(loss, results[0][0])
-        assert all(torch.equal(params[name], results[0][1][name]) for name in params)
 
 
 def test_a_step_is_re_entrant_and_survives_a_failure() -> None:
