@@ -17,16 +17,16 @@ from funcshard.estimate.machine import measuring
 
 
 class Operations(TorchDispatchMode):
-    """Notes the dtype and the number of bytes of what each operation makes."""
+    """Notes the dtypes and the numbers of bytes of what each operation takes and makes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: defaultdict[str, set[tuple[torch.dtype, int]]] = defaultdict(set)
+        self.used: defaultdict[str, set[tuple[torch.dtype, int]]] = defaultdict(set)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor):
-            self.made[func._schema.name.partition("::")[2]].add((out.dtype, out.nbytes))
+        tensors = [each for each in (*args, out) if isinstance(each, torch.Tensor)]
+        self.used[func._schema.name.partition("::")[2]] |= {(each.dtype, each.nbytes) for each in tensors}
         return out
 
 
@@ -61,7 +61,7 @@ class Recorded:
         return self._note(tensor)
 
     def all_to_all(self, out: torch.Tensor, full: torch.Tensor, out_sizes: list[int], sizes: list[int]) -> Any:
-        assert (sum(sizes), sum(out_sizes)) == (full.numel(), out.numel())
+        assert (sum(sizes), sum(out_sizes), full.dtype) == (full.numel(), out.numel(), out.dtype)
         return self._note(full)
 
 
@@ -81,11 +81,13 @@ def test_peaks_are_of_the_sizes_that_they_are_divided_by(monkeypatch: pytest.Mon
     mesh = type("Alone", (), {"groups": {"shard": group}})()
     with Operations() as operations:
         found = measuring.measure(mesh, [4096], 0.0, None, passes=1)  # type: ignore[arg-type]
-    assert {pair for pair in operations.made["add"] if pair[1] > 16} == {(torch.float32, size) for size in measuring.TENSORS}
-    assert operations.made["copy_"] == {(torch.float32, measuring.TENSORS[-1])}
-    assert {dtype for dtype, _ in operations.made["mm"]} == set(measuring.DTYPES)
-    assert operations.made["mul"] == {(torch.float32, 64)}
-    starts_together = group.sent.count((torch.float32, 4)) - len(operations.made["mm"])  # less those that count runs
-    assert starts_together > len(found["collectives"])
+    assert {pair for pair in operations.used["add"] if pair[1] > 16} == {(torch.float32, size) for size in measuring.TENSORS}
+    assert operations.used["copy_"] == {(torch.float32, measuring.TENSORS[-1])}
+    assert {dtype for dtype, _ in operations.used["mm"]} == set(measuring.DTYPES)
+    assert operations.used["mul"] == {(torch.float32, 64)}
+    assert operations.used["add_"] == {(torch.float32, 2 * 4096)}  # the sweep through memory
+    peaks = len(measuring.PRODUCTS) + len(measuring.SMALL) * (len(measuring.DTYPES) - 1) + len(measuring.TENSORS) + 1
+    # Ranks agree on the number of runs of each peak, and start each figure together.
+    assert group.sent.count((torch.float32, 4)) >= 2 * peaks + measuring.ROUNDS * len(found["collectives"])
     assert not group.running
     assert all(0 < found["flops"][name] < math.inf for name in ("float32", "float64", "bfloat16"))
