@@ -211,6 +211,20 @@ def test_neighbours_hold_units_if_the_network_is_slow_and_memory_is_left() -> No
     assert found[8,].report.step_time < found[()].report.step_time
 
 
+def test_of_meshes_over_several_nodes_the_fastest_by_their_estimates_is_chosen() -> None:
+    found = chain([Unit(2**24, 2**16, 2**16, 2**16, 10**9)] * 4)
+    options: dict[str, Any] = {"strategies": ("full_shard",), "remat": 0, "kept": 0}
+    seconds = {}
+    for mesh in ((1, 32), (2, 16), (4, 8), (16, 2)):
+        plan = make_plan(found.forms, {"replicate": mesh[0], "shard": mesh[1]}, units=["*"])
+        seconds[mesh] = estimate(found, plan, hardware=HARDWARE).step_time
+    assert len(set(seconds.values())) == len(seconds)
+    meshes = tuple(seconds)
+    best = auto_plan(found, ranks=32, hardware=HARDWARE, budget="4GiB", units=["*"], space=Space(meshes=meshes, **options))
+    assert isinstance(best, Best)
+    assert best.report.step_time == pytest.approx(min(seconds.values()))
+
+
 def test_the_result_says_all_that_makes_the_plan_again() -> None:
     found = chain(MODEL)
     best = auto_plan(found, ranks=4, budget="90MiB", units=["*"], space=Space(limits=(1, 2)))
