@@ -54,7 +54,7 @@ TITLES = {
     "jax": "JAX, sharded parameters",
     "full_shard": "funcshard full_shard",
     "full_shard_alone": "funcshard full_shard, each unit by itself",
-    "full_shard_bucketed": "funcshard full_shard, buckets of 1 MiB",
+    "full_shard_bucketed": "funcshard full_shard, groups of 1 MiB",
     "full_shard_large": "funcshard full_shard, units of 1 MiB and more",
     "full_shard_compiled": "funcshard full_shard, units of 1 MiB and more, compiled",
     "shard_grad_op": "funcshard shard_grad_op",

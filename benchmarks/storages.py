@@ -26,13 +26,10 @@ __all__ = ["Peak", "Storages"]
 _PLACES = {
     ("core/buffer_comm.py", "start_gather"): "gather send",
     ("comm/group.py", "all_gather_private"): "gathered",
-    ("core/buckets.py", "start_gather"): "gather send",
-    ("core/buckets.py", "take"): "gathered",
     ("core/slices.py", "_slice_of"): "slices",
     ("core/buffer_comm.py", "_start_scatter"): "reduction",
     ("core/buffer_comm.py", "start_reduce"): "reduction",
     ("core/buffer_comm.py", "start_reduce_parts"): "reduction",
-    ("core/buckets.py", "start_reduce"): "reduction",
     ("core/grad_reducer.py", "add"): "reduction",
     ("core/buffer_comm.py", "finish"): "gradient shards",
     ("core/buffer_comm.py", "_to_host"): "gradient shards",

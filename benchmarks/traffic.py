@@ -11,10 +11,10 @@ __all__ = ["Row", "rows"]
 
 
 class Row(NamedTuple):
-    """The collectives of one unit, or of one bucket of units, in one step.
+    """The collectives of one unit in one step.
 
     Attributes:
-        unit: name of the unit, or of all units of the bucket.
+        unit: name of the unit.
         calls: number of collectives.
         sent: bytes that each rank had to send.
         bound: the most bytes that the strategy allows: every all-gather and the reduction, once
@@ -28,30 +28,26 @@ class Row(NamedTuple):
 
 
 def rows(plan: Plan, events: Iterable[Event]) -> list[Row]:
-    """Return one row for each unit or bucket.
+    """Return one row for each unit.
 
     The bound of a unit is (all-gathers × numel × bytes of a parameter + numel × bytes of a reduced
-    gradient) × (ranks − 1) / ranks, where numel includes the padding of the flat buffer. The bound
-    of a bucket is the sum over its units.
+    gradient) × (ranks − 1) / ranks, where numel includes the padding of the flat buffer.
 
     Raises:
-        ValueError: a unit or bucket sent more than its bound.
+        ValueError: a unit sent more than its bound.
     """
     recorded = list(events)
     _, ranks = plan.mesh_shape
     found = []
-    buckets = {name: bucket for bucket in plan.buckets for name in bucket}
-    for names in dict.fromkeys(buckets.get(name, (name,)) for name in plan.units):
+    for unit in plan.unit_list:
         bound = 0
-        for unit in (plan.units[name] for name in names):
-            gathers = 2 if unit.reshard_after_forward else 1
-            for buffer in unit.buffers:
-                size = buffer.padded_numel * buffer.itemsize
-                bound += (gathers + buffer.trainable) * size * (ranks - 1) // ranks
-        mine = [event for event in recorded if event.unit is not None and set(event.unit.split(" + ")) <= set(names)]
+        gathers = 2 if unit.reshard_after_forward else 1
+        for buffer in unit.buffers:
+            size = buffer.padded_numel * buffer.itemsize
+            bound += (gathers + buffer.trainable) * size * (ranks - 1) // ranks
+        mine = [event for event in recorded if event.unit == unit.name]
         sent = sum(event.traffic for event in mine)
-        title = " + ".join(names)
         if sent > bound:
-            raise ValueError(f"unit {title or '(root)'!r} sent {sent} bytes a rank, which is more than its bound of {bound}")
-        found.append(Row(title, len(mine), sent, bound))
+            raise ValueError(f"unit {unit.title!r} sent {sent} bytes a rank, which is more than its bound of {bound}")
+        found.append(Row(unit.name, len(mine), sent, bound))
     return found

@@ -327,7 +327,7 @@ def by_entry(root: Any, plans: Plans) -> list[tuple[str, Any, Plan]]:
             f"of {missing[0]!r}: give the plan the key of its part of the state"
         )
     plan = any_plan(plans)
-    no_units = dataclasses.replace(plan, structure=("dict", (), ()), unit_list=(), precision=None, buckets=(), names=())
+    no_units = dataclasses.replace(plan, structure=("dict", (), ()), unit_list=(), precision=None, names=())
     return [(str(key), child, plans.get(key, no_units)) for key, child in zip(keys, root[-1], strict=True)]
 
 

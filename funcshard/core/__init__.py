@@ -6,7 +6,6 @@ through them.
 - ``buffer_comm``: how one flat buffer is gathered and reduced. ``start_gather`` starts every
   all-gather, ``start_reduce`` and ``start_reduce_parts`` start reductions. The ``finish`` of the
   handle that they return waits; on the CPU ``wait_comm`` waits before that.
-- ``buckets``: units that share their collectives. Skip it at first.
 - ``basis``: errors for loops of torch over unit vectors that would mix ranks. Skip it at first.
 - ``partial_sums``: sums over the shard axis that wait for their all-reduces. Skip it at first.
 - ``kept_units``: units that stay gathered until their backward.
@@ -28,7 +27,6 @@ through them.
   function inside all that. After forward nothing refers to the gathered buffer, so Python frees it.
   ``unshard_handle``: a gather that a forward by hand starts early. Skip it at first.
 - ``group``: a unit of several modules, which share what the first of them gathered.
-- ``open_bucket``: a small bucket that stays gathered, with one autograd node for its units.
 - ``axis_comm``: one collective along mesh axes, and its adjoint.
 - ``collective_function``: the autograd Function of collectives on tensors that are not units.
 - ``collectives``: ``psum``, ``all_gather`` and others, differentiable, along named axes.
@@ -46,7 +44,6 @@ through them.
 from __future__ import annotations
 
 from funcshard.core.accumulation import accumulate, accumulating_function
-from funcshard.core.buckets import bucketed
 from funcshard.core.buffer_comm import BufferComm, start_gather, start_reduce
 from funcshard.core.checks import (
     can_cast,
@@ -85,7 +82,6 @@ from funcshard.core.gradients import (
 )
 from funcshard.core.group import OpenGroup, grad_mode, open_group
 from funcshard.core.objects import broadcast_object
-from funcshard.core.open_bucket import OpenBucket, SmallBucket, can_open_buckets
 from funcshard.core.plain_collectives import all_gather_flat, all_reduce_flat
 from funcshard.core.prefetcher import Handles, Prefetcher, current_unit, hooks_allowed
 from funcshard.core.recompute import remat
@@ -111,21 +107,21 @@ from funcshard.core.unit import (
     cast_outputs,
     modified_leaf,
     run_in_full_precision,
-    start_units,
+    start_unit,
 )
 from funcshard.core.whole_leaves import broadcast, join_slices, slice_from_rank
 
 __all__ = [
     "BufferComm", "GradReducer", "GradientOptions", "Handles", "LeafChecksums", "OnGrads", "OnReduceScattered",
-    "OpenBucket", "OpenGroup", "Prefetcher", "RecomputeParams", "Reshard", "ScheduleLearner", "Shards", "SmallBucket",
+    "OpenGroup", "Prefetcher", "RecomputeParams", "Reshard", "ScheduleLearner", "Shards",
     "Unshard", "accumulate", "accumulating_function", "activate", "all_gather", "all_gather_flat", "all_reduce_flat",
-    "all_to_all", "axis_index", "broadcast", "broadcast_object", "broadcast_to_shards", "bucketed", "can_cast",
-    "can_open_buckets",
+    "all_to_all", "axis_index", "broadcast", "broadcast_object", "broadcast_to_shards", "can_cast",
+
     "cast_inputs", "cast_outputs", "check_callable", "check_cut", "check_fits", "check_leaf", "check_mesh",
     "check_shard", "check_shards", "check_source", "check_tie", "check_weight", "current_reducer", "current_unit",
     "cut", "cut_from_rank", "detached", "empty_shard", "gather", "grad_mode", "gradient_function", "hooks_allowed",
     "join_slices", "loss_value", "modified_leaf", "open_group", "pmax", "pmean", "ppermute", "psum",
     "psum_scatter", "psum_world", "put", "put_whole", "raise_on_every_rank", "remat", "reshard",
-    "run_in_full_precision", "shard", "slice_from_rank", "start_gather", "start_reduce", "start_units", "unit_comms",
+    "run_in_full_precision", "shard", "slice_from_rank", "start_gather", "start_reduce", "start_unit", "unit_comms",
     "unshard", "unshard_list", "value_and_grad", "views", "zero_shard",
 ]  # fmt: skip

@@ -3,8 +3,6 @@
 A ``BufferComm`` says over which ranks a buffer's collectives run (``Topology``), in which dtypes
 (``CommDtypes``), and under which name they are recorded. ``start_gather`` and ``start_reduce``
 start a collective and return a handle; the handle waits, and returns the result.
-
-A ``Bucket`` lets several units share a collective; ``buckets`` makes one.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -39,9 +37,6 @@ from funcshard.plan import BufferPlan, Cast, Event, UnitPlan, dtype_name, dtype_
 __all__ = [
     "AllGatherHandle",
     "AnyGatherHandle",
-    "AnyReduceHandle",
-    "Bucket",
-    "BucketReduceHandle",
     "BufferComm",
     "GatherSource",
     "ReduceHandle",
@@ -70,7 +65,6 @@ class BufferComm:
         dtypes: the dtypes that the data has on its way.
         offload: whether shards live on the CPU, and gathered buffers on the mesh's device.
         label: the name of the buffer in errors; by default made of buffer and unit.
-        bucket: the buffers of other units that may share this buffer's collectives.
         own: whether functions of ``with_collectives`` carry the data, if the mesh has any.
         loops: torch's loops over unit vectors that the collectives are part of; see ``basis``.
         copied: whether a gathered buffer takes memory besides the shard's.
@@ -82,7 +76,6 @@ class BufferComm:
     dtypes: CommDtypes = _AS_IS
     offload: bool = False
     label: str = field(default="", compare=False)
-    bucket: Bucket | None = field(default=None, compare=False)
     own: bool = False
     loops: Mapping[int, BasisLoop] = field(default_factory=dict, compare=False)
     copied: bool = field(init=False, compare=False)
@@ -400,70 +393,12 @@ def _start_all_reduce(tensor: torch.Tensor, comm: BufferComm, group: Group) -> W
     return group.all_reduce(tensor, label=comm.label)
 
 
-# --- buckets --------------------------------------------------------------------------------------
-
 # The source of one buffer's all-gather: this rank's shard and its communication, or None.
 GatherSource = tuple[torch.Tensor, BufferComm] | None
 
 
-class Bucket(Protocol):
-    """One buffer of each of several units, whose collectives may be one; see ``buckets``."""
-
-    def __hash__(self) -> int:
-        """Buckets are told apart by identity."""
-
-    def start_gather(self, shards: Sequence[tuple[str, torch.Tensor]]) -> list[AllGatherHandle]:
-        """Start to gather ``(unit, shard [n])`` of several units in one collective."""
-
-    def start_reduce(self, fulls: Sequence[tuple[str, Sequence[torch.Tensor]]]) -> BucketReduceHandle:
-        """Start to sum ``(unit, parts of [n * ranks])`` of several units in one collective."""
-
-
-@dataclass(frozen=True, slots=True)
-class BucketReduceHandle:
-    """A started reduction of several units; ``finish`` returns this rank's slice of each sum.
-
-    Attributes:
-        handle: the reduction.
-        order: position of each gradient that was given, in the order of the units.
-        sizes: number of elements of each slice, in the order of the units.
-    """
-
-    handle: ReduceHandle
-    order: list[int]
-    sizes: list[int]
-
-    def wait_comm(self) -> None:
-        """Wait as ``ReduceHandle.wait_comm`` does."""
-        self.handle.wait_comm()
-
-    def finish(self) -> list[torch.Tensor]:
-        """Wait; return the slices in the order of the given gradients, each in its own memory."""
-        parts: Any = torch.split_with_sizes_copy(self.handle.finish(), self.sizes)  # type: ignore[func-returns-value]
-        given = dict(zip(self.order, parts, strict=True))
-        return [given[i] for i in range(len(given))]
-
-
-AnyReduceHandle = ReduceHandle | BucketReduceHandle
-
-
-def start_gathers(units: Sequence[Sequence[GatherSource]]) -> list[list[AllGatherHandle | None]]:
-    """Start to gather all buffers of some units; several units share one collective per buffer.
-
-    The gathered buffers are only to be read.
-
-    Arguments:
-        units: the sources of each unit's buffers; several units are of one bucket.
-    """
-    columns = [_start_column(sources) for sources in zip(*units, strict=True)]
-    return [list(row) for row in zip(*columns, strict=True)]
-
-
-def _start_column(sources: Sequence[GatherSource]) -> list[AllGatherHandle | None]:
-    found = [source for source in sources if source is not None]
-    bucket = found[0][1].bucket if len(found) > 1 and found[0][1].topology.cut else None
-    if bucket is not None:
-        return [*bucket.start_gather([(str(comm.unit), shard) for shard, comm in found])]
+def start_gathers(sources: Sequence[GatherSource]) -> list[AllGatherHandle | None]:
+    """Start to gather the buffers of a unit, which are only to be read."""
     return [source and start_gather(*source, read_only=True) for source in sources]
 
 

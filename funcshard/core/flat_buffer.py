@@ -250,7 +250,7 @@ def gather_leaves(
         leaves = TransformedLeaves(ShardToLeaves.apply(shard, buffer, comm, post_backward, handle, True))
     else:
         leaves = _GatherLeaves.apply(shard, comm, buffer, where, post_backward, handle)
-    expect_gradient(shard, comm, leaves[0])
+    expect_gradient(shard, leaves[0])
     return leaves
 
 

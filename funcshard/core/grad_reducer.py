@@ -21,7 +21,8 @@ import contextlib
 import contextvars
 import logging
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,14 +31,14 @@ from funcshard._utils import graph_task_id, is_transformed, unwrapped
 from funcshard.comm import Mesh
 from funcshard.core.buffer_comm import (
     AnyGatherHandle,
-    AnyReduceHandle,
     BufferComm,
+    ReduceHandle,
     SharedGatherHandle,
     start_reduce_parts,
 )
-from funcshard.core.kept_units import KeptUnit, KeptUnits
+from funcshard.core.kept_units import KeptUnits
 from funcshard.core.partial_sums import PartialSums
-from funcshard.plan import BufferPlan, Reduce, ReduceOrder, UnitPlan, buffer_mode, unit_mode
+from funcshard.plan import BufferPlan, Reduce, UnitPlan, buffer_mode, unit_mode
 
 __all__ = [
     "GradReducer",
@@ -58,7 +59,6 @@ _MOST_RUNNING = 1
 # on_grad(unit, buffer, 1-D gradient), which may write to the gradient.
 OnGrad = Callable[[str, BufferPlan, torch.Tensor], None]
 _Gradient = tuple[list[torch.Tensor], BufferComm]  # 1-D parts, and how they are reduced
-_GradientOf = tuple[int, list[torch.Tensor], BufferComm]  # the same, after the number of the leaf
 
 
 class GradReducer:
@@ -90,8 +90,8 @@ class GradReducer:
     """
 
     __slots__ = (
-        "_accumulated", "_accumulating", "_gathered", "_handles", "_hook", "_met", "_modes", "_numbers", "_on_grad",
-        "_on_scattered", "_order", "_partial", "_reduce", "_task", "_zero_weight", "at_end", "divided", "frozen", "kept",
+        "_accumulated", "_accumulating", "_awaited", "_gathered", "_handles", "_hook", "_met", "_modes", "_numbers",
+        "_on_grad", "_on_scattered", "_partial", "_reduce", "_task", "_zero_weight", "at_end", "divided", "frozen", "kept",
         "leaves", "local", "mesh", "received", "sums", "worlds",
     )  # fmt: skip
 
@@ -130,8 +130,8 @@ class GradReducer:
         self._accumulating = False
         self._zero_weight = False
         self._accumulated: dict[int, _Gradient] = {}
-        self._order: ReduceOrder[int, Hashable, _Gradient] = ReduceOrder()
-        self._handles: list[tuple[list[int], AnyReduceHandle]] = []
+        self._awaited: Counter[int] = Counter()  # gradients that the coming backward will compute, by number
+        self._handles: list[tuple[int, ReduceHandle]] = []
 
     @classmethod
     def of_gathered(cls, leaves: Sequence[torch.Tensor], gathered: Sequence[Sequence[torch.Tensor]]) -> GradReducer:
@@ -199,35 +199,14 @@ class GradReducer:
         numbers = [self._numbers.get(id(local), -1) for local in shards]
         return handles if -1 in numbers else self.kept.keep(unit, numbers, comms, shards, handles)
 
-    def keep_new(
-        self,
-        unit: UnitPlan,
-        numbers: Sequence[int | None],
-        comms: Sequence[BufferComm],
-        versions: list[int],
-        handles: Sequence[AnyGatherHandle | None],
-    ) -> Sequence[AnyGatherHandle | None]:
-        """Keep a unit that is not kept, if its shards are leaves; see ``keep``."""
-        own = [number for number in numbers if number is not None]
-        if len(own) < len(numbers):
-            return handles
-        shared = [None if handle is None else SharedGatherHandle.of(handle) for handle in handles]
-        self.kept.by_leaf.update(dict.fromkeys(own, KeptUnit(unit, own, comms, versions, shared)))
-        return shared
-
     def number_of(self, shard: torch.Tensor) -> int | None:
         """Return the number of ``shard`` among the leaves; ``None`` if it is none of them."""
         return self._numbers.get(id(shard))
 
-    def expect_together(self, gradients: Iterable[tuple[int, BufferComm]]) -> None:
-        """Expect a gradient of each of several leaves; see ``expect``."""
-        for number, comm in gradients if self._task is None else ():
-            self._order.expect(number, comm.bucket and self._bucket(number, comm))
-
-    def expect(self, number: int, comm: BufferComm) -> None:
+    def expect(self, number: int) -> None:
         """Expect a gradient of leaf ``number``, unless backward computes forward again."""
         if self._task is None:
-            self._order.expect(number, None if comm.bucket is None else self._bucket(number, comm))
+            self._awaited[number] += 1
 
     @property
     def has_gathered(self) -> bool:
@@ -273,33 +252,13 @@ class GradReducer:
 
     def add(self, number: int, parts: list[torch.Tensor], comm: BufferComm) -> None:
         """Take the unreduced gradient of leaf ``number``: the concatenation of 1-D ``parts``."""
-        self._add(number, parts, comm, copied=comm.bucket is not None)
-
-    def add_together(self, gradients: Sequence[_GradientOf]) -> None:
-        """Take gradients that arrive together; see ``add``."""
         self.received = True
-        special = self._zero_weight or self._hook or self._accumulated or self._reduce != "each"
-        by_bucket: dict[Hashable, dict[int, _Gradient]] = {}
-        for number, parts, comm in gradients:
-            if special or comm.bucket is None or comm.dtypes.divided:
-                self._add(number, parts, comm, copied=comm.dtypes.divided)
-            else:
-                by_bucket.setdefault(comm.bucket, {})[number] = parts, comm
-        for bucket, members in by_bucket.items():
-            if self._order.arrive_together(members, bucket):
-                self._start(members)
-                self.kept.drop_all(members, accumulating=self._accumulating)
-            else:
-                for number, (parts, comm) in members.items():
-                    self._add(number, parts, comm, copied=False)
-
-    def _add(self, number: int, parts: list[torch.Tensor], comm: BufferComm, *, copied: bool) -> None:
-        self.received = True
-        more = self._order.arrive(number)
+        self._awaited[number] -= 1
+        more = self._awaited[number] > 0
         if not more and self.kept.by_leaf:
             self.kept.drop(number, accumulating=self._accumulating)
         once = self._reduce != "each" and self._mode(number, comm) == "once"
-        if self._zero_weight or once or self._hook or copied:
+        if self._zero_weight or once or self._hook:
             whole = torch.cat(parts)  # a copy, which is held or written to
             parts = [whole if comm.dtypes.reduced is None else whole.to(comm.dtypes.reduced)]
         if self._zero_weight:
@@ -315,19 +274,13 @@ class GradReducer:
     def post_backward(self) -> None:
         """End this backward: wait for every reduction."""
         self._task = None
-        self._order.end()
+        self._awaited.clear()
         while self.at_end:
             self.at_end.pop()()
         if not self._accumulating:
-            for number, (_, comm) in self._accumulated.items():
-                bucket = self._bucket(number, comm)
-                if bucket is not None:
-                    self._order.hold_for(number, bucket)
             while self._accumulated:
                 number = next(iter(self._accumulated))
                 self._reduce_whole(number, *self._accumulated.pop(number))
-        for group in self._order.rest():
-            self._start(group)
         while self._handles:
             self._finish_oldest()
         self.kept.end_backward(accumulating=self._accumulating)
@@ -342,7 +295,6 @@ class GradReducer:
         self.at_end.clear()
         self._handles.clear()
         self._accumulated.clear()
-        self._order.clear()
         self.kept.clear()
         if self._partial is not None:
             self._partial.clear()
@@ -355,12 +307,6 @@ class GradReducer:
             mode = self._modes[number] = buffer_mode(chosen, cut=topology.cut, repeated=bool(topology.repeated))
         return mode
 
-    def _bucket(self, number: int, comm: BufferComm) -> Hashable | None:
-        """Return the key of the gradients that may be reduced together with a leaf's."""
-        if comm.bucket is None or isinstance(self._reduce, str):
-            return comm.bucket
-        return comm.bucket, self._mode(number, comm)
-
     def _call_on_scattered(self, number: int, partial: torch.Tensor) -> None:
         assert self._on_scattered is not None
         self._on_scattered(*self._met[number], partial)
@@ -372,8 +318,11 @@ class GradReducer:
             parts = self._divided_before(number, parts, comm)
         if self._on_scattered is not None and not comm.topology.cut:
             self._call_on_scattered(number, parts[0])
-        for group in self._order.reduce(number, comm.bucket and self._bucket(number, comm), (parts, comm)):
-            self._start(group)
+        for _, running in self._handles:
+            running.wait_comm()  # so that its memory is free before the next one takes more
+        self._handles.append((number, start_reduce_parts(parts, comm)))
+        while len(self._handles) > _MOST_RUNNING:
+            self._finish_oldest()
 
     def _divided_before(self, number: int, parts: list[torch.Tensor], comm: BufferComm) -> list[torch.Tensor]:
         """Return a leaf's gradient, divided as ``MixedPrecision.divide_before_reduce`` says."""
@@ -387,31 +336,13 @@ class GradReducer:
         self.divided[number] = divisor
         return [(parts[0] if len(parts) == 1 else torch.cat(parts)).div_(divisor)]
 
-    def _start(self, group: Mapping[int, _Gradient]) -> None:
-        """Start the reduction of one gradient, or of several in their bucket."""
-        for _, running in self._handles:
-            running.wait_comm()  # so that its memory is free before the next one takes more
-        handle: AnyReduceHandle
-        if len(group) == 1:
-            ((parts, comm),) = group.values()
-            handle = start_reduce_parts(parts, comm)
-        else:
-            bucket = next(iter(group.values()))[1].bucket
-            assert bucket is not None, "only a bucket reduces several gradients together"
-            handle = bucket.start_reduce([(comm.unit or "", parts) for parts, comm in group.values()])
-        self._handles.append((list(group), handle))
-        while len(self._handles) > _MOST_RUNNING:
-            self._finish_oldest()
-
     def _finish_oldest(self) -> None:
-        numbers, handle = self._handles.pop(0)
+        number, handle = self._handles.pop(0)
         if self._partial is not None:
-            waits = self._accumulating and self._modes.get(numbers[0]) == "shard_each"
-            if not self._partial.take(numbers, handle, hold=waits):
+            waits = self._accumulating and self._modes.get(number) == "shard_each"
+            if not self._partial.take(number, handle, hold=waits):
                 return
-        found = handle.finish()
-        for number, grad in zip(numbers, [found] if isinstance(found, torch.Tensor) else found, strict=True):
-            self._add_up(number, grad)
+        self._add_up(number, handle.finish())
 
     def _add_up(self, number: int, grad: torch.Tensor) -> None:
         # A shard that is gathered twice in one call has two reductions, which add up in the order
@@ -460,16 +391,15 @@ def take_slot(shard: torch.Tensor) -> GradSlot | None:
     return None if reducer is None or number is None else GradSlot(reducer, number)
 
 
-def expect_gradient(shard: torch.Tensor, comm: BufferComm, leaf: torch.Tensor) -> None:
+def expect_gradient(shard: torch.Tensor, leaf: torch.Tensor) -> None:
     """Let the active reducer expect a gradient of ``shard``, if autograd records the gather.
 
     Arguments:
         shard: this rank's shard.
-        comm: the communication of its buffer.
         leaf: a leaf that was gathered from it.
     """
     reducer = _current.get()
     number = None if reducer is None else reducer.number_of(shard)
     # Why look at the leaf: a Function that runs under no_grad is not told so.
     if reducer is not None and number is not None and unwrapped(leaf).requires_grad:
-        reducer.expect(number, comm)
+        reducer.expect(number)

@@ -15,7 +15,10 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from funcshard._utils import forget_parametrized, tensors_in
 from funcshard.core.prefetcher import Handles, Prefetcher, SavedUnit, current_unit
+from funcshard.core.recompute import remat
+from funcshard.core.shard_to_leaves import TransformedLeaves
 from funcshard.core.slices import SlicedUnit, save_unit
 from funcshard.core.unit import Reshard, Unshard, copy_aliased_outputs
 
@@ -53,25 +56,54 @@ class OpenGroup:
         token = current_unit.set(self.saved)
         try:
             if not self.freed or self.saved is None:
-                return copy_aliased_outputs(f.run(self.gathered, *args, **kwargs), self.gathered)
-            with saved_tensors_hooks(*self.saved.hooks()):
-                return copy_aliased_outputs(f.run(self.gathered, *args, **kwargs), self.gathered)
+                out = f.run(self.gathered, *args, **kwargs)
+            else:
+                with saved_tensors_hooks(*self.saved.hooks()):
+                    out = f.run(self.gathered, *args, **kwargs)
         finally:
             current_unit.reset(token)
+        return out if isinstance(self.gathered[0], TransformedLeaves) else copy_aliased_outputs(out, self.gathered)
+
+    def run_recomputed(self, f: Unshard, /, module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
+        """Run one module of the group, which backward computes again from the module's inputs."""
+        saved = self.saved
+        if saved is None or not torch.is_grad_enabled():
+            return self.run(f, module, forward, args, kwargs)
+        if f.trainable or any(tensor.requires_grad for tensor in tensors_in((args, kwargs))):
+            saved.note_needed()
+        # Why a list: what backward runs must not hold the leaves that forward gathered.
+        first = [self.gathered]
+
+        def run(args: Any, kwargs: Any) -> Any:
+            gathered = first.pop() if first else saved.gathered_again()
+            token = current_unit.set(saved)
+            try:
+                return copy_aliased_outputs(f.run(gathered, module, forward, args, kwargs), gathered)
+            finally:
+                current_unit.reset(token)
+                forget_parametrized(module)  # they have no graph in forward, and another one in backward
+
+        return remat(run)(args, kwargs)
 
 
 def open_group(
-    f: Unshard, resharded: Reshard | None, prefetcher: Prefetcher, handles: Handles, shard: Mapping[str, torch.Tensor]
+    f: Unshard,
+    resharded: Reshard | None,
+    prefetcher: Prefetcher | None,
+    handles: Handles | None,
+    shard: Mapping[str, torch.Tensor],
 ) -> OpenGroup:
     """Gather a group for the module of it that a call runs first.
 
     Arguments:
         f: ``unshard`` of the group.
         resharded: ``reshard`` of it, if the group is freed between forward and backward.
-        prefetcher: that of the call.
+        prefetcher: that of the call; ``None`` under a transform, where autograd has no hooks.
         handles: the handles of the group's all-gathers, from the prefetcher.
         shard: this rank's shard of the group.
     """
+    if prefetcher is None:
+        return OpenGroup(f.gather(shard), None, freed=False, mode=grad_mode())
     freed = resharded is not None and torch.is_grad_enabled() and f.gathers
     saved = None
     if freed and resharded is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -92,13 +92,6 @@ class KeptUnits:
             # Why all its buffers: see ``_GatherLeaves.backward``.
             for other in found.numbers:
                 self.by_leaf.pop(other, None)
-
-    def drop_all(self, numbers: Iterable[int], *, accumulating: bool) -> None:
-        """Drop the units of several leaves as ``drop`` does."""
-        if self.by_leaf.keys() == set(numbers) and not accumulating:  # only for speed
-            self.by_leaf = {}
-        for number in numbers if self.by_leaf else ():
-            self.drop(number, accumulating=accumulating)
 
     def end_backward(self, *, accumulating: bool) -> None:
         """Drop all units that do not stay gathered until the next micro-batch."""

@@ -8,12 +8,12 @@ micro-batches add up here until then. ``on_reduce_scattered`` sees the sums betw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 
 from funcshard.comm import DONE
-from funcshard.core.buffer_comm import AnyReduceHandle, BucketReduceHandle, BufferComm, ReduceHandle
+from funcshard.core.buffer_comm import BufferComm, ReduceHandle
 
 __all__ = ["OnPartial", "PartialSums"]
 
@@ -34,31 +34,27 @@ class PartialSums:
         self._on_partial = on_partial
         self._held: dict[int, tuple[torch.Tensor, BufferComm]] = {}
 
-    def take(self, numbers: Sequence[int], handle: AnyReduceHandle, *, hold: bool) -> bool:
-        """Wait for a reduce-scatter, add the sums that wait for its all-reduces, and call the hook.
+    def take(self, number: int, handle: ReduceHandle, *, hold: bool) -> bool:
+        """Wait for a reduce-scatter, add the sum that waits for its all-reduces, and call the hook.
 
         Arguments:
-            numbers: the leaves whose gradients are reduced.
-            handle: their reduction.
+            number: the leaf whose gradient is reduced.
+            handle: its reduction.
             hold: whether the all-reduces wait for another micro-batch.
 
         Returns:
             Whether the caller shall finish the reduction.
         """
-        bucket = isinstance(handle, BucketReduceHandle)
-        whole = handle.handle if isinstance(handle, BucketReduceHandle) else handle
-        if not whole.comm.topology.cut:
+        if not handle.comm.topology.cut:
             return True
-        whole.work.wait()
-        # Why clone: a slice would keep the sums of the whole bucket in memory.
-        for number, piece in zip(numbers, _slices(handle), strict=True):
-            held = self._held.pop(number, None)
-            if held is not None:
-                piece.add_(held[0])
-            if hold:
-                self._held[number] = (piece.clone() if bucket else piece, whole.comm)
-            elif self._on_partial is not None:
-                self._on_partial(number, piece)
+        handle.work.wait()
+        held = self._held.pop(number, None)
+        if held is not None:
+            handle.out.add_(held[0])
+        if hold:
+            self._held[number] = handle.out, handle.comm
+        elif self._on_partial is not None:
+            self._on_partial(number, handle.out)
         return not hold
 
     def rest(self) -> Iterator[tuple[int, torch.Tensor]]:
@@ -72,11 +68,3 @@ class PartialSums:
     def clear(self) -> None:
         """Drop the sums that wait."""
         self._held.clear()
-
-
-def _slices(handle: AnyReduceHandle) -> list[torch.Tensor]:
-    """Return views of the sums in ``handle``, in the order of the gradients that were given."""
-    if not isinstance(handle, BucketReduceHandle):
-        return [handle.out]
-    parts = dict(zip(handle.order, handle.handle.out.split(handle.sizes), strict=True))
-    return [parts[i] for i in range(len(parts))]

@@ -68,9 +68,8 @@ class Prefetcher:
 
     Arguments:
         schedule: when units are gathered ahead.
-        start: starts the all-gathers of some units, in one collective if there are several.
+        start: starts the all-gathers of a unit.
         known: whether the schedule's order is that of the call, as far as is known.
-        buckets: the units that are gathered in one collective, by the name of each.
         inside: the units whose leaves checkpoints inside them asked for, in backwards of earlier
             calls; gets those of this call too. Forward itself cannot see them.
 
@@ -81,16 +80,15 @@ class Prefetcher:
     def __init__(
         self,
         schedule: Schedule,
-        start: Callable[[Sequence[str]], Sequence[Handles]],
+        start: Callable[[str], Handles],
         *,
         known: bool,
-        buckets: Mapping[str, tuple[str, ...]] | None = None,
         inside: set[str] | None = None,
     ) -> None:
         self._inside: set[str] = set() if inside is None else inside
         self._schedule = schedule
         self._start = start
-        self._forward = ForwardOrder(schedule, buckets or {}, known=known)
+        self._forward = ForwardOrder(schedule, known=known)
         self.ran = self._forward.ran
         self._handles: dict[str, Handles] = {}
         self._returned = False
@@ -110,7 +108,6 @@ class Prefetcher:
         call = weakref.ref(self)
         self._backward = BackwardOrder(
             schedule,
-            buckets or {},
             self._units,
             lambda use: (prefetcher := call()) is not None and prefetcher.reaches(use),
         )
@@ -130,9 +127,8 @@ class Prefetcher:
             return None
         if dispatch_modes() and in_selective_checkpoint():
             return unseen(self.pre_forward)(name, stays=stays)
-        names = self._forward.gather(name)
-        if names:
-            self._gather(names)
+        if self._forward.gather(name):
+            self._handles[name] = self._start(name)
         handles = self._handles.pop(name)
         # Why before prefetching: a fast rank must not take memory for the next units while slow
         # ranks have not sent this one.
@@ -141,26 +137,9 @@ class Prefetcher:
             self._handles[name] = handles = [handle and SharedGatherHandle.of(handle) for handle in handles]
         self._now += 1
         self._called.append(self._now)
-        for names in self._forward.prefetch():
-            self._gather(names)
+        for ahead in self._forward.prefetch():
+            self._handles[ahead] = self._start(ahead)
         return handles
-
-    def pass_forward(self, name: str) -> None:
-        """Note that forward calls a unit whose gathered buffers the caller has; prefetch the next.
-
-        The unit stays gathered after forward.
-        """
-        handles = self._handles.pop(name)
-        if self._forward.call(name, stays=True):
-            self._handles[name] = [handle and SharedGatherHandle.of(handle) for handle in handles]
-        self._now += 1
-        self._called.append(self._now)
-        for names in self._forward.prefetch():
-            self._gather(names)
-
-    def waiting(self, names: Sequence[str]) -> dict[str, Handles]:
-        """Return the handles of those of ``names`` that forward has gathered and not called."""
-        return {name: self._handles[name] for name in names if name in self._handles}
 
     @property
     def returned(self) -> bool:
@@ -220,7 +199,9 @@ class Prefetcher:
         if source.has_nodes:
             self._by_shards = source.in_backward
         if use not in self._ahead:
-            self._gather_again([use] if self._sources[use] is None else self._backward.gather(use) or [use], source)
+            if self._sources[use] is not None:
+                self._backward.gather(use)
+            self._ahead[use] = start_gathers(source.sources())
         handles = self._ahead.pop(use)
         _wait_comm(handles)  # first, as in forward
         self._backward.reach(use)
@@ -255,12 +236,11 @@ class Prefetcher:
         ]
         return None if found == tuple(plain) else found
 
-    def _gather(self, names: Sequence[str]) -> None:
-        self._handles.update(zip(names, self._start(names), strict=True))
-
     def _prefetch(self, moment: int, *, most: int | None = None) -> None:
-        for uses in self._backward.prefetch(moment, most=most):
-            self._gather_again(uses)
+        for use in self._backward.prefetch(moment, most=most):
+            source = self._sources[use]
+            assert source is not None, "reaches() leaves out uses that backward has left for good"
+            self._ahead[use] = start_gathers(source.sources())
         reducer = None if self._ends or not self._ahead else current_reducer()
         if reducer is not None:
             self._ends = True
@@ -275,11 +255,6 @@ class Prefetcher:
             return False
         # Why ask: a backward by inputs alone reaches units of which it computes no gradient.
         return not self._by_shards or source.in_backward
-
-    def _gather_again(self, uses: Sequence[int], own: UnitSource | None = None) -> None:
-        sources = [(self._sources[use] or own) for use in uses]
-        started = start_gathers([source.sources() for source in sources if source is not None])
-        self._ahead.update(zip(uses, started, strict=True))
 
 
 def _wait(handles: Handles) -> None:
@@ -469,14 +444,20 @@ class SavedUnit:
         return [SharedGatherHandle(None, self._buffer(i)) if comm.copied else None for i, comm in enumerate(self._comms)]
 
     @unseen
+    def gathered_again(self) -> tuple[tuple[torch.Tensor, ...], ...]:
+        """Return the leaves of each buffer, gathered again, without a graph."""
+        return tuple(
+            tuple(
+                leaf.requires_grad_(buffer.trainable and leaf.is_floating_point())
+                for leaf in views(self._buffer(i).detach(), buffer)
+            )
+            for i, buffer in enumerate(self._unit.buffers)
+        )
+
     def leaves(self) -> list[torch.Tensor]:
         """Return the leaves, gathered again, without a graph, to recompute a part of forward."""
-        found = [
-            leaf.requires_grad_(buffer.trainable and leaf.is_floating_point())
-            for i, buffer in enumerate(self._unit.buffers)
-            for leaf in views(self._buffer(i).detach(), buffer)
-        ]
-        return found if self._dtensors is None else as_dtensors(found, self._dtensors)
+        found = [leaf for leaves in self.gathered_again() for leaf in leaves]
+        return found if self._dtensors is None else unseen(as_dtensors)(found, self._dtensors)
 
     def _buffer(self, number: int) -> torch.Tensor:
         # Why the whole unit, whichever buffer is asked for: a plan can predict this order.
@@ -492,7 +473,7 @@ class SavedUnit:
             self._handles = self._prefetcher.pre_backward(self._use, self._source)
         elif self._handles is None:  # a unit that is called by itself, or stays gathered
             sources = self.sources()
-            self._handles = (self.kept and self.kept()) or start_gathers([sources])[0]
+            self._handles = (self.kept and self.kept()) or start_gathers(sources)
             _wait_comm(self._handles)
         handles, self._handles = self._handles or [], None
         self._full = [handle.finish() for handle in handles if handle is not None]
@@ -516,18 +497,19 @@ class SavedUnit:
         """Replace a saved view of a gathered buffer by the position of that view."""
         number = self._buffer_of.get(storage_id(tensor))
         if number is not None and tensor.dtype == self._dtypes[number] and not tensor.is_conj():
-            self._note_needed()
+            self.note_needed()
             return _PackedView(self, number, tensor.shape, tensor.stride(), tensor.storage_offset())
         source = self._source_of_cast(tensor)
         if source is not None:
-            self._note_needed()
+            self.note_needed()
             return _PackedCast(source, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
         if outer:
             return _PackedByOuter(outer[1], outer[0](tensor))
         # Why detach: an operation that saves its own result would keep its graph alive for ever.
         return _PackedTensor(tensor.detach(), version(tensor))
 
-    def _note_needed(self) -> None:
+    def note_needed(self) -> None:
+        """Note that backward needs the gathered buffers."""
         self.needed = True
         if self._prefetcher is not None and self._use is not None:
             self._prefetcher.note_use(self._use)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import warnings
-from collections import Counter
-from collections.abc import Sequence
 
 from funcshard._utils import callers_level
 from funcshard.core.prefetcher import Prefetcher
-from funcshard.plan import Schedule, gather_buckets
+from funcshard.plan import Schedule
 
 __all__ = ["ScheduleLearner"]
 
@@ -21,31 +19,24 @@ class ScheduleLearner:
     Arguments:
         schedule: the schedule to begin with.
         known: whether its order was given, so that there is none to learn.
-        buckets: the units that share their collectives.
 
     Attributes:
-        repeated: the units that forward calls more than once, as far as is known.
         inside: the units that checkpoints inside them gathered in backward, as far as is known.
     """
 
-    def __init__(self, schedule: Schedule, known: bool, buckets: Sequence[tuple[str, ...]] = ()) -> None:
+    def __init__(self, schedule: Schedule, known: bool) -> None:
         self.schedule = schedule
         self.known = known
-        self.gather_buckets = gather_buckets(buckets, schedule)
-        self._buckets = buckets
         self._warned = False
         self._backward_given = schedule.backward is not None
         self._backward_known: int | None = None
         self.inside: set[str] = set()
-        self.repeated = _repeated(schedule)
 
     def learn(self, prefetcher: Prefetcher) -> None:
         """Take the order of a returned call: of forward, and of the backward that may follow."""
         ran = tuple(prefetcher.ran)
         if not self.known:
             self.schedule = dataclasses.replace(self.schedule, order=ran)
-            self.gather_buckets = gather_buckets(self._buckets, self.schedule)
-            self.repeated = _repeated(self.schedule)
             self.known = True
         elif not self._warned and self.schedule.forward_prefetch and ran != self.schedule.order:
             self._warned = True
@@ -60,8 +51,3 @@ class ScheduleLearner:
         if not self._backward_given and prefetcher.has_saved and self._backward_known != len(self.inside):
             self._backward_known = len(self.inside)
             self.schedule = dataclasses.replace(self.schedule, backward=prefetcher.backward_order())
-
-
-def _repeated(schedule: Schedule) -> frozenset[str]:
-    """Return the units that forward calls more than once."""
-    return frozenset(name for name, times in Counter(schedule.order).items() if times > 1)

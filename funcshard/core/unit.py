@@ -55,7 +55,7 @@ from funcshard.plan import BufferPlan, MixedPrecision, UnitPlan, dtype_of
 
 __all__ = [
     "RecomputeParams", "Reshard", "ShardForm", "Unshard", "cast_inputs", "cast_outputs", "copy_aliased_outputs",
-    "modified_leaf", "run_in_full_precision", "start_units",
+    "modified_leaf", "run_in_full_precision", "start_unit",
 ]  # fmt: skip
 
 _log = logging.getLogger("funcshard.core")
@@ -333,23 +333,13 @@ class Reshard:
             current_unit.reset(token)
 
 
-def start_units(units: Sequence[tuple[Unshard, UnitShard]]) -> list[Handles]:
-    """Start the all-gathers of some units; those that the running call keeps gathered start none.
-
-    Arguments:
-        units: the functions and shards of the units; several units are of one bucket.
-
-    Returns:
-        The handles of each unit.
-    """
+def start_unit(f: Unshard, shard: UnitShard) -> Handles:
+    """Start the all-gathers of a unit; if the running call keeps it gathered, it starts none."""
     reducer = current_reducer()
-    # Why the first unit: all units of a bucket are alike in this.
-    if reducer is None or not reducer.kept.by_leaf or units[0][0].unit.reshard_after_forward:
-        return [*start_gathers([f.sources(shard) for f, shard in units])]
-    found: list[Handles | None] = [reducer.find_kept(f.comms, shard) for f, shard in units]
-    missing = [f.sources(shard) for (f, shard), handles in zip(units, found, strict=True) if handles is None]
-    started = iter(start_gathers(missing) if missing else [])
-    return [next(started) if handles is None else handles for handles in found]
+    kept = None
+    if reducer is not None and reducer.kept.by_leaf and not f.unit.reshard_after_forward:
+        kept = reducer.find_kept(f.comms, shard)
+    return start_gathers(f.sources(shard)) if kept is None else kept
 
 
 class RecomputeParams(dict[str, Any]):

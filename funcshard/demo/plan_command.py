@@ -56,8 +56,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--bucket-bytes", type=_bucket_bytes, default="auto", metavar="BYTES",
-        help="largest size of a bucket: units that follow one another share collectives up to so many gathered bytes; "
-        "0 for none; by default, many tiny units form buckets",
+        help="largest size of a group of small units that follow one another, in gathered bytes; 0 for none; by default, "
+        "many tiny units form groups",
     )  # fmt: skip
     parser.add_argument(
         "--precision", choices=[*PRECISIONS], default="fp32",

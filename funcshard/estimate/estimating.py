@@ -24,7 +24,7 @@ from funcshard.estimate.machine import (
 from funcshard.estimate.reports import Report
 from funcshard.estimate.trace import Profile, Program, Run
 from funcshard.estimate.walk import OptimizerMemory, Runtime, Simulation, check_runtime, simulate_step
-from funcshard.plan import Event, Plan, Reduce, Schedule, check_plan, make_schedule, predict_step, recomputed_units
+from funcshard.plan import Event, Plan, Reduce, Schedule, check_plan, make_schedule, predict_step, recomputed_modules
 
 __all__ = ["OPTIMIZERS", "estimate"]
 
@@ -112,7 +112,7 @@ def estimate(
     check_flag("clip", clip)
     machine = load_hardware(hardware)
     asked, limit = budget_on(machine, budget)
-    names = recomputed_units(plan, remat)
+    names = recomputed_modules(plan, remat)
     clock = HardwareClock(machine, plan.mesh_axes)
     check_runtime(runtime)
     on_device = Runtime.on(machine.device) if runtime is None else runtime

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import warnings
@@ -28,8 +27,6 @@ from funcshard.core import (
     Prefetcher,
     ScheduleLearner,
     Shards,
-    SmallBucket,
-    bucketed,
     cast_inputs,
     check_mesh,
     check_shards,
@@ -56,12 +53,11 @@ from funcshard.plan import (
     ChooseCast,
     Plan,
     Schedule,
-    buckets_to_run,
     check_schedule,
     make_schedule,
     names_under,
     read_remat,
-    recomputed_units,
+    recomputed_modules,
 )
 
 __all__ = ["FullyShard", "fully_shard"]
@@ -87,12 +83,12 @@ def fully_shard(
     unit's parameters are gathered, its forward runs, and backward reduces the gradients. In terms
     of the two combinators, the forward runs through ``unshard``, and also through ``reshard`` if
     the plan reshards the unit after forward; then its parameters are in memory only while its
-    forward or its backward runs. The model may call units in any order and any number of times. The
-    units of a bucket are gathered together, with the first of them.
+    forward or its backward runs. The model may call units in any order and any number of times.
 
     The modules of a group share what the first of them gathers. It is freed when all of them have
     run, or at the end of the call, and its gradients are reduced once, when backward has passed the
-    first of them. Under ``torch.func`` transforms each of them gathers the group for itself.
+    first of them. Inside a ``torch.func`` transform that the model itself uses, each of them
+    gathers the group for itself. So do those that ``remat`` names under any transform.
 
     Arguments:
         apply: the function that ``make_functional`` returned.
@@ -104,11 +100,10 @@ def fully_shard(
             ``make_schedule(plan)``, in the order in which the first call runs the units.
         cast: ``cast(unit, buffer)`` -> the ``Cast`` of that buffer, or ``None``; as in ``unshard``.
         remat: names or globs of units whose forward is computed again in backward, as ``fs.remat``
-            does; ``True`` for all but the root and groups.
-            Between forward and backward such a unit keeps only its inputs and outputs, and its
-            gathered leaves if the plan does not free it after forward. The root and groups cannot
-            be among them. Under ``torch.func`` transforms, these are the only units that are freed
-            between forward and backward.
+            does; ``True`` for all but the root. The modules of a group can be named one by one.
+            Between forward and backward such a module keeps only its inputs and outputs, and its
+            gathered leaves if the plan does not free it after forward. Under ``torch.func``
+            transforms, these are the only units that are freed between forward and backward.
         compiler: ``torch.compile``, possibly with options, such as
             ``functools.partial(torch.compile, fullgraph=True)``. It compiles the forward of each
             unit that contains no other unit and no full-precision module other than the unit
@@ -190,7 +185,7 @@ def _sharded(
     _warn_of_unfrozen(apply.skeleton, plan)
     if apply.late_changes is not None:
         apply.late_changes.look()
-    recomputed = frozenset(recomputed_units(plan, again))
+    recomputed = frozenset(recomputed_modules(plan, again))
     if schedule is not None:
         check_schedule(schedule, plan)
     paths = [path for unit in plan.unit_list for path in unit.paths]
@@ -199,16 +194,13 @@ def _sharded(
     precision = call_precision(plan, apply)
     units = [effective_unit(unit, apply) for unit in plan.unit_list]
     comms = {unit.name: unit_comms(unit, mesh, cast) for unit in units}
-    buckets = buckets_to_run(units, plan.buckets, cast)
-    for names in buckets:
-        comms.update(bucketed({name: comms[name] for name in names}))
     runs = {
         unit.name: UnitRun.of(
             unit,
             apply.skeleton,
             mesh,
             comms[unit.name],
-            remat=unit.name in recomputed,
+            remat=recomputed,
             indices=indices,
             methods=extra,
         )
@@ -220,10 +212,6 @@ def _sharded(
         for buffer in unit.buffers
         for leaf in buffer.leaves
     }
-    for names in buckets:
-        small = None if recomputed.intersection(names) else SmallBucket.of({name: runs[name].f for name in names})
-        if small is not None:
-            runs.update((name, dataclasses.replace(runs[name], bucket=small)) for name in names)
     numbers = {each.path: each.index for run in runs.values() for each in run.modules}
     forwards = {} if compiler is None else compile_units(apply, numbers, precision.full_precision, compiler)
     compiled = {numbers[path]: forward for path, forward in forwards.items()}
@@ -238,7 +226,7 @@ def _sharded(
     if 0 in compiled:
         assert isinstance(apply.method_name, str), "compile_units compiles methods of classes"
         entered[0] = {apply.method_name: through_unit(classes[0], apply.method_name, compiled[0])}
-    learner = ScheduleLearner(schedule or make_schedule(plan), schedule is not None, buckets)
+    learner = ScheduleLearner(schedule or make_schedule(plan), schedule is not None)
     slow_path = without_fast_path(apply.skeleton, [each.path for run in runs.values() for each in run.modules])
     warned = Warned(already=compiler is not None)
     return FullyShard(apply, plan, mesh, runs, entered, outside, ignored, precision, slow_path, learner, warned)

@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ from funcshard._utils import (
     forget_parametrized,
     is_transformed,
     tensors_in,
+    transform_level,
     transforms_active,
     tree,
     untraced,
@@ -42,22 +43,19 @@ from funcshard.comm import Mesh, check_same
 from funcshard.core import (
     BufferComm,
     Handles,
-    OpenBucket,
     OpenGroup,
     Prefetcher,
     RecomputeParams,
     Reshard,
     ScheduleLearner,
     Shards,
-    SmallBucket,
     Unshard,
-    can_open_buckets,
     current_unit,
     grad_mode,
     hooks_allowed,
     open_group,
     reshard,
-    start_units,
+    start_unit,
     unshard_list,
 )
 from funcshard.core import remat as rematerialised
@@ -85,20 +83,18 @@ class UnitCall:
         shards: the shards that the units read.
         prefetcher: gathers the units; ``None`` under a transform, where each unit gathers itself.
         mesh: the ranks, while they still compare the order of units.
-        repeated: the units that the schedule calls more than once.
+        level: the number of ``torch.func`` transforms around the call.
         used: by unit, version and address of each shard that forward used.
         groups: the groups that are gathered now, and the numbers of the modules that have not run.
-        buckets: the small buckets that are gathered now.
     """
 
     runs: Mapping[str, UnitRun]
     shards: dict[str, Mapping[str, torch.Tensor]]
     prefetcher: Prefetcher | None
     mesh: Mesh | None
-    repeated: frozenset[str] = frozenset()
+    level: int
     used: dict[str, list[tuple[int, Any]]] = field(default_factory=dict)
     groups: dict[str, tuple[OpenGroup, set[int]]] = field(default_factory=dict)
-    buckets: dict[SmallBucket, OpenBucket] = field(default_factory=dict)
 
     @classmethod
     def start(cls, runs: Mapping[str, UnitRun], shards: Shards, learner: ScheduleLearner, mesh: Mesh) -> UnitCall:
@@ -107,17 +103,14 @@ class UnitCall:
         if not transforms_active():
             prefetcher = Prefetcher(
                 learner.schedule,
-                lambda names: start_units([(runs[name].f, shards[name]) for name in names]),
+                lambda name: start_unit(runs[name].f, shards[name]),
                 known=learner.known,
-                buckets=learner.gather_buckets,
                 inside=learner.inside,
             )
-        return cls(runs, dict(shards), prefetcher, None if learner.known else mesh, learner.repeated)
+        return cls(runs, dict(shards), prefetcher, None if learner.known else mesh, transform_level())
 
     def close_groups(self) -> None:
-        """Free the groups and buckets of which a module was not called."""
-        while self.buckets:
-            self.buckets.popitem()[1].close()
+        """Free the groups of which a module was not called."""
         while self.groups:
             self.groups.popitem()[1][0].close()
 
@@ -152,7 +145,6 @@ class UnitRun:
         remat: whether backward computes the forward again.
         members: how each module of a group runs by itself. The other attributes are then those of
             the first one.
-        bucket: its bucket, if the units of it share an autograd node.
     """
 
     path: str
@@ -161,7 +153,6 @@ class UnitRun:
     resharded: Reshard | None
     remat: bool
     members: tuple[UnitRun, ...] = ()
-    bucket: SmallBucket | None = None
 
     @classmethod
     def of(
@@ -171,7 +162,7 @@ class UnitRun:
         mesh: Mesh,
         comms: Sequence[BufferComm],
         *,
-        remat: bool,
+        remat: Collection[str],
         indices: Mapping[str, int],
         methods: Mapping[int, Sequence[str]],
     ) -> UnitRun:
@@ -182,7 +173,7 @@ class UnitRun:
             skeleton: the module tree.
             mesh: the ranks.
             comms: the communication of the unit's buffers.
-            remat: whether backward computes the unit again.
+            remat: the paths of the modules that backward computes again.
             indices: the index of each module, by its path; it lacks paths at which there is none.
             methods: the methods besides ``forward`` that enter units, by index of the module.
 
@@ -195,7 +186,7 @@ class UnitRun:
             index = _check_module(unit, path, indices.get(path), skeleton, methods)
             apply = functools.partial(forward_with_leaves, table_entries(unit, path, skeleton))
             f = unshard_list(apply, unit, mesh, comms)
-            found.append(cls(path, index, f, reshard(f) if unit.reshard_after_forward else None, remat))
+            found.append(cls(path, index, f, reshard(f) if unit.reshard_after_forward else None, path in remat))
         return dataclasses.replace(found[0], members=tuple(found)) if unit.members else found[0]
 
     @property
@@ -206,8 +197,7 @@ class UnitRun:
     def entries(self, call: UnitCall) -> list[tuple[int, Callable[..., Any]]]:
         """Return the index of each module, and the function by which a call enters it."""
         if not self.members:
-            enter = self.enter_recomputed if self.remat else self.enter if self.bucket is None else self.enter_bucket
-            return [(self.index, functools.partial(enter, call))]
+            return [(self.index, functools.partial(self.enter_recomputed if self.remat else self.enter, call))]
         return [
             (member.index, functools.partial(self.enter_member, call, number)) for number, member in enumerate(self.members)
         ]
@@ -237,58 +227,35 @@ class UnitRun:
         return handles
 
     @untraced
-    def enter_bucket(self, call: UnitCall, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> Any:
-        """Run the unit as part of a call, with the leaves of its bucket where that is possible."""
-        f, bucket, prefetcher = self.f, self.bucket, call.prefetcher
-        assert bucket is not None, "entries() chooses this function for units of a small bucket"
-        if prefetcher is None:
-            return self.enter(call, module, forward, args, kwargs)
-        name = f.unit.name
-        shard, opened, mode = call.shards[name], call.buckets.get(bucket), grad_mode()
-        if opened is not None and opened.has(name, shard, mode):
-            prefetcher.pass_forward(name)
-            return opened.run(name, f, module, forward, args, kwargs)
-        # Why not in the first call, and not if a unit is called twice: reductions start when each
-        # gradient is complete, and the gradients of an open bucket are complete all at once.
-        known = call.mesh is None and call.repeated.isdisjoint(bucket.names)
-        in_time = opened is None or opened.mode != mode
-        if not known or not in_time or prefetcher.returned or not can_open_buckets():
-            return self.enter(call, module, forward, args, kwargs)
-        if opened is not None:
-            opened.close()
-        handles = prefetcher.pre_forward(name, stays=True)
-        assert handles is not None, "forward runs, so the prefetcher has the handles"
-        found = {name: handles, **prefetcher.waiting(bucket.names)}
-        for each in found:
-            call.note_used(call.runs[each].f.unit, call.shards[each], again=False)
-        call.buckets[bucket] = opened = bucket.open(call.shards, found)
-        return opened.run(name, f, module, forward, args, kwargs)
-
-    @untraced
     def enter_member(
         self, call: UnitCall, number: int, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs
     ) -> Any:
         """Run one module of a group as part of a call.
 
         The module that comes first gathers the group, which is freed when all of its modules have
-        run, or at the end of the call. A module that a transform contains, or that backward
-        computes again, gathers the group for itself.
+        run, or at the end of the call. A module that backward computes again, or that is inside a
+        transform that the call is not, gathers the group for itself.
         """
         member, prefetcher = self.members[number], call.prefetcher
-        if prefetcher is None or prefetcher.returned or not hooks_allowed():
-            return member.enter(call, module, forward, args, kwargs)
+        if prefetcher is None:
+            alone = member.remat or transform_level() != call.level
+        else:
+            alone = prefetcher.returned or not hooks_allowed()
+        if alone:
+            enter = member.enter_recomputed if member.remat else member.enter
+            return enter(call, module, forward, args, kwargs)
         name = self.f.unit.name
         group, left = call.groups.get(name) or (None, set(range(len(self.members))))
         if group is None or group.mode != grad_mode():
             if group is not None:
                 group.close()
             shard = call.shards[name]
-            handles = self._pre_forward(call, prefetcher, shard, args, kwargs)
-            assert handles is not None, "forward runs, so the prefetcher has the handles"
+            handles = None if prefetcher is None else self._pre_forward(call, prefetcher, shard, args, kwargs)
             group = open_group(self.f, self.resharded, prefetcher, handles, shard)
             call.groups[name] = group, left
         try:
-            return group.run(member.f, module, forward, args, kwargs)
+            run = group.run_recomputed if member.remat else group.run
+            return run(member.f, module, forward, args, kwargs)
         finally:
             left.discard(number)
             if not left and name in call.groups and call.groups[name][1] is left:

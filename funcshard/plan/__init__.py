@@ -7,7 +7,7 @@
   ``representatives``: one unit for all of the same sizes.
 - ``leaf_slices``: leaves that are slices of whole tensors, and boxes of tensors.
 - ``mesh_axes``: the axes of a mesh, and the position of each rank.
-- ``small_units``: which small units share their collectives.
+- ``small_units``: which small units become one group.
 - ``planner``: ``make_plan``. ``leaves``: the leaves of a tree, their ties, and the nodes that globs
   find. ``globs``: match a glob and a path. ``keys``: the keys that a plan can hold.
   ``layout``: which unit owns each leaf, and where the leaf lies in its buffers.
@@ -22,8 +22,8 @@
 - ``cast``: ``Cast``, a pair of functions around an all-gather.
 - ``events``: ``Event``, ``record_events``: the collectives that ran.
 - ``schedule``: ``Schedule``: when units are gathered ahead of their use.
-- ``execution_order``: the gathers and reductions of a call, in order, for prediction and runtime.
-- ``recomputed``: the units that backward computes again.
+- ``execution_order``: the gathers of a call, in order, for prediction and runtime.
+- ``recomputed``: the modules that backward computes again.
 - ``reduce_choice``: when the gradients of micro-batches are reduced.
 - ``predict``: ``predict_events``: the collectives of a step.
 """
@@ -34,7 +34,7 @@ from funcshard.plan import wrap
 from funcshard.plan.cast import Cast, ChooseCast, cast_of
 from funcshard.plan.equal_units import UnitGroup, fold_units, names_text, numbers_text, representatives, unit_class
 from funcshard.plan.events import Event, emit, record_events, record_events_apart, recording
-from funcshard.plan.execution_order import BackwardOrder, ForwardOrder, ReduceOrder
+from funcshard.plan.execution_order import BackwardOrder, ForwardOrder
 from funcshard.plan.leaf_slices import Box, boxes, own_axes, slice_offsets
 from funcshard.plan.leaves import match, names_under
 from funcshard.plan.mesh_axes import AXES, Axes, axes_text, mesh_axes_of, position_of, rank_at
@@ -43,11 +43,10 @@ from funcshard.plan.plan_data import cuts_from
 from funcshard.plan.planner import make_plan
 from funcshard.plan.precision import MixedPrecision, dtype_name, dtype_of, has_numbers, is_one_of
 from funcshard.plan.predict import Reached, predict_events, predict_step
-from funcshard.plan.recomputed import read_remat, recomputed_units
+from funcshard.plan.recomputed import read_remat, recomputed_modules
 from funcshard.plan.reduce_choice import Reduce, buffer_mode, check_reduce, check_reduce_units, unit_mode
-from funcshard.plan.schedule import Schedule, buckets_to_run, check_schedule, gather_buckets, make_schedule
+from funcshard.plan.schedule import Schedule, check_schedule, make_schedule
 from funcshard.plan.show import mesh_text
-from funcshard.plan.small_units import BUCKET_BYTES, gathered_bytes, small_buckets
 from funcshard.plan.stacked import stack, unstack
 from funcshard.plan.unit_plan import (
     STRATEGIES,
@@ -62,7 +61,6 @@ from funcshard.plan.unit_plan import (
 
 __all__ = [
     "AXES",
-    "BUCKET_BYTES",
     "STRATEGIES",
     "Axes",
     "BackwardOrder",
@@ -79,13 +77,11 @@ __all__ = [
     "Plan",
     "Reached",
     "Reduce",
-    "ReduceOrder",
     "Schedule",
     "UnitGroup",
     "UnitPlan",
     "axes_text",
     "boxes",
-    "buckets_to_run",
     "buffer_mode",
     "cast_of",
     "check_plan",
@@ -97,8 +93,6 @@ __all__ = [
     "dtype_of",
     "emit",
     "fold_units",
-    "gather_buckets",
-    "gathered_bytes",
     "has_numbers",
     "innermost_in",
     "is_one_of",
@@ -119,11 +113,10 @@ __all__ = [
     "record_events",
     "record_events_apart",
     "read_remat",
-    "recomputed_units",
+    "recomputed_modules",
     "recording",
     "representatives",
     "slice_offsets",
-    "small_buckets",
     "stack",
     "unit_class",
     "unit_mode",

@@ -61,6 +61,11 @@ class Leaf:
             shape[dim] //= ranks
         return tuple(shape)
 
+    @property
+    def of_module(self) -> bool:
+        """Whether ``make_functional`` returned the leaf."""
+        return hasattr(self.tensor, "funcshard_modules")
+
     def classes(self) -> Iterable[tuple[type, ...]]:
         """Return the classes of the modules around each use, as far as ``modules`` knows them."""
         marks: dict[str, tuple[type, ...]] = getattr(self.tensor, "funcshard_modules", {})

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 from funcshard._utils import Shown, Table, file_data, tree
 from funcshard.plan.mesh_axes import AXES, Axes, model_axes_of, world_size_of
-from funcshard.plan.plan_data import axes_from, buckets_from, precision_from, shape_from, structure_from, unit_from
+from funcshard.plan.plan_data import axes_from, precision_from, shape_from, structure_from, unit_from
 from funcshard.plan.precision import MixedPrecision, dtype_name, stored_precision
 from funcshard.plan.show import plan_table
+from funcshard.plan.small_units import joined_name
 from funcshard.plan.unit_plan import BufferPlan, LeafSpec, UnitPlan
 
 __all__ = ["Plan", "check_plan", "plan_from_data"]
@@ -28,16 +29,17 @@ _FORMAT = "funcshard.plan/1"
 
 # Why JSON has other names for these fields: it keeps the names of the first plans, so that stored
 # plans and fingerprints stay valid.
-_STORED_NAMES = {"buckets": "joined", "full_precision": "island"}
+_STORED_NAMES = {"full_precision": "island"}
 
 # Fields that plans, units, buffers or leaves got later, with the value that changes nothing. JSON
 # leaves out such a field if it has that value, so old texts and fingerprints stay valid.
 _LATER_FIELDS: dict[str, Any] = {
-    "joined": (), "axes": (), "cuts": (), "placements": (), "reshard_after_backward": True, "members": (),
+    "axes": (), "cuts": (), "placements": (), "reshard_after_backward": True, "members": (),
 }  # fmt: skip
 _NOT_STORED = ("names", "_digest")  # to_json adds the names, and the digest is that of the rest
 _NAMES = {stored: name for name, stored in _STORED_NAMES.items()}
-_LATER = ("format", "precision", "joined", "axes", "names")  # keys that a plan need not have
+# Keys that a plan need not have; "joined" named units of older plans that shared collectives.
+_LATER = ("format", "precision", "joined", "axes", "names")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -49,7 +51,6 @@ class Plan(Shown):
         structure: structure of the whole tree: its containers and keys, without the tensors.
         unit_list: the units: the root first if it owns a leaf, then the others in the given order.
         precision: precision of the root and of all modules outside other units.
-        buckets: groups of two or more adjacent units that share their collectives.
         axes: all mesh axes in the order of ranks; ``()`` stands for ``replicate`` and ``shard``.
         names: the names of leaves, and of a module's buffers, in the order of the tree as it was
             given, or of the module's state dict. It decides the order of keys in results, and is no
@@ -68,7 +69,6 @@ class Plan(Shown):
     structure: tree.Structure
     unit_list: tuple[UnitPlan, ...]
     precision: MixedPrecision | None = None
-    buckets: tuple[tuple[str, ...], ...] = ()
     axes: Axes = ()
     names: tuple[str, ...] = field(default=(), compare=False)
     # The answer of fingerprint, which is kept because every call that takes a plan asks for it.
@@ -81,12 +81,18 @@ class Plan(Shown):
         indices = sorted([leaf.index for leaf in self.leaves])
         if indices != list(range(len(indices))):
             raise ValueError("every leaf must be in exactly one unit")
-        _check_buckets(self.buckets, self.units)
 
     @property
     def units(self) -> dict[str, UnitPlan]:
         """The units by name, in plan order."""
         return {unit.name: unit for unit in self.unit_list}
+
+    @property
+    def buckets(self) -> tuple[tuple[str, ...], ...]:
+        """The groups that ``bucket_bytes`` made: the paths of the small units in each of them."""
+        return tuple(
+            unit.members for unit in self.unit_list if unit.members and unit.name.startswith(joined_name(unit.members))
+        )
 
     @property
     def leaves(self) -> tuple[LeafSpec, ...]:
@@ -163,7 +169,7 @@ class Plan(Shown):
         return self._digest
 
     def _parts(self) -> list[Table]:
-        return [plan_table(self.fingerprint(), self.mesh_axes, self.unit_list, self.buckets)]
+        return [plan_table(self.fingerprint(), self.mesh_axes, self.unit_list)]
 
 
 def plan_from_data(data: Any) -> Plan:
@@ -194,7 +200,6 @@ def _plan_from(data: dict[str, Any]) -> Plan:
         structure_from(data["structure"], len(leaves)),
         units,
         precision_from(data.get("precision")),
-        buckets_from(data.get("joined", [])),
         axes_from(data.get("axes", []), shape),
         file_data.texts("names", data.get("names", [])),
     )
@@ -204,25 +209,6 @@ def check_plan(plan: Any) -> None:
     """Raise ``TypeError`` unless ``plan`` is a plan."""
     if not isinstance(plan, Plan):
         raise TypeError(f"plan must be the Plan that make_plan returned; found {type(plan).__name__}")
-
-
-def _check_buckets(buckets: tuple[tuple[str, ...], ...], units: Mapping[str, UnitPlan]) -> None:
-    order = {name: position for position, name in enumerate(name for name in units if name != "")}
-    seen: set[str] = set()
-    for bucket in buckets:
-        if len(bucket) < 2:
-            raise ValueError(f"buckets: a bucket must hold at least two units; found {bucket}")
-        for name in bucket:
-            if name not in order:
-                raise ValueError(f"buckets: {name!r} is not a unit that can be bucketed")
-            if name in seen:
-                raise ValueError(f"buckets: unit {name!r} is in two buckets")
-            seen.add(name)
-        first = order[bucket[0]]
-        if [order[name] for name in bucket] != list(range(first, first + len(bucket))):
-            raise ValueError(f"buckets: {bucket} are not adjacent")
-        if len({units[name].bucket_key for name in bucket}) > 1:
-            raise ValueError(f"buckets: {bucket} differ in their collectives")
 
 
 def _canonical(data: Any) -> str:

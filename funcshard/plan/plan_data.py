@@ -14,7 +14,7 @@ from funcshard.plan.mesh_axes import AXES, Axes, mesh_axes_of, world_size_of
 from funcshard.plan.precision import MixedPrecision
 from funcshard.plan.unit_plan import BufferPlan, LeafCut, LeafSpec, Placements, UnitPlan
 
-__all__ = ["axes_from", "buckets_from", "cuts_from", "precision_from", "shape_from", "structure_from", "unit_from"]
+__all__ = ["axes_from", "cuts_from", "precision_from", "shape_from", "structure_from", "unit_from"]
 
 _UNIT = ("name", "strategy", "reshard_after_forward", "mesh_shape", "structure", "buffers")
 _LATER_UNIT = ("offload", "precision", "full_precision", "reshard_after_backward", "members", "axes")
@@ -50,11 +50,6 @@ def structure_from(data: Any, leaves: int) -> tree.Structure:
     if (found := check_structure(structure)) != leaves:
         raise ValueError(f"a structure must have the leaves of its units, {leaves}; found {found}")
     return structure
-
-
-def buckets_from(data: Any) -> tuple[tuple[str, ...], ...]:
-    """Return the groups of units that share their collectives."""
-    return tuple([file_data.texts("a bucket", bucket) for bucket in file_data.listed("joined", data)])
 
 
 def precision_from(data: Any) -> MixedPrecision | None:

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import logging
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from funcshard._utils import callers_level, check_flag, table, tree, without_collection
@@ -15,12 +15,12 @@ from funcshard.plan.choice import Choice, UnitNames, read_units
 from funcshard.plan.dtensor_leaves import with_placements
 from funcshard.plan.freeing import FREEING, check_freeing, freeing_of
 from funcshard.plan.layout import Layout, lay_out
-from funcshard.plan.leaves import Leaf, names_in_order, read_leaves, some
+from funcshard.plan.leaves import Leaf, names_in_order, nodes_of, read_leaves, some
 from funcshard.plan.local_leaves import Local, with_local_axes
 from funcshard.plan.mesh_axes import AXES, Axes, mesh_axes_of
 from funcshard.plan.plan import Plan
 from funcshard.plan.precision import MixedPrecision, is_one_of
-from funcshard.plan.small_units import check_bucket_bytes, with_buckets
+from funcshard.plan.small_units import SmallGroup, check_bucket_bytes, joined_name, small_groups
 from funcshard.plan.unit_plan import BufferPlan, UnitPlan, check_strategy, innermost_in
 
 __all__ = ["make_plan"]
@@ -123,19 +123,16 @@ def make_plan(
         precision: dtypes in which units compute and communicate. A unit may override it. If
             ``params`` come from ``make_functional``, modules of ``precision.ignored_classes``
             become units of their own in full precision, and a warning names them.
-        bucket_bytes: limit on the size of a *bucket*, a group of adjacent units that share their
-            collectives. Buckets are for small units, whose collectives take longer to start than to
-            run. The planner adds a unit to a bucket while the bucket's gathered buffers take at
-            most this many bytes. All units of a bucket agree in everything that their collectives
-            depend on. The units of a bucket are gathered all at once, and reduced when the last of
-            their gradients is complete. Results are the same to the bit, except with NCCL, which
-            does not add in the order of ranks. ``0`` makes no buckets. The root is never in a
-            bucket, and neither is a group or a unit that several ranks hold after forward.
+        bucket_bytes: makes groups of small units, whose collectives take longer to start than to
+            run. The planner joins adjacent units of the same options and dtypes while the gathered
+            buffers of the group take at most this many bytes. The name of such a group says where
+            it begins and ends: ``"blocks.0…blocks.31"``. Results are the same to the bit, except
+            with NCCL, which does not add in the order of ranks. ``0`` makes no groups.
 
-            ``"auto"`` makes buckets of at most 1 MiB where at least 32 adjacent units of at most 32
-            KiB each could share them, and none elsewhere. If all of these units together take at
-            most 1 MiB, those whose ``reshard_after_forward`` is ``None`` stay gathered until their
-            backward, as the root does.
+            ``"auto"`` makes groups of at most 1 MiB where at least 32 adjacent modules of at most
+            32 KiB each are units, and none elsewhere. If all of these units together take at most
+            1 MiB, those whose ``reshard_after_forward`` is ``None`` stay gathered until their
+            backward, as the root does. It only joins parameters from ``make_functional``.
         reshard_after_forward: whether units, the root included, are freed between forward and
             backward. ``None`` leaves the decision to the strategy, as described there. A number of
             ranks frees all but one slice of a unit: so many neighbours on the shard axis, such as
@@ -197,20 +194,28 @@ def make_plan(
         ignored = _full_precision_modules(leaves, precisions, choice.paths)
         full_precision = set(ignored)
         paths = {"": ("",), **_inserted(ignored, choice.paths, uses)}
+        chosen: dict[str, dict[str, Any]] = {}
         planned = []
         for name, layout in lay_out(structure, leaves, paths).items():
             # A module that was inserted has no options of its own.
-            chosen = dict(options.get(name, {**options[""], **freeing}))
+            own = chosen[name] = dict(options.get(name, {**options[""], **freeing}))
             around = full_precision.intersection(tree.upwards(paths[name][0]))
             inside = any(all(tree.is_under(path, module) for path in paths[name]) for module in around)
             if name in full_precision or (inside and "precision" not in overrides.get(name, {})):
-                chosen["precision"] = None
-            chosen["full_precision"] = name in full_precision
-            planned.append(_plan_unit(name, layout, mesh_shape, axes, **chosen))
+                own["precision"] = None
+            own["full_precision"] = name in full_precision
+            planned.append(_plan_unit(name, layout, mesh_shape, axes, **own))
         undecided = {unit.name for unit in planned if options.get(unit.name, freeing)["reshard_after_forward"] is None}
-        unit_list, buckets = with_buckets(planned, limit, undecided)
+        modules = {leaf.index for leaf in leaves if leaf.of_module}
+        groups = small_groups(planned, limit, undecided, modules)
+        if groups:
+            paths = _joined(groups, paths, chosen, nodes_of(uses))
+            planned = [
+                _plan_unit(name, layout, mesh_shape, axes, **chosen[name])
+                for name, layout in lay_out(structure, leaves, paths).items()
+            ]
         names_of_tree = names_in_order(params, leaves)
-        plan = Plan(mesh_shape, structure, unit_list, options[""]["precision"], buckets, axes, names_of_tree)
+        plan = Plan(mesh_shape, structure, tuple(planned), options[""]["precision"], axes, names_of_tree)
     _warn_of_one_large_unit(plan)
     if _log.isEnabledFor(logging.DEBUG):
         sizes = len(plan.unit_list), len(plan.leaves), plan.world_size
@@ -272,6 +277,29 @@ def _plan_unit(
 
 
 # --- options of single units ----------------------------------------------------------------------
+
+
+def _joined(
+    groups: Sequence[SmallGroup],
+    paths: Mapping[str, tuple[str, ...]],
+    options: dict[str, dict[str, Any]],
+    nodes: Collection[str],
+) -> dict[str, tuple[str, ...]]:
+    """Return the paths of all units, with small ones as groups; add the options of the groups."""
+    group_of = {group.units[0]: group for group in groups}
+    inside = {name for group in groups for name in group.units[1:]}
+    joined: dict[str, tuple[str, ...]] = {}
+    for name, own in paths.items():
+        group = group_of.get(name)
+        if group is None:
+            joined |= {} if name in inside else {name: own}
+            continue
+        title = joined_name(group.units)
+        while title in nodes or title in paths:
+            title += "+"
+        joined[title] = group.units
+        options[title] = options[name] | ({"reshard_after_forward": False} if group.stays else {})
+    return joined
 
 
 def _overrides(choice: Choice, strategy: str) -> dict[str, Mapping[str, Any]]:

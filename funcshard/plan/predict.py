@@ -6,7 +6,8 @@ compare the predicted events with the recorded ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,11 +16,11 @@ from funcshard._utils import check_count
 from funcshard.plan.cast import ChooseCast, cast_of
 from funcshard.plan.equal_units import representatives
 from funcshard.plan.events import Event
-from funcshard.plan.execution_order import BackwardOrder, Buckets, ForwardOrder, ReduceOrder
+from funcshard.plan.execution_order import BackwardOrder, ForwardOrder
 from funcshard.plan.plan import Plan, check_plan
 from funcshard.plan.precision import dtype_name, dtype_of
 from funcshard.plan.reduce_choice import Reduce, buffer_mode, check_reduce, check_reduce_units, unit_mode
-from funcshard.plan.schedule import Schedule, buckets_to_run, check_schedule, gather_buckets, make_schedule
+from funcshard.plan.schedule import Schedule, check_schedule, make_schedule
 from funcshard.plan.unit_plan import BufferPlan, UnitPlan
 
 __all__ = ["Reached", "predict_events", "predict_step"]
@@ -38,9 +39,6 @@ class Reached(NamedTuple):
 
     what: str
     unit: str
-
-
-Gathers = Callable[[Sequence[str]], Sequence[Event]]  # the all-gathers of units that are gathered together
 
 
 def predict_events(
@@ -70,13 +68,13 @@ def predict_events(
       micro-batches.
     - An all-reduce over the replicate axis follows when the next unit's reduction has started.
     - A unit with a number of ranks as ``reshard_after_forward`` is gathered again from so many.
-    - The units of a bucket are gathered with the first of them, and reduced with the last.
+    - The modules of a group are gathered with the first of them, and reduced with the last.
 
     Three kinds of units that forward calls several times are not covered: only some of the calls
     have gradients or are in a checkpoint; one checkpoint holds several of the calls; or one call is
     inside another.
     Nor are units inside a recomputed unit covered, if forward calls them several times, or if a
-    bucket joins them with units outside of it.
+    group joins them with units outside of it.
 
     Arguments:
         plan: the plan.
@@ -152,19 +150,17 @@ def predict_step(
     spared = frozenset(not_saved)
     make_schedule(plan, [*sorted(spared), *(name for names in checkpoints for name in names)])  # raises for unknown names
     by_last = {names[-1]: names for names in checkpoints if names}
-    buckets = buckets_to_run(plan.unit_list, plan.buckets, cast)
-    gathered_with = gather_buckets(buckets, schedule)
 
     collectives = _Collectives(plan, cast)
     found: list[Event | Reached] = []
     kept: set[str] = set()  # the units that stay gathered now
     for number in range(micro_batches):
         last = number == micro_batches - 1
-        reductions = _Reductions(collectives, buckets, schedule, reduce, last=last, forwards=forwards)
+        reductions = _Reductions(collectives, schedule, reduce, last=last, forwards=forwards)
         for _ in range(forwards):
-            found += _forward(collectives, schedule, gathered_with, spared, kept)
+            found += _forward(collectives, schedule, spared, kept)
         for _ in range(forwards):
-            backward = _Backward(collectives, schedule, gathered_with, spared, kept)
+            backward = _Backward(collectives, schedule, spared, kept)
             found += backward.expected(by_last, reductions) if reached is None else backward.followed(reached, reductions)
         found += reductions.late
         kept = {name for name in kept if not collectives.units[name].reshard_after_backward}
@@ -187,32 +183,28 @@ class _Collectives:
         self._cast = cast
         # Why all units with a cast: it may treat each of them in another way.
         self._kinds = self.units if cast is not None else representatives(plan.unit_list)
-        self._gathers: dict[tuple[str, ...], Sequence[Event]] = {}
-        self._reductions: dict[tuple[tuple[str, ...], str], Sequence[Event]] = {}
+        self._gathers: dict[str, Sequence[Event]] = {}
+        self._reductions: dict[tuple[str, str], Sequence[Event]] = {}
         self._reduced: dict[str, list[BufferPlan]] = {}
 
-    def gathers(self, names: Sequence[str]) -> Sequence[Event]:
-        """Return the all-gathers of units that are gathered together."""
-        key = tuple(names)
-        found = self._gathers.get(key)
+    def gathers(self, name: str) -> Sequence[Event]:
+        """Return the all-gathers of a unit."""
+        found = self._gathers.get(name)
         if found is None:
-            kinds = [self._kinds[name] for name in key]
-            first = tuple([unit.name for unit in kinds])
-            if first not in self._gathers:
-                self._gathers[first] = _gathers(kinds, self._cast)
-            found = self._gathers[key] = _named(self._gathers[first], key)
+            unit = self._kinds[name]
+            if unit.name not in self._gathers:
+                self._gathers[unit.name] = _gathers(unit, self._cast)
+            found = self._gathers[name] = _named(self._gathers[unit.name], name)
         return found
 
-    def reduction(self, names: Sequence[str], buffer: str) -> Sequence[Event]:
-        """Return the reductions of the buffers with a key of units that are reduced together."""
-        key = (tuple(names), buffer)
-        found = self._reductions.get(key)
+    def reduction(self, name: str, buffer: BufferPlan) -> Sequence[Event]:
+        """Return the reductions of one buffer's gradient."""
+        found = self._reductions.get((name, buffer.key))
         if found is None:
-            kinds = [self._kinds[name] for name in names]
-            first = (tuple([unit.name for unit in kinds]), buffer)
-            if first not in self._reductions:
-                self._reductions[first] = _reduction(kinds, next(b for b in kinds[0].buffers if b.key == buffer))
-            found = self._reductions[key] = _named(self._reductions[first], key[0])
+            unit = self._kinds[name]
+            if (unit.name, buffer.key) not in self._reductions:
+                self._reductions[unit.name, buffer.key] = _reduction(unit, buffer)
+            found = self._reductions[name, buffer.key] = _named(self._reductions[unit.name, buffer.key], name)
         return found
 
     def reduced(self, name: str) -> Sequence[BufferPlan]:
@@ -223,28 +215,27 @@ class _Collectives:
         return self._reduced[unit.name]
 
 
-def _named(events: Sequence[Event], names: Sequence[str]) -> Sequence[Event]:
-    """Return the same events of other units."""
-    name = " + ".join(names)
+def _named(events: Sequence[Event], name: str) -> Sequence[Event]:
+    """Return the same events of another unit."""
     if not events or events[0].unit == name:
         return events
     return [Event(each.kind, name, each.buffer, each.dtype, each.bytes, each.axis, each.ranks) for each in events]
 
 
 def _forward(
-    collectives: _Collectives, schedule: Schedule, buckets: Buckets, spared: frozenset[str], kept: set[str]
+    collectives: _Collectives, schedule: Schedule, spared: frozenset[str], kept: set[str]
 ) -> Iterator[Event | Reached]:
     units, gathers = collectives.units, collectives.gathers
-    order = ForwardOrder(schedule, buckets)
+    order = ForwardOrder(schedule)
     for name in schedule.order:
         yield Reached("forward", name)
         stays = not units[name].reshard_after_forward
-        yield from gathers([each for each in order.gather(name) if each not in kept])
+        yield from gathers(name) if order.gather(name) and name not in kept else ()
         order.call(name, stays=stays)
         if stays and (collectives.reduced(name) or name not in spared):
             kept.add(name)
-        for names in order.prefetch():
-            yield from gathers([each for each in names if each not in kept])
+        for ahead in order.prefetch():
+            yield from gathers(ahead) if ahead not in kept else ()
 
 
 class _Backward:
@@ -253,19 +244,11 @@ class _Backward:
     Arguments:
         collectives: the collectives of units.
         schedule: the schedule.
-        buckets: the units that share an all-gather.
         spared: units whose backward needs none of their parameters.
         kept: the units that stay gathered.
     """
 
-    def __init__(
-        self,
-        collectives: _Collectives,
-        schedule: Schedule,
-        buckets: Buckets,
-        spared: frozenset[str],
-        kept: set[str],
-    ) -> None:
+    def __init__(self, collectives: _Collectives, schedule: Schedule, spared: frozenset[str], kept: set[str]) -> None:
         self._collectives = collectives
         self._units = units = collectives.units
         self._gathers = gathers = collectives.gathers
@@ -275,9 +258,9 @@ class _Backward:
         self._again = {
             moment: name
             for moment, (what, name) in enumerate(self._expected)
-            if what == "gather" and units[name].reshard_after_forward and name not in spared and gathers([name])
+            if what == "gather" and units[name].reshard_after_forward and name not in spared and gathers(name)
         }
-        self._order = BackwardOrder(schedule, buckets, self._again)
+        self._order = BackwardOrder(schedule, self._again)
         self._order.expect([(moment, moment) for moment in self._again])
 
     def expected(self, recomputed: Mapping[str, tuple[str, ...]], reductions: _Reductions) -> Iterator[Event | Reached]:
@@ -333,7 +316,7 @@ class _Backward:
             yield from self._prefetch(-1, most=1)
 
     def _need(self, use: int) -> Iterator[Event]:
-        yield from self._named(self._order.gather(use))
+        yield from self._gathers_of(use) if self._order.gather(use) else ()
         self._order.reach(use)
         yield from self._prefetch(use) if self._early else ()
 
@@ -343,18 +326,17 @@ class _Backward:
             yield from self._prefetch(moment)
         yield from reductions.add(name)
 
-    def _named(self, uses: Sequence[int]) -> Sequence[Event]:
-        names = [self._again[use] for use in uses]
-        sliced = names and self._units[names[0]].post_forward_ranks
-        return _gathers_of_slices(self._units[names[0]]) if sliced else self._gathers(names)
+    def _gathers_of(self, use: int) -> Sequence[Event]:
+        unit = self._units[self._again[use]]
+        return _gathers_of_slices(unit) if unit.post_forward_ranks else self._gathers(unit.name)
 
     def _prefetch(self, moment: int, most: int | None = None) -> Iterator[Event]:
-        for uses in self._order.prefetch(moment, most=most):
-            yield from self._named(uses)
+        for use in self._order.prefetch(moment, most=most):
+            yield from self._gathers_of(use)
 
     def _recomputation(self, names: Sequence[str]) -> Iterator[Event]:
         for name in names:
-            yield from self._gathers([name]) if name not in self._kept else ()
+            yield from self._gathers(name) if name not in self._kept else ()
 
 
 def _after(moments: Sequence[int], moment: int) -> int:
@@ -366,7 +348,6 @@ class _Reductions:
 
     Arguments:
         collectives: the collectives of units.
-        buckets: the units that share their reductions.
         schedule: the schedule, which says in which order gradients come.
         reduce: when the gradients of each unit are reduced.
         last: whether this is the backward of the last micro-batch.
@@ -380,7 +361,6 @@ class _Reductions:
     def __init__(
         self,
         collectives: _Collectives,
-        buckets: Iterable[tuple[str, ...]],
         schedule: Schedule,
         reduce: Reduce,
         *,
@@ -391,36 +371,23 @@ class _Reductions:
         self._collectives = collectives
         self._reduce = reduce
         self._last = last
-        self._bucket_of = {name: bucket for bucket in buckets for name in bucket}
-        self._order: ReduceOrder[tuple[str, str], tuple[tuple[str, ...], str, str], None] = ReduceOrder()
-        for what, name in schedule.backward_order() * forwards:
-            if what == "reduce":
-                bucket = self._bucket_of.get(name)
-                for buffer in collectives.reduced(name):
-                    reduction = collectives.reduction((name,), buffer.key) if bucket else ()
-                    shared = (bucket, buffer.key, self._mode(name, reduction)) if bucket and reduction else None
-                    self._order.expect((name, buffer.key), shared)
+        # How many gradients of each unit are still to come.
+        self._awaited = Counter(name for what, name in schedule.backward_order() * forwards if what == "reduce")
 
     def add(self, name: str) -> Iterator[Event]:
         """Yield the reductions that start when the gradient of a unit has come."""
-        bucket = self._bucket_of.get(name)
+        self._awaited[name] -= 1
         for buffer in self._collectives.reduced(name):
-            member = (name, buffer.key)
-            reduction = self._collectives.reduction((name,), buffer.key)
+            reduction = self._collectives.reduction(name, buffer)
             mode = self._mode(name, reduction)
-            more = self._order.arrive(member)
-            if mode == "once" and (more or not self._last):
+            if mode == "once" and (self._awaited[name] > 0 or not self._last):
                 continue
-            for group in self._order.reduce(member, (bucket, buffer.key, mode) if bucket and reduction else None, None):
-                if bucket:
-                    names = {each for each, _ in group}
-                    reduction = self._collectives.reduction([each for each in bucket if each in names], buffer.key)
-                yield from reduction[:1]
-                yield from self.late
-                self.late = reduction[1:] if mode != "shard_each" or self._last else ()
+            yield from reduction[:1]
+            yield from self.late
+            self.late = reduction[1:] if mode != "shard_each" or self._last else ()
 
     def _mode(self, name: str, reduction: Sequence[Event]) -> str:
-        """Return when the gradient of a buffer is reduced; ``reduction``: of its unit alone."""
+        """Return when the gradient of a buffer is reduced."""
         mode = unit_mode(self._reduce, name)
         if mode != "shard_each":
             return mode
@@ -428,22 +395,19 @@ class _Reductions:
         return buffer_mode(mode, cut=cut, repeated=len(reduction) > cut)
 
 
-def _gathers(units: Sequence[UnitPlan], cast: ChooseCast | None) -> list[Event]:
-    """The all-gathers of one unit, or of several that share their collectives; none for none."""
-    if not units:
-        return []
-    unit = units[0]
+def _gathers(unit: UnitPlan, cast: ChooseCast | None) -> list[Event]:
+    """The all-gathers of a unit."""
     ranks = unit.mesh_shape[1]
     events = []
     if unit.sharded and ranks > 1:
-        for i, buffer in enumerate(unit.buffers):
+        for buffer in unit.buffers:
             if buffer.numel and "shard" not in buffer.local:
                 pair = cast_of(cast, unit, buffer)
-                dtype, numel = unit.gathered_dtype(buffer), sum(each.buffers[i].shard_numel for each in units)
+                dtype, numel = unit.gathered_dtype(buffer), buffer.shard_numel
                 if pair is not None:
                     sent = pair.pre_all_gather(torch.zeros(numel, dtype=dtype_of(buffer.dtype), device="cpu"))
                     dtype, numel = sent.dtype, sent.numel()
-                events.append(_event("all_gather", units, buffer, dtype, numel * ranks, "shard", ranks))
+                events.append(_event("all_gather", unit, buffer, dtype, numel * ranks, "shard", ranks))
     return events
 
 
@@ -452,7 +416,7 @@ def _gathers_of_slices(unit: UnitPlan) -> list[Event]:
     ranks = unit.post_forward_ranks
     assert ranks is not None, f"unit {unit.name}: nothing is cut into slices"
     return [
-        _event("all_gather", [unit], buffer, unit.gathered_dtype(buffer), buffer.padded_numel, "shard", ranks)
+        _event("all_gather", unit, buffer, unit.gathered_dtype(buffer), buffer.padded_numel, "shard", ranks)
         for buffer in unit.buffers
         if buffer.numel and "shard" not in buffer.local
     ]
@@ -463,25 +427,19 @@ def _reduced(unit: UnitPlan) -> list[BufferPlan]:
     return [buffer for buffer in reversed(unit.buffers) if buffer.trainable and buffer.numel]
 
 
-def _reduction(units: Sequence[UnitPlan], buffer: BufferPlan) -> list[Event]:
-    """The reductions of one buffer's gradient, or of the buffers of its key of several units."""
-    unit = units[0]
+def _reduction(unit: UnitPlan, buffer: BufferPlan) -> list[Event]:
+    """The reductions of one buffer's gradient."""
     shard = unit.mesh_shape[1]
     dtype = unit.reduced_dtype(buffer)
-    alike = [each for other in units for each in other.buffers if each.key == buffer.key]
     events = []
     if shard > 1 and "shard" not in buffer.local:
         kind = "reduce_scatter" if unit.sharded else "all_reduce"
-        events.append(_event(kind, units, buffer, dtype, sum(each.padded_numel for each in alike), "shard", shard))
-    numel = sum(each.shard_numel for each in alike)
+        events.append(_event(kind, unit, buffer, dtype, buffer.padded_numel, "shard", shard))
     for axis, ranks in (("replicate", unit.mesh_shape[0]), *unit.model_axes):
         if ranks > 1 and axis not in buffer.local:
-            events.append(_event("all_reduce", units, buffer, dtype, numel, axis, ranks))
+            events.append(_event("all_reduce", unit, buffer, dtype, buffer.shard_numel, axis, ranks))
     return events
 
 
-def _event(
-    kind: str, units: Sequence[UnitPlan], buffer: BufferPlan, dtype: torch.dtype, numel: int, axis: str, ranks: int
-) -> Event:
-    name = " + ".join(unit.name for unit in units)
-    return Event(kind, name, buffer.key, dtype_name(dtype), numel * dtype.itemsize, axis, ranks)
+def _event(kind: str, unit: UnitPlan, buffer: BufferPlan, dtype: torch.dtype, numel: int, axis: str, ranks: int) -> Event:
+    return Event(kind, unit.name, buffer.key, dtype_name(dtype), numel * dtype.itemsize, axis, ranks)

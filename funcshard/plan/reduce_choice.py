@@ -12,6 +12,7 @@ from typing import Any
 
 from funcshard._utils import check_choice, check_count
 from funcshard.plan.leaves import matches, some
+from funcshard.plan.small_units import ends_of
 
 __all__ = ["Reduce", "buffer_mode", "check_reduce", "check_reduce_units", "unit_mode"]
 
@@ -75,4 +76,7 @@ def buffer_mode(mode: str, *, cut: bool, repeated: bool) -> str:
 
 def _chooses(glob: str, unit: str) -> bool:
     # Why: "*" is one component of a path, and the path of the root has none.
-    return glob in ("", "**") if unit == "" else matches(glob, unit)
+    if unit == "":
+        return glob in ("", "**")
+    # A group of small units is named after the first and the last of them.
+    return matches(glob, unit) or all(matches(glob, end) for end in ends_of(unit))

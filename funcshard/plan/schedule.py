@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from funcshard._utils import Shown, Table, check_choice, check_count, check_flag
-from funcshard.plan.cast import ChooseCast, cast_of
 from funcshard.plan.equal_units import fold_rows
 from funcshard.plan.plan import Plan, check_plan
-from funcshard.plan.unit_plan import UnitPlan
 
-__all__ = ["Schedule", "buckets_to_run", "check_schedule", "gather_buckets", "make_schedule"]
+__all__ = ["Schedule", "check_schedule", "make_schedule"]
 
 BACKWARD = ("pre", "post", None)
 
@@ -35,7 +33,7 @@ class Schedule(Shown):
         backward: the events of backward, in order: ``("gather", unit)`` when it first needs the
             unit's leaves, ``("reduce", unit)`` when their gradients are complete. ``None`` means
             the reverse of ``order``, each unit gathered and then reduced, which holds unless units
-            are called inside others. ``fully_shard`` learns it.
+            are called inside others, or between the modules of a group. ``fully_shard`` learns it.
 
     Example:
         >>> import torch, funcshard as fs
@@ -109,9 +107,8 @@ def make_schedule(
             if it is given no schedule.
         forward_prefetch: whether forward gathers the next unit before the current one computes.
         backward_prefetch: ``"pre"``, ``"post"`` or ``None``; see ``Schedule``.
-        limit: largest number of units that are gathered ahead at a time. Units of one bucket are
-            gathered with the first of them.
-        on_demand: names of units that are never gathered ahead, and never as part of a bucket.
+        limit: largest number of units that are gathered ahead at a time.
+        on_demand: names of units that are never gathered ahead.
 
     Returns:
         The schedule, for ``fully_shard`` and ``predict_events``.
@@ -159,36 +156,3 @@ def check_schedule(schedule: Any, plan: Plan) -> None:
             f"the schedule must name units of the plan; found {unknown!r}; the plan's units are "
             f"{[n for n in units if n][:6]}: make the schedule with make_schedule(plan, order)"
         )
-
-
-def buckets_to_run(
-    units: Iterable[UnitPlan], buckets: Iterable[tuple[str, ...]], cast: ChooseCast | None
-) -> list[tuple[str, ...]]:
-    """Return the buckets of a plan as its units run: smaller where units of one bucket differ.
-
-    Arguments:
-        units: the units, which may differ from those of the plan in their precision alone: that of
-            the module's mode.
-        buckets: the plan's buckets.
-        cast: the function that chooses casts. A unit with a cast is gathered by itself, because a
-            cast works on one shard.
-    """
-    by_name = {unit.name: unit for unit in units}
-    found = []
-    for bucket in buckets:
-        alike: dict[Any, list[str]] = {}
-        for unit in (by_name[name] for name in bucket):
-            if cast is None or not any(cast_of(cast, unit, buffer) for buffer in unit.buffers):
-                alike.setdefault(unit.precision, []).append(unit.name)
-        found += [tuple(names) for names in alike.values() if len(names) > 1]
-    return found
-
-
-def gather_buckets(buckets: Iterable[tuple[str, ...]], schedule: Schedule) -> dict[str, tuple[str, ...]]:
-    """Return, by unit, the units of its bucket that share its all-gather: those gathered ahead."""
-    ahead = set(schedule.order) - set(schedule.on_demand)
-    found: dict[str, tuple[str, ...]] = {}
-    for bucket in buckets:
-        names = tuple(name for name in bucket if name in ahead)
-        found |= dict.fromkeys(names, names)
-    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from funcshard._utils import Table, table
-from funcshard.plan.equal_units import fold_units, numbers_text
+from funcshard.plan.equal_units import fold_units
 from funcshard.plan.mesh_axes import AXES, axes_text, world_size_of
 from funcshard.plan.precision import dtype_name, dtype_of
 from funcshard.plan.unit_plan import BufferPlan, UnitPlan
@@ -13,16 +13,12 @@ from funcshard.plan.unit_plan import BufferPlan, UnitPlan
 __all__ = ["mesh_text", "plan_table"]
 
 
-def plan_table(
-    fingerprint: str, mesh_axes: Mapping[str, int], units: Sequence[UnitPlan], buckets: Sequence[Sequence[str]]
-) -> Table:
+def plan_table(fingerprint: str, mesh_axes: Mapping[str, int], units: Sequence[UnitPlan]) -> Table:
     """Return the table of a plan.
 
     Equal units are one row, with the numbers of one of them; the total counts them all.
-    The table of a plan with buckets has one more column: the number of each unit's bucket.
     """
-    numbers = {name: number for number, bucket in enumerate(buckets, start=1) for name in bucket}
-    groups = fold_units(units, key=lambda unit: unit.name in numbers)
+    groups = fold_units(units)
     header = ["unit", "buffer", "leaves", "numel", "padding", "bytes a rank", "strategy"]
     rows = [
         [group.title, buffer.key, *_sums([buffer]), _strategy(group.first, buffer)]
@@ -30,20 +26,8 @@ def plan_table(
         for buffer in group.first.buffers
     ]
     total = ["total", "", *_sums([buffer for unit in units for buffer in unit.buffers]), ""]
-    if buckets:
-        header.append("bucket")
-        total.append("")
-        used = {group.title: sorted({numbers[name] for name in group.names if name in numbers}) for group in groups}
-        for row in rows:
-            row.append(numbers_text(used[row[0]]))
-    return Table(_title(fingerprint, mesh_axes, buckets, folded=len(groups) < len(units)), header, rows, total)
-
-
-def _title(fingerprint: str, mesh_axes: Mapping[str, int], buckets: Sequence[Sequence[str]], *, folded: bool) -> str:
-    mesh = mesh_text(mesh_axes)
-    shared = f", {sum(map(len, buckets))} units in {_counted(len(buckets), 'bucket')}" if buckets else ""
-    each = "; a row n × shows one of n equal units" if folded else ""
-    return f"Plan {fingerprint} for {mesh}{shared}{each}"
+    folded = "; a row n × shows one of n equal units" if len(groups) < len(units) else ""
+    return Table(f"Plan {fingerprint} for {mesh_text(mesh_axes)}{folded}", header, rows, total)
 
 
 def mesh_text(mesh_axes: Mapping[str, int]) -> str:

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -317,16 +317,6 @@ class UnitPlan:
         if len(self.buffers) == 1:
             return self.buffers[0].leaves
         return tuple([leaf for buffer in self.buffers for leaf in buffer.leaves])
-
-    @property
-    def bucket_key(self) -> tuple[Any, ...]:
-        """Everything in which units must agree to share their collectives."""
-        # Why the name of a unit with an empty buffer: its own collectives leave the buffer out, but
-        # shared ones would include it. With its name in the key, such a unit shares with no other.
-        full = all(buffer.numel for buffer in self.buffers) or self.name
-        keys = tuple([(buffer.key, buffer.dtype, buffer.trainable, buffer.local) for buffer in self.buffers])
-        freed = (self.reshard_after_forward, self.reshard_after_backward)
-        return self.strategy, freed, self.mesh_shape, self.offload, self.precision, keys, full
 
     def gathered_dtype(self, buffer: BufferPlan) -> torch.dtype:
         """Return the dtype in which a buffer is gathered and computed with."""

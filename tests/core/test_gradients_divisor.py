@@ -121,15 +121,14 @@ def test_a_power_of_two_divides_before_the_sum_and_the_rest_after_it(world: Any,
 
 
 @pytest.mark.parametrize("reduce", ["each", "once", "shard_each"])
-@pytest.mark.parametrize("bucket_bytes", [0, 1 << 20], ids=["alone", "buckets"])
-def test_it_changes_no_bit_of_gradients_of_ordinary_size(reduce: str, bucket_bytes: int) -> None:
+def test_it_changes_no_bit_of_gradients_of_ordinary_size(reduce: str) -> None:
     params = {name: torch.linspace(1, 2, 5) for name in "ab"}
 
     def main(mesh: fs.Mesh) -> None:
         found = []
         for divide in (False, True):
             precision = fs.MixedPrecision(FP16, keep_low_precision_grads=True, divide_before_reduce=divide)
-            plan = fs.make_plan(params, mesh, units=["a", "b"], precision=precision, bucket_bytes=bucket_bytes)
+            plan = fs.make_plan(params, mesh, units=["a", "b"], precision=precision)
             f = {n: fs.reshard(fs.unshard(lambda w, x: w * w * x, plan.units[n], mesh)) for n in params}
             loss_fn = lambda s, x, f=f: f["a"](s["a"], f["b"](s["b"], x)).float().mean()  # noqa: E731
             x = torch.linspace(1, 2, 4, dtype=FP16)[:, None] + mesh.rank / 8

@@ -374,7 +374,7 @@ class Waited:
 def test_what_was_gathered_ahead_for_a_unit_that_is_never_entered_is_waited_for_and_dropped():
     started = {name: [AllGatherHandle(Waited(), BufferComm(Topology(fs.Mesh(), True), name), 1), None] for name in "abcd"}
     asked = []
-    start = lambda names: asked.extend(names) or [started[name] for name in names]  # noqa: E731
+    start = lambda name: asked.append(name) or started[name]  # noqa: E731
     prefetcher = Prefetcher(fs.Schedule(tuple("abcd"), True, "pre", limit=2), start, known=True)
     assert prefetcher.pre_forward("a") is started["a"]
     assert asked == ["a", "b", "c"]
@@ -412,7 +412,7 @@ def test_a_wait_that_was_interrupted_is_not_begun_again_when_the_call_ends():
     work = Stuck()
     prefetcher = Prefetcher(
         fs.Schedule(("a", "a"), True, "pre", limit=1),
-        lambda names: [[AllGatherHandle(work, BufferComm(Topology(fs.Mesh(), True), name), 3)] for name in names],
+        lambda name: [AllGatherHandle(work, BufferComm(Topology(fs.Mesh(), True), name), 3)],
         known=True,
     )
     with pytest.raises(KeyboardInterrupt):
@@ -426,10 +426,7 @@ def test_what_stays_for_a_second_time_is_waited_for_by_each_use_which_has_a_tens
     order = ("a", "b", "a", "a", "b")
     prefetcher = Prefetcher(
         fs.Schedule(order, True, "pre", limit=1),
-        lambda names: [
-            [AllGatherHandle(work if name == "a" else Waited(), BufferComm(Topology(fs.Mesh(), True), name), 3)]
-            for name in names
-        ],
+        lambda name: [AllGatherHandle(work if name == "a" else Waited(), BufferComm(Topology(fs.Mesh(), True), name), 3)],
         known=True,
     )
     (first,), waits = prefetcher.pre_forward("a", stays=True), work.waits
@@ -452,9 +449,9 @@ def test_a_rank_that_is_ahead_waits_for_a_unit_before_it_gathers_the_next():
     started = {name: [AllGatherHandle(Waited(), BufferComm(Topology(fs.Mesh(), True), name), 1)] for name in "ab"}
     waited_for = {}
 
-    def start(names):
-        waited_for.update((name, [other for other, of in started.items() if of[0].work.waits]) for name in names)
-        return [started[name] for name in names]
+    def start(name):
+        waited_for[name] = [other for other, of in started.items() if of[0].work.waits]
+        return started[name]
 
     Prefetcher(fs.Schedule(("a", "b"), True, "pre", limit=1), start, known=True).pre_forward("a")
     assert waited_for == {"a": [], "b": ["a"]}

@@ -81,7 +81,7 @@ def test_an_all_gather_that_was_started_ahead_is_used_and_not_repeated():
         packed = saved.pack(full)
         states = [(saved.started, saved.gathered)]
         with fs.record_events() as events:
-            saved.receive(start_gathers([saved.sources()])[0])
+            saved.receive(start_gathers(saved.sources()))
             states.append((saved.started, saved.gathered))
             back = saved.unpack(packed)
             states.append((saved.started, saved.gathered))

@@ -295,12 +295,11 @@ def test_model_axes_of_one_rank_and_those_that_leaves_use_are_estimated():
         assert cut.events == fs.predict_events(cut.plan, cut.schedule)
 
 
-def test_backward_computes_no_group_again_in_estimates_as_in_steps():
+def test_backward_computes_modules_of_groups_again():
     plan = plan_of(units=[["blocks.0", "blocks.1"], "blocks.2"])
-    group = plan.unit_list[1].name
-    with pytest.raises(ValueError, match=r"remat cannot name the group 'blocks\.0\+blocks\.1'"):
-        fs.estimate(profile(None), plan, remat=["blocks.2", group])
-    assert fs.estimate(profile(None), plan, remat=True).options["remat"] == ("blocks.2",)
+    remat = ["blocks.2", "blocks.0+blocks.1"]
+    assert fs.estimate(profile(None), plan, remat=remat).options["remat"] == ("blocks.0", "blocks.1", "blocks.2")
+    assert fs.estimate(profile(None), plan, remat=["*.1"]).options["remat"] == ("blocks.1",)
 
 
 @pytest.mark.parametrize("units", [[["0", "1"], ["2", "3"], "4", "5"], [["0", "1"], ["2", "3"], ["4", "5"]]])

@@ -162,13 +162,14 @@ def test_a_group_is_gathered_ahead_as_the_schedule_says(prefetch):
     run_simulated(main, 2)
 
 
+@pytest.mark.parametrize("remat", [[], ["norm"], [NAME]], ids=str)
 @pytest.mark.parametrize("way", ["once", "raises", "no head"])
-def test_a_group_is_held_between_its_modules_and_free_after_the_last_of_them(way):
+def test_a_group_is_held_between_its_modules_and_free_after_the_last_of_them(way, remat):
     def main(mesh):
         log = Log()
         apply, params, buffers = fs.make_functional(made(way=way, log=log))
         plan = fs.make_plan(params, mesh, units=[["embed", "norm", "head"], "blocks.*"])
-        sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
+        sharded, shards = fs.fully_shard(apply, plan, mesh, remat=remat), fs.shard(params, plan, mesh)
         out = None
         with contextlib.suppress(KeyError):
             out = sharded(shards, buffers, data())
@@ -198,6 +199,49 @@ def test_a_group_runs_under_transforms_and_without_gradients():
     for (grads, *outputs), (grads_2, *outputs_2) in zip(apart, joined, strict=True):
         assert all(torch.equal(grads[name], grads_2[name]) for name in grads)
         assert all(torch.equal(one, other) for one, other in zip(outputs, outputs_2, strict=True))
+
+
+def test_a_call_inside_a_transform_gathers_a_group_once():
+    def main(mesh):
+        apply, params, buffers = fs.make_functional(made())
+        plan = fs.make_plan(params, mesh, units=[["embed", "norm", "head"], "blocks.*"])
+        sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
+        with fs.record_events() as events:
+            torch.func.grad(lambda s: sharded(s, buffers, data()).square().mean())(shards)
+        return [event.kind for event in events if event.unit == NAME]
+
+    assert run_simulated(main, 2) == [["all_gather", "reduce_scatter"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("remat", "recomputed"),
+    [(["norm"], [NAME]), (["embed", "head"], [NAME]), (True, [NAME, "blocks.0", "blocks.1", "blocks.2"])],
+    ids=["one", "two", "all"],
+)
+@pytest.mark.parametrize("way", ["once", "twice", "again", "checkpoint"])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+def test_modules_of_a_group_are_computed_again_from_leaves_that_are_gathered_once(strategy, way, remat, recomputed):
+    units = ["blocks.*", ["embed", "norm", "head"]]
+    plain = check(2, units, {"way": way}, strategy=strategy)
+    again = run_simulated(lambda mesh: train(mesh, units, {"way": way}, {"strategy": strategy}, remat=remat), 2)
+    for (loss, grads, events, *_), (loss_2, grads_2, events_2, plan, schedule) in zip(plain, again, strict=True):
+        assert torch.equal(loss, loss_2)
+        assert all(torch.equal(grads[name], grads_2[name]) for name in grads)
+        if way == "checkpoint":  # the modules inside it gather the group for themselves
+            continue
+        assert [event for event in events_2 if event.unit == NAME] == [event for event in events if event.unit == NAME]
+        assert events_2 == fs.predict_events(plan, schedule, recomputed=recomputed)
+
+
+def test_under_a_transform_modules_of_a_group_are_computed_again_each_by_itself():
+    def main(mesh, remat):
+        apply, params, buffers = fs.make_functional(made())
+        plan = fs.make_plan(params, mesh, units=[["embed", "norm", "head"], "blocks.*"])
+        sharded, shards = fs.fully_shard(apply, plan, mesh, remat=remat), fs.shard(params, plan, mesh)
+        grads = torch.func.grad(lambda s: sharded(s, buffers, data()).square().mean())(shards)
+        return fs.gather(grads, plan, mesh)
+
+    torch.testing.assert_close(run_simulated(main, 2, True), run_simulated(main, 2, ()))
 
 
 HOW = {
@@ -271,7 +315,6 @@ def test_state_of_a_group_has_the_modules_names_and_loads_into_a_plan_without_gr
 
 
 WRONG = {
-    "remat of a group": ([["embed", "head"]], {"remat": ["embed+head"]}, r"remat cannot name the group 'embed\+head'"),
     "a list in it": (
         [["blocks", "head"]],
         {},

@@ -59,11 +59,6 @@ def test_a_group_owns_a_tied_leaf_whose_uses_it_holds():
     assert list(alone.units) == [""]  # no unit of one path holds both uses
 
 
-def test_buckets_join_neighbours_and_never_a_group():
-    plan = fs.make_plan(PARAMS, 2, units=["blocks.*", ["embed", "head"]], bucket_bytes=10**6)
-    assert plan.buckets == (("blocks.0", "blocks.1", "blocks.2"),)
-
-
 def test_a_plan_without_groups_keeps_the_json_that_it_had_before_there_were_groups():
     assert "members" not in fs.make_plan(PARAMS, 2, units=["blocks.*"]).to_json()
 

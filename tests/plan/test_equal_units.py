@@ -98,12 +98,6 @@ def test_a_plan_without_equal_units_says_nothing_of_equal_units() -> None:
     assert str(plan).splitlines()[0] == f"Plan {plan.fingerprint()} for 2 ranks"
 
 
-def test_buckets_of_equal_units_are_shown_as_runs_of_numbers() -> None:
-    plan = fs.make_plan(BLOCKS, 2, units=["blocks.*"], bucket_bytes=3 * 48)
-    (row,) = (line for line in str(plan).splitlines() if "blocks.*" in line)
-    assert row.endswith("  1–42")
-
-
 @pytest.mark.parametrize(
     ("names", "text"),
     [

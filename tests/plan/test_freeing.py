@@ -51,14 +51,6 @@ def test_options_that_say_what_the_strategy_says_keep_the_plan_and_its_fingerpri
     assert planned().fingerprint() != planned(reshard_after_forward=True).fingerprint()
 
 
-def test_units_that_are_freed_at_other_moments_share_no_bucket():
-    for override in ({"reshard_after_forward": False}, {"reshard_after_forward": True}):
-        plan = planned({"blocks.0": override}, bucket_bytes=1 << 20)
-        assert plan.buckets == (() if plan.units["blocks.0"].reshard_after_forward is False else (("blocks.0", "blocks.1"),))
-    kept = planned({"blocks.0": {"reshard_after_backward": False}}, strategy="shard_grad_op", bucket_bytes=1 << 20)
-    assert kept.buckets == ()
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -1,6 +1,5 @@
 """``make_plan``: every leaf is in exactly one unit, and flat buffers have padding at the end only."""
 
-import math
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
@@ -404,83 +403,6 @@ def test_gathering_an_offloaded_shard_moves_it_to_the_device_first(kept: bool) -
         return [value.device.type for value in shard.values()], out.device.type, out.requires_grad
 
     assert fs.simulate(main, 2) == [(["cpu"], "meta", True)] * 2
-
-
-# --- units that share their collectives ----------------------------------------------------------------------------------
-
-
-def tiny(count: int, **more: Any) -> dict[str, Any]:
-    """Return a tree of units ``u.0``, ``u.1``, ..., each of 12 bytes on 3 ranks, and leaves of the root."""
-    return {"root": zeros(3), "u": [{"w": zeros(3)} for _ in range(count)], **more}
-
-
-@pytest.mark.parametrize(
-    ("size", "runs"),
-    [
-        (0, []),
-        (11, []),
-        (23, []),
-        (24, [(0, 1), (2, 3), (4, 5)]),
-        (36, [(0, 1, 2), (3, 4, 5)]),
-        (48, [(0, 1, 2, 3), (4, 5)]),
-        (60, [(0, 1, 2, 3, 4)]),
-        (10**9, [(0, 1, 2, 3, 4, 5)]),
-    ],
-)
-def test_adjacent_units_share_a_bucket_up_to_a_size(size: int, runs: list[tuple[int, ...]]) -> None:
-    plan = fs.make_plan(tiny(6), 3, units=["u.*"], bucket_bytes=size)
-    assert plan.buckets == tuple(tuple(f"u.{number}" for number in run) for run in runs)
-    assert plan.unit_list == fs.make_plan(tiny(6), 3, units=["u.*"]).unit_list
-
-
-def test_what_is_gathered_counts_padding_included_and_in_the_dtype_that_travels() -> None:
-    params = {"u": [{"w": zeros(4)} for _ in range(2)]}  # 6 elements each on 3 ranks
-    precision = fs.MixedPrecision(param_dtype=torch.bfloat16)
-    assert [bool(fs.make_plan(params, 3, units=["u.*"], bucket_bytes=size).buckets) for size in (47, 48)] == [False, True]
-    low = [fs.make_plan(params, 3, units=["u.*"], bucket_bytes=size, precision=precision).buckets for size in (23, 24)]
-    assert [bool(runs) for runs in low] == [False, True]
-
-
-def test_a_large_unit_ends_a_run() -> None:
-    params = {"u": [{"w": zeros(size)} for size in (3, 3, 300, 3, 3)]}
-    assert fs.make_plan(params, 3, units=["u.*"], bucket_bytes=100).buckets == (("u.0", "u.1"), ("u.3", "u.4"))
-
-
-def test_the_root_is_in_no_bucket() -> None:
-    assert fs.make_plan({"u": {"w": zeros(3)}, "root": zeros(3)}, 3, units=["u"], bucket_bytes=10**6).buckets == ()
-
-
-OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # leaves and overrides of the third of five units
-    "strategy": ({"w": zeros(3)}, {"strategy": "shard_grad_op"}),
-    "replicated": ({"w": zeros(3)}, {"strategy": "no_shard"}),
-    "offload": ({"w": zeros(3)}, {"offload": True}),
-    "precision": ({"w": zeros(3)}, {"precision": fs.MixedPrecision(reduce_dtype=torch.float64)}),
-    "dtype": ({"w": zeros(3, dtype=torch.float64)}, {}),
-    "one buffer more": ({"w": zeros(3), "x": zeros(3, dtype=torch.float64)}, {}),
-    "nothing in it": ({"w": zeros(0)}, {}),
-}
-
-
-@pytest.mark.parametrize(("leaves", "overrides"), OTHERS.values(), ids=OTHERS)
-def test_a_unit_whose_collectives_differ_ends_a_run(leaves: dict[str, Any], overrides: dict[str, Any]) -> None:
-    params = {"u": [{"w": zeros(3)}, {"w": zeros(3)}, leaves, {"w": zeros(3)}, {"w": zeros(3)}]}
-    names = [f"u.{number}" for number in range(5)]
-    units = fs.wrap.Units(names, {"u.2": overrides} if overrides else {})
-    plan = fs.make_plan(params, 3, units=units, bucket_bytes=10**6)
-    assert plan.buckets == (("u.0", "u.1"), ("u.3", "u.4"))
-
-
-def test_frozen_and_local_leaves_end_a_run_of_others_and_make_one_of_their_own() -> None:
-    params = {"u": [{"w": zeros(3, requires_grad=number < 3)} for number in range(5)]}
-    assert fs.make_plan(params, 3, units=["u.*"], bucket_bytes=10**6).buckets == (("u.0", "u.1", "u.2"), ("u.3", "u.4"))
-    plan = fs.make_plan(tiny(5), 3, units=["u.*"], local=["u.0", "u.1"], bucket_bytes=10**6)
-    assert plan.buckets == (("u.0", "u.1"), ("u.2", "u.3", "u.4"))
-
-
-@pytest.mark.parametrize("size", [-1, 1.5, math.inf])
-def test_a_size_that_is_none_is_refused(size: Any) -> None:
-    with pytest.raises(ValueError, match=rf"bucket_bytes must be a whole number of bytes, at least 0; found {size!r}"):
-        fs.make_plan(tiny(2), 3, units=["u.*"], bucket_bytes=size)
 
 
 def test_a_unit_of_all_layers_of_a_large_model_warns() -> None:

@@ -80,18 +80,6 @@ def test_prediction_names_kind_unit_bytes_dtype_and_axis_exactly():
     )
 
 
-def test_what_joined_units_share_is_predicted_with_all_their_names():
-    params = {"u": [{"w": torch.ones(size)} for size in (7, 5, 3)]}
-    plan = fs.make_plan(params, {"replicate": 2, "shard": 3}, units=["u.*"], bucket_bytes=10**6)
-    all_three, last_two = "u.0 + u.1 + u.2", "u.1 + u.2"
-    assert fs.predict_events(plan, not_saved=["u.0"]) == (
-        fs.Event("all_gather", all_three, "float32", "float32", 72, "shard", 3),
-        fs.Event("all_gather", last_two, "float32", "float32", 36, "shard", 3),
-        fs.Event("reduce_scatter", all_three, "float32", "float32", 72, "shard", 3),
-        fs.Event("all_reduce", all_three, "float32", "float32", 24, "replicate", 2),
-    )
-
-
 def test_a_unit_whose_backward_needs_no_leaf_is_not_gathered_again():
     params = {"table": {"w": torch.ones(6, 4)}, "u": {"w": torch.ones(4, 4)}}
 

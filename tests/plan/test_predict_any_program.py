@@ -65,7 +65,10 @@ def test_gradients_are_the_unsharded_ones_to_rounding_the_bits_no_schedules_and_
         plan = fs.make_plan(params, mesh, units=units, bucket_bytes=bucket_bytes)
         shards, learning = fs.shard(params, plan, mesh), fs.fully_shard(apply, plan, mesh)
         results = [step_of(learning, shards, x)[0]]
-        given_one = fs.fully_shard(apply, plan, mesh, schedule=fs.make_schedule(plan, learning.schedule.order, **options))
+        unit_of = {path: unit.name for unit in plan.unit_list for path in unit.paths}
+        on_demand = {unit_of[path] for path in options["on_demand"]}
+        schedule = fs.make_schedule(plan, learning.schedule.order, **{**options, "on_demand": on_demand})
+        given_one = fs.fully_shard(apply, plan, mesh, schedule=schedule)
         for sharded in (learning, given_one, given_one):
             result, events = step_of(sharded, shards, x)
             results.append(result)

@@ -1,29 +1,125 @@
-"""The rule of ``bucket_bytes="auto"``: which units share their collectives by default."""
+"""Small units become groups: up to a size with ``bucket_bytes``, and by a rule without it."""
+
+import itertools
+import math
 
 import pytest
 import torch
+from torch import nn
 
 import funcshard as fs
 
 KIB = 1 << 10
 
 
-def units(count, size=KIB, *, root=0):
-    """Return a tree of units of ``size`` bytes."""
-    tree = {"u": [{"w": torch.zeros(size // 4)} for _ in range(count)]}
-    return {**tree, "root": torch.zeros(root)} if root else tree
+def tree(*sizes, **leaf):
+    """Return the parameters of units with so many elements each."""
+    return {"u": [{"w": torch.zeros(size, **leaf)} for size in sizes]}
 
 
-def planned(count, size=KIB, *, root=0, **options):
-    return fs.make_plan(units(count, size, root=root), 2, **{"units": ["u.*"], **options})
+def groups(params, mesh=3, *, units=("u.*",), **options):
+    """Return the units that became groups."""
+    plan = fs.make_plan(params, mesh, units=units, **{"bucket_bytes": 10**6, **options})
+    return [tuple(int(path.removeprefix("u.")) for path in unit.members) for unit in plan.unit_list if unit.members]
 
 
-def sizes(plan):
-    return [len(bucket) for bucket in plan.buckets]
+class Scale(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(size // 4, device="meta"))
+
+    def forward(self, x):
+        return x * self.w
+
+
+def modules(count, size=KIB):
+    """Return the params of a module of so many units, each of ``size`` bytes."""
+    net = nn.ModuleDict({"u": nn.ModuleList(Scale(size) for _ in range(count)), "root": Scale(12)})
+    return fs.make_functional(net)[1]
+
+
+def planned(params, **options):
+    return fs.make_plan(params, 2, **{"units": ["u.*"], **options})
 
 
 def kept(plan):
-    return {unit.name for unit in plan.unit_list if not unit.reshard_after_forward}
+    return {unit.name for unit in plan.unit_list if unit.name and not unit.reshard_after_forward}
+
+
+@pytest.mark.parametrize(
+    ("size", "found"),
+    [
+        (0, []),
+        (23, []),
+        (24, [(0, 1), (2, 3), (4, 5)]),
+        (48, [(0, 1, 2, 3), (4, 5)]),
+        (60, [(0, 1, 2, 3, 4)]),
+        (10**9, [(0, 1, 2, 3, 4, 5)]),
+    ],
+)
+def test_adjacent_units_become_groups_up_to_a_size(size, found) -> None:
+    assert groups(tree(*[3] * 6), bucket_bytes=size) == found
+
+
+def test_a_group_is_named_after_the_first_and_the_last_of_its_units() -> None:
+    plan = fs.make_plan(tree(3, 3, 3, 300), 3, units=["u.*"], bucket_bytes=100)
+    assert [*plan.units] == ["u.0…u.2", "u.3"]
+    params = {"a": {"w": torch.zeros(3)}, "b": {"w": torch.zeros(3)}, "a…b": {"w": torch.zeros(300)}}
+    assert [*fs.make_plan(params, 3, units=["a", "b", "a…b"], bucket_bytes=100).units] == ["a…b+", "a…b"]
+
+
+def test_sizes_count_padding_and_the_dtype_that_travels() -> None:
+    params = tree(4, 4)  # 6 elements each on 3 ranks
+    assert [groups(params, bucket_bytes=size) for size in (47, 48)] == [[], [(0, 1)]]
+    low = fs.MixedPrecision(param_dtype=torch.bfloat16)
+    assert [groups(params, bucket_bytes=size, precision=low) for size in (23, 24)] == [[], [(0, 1)]]
+
+
+def test_the_root_groups_and_large_units_stay_alone() -> None:
+    assert groups(tree(3, 3, 300, 3, 3), bucket_bytes=100) == [(0, 1), (3, 4)]
+    assert groups({**tree(3), "root": torch.zeros(3)}) == []
+    assert groups(tree(*[3] * 5), units=["u.0", "u.1", ["u.2", "u.3"], "u.4"]) == [(0, 1), (2, 3)]
+
+
+OTHERS = {  # leaves and options of the third of five units
+    "strategy": ({"w": torch.zeros(3)}, {"strategy": "shard_grad_op"}),
+    "replicated": ({"w": torch.zeros(3)}, {"strategy": "no_shard"}),
+    "offload": ({"w": torch.zeros(3)}, {"offload": True}),
+    "precision": ({"w": torch.zeros(3)}, {"precision": fs.MixedPrecision(reduce_dtype=torch.float64)}),
+    "freed later": ({"w": torch.zeros(3)}, {"reshard_after_forward": False}),
+    "kept over micro-batches": (
+        {"w": torch.zeros(3)},
+        {"reshard_after_forward": False, "reshard_after_backward": False},
+    ),
+    "dtype": ({"w": torch.zeros(3, dtype=torch.float64)}, {}),
+    "one buffer more": ({"w": torch.zeros(3), "x": torch.zeros(3, dtype=torch.float64)}, {}),
+}
+
+
+@pytest.mark.parametrize(("leaves", "options"), OTHERS.values(), ids=OTHERS)
+def test_the_units_of_a_group_have_the_same_options_and_dtypes(leaves, options) -> None:
+    params = tree(*[3] * 5)
+    params["u"][2] = leaves
+    units = fs.wrap.Units([f"u.{number}" for number in range(5)], {"u.2": options} if options else {})
+    assert groups(params, units=units) == [(0, 1), (3, 4)]
+
+
+def test_frozen_and_local_leaves_have_groups_of_their_own() -> None:
+    params = {"u": [{"w": torch.zeros(3, requires_grad=number < 3)} for number in range(5)]}
+    assert groups(params) == [(0, 1, 2), (3, 4)]
+    assert groups(tree(*[3] * 5), local=["u.0", "u.1"]) == [(0, 1), (2, 3, 4)]
+
+
+def test_a_unit_and_one_inside_it_are_in_different_groups() -> None:
+    params = {"u": [{"w": torch.zeros(3), "inner": {"w": torch.zeros(3)}} for _ in range(3)]}
+    plan = fs.make_plan(params, 2, units=["u.*", "u.*.inner"], bucket_bytes=10**6)
+    assert [unit.members for unit in plan.unit_list] == [
+        ("u.0", "u.1", "u.2"),
+        ("u.0.inner", "u.1.inner", "u.2.inner"),
+    ]
+    mixed = [path for number in range(3) for path in (f"u.{number}", f"u.{number}.inner")]
+    for unit in fs.make_plan(params, 2, units=mixed, bucket_bytes=10**6).unit_list:
+        assert not any(one.startswith(f"{other}.") for one, other in itertools.permutations(unit.paths, 2))
 
 
 @pytest.mark.parametrize(
@@ -39,18 +135,13 @@ def kept(plan):
     ],
     ids=str,
 )
-def test_many_adjacent_tiny_units_share_buckets_of_a_mebibyte(count, size, found) -> None:
-    assert sizes(planned(count, size)) == found
+def test_many_adjacent_tiny_modules_become_groups_of_a_mebibyte(count, size, found) -> None:
+    plan = planned(modules(count, size))
+    assert [len(unit.members) for unit in plan.unit_list if unit.members] == found
 
 
-def test_units_that_differ_or_are_large_part_the_runs() -> None:
-    tree = units(64)
-    tree["u"][31] = {"w": torch.zeros(1 << 20)}
-    assert sizes(fs.make_plan(tree, 2, units=["u.*"])) == [32]
-    frozen = units(64)
-    for each in frozen["u"][:40]:
-        each["w"].requires_grad_()
-    assert [bucket[0] for bucket in fs.make_plan(frozen, 2, units=["u.*"]).buckets] == ["u.0"]
+def test_the_rule_leaves_programs_by_hand_alone() -> None:
+    assert len(fs.make_plan(tree(*[3] * 40), 2, units=["u.*"]).units) == 40
 
 
 @pytest.mark.parametrize(
@@ -66,26 +157,25 @@ def test_units_that_differ_or_are_large_part_the_runs() -> None:
     ids=str,
 )
 def test_tiny_units_stay_gathered_unless_an_option_frees_them(options, stays) -> None:
-    plan = planned(40, root=3, **options)
-    assert kept(plan) - {""} == ({*plan.units} - {""} if stays else set())
-    assert bool(plan.buckets) == (options.get("bucket_bytes") != 0)
+    plan = planned(modules(40), **options)
+    assert bool(kept(plan)) is stays
+    assert ("u.0…u.39" in plan.units) is (options.get("bucket_bytes") != 0)
 
 
-def test_units_of_more_than_one_bucket_are_freed() -> None:
-    assert kept(planned(64, 16 * KIB)) == {f"u.{i}" for i in range(64)}
-    assert kept(planned(65, 16 * KIB)) == set()
+def test_groups_of_more_than_a_mebibyte_together_are_freed() -> None:
+    assert kept(planned(modules(64, 16 * KIB))) == {"u.0…u.63"}
+    assert kept(planned(modules(65, 16 * KIB))) == set()
 
 
-def test_the_rule_leaves_its_buckets_in_the_plan() -> None:
-    plan = planned(40)
+def test_groups_are_a_part_of_the_plan() -> None:
+    plan = planned(modules(40))
     again = fs.Plan.from_json(plan.to_json())
     assert (again, again.fingerprint()) == (plan, plan.fingerprint())
-    assert [event.kind for event in fs.predict_events(plan)] == ["all_gather", "reduce_scatter"]
-    assert "40 units in 1 bucket" in str(plan)
-    assert "kept until backward" in str(plan)
+    assert [event.kind for event in fs.predict_events(plan)].count("all_gather") == 2
+    assert "u.0…u.39" in str(plan)
 
 
-@pytest.mark.parametrize("size", ["never", -1, 2.5])
-def test_other_limits_are_refused(size) -> None:
+@pytest.mark.parametrize("size", ["never", -1, 2.5, math.inf])
+def test_other_limits_raise(size) -> None:
     with pytest.raises((TypeError, ValueError), match="bucket_bytes must be a whole number of bytes, at least 0"):
-        planned(2, bucket_bytes=size)
+        fs.make_plan(tree(3, 3), 2, bucket_bytes=size)

@@ -158,13 +158,13 @@ def test_a_rank_that_records_slowly_does_not_fail_the_others() -> None:
     assert same(first[0], second[0])
 
 
-# --- boundaries of buckets ------------------------------------------------------------------------
+# --- boundaries of groups -------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("limit", "split"), [(1 << 20, [4]), (200, [2, 2])])
-def test_buckets_split_a_step_where_the_plan_says(limit: int, split: list[int]) -> None:
-    """Each of four layers has 80 bytes; a bucket is one gather and one reduction, as in DDP's splits."""
+def test_groups_split_a_step_where_the_plan_says(limit: int, split: list[int]) -> None:
+    """Each of four layers has 80 bytes; a group is one gather and one reduction, as in DDP's splits."""
 
     def main(mesh: fs.Mesh) -> None:
         model = lambda: nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])  # noqa: E731

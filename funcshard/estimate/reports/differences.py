@@ -43,8 +43,6 @@ def _of_whole(before: Report, after: Report) -> Iterable[str]:
         counts = len(new.units), len(old.units)
         others = f"the plan has {counts[0]} unit{'s' if counts[0] > 1 else ''} instead of {counts[1]}"
         yield "the plan cuts other units" if counts[0] == counts[1] else others
-    if old.buckets != new.buckets:
-        yield f"the plan has {_buckets(new)} instead of {_buckets(old)}"
     settings: Mapping[str, Callable[[Schedule], Any]] = {
         "forward prefetch": lambda each: "on" if each.forward_prefetch else "off",
         "backward prefetch": lambda each: each.backward_prefetch or "off",
@@ -54,11 +52,6 @@ def _of_whole(before: Report, after: Report) -> Iterable[str]:
         values = setting(after.schedule), setting(before.schedule)
         if values[0] != values[1]:
             yield f"the {name} is {values[0]} instead of {values[1]}"
-
-
-def _buckets(plan: Plan) -> str:
-    number = len(plan.buckets)
-    return f"{number} bucket{'s' if number > 1 else ''}" if number else "none"
 
 
 def _of_units(before: Report, after: Report) -> Iterable[str]:

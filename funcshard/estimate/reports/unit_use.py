@@ -8,11 +8,10 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
 from funcshard.estimate.walk import Step
-from funcshard.plan import Event, Plan, UnitPlan, fold_units
+from funcshard.plan import UnitPlan, fold_units
 
 __all__ = ["UnitUse", "by_unit", "recomputed_units"]
 
-_JOINED = " + "  # between the names of units that share a collective
 _NO_UNIT = "(no unit)"
 _OF_STEP = ("loss", "optimizer")
 
@@ -55,15 +54,13 @@ def by_unit(report: Step, key: Callable[[UnitPlan], Hashable] | None = None) -> 
     """
     traffic: defaultdict[str, int] = defaultdict(int)
     for event in report.events:
-        for name, part in _parted(report.plan, event):
-            traffic[name] += part
+        traffic[_NO_UNIT if event.unit is None else event.unit] += event.traffic
     compute: defaultdict[str, float] = defaultdict(float)
     communication: defaultdict[str, float] = defaultdict(float)
     for span in report.spans:
         whole = span.unit == "" and (span.what in _OF_STEP or "" not in report.plan.units)
-        names = [_NO_UNIT] if whole else [span.unit] if span.unit in report.plan.units else span.unit.split(_JOINED)
-        for name in names:
-            (compute if span.lane == "compute" else communication)[name] += span.seconds / len(names)
+        seconds = compute if span.lane == "compute" else communication
+        seconds[_NO_UNIT if whole else span.unit] += span.seconds
     again = recomputed_units(report)
     groups = fold_units(report.plan.unit_list, key=lambda unit: (unit.name in again, key and key(unit)))
     found = [(group.title, group.names) for group in groups]
@@ -81,24 +78,9 @@ def by_unit(report: Step, key: Callable[[UnitPlan], Hashable] | None = None) -> 
 
 
 def recomputed_units(report: Step) -> set[str]:
-    """Return the names of the units that backward computes again."""
+    """Return the names of the units of which backward computes modules again."""
     remat = report.options.get("remat") or ()
     given: Iterable[object] = (remat,) if isinstance(remat, str) else remat if isinstance(remat, Iterable) else ()
     nested = ((name,) if isinstance(name, str) else name for name in given)
-    return {str(name) for names in nested if isinstance(names, Iterable) for name in names}
-
-
-def _parted(plan: Plan, event: Event) -> list[tuple[str, int]]:
-    """Return the traffic of an event by unit; the parts of a bucket add up to the byte."""
-    if event.unit is None:
-        return [(_NO_UNIT, event.traffic)]
-    if event.unit in plan.units:
-        return [(event.unit, event.traffic)]
-    names = event.unit.split(_JOINED)
-    sizes = [
-        sum(b.padded_numel for b in plan.units[name].buffers if b.key == event.buffer) if name in plan.units else 0
-        for name in names
-    ]
-    sizes = sizes if sum(sizes) else [1] * len(names)
-    ends = [event.traffic * end // sum(sizes) for end in itertools.accumulate(sizes, initial=0)]
-    return [(name, end - begin) for name, (begin, end) in zip(names, itertools.pairwise(ends), strict=True)]
+    modules = {str(name) for names in nested if isinstance(names, Iterable) for name in names}
+    return {unit.name for unit in report.plan.unit_list if modules.intersection((unit.name, *unit.members))}

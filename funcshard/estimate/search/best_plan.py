@@ -170,12 +170,11 @@ def auto_plan(
     profiles = list(_profiles(profile))
     first = profiles[0][1]
     make = {"units": units, "local": local}
-    single = make_plan(first.forms, 1, ties=first.ties, precision=first.precision, bucket_bytes=0, **make)
+    single = make_plan(first.forms, 1, ties=first.ties, precision=first.precision, **make)
     clock = HardwareClock(machine, single.mesh_axes)
     classes = unit_classes(single, first.program(single), lambda run: clock.compute(run)[0])
     runtime = Runtime.on(machine.device) if runtime is None else runtime
     scorer = Scorer(profiles, make, classes, machine, optimizer_on(optimizer, runtime), runtime)
-    space = scorer.space(space)
     found = _search(scorer, space, ranks, limit)
     if found.best is not None and _report(scorer, found.best, optimizer, limit).peak != found.scores[found.best].peak:
         # The programs of some remat sets were spliced, and units that look equal are not.
@@ -314,8 +313,5 @@ def described(candidate: Candidate, classes: Sequence[UnitClass], scorer: Scorer
             if count:
                 number = f"all {most} " if count == most else f"{count} of {most} "
                 parts.append(f"{verb} {number if most > 1 else ''}{units.title}")
-    if candidate.bucket:
-        size = candidate.bucket
-        parts.append("buckets of tiny units" if isinstance(size, str) else f"buckets of {table.size(size)}")
     parts += [f"{candidate.limit} gathered ahead"] * (candidate.limit > 1)
     return ", ".join(parts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -233,16 +232,6 @@ def _remade(
     made = make_plan(
         profile.forms, axes, units=options, ties=profile.ties, local=local, precision=plan.precision, bucket_bytes=0
     )
-    return dataclasses.replace(made, buckets=_kept_buckets(plan, made))
-
-
-def _kept_buckets(plan: Plan, made: Plan) -> tuple[tuple[str, ...], ...]:
-    """Return the buckets of a plan, cut where another plan's units differ in their collectives."""
-    units = made.units
-
-    def key(name: str) -> Any:
-        # Why the name: units that few ranks hold together after forward have no bucket.
-        return (units[name].bucket_key, name if units[name].post_forward_ranks is not None else "")
-
-    runs = (tuple(run) for bucket in plan.buckets for _, run in itertools.groupby(bucket, key=key))
-    return tuple(run for run in runs if len(run) > 1)
+    names = {unit.members: unit.name for unit in plan.unit_list if unit.members}  # those of groups of small units
+    units = tuple(dataclasses.replace(unit, name=names.get(unit.members, unit.name)) for unit in made.unit_list)
+    return dataclasses.replace(made, unit_list=units)

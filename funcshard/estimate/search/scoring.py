@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 from funcshard.estimate.estimating import HardwareClock, run_step
 from funcshard.estimate.machine import Hardware
-from funcshard.estimate.search.space import Candidate, Space, UnitClass
+from funcshard.estimate.search.space import Candidate, UnitClass
 from funcshard.estimate.search.splicing import in_pieces, splice
 from funcshard.estimate.trace import Profile, Program, Run
 from funcshard.estimate.walk import OptimizerMemory, Runtime, sizes_of
-from funcshard.plan import Plan, Schedule, make_plan, make_schedule, predict_events, small_buckets
+from funcshard.plan import Plan, Schedule, make_plan, make_schedule, predict_events
 
 __all__ = ["Fixed", "Score", "Scorer"]
 
@@ -92,17 +92,7 @@ class Scorer:
         plans = {mode: self._base(number, mesh, mode).plan for mode in dict.fromkeys(modes.values())}
         first = next(iter(plans.values()))
         units = tuple(plans[modes[unit.name]].unit_list[i] for i, unit in enumerate(first.unit_list))
-        if not candidate.bucket:
-            return dataclasses.replace(first, unit_list=units)
-        options = {
-            unit.members or unit.name: {
-                "strategy": unit.strategy, "reshard_after_forward": unit.reshard_after_forward, "offload": unit.offload,
-            }
-            for unit in units
-            if not unit.full_precision
-        }  # fmt: skip
-        offload = all(unit.offload for unit in units)
-        return self._made(number, mesh, offload=offload, units=options, bucket_bytes=candidate.bucket)
+        return dataclasses.replace(first, unit_list=units)
 
     def _modes(self, candidate: Candidate) -> dict[str, _Mode]:
         """Return the options of each unit."""
@@ -119,16 +109,6 @@ class Scorer:
         """Return the names of the units that backward computes again."""
         pairs = zip(self.classes, candidate.choices, strict=True)
         return tuple(name for units, choice in pairs for name in units.again[: choice.remat])
-
-    def space(self, space: Space) -> Space:
-        """Return a space without the buckets of ``"auto"`` if no plan of the model has any."""
-        # Why one rank: on more ranks units are padded, or differ in their options, and never fit
-        # better.
-        if any(small_buckets(self._single(number).unit_list) for number in range(len(self.profiles))):
-            return space
-        return dataclasses.replace(
-            space, buckets=tuple(dict.fromkeys(0 if each == "auto" else each for each in space.buckets))
-        )
 
     def splices(self) -> bool:
         """Return whether the programs of other numbers of the largest class can be spliced."""
@@ -167,8 +147,7 @@ class Scorer:
         states = self.optimizer.states if self.optimizer is not None else 0
         moved = updated * (3 + 2 * states) if self.optimizer is not None else 0
         updating = self._clock(candidate.mesh).move(moved)[0] if moved else 0.0
-        # Why 0 for buckets: they save latencies.
-        return Fixed(held, 0.0 if candidate.bucket else lane * micro_batches, updating)
+        return Fixed(held, lane * micro_batches, updating)
 
     def least_seconds(self, candidate: Candidate, fixed: Fixed) -> float:
         """Return seconds that no rung of the candidate's ladder goes below; it is the first one."""
@@ -215,16 +194,11 @@ class Scorer:
             self._clocks[mesh] = HardwareClock(self.hardware, {"replicate": mesh[0], "shard": mesh[1]})
         return self._clocks[mesh]
 
-    def _made(self, number: int, mesh: tuple[int, int] | None, **more: Any) -> Plan:
-        profile = self.profiles[number][1]
-        axes = 1 if mesh is None else {"replicate": mesh[0], "shard": mesh[1]}
-        options = {"bucket_bytes": 0, **self.make, "ties": profile.ties, "precision": profile.precision, **more}
-        return make_plan(profile.forms, axes, **options)
-
     def _single(self, number: int) -> Plan:
         """Return the plan for one rank."""
         if number not in self._singles:
-            self._singles[number] = self._made(number, None)
+            profile = self.profiles[number][1]
+            self._singles[number] = make_plan(profile.forms, 1, ties=profile.ties, precision=profile.precision, **self.make)
         return self._singles[number]
 
     def _base(self, number: int, mesh: tuple[int, int], mode: _Mode) -> _Base:

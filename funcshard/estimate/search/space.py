@@ -46,8 +46,6 @@ class Space:
         offload: whether shards live on the host; chosen for each class.
         slices: numbers of ranks that may hold a freed unit together between forward and backward
             (``reshard_after_forward=n``), if they divide the shard axis; chosen for each class.
-        buckets: largest bytes of units that share their collectives; 0 for none, ``"auto"`` for the
-            rule of ``make_plan``, which makes buckets of many tiny units alone.
         limits: how many units are gathered ahead.
 
     Example:
@@ -62,11 +60,10 @@ class Space:
     remat: int | None = None
     offload: tuple[bool, ...] = (False,)
     slices: tuple[int, ...] = ()
-    buckets: tuple[int | str, ...] = ("auto",)
     limits: tuple[int, ...] = (1,)
 
     def __post_init__(self) -> None:
-        for name in ("strategies", "offload", "slices", "buckets", "limits"):
+        for name in ("strategies", "offload", "slices", "limits"):
             if isinstance(found := getattr(self, name), str) or not isinstance(found, Sequence):
                 raise TypeError(f"{name} must be a tuple of values to try; found {found!r}: write ({found!r},)")
         for mesh in self.meshes or ():
@@ -76,7 +73,7 @@ class Space:
                 check_count("size of a mesh axis", size, of="ranks")
         for strategy in self.strategies:
             check_choice("strategy", strategy, STRATEGIES)
-        for name in ("strategies", "offload", "buckets", "limits"):
+        for name in ("strategies", "offload", "limits"):
             if not getattr(self, name):
                 raise ValueError(f"{name} must hold at least one value to try; found {getattr(self, name)!r}")
         for flag in self.offload:
@@ -86,9 +83,6 @@ class Space:
             check_count("remat", self.remat, 0, of="parts")
         for ranks in self.slices:
             check_count("slices", ranks, 2, of="ranks")
-        for bucket in self.buckets:
-            if bucket != "auto":
-                check_count("buckets", bucket, 0, of="bytes", remedy='pass 0 for no buckets, or "auto"')
         for limit in self.limits:
             check_count("limits", limit, of="units")
 
@@ -118,14 +112,12 @@ class Candidate(NamedTuple):
     Attributes:
         profile: index of the profile.
         mesh: sizes ``(replicate, shard)``.
-        bucket: bytes of units that share their collectives, or ``"auto"``.
         limit: how many units are gathered ahead.
         choices: the choice for each class of units.
     """
 
     profile: int
     mesh: tuple[int, int]
-    bucket: int | str
     limit: int
     choices: tuple[Choice, ...]
 
@@ -223,11 +215,10 @@ def ladders(space: Space, ranks: int, classes: Sequence[UnitClass], profiles: in
     counts = [_counts(units, _PARTS if space.remat is None else space.remat) for units in able]
     if space.remat is None and (able[climbed] <= _FEW or (splices and classes[climbed].repeated)):
         counts[climbed] = _fine_counts(able[climbed])
-    shared = (range(profiles), pairs, space.buckets, space.limits)
-    for profile, mesh, bucket, limit in itertools.product(*shared):
+    for profile, mesh, limit in itertools.product(range(profiles), pairs, space.limits):
         options = [_choices(space, mesh, each, counts[i] if i != climbed else [0]) for i, each in enumerate(classes)]
         for choices in itertools.product(*options):
-            yield Ladder(Candidate(profile, mesh, bucket, limit, choices), climbed, tuple(counts[climbed]))
+            yield Ladder(Candidate(profile, mesh, limit, choices), climbed, tuple(counts[climbed]))
 
 
 def _divisors(number: int) -> list[int]:

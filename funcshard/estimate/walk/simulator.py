@@ -98,12 +98,14 @@ class _Reduction:
     """A reduction that is running.
 
     Attributes:
-        buffers: the buffers that it reduces, with the names of their units.
+        unit: name of the unit.
+        buffer: the buffer that it reduces.
         full: bytes of its send buffer, which is freed when the reduction is waited for.
         end: when it is over.
     """
 
-    buffers: list[tuple[str, BufferSizes]]
+    unit: str
+    buffer: BufferSizes
     full: int
     end: float
 
@@ -132,12 +134,9 @@ class _Walk:
     again: dict[str, int] = field(default_factory=dict)  # bytes gathered for a forward that runs again, by unit
     slices: dict[str, int] = field(default_factory=dict)  # bytes of slices kept after forward, by unit
     summed: set[tuple[str, str]] = field(default_factory=set)  # buffers that later micro-batches add to
-    waiting: dict[str, list[tuple[str, BufferSizes]]] = field(default_factory=dict)  # for a bucket, by key
     running: deque[_Reduction] = field(default_factory=deque)
     graded: set[tuple[str, str]] = field(default_factory=set)  # buffers with a reduced gradient
     held_changes: list[tuple[int, str, int]] = field(default_factory=list)  # moments before, unit, bytes
-    bucket_of: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    joint: list[tuple[str, ...]] = field(default_factory=list)  # buckets that are gathered but not split
     copied: int = 0  # bytes of a gathered buffer that was copied out and is not freed yet
     lingering: list[int] = field(default_factory=list)  # bytes of freed units that still count
 
@@ -154,7 +153,6 @@ class _Walk:
         for sizes in self.sizes.values():
             self.ledger.add("shards", sizes.shard, host=sizes.offload)
             self.ledger.add("optimizer", states * sizes.trainable_shard, host=sizes.offload)
-        self.bucket_of = {name: bucket for bucket in self.plan.buckets for name in bucket}
         self.ledger.add("buffers", buffers)
         self.ledger.add("inputs", inputs)
         self.ledger.add("communicators", self.runtime.communicators)
@@ -223,29 +221,25 @@ class _Walk:
         if reached.what == "again":
             self._gather_again(event, event.unit)
             return
-        names = event.unit.split(" + ")
+        name = event.unit
         # Why ready: the unit may be gathered for its next call, while it is there for this one.
-        ahead = reached.unit not in names or reached.what == "backward" or bool(self.ready.get(reached.unit))
+        ahead = reached.unit != name or reached.what == "backward" or bool(self.ready.get(reached.unit))
         if ahead and not self.runtime.accelerator and not self.arrived:
             self._await_unit(reached)
-        for name in names:
-            sizes = self.sizes[name]
-            if sizes.uncut:
-                self._hold_uncut(name)
-            buffer = sizes.by_key[event.buffer]
-            self._hold(name, buffer.gathered)
-            if buffer.sent and self.runtime.sent_lives and not self.slices.get(name):
-                self.ledger.add("gathered", buffer.sent)
-                self.sent[name] = self.sent.get(name, 0) + buffer.sent
-            if sizes.offload:
-                self.lanes.copy("gather", buffer.shard)
-        if len(names) > 1:
-            self.joint.append(tuple(names))
+        sizes = self.sizes[name]
+        if sizes.uncut:
+            self._hold_uncut(name)
+        buffer = sizes.by_key[event.buffer]
+        self._hold(name, buffer.gathered)
+        if buffer.sent and self.runtime.sent_lives and not self.slices.get(name):
+            self.ledger.add("gathered", buffer.sent)
+            self.sent[name] = self.sent.get(name, 0) + buffer.sent
+        if sizes.offload:
+            self.lanes.copy("gather", buffer.shard)
         end = self.lanes.communicate("gather", event)
-        for name in names:
-            if event.buffer == self.sizes[name].last_cut:
-                self.ready.setdefault(name, []).append(end)
-        self.note("gather", names[0])
+        if event.buffer == sizes.last_cut:
+            self.ready.setdefault(name, []).append(end)
+        self.note("gather", name)
 
     def _gather_again(self, event: Event, name: str) -> None:
         """Gather a unit for a forward that a checkpoint runs again, and wait for it at once."""
@@ -287,13 +281,6 @@ class _Walk:
             if self.runtime.copies_out:
                 self._copy_out(reached)
             del ready[0]
-        # The first unit of a bucket splits what they gathered together into a buffer for each.
-        for names in [names for names in self.joint if unit in names]:
-            self.joint.remove(names)
-            whole = sum(self.held.get(name, 0) for name in names)
-            self.ledger.add("gathered", whole)
-            self.note("split", unit)
-            self.ledger.free("gathered", whole)
 
     def _copy_out(self, reached: Reached) -> None:
         """Copy a gathered buffer into the parameters' own tensors."""
@@ -363,29 +350,22 @@ class _Walk:
             self._drop(name)
         if name in self.slices:
             self.ledger.free("gathered", _take(self.slices, name, sizes.slice))
-        bucket = self.bucket_of.get(name)
         for buffer in sizes.reduced:
-            once = self._mode(name, buffer) == "once"
-            if bucket is None and not once:
-                self._start([(name, buffer)], joined=False)
+            if self._mode(name, buffer) != "once":
+                self._start(name, buffer, joined=False)
                 continue
-            cast = self._join(name, buffer, kept=once)
-            held = []
-            if not once or (last and not more):
+            cast = self._join(name, buffer)
+            if last and not more:
                 self.summed.discard((name, buffer.key))
-                held = self.waiting.setdefault(f"{' + '.join(bucket or (name,))} {buffer.key}", [])
-                held.append((name, buffer))
-            if len(held) == len(bucket or (name,)):
-                self._start(held, joined=True)
-                held.clear()
+                self._start(name, buffer, joined=True)
             self.ledger.free("reduction", cast)
 
     def _mode(self, name: str, buffer: BufferSizes) -> str:
         mode = unit_mode(self.reduce, name)
         return buffer_mode(mode, cut=buffer.cut, repeated=buffer.repeated) if mode == "shard_each" else mode
 
-    def _join(self, name: str, buffer: BufferSizes, *, kept: bool) -> int:
-        """Join the gradients of a unit into a buffer that waits for others, or for later ones.
+    def _join(self, name: str, buffer: BufferSizes) -> int:
+        """Join the gradients of a unit into a buffer that waits for those of later micro-batches.
 
         Returns:
             The bytes of the buffer before its cast, which lives a little longer.
@@ -395,11 +375,11 @@ class _Walk:
         self.note("join", name)
         if (name, buffer.key) in self.summed:  # it is added to that of the micro-batch before
             self.ledger.free("reduction", buffer.full)
-        elif kept:
+        else:
             self.summed.add((name, buffer.key))
         return cast
 
-    def _start(self, buffers: list[tuple[str, BufferSizes]], *, joined: bool) -> None:
+    def _start(self, name: str, buffer: BufferSizes, *, joined: bool) -> None:
         """Take the buffers of a reduction; its time follows with its events."""
         if (self.runtime.frees_first or not self.runtime.accelerator) and self.running:
             last = self.running[-1]
@@ -407,28 +387,20 @@ class _Walk:
             self.ledger.free("reduction", last.full)
             last.full = 0
         sends = self.runtime.send_buffers or joined
-        full = taken = cast = waited = 0
-        for _, each in buffers:
-            full += each.full if each.cut and sends else 0
-            taken += each.reduced
-            cast += 0 if joined else each.full_before_cast
-            waited += each.full if joined else 0
-        taken += full
-        if joined and len(buffers) == 1:  # the one buffer is sent, or reduced in place, itself
-            taken -= waited
-            waited = 0
+        full = buffer.full if buffer.cut and sends else 0
+        taken, cast = buffer.reduced + full, buffer.full_before_cast
+        if joined:  # the buffer is sent, or reduced in place, itself
+            taken, cast = taken - buffer.full, 0
         self.ledger.add("reduction", taken + cast)
-        self.note("reduce", buffers[0][0])
-        self.ledger.free("reduction", cast + waited)
-        self.running.append(_Reduction(list(buffers), full, self.lanes.now))
+        self.note("reduce", name)
+        self.ledger.free("reduction", cast)
+        self.running.append(_Reduction(name, buffer, full, self.lanes.now))
 
     def _reduce(self, event: Event) -> None:
         end = self.lanes.communicate("reduce", event)
-        first = (event.unit or "").split(" + ")[0]
         for reduction in self.running:
-            for name, each in reduction.buffers:
-                if name == first and each.key == event.buffer:
-                    reduction.end = max(reduction.end, end)
+            if (reduction.unit, reduction.buffer.key) == (event.unit, event.buffer):
+                reduction.end = max(reduction.end, end)
 
     def _complete_all(self) -> None:
         while self.running:
@@ -438,26 +410,21 @@ class _Walk:
         """Wait for a reduction, and keep the rank's part of the gradients."""
         self.lanes.wait(reduction.end)
         self.ledger.free("reduction", reduction.full)
-        if len(reduction.buffers) > 1:  # they are split into a buffer for each unit
-            parts = sum(each.reduced for _, each in reduction.buffers)
-            self.ledger.add("reduction", parts)
-            self.note("split", reduction.buffers[0][0])
-            self.ledger.free("reduction", parts)
-        for name, buffer in reduction.buffers:
-            host = self.sizes[name].offload
-            if host or buffer.kept != buffer.reduced:
-                self.ledger.add("gradient shards", buffer.kept, host=host)
-                self.note("reduced", name)
-                self.ledger.free("reduction", buffer.reduced)
-            else:
-                self.ledger.free("reduction", buffer.reduced)
-                self.ledger.add("gradient shards", buffer.kept, host=host)
-            if host:
-                self.lanes.copy("reduce", buffer.reduced)
-            if (name, buffer.key) in self.graded:  # it is added to the gradient of the micro-batch before
-                self.note("accumulate", name)
-                self.ledger.free("gradient shards", buffer.kept, host=host)
-            self.graded.add((name, buffer.key))
+        name, buffer = reduction.unit, reduction.buffer
+        host = self.sizes[name].offload
+        if host or buffer.kept != buffer.reduced:
+            self.ledger.add("gradient shards", buffer.kept, host=host)
+            self.note("reduced", name)
+            self.ledger.free("reduction", buffer.reduced)
+        else:
+            self.ledger.free("reduction", buffer.reduced)
+            self.ledger.add("gradient shards", buffer.kept, host=host)
+        if host:
+            self.lanes.copy("reduce", buffer.reduced)
+        if (name, buffer.key) in self.graded:  # it is added to the gradient of the micro-batch before
+            self.note("accumulate", name)
+            self.ledger.free("gradient shards", buffer.kept, host=host)
+        self.graded.add((name, buffer.key))
 
     # --- moments ----------------------------------------------------------------------------------
 

@@ -105,7 +105,7 @@ class Span(NamedTuple):
         lane: ``"compute"``, ``"gather"`` or ``"reduce"``.
         what: the kind of work: ``"forward"``, ``"backward"``, ``"loss"``, ``"optimizer"``, or the
             kind of collective.
-        unit: name of the unit, or of the units of a bucket; ``""`` is the root.
+        unit: name of the unit; ``""`` is the root.
         begin: seconds since the start of the step.
         seconds: duration.
         bytes: bytes that a computation reads and writes, or size of the collective's whole buffer.

@@ -59,7 +59,6 @@ CHANGES: dict[str, tuple[Any, str]] = {
         report_of(plan_of(mesh={"replicate": 2, "shard": 8})),
         "the mesh has 16 ranks = 2 replicate × 8 shard instead of 8 ranks",
     ),
-    "buckets": (report_of(plan_of(bucket_bytes=4 * MIB)), "the plan has 2 buckets instead of none"),
     "units": (
         dataclasses.replace(report_of(plan_of(units=["blocks.0"])), spans=report_of().spans),
         "the plan has 2 units instead of 5",

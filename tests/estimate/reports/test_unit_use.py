@@ -14,7 +14,7 @@ from tests.estimate.made_reports import MIB, plan_of, report_of
 PLANS = {
     "one axis": plan_of(),
     "two axes": plan_of(mesh={"replicate": 2, "shard": 4}),
-    "buckets": plan_of(blocks=5, mesh={"replicate": 2, "shard": 3}, bucket_bytes=5 * MIB),
+    "groups": plan_of(blocks=5, mesh={"replicate": 2, "shard": 3}, bucket_bytes=5 * MIB),
 }
 
 
@@ -65,13 +65,14 @@ def test_the_loss_and_the_optimizer_belong_to_no_unit() -> None:
     assert (rest.title, rest.compute) == ("(no unit)", 0.75)
 
 
-def test_spans_of_a_bucket_are_parted_and_events_of_no_unit_have_a_row() -> None:
-    report = report_of(plan_of(bucket_bytes=5 * MIB))
-    assert report.plan.buckets == (("blocks.0", "blocks.1"), ("blocks.2", "blocks.3"))
-    spans = (Span("gather", "all_gather", "blocks.0 + blocks.1", 0.0, 0.5, 8, 0, "calibrated"),)
+def test_events_of_no_unit_have_a_row() -> None:
+    report = report_of(plan_of())
     events = (*report.events, fs.Event("all_reduce", None, "", "float32", 800, "shard", 8))
-    report = dataclasses.replace(report, spans=spans, events=events)
-    root, blocks, rest = by_unit(report)
-    assert (root.communication, blocks.communication) == (0, 0.5)
+    *_, rest = by_unit(dataclasses.replace(report, events=events))
     assert (rest.title, rest.traffic) == ("(no unit)", 1400)
-    assert [use.communication for use in by_unit(report, key=lambda unit: unit.name)] == [0, 0.25, 0.25, 0, 0, 0]
+
+
+def test_a_group_is_computed_again_if_one_of_its_modules_is() -> None:
+    report = report_of(plan_of(bucket_bytes=5 * MIB), options={"remat": ("blocks.1",)})
+    assert [*report.plan.units] == ["", "blocks.0…blocks.1", "blocks.2…blocks.3"]
+    assert recomputed_units(report) == {"blocks.0…blocks.1"}

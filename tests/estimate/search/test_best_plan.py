@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from typing import Any
 
@@ -252,9 +251,9 @@ def test_the_plan_of_any_mesh_is_that_of_make_plan() -> None:
 
 
 @pytest.mark.slow
-def test_micro_batches_offload_and_buckets_are_chosen_too() -> None:
+def test_micro_batches_and_offload_are_chosen_too() -> None:
     half = [Unit(unit.numel, unit.saved // 2, unit.out // 2, unit.temporary // 2, unit.flops // 2) for unit in MODEL]
-    space = Space(remat=0, strategies=("full_shard",), offload=(False, True), buckets=(0, 2**24))
+    space = Space(remat=0, strategies=("full_shard",), offload=(False, True))
     found = {1: chain(MODEL), 2: chain(half)}
     large = auto_plan(found, ranks=4, budget="200MiB", units=["*"], space=space)
     small = auto_plan(found, ranks=4, budget="60MiB", units=["*"], space=space)
@@ -264,20 +263,13 @@ def test_micro_batches_offload_and_buckets_are_chosen_too() -> None:
     assert small.micro_batches == 2 or small.plan.unit_list[0].offload
 
 
-def test_many_tiny_units_share_their_collectives_as_in_a_plan_of_make_plan() -> None:
-    found = chain([Unit(1000, 2**12, 2**12, 2**10, 10**6)] * 40)
-    space = Space(meshes=((1, 4),), strategies=("full_shard",), remat=0, kept=1)
-    shared, apart = (
-        auto_plan(found, ranks=4, units=["*"], space=dataclasses.replace(space, buckets=buckets))
-        for buckets in (("auto",), (0,))
-    )
-    assert isinstance(shared, Best)
-    assert isinstance(apart, Best)
-    assert shared.plan.buckets == make_plan(found.forms, 4, units=["*"]).buckets != ()
-    assert apart.plan.buckets == ()
-    assert shared.report.step_time < apart.report.step_time
-    assert "buckets of tiny units" in shared.text
-    assert "buckets" not in apart.text
+def test_many_tiny_modules_become_a_group_as_in_a_plan_of_make_plan() -> None:
+    apply, params, buffers = fs.make_functional(torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(40))))
+    traced = fs.profile(apply, params, buffers, torch.zeros(8, 16))
+    best = auto_plan(traced, ranks=4, units=["*"], space=Space(meshes=((1, 4),), strategies=("full_shard",), kept=1))
+    assert isinstance(best, Best)
+    assert [*best.plan.units] == [*make_plan(params, 4, units=["*"]).units] == ["0…39"]
+    assert estimate(traced, make_plan(params, 4, units=["*"], bucket_bytes=0)).step_time > best.report.step_time
 
 
 def test_if_nothing_fits_the_answer_says_why_and_what_would_help() -> None:
@@ -323,7 +315,7 @@ def test_a_change_goes_as_far_as_the_budget_asks_for() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [0, 2**23, 2**30])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-def test_a_change_keeps_the_buckets_and_all_else_that_it_does_not_name(limit: int, strategy: str) -> None:
+def test_a_change_keeps_the_groups_and_all_else_that_it_does_not_name(limit: int, strategy: str) -> None:
     found = chain([MODEL[0]] * 40)
     frees = strategy == "full_shard"
     options = {"units": ["*"], "strategy": strategy, "bucket_bytes": limit, "reshard_after_backward": frees}
@@ -334,27 +326,9 @@ def test_a_change_keeps_the_buckets_and_all_else_that_it_does_not_name(limit: in
     assert more == make_plan(found.forms, more.mesh_shape[1], **options)
     host = changes["offload shards to the host"].report.plan
     assert host == make_plan(found.forms, 4, **options, offload=True)
-    if not frees and limit < 2**30:  # one bucket of all units has the same peak
-        again = changes["reshard 40"].report.plan
-        assert again.unit_list[1:] == make_plan(found.forms, 4, units=["*"]).unit_list[1:]
-        assert again.buckets == plan.buckets
-
-
-def test_a_change_of_some_units_cuts_their_bucket() -> None:
-    found = chain([MODEL[0]] * 12)
-    plan = make_plan(found.forms, 4, units=["*"], strategy="shard_grad_op", bucket_bytes=2**23)
-    assert [len(bucket) for bucket in plan.buckets] == [2] * 6
-    before, cut = estimate(found, plan), 0
-    for saved in range(1, 2**23, 2**21):
-        changes = changes_to_fit(found, plan, budget=before.peak - saved)
-        some = next(each for each in changes if each.text.startswith("reshard"))
-        after = some.report.plan
-        freed = [unit.name for unit in after.unit_list if unit.reshard_after_forward is True]
-        assert len(freed) == int(some.text.split()[1])
-        parts = [[[u for u in bucket if (u in freed) is free] for free in (True, False)] for bucket in plan.buckets]
-        assert after.buckets == tuple(tuple(part) for both in parts for part in both if len(part) > 1)
-        cut += after.buckets != plan.buckets
-    assert cut
+    if not frees and limit < 2**30:  # one group of all units has the same peak
+        again = changes[f"reshard {len(plan.units.keys() - {''})}"].report.plan
+        assert again == make_plan(found.forms, 4, **{**options, "strategy": "full_shard", "reshard_after_backward": True})
 
 
 @pytest.mark.parametrize(
