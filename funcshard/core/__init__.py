@@ -11,9 +11,8 @@ through them.
 - ``kept_units``: units that stay gathered until their backward.
 - ``grad_reducer``: takes unreduced gradients in backward, starts their reductions, keeps the sums;
   until then keeps units that stay gathered.
-- ``shard_to_leaves``: the same under transforms of ``torch.func``. Skip it at first.
-- ``flat_buffer``: a shard to its leaves and back, as autograd Functions. When the gradients of all
-  leaves are complete, their backward frees the gathered buffer and calls the reducer.
+- ``flat_buffer``: a shard to its leaves and back, as two autograd Functions. When the gradients of
+  all leaves are complete, backward frees the gathered buffer and calls the reducer.
 - ``prefetcher``: which units a call gathers, and when: ``pre_forward``, ``pre_backward``. Its
   ``SavedUnit`` keeps autograd from holding a gathered buffer after forward, and gathers the buffer
   again for backward.

@@ -1,40 +1,47 @@
-"""Leaves and their flat buffer, differentiably: from a shard to leaves, and back to its gradient.
+"""Leaves and their flat buffer: from a shard to leaves, differentiably, and back to its gradient.
 
-Two pairs of autograd Functions are exact adjoints, each one's backward applying the other, so they
-can be differentiated any number of times, forwards and backwards, under ``torch.func`` and
-``vmap``:
+``ShardToLeaves`` and ``LeavesToShard`` are exact adjoints: one gathers, the other *adds* over
+ranks. (The mean over ranks is taken in one place, by ``value_and_grad``.) The backward of each is
+the other, so they can be differentiated any number of times, forwards and backwards, and mapped
+with ``vmap``.
 
-- ``AllGather`` (shard to gathered buffer) and ``ReduceScatter``, which *adds* over ranks. The mean
-  over ranks is taken in one place, by ``value_and_grad``.
-- ``Unflatten`` (gathered buffer to leaves) and ``Flatten``. The leaves are views, so nothing is
-  copied out; ``Flatten`` writes the leaves' gradients side by side into one new buffer.
-
-``gather_leaves`` does the work of the first of each pair in one fused Function, because an autograd
-node costs as much host time as the whole forward of a small unit. The pairs serve second gradients
-and tangents of that Function. Under transforms, ``shard_to_leaves`` takes its place.
+The dims of ``vmap`` come first: shards are ``[*batch, n]``, leaves ``[*batch, *shape]``. So leaves
+are views of one gathered buffer, ``[*batch, padded_numel]``, in the layout that ``vmap`` of plain
+tensors gives them. The gradients of leaves are copied once, to where the reduction reads them.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from funcshard._utils import signed, transforms_active, unseen
+from funcshard._utils import (
+    dispatch_modes,
+    is_transformed,
+    map_tensors,
+    signed,
+    storage_id,
+    transforms_active,
+    unseen,
+    unwrapped,
+    version,
+)
 from funcshard.core.basis import noted, noted_outer, refuse_columns, refuse_mixed_sum, refuse_rows
-from funcshard.core.buffer_comm import AnyGatherHandle, BufferComm, start_gather, start_reduce
+from funcshard.core.buffer_comm import AnyGatherHandle, BufferComm, start_gather, start_reduce, start_scatter
 from funcshard.core.grad_reducer import expect_gradient, take_slot
-from funcshard.core.shard_to_leaves import ShardToLeaves, TransformedLeaves
 from funcshard.plan import BufferPlan, dtype_of
 
 __all__ = [
-    "AllGather", "Flatten", "LeafViews", "ReduceScatter", "Unflatten", "flatten_gradients", "gather_leaves",
-    "gradient_parts", "leaf_views", "ravel", "views", "views_at",
+    "LeafViews", "LeavesToShard", "ShardToLeaves", "TransformedLeaves", "gather_leaves", "leaf_views", "ravel", "views",
+    "views_at",
 ]  # fmt: skip
 
 _log = logging.getLogger("funcshard.core")
+
 
 # Size, stride and offset of each leaf in its flat buffer.
 LeafViews = tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
@@ -74,158 +81,6 @@ def views_at(full: torch.Tensor, where: LeafViews) -> list[torch.Tensor]:
     return [full.as_strided(size, stride, begin + offset) for size, stride, offset in where]
 
 
-class Unflatten(torch.autograd.Function):
-    """``Unflatten.apply(full, buffer)``: the leaves as views of ``full``; adjoint: ``Flatten``."""
-
-    @staticmethod
-    @signed
-    def forward(full: torch.Tensor, buffer: BufferPlan) -> Any:
-        return tuple(views(full, buffer))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        full, ctx.buffer = inputs
-        ctx.device = full.device
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        return flatten_gradients(ctx.buffer, ctx.device, grads), None
-
-    @staticmethod
-    def jvp(ctx: Any, full: torch.Tensor | None, *_: None) -> Any:
-        return None if full is None else Unflatten.apply(full, ctx.buffer)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, full: torch.Tensor, buffer: BufferPlan) -> Any:
-        leaves = Unflatten.apply(full.movedim(in_dims[0], -1).contiguous(), buffer)
-        return leaves, tuple(leaf.ndim - 1 for leaf in leaves)
-
-
-def flatten_gradients(buffer: BufferPlan, device: torch.device, leaves: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """Apply ``Flatten`` in backward; add an autograd node only if backward is differentiated."""
-    if torch.is_grad_enabled() or transforms_active():
-        return Flatten.apply(buffer, device, *leaves)
-    return Flatten.forward(buffer, device, *leaves)
-
-
-def gradient_parts(buffer: BufferPlan, device: torch.device, leaves: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    """Return at least two 1-D tensors whose concatenation is the result of ``Flatten``."""
-    first = next((i for i, leaf in enumerate(leaves) if leaf is not None), None)
-    like = torch.empty(0, dtype=dtype_of(buffer.dtype), device=device) if first is None else leaves[first]
-    assert like is not None
-    rest = () if first is None else like.shape[len(buffer.leaves[first].shape) :]  # added by vmap
-    parts = [
-        like.new_zeros((spec.numel, *rest)) if leaf is None else leaf.reshape((spec.numel, *rest))
-        for spec, leaf in zip(buffer.leaves, leaves, strict=True)
-    ]
-    padding = buffer.padded_numel - buffer.numel
-    return [*parts, like.new_zeros((padding, *rest))] if padding or len(parts) == 1 else parts
-
-
-class Flatten(torch.autograd.Function):
-    """``Flatten.apply(buffer, device, *leaves)``: return a flat buffer ``[padded_numel]``.
-
-    The adjoint is ``Unflatten``. A leaf that is ``None`` counts as zeros.
-    """
-
-    @staticmethod
-    @signed
-    def forward(buffer: BufferPlan, device: torch.device, *leaves: torch.Tensor | None) -> Any:
-        return torch.cat(gradient_parts(buffer, device, leaves))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.buffer, ctx.device, *leaves = inputs
-        ctx.given = [leaf is not None for leaf in leaves]
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        leaves = Unflatten.apply(grad, ctx.buffer)
-        return None, None, *(leaf if given else None for leaf, given in zip(leaves, ctx.given, strict=True))
-
-    @staticmethod
-    def jvp(ctx: Any, _buffer: None, _device: None, *leaves: torch.Tensor | None) -> Any:
-        return Flatten.apply(ctx.buffer, ctx.device, *leaves)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, buffer: BufferPlan, device: torch.device, *leaves: torch.Tensor | None) -> Any:
-        last = [
-            leaf
-            if leaf is None
-            else leaf.unsqueeze(-1).expand(*leaf.shape, info.batch_size)
-            if dim is None
-            else leaf.movedim(dim, -1)
-            for leaf, dim in zip(leaves, in_dims[2:], strict=True)
-        ]
-        out = Flatten.apply(buffer, device, *last)
-        return out, out.ndim - 1
-
-
-class AllGather(torch.autograd.Function):
-    """Gather ``[n, ...]`` of every rank into ``[n * ranks, ...]``; adjoint of ``ReduceScatter``.
-
-    ``AllGather.apply(shard, comm)``.
-    """
-
-    @staticmethod
-    @signed
-    @unseen
-    def forward(shard: torch.Tensor, comm: BufferComm) -> Any:
-        out = start_gather(shard, comm).finish()
-        return shard.view_as(shard) if out is shard else out
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, comm = inputs
-        ctx.comm, ctx.loop = noted(comm) if transforms_active() else (comm, None)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return ReduceScatter.apply(grad, ctx.comm), None
-
-    @staticmethod
-    def jvp(ctx: Any, shard: torch.Tensor, *_: None) -> Any:
-        refuse_columns(ctx.comm, ctx.loop)
-        return AllGather.apply(shard, ctx.comm.plain)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, shard: torch.Tensor, comm: BufferComm) -> Any:
-        out = AllGather.apply(shard.movedim(in_dims[0], -1), comm.plain)
-        return out, out.ndim - 1
-
-
-class ReduceScatter(torch.autograd.Function):
-    """Sum ``[n * ranks, ...]`` into each rank's ``[n, ...]``; the adjoint is ``AllGather``."""
-
-    @staticmethod
-    @signed
-    @unseen
-    def forward(full: torch.Tensor, comm: BufferComm) -> Any:
-        out = start_reduce(full, comm).finish()
-        return full.view_as(full) if out is full else out
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, comm = inputs
-        ctx.comm, ctx.loop = noted(comm) if ctx.needs_input_grad[0] or transforms_active() else (comm, None)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        refuse_rows(ctx.comm, ctx.loop)
-        return AllGather.apply(grad, ctx.comm.plain), None
-
-    @staticmethod
-    def jvp(ctx: Any, full: torch.Tensor, *_: None) -> Any:
-        refuse_mixed_sum(ctx.comm, ctx.loop)
-        return ReduceScatter.apply(full, ctx.comm.plain)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, full: torch.Tensor, comm: BufferComm) -> Any:
-        out = ReduceScatter.apply(full.movedim(in_dims[0], -1), comm)
-        return out, out.ndim - 1
-
-
 def gather_leaves(
     shard: torch.Tensor,
     comm: BufferComm,
@@ -245,34 +100,74 @@ def gather_leaves(
             the unit's buffers can be freed.
         handle: that of the all-gather, if it has started.
     """
-    leaves: tuple[torch.Tensor, ...]
-    if transforms_active():
-        leaves = TransformedLeaves(ShardToLeaves.apply(shard, buffer, comm, post_backward, handle, True))
-    else:
-        leaves = _GatherLeaves.apply(shard, comm, buffer, where, post_backward, handle)
+    inside = transforms_active()
+    leaves: tuple[torch.Tensor, ...] = ShardToLeaves.apply(shard, buffer, where, comm, post_backward, handle, inside)
+    if inside:
+        leaves = TransformedLeaves(leaves)
     expect_gradient(shard, leaves[0])
     return leaves
 
 
-class _GatherLeaves(torch.autograd.Function):
-    """``AllGather`` and ``Unflatten`` as one node, with their adjoints in a double backward."""
+class TransformedLeaves(tuple[torch.Tensor, ...]):
+    """The leaves that a unit gets under transforms, as views of one gathered buffer."""
+
+    __slots__ = ()
+
+    @property
+    def writes(self) -> int:
+        """How often the gathered buffer has been written to."""
+        # Why unwrapped: a write counts in the version of the wrapped tensor alone, and the tensors
+        # that vmap wraps do not share theirs.
+        data = unwrapped(self[0])
+        return 0 if data.is_inference() else version(data)
+
+    def unaliased(self, result: Any) -> Any:
+        """Return a unit's result, with a copy for each tensor that lies in the gathered buffer."""
+        storage = storage_id(unwrapped(self[0]))
+
+        def copied(value: torch.Tensor) -> torch.Tensor:
+            data = unwrapped(value) if is_transformed(value) else value
+            return value.clone() if storage_id(data) == storage else value
+
+        return map_tensors(copied, result)
+
+
+class ShardToLeaves(torch.autograd.Function):
+    """Gather a shard, and return the leaves of its buffer; adjoint of ``LeavesToShard``.
+
+    ``ShardToLeaves.apply(shard, buffer, where, comm, post_backward, handle, read_only)``: see
+    ``gather_leaves``. With ``read_only``, ranks may share the memory of the leaves.
+    """
 
     @staticmethod
+    @signed
+    @unseen
     def forward(
-        ctx: Any,
         shard: torch.Tensor,
-        comm: BufferComm,
         buffer: BufferPlan,
         where: LeafViews,
+        comm: BufferComm,
         post_backward: Callable[[], None] | None,
         handle: AnyGatherHandle | None,
+        read_only: bool,
     ) -> Any:
-        full = (handle or start_gather(shard, comm)).finish()
-        ctx.buffer, ctx.post_backward, ctx.device = buffer, post_backward, full.device
+        full = (handle or start_gather(shard, comm, read_only=read_only, last=True)).finish()
+        batch = full.shape[:-1]
+        if not batch and full.is_contiguous():  # on one rank it is the shard, or a gradient in any layout
+            return tuple(views_at(full, where))
+        return tuple([full.narrow(-1, leaf.offset, leaf.numel).view(batch + leaf.shape) for leaf in buffer.leaves])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        shard, ctx.buffer, ctx.where, comm, ctx.post_backward, _, ctx.read_only = inputs
+        ctx.device = output[0].device
         ctx.slot = take_slot(shard)
-        ctx.comm = noted_outer(comm) if ctx.slot is None and ctx.needs_input_grad[0] else comm
+        ctx.comm, ctx.loop = comm, None
+        if transforms_active():
+            ctx.comm, ctx.loop = noted(comm)
+        elif ctx.slot is None and ctx.needs_input_grad[0]:
+            ctx.comm = noted_outer(comm)
         ctx.set_materialize_grads(False)
-        return tuple(views_at(full, where))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
@@ -283,11 +178,120 @@ class _GatherLeaves(torch.autograd.Function):
         if ctx.post_backward is not None:
             ctx.post_backward()
         if ctx.slot is not None and ctx.slot.reducer.takes_gradients():
-            ctx.slot.reducer.add(ctx.slot.number, gradient_parts(ctx.buffer, ctx.device, grads), ctx.comm)
-            return None, None, None, None, None, None
-        flat = flatten_gradients(ctx.buffer, ctx.device, grads)
-        return ReduceScatter.apply(flat, ctx.comm), None, None, None, None, None
+            ctx.slot.reducer.add(ctx.slot.number, _rows(ctx.buffer, ctx.comm, ctx.device, grads)[1], ctx.comm)
+            return None, None, None, None, None, None, None
+        return LeavesToShard.apply(ctx.buffer, ctx.comm, ctx.device, *grads), None, None, None, None, None, None
 
     @staticmethod
-    def jvp(ctx: Any, shard: torch.Tensor, *_: None) -> Any:
-        return Unflatten.apply(AllGather.apply(shard, ctx.comm.plain), ctx.buffer)
+    def jvp(ctx: Any, shard: torch.Tensor | None, *_: None) -> Any:
+        if shard is None:
+            return (None,) * len(ctx.buffer.leaves)
+        refuse_columns(ctx.comm, ctx.loop)
+        return ShardToLeaves.apply(shard, ctx.buffer, ctx.where, ctx.comm.plain, None, None, ctx.read_only)
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: Any,
+        shard: torch.Tensor,
+        buffer: BufferPlan,
+        where: LeafViews,
+        comm: BufferComm,
+        post_backward: Any,
+        handle: None,
+        read_only: bool,
+    ) -> Any:
+        first = shard.movedim(in_dims[0], 0)
+        leaves = ShardToLeaves.apply(first, buffer, where, comm.plain, post_backward, None, read_only)
+        return leaves, (0,) * len(leaves)
+
+
+class LeavesToShard(torch.autograd.Function):
+    """Sum the leaves of all ranks, and return this rank's slice; adjoint of ``ShardToLeaves``.
+
+    ``LeavesToShard.apply(buffer, comm, device, *leaves)``: a leaf that is ``None`` counts as zeros.
+    """
+
+    @staticmethod
+    @signed
+    @unseen
+    def forward(buffer: BufferPlan, comm: BufferComm, device: torch.device, *leaves: torch.Tensor | None) -> Any:
+        batch, rows = _rows(buffer, comm, device, leaves)
+        if not comm.topology.cut:
+            full = torch.cat(rows, -1).view(*batch, buffer.padded_numel)
+            return start_reduce(full, comm, donated=True).finish()
+        n = buffer.padded_numel // buffer.shards
+        parts = _by_rank(rows, n, buffer.shards) if batch else rows
+        return start_scatter(parts, (*batch, n), comm).finish()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.buffer, comm, ctx.device, *leaves = inputs
+        ctx.given = [leaf is not None for leaf in leaves]
+        ctx.comm, ctx.loop = noted(comm) if any(ctx.needs_input_grad) or transforms_active() else (comm, None)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        refuse_rows(ctx.comm, ctx.loop)
+        # Why not read-only: autograd may add other gradients to these in place.
+        leaves = ShardToLeaves.apply(grad, ctx.buffer, leaf_views(ctx.buffer), ctx.comm.plain, None, None, False)
+        return None, None, None, *(leaf if given else None for leaf, given in zip(leaves, ctx.given, strict=True))
+
+    @staticmethod
+    def jvp(ctx: Any, _buffer: None, _comm: None, _device: None, *leaves: torch.Tensor | None) -> Any:
+        refuse_mixed_sum(ctx.comm, ctx.loop)
+        return LeavesToShard.apply(ctx.buffer, ctx.comm.plain, ctx.device, *leaves)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: Any, buffer: BufferPlan, comm: BufferComm, device: Any, *leaves: torch.Tensor | None
+    ) -> Any:
+        first = [
+            leaf if leaf is None else leaf.expand(info.batch_size, *leaf.shape) if dim is None else leaf.movedim(dim, 0)
+            for leaf, dim in zip(leaves, in_dims[3:], strict=True)
+        ]
+        return LeavesToShard.apply(buffer, comm, device, *first), 0
+
+
+def _rows(
+    buffer: BufferPlan, comm: BufferComm, device: torch.device, leaves: Sequence[torch.Tensor | None]
+) -> tuple[tuple[int, ...], list[torch.Tensor]]:
+    """Return the dims of vmap, and the tensors that lie side by side in the buffer.
+
+    Each tensor is ``[numel]``, or ``[rows, numel]`` if there are dims of vmap. There are at least
+    two, because a single one would be taken for memory that a reduction may write to.
+    """
+    like, batch = torch.empty(0, dtype=dtype_of(buffer.dtype), device=device), tuple[int, ...]()
+    for spec, leaf in zip(buffer.leaves, leaves, strict=True):
+        if leaf is not None:
+            like, batch = leaf, tuple(leaf.shape[: leaf.ndim - len(spec.shape)])
+            break
+    first = (math.prod(batch),) if batch else ()
+    rows = [
+        like.new_zeros((*first, spec.numel)) if leaf is None else _flat(leaf, (*first, spec.numel), comm)
+        for spec, leaf in zip(buffer.leaves, leaves, strict=True)
+    ]
+    padding = buffer.padded_numel - buffer.numel
+    return batch, [*rows, like.new_zeros((*first, padding))] if padding or len(rows) == 1 else rows
+
+
+def _flat(leaf: torch.Tensor, shape: tuple[int, ...], comm: BufferComm) -> torch.Tensor:
+    """Return ``leaf`` in another shape, as a copy if its layout asks for one."""
+    if leaf.is_contiguous() or leaf.stride(0) == 0 or dispatch_modes():
+        return leaf.reshape(shape)
+    # Why the group's memory: the gradient of a weight comes transposed out of vmap. New memory of
+    # that size would first be filled with zeros, page by page, which takes longer than the copy.
+    return comm.mesh.shard.empty(leaf.numel(), leaf).view(leaf.shape).copy_(leaf).view(shape)
+
+
+def _by_rank(rows: Sequence[torch.Tensor], n: int, ranks: int) -> list[torch.Tensor]:
+    """Return 1-D tensors whose concatenation is each rank's slices of all rows, in rank order."""
+    slices: list[list[Sequence[torch.Tensor]]] = [[] for _ in range(ranks)]
+    offset = 0
+    for each in rows:
+        end = offset + each.shape[-1]
+        for rank in range(offset // n, -(-end // n)) if n else ():
+            begin = max(rank * n, offset)
+            slices[rank].append(each[:, begin - offset : min((rank + 1) * n, end) - offset].unbind(0))
+        offset = end
+    return [row for own in slices for columns in zip(*own, strict=True) for row in columns]

@@ -16,9 +16,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from funcshard._utils import forget_parametrized, tensors_in
+from funcshard.core.flat_buffer import TransformedLeaves
 from funcshard.core.prefetcher import Handles, Prefetcher, SavedUnit, current_unit
 from funcshard.core.recompute import remat
-from funcshard.core.shard_to_leaves import TransformedLeaves
 from funcshard.core.slices import SlicedUnit, save_unit
 from funcshard.core.unit import Reshard, Unshard, copy_aliased_outputs
 

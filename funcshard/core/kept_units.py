@@ -89,7 +89,7 @@ class KeptUnits:
         """
         found = self.by_leaf.get(number)
         if found is not None and (found.unit.reshard_after_backward or not accumulating):
-            # Why all its buffers: see ``_GatherLeaves.backward``.
+            # Why all its buffers: see ``ShardToLeaves.backward``.
             for other in found.numbers:
                 self.by_leaf.pop(other, None)
 

@@ -36,7 +36,7 @@ from funcshard.comm import Mesh
 from funcshard.core.buffer_comm import BufferComm, GatherSource, start_gather, start_gathers
 from funcshard.core.checks import check_shard
 from funcshard.core.dtensor_leaves import DTensorForm, as_dtensors
-from funcshard.core.flat_buffer import LeafViews, gather_leaves
+from funcshard.core.flat_buffer import LeafViews, TransformedLeaves, gather_leaves
 from funcshard.core.grad_reducer import GradReducer, current_reducer
 from funcshard.core.prefetcher import (
     Handles,
@@ -48,7 +48,6 @@ from funcshard.core.prefetcher import (
     recomputing_unit,
 )
 from funcshard.core.selective_checkpoint import UnseenViews
-from funcshard.core.shard_to_leaves import TransformedLeaves
 from funcshard.core.slices import SliceComms, SlicedUnit, save_unit
 from funcshard.core.unshard_handle import UnshardHandle, start_unshard
 from funcshard.plan import BufferPlan, MixedPrecision, UnitPlan, dtype_of

@@ -10,7 +10,7 @@ import funcshard as fs
 from funcshard._utils import tree
 from funcshard.comm.topology import CommDtypes, Topology
 from funcshard.core.buffer_comm import BufferComm, start_gather
-from funcshard.core.flat_buffer import AllGather, ReduceScatter
+from tests.core.test_flat_buffer_adjoints import gathered, reduced
 from tests.pairwise import crossed
 from tests.ranks import run_ranks, run_simulated
 from tests.storages import Alive
@@ -42,10 +42,10 @@ def test_casts_leave_gathering_and_reducing_adjoint(world: Any, sharded: bool) -
         comm, cut = comm_of(mesh, sharded), mesh.shard.size if sharded else 1
         x = whole_numbers(mesh.shard.rank if sharded else 0, 5, torch.float64)
         y = whole_numbers(100 + mesh.rank, 5 * cut, torch.float32)
-        gathered, reduced = AllGather.apply(x, comm), ReduceScatter.apply(y, comm)
-        assert (gathered.dtype, reduced.dtype) == (torch.float32, torch.float64)
+        whole, total = gathered(x, comm), reduced(y, comm)
+        assert (whole.dtype, total.dtype) == (torch.float32, torch.float64)
         first_copy = mesh.replicate.rank == 0 and (sharded or mesh.shard.rank == 0)
-        return (gathered.double() @ y.double()).item(), (x @ reduced).item() * first_copy
+        return (whole.double() @ y.double()).item(), (x @ total).item() * first_copy
 
     left, right = (sum(values) for values in zip(*fs.simulate(main, world), strict=True))
     assert left == right != 0
@@ -58,12 +58,12 @@ def test_the_backward_of_each_is_the_other_any_number_of_times(world: Any, shard
         x = whole_numbers(mesh.rank, 5, torch.float64).requires_grad_()
         y = whole_numbers(100 + mesh.rank, 5 * cut, torch.float32).requires_grad_()
         v = whole_numbers(200 + mesh.rank, 5, torch.float64)
-        (gx,) = torch.autograd.grad(AllGather.apply(x, comm), x, y, create_graph=True)
+        (gx,) = torch.autograd.grad(gathered(x, comm), x, y, create_graph=True)
         assert gx.dtype == torch.float64
-        assert torch.equal(gx, ReduceScatter.apply(y.detach(), comm))
+        assert torch.equal(gx, reduced(y.detach(), comm))
         (gy,) = torch.autograd.grad(gx, y, v)  # the adjoint of the adjoint
         assert gy.dtype == torch.float32
-        assert torch.equal(gy, AllGather.apply(v, comm))
+        assert torch.equal(gy, gathered(v, comm))
 
     fs.simulate(main, world)
 

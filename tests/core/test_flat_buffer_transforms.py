@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import funcshard as fs
-from funcshard.core.shard_to_leaves import LeavesToShard
+from funcshard.core.flat_buffer import LeavesToShard
 from tests.ranks import run_ranks, run_simulated
 
 # The first use of forward-mode AD makes torch import a file that calls a deprecated function of
