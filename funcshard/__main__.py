@@ -19,8 +19,6 @@ from funcshard.demo.machine_limits import check_model_fits, check_ranks_fit
 from funcshard.demo.plan_command import add_plan, plan_command
 from funcshard.demo.train import Settings, check, train
 
-__all__ = ["main"]
-
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:

@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["captured", "reachable"]
-
 
 def captured(function: Any) -> Iterator[Any]:
     """Yield ``function`` and the objects that it captured.

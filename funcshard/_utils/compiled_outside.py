@@ -13,8 +13,6 @@ import torch
 
 from funcshard._utils.torch_private import callers_level, hidden_from_dynamo
 
-__all__ = ["Warned", "untraced_with_warning"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -13,8 +13,6 @@ from typing import NamedTuple
 from funcshard._utils import tree
 from funcshard._utils.tree import Structure
 
-__all__ = ["cutter"]
-
 _ABSENT = object()
 
 

@@ -12,8 +12,6 @@ from typing import Any, NoReturn
 
 import torch
 
-__all__ = ["DONATED_STATE", "check_not_donated", "donate", "is_donated"]
-
 _REMEDY = (
     "use the state that the step returned, keep fs.copy(state) from before the step, or pass donate=False to make_train_step"
 )

@@ -12,10 +12,6 @@ from collections import Counter
 from collections.abc import Collection, Sized
 from typing import Any
 
-__all__ = [
-    "MOST", "check_depth", "flag", "listed", "numbers", "own_name", "parse", "shown", "table", "text", "texts", "whole"
-]  # fmt: skip
-
 MOST = 2**63 - 1  # the largest number of elements or bytes that torch counts
 _LONG = 10**60
 _DEEPEST = 500  # levels; the functions that walk a tree call themselves on each

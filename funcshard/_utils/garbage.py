@@ -7,8 +7,6 @@ import gc
 import threading
 from collections.abc import Iterator
 
-__all__ = ["without_collection"]
-
 
 class _Blocks:
     """The blocks of all threads that run, because Python has one switch for all of them."""

@@ -12,8 +12,6 @@ import mmap
 
 import torch
 
-__all__ = ["io_memory"]
-
 _HUGE_PAGE = 2 << 20  # bytes, on x86, and on ARM with pages of 4 KiB
 _HUGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 _WIPE_ON_FORK = 18  # of Linux 4.14; Python has no name for it

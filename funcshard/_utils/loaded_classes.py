@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-__all__ = ["loaded_class", "public_class_name"]
-
 _PACKAGE = __name__.partition(".")[0]
 
 

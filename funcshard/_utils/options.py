@@ -20,17 +20,6 @@ import torch
 
 from funcshard._utils.torch_private import is_transformed
 
-__all__ = [
-    "check_bytes",
-    "check_choice",
-    "check_count",
-    "check_device",
-    "check_flag",
-    "check_number",
-    "check_path",
-    "did_you_mean",
-]
-
 _UNITS = {
     f"{prefix}{ending}": base**power
     for ending, base in (("B", 1000), ("iB", 1024))

@@ -14,8 +14,6 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["is_cached", "release_pages"]
-
 _DONTNEED: int | None = getattr(mmap, "MADV_DONTNEED", None)
 
 

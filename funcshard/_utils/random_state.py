@@ -10,9 +10,6 @@ import torch
 
 from funcshard._utils.torch_private import recording_graph
 
-__all__ = ["RandomState"]
-
-
 # The state of the CPU's generator, as operations of a graph; ``funcshard.graph`` runs them.
 torch.library.define("funcshard::random_state", "() -> Tensor")
 torch.library.define("funcshard::set_random_state", "(Tensor state) -> ()")

@@ -10,8 +10,6 @@ import errno
 import os
 import stat
 
-__all__ = ["open_regular", "read_regular", "regular_size"]
-
 _KINDS = {
     stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
     stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link",

@@ -11,8 +11,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["absent", "is_tree_of_shards", "module_remedy"]
-
 
 def absent(title: str, name: str, remedies: Mapping[str, str]) -> AttributeError:
     """Return the error for an attribute that an object lacks, with a remedy if one is known.

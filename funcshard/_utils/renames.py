@@ -9,8 +9,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["exchange"]
-
 _HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 _UNKNOWN = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 

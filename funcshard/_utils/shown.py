@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 from funcshard._utils import table
 
-__all__ = ["Bullets", "Part", "Shown", "Table", "html_of", "text_of"]
-
 _BESIDE = '<div style="display:inline-block;vertical-align:top;margin:0 24px 12px 0">{}</div>'
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["check_structure"]
-
 
 def check_structure(structure: Any) -> int:
     """Return the number of leaves of a structure that was read from a file.

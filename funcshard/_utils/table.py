@@ -6,8 +6,6 @@ import html as _html
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["as_html", "as_text", "count", "duration", "share", "signed", "size"]
-
 _STYLE = "border-collapse:collapse;font-variant-numeric:tabular-nums"
 _CELL = "padding:2px 10px;border-bottom:1px solid rgba(128,128,128,.25)"
 

@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["byte_view", "cast_tree", "check_plain", "is_dtensor", "map_tensors", "tensors_in"]
-
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor's elements in their order, as a view if they lie so.

@@ -15,8 +15,6 @@ import torch
 from funcshard._utils.torch_names import needed_for
 from funcshard._utils.torch_private import FakeTensorMode
 
-__all__ = ["Boxed", "compile_with", "find_backend", "inductor"]
-
 _FEATURE = "compiling a traced step"
 
 Boxed = Callable[[list[Any]], Sequence[Any]]  # empties the list, so that each input is freed at its last use

@@ -9,8 +9,6 @@ import torch
 
 from funcshard._utils.torch_names import private
 
-__all__ = ["LARGE", "late_copy"]
-
 LARGE = 2**14
 """The elements from which on a late copy takes less time than a copy."""
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["with_plain_factories"]
-
 
 def with_plain_factories() -> contextlib.AbstractContextManager[Any]:
     """Return a context in which tensors that name no device are made on the CPU.

@@ -14,11 +14,6 @@ import torch.distributed as dist
 
 from funcshard._utils.torch_names import needed_for
 
-__all__ = [
-    "abort_group", "default_store", "destroy_group", "group_timeout", "has_ended", "new_group", "reconnected",
-    "store_for_thread", "store_is_gone",
-]  # fmt: skip
-
 _FEATURE = "a mesh over several processes"
 
 

@@ -9,8 +9,6 @@ import torch
 
 from funcshard._utils.torch_names import private
 
-__all__ = ["unscale_in_place"]
-
 _fused: Any = private("torch._amp_foreach_non_finite_check_and_unscale_", "make_scaler", None)
 
 

@@ -9,8 +9,6 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-__all__ = ["class_for_calls", "forget_parametrized", "state_names"]
-
 _SAVES = ("state_dict", "_save_to_state_dict", "get_extra_state")
 
 

@@ -15,8 +15,6 @@ from typing import Any, NoReturn
 
 import torch
 
-__all__ = ["NAMES", "MissingName", "lacks", "look_up", "needed_for", "private"]
-
 NAMES: dict[str, str] = {}
 """The feature that needs each private name that was looked up."""
 

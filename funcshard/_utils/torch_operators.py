@@ -14,21 +14,6 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from funcshard._utils.tensors import tensors_in
 from funcshard._utils.torch_names import lacks
 
-__all__ = [
-    "argument_names",
-    "conversion",
-    "count_flops",
-    "is_random",
-    "list_arguments",
-    "moved_bytes",
-    "operator_arguments",
-    "operator_by_name",
-    "operator_full_name",
-    "operator_name",
-    "writes_inputs",
-    "written_arguments",
-]
-
 # Operations that do not read the memory that they write into, or write nothing into new memory.
 _FILLS = ("copy_", "zero_", "fill_", "bernoulli_", "normal_", "uniform_", "random_", "exponential_")
 _EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")

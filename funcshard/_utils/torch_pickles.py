@@ -15,8 +15,6 @@ import torch
 
 from funcshard._utils.torch_names import needed_for
 
-__all__ = ["tensor_pickle"]
-
 
 def tensor_pickle(dtype: torch.dtype, sizes: Sequence[int]) -> bytes:
     """Return the pickle that ``torch.save`` writes for a contiguous CPU tensor.

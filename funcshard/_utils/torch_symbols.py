@@ -19,8 +19,6 @@ from torch import fx
 from funcshard._utils.torch_names import needed_for, private
 from funcshard._utils.torch_private import FakeTensorMode, ValueReadError
 
-__all__ = ["put_number", "record_sized_graph"]
-
 _FEATURE = "a trace for any size"
 
 Names = Sequence[str | None]  # of each dim of a tensor; ``None`` for a dim of a fixed size

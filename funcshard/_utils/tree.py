@@ -27,33 +27,6 @@ import optree
 from funcshard._utils.loaded_classes import loaded_class
 from funcshard._utils.stored_trees import check_structure
 
-__all__ = [
-    "DEEPEST",
-    "Structure",
-    "as_inserted",
-    "build",
-    "build_form",
-    "class_of",
-    "code_paths",
-    "describe",
-    "entries_of",
-    "flatten",
-    "flatten_with_form",
-    "form_of",
-    "freeze",
-    "insertion_order",
-    "is_under",
-    "is_under_any",
-    "leaves",
-    "leaves_up_to",
-    "map",
-    "natural_key",
-    "none_paths",
-    "too_deep",
-    "upwards",
-    "with_dicts_in_order",
-]
-
 Structure = Any  # int | None | tuple[str, Any, tuple["Structure", ...]]
 
 # The most containers inside each other, and keys of a path. Why a limit: Python, its JSON and

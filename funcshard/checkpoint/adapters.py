@@ -11,8 +11,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["adapter_reset", "base_model", "file_names"]
-
 
 def base_model(module: nn.Module) -> nn.Module:
     """Return the model inside a ``PeftModel``, or the module itself."""

@@ -24,8 +24,6 @@ import torch
 
 from funcshard._utils import tensor_pickle
 
-__all__ = ["head_of", "joined_checksum", "read_archive", "tail_of"]
-
 _ALIGNMENT = 64  # of the data, counted from the archive's first byte, as torch.save aligns it
 _ZIP64 = 45  # version of the format with numbers of 8 bytes
 _DATE = 0x0021  # 1 January 1980, the first date of the format

@@ -21,8 +21,6 @@ import torch
 
 from funcshard._utils import byte_view, io_memory, is_cached, open_regular
 
-__all__ = ["HOT", "BlockWriter", "in_folder", "open_file", "read_ranges"]
-
 BLOCK = 4 << 20  # bytes; on one NVMe disk, 1 MiB was 15 % slower and 16 MiB 40 %
 HOT = 512 << 10  # bytes that are copied, and then summed up while they are still in the processor's cache
 _PAGE = 4096  # O_DIRECT takes offsets and sizes in multiples of it

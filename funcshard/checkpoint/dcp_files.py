@@ -36,8 +36,6 @@ from funcshard.plan import Box, boxes, dtype_of, position_of, rank_at, slice_off
 # Why torch.distributed.checkpoint is imported inside functions: importing it takes a second, which
 # only the process that writes .metadata should spend.
 
-__all__ = ["Region", "check_region", "read_slices", "write_metadata", "write_slices"]
-
 
 @dataclass(frozen=True, slots=True)
 class Region:

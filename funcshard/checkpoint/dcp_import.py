@@ -28,8 +28,6 @@ from funcshard.comm import Mesh, all_gather_texts
 from funcshard.core import Shards, can_cast, check_mesh, empty_shard, raise_on_every_rank
 from funcshard.plan import Box, BufferPlan, LeafSpec, Plan, boxes, dtype_of, slice_offsets
 
-__all__ = ["import_dcp"]
-
 _LARGEST = 4 << 30  # bytes of a .metadata
 
 # Wrappers of torch put these into the names of parameters.

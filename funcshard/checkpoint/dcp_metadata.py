@@ -21,8 +21,6 @@ import torch
 from funcshard._utils import file_data
 from funcshard.plan import Box
 
-__all__ = ["METADATA", "Chunk", "StoredTensor", "read_metadata"]
-
 METADATA = ".metadata"
 
 _METADATA = "torch.distributed.checkpoint.metadata"

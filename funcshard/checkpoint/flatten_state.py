@@ -48,8 +48,6 @@ from funcshard.checkpoint.metadata import (
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_name, dtype_of, position_of
 from funcshard.train import TrainState
 
-__all__ = ["flatten_state"]
-
 
 def flatten_state(state: Any, plans: Plans, rank: int, device: str = "cpu") -> FlatState:
     """Flatten one rank's state; ``unflatten_state`` is the inverse.

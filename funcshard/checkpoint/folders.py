@@ -23,11 +23,6 @@ from funcshard._utils import exchange, open_regular
 from funcshard.checkpoint.dcp_metadata import METADATA
 from funcshard.checkpoint.path_lock import PathLock, name_of_lock, take, take_soon
 
-__all__ = [
-    "FORMAT", "INDEX", "OLD_FORMAT", "SIZES", "begin_save", "check_replaceable", "delete", "discard", "folders",
-    "has_our_index", "leftovers", "locate", "part_of", "publish", "remove", "remove_leftovers", "set_aside", "sync",
-]  # fmt: skip
-
 INDEX, SIZES = "index.json", "sizes.json"
 FORMAT, OLD_FORMAT = "funcshard.checkpoint/2", "funcshard.checkpoint/1"
 

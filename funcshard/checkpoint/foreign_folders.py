@@ -6,8 +6,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["foreign_remedy"]
-
 _SHARDS = "shards = from_state_dict(state_dict, plan, mesh)"
 
 # For each library: whether names are those of a folder that it writes, and how to read it. The

@@ -16,8 +16,6 @@ from funcshard.checkpoint.metadata import buffers_in_tree_order, child_path
 from funcshard.plan import Plan
 from funcshard.train import trainable_buffers
 
-__all__ = ["ByBuffer", "combine_state", "partition_state"]
-
 ByBuffer = Mapping[str, Mapping[str, Any]]
 """One value for each trainable shard: ``{unit: {buffer key: value}}``."""
 

@@ -22,8 +22,6 @@ from funcshard.checkpoint.metadata import (
 from funcshard.checkpoint.read_items import ReadBox, ReadItem
 from funcshard.plan import BufferPlan, LeafSpec, position_of, rank_at
 
-__all__ = ["holders"]
-
 
 def holders(
     reads: Sequence[ReadItem | ReadBox], outline: TreeSpec, items: Mapping[str, TensorMetadata], plans: Plans

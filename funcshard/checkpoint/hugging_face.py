@@ -21,8 +21,6 @@ from funcshard._utils import regular_size
 from funcshard.checkpoint.adapters import base_model, file_names
 from funcshard.checkpoint.other_files import what_it_holds
 
-__all__ = ["build_on_meta", "default_units", "embedding_names", "is_hugging_face", "read_names", "stored", "write_config"]
-
 Tensors = dict[str, torch.Tensor]
 
 _MOST_LAYERS = 100_000

@@ -40,18 +40,6 @@ from funcshard.checkpoint.rank_tables import (
 from funcshard.checkpoint.stored_fields import check_outline, items_from, old_region_from, sizes_from
 from funcshard.plan import Plan, dtype_of, mesh_text, plan_from_data
 
-__all__ = [
-    "Contents",
-    "latest",
-    "read_values",
-    "absent",
-    "is_overwritten",
-    "read_contents",
-    "read_folder",
-    "time_after",
-    "write_index",
-]
-
 _log = logging.getLogger("funcshard.checkpoint")
 
 

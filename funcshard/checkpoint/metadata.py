@@ -20,32 +20,6 @@ import torch
 from funcshard._utils import loaded_class, public_class_name
 from funcshard.plan import AXES, BufferPlan, LeafCut, LeafSpec, Plan, UnitPlan, own_axes, rank_at, whole_shape_of
 
-__all__ = [
-    "NO_UNIT",
-    "FlatState",
-    "PerRank",
-    "Plans",
-    "TensorMetadata",
-    "TensorSlice",
-    "TreeSpec",
-    "any_plan",
-    "buffers_in_tree_order",
-    "by_entry",
-    "check_replicated",
-    "child_path",
-    "copy_axes",
-    "local_axes",
-    "find_class",
-    "join",
-    "kind_of",
-    "metadata_of",
-    "name_in",
-    "replicated_summary",
-    "replicated_values",
-    "shortened",
-    "stored_name",
-]
-
 TreeSpec = Any
 """A state without its tensors, as JSON. Each node is one of these:
 

@@ -17,8 +17,6 @@ from typing import TypeVar
 from funcshard.checkpoint.folders import locate
 from funcshard.checkpoint.path_lock import pause
 
-__all__ = ["TRIES", "OpenFolder", "open_folder", "read_from"]
-
 T = TypeVar("T")
 
 # Number of times that a reader begins, if each time another save replaces what it reads.

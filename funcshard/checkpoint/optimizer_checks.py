@@ -12,8 +12,6 @@ from funcshard.core import LeafChecksums
 from funcshard.plan import Plan, own_axes
 from funcshard.train import KnownEntries, MuonStep, TorchOptimizer, learn_entries, trainable_buffers
 
-__all__ = ["LeafState", "add_checksums", "check_names", "check_opt_state"]
-
 LeafState = dict[str, Any]
 """The state of one parameter: ``{"exp_avg": tensor, "step": tensor, ...}``."""
 

@@ -38,8 +38,6 @@ from funcshard.core import (
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_name
 from funcshard.train import MuonStep, ParamGroupLayout, TorchOptimizer, check_optimizer, trainable_buffers
 
-__all__ = ["optimizer_from_state_dict"]
-
 # A function from a buffer, and the full tensors or pieces of its leaves, to this rank's shard.
 _Cut = Callable[[UnitPlan, BufferPlan, Mesh, Mapping[str, Any], str], torch.Tensor]
 

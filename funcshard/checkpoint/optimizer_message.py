@@ -18,8 +18,6 @@ from funcshard.comm import Mesh
 from funcshard.core import broadcast
 from funcshard.plan import Plan, dtype_name, dtype_of
 
-__all__ = ["broadcast_text", "decode_state", "encode_state"]
-
 
 def encode_state(by_path: Mapping[str, LeafState], others: Mapping[str, Any], plan: Plan) -> str:
     """Return the state of each leaf, and further values, as a text; inverse of ``decode_state``.

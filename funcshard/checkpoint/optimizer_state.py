@@ -33,8 +33,6 @@ from funcshard.train import (
     trainable_buffers,
 )
 
-__all__ = ["optimizer_to_state_dict"]
-
 
 def optimizer_to_state_dict(
     opt_state: Any,

@@ -10,8 +10,6 @@ from funcshard._utils import file_data, read_regular
 from funcshard.checkpoint.folders import has_our_index
 from funcshard.checkpoint.foreign_folders import foreign_remedy
 
-__all__ = ["what_it_holds"]
-
 
 def what_it_holds(folder: Path) -> str:
     """Return the end of an error about a folder: the files that it holds, and the remedy."""

@@ -21,9 +21,6 @@ from typing import Any
 
 from funcshard._utils import file_data, read_regular
 
-__all__ = ["PathLock", "holder_of", "lock_file", "name_of_lock", "pause", "take", "take_soon"]
-
-
 # Why no link: the words that are written into the file would replace those of another one.
 _FLAGS: int = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
 

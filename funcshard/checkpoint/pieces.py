@@ -12,8 +12,6 @@ from funcshard.comm import Mesh
 from funcshard.core import can_cast
 from funcshard.plan import Box, BufferPlan, LeafSpec, boxes, dtype_of, own_axes, rank_at, slice_offsets
 
-__all__ = ["Piece", "as_pieces", "check_pieces", "copy_boxes", "copy_pieces", "own_pieces"]
-
 
 class Piece(NamedTuple):
     """The consecutive elements of a leaf that one rank holds; positions count in the raveled leaf.

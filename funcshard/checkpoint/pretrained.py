@@ -44,8 +44,6 @@ from funcshard.core import (
 from funcshard.module import Functional, init_buffers, init_missing, make_functional
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of, make_plan
 
-__all__ = ["Pretrained", "from_pretrained", "save_pretrained"]
-
 _Location = tuple[UnitPlan, BufferPlan, LeafSpec]
 _Grown = dict[str, tuple[_Location, torch.Tensor]]  # path -> its rows that the files hold, and these
 

@@ -24,9 +24,6 @@ from funcshard.checkpoint.folders import FORMAT, INDEX, OLD_FORMAT, SIZES
 from funcshard.checkpoint.metadata import FlatState, TensorMetadata, TreeSpec
 from funcshard.checkpoint.stored_fields import check_outline, items_from, regions_from, sizes_from
 
-__all__ = ["RankTable", "check_size", "damaged", "file_of", "read_sizes", "read_table",
-           "read_text", "table_of", "write_sizes", "write_table", "write_text"]  # fmt: skip
-
 _LARGEST = 4 << 30  # bytes of a text file; the index of a million leaves has some hundred MiB
 
 

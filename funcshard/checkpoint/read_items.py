@@ -12,8 +12,6 @@ import torch
 
 from funcshard.plan import Box, boxes
 
-__all__ = ["ReadBox", "ReadItem"]
-
 
 @dataclass(frozen=True, slots=True)
 class ReadItem:

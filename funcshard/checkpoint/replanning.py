@@ -18,8 +18,6 @@ from funcshard.checkpoint.metadata import (
 from funcshard.checkpoint.unflatten_state import DeviceOf, unflatten_state
 from funcshard.plan import Plan
 
-__all__ = ["replan"]
-
 
 def replan(states: Sequence[Any], old: Plan, new: Plan) -> list[Any]:
     """Cut the states of all ranks again, from the ranks and units of one plan to those of another.

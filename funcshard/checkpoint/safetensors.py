@@ -31,10 +31,6 @@ from funcshard.comm import Mesh
 from funcshard.core import LeafChecksums, Shards, check_leaf, check_mesh, check_tie, cut
 from funcshard.plan import Plan, dtype_of, own_axes
 
-__all__ = [
-    "COMPARED", "Entry", "check_floating", "export_safetensors", "import_safetensors", "open_tensors", "write_tensors"
-]  # fmt: skip
-
 _CODES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,

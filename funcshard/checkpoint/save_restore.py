@@ -41,8 +41,6 @@ from funcshard.comm import Mesh, all_gather_texts, check_all_same, find_lost_ran
 from funcshard.core import check_fits, check_mesh, raise_on_every_rank
 from funcshard.plan import Plan
 
-__all__ = ["Saving", "restore", "save"]
-
 _log = logging.getLogger("funcshard.checkpoint")
 
 

@@ -39,22 +39,6 @@ from funcshard.core import (
 )
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of, own_axes
 
-__all__ = [
-    "check_all_shards",
-    "check_flags",
-    "check_no_leaf",
-    "check_no_local_leaf",
-    "find_leaves",
-    "from_state_dict",
-    "is_full",
-    "kept_copy",
-    "leaves_for_this_rank",
-    "find_local_leaf",
-    "shard_from_leaves",
-    "shard_from_rank",
-    "to_state_dict",
-]
-
 
 def to_state_dict(
     shards: Shards,

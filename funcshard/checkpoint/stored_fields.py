@@ -17,8 +17,6 @@ from funcshard.checkpoint.dcp_files import Region
 from funcshard.checkpoint.metadata import Plans, TensorMetadata, TreeSpec, by_entry, local_axes
 from funcshard.plan import cuts_from, dtype_of
 
-__all__ = ["check_held", "check_outline", "items_from", "old_region_from", "regions_from", "sizes_from"]
-
 _FORMS = ("every unit", "some units", "list", "tuple")
 _NO_CONTAINERS = ("value", "tensor", "rank", "shards")
 _KINDS = ("sharded", "whole", "rank", "local")

@@ -47,8 +47,6 @@ from funcshard.plan import (
     slice_offsets,
 )
 
-__all__ = ["DeviceOf", "EmptyState", "unflatten_state"]
-
 DeviceOf = Callable[[TensorMetadata, UnitPlan | None], torch.device]
 """A function from a tensor, and its unit if it is a shard, to the tensor's device."""
 

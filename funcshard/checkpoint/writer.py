@@ -28,8 +28,6 @@ from funcshard.checkpoint.metadata import FlatState, Plans, TensorMetadata, Tens
 from funcshard.checkpoint.path_lock import PathLock, take
 from funcshard.checkpoint.rank_tables import file_of, read_table, table_of, write_sizes, write_table
 
-__all__ = ["Writer", "WriterThread"]
-
 _log = logging.getLogger("funcshard.checkpoint")
 
 # Of a thread that saves while training goes on: on a core that training keeps busy it gets 6 % of

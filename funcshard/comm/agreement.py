@@ -15,8 +15,6 @@ from funcshard._utils import unseen
 from funcshard.comm.group import Group
 from funcshard.comm.step_recording import current_recording
 
-__all__ = ["all_gather_texts", "check_all_same", "check_once", "check_same", "first_difference", "text_of"]
-
 _REMEDY = "build it from the same arguments everywhere"
 _SOME = "a function"
 _NONE = "None"

@@ -16,8 +16,6 @@ from typing import TypeVar
 
 from funcshard.comm.liveness import Heart
 
-__all__ = ["LostError", "watched"]
-
 T = TypeVar("T")
 
 

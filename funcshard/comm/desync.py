@@ -59,8 +59,6 @@ from funcshard.comm.journal import Comparison, Journal, Unused, Wait, compact
 from funcshard.comm.liveness import GIVE_UP, Heart, check_process
 from funcshard.comm.native import gather_single
 
-__all__ = ["DesyncDetector"]
-
 _log = logging.getLogger("funcshard.comm")
 
 # Number of collectives between two comparisons.

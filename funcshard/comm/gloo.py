@@ -22,8 +22,6 @@ import torch.distributed as dist
 from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.group import DeferredWork, Work, sum_in_rank_order
 
-__all__ = ["Gloo"]
-
 # Largest output of an all-gather, in bytes, that is gathered by one all-to-all. Up to this size,
 # starting one operation per rank costs more than copying the shard for every rank.
 _SMALL = 1 << 16

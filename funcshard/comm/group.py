@@ -17,21 +17,6 @@ from typing import Protocol
 
 import torch
 
-__all__ = [
-    "DONE",
-    "AllGatherWork",
-    "DeferredWork",
-    "Group",
-    "LocalGroup",
-    "PrivateAllGatherWork",
-    "Work",
-    "all_gather_last",
-    "all_gather_private",
-    "concatenate",
-    "slice_parts",
-    "sum_in_rank_order",
-]
-
 
 class Work(Protocol):
     """A collective that has been started."""

@@ -22,8 +22,6 @@ from funcshard.comm.meeting import meet
 from funcshard.comm.torch_group import connected, journal_of_job, start_job
 from funcshard.plan import axes_text
 
-__all__ = ["check_gpu", "device_mesh_of", "device_of", "is_started", "launched_ranks", "meet_for_mesh", "start"]
-
 
 def is_started() -> bool:
     """Return whether this process has a default group."""

@@ -41,8 +41,6 @@ import torch
 from funcshard._utils import destroy_group, has_ended
 from funcshard.comm.liveness import Heart
 
-__all__ = ["Comparison", "Journal", "Unused", "Wait", "compact"]
-
 # Number of ranks that an error describes, and number of ranks of the longest circle that is found.
 _MOST_DESCRIBED, _LONGEST = 8, 200
 

@@ -47,8 +47,6 @@ from typing import Any, Protocol, TypeVar
 
 from funcshard._utils import reconnected, store_for_thread, store_is_gone
 
-__all__ = ["GIVE_UP", "Heart", "SilentStoreError", "StorePart", "check_process"]
-
 T = TypeVar("T")
 
 # Seconds without a sign of life after which a rank is given up, by default.

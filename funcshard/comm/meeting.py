@@ -23,8 +23,6 @@ from funcshard.comm.agreement import first_difference
 from funcshard.comm.journal import Journal, Wait
 from funcshard.comm.liveness import GIVE_UP, SilentStoreError
 
-__all__ = ["meet", "name_of"]
-
 # Number of ranks that an error names.
 _MOST_NAMED = 8
 

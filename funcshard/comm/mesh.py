@@ -26,8 +26,6 @@ from funcshard.comm.torch_group import TorchGroup, give_back
 from funcshard.comm.wrapped_group import WrappedGroup
 from funcshard.plan import AXES, axes_text, mesh_axes_of, position_of, rank_at
 
-__all__ = ["Mesh", "find_lost_rank", "in_simulation", "init_mesh", "lines_through", "neighbours", "ranks_of_job", "remade"]
-
 _ALL, _AXES = "mesh.world_size is the number of all ranks", "mesh.shape is a dictionary of axes and their sizes"
 _POSITION = "mesh.position is a dictionary of this rank's index along each axis"
 # Names that a mesh has in other libraries, with their remedies.

@@ -18,8 +18,6 @@ import torch.distributed as dist
 
 from funcshard.comm.group import Work
 
-__all__ = ["Native", "gather_single", "scatter_single"]
-
 # torch 2.13 renames both functions; torch 2.11 has the old names only.
 gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

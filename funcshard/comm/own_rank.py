@@ -13,8 +13,6 @@ from funcshard.comm.group import Group
 from funcshard.comm.mesh import Mesh
 from funcshard.comm.step_recording import current_recording
 
-__all__ = ["at_own_rank", "own_row"]
-
 torch.library.define("funcshard::coordinate", "(str axis, int ranks) -> Tensor")
 
 

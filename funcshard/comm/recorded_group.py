@@ -21,8 +21,6 @@ from funcshard.comm.step_recording import current_recording
 from funcshard.comm.user_collectives import CustomGroup
 from funcshard.comm.wrapped_group import WrappedGroup
 
-__all__ = ["RecordedGroup", "in_graph"]
-
 # --- the operations -------------------------------------------------------------------------------
 
 _WHERE = "str? unit, str buffer, str axis, int ranks, str label"

@@ -35,8 +35,6 @@ from funcshard.comm.group import (
 from funcshard.comm.mesh import Mesh, in_simulation, lines_through
 from funcshard.plan import mesh_axes_of
 
-__all__ = ["simulate"]
-
 Result = TypeVar("Result")
 
 _MOST_RANKS = 10_000  # that are threads of one process

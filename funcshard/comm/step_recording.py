@@ -12,8 +12,6 @@ import torch
 
 from funcshard.plan import Event, record_events_apart
 
-__all__ = ["StepRecording", "current_recording", "record_step"]
-
 _recording: contextvars.ContextVar[StepRecording | None] = contextvars.ContextVar("funcshard_recording", default=None)
 
 

@@ -15,8 +15,6 @@ from funcshard.comm.group import Group
 from funcshard.comm.mesh import Mesh
 from funcshard.plan import BufferPlan, Cast, UnitPlan
 
-__all__ = ["CommDtypes", "Topology"]
-
 
 @dataclass(frozen=True, slots=True)
 class Topology:

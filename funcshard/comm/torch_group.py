@@ -34,8 +34,6 @@ from funcshard.comm.meeting import name_of
 from funcshard.comm.native import Native
 from funcshard.comm.shm import Pool, SharedMemoryBackend, connect, private_block
 
-__all__ = ["TorchGroup", "connected", "give_back", "journal_of_job", "start_job"]
-
 _log = logging.getLogger("funcshard.comm")
 
 # Smallest tensor, in bytes, that is taken from a pool or gathered into shared memory. From this

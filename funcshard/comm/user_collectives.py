@@ -17,8 +17,6 @@ from funcshard.comm.group import AllGatherWork, DeferredWork, Group, LocalGroup,
 from funcshard.comm.mesh import Mesh, remade
 from funcshard.comm.wrapped_group import WrappedGroup
 
-__all__ = ["Collectives", "CustomGroup", "with_collectives", "without_collectives"]
-
 
 @dataclass(frozen=True, slots=True)
 class Pending:

@@ -9,8 +9,6 @@ import torch
 
 from funcshard.comm.group import AllGatherWork, Group, Work
 
-__all__ = ["WrappedGroup"]
-
 
 @dataclass(frozen=True, slots=True)
 class WrappedGroup:

@@ -15,8 +15,6 @@ from funcshard.core.gradient_options import GradientOptions
 from funcshard.core.gradients import GradientFunction, check_callable, evaluate
 from funcshard.plan import Reduce, check_reduce, check_reduce_units
 
-__all__ = ["accumulate", "accumulating_function"]
-
 
 def accumulate(
     loss_fn: Callable[..., Any],

@@ -19,8 +19,6 @@ from funcshard.comm import Group, Mesh, all_gather_private
 from funcshard.core.buffer_comm import BufferComm, live_group, start_reduce
 from funcshard.plan import Event, dtype_name, emit, recording
 
-__all__ = ["AxisComm", "SumComm"]
-
 
 @dataclass(frozen=True, slots=True)
 class AxisComm:

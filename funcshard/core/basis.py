@@ -29,11 +29,6 @@ from funcshard.comm import all_gather_texts
 from funcshard.core.axis_comm import AxisComm, SumComm
 from funcshard.core.buffer_comm import BufferComm
 
-__all__ = [
-    "Loops", "acting_for", "below_transforms", "current_loops", "noted", "noted_outer", "refuse_columns",
-    "refuse_mixed_ranks", "refuse_mixed_sum", "refuse_rows", "within",
-]  # fmt: skip
-
 T = TypeVar("T")
 Comm = TypeVar("Comm", BufferComm, AxisComm, SumComm)
 

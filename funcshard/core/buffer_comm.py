@@ -34,21 +34,6 @@ from funcshard.comm import (
 )
 from funcshard.plan import BufferPlan, Cast, Event, UnitPlan, dtype_name, dtype_of, emit, recording
 
-__all__ = [
-    "AllGatherHandle",
-    "AnyGatherHandle",
-    "BufferComm",
-    "GatherSource",
-    "ReduceHandle",
-    "SharedGatherHandle",
-    "live_group",
-    "start_gather",
-    "start_gathers",
-    "start_reduce",
-    "start_reduce_parts",
-    "start_scatter",
-]
-
 _log = logging.getLogger("funcshard.comm")
 
 _AS_IS = CommDtypes()

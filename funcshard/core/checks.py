@@ -13,10 +13,6 @@ from funcshard._utils import module_remedy
 from funcshard.comm import Mesh, all_gather_texts, check_all_same
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, axes_text, dtype_of
 
-__all__ = [
-    "check_cut", "check_fits", "check_leaf", "check_mesh", "check_shard", "check_shards", "raise_on_every_rank", "same_axes",
-]  # fmt: skip
-
 
 def check_mesh(plan: Plan, mesh: Mesh, options: Mapping[str, str] = MappingProxyType({}), label: str = "") -> None:
     """Raise ``ValueError`` unless all ranks have the same plan, and ``mesh`` has its shape.

@@ -23,8 +23,6 @@ from funcshard.comm import Mesh, all_gather_texts
 from funcshard.core.checks import raise_on_every_rank
 from funcshard.plan import AXES, LeafSpec, position_of
 
-__all__ = ["Comparison", "LeafChecksums", "check_tie", "checksum", "checksum_weights"]
-
 # A block of 8-byte words is a matrix of this shape. Its rows are added up, and only their sum is
 # multiplied by weights: torch adds integers at the speed of memory, and multiplies them at half of
 # it. Why a prime number of columns: rows of a leaf that change places then stand in other columns.

@@ -14,8 +14,6 @@ from funcshard.core.axis_comm import AxisComm, SumComm
 from funcshard.core.basis import noted, refuse_mixed_ranks
 from funcshard.core.grad_reducer import current_reducer
 
-__all__ = ["Collective"]
-
 
 class Collective(torch.autograd.Function):
     """``Collective.apply(tensor, comm)``: return the result of the collective on this rank.

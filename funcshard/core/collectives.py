@@ -27,10 +27,6 @@ from funcshard.core.collective_function import Collective
 from funcshard.core.grad_reducer import note_collective
 from funcshard.plan import AXES, position_of
 
-__all__ = [
-    "all_gather", "all_to_all", "axis_index", "pmax", "pmean", "ppermute", "psum", "psum_scatter", "psum_world",
-]  # fmt: skip
-
 T = TypeVar("T")
 Axis = str | Sequence[str] | None  # one or several names; None for the data axes
 

@@ -22,8 +22,6 @@ from funcshard.core.slices import slice_comms
 from funcshard.core.unit import Reshard, ShardForm, Unshard
 from funcshard.plan import ChooseCast, UnitPlan, axes_text, cast_of, dtype_of
 
-__all__ = ["reshard", "unit_comms", "unshard", "unshard_list"]
-
 
 def unshard(apply: Callable[..., Any], unit: UnitPlan, mesh: Mesh, *, cast: ChooseCast | None = None) -> Unshard:
     """Turn a function of a unit's leaves into a function of this rank's shard of the unit.

@@ -28,8 +28,6 @@ from funcshard.plan import LeafSpec
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["DTensorForm", "as_dtensors", "dtensor_forms", "part_as_planned", "through_dtensors"]
-
 
 @dataclass(frozen=True, slots=True)
 class DTensorForm:

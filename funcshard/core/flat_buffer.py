@@ -35,11 +35,6 @@ from funcshard.core.buffer_comm import AnyGatherHandle, BufferComm, start_gather
 from funcshard.core.grad_reducer import expect_gradient, take_slot
 from funcshard.plan import BufferPlan, dtype_of
 
-__all__ = [
-    "LeafViews", "LeavesToShard", "ShardToLeaves", "TransformedLeaves", "gather_leaves", "leaf_views", "ravel", "views",
-    "views_at",
-]  # fmt: skip
-
 _log = logging.getLogger("funcshard.core")
 
 

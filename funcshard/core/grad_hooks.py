@@ -11,8 +11,6 @@ from funcshard.core.flat_buffer import views
 from funcshard.core.grad_reducer import OnGrad
 from funcshard.plan import BufferPlan
 
-__all__ = ["OnGrads", "OnReduceScattered", "gradient_hook", "scattered_hook"]
-
 # on_grads(unit, {path: gradient}) -> {path: gradient} of those to replace, or None.
 OnGrads = Callable[[str, dict[str, torch.Tensor]], Mapping[str, torch.Tensor] | None]
 # on_reduce_scattered(unit, buffer key, sum) -> the tensor to reduce in its place, or None.

@@ -40,17 +40,6 @@ from funcshard.core.kept_units import KeptUnits
 from funcshard.core.partial_sums import PartialSums
 from funcshard.plan import BufferPlan, Reduce, UnitPlan, buffer_mode, unit_mode
 
-__all__ = [
-    "GradReducer",
-    "GradSlot",
-    "OnGrad",
-    "activate",
-    "current_reducer",
-    "expect_gradient",
-    "note_collective",
-    "take_slot",
-]
-
 _log = logging.getLogger("funcshard.core")
 
 # Reductions that run at a time. One more waits for the oldest, so that few full gradients exist.

@@ -10,8 +10,6 @@ from funcshard.comm import Mesh, check_once, text_of
 from funcshard.core.grad_hooks import OnGrads, OnReduceScattered
 from funcshard.plan import Reduce
 
-__all__ = ["GradientOptions"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientOptions:

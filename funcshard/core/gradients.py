@@ -36,18 +36,6 @@ from funcshard.core.gradient_options import GradientOptions
 from funcshard.core.plain_collectives import all_reduce_flat
 from funcshard.plan import AXES
 
-__all__ = [
-    "GradientFunction",
-    "Result",
-    "check_callable",
-    "check_weight",
-    "detached",
-    "evaluate",
-    "gradient_function",
-    "loss_value",
-    "value_and_grad",
-]
-
 
 def value_and_grad(
     loss_fn: Callable[..., Any],

@@ -22,8 +22,6 @@ from funcshard.core.recompute import remat
 from funcshard.core.slices import SlicedUnit, save_unit
 from funcshard.core.unit import Reshard, Unshard, copy_aliased_outputs
 
-__all__ = ["OpenGroup", "grad_mode", "open_group"]
-
 
 def grad_mode() -> tuple[bool, bool]:
     """Return whether gradients are recorded, and whether inference mode is on."""

@@ -11,8 +11,6 @@ from funcshard._utils import version
 from funcshard.core.buffer_comm import AnyGatherHandle, BufferComm, SharedGatherHandle
 from funcshard.plan import UnitPlan
 
-__all__ = ["KeptUnit", "KeptUnits"]
-
 
 class KeptUnit(NamedTuple):
     """The gathered buffers of one unit.

@@ -9,8 +9,6 @@ from funcshard.comm import Mesh, all_gather_texts
 from funcshard.core.checks import raise_on_every_rank
 from funcshard.core.sharding import check_source
 
-__all__ = ["broadcast_object"]
-
 
 def broadcast_object(value: Any, mesh: Mesh, src: int = 0) -> Any:
     """Return the value of rank ``src`` on every rank. Every rank has to call.

@@ -15,8 +15,6 @@ import torch
 from funcshard.comm import DONE
 from funcshard.core.buffer_comm import BufferComm, ReduceHandle
 
-__all__ = ["OnPartial", "PartialSums"]
-
 # on_partial(number of the leaf, this rank's slice of the sum over the shard axis); it may write.
 OnPartial = Callable[[int, torch.Tensor], None]
 

@@ -11,8 +11,6 @@ from funcshard.comm import Mesh, Topology
 from funcshard.core.buffer_comm import BufferComm, start_gather, start_reduce
 from funcshard.core.grad_reducer import note_collective
 
-__all__ = ["all_gather_flat", "all_reduce_flat"]
-
 
 def all_gather_flat(
     flat: torch.Tensor, mesh: Mesh, *, unit: str | None = None, buffer: str = "", sharded: bool = True, offload: bool = False

@@ -53,10 +53,6 @@ from funcshard.core.flat_buffer import views
 from funcshard.core.grad_reducer import current_reducer
 from funcshard.plan import BackwardOrder, ForwardOrder, Schedule, UnitPlan
 
-__all__ = [
-    "Handles", "HasLeaves", "Prefetcher", "SavedUnit", "UnitSource", "current_unit", "hooks_allowed", "recomputing_unit",
-]  # fmt: skip
-
 _log = logging.getLogger("funcshard.core")
 
 # The all-gathers of the buffers of one unit; None for a buffer that needs none.

@@ -42,8 +42,6 @@ from funcshard._utils import (
 from funcshard.core.basis import Loops, acting_for, below_transforms, current_loops, within
 from funcshard.core.prefetcher import hooks_allowed
 
-__all__ = ["remat"]
-
 Tensors = Sequence[torch.Tensor]
 
 

@@ -10,8 +10,6 @@ from funcshard._utils import callers_level
 from funcshard.core.prefetcher import Prefetcher
 from funcshard.plan import Schedule
 
-__all__ = ["ScheduleLearner"]
-
 
 class ScheduleLearner:
     """A sharded function's schedule; its first call may teach the order, which alters no result.

@@ -20,8 +20,6 @@ import torch
 
 from funcshard._utils import TorchDispatchMode, storage_id, unseen
 
-__all__ = ["UnseenViews"]
-
 
 class UnseenViews(TorchDispatchMode):
     """While it is active, no selective checkpoint sees operations that take views of some storages.

@@ -23,8 +23,6 @@ from funcshard.core.checks import check_fits
 from funcshard.core.collectives import pmean
 from funcshard.plan import BufferPlan, LeafSpec, Plan
 
-__all__ = ["broadcast_to_shards"]
-
 
 @untraced
 def broadcast_to_shards(value: Any, plan: Plan, mesh: Mesh) -> dict[str, dict[str, torch.Tensor]]:

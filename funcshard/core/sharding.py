@@ -22,19 +22,6 @@ from funcshard.core.dtensor_leaves import part_as_planned
 from funcshard.core.flat_buffer import ravel
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, boxes, dtype_of, position_of, slice_offsets
 
-__all__ = [
-    "Shards",
-    "check_source",
-    "cut",
-    "cut_from_rank",
-    "empty_shard",
-    "gather",
-    "put",
-    "put_whole",
-    "shard",
-    "zero_shard",
-]
-
 # {unit name: {buffer key: 1-D shard}}.
 Shards = dict[str, dict[str, torch.Tensor]]
 

@@ -18,8 +18,6 @@ from funcshard.core.buffer_comm import BufferComm, GatherSource
 from funcshard.core.prefetcher import Prefetcher, SavedUnit, UnitSource
 from funcshard.plan import UnitPlan
 
-__all__ = ["SliceComms", "SlicedUnit", "save_unit", "slice_comms"]
-
 # The communication of the slices of each buffer; None for a buffer that is not cut.
 SliceComms = tuple[BufferComm | None, ...]
 

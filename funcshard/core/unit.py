@@ -52,11 +52,6 @@ from funcshard.core.slices import SliceComms, SlicedUnit, save_unit
 from funcshard.core.unshard_handle import UnshardHandle, start_unshard
 from funcshard.plan import BufferPlan, MixedPrecision, UnitPlan, dtype_of
 
-__all__ = [
-    "RecomputeParams", "Reshard", "ShardForm", "Unshard", "cast_inputs", "cast_outputs", "copy_aliased_outputs",
-    "modified_leaf", "run_in_full_precision", "start_unit",
-]  # fmt: skip
-
 _log = logging.getLogger("funcshard.core")
 
 UnitShard = Mapping[str, torch.Tensor]

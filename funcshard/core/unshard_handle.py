@@ -13,8 +13,6 @@ from funcshard.core.grad_reducer import GradReducer, current_reducer
 from funcshard.core.prefetcher import Handles
 from funcshard.plan import UnitPlan
 
-__all__ = ["UnshardHandle", "start_unshard"]
-
 UnitShard = Mapping[str, torch.Tensor]
 
 

@@ -12,8 +12,6 @@ from funcshard.core.axis_comm import AxisComm
 from funcshard.core.grad_reducer import note_collective
 from funcshard.plan import Box, LeafSpec, position_of, slice_offsets
 
-__all__ = ["broadcast", "join_slices", "slice_from_rank"]
-
 
 def join_slices(leaf: torch.Tensor, spec: LeafSpec, mesh: Mesh, *, first_only: bool = False) -> torch.Tensor | None:
     """Return the whole tensor of a leaf, joined from the slices of all ranks, without autograd.

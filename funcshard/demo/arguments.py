@@ -10,9 +10,6 @@ from typing import Any
 
 from funcshard.plan import STRATEGIES
 
-__all__ = ["BadInputError", "add_mesh", "at_least", "check_mesh", "import_callable"]
-
-
 MOST = 10**9
 
 

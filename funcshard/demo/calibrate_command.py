@@ -9,8 +9,6 @@ from funcshard.demo.arguments import BadInputError, at_least
 from funcshard.demo.machine_limits import check_ranks_fit
 from funcshard.estimate import Hardware, calibrate
 
-__all__ = ["add_calibrate", "calibrate_command"]
-
 
 def add_calibrate(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""

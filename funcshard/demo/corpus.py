@@ -12,8 +12,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Corpus", "batch", "load_corpus", "windows"]
-
 MOST_BYTES = 16 * 2**20  # at most so many bytes are read, so that loading stays quick
 HELD_OUT = 0.05  # fraction of the bytes
 _SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}

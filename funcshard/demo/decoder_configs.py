@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-__all__ = ["DECODERS", "DecoderConfig", "ExpertSizes", "LatentSizes"]
-
 FAMILIES = ("llama", "gpt")
 
 

@@ -12,8 +12,6 @@ from torch import nn
 
 from funcshard.demo.decoder_configs import DECODERS, DecoderConfig
 
-__all__ = ["Decoder", "decoder"]
-
 
 def decoder(config: str | DecoderConfig, **changes: Any) -> Decoder:
     """Build a decoder-only language model from its configuration, without any trained weights.

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-__all__ = ["Show", "progress", "say", "show_cursor"]
-
 Show = Callable[[int, str], None]  # (number of turns done, a few words beside the bar)
 
 EVERY = 5.0  # seconds between two lines

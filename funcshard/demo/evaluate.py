@@ -11,8 +11,6 @@ import funcshard as fs
 from funcshard.demo.corpus import windows
 from funcshard.demo.display import Show
 
-__all__ = ["Model", "loss_of", "passes", "sample", "validation_loss"]
-
 Model = Callable[[torch.Tensor], torch.Tensor]  # bytes to logits; all ranks must call it together
 
 WINDOWS = 64  # number of windows of held-out text, over all ranks

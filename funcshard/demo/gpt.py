@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["GPT", "Block", "GPTConfig"]
-
 
 @dataclass(frozen=True, slots=True)
 class GPTConfig:

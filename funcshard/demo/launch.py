@@ -34,8 +34,6 @@ import torch.multiprocessing
 import funcshard as fs
 from funcshard.demo.display import say, show_cursor
 
-__all__ = ["STOPPED", "Stop", "launch", "world_size"]
-
 STOPPED = 130  # the exit code of shells after Ctrl-C
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from funcshard.demo.arguments import BadInputError
 
-__all__ = ["check_model_fits", "check_ranks_fit", "most_ranks"]
-
 # The memory that a rank takes for itself, besides the pages of torch that ranks share. Measured on
 # three ranks: 12 MiB before the first step, and 124 MiB after two steps of the default GPT.
 PROCESS_BYTES = 80 * 2**20

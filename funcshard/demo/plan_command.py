@@ -32,8 +32,6 @@ from funcshard.estimate import (
 )
 from funcshard.plan import STRATEGIES
 
-__all__ = ["add_plan", "plan_command"]
-
 PRECISIONS = {"fp32": None, "bf16": fs.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
 _LONGEST = 8192  # tokens of a sample by default, if the model takes so many
 _MOST_RANKS = 1_000_000

@@ -20,8 +20,6 @@ from funcshard.demo.evaluate import loss_of, passes, sample, validation_loss
 from funcshard.demo.gpt import GPT, GPTConfig
 from funcshard.demo.launch import Stop
 
-__all__ = ["Settings", "check", "train"]
-
 
 @dataclass(frozen=True, slots=True)
 class Settings:

@@ -26,8 +26,6 @@ from funcshard.estimate.trace import Profile, Program, Run
 from funcshard.estimate.walk import OptimizerMemory, Runtime, Simulation, check_runtime, simulate_step
 from funcshard.plan import Event, Plan, Reduce, Schedule, check_plan, make_schedule, predict_step, recomputed_modules
 
-__all__ = ["OPTIMIZERS", "estimate"]
-
 # Optimizers by name. On a GPU torch updates all shards at once, on a CPU one at a time.
 OPTIMIZERS = {
     "adamw": OptimizerMemory(states=2, temporaries="all"),

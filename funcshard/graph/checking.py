@@ -11,8 +11,6 @@ from funcshard.graph.effects import communicates, draws_numbers, written_storage
 from funcshard.graph.step_graph import starts_and_waits
 from funcshard.graph.storages import GraphStorages, held_until
 
-__all__ = ["check_graph"]
-
 
 def check_graph(graph: fx.Graph, *, before: fx.Graph | None = None, keeps_order: bool = True) -> None:
     """Raise unless a graph may run in place of a step.

@@ -20,8 +20,6 @@ from funcshard._utils import (
 )
 from funcshard.graph.step_graph import StepGraph, collective_of
 
-__all__ = ["CollectiveCost", "StepCost", "cost_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCost:

@@ -15,8 +15,6 @@ from funcshard.graph.memory import memory_of
 from funcshard.graph.show import line_without_names
 from funcshard.graph.step_graph import STARTS, StepGraph
 
-__all__ = ["StepDifference"]
-
 _MOST = 40  # lines of a list
 _KINDS = {
     "all_gather": "gathers", "reduce_scatter": "reduce-scatters", "all_reduce": "all-reduces", "broadcast": "broadcasts",

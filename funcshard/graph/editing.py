@@ -10,8 +10,6 @@ from torch import fx
 
 from funcshard._utils import storage_id, tree
 
-__all__ = ["add_node", "clone_node", "form_of", "replace_node", "tensor_storages"]
-
 
 def add_node(graph: fx.Graph, operation: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """Add a call of an operation at the graph's insertion point, with the form of its result."""

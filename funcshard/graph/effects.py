@@ -10,8 +10,6 @@ from funcshard._utils import is_random, operator_name, writes_inputs, written_ar
 from funcshard.graph.step_graph import STARTS, collective_of
 from funcshard.graph.storages import GraphStorages, held_until
 
-__all__ = ["communicates", "dependencies", "draws_numbers", "is_pure", "is_view", "written_by", "written_storages"]
-
 
 def communicates(node: fx.Node) -> bool:
     """Return whether a node starts a collective, of a unit or of torch."""

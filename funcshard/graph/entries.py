@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 from funcshard.graph.signatures import Signature, nearest_difference
 from funcshard.graph.step_graph import StepGraph
 
-__all__ = ["Entries", "Entry", "sizes_text"]
-
 
 class Entry(NamedTuple):
     """A recording.

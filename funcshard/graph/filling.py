@@ -18,8 +18,6 @@ from funcshard._utils import operator_name, recording_tensors, storage_id, tree
 from funcshard.graph.signatures import sized
 from funcshard.graph.step_graph import StepGraph, collective_of
 
-__all__ = ["InputMemory", "fill_in", "filled", "input_memory", "sized_memory"]
-
 # Operations that change the shape of the tensor itself, which is the result of another node too.
 _RELAYOUTS = ("as_strided_", "resize_", "set_", "squeeze_", "swapdims_", "t_", "transpose_", "unsqueeze_")
 

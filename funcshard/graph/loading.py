@@ -20,8 +20,6 @@ from funcshard.graph.traced import Traced, torch_version
 from funcshard.plan import Plan, axes_text, check_plan
 from funcshard.train import TrainStep
 
-__all__ = ["load_traced"]
-
 
 def load_traced(
     path: str | os.PathLike[str], mesh: Mesh, *, plan: Plan | None = None, step: TrainStep | None = None

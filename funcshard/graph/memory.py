@@ -8,8 +8,6 @@ from funcshard._utils import Part, Shown, Table, table
 from funcshard.graph.step_graph import StepGraph, collective_of
 from funcshard.graph.storages import GraphStorages
 
-__all__ = ["StepMemory", "memory_of"]
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StepMemory(Shown):

@@ -10,8 +10,6 @@ import torch
 
 from funcshard._utils import tree
 
-__all__ = ["NamedSizes", "sizes_of"]
-
 Names = tuple[str | None, ...]  # of each dim of a tensor; ``None`` for a dim of a fixed size
 
 

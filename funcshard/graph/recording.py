@@ -41,8 +41,6 @@ from funcshard.graph.signatures import signature_of, sized
 from funcshard.graph.step_graph import Constant, Place, StepGraph, starts_and_waits
 from funcshard.graph.tidying import tidy
 
-__all__ = ["record"]
-
 Step = Callable[[Any, Any], tuple[Any, Any]]
 
 

@@ -14,8 +14,6 @@ from funcshard.graph.step_graph import StepGraph, collective_of
 from funcshard.graph.storages import GraphStorages
 from funcshard.plan import emit, recording
 
-__all__ = ["bind", "lower"]
-
 
 def bind(step_graph: StepGraph, mesh: Mesh) -> Callable[..., list[Any]]:
     """Return a function from the inputs of a graph to its outputs, which runs on a mesh.

@@ -10,8 +10,6 @@ from torch import fx
 from funcshard.graph.step_graph import collective_of
 from funcshard.graph.storages import GraphStorages
 
-__all__ = ["Section", "sections_of"]
-
 
 class Section(NamedTuple):
     """Operations in a row, of one part of the step and of one unit.

@@ -13,8 +13,6 @@ from funcshard.graph.sections import Section, sections_of
 from funcshard.graph.step_graph import StepGraph, collective_of
 from funcshard.plan import dtype_name
 
-__all__ = ["graph_html", "graph_text", "line_without_names"]
-
 _SHORT = {
     "float32": "f32", "float64": "f64", "float16": "f16", "bfloat16": "bf16", "int64": "i64", "int32": "i32",
     "int16": "i16", "int8": "i8", "uint8": "u8", "bool": "bool",

@@ -10,8 +10,6 @@ import torch
 from funcshard._utils import tree
 from funcshard.plan import dtype_name
 
-__all__ = ["Signature", "contiguous_strides", "difference", "nearest_difference", "signature_of", "sized"]
-
 
 class Signature(NamedTuple):
     """The facts about the arguments of a step that a graph depends on.

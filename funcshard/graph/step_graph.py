@@ -15,8 +15,6 @@ from funcshard.graph.conditions import Conditions
 from funcshard.graph.signatures import Signature
 from funcshard.plan import Event
 
-__all__ = ["STARTS", "Constant", "Place", "StepGraph", "collective_of", "starts_and_waits"]
-
 # The operations that start a collective.
 STARTS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
 

@@ -11,8 +11,6 @@ from torch import fx
 from funcshard._utils import storage_id, tree
 from funcshard.graph.step_graph import collective_of
 
-__all__ = ["GraphStorages", "held_until"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GraphStorages:

@@ -11,8 +11,6 @@ from funcshard._utils import is_random, operator_name, storage_id, tree, writes_
 from funcshard.graph.step_graph import collective_of
 from funcshard.graph.storages import GraphStorages
 
-__all__ = ["drop_unused_nodes", "tidy"]
-
 _VIEWS = ("aten::view", "aten::_unsafe_view", "aten::reshape")
 
 

@@ -31,8 +31,6 @@ from funcshard.graph.step_graph import Place, StepGraph, collective_of, starts_a
 from funcshard.plan import Event, Plan
 from funcshard.train import TrainStep
 
-__all__ = ["Traced", "torch_version", "trace"]
-
 _log = logging.getLogger("funcshard.graph")
 _MANY = 8  # recordings, as many as torch.compile makes before it gives up
 

@@ -24,8 +24,6 @@ from funcshard._utils import no_torch_function, tree, wrapper_subclass
 from funcshard.comm import Mesh
 from funcshard.plan import BufferPlan, LeafSpec, boxes, slice_offsets
 
-__all__ = ["BLOCK", "BlockDraws", "DrawnValues", "drawn_values"]
-
 # Why not more: on up to this many elements torch's CPU kernels run on one thread, so the last bits
 # do not depend on the number of threads.
 BLOCK = 2**15

@@ -12,8 +12,6 @@ from torch import nn
 from funcshard.core import cast_outputs, run_in_full_precision
 from funcshard.plan import MixedPrecision
 
-__all__ = ["CallPrecision", "forward_in_full_precision"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallPrecision:

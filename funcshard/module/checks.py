@@ -11,8 +11,6 @@ from torch import nn
 from funcshard._utils import callers_level, check_plain, is_compiled_in_place
 from funcshard.module.walking import ModuleTree
 
-__all__ = ["check_module"]
-
 
 def check_module(tree: ModuleTree) -> None:
     """Raise unless the function of a module can be made, of which ``tree`` is the tree.

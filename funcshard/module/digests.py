@@ -19,8 +19,6 @@ from torch import nn
 
 from funcshard._utils import byte_view
 
-__all__ = ["digest"]
-
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, range, slice})
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 _MOST = 10_000  # objects inside one value

@@ -21,8 +21,6 @@ from funcshard.module.digests import digest
 from funcshard.module.skeleton import ModuleSpec, Skeleton
 from funcshard.module.template import TORCH_ATTRIBUTES
 
-__all__ = ["DiscardedChanges", "DiscardedState"]
-
 _MISSING = object()
 _EMPTY = (dict, list, set, tuple, deque)
 _MOST = 8  # kinds of calls that are looked at

@@ -15,8 +15,6 @@ from torch import nn
 from funcshard._utils import tree
 from funcshard.module.skeleton import Skeleton
 
-__all__ = ["leave_fast_path", "without_fast_path"]
-
 
 def _return_nothing(module: nn.Module, args: Any, result: Any) -> None:
     """Do nothing, as a hook of a module."""

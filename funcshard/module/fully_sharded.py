@@ -60,8 +60,6 @@ from funcshard.plan import (
     recomputed_modules,
 )
 
-__all__ = ["FullyShard", "fully_shard"]
-
 _log = logging.getLogger("funcshard.module")
 
 

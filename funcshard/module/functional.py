@@ -25,8 +25,6 @@ from funcshard.module.remedies import absent_of_apply
 from funcshard.module.skeleton import Skeleton, make_skeleton
 from funcshard.module.unchanged import unchanged
 
-__all__ = ["Functional", "make_functional"]
-
 Tensors = dict[str, torch.Tensor]
 
 

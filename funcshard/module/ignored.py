@@ -9,8 +9,6 @@ import torch
 
 from funcshard.plan import Plan
 
-__all__ = ["check_ignored", "take_ignored"]
-
 Shapes = Mapping[str, tuple[int, ...]]
 
 

@@ -24,8 +24,6 @@ from funcshard.module.block_draws import BlockDraws, drawn_values
 from funcshard.module.placeholder import placeholder
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of, innermost_in, own_axes
 
-__all__ = ["init_module", "init_shards"]
-
 _REMEDY = (
     "draw random numbers from torch's generators, which are seeded alike on every rank, and not from numpy or the rank's "
     "number; if ranks need values of their own, make the plan with local="

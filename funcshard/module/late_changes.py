@@ -18,8 +18,6 @@ from torch import nn
 
 from funcshard._utils import callers_level, version
 
-__all__ = ["LateChanges"]
-
 
 class _Sums(NamedTuple):
     """Sums over a module tree: two trees of other sums differ in the way that the words say."""

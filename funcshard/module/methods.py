@@ -15,8 +15,6 @@ from torch import nn
 
 from funcshard.module.functional import Functional
 
-__all__ = ["read_methods"]
-
 
 def read_methods(methods: Any, apply: Functional, units: Mapping[str, int]) -> dict[int, tuple[str, ...]]:
     """Return the names of the methods by index of the module, after checking them.

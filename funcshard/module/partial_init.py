@@ -20,8 +20,6 @@ from funcshard.comm import Mesh
 from funcshard.core import LeafChecksums, Shards, put_whole
 from funcshard.plan import Plan, own_axes
 
-__all__ = ["init_buffers", "init_missing"]
-
 Reset = Callable[[nn.Module], object]
 
 

@@ -9,8 +9,6 @@ import torch
 from funcshard._utils import graph_task_id, no_torch_function, tree, wrapper_subclass
 from funcshard.plan import BufferPlan, LeafSpec, UnitPlan
 
-__all__ = ["placeholder"]
-
 
 def placeholder(leaf: LeafSpec, buffer: BufferPlan, unit: UnitPlan, device: torch.device) -> torch.Tensor:
     """Return a tensor with the shape, dtype and device of the gathered leaf, but without values.

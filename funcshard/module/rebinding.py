@@ -21,8 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from funcshard._utils import reachable
 
-__all__ = ["Rebinding", "Rebindings", "copied", "rebind", "references"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rebinding:

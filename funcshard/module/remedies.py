@@ -12,8 +12,6 @@ from torch import nn
 
 from funcshard._utils import absent
 
-__all__ = ["absent_of_apply", "absent_of_sharded"]
-
 _CASTS = ("to", "cuda", "cpu", "half", "bfloat16", "float", "double")
 _HOOK_METHODS = ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook")
 _BEFORE = "the function has no parameters of its own: make_functional returned them as params"

@@ -50,8 +50,6 @@ from funcshard.module.template import (
 )
 from funcshard.module.walking import ModuleTree, walk
 
-__all__ = ["ModuleSpec", "Skeleton", "make_skeleton"]
-
 # Why the modules of a call share these of torch's tables: an empty dictionary for each would double
 # the time of a call. The tables that say how a hook is called have the numbers of hooks as keys,
 # and these are unique. The others are about state dicts, for which a call has no use. No call

@@ -27,11 +27,6 @@ from funcshard.comm import Mesh
 from funcshard.module.rebinding import copied, rebind, references
 from funcshard.module.walking import ModuleTree, walk
 
-__all__ = [
-    "TABLES", "TORCH_ATTRIBUTES", "TORCH_CONTAINERS", "Template", "attributes_to_follow", "graph_attributes", "is_immutable",
-    "make_template", "may_refer",
-]  # fmt: skip
-
 TABLES = ("_parameters", "_buffers", "_modules")
 TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__)  # hooks, tables, the training flag
 TORCH_CONTAINERS = {key: type(value) for key, value in nn.Module().__dict__.items() if isinstance(value, dict | set)}

@@ -10,8 +10,6 @@ import torch
 
 from funcshard._utils import version
 
-__all__ = ["unchanged"]
-
 
 @contextmanager
 def unchanged(params: Mapping[str, torch.Tensor]) -> Iterator[None]:

@@ -62,8 +62,6 @@ from funcshard.core import remat as rematerialised
 from funcshard.module.skeleton import Skeleton
 from funcshard.plan import UnitPlan
 
-__all__ = ["UnitCall", "UnitEntry", "UnitMethods", "UnitRun", "check_order", "through_unit"]
-
 Forward = Callable[[Any, Any], Any]  # of args and kwargs
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]

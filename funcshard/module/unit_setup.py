@@ -21,8 +21,6 @@ from funcshard.module.call_precision import CallPrecision
 from funcshard.module.functional import Functional
 from funcshard.plan import MixedPrecision, Plan, UnitPlan, innermost_in, is_one_of
 
-__all__ = ["Compiler", "call_precision", "check_compiler", "compile_units", "effective_unit"]
-
 # A function such as torch.compile: it takes a function and returns one with the same results.
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-__all__ = ["ModuleTree", "walk"]
-
 _WALKS = ("named_modules", "named_parameters", "named_buffers", "_named_members", "modules", "parameters", "buffers")
 Modules = list[tuple[str, nn.Module]]
 Tensors = dict[str, torch.Tensor]

@@ -9,8 +9,6 @@ import torch
 
 from funcshard.plan.unit_plan import BufferPlan, UnitPlan
 
-__all__ = ["Cast", "ChooseCast", "cast_of"]
-
 
 class Cast(NamedTuple):
     """A pair of pure functions around the all-gather of a flat buffer.

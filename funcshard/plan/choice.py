@@ -10,8 +10,6 @@ from funcshard._utils import tree
 from funcshard.plan.leaves import found_by, nodes_of, policy_hint, some
 from funcshard.plan.wrap import Units
 
-__all__ = ["Choice", "UnitNames", "read_units"]
-
 # A path or glob, or a group of them; a mapping gives each one options.
 UnitNames = Iterable[str | Sequence[str]] | Mapping[str | tuple[str, ...], Mapping[str, Any]]
 

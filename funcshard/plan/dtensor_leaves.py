@@ -16,8 +16,6 @@ from funcshard.plan.leaves import Leaf
 from funcshard.plan.mesh_axes import AXES
 from funcshard.plan.unit_plan import LeafCut
 
-__all__ = ["with_placements"]
-
 
 def with_placements(leaves: Sequence[Leaf], mesh: Any, mesh_axes: Mapping[str, int]) -> list[Leaf]:
     """Return the leaves, with the placements of those that are DTensors.

@@ -14,8 +14,6 @@ from typing import Any
 
 from funcshard.plan.unit_plan import BufferPlan, UnitPlan
 
-__all__ = ["UnitGroup", "fold_rows", "fold_units", "names_text", "numbers_text", "representatives", "unit_class"]
-
 _NUMBER = re.compile(r"\d+")
 _MOST_RUNS = 4  # runs of numbers that are written out; a name is shorter than a list of more
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Event", "emit", "record_events", "record_events_apart", "recording"]
-
 _log = logging.getLogger("funcshard.comm")
 
 _recorders: contextvars.ContextVar[tuple[list[Event], ...]] = contextvars.ContextVar("funcshard_recorders", default=())

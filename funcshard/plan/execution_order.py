@@ -16,8 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from funcshard.plan.schedule import Schedule
 
-__all__ = ["BackwardOrder", "ForwardOrder"]
-
 
 class ForwardOrder:
     """Decide which units forward gathers, and when.

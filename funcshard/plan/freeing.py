@@ -13,8 +13,6 @@ from typing import Any
 
 from funcshard._utils import check_count, check_flag
 
-__all__ = ["FREEING", "check_freeing", "freeing_of"]
-
 # The options, with their defaults.
 FREEING: Mapping[str, bool | int | None] = {"reshard_after_forward": None, "reshard_after_backward": True}
 

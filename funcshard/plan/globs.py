@@ -11,8 +11,6 @@ import functools
 import re
 from collections.abc import Callable
 
-__all__ = ["matcher"]
-
 
 @functools.lru_cache(maxsize=256)
 def matcher(glob: str) -> Callable[[str], bool]:

@@ -12,8 +12,6 @@ from typing import Any
 
 from funcshard._utils import tree
 
-__all__ = ["check_container", "check_paths"]
-
 _DIGITS = 4300  # Python writes no whole number of more digits
 _PLAIN = "str, int, bool, finite float, None and tuples of these"
 

@@ -17,8 +17,6 @@ from funcshard.plan.mesh_axes import AXES
 from funcshard.plan.precision import dtype_name
 from funcshard.plan.unit_plan import BufferPlan, LeafCut, LeafSpec, Placements, innermost_in, owners_of
 
-__all__ = ["Layout", "lay_out"]
-
 
 class Layout(NamedTuple):
     """The leaves of one unit.

@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 from funcshard.plan.unit_plan import LeafCut
 
-__all__ = ["Box", "boxes", "own_axes", "slice_offsets"]
-
 
 class Box(NamedTuple):
     """A box of a tensor.

@@ -20,11 +20,6 @@ from funcshard.plan.keys import check_container, check_paths
 from funcshard.plan.precision import has_numbers
 from funcshard.plan.unit_plan import LeafCut, Placements
 
-__all__ = [
-    "Leaf", "found_by", "match", "match_pairs", "matches", "names_in_order", "names_under", "nodes_of", "read_leaves",
-    "some",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leaf:

@@ -12,8 +12,6 @@ from funcshard.plan.leaves import Leaf, match_pairs
 from funcshard.plan.mesh_axes import AXES
 from funcshard.plan.unit_plan import LeafCut
 
-__all__ = ["Local", "with_local_axes"]
-
 # Globs of nodes; or, by glob, mesh axes, or tensor dimensions by mesh axis.
 Local = Iterable[str] | Mapping[str, str | Sequence[str] | Mapping[str, int]]
 

@@ -13,8 +13,6 @@ from collections.abc import Iterable, Mapping
 from numbers import Integral
 from typing import Any
 
-__all__ = ["AXES", "Axes", "axes_text", "mesh_axes_of", "model_axes_of", "position_of", "rank_at", "world_size_of"]
-
 AXES = ("replicate", "shard")  # the data axes
 
 Axes = tuple[tuple[str, int], ...]  # name and size of each axis, in the order of ranks

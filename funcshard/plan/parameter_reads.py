@@ -12,8 +12,6 @@ from torch.overrides import TorchFunctionMode
 
 from funcshard._utils import tensors_in
 
-__all__ = ["read_outside"]
-
 
 def read_outside(module: nn.Module, inputs: Any) -> set[int]:
     """Return the ids of the modules of which a parameter is read while their forward does not run.

@@ -23,8 +23,6 @@ from funcshard.plan.show import plan_table
 from funcshard.plan.small_units import joined_name
 from funcshard.plan.unit_plan import BufferPlan, LeafSpec, UnitPlan
 
-__all__ = ["Plan", "check_plan", "plan_from_data"]
-
 _FORMAT = "funcshard.plan/1"
 
 # Why JSON has other names for these fields: it keeps the names of the first plans, so that stored

@@ -14,8 +14,6 @@ from funcshard.plan.mesh_axes import AXES, Axes, mesh_axes_of, world_size_of
 from funcshard.plan.precision import MixedPrecision
 from funcshard.plan.unit_plan import BufferPlan, LeafCut, LeafSpec, Placements, UnitPlan
 
-__all__ = ["axes_from", "cuts_from", "precision_from", "shape_from", "structure_from", "unit_from"]
-
 _UNIT = ("name", "strategy", "reshard_after_forward", "mesh_shape", "structure", "buffers")
 _LATER_UNIT = ("offload", "precision", "full_precision", "reshard_after_backward", "members", "axes")
 _BUFFER, _LATER_BUFFER = ("key", "dtype", "trainable", "leaves", "shards"), ("local",)

@@ -23,8 +23,6 @@ from funcshard.plan.precision import MixedPrecision, is_one_of
 from funcshard.plan.small_units import SmallGroup, check_bucket_bytes, joined_name, small_groups
 from funcshard.plan.unit_plan import BufferPlan, UnitPlan, check_strategy, innermost_in
 
-__all__ = ["make_plan"]
-
 _LARGE = 2**30  # bytes of a model that is better gathered in units
 
 _log = logging.getLogger("funcshard.plan")

@@ -16,8 +16,6 @@ import torch
 
 from funcshard._utils import check_flag
 
-__all__ = ["MixedPrecision", "class_name", "dtype_name", "dtype_of", "has_numbers", "is_one_of", "stored_precision"]
-
 _DTYPES = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype")
 _FLAGS = (
     "keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs", "full_precision_in_eval",

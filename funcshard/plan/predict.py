@@ -23,8 +23,6 @@ from funcshard.plan.reduce_choice import Reduce, buffer_mode, check_reduce, chec
 from funcshard.plan.schedule import Schedule, check_schedule, make_schedule
 from funcshard.plan.unit_plan import BufferPlan, UnitPlan
 
-__all__ = ["Reached", "predict_events", "predict_step"]
-
 
 class Reached(NamedTuple):
     """A place that the step has reached, just before the collectives that start there.

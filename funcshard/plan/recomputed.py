@@ -8,8 +8,6 @@ from typing import Any
 from funcshard.plan.leaves import matches
 from funcshard.plan.plan import Plan
 
-__all__ = ["read_remat", "recomputed_modules"]
-
 
 def read_remat(remat: Iterable[str] | bool) -> tuple[str, ...] | bool:
     """Return the names and globs of ``remat`` as a tuple, and a flag unchanged.

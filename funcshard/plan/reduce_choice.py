@@ -14,8 +14,6 @@ from funcshard._utils import check_choice, check_count
 from funcshard.plan.leaves import matches, some
 from funcshard.plan.small_units import ends_of
 
-__all__ = ["Reduce", "buffer_mode", "check_reduce", "check_reduce_units", "unit_mode"]
-
 # One of _MODES for all units, or by globs of unit names.
 Reduce = str | Mapping[str, str]
 

@@ -12,8 +12,6 @@ from funcshard._utils import Shown, Table, check_choice, check_count, check_flag
 from funcshard.plan.equal_units import fold_rows
 from funcshard.plan.plan import Plan, check_plan
 
-__all__ = ["Schedule", "check_schedule", "make_schedule"]
-
 BACKWARD = ("pre", "post", None)
 
 

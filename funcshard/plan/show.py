@@ -10,8 +10,6 @@ from funcshard.plan.mesh_axes import AXES, axes_text, world_size_of
 from funcshard.plan.precision import dtype_name, dtype_of
 from funcshard.plan.unit_plan import BufferPlan, UnitPlan
 
-__all__ = ["mesh_text", "plan_table"]
-
 
 def plan_table(fingerprint: str, mesh_axes: Mapping[str, int], units: Sequence[UnitPlan]) -> Table:
     """Return the table of a plan.

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 from funcshard._utils import check_count, tree
 from funcshard.plan.unit_plan import UnitPlan
 
-__all__ = ["SmallGroup", "check_bucket_bytes", "ends_of", "joined_name", "small_groups"]
-
 _TO = "…"  # between the first and the last unit in the name of a group
 
 # The rule of "auto": at least so many adjacent units of at most so many gathered bytes form

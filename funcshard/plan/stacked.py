@@ -13,8 +13,6 @@ import torch
 
 from funcshard._utils import tree
 
-__all__ = ["stack", "unstack"]
-
 
 def unstack(params: Any, path: str) -> Any:
     """Return the tree with a stack of layers as a list of layers; ``stack`` is the inverse.

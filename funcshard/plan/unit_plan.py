@@ -19,11 +19,6 @@ from funcshard._utils import check_choice, tree
 from funcshard.plan.mesh_axes import AXES, Axes, model_axes_of
 from funcshard.plan.precision import MixedPrecision, dtype_of
 
-__all__ = [
-    "STRATEGIES", "BufferPlan", "LeafCut", "LeafPart", "LeafSpec", "Placements", "UnitPlan", "check_strategy",
-    "innermost_in", "owners_of", "whole_shape_of",
-]  # fmt: skip
-
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 _GRID = "pass a mesh of two axes, as in init_mesh({'replicate': R, 'shard': S}), and"
 # The names that strategies have in other libraries, such as those of FSDP1's ShardingStrategy.

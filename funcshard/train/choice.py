@@ -8,8 +8,6 @@ import torch
 
 from funcshard._utils import tree
 
-__all__ = ["choose_tree", "same_form"]
-
 T = TypeVar("T")
 
 

@@ -12,8 +12,6 @@ from funcshard.comm import Mesh, Topology, at_own_rank
 from funcshard.core import Shards, all_gather_flat, check_cut, check_fits, psum_world
 from funcshard.plan import BufferPlan, Plan
 
-__all__ = ["clip_by_global_norm", "global_norm", "norm_of_rows"]
-
 PIECE = 1024  # elements that norm_of_rows adds up in one pass
 
 

@@ -19,8 +19,6 @@ from funcshard._utils import absent, check_count, check_number
 from funcshard.comm import current_recording
 from funcshard.train.optimizer_pair import TorchOptimizer
 
-__all__ = ["check_no_scheduler", "plain_number", "rate_now", "rate_of", "torch_schedule"]
-
 
 def torch_schedule(make: Callable[..., Any], /, *, lr: float, **options: Any) -> TorchSchedule:
     """Return a scheduler of ``torch.optim.lr_scheduler`` as a function of the number of steps.

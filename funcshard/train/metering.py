@@ -14,8 +14,6 @@ from funcshard.comm import Mesh
 from funcshard.plan import AXES
 from funcshard.train.train_state import TrainState
 
-__all__ = ["make_meter"]
-
 
 def make_meter(
     mesh: Mesh, *, tokens: int | None = None, step: int = 0

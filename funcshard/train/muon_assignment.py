@@ -33,8 +33,6 @@ from funcshard.plan import (
 )
 from funcshard.train.param_groups import leaves_under, trainable_buffers
 
-__all__ = ["AllToAll", "Join", "Matrix", "MatrixPart", "Owners", "assign_owners"]
-
 # Why bfloat16: torch.optim.Muon orthogonalises in bfloat16, so rounding the update before it is
 # sent changes no bit of the result.
 _SENT_DTYPE = "bfloat16"

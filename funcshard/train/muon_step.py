@@ -29,8 +29,6 @@ from funcshard.train.optimizers import Schedule, TorchStep, grouped_step, schedu
 from funcshard.train.param_groups import ParamGroupLayout, trainable_buffers
 from funcshard.train.state_checks import REMEDY, check_names, check_values
 
-__all__ = ["MuonStep", "muon"]
-
 
 def muon(
     plan: Plan,

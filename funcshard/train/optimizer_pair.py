@@ -15,8 +15,6 @@ import torch
 from funcshard._utils import absent
 from funcshard.plan import Plan
 
-__all__ = ["ELEMENTWISE", "TorchOptimizer", "check_optimizer", "refusal"]
-
 # Why only these classes: a flat shard keeps nothing of its leaves' shapes. Each of these classes
 # updates an element from that element's own gradient and state, so a flat shard gets the same
 # numbers as the leaves would.

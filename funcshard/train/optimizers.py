@@ -33,8 +33,6 @@ from funcshard.train.state_checks import (
     learn_entries,
 )
 
-__all__ = ["TorchStep", "apply_optimizer", "grouped_step", "torch_optimizer"]
-
 
 def torch_optimizer(
     cls: type[torch.optim.Optimizer],

@@ -15,8 +15,6 @@ import torch
 
 from funcshard.plan import BufferPlan, Plan, UnitPlan, match
 
-__all__ = ["GroupRange", "ParamGroupLayout", "group_leaves", "leaves_under", "trainable_buffers"]
-
 # Why groups are ranges and not flat buffers of their own: every further flat buffer of a unit costs
 # an all-gather and a reduce-scatter of its own. Ranges cost no communication at all.
 

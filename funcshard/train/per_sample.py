@@ -22,8 +22,6 @@ from funcshard.core import BufferComm, Shards, check_callable, check_mesh, check
 from funcshard.plan import AXES, Box, BufferPlan, Plan, own_axes, rank_at, slice_offsets
 from funcshard.train.sample_sums import OnSampleGrads, UnitBuffer, model_axes, sum_of_samples
 
-__all__ = ["per_sample_grad"]
-
 
 def per_sample_grad(
     loss_fn: Callable[..., torch.Tensor],

@@ -30,8 +30,6 @@ from funcshard.core import (
 from funcshard.plan import AXES, BufferPlan, UnitPlan, position_of
 from funcshard.train.clipping import norm_of_rows
 
-__all__ = ["OnSampleGrads", "SampleSums", "UnitBuffer", "model_axes", "sum_of_samples"]
-
 OnSampleGrads = Callable[[str, dict[str, torch.Tensor]], None]
 Grads = list[torch.Tensor]  # ``[samples, *shape]`` of each leaf of a buffer
 

@@ -13,8 +13,6 @@ from funcshard.comm import Mesh, current_recording
 from funcshard.core import check_cut, check_fits, psum_world
 from funcshard.plan import Plan
 
-__all__ = ["GradScaler", "ScalerState"]
-
 
 class ScalerState(NamedTuple):
     """The state of loss scaling between two steps; it is the same on every rank.

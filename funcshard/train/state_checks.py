@@ -21,20 +21,6 @@ from funcshard._utils import check_number, did_you_mean, tree, with_plain_factor
 from funcshard.plan import BufferPlan, UnitPlan
 from funcshard.train.learning_rate import check_no_scheduler
 
-__all__ = [
-    "REMEDY",
-    "KnownEntries",
-    "check_dtypes",
-    "check_entries",
-    "check_gradients",
-    "check_names",
-    "check_options",
-    "check_size",
-    "check_trees",
-    "check_values",
-    "learn_entries",
-]
-
 # The remedy of every error about a state.
 REMEDY = "start anew with optimizer.init(shards), or go on with the optimizer, plan and mesh that the state was made with"
 

@@ -15,8 +15,6 @@ from funcshard.train.optimizers import TorchStep
 from funcshard.train.scaler import GradScaler
 from funcshard.train.train_state import TrainState
 
-__all__ = ["check_loss_fn", "check_scaler", "found_as_state", "texts_of_optimizer"]
-
 
 def texts_of_optimizer(optimizer: Any) -> dict[str, str]:
     """Return the settings of an optimizer by name, as texts that ranks can compare."""

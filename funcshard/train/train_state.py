@@ -10,8 +10,6 @@ from funcshard._utils import absent, check_not_donated, tree
 from funcshard.core import Shards
 from funcshard.train.scaler import ScalerState
 
-__all__ = ["TrainState", "copy"]
-
 T = TypeVar("T")
 
 # Attributes that states have in other libraries, with their remedies.

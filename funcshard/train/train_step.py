@@ -49,8 +49,6 @@ from funcshard.train.scaler import GradScaler, ScalerState
 from funcshard.train.step_checks import check_loss_fn, check_scaler, found_as_state, texts_of_optimizer
 from funcshard.train.train_state import TrainState, copy
 
-__all__ = ["TrainStep", "make_train_step"]
-
 _log = logging.getLogger("funcshard.train")
 
 T = TypeVar("T")

@@ -32,8 +32,6 @@ from funcshard.comm.shm.exchange import Arrival, Exchange
 from funcshard.comm.shm.pool import Block, tracked_view
 from funcshard.comm.shm.transport import IN_OUTPUT
 
-__all__ = ["SharedMemoryBackend"]
-
 # Every rank sums the whole tensor of an all-reduce of at most so many bytes or ranks.
 _SMALL_BYTES, _FEW_RANKS = 1 << 16, 2
 

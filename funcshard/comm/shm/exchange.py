@@ -61,8 +61,6 @@ from funcshard.comm.shm.pool import SLAB_BYTES, Block, SharedBlocks
 from funcshard.comm.shm.rendezvous import close
 from funcshard.comm.shm.transport import IN_OUTPUT, Message, Peer, Peers
 
-__all__ = ["Arrival", "Exchange"]
-
 
 class Exchange:
     """One rank's contributions to the collectives of one group, its messages and its releases.

@@ -27,18 +27,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = [
-    "SLAB_BYTES",
-    "Block",
-    "Pool",
-    "SharedBlocks",
-    "fits",
-    "map_block",
-    "private_block",
-    "shared_block",
-    "tracked_view",
-]
-
 _SMALL_BYTES = 1 << 16  # a block of less than twice as many bytes serves every size that it can hold
 _IDLE_TAKES = 200  # a pool drops a free block that was not needed while this many blocks were taken
 

@@ -36,8 +36,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["close", "connect"]
-
 _NUMBER, _HASH = 16, 32  # bytes of a drawn number, and of a keyed hash
 _HELLO = struct.Struct(f"<q{_NUMBER}s")  # the rank that calls, and its number
 _WELCOME = b"welcome"  # the last message of a call

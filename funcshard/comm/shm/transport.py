@@ -28,8 +28,6 @@ import torch
 
 from funcshard.comm.shm.pool import map_block
 
-__all__ = ["IN_OUTPUT", "Message", "Peer", "Peers"]
-
 _NUMBERS = struct.Struct("<8q")  # whether the block is new, then the fields of ``Message``
 
 IN_OUTPUT = -1  # ``Message.offset`` of a shard that lies at its position in the shared output

@@ -29,8 +29,6 @@ from funcshard.estimate.machine.reference import Reference, StepRates
 from funcshard.estimate.machine.sources import Source
 from funcshard.estimate.machine.timing import KINDS
 
-__all__ = ["SIZES", "calibrate", "fit_link"]
-
 SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # bytes of the whole buffer
 SECONDS = 0.2  # time for each peak
 

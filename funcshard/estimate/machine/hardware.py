@@ -18,8 +18,6 @@ from typing import Any
 from funcshard._utils import check_choice, check_count, check_number, did_you_mean, file_data, read_regular
 from funcshard.estimate.machine.sources import Source
 
-__all__ = ["ALL_KINDS", "Hardware", "Link", "SizeFactor", "hardware_names", "load_hardware"]
-
 ALL_KINDS = "any"  # a Link of this kind serves every kind of collective
 _FOLDER = Path(__file__).with_name("descriptions")
 

@@ -25,8 +25,6 @@ from funcshard.estimate.machine.reference import CLOCK, Reference, rates_of, ref
 from funcshard.estimate.machine.timing import KINDS
 from funcshard.plan import dtype_name
 
-__all__ = ["DTYPES", "PASSES", "PRODUCTS", "ROUNDS", "TENSORS", "cores", "measure"]
-
 PRODUCTS = ((512, 384, 1536), (512, 1536, 384), (512, 384, 8192), (384, 512, 1536))  # m, k, n in float32
 SMALL = ((128, 384, 384),)  # for other dtypes, which many CPUs multiply a hundred times slower
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)

@@ -19,8 +19,6 @@ from torch import nn
 
 from funcshard._utils import TorchDispatchMode, count_flops, storage_id, tensors_in, writes_inputs
 
-__all__ = ["CLOCK", "KernelTime", "Reference", "StepRates", "rates_of", "reference_step", "times_of"]
-
 # Processor time, so that other programs do not count; on Windows it is too coarse for a kernel.
 CLOCK = time.thread_time if time.get_clock_info("thread_time").resolution < 1e-5 else time.perf_counter
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from funcshard._utils import check_count
 
-__all__ = ["RESERVED_RUNS", "ReservedRun", "reserved_band", "reserved_how"]
-
 
 @dataclass(frozen=True, slots=True)
 class ReservedRun:

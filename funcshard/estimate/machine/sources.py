@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from funcshard._utils import check_choice
 
-__all__ = ["SOURCES", "Source", "source_of_sum", "weakest"]
-
 SOURCES = ("exact", "traced", "calibrated", "extrapolated")
 
 _SMALL = 0.05  # of a sum: smaller parts do not count

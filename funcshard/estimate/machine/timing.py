@@ -19,8 +19,6 @@ from funcshard.estimate.machine.hardware import ALL_KINDS, Hardware, Link
 from funcshard.estimate.machine.sources import SOURCES, weakest
 from funcshard.plan import dtype_name
 
-__all__ = ["KINDS", "Timed", "collective_time", "compute_time", "offload_time", "update_time"]
-
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ppermute", "broadcast")
 EXCHANGES = ("all_to_all", "ppermute")  # their events hold the bytes that one rank sends
 

@@ -14,8 +14,6 @@ from funcshard.estimate.reports.show import moment_text
 from funcshard.estimate.reports.unit_use import UnitUse, by_unit, recomputed_units
 from funcshard.plan import UnitPlan, unit_class
 
-__all__ = ["Comparison", "UnitPair", "compare"]
-
 
 @dataclass(frozen=True, slots=True)
 class UnitPair:

@@ -12,8 +12,6 @@ from funcshard.estimate.reports.report import Report
 from funcshard.estimate.reports.unit_use import recomputed_units
 from funcshard.plan import MixedPrecision, Plan, Schedule, UnitPlan, dtype_name, fold_units, mesh_text
 
-__all__ = ["differences_between"]
-
 _DTYPES = {"param": "parameters", "reduce": "reductions", "buffer": "buffers", "output": "outputs"}
 _UNSEEN = "the profile, the plan or the description of the hardware differs in what this list does not show"
 

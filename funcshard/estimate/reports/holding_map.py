@@ -28,8 +28,6 @@ from funcshard.plan import (
     rank_at,
 )
 
-__all__ = ["Held", "Holding", "Holdings", "RankGroup", "holdings"]
-
 _MOST_GROUPS = 4  # groups of ranks with a column of their own
 
 

@@ -18,8 +18,6 @@ from funcshard.estimate.reports.tracks import tracks_of
 from funcshard.estimate.walk import CATEGORIES, Step
 from funcshard.plan import mesh_text
 
-__all__ = ["TOTAL", "to_perfetto", "trace_events"]
-
 TOTAL = "memory"  # name of the counter of all categories
 
 _MICROSECONDS = 1e6

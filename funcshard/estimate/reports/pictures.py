@@ -25,8 +25,6 @@ from funcshard.plan import Plan, mesh_text
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw_holdings", "draw_memory", "draw_pareto", "draw_timeline", "pareto_front"]
-
 # Tensors that live through the whole step are pale, so that all other tensors stand out.
 _COLOURS = {
     "shards": "#888888", "optimizer": "#bbbbbb", "buffers": "#661100", "inputs": "#DDCC77", "communicators": "#999933",

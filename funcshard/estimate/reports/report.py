@@ -11,8 +11,6 @@ from funcshard.estimate.reports.perfetto import to_perfetto
 from funcshard.estimate.reports.show import binds_text, report_parts
 from funcshard.estimate.walk import Step
 
-__all__ = ["Report"]
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Report(Shown, Step):

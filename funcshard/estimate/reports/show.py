@@ -11,8 +11,6 @@ from funcshard.estimate.reports.unit_use import by_unit
 from funcshard.estimate.walk import CATEGORIES, Moment, Step
 from funcshard.plan import mesh_text
 
-__all__ = ["binds_text", "left_text", "memory_table", "moment_text", "rate_text", "report_parts", "source_of"]
-
 # The sources of numbers that a report does not name itself. Sizes of leaves, collectives and
 # states follow from the plan; all other sizes come from the trace.
 _EXACT = ("shards", "optimizer", "gathered", "gradients", "reduction", "gradient shards", "traffic", "budget")

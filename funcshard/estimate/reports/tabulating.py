@@ -10,8 +10,6 @@ from funcshard.estimate.reports.report import Report
 from funcshard.estimate.reports.show import left_text, moment_text, rate_text
 from funcshard.plan import mesh_text
 
-__all__ = ["ReportTable", "tabulate"]
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ReportTable(Shown):

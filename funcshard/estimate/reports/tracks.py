@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from funcshard.estimate.walk import LANES, Span, Step
 
-__all__ = ["tracks_of"]
-
 
 def tracks_of(report: Step) -> dict[str, tuple[Span, ...]]:
     """Return the spans of each track, in the order of the lanes.

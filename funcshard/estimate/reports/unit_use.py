@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from funcshard.estimate.walk import Step
 from funcshard.plan import UnitPlan, fold_units
 
-__all__ = ["UnitUse", "by_unit", "recomputed_units"]
-
 _NO_UNIT = "(no unit)"
 _OF_STEP = ("loss", "optimizer")
 

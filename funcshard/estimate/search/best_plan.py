@@ -31,8 +31,6 @@ from funcshard.estimate.trace import Profile
 from funcshard.estimate.walk import OptimizerMemory, Runtime, check_runtime
 from funcshard.plan import Plan, Schedule, make_plan
 
-__all__ = ["Best", "Point", "auto_plan"]
-
 Profiles = Profile | Sequence[Profile] | Mapping[int, Profile | Sequence[Profile]]
 
 _LEAN = 24  # candidates that are simulated to find a lean one if none fits

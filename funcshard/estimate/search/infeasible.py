@@ -15,8 +15,6 @@ from funcshard.estimate.trace import Profile
 from funcshard.estimate.walk import OptimizerMemory, Runtime
 from funcshard.plan import Plan, Schedule, UnitPlan, make_plan
 
-__all__ = ["Change", "Infeasible", "changes_to_fit"]
-
 _MORE_RANKS = 6  # doublings
 
 

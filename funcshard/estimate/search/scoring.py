@@ -21,8 +21,6 @@ from funcshard.estimate.trace import Profile, Program, Run
 from funcshard.estimate.walk import OptimizerMemory, Runtime, sizes_of
 from funcshard.plan import Plan, Schedule, make_plan, make_schedule, predict_events
 
-__all__ = ["Fixed", "Score", "Scorer"]
-
 _LESS = 1 - 1e-9  # sums in another order differ in their last digits
 
 

@@ -17,8 +17,6 @@ from funcshard.estimate.search.splicing import MARGIN
 from funcshard.estimate.trace import Program, Run
 from funcshard.plan import Plan, fold_units
 
-__all__ = ["MOST_RUNGS", "Candidate", "Choice", "Ladder", "Space", "UnitClass", "ladders", "unit_classes"]
-
 STRATEGIES = ("full_shard", "no_shard")
 
 _PARTS = 8  # of a class, by default

@@ -13,8 +13,6 @@ from collections.abc import Iterator, Sequence
 
 from funcshard.estimate.trace import Mark, Memory, Program, Run
 
-__all__ = ["MARGIN", "in_pieces", "splice"]
-
 MARGIN = 3  # units on each side of a border whose steps may depend on the border
 
 _NONE = Memory(0, 0, 0, 0)

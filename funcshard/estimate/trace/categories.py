@@ -7,8 +7,6 @@ from typing import Any
 
 from funcshard.estimate.trace.tape import LOSS, Alloc, At, Free, Grad
 
-__all__ = ["ACTIVATION", "GRADIENT", "LOSS_TENSOR", "TEMPORARY", "categories_of"]
-
 ACTIVATION, TEMPORARY, LOSS_TENSOR, GRADIENT = range(4)
 
 

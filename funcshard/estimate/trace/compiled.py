@@ -28,8 +28,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from funcshard._utils import TorchDispatchMode, storage_id, tensors_in
 
-__all__ = ["Region", "is_fused", "is_reduction"]
-
 # Operations that compilers fuse, though torch does not tag them as pointwise.
 _FUSED = frozenset({
     "aten._to_copy.default", "aten.copy_.default", "aten.fill_.Scalar", "aten.native_layer_norm.default",

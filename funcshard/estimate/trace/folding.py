@@ -28,8 +28,6 @@ from funcshard.estimate.trace.tape import (
     UseParam,
 )  # fmt: skip
 
-__all__ = ["CannotFoldError", "fold_log"]
-
 Log = Sequence[tuple[Frame, str, Event]]
 
 # The first numbers inside a fold of storages that it exchanges with its caller.

@@ -19,8 +19,6 @@ from torch import nn
 from funcshard._utils import tree
 from funcshard.estimate.trace.values import is_plain, value_of
 
-__all__ = ["Kinds", "kinds_of"]
-
 _TABLES = frozenset({dict, OrderedDict, set})
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TORCH = frozenset(nn.Module().__dict__)

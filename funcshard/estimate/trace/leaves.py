@@ -12,9 +12,6 @@ from torch import nn
 from funcshard.estimate.trace.recorder import Recorder
 from funcshard.estimate.trace.tape import UseParam
 
-__all__ = ["Leaves", "Table"]
-
-
 _SETATTR = nn.Module.__setattr__.__code__
 
 

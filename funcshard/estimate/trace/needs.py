@@ -15,8 +15,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from funcshard._utils import tree
 
-__all__ = ["Needs", "Owners"]
-
 
 class Owners:
     """Which unit a module belongs to.

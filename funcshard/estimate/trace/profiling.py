@@ -26,8 +26,6 @@ from funcshard.estimate.trace.tape import Tape
 from funcshard.estimate.trace.tracing import trace
 from funcshard.plan import MixedPrecision, Plan, dtype_name, make_plan, match
 
-__all__ = ["Profile", "profile"]
-
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Profile(Shown):

@@ -22,8 +22,6 @@ from funcshard.estimate.trace.stretches import Counts, Stretch, add_operation, c
 from funcshard.estimate.trace.tape import LOSS, Alloc, Ask, At, Enter, Event, Exit, Free, Grad, Op, Tape, UseParam
 from funcshard.plan import Reached
 
-__all__ = ["Mark", "Memory", "Program", "Run", "Work", "make_program"]
-
 
 class Memory(NamedTuple):
     """Bytes of the tape's storages by category."""

@@ -34,8 +34,6 @@ from funcshard._utils import (
 from funcshard.estimate.trace.compiled import is_fused, is_reduction
 from funcshard.estimate.trace.tape import Alloc, Ask, At, Event, Free, Grad, Op, Save, UseParam
 
-__all__ = ["Frame", "Recorder"]
-
 
 @dataclass(slots=True, eq=False)
 class Frame:

@@ -31,8 +31,6 @@ from funcshard.estimate.trace.tape import (
     joined,
 )
 
-__all__ = ["Counts", "Stretch", "add_operation", "compact"]
-
 # FLOPs, bytes and number of operations, by dtype and whether they have FLOPs.
 Counts = dict[tuple[str, bool], list[int]]
 

@@ -11,8 +11,6 @@ import torch
 
 from funcshard.estimate.trace.recorder import Recorder
 
-__all__ = ["Form", "Stub", "Traced"]
-
 
 @dataclass(frozen=True, slots=True)
 class Form:

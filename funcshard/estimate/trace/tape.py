@@ -16,11 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = [
-    "LOSS", "Alloc", "Ask", "At", "Call", "Enter", "Event", "Exit", "Fold", "Free", "Grad", "Op", "Save", "Tape",
-    "UseParam", "joined",
-]  # fmt: skip
-
 LOSS = "(loss)"  # stands for the path of the code that computes the loss
 
 

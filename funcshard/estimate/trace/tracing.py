@@ -45,8 +45,6 @@ from funcshard.estimate.trace.tape import LOSS, Enter, Exit, Save, Tape
 from funcshard.estimate.trace.values import is_plain, value_of
 from funcshard.plan import Plan, dtype_of
 
-__all__ = ["trace"]
-
 Loss = Callable[..., torch.Tensor]
 
 _ATTEMPTS = 3  # traces that fold something

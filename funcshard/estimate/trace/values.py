@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["is_plain", "value_of"]
-
 _PLAIN = (
     bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype, torch.device, torch.layout,
     torch.memory_format,

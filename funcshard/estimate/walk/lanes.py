@@ -9,8 +9,6 @@ from funcshard.estimate.walk.runtime import Runtime
 from funcshard.estimate.walk.step import Span
 from funcshard.plan import Event
 
-__all__ = ["Clock", "Lanes"]
-
 
 class Clock(Protocol):
     """The hardware as the simulator asks it: seconds and source of everything that takes time."""

@@ -10,8 +10,6 @@ from funcshard.estimate.walk.ledger import Ledger
 from funcshard.estimate.walk.runtime import OptimizerMemory
 from funcshard.estimate.walk.sizes import UnitSizes
 
-__all__ = ["optimize"]
-
 
 class Walk(Protocol):
     """The part that the optimizer needs of the simulator's walk."""

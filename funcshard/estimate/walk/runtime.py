@@ -11,8 +11,6 @@ from typing import Any
 
 from funcshard._utils import check_choice, check_count
 
-__all__ = ["OptimizerMemory", "Runtime", "check_runtime"]
-
 
 @dataclass(frozen=True, slots=True)
 class OptimizerMemory:

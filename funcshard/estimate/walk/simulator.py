@@ -33,8 +33,6 @@ from funcshard.estimate.walk.sizes import BufferSizes, UnitSizes, sizes_of
 from funcshard.estimate.walk.step import Span
 from funcshard.plan import Event, Plan, Reached, Reduce, UnitPlan, buffer_mode, representatives, unit_mode
 
-__all__ = ["Simulation", "simulate_step"]
-
 
 @dataclass(frozen=True, slots=True)
 class Simulation:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from funcshard.plan import UnitPlan, dtype_of
 
-__all__ = ["BufferSizes", "UnitSizes", "sizes_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class BufferSizes:

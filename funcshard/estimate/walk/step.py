@@ -11,8 +11,6 @@ from typing import NamedTuple, overload
 
 from funcshard.plan import Event, Plan, Schedule
 
-__all__ = ["CATEGORIES", "LANES", "Moment", "Row", "Span", "Step", "Timeline"]
-
 # The uses of memory, in the order of tables and pictures.
 CATEGORIES = (
     "shards", "optimizer", "buffers", "inputs", "communicators", "gathered", "activations", "temporaries", "loss",

@@ -24,8 +24,6 @@ from funcshard.graph.step_graph import StepGraph
 from funcshard.graph.storages import GraphStorages
 from funcshard.plan import Event
 
-__all__ = ["Backend", "Compiled", "CompilingBind"]
-
 _log = logging.getLogger("funcshard.graph")
 # Why one for all: torch's compilers keep state of the process, and simulated ranks are threads.
 _compiling = threading.RLock()

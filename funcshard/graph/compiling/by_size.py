@@ -15,8 +15,6 @@ from funcshard.graph.filling import filled
 from funcshard.graph.step_graph import StepGraph, collective_of
 from funcshard.plan import Event
 
-__all__ = ["BySize", "fixed"]
-
 _log = logging.getLogger("funcshard.graph")
 
 

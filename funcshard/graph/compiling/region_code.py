@@ -8,8 +8,6 @@ from torch import fx
 
 from funcshard.graph.compiling.regions import Cut, Region, writes
 
-__all__ = ["region_graph", "region_text"]
-
 
 def region_graph(region: Region, cut: Cut) -> fx.Graph:
     """Return a region as a graph from its inputs to the list of its outputs."""

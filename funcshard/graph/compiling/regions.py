@@ -23,8 +23,6 @@ from funcshard.graph.sections import sections_of
 from funcshard.graph.step_graph import collective_of
 from funcshard.graph.storages import GraphStorages
 
-__all__ = ["Cut", "Region", "writes"]
-
 # One fast kernel for many tensors, which a compiler would write less well.
 _FUSED = ("aten::_fused_adamw_", "aten::_fused_adam_", "aten::_fused_sgd_", "aten::_fused_adagrad_")
 # Sums in the order of an index, which compilers give to several threads in no fixed order.

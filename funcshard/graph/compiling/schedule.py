@@ -12,8 +12,6 @@ from torch import fx
 
 from funcshard._utils import operator_name
 
-__all__ = ["CompiledRegion", "as_function"]
-
 
 class CompiledRegion:
     """The call of a compiled region in a graph; its only argument is a list, which it empties.

@@ -9,8 +9,6 @@ from funcshard.graph.step_graph import StepGraph
 from funcshard.graph.tidying import drop_unused_nodes
 from funcshard.graph.traced import Traced
 
-__all__ = ["applied"]
-
 
 def applied(traced: Traced, edit: Callable[[StepGraph], None], name: str, *, keeps_order: bool = True) -> Traced:
     """Return a traced step whose graphs are changed by ``edit``, now and when it records again.

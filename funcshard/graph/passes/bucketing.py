@@ -23,8 +23,6 @@ from funcshard.graph.storages import GraphStorages
 from funcshard.graph.traced import Traced
 from funcshard.plan import Event
 
-__all__ = ["bucket"]
-
 _ATEN: Any = torch.ops.aten
 Needed = Mapping[fx.Node, Sequence[fx.Node]]  # by node, those that run before it
 

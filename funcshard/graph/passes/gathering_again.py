@@ -18,8 +18,6 @@ from funcshard.graph.step_graph import StepGraph
 from funcshard.graph.storages import GraphStorages
 from funcshard.graph.traced import Traced
 
-__all__ = ["gather_again"]
-
 
 def gather_again(traced: Traced, *, units: Sequence[str] | None = None) -> Traced:
     """Free units after forward, and gather them again before backward uses them.

@@ -13,8 +13,6 @@ from funcshard.graph.effects import is_pure, written_by, written_storages
 from funcshard.graph.step_graph import Place, StepGraph, collective_of, starts_and_waits
 from funcshard.graph.storages import GraphStorages
 
-__all__ = ["Gathered", "forward_nodes", "gathered_buffers", "is_bucket_split", "uses_of"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gathered:

@@ -20,8 +20,6 @@ from funcshard.graph.storages import GraphStorages
 from funcshard.graph.tidying import drop_unused_nodes
 from funcshard.graph.traced import Traced
 
-__all__ = ["keep_gathered"]
-
 
 def keep_gathered(traced: Traced, *, budget: int | str) -> Traced:
     """Keep units gathered from forward to backward, where a budget of bytes allows it.

@@ -12,8 +12,6 @@ from funcshard.graph.step_graph import StepGraph, collective_of, starts_and_wait
 from funcshard.graph.storages import held_until
 from funcshard.graph.traced import Traced
 
-__all__ = ["gather_earlier", "wait_later"]
-
 
 def gather_earlier(traced: Traced, *, by: int | None = None, budget: int | str | None = None) -> Traced:
     """Start gathers of units earlier, so that more of the step runs while data is on its way.

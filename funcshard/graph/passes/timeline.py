@@ -11,8 +11,6 @@ from funcshard.graph.memory import memory_of
 from funcshard.graph.step_graph import StepGraph
 from funcshard.graph.storages import GraphStorages
 
-__all__ = ["Timeline"]
-
 
 class Timeline:
     """The nodes of a graph, which ``move`` puts into another order.

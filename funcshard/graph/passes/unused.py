@@ -5,8 +5,6 @@ from __future__ import annotations
 from funcshard.graph.passes.applying import applied
 from funcshard.graph.traced import Traced
 
-__all__ = ["drop_unused"]
-
 
 def drop_unused(traced: Traced) -> Traced:
     """Take out operations whose results no operation reads.

@@ -16,8 +16,6 @@ from funcshard.graph.step_graph import Place, StepGraph, starts_and_waits
 from funcshard.graph.storages import GraphStorages
 from funcshard.graph.traced import Traced
 
-__all__ = ["update_early"]
-
 
 def update_early(traced: Traced) -> Traced:
     """Update each unit as soon as its gradient has arrived, so that the gradient is free again.

@@ -10,8 +10,6 @@ from typing import Any
 from funcshard.comm import Mesh, all_gather_texts
 from funcshard.graph.saving.graph_file import text_digest, write_file
 
-__all__ = ["save_together"]
-
 _SHOWN = 90  # characters of a line in an error
 
 

@@ -12,8 +12,6 @@ from funcshard.graph.saving.values import MOST, decoded, device_from, encoded
 from funcshard.graph.signatures import Signature
 from funcshard.plan import dtype_name, dtype_of
 
-__all__ = ["form_from", "form_to", "signature_from", "signature_to"]
-
 _PLAIN: dict[str, type] = {each.__name__: each for each in (bool, int, float, str, complex)}
 
 

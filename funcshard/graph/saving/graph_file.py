@@ -18,8 +18,6 @@ from typing import Any
 from funcshard._utils import file_data, read_regular
 from funcshard.plan import Plan, plan_from_data
 
-__all__ = ["FORMAT", "FileContents", "read_file", "recordings_text", "text_digest", "write_file"]
-
 FORMAT = "funcshard.graph/1"
 
 

@@ -16,8 +16,6 @@ import torch
 
 from funcshard._utils import operator_by_name, operator_full_name
 
-__all__ = ["FUNCTIONS", "operator_of", "target_name"]
-
 _SPACES = ("aten", "prims", "funcshard")
 _NAME = re.compile(r"([A-Za-z0-9_]+)::([A-Za-z0-9_]+)\.([A-Za-z0-9_]+)")
 

@@ -24,8 +24,6 @@ from funcshard.graph.signatures import sized
 from funcshard.graph.step_graph import Constant, Place, StepGraph, collective_of
 from funcshard.plan import Event, dtype_name, dtype_of
 
-__all__ = ["graph_from", "graph_to"]
-
 _ITEM = "funcshard::number.item"  # the number itself, and no tensor
 _OF_INPUTS = ("path", "unit")  # notes for the text of a graph
 _NODE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

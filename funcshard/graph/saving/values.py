@@ -15,8 +15,6 @@ from torch import fx
 
 from funcshard.plan import dtype_name, dtype_of
 
-__all__ = ["MOST", "decoded", "device_from", "encoded"]
-
 MOST = 2**47  # bytes or elements: more than any machine addresses
 _LARGEST = 2**63  # of torch's integers
 
