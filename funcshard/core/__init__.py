@@ -7,8 +7,6 @@ through them.
   all-gather, ``start_reduce`` and ``start_reduce_parts`` start reductions. The ``finish`` of the
   handle that they return waits; on the CPU ``wait_comm`` waits before that.
 - ``basis``: errors for loops of torch over unit vectors that would mix ranks. Skip it at first.
-- ``partial_sums``: sums over the shard axis that wait for their all-reduces. Skip it at first.
-- ``kept_units``: units that stay gathered until their backward.
 - ``grad_reducer``: takes unreduced gradients in backward, starts their reductions, keeps the sums;
   until then keeps units that stay gathered.
 - ``flat_buffer``: a shard to its leaves and back, as two autograd Functions. When the gradients of

@@ -173,7 +173,7 @@ class ShardToLeaves(torch.autograd.Function):
         if ctx.post_backward is not None:
             ctx.post_backward()
         if ctx.slot is not None and ctx.slot.reducer.takes_gradients():
-            ctx.slot.reducer.add(ctx.slot.number, _rows(ctx.buffer, ctx.comm, ctx.device, grads)[1], ctx.comm)
+            ctx.slot.reducer.add(ctx.slot.leaf, _rows(ctx.buffer, ctx.comm, ctx.device, grads)[1], ctx.comm)
             return None, None, None, None, None, None, None
         return LeavesToShard.apply(ctx.buffer, ctx.comm, ctx.device, *grads), None, None, None, None, None, None
 

@@ -2,13 +2,12 @@
 
 ``value_and_grad`` makes a ``GradReducer`` and activates it around the user's loss function. A unit
 that gathers a shard finds the reducer in a context variable and takes a ``GradSlot``: the reducer,
-and the number of the shard among the leaves. In backward the unit hands its unreduced gradient to
-the slot's reducer, and autograd goes on while the reduction runs. A reducer lives for one call.
+and what it knows of the leaf. In backward the unit hands its unreduced gradient to the slot, and
+autograd goes on while the reduction runs. A reducer lives for one call.
 
 A call may run several forwards and backwards, one for each micro-batch. ``reduce`` says whether the
-reductions of all of them add up, or the unreduced gradients, or the sums over the shard axis alone,
-which ``PartialSums`` holds.
-A unit that is not freed after forward stays gathered between these forwards, in ``KeptUnits``.
+reductions of all of them add up, or the unreduced gradients, or the sums over the shard axis alone.
+A unit that is not freed after forward stays gathered between these forwards, as a ``KeptUnit``.
 
 Why leaves are found by ``id``: the pytree that is differentiated may hold the shards of several
 models, so unit and buffer do not name a leaf; and a shard that ``loss_fn`` computes from a leaf has
@@ -21,23 +20,16 @@ import contextlib
 import contextvars
 import logging
 import math
-from collections import Counter
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from funcshard._utils import graph_task_id, is_transformed, unwrapped
-from funcshard.comm import Mesh
-from funcshard.core.buffer_comm import (
-    AnyGatherHandle,
-    BufferComm,
-    ReduceHandle,
-    SharedGatherHandle,
-    start_reduce_parts,
-)
-from funcshard.core.kept_units import KeptUnits
-from funcshard.core.partial_sums import PartialSums
+from funcshard._utils import graph_task_id, is_transformed, unwrapped, version
+from funcshard.comm import DONE, Mesh
+from funcshard.core.buffer_comm import AnyGatherHandle, BufferComm, ReduceHandle, SharedGatherHandle, start_reduce_parts
 from funcshard.plan import BufferPlan, Reduce, UnitPlan, buffer_mode, unit_mode
 
 _log = logging.getLogger("funcshard.core")
@@ -47,7 +39,102 @@ _MOST_RUNNING = 1
 
 # on_grad(unit, buffer, 1-D gradient), which may write to the gradient.
 OnGrad = Callable[[str, BufferPlan, torch.Tensor], None]
-_Gradient = tuple[list[torch.Tensor], BufferComm]  # 1-D parts, and how they are reduced
+
+
+@dataclass(slots=True, eq=False)
+class LeafGradient:
+    """One leaf that a call differentiates with respect to, and its gradient on the way.
+
+    It does not hold the leaf itself: the graph of an output that the user keeps refers to it.
+
+    Attributes:
+        gathered: the leaves of its buffer, if the shard is gathered already.
+        unit: name of the unit that gathers it.
+        buffer: the unit's buffer; ``None`` if no unit has gathered the leaf.
+        mesh: the mesh of the unit.
+        mode: when its gradients are reduced; ``""`` if all are reduced at once.
+        awaited: how many gradients the coming backward will still compute.
+        held: the sum of the unreduced gradients of earlier micro-batches.
+        partial: the sum over the shard axis, if its all-reduces wait for the last micro-batch.
+        comm: the communication of ``held`` and ``partial``.
+        kept: its unit, if that stays gathered.
+        total: the sum of the reduced gradients.
+        divisor: the number by which its gradients were divided before they were reduced.
+    """
+
+    gathered: Sequence[torch.Tensor] | None = None
+    unit: str = ""
+    buffer: BufferPlan | None = None
+    mesh: Mesh | None = None
+    mode: str = ""
+    awaited: int = 0
+    held: torch.Tensor | None = None
+    partial: torch.Tensor | None = None
+    comm: BufferComm | None = None
+    kept: KeptUnit | None = None
+    total: torch.Tensor | None = None
+    divisor: int = 1
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether a plan calls the leaf frozen."""
+        return self.buffer is not None and not self.buffer.trainable
+
+    @property
+    def local_axes(self) -> tuple[Mesh, tuple[str, ...]] | None:
+        """The mesh, and the axes along which values differ, of a leaf that a plan keeps local."""
+        if self.buffer is None or self.mesh is None or not self.buffer.local:
+            return None
+        return self.mesh, self.buffer.local
+
+    def add(self, gradient: torch.Tensor) -> None:
+        """Add a reduced gradient to the total."""
+        # A shard that is gathered twice in one call has two reductions, which add up in the order
+        # of backward.
+        self.total = gradient if self.total is None else self.total.add_(gradient)
+
+    def take_total(self) -> torch.Tensor | None:
+        """Return the total, and forget it."""
+        total, self.total = self.total, None
+        return total
+
+    def drop(self) -> None:
+        """Drop what is held, but the total."""
+        self.held = self.partial = self.kept = None
+
+
+class KeptUnit(NamedTuple):
+    """The gathered buffers of a unit that stays gathered within one call of ``value_and_grad``.
+
+    A second forward finds them here, and so does the recomputation of a checkpoint. The unit is
+    dropped when the gradients of all of its uses have come. At the end of a backward all units are
+    dropped, except, before the last micro-batch, those with ``reshard_after_backward=False``. So
+    the collectives of a rank depend on the order of its program, as on all other ranks, and never
+    on memory that happens to be alive.
+
+    Attributes:
+        unit: the unit.
+        leaves: what is known of its shards.
+        shards: its shards.
+        versions: how often each shard had been written to when it was gathered.
+        comms: the communication of its buffers.
+        handles: the handles of its all-gathers; ``None`` for a buffer that needs none.
+    """
+
+    unit: UnitPlan
+    leaves: Sequence[LeafGradient]
+    shards: Sequence[torch.Tensor]
+    versions: list[int]
+    comms: Sequence[BufferComm]
+    handles: list[SharedGatherHandle | None]
+
+    def serves(self, shards: Sequence[torch.Tensor], comms: Sequence[BufferComm]) -> bool:
+        """Return whether gathering these shards would give what the handles have."""
+        same = len(shards) == len(self.shards) and all(map(operator.is_, shards, self.shards))
+        if not same or not (self.comms is comms or self.comms == comms):
+            return False
+        unchanged = [version(shard) for shard in shards] == self.versions
+        return unchanged and all(handle is None or handle.unwritten for handle in self.handles)
 
 
 class GradReducer:
@@ -59,29 +146,24 @@ class GradReducer:
         on_scattered: called with each sum over the shard axis, before it is reduced along other
             axes; with the unreduced gradient, if its buffer is not cut over the shard axis.
         reduce: when the gradients of several backwards are reduced.
-        gathered: the gathered parts, by number, of shards that are gathered already.
+        gathered: the gathered parts of each leaf, if the shards are gathered already. A unit that
+            gathers such a shard receives the leaves of its buffer.
         mesh: see the attribute.
 
     Attributes:
-        leaves: the tensors that the call differentiates with respect to.
+        leaves: the leaves, and their gradients.
         mesh: the mesh over whose ranks the caller takes the mean; ``None`` for that of the
             collectives that are met.
         worlds: the meshes of the units met, by world size; without ``mesh``, those of all other
             collectives too.
         received: whether a gradient has arrived since ``pre_backward``.
-        frozen: numbers of the leaves that a plan calls frozen.
-        local: mesh, and axes along which values differ, of each leaf that a plan keeps local.
-        sums: the reduced gradients, by number of the leaf.
-        divided: by number of the leaf, the number by which its gradients were divided before they
-            were reduced; only leaves of units whose precision asks for it are listed.
-        kept: the units that stay gathered until their backward, or until the last micro-batch.
+        has_gathered: whether the leaves are gathered already, so that units gather nothing.
         at_end: functions to call at the end of the backward that runs.
     """
 
     __slots__ = (
-        "_accumulated", "_accumulating", "_awaited", "_gathered", "_handles", "_hook", "_met", "_modes", "_numbers",
-        "_on_grad", "_on_scattered", "_partial", "_reduce", "_task", "_zero_weight", "at_end", "divided", "frozen", "kept",
-        "leaves", "local", "mesh", "received", "sums", "worlds",
+        "_accumulating", "_by_id", "_hook", "_on_grad", "_on_scattered", "_reduce", "_running", "_task", "_zero_weight",
+        "at_end", "has_gathered", "leaves", "mesh", "received", "worlds",
     )  # fmt: skip
 
     def __init__(
@@ -91,44 +173,32 @@ class GradReducer:
         on_grad: OnGrad | None = None,
         on_scattered: OnGrad | None = None,
         reduce: Reduce = "each",
-        gathered: Mapping[int, Sequence[torch.Tensor]] | None = None,
+        gathered: Sequence[Sequence[torch.Tensor]] = (),
         mesh: Mesh | None = None,
     ) -> None:
-        self.leaves = leaves
+        self.leaves = [LeafGradient() for _ in leaves]
         self.mesh = mesh
-        self.received = False
         self.worlds: dict[int, Mesh] = {}
-        self.frozen: set[int] = set()
-        self.local: dict[int, tuple[Mesh, tuple[str, ...]]] = {}
-        self.sums: dict[int, torch.Tensor] = {}
-        self.divided: dict[int, int] = {}
-        self.kept = KeptUnits()
+        self.received = False
+        self.has_gathered = bool(gathered)
         self.at_end: list[Callable[[], None]] = []
+        self._by_id = {id(shard): leaf for shard, leaf in zip(leaves, self.leaves, strict=True)}
         self._on_grad = on_grad
         self._on_scattered = on_scattered
         self._reduce = reduce
-        self._modes: dict[int, str] = {}  # by number; empty if all gradients are reduced at once
         self._hook = "on_grads" if on_grad is not None else "on_reduce_scattered" if on_scattered is not None else ""
-        self._partial: PartialSums | None = None
-        if on_scattered is not None or not isinstance(reduce, str) or reduce == "shard_each":
-            self._partial = PartialSums(None if on_scattered is None else self._call_on_scattered)
-        self._gathered = gathered or {}
-        self._numbers = {id(leaf): number for number, leaf in enumerate(leaves)}
-        self._met: dict[int, tuple[str, BufferPlan]] = {}
         self._task: int | None = None  # autograd's number of this reducer's backward, while that runs
         self._accumulating = False
         self._zero_weight = False
-        self._accumulated: dict[int, _Gradient] = {}
-        self._awaited: Counter[int] = Counter()  # gradients that the coming backward will compute, by number
-        self._handles: list[tuple[int, ReduceHandle]] = []
+        self._running: list[tuple[LeafGradient, ReduceHandle]] = []
+        for leaf, parts in zip(self.leaves, gathered, strict=False):
+            leaf.gathered = parts
 
-    @classmethod
-    def of_gathered(cls, leaves: Sequence[torch.Tensor], gathered: Sequence[Sequence[torch.Tensor]]) -> GradReducer:
-        """Return a reducer for shards that are gathered already.
+    # --- forward ----------------------------------------------------------------------------------
 
-        A unit that gathers such a shard receives the leaves of its buffer.
-        """
-        return cls(leaves, gathered=dict(enumerate(gathered)))
+    def leaf_of(self, shard: torch.Tensor) -> LeafGradient | None:
+        """Return what is known of ``shard``; ``None`` if it is none of the leaves."""
+        return self._by_id.get(id(shard))
 
     def note_collective(self, mesh: Mesh) -> None:
         """Note that the loss function communicates over ``mesh`` other than by gathering a unit."""
@@ -143,38 +213,44 @@ class GradReducer:
                 that.
         """
         self.worlds[mesh.world_size] = mesh
-        number = self._numbers.get(id(shard))
-        if number is None:
-            mode = unit_mode(self._reduce, unit)
-            needs = self._hook or ("" if mode == "each" else f"reduce={mode!r}")
-            # Why unwrapped: inside torch.func.jvp a shard does not say that it requires a gradient.
-            gets = shard.requires_grad or (self._hook and unwrapped(shard).requires_grad)
-            if needs and buffer.trainable and gets and torch.is_grad_enabled():
-                what = "was computed from others inside loss_fn: compute it before, or leave this out"
-                if is_transformed(shard):
-                    what = "is one that a torch.func transform inside loss_fn differentiates or maps over: leave this out"
-                elif self._task is not None:
-                    what = "is computed with again by remat, under a torch.func transform: leave one of them out"
-                raise ValueError(
-                    f"{needs} needs shards that are gathered as they are; the shard {buffer.key!r} of unit "
-                    f"{unit or '(root)'!r} {what}"
-                )
+        leaf = self._by_id.get(id(shard))
+        if leaf is None:
+            self._check_computed(shard, unit, buffer)
             return None
-        self._met[number] = (unit, buffer)
-        if not buffer.trainable:
-            self.frozen.add(number)
-        if buffer.local:
-            self.local[number] = (mesh, buffer.local)
-        return self._gathered.get(number)
+        leaf.unit, leaf.buffer, leaf.mesh = unit, buffer, mesh
+        return leaf.gathered
+
+    def _check_computed(self, shard: torch.Tensor, unit: str, buffer: BufferPlan) -> None:
+        """Raise if a shard that is no leaf needs to be one."""
+        mode = unit_mode(self._reduce, unit)
+        needs = self._hook or ("" if mode == "each" else f"reduce={mode!r}")
+        # Why unwrapped: inside torch.func.jvp a shard does not say that it requires a gradient.
+        gets = shard.requires_grad or (self._hook and unwrapped(shard).requires_grad)
+        if not (needs and buffer.trainable and gets and torch.is_grad_enabled()):
+            return
+        what = "was computed from others inside loss_fn: compute it before, or leave this out"
+        if is_transformed(shard):
+            what = "is one that a torch.func transform inside loss_fn differentiates or maps over: leave this out"
+        elif self._task is not None:
+            what = "is computed with again by remat, under a torch.func transform: leave one of them out"
+        raise ValueError(
+            f"{needs} needs shards that are gathered as they are; the shard {buffer.key!r} of unit "
+            f"{unit or '(root)'!r} {what}"
+        )
 
     def find_kept(
         self, comms: Sequence[BufferComm], shard: Mapping[str, torch.Tensor]
     ) -> list[SharedGatherHandle | None] | None:
-        """Return ``KeptUnits.find`` of a unit's shard."""
-        if not self.kept.by_leaf or not comms or self._numbers.get(id(shard[comms[0].buffer])) not in self.kept.by_leaf:
+        """Return the handles of a unit that stays gathered; ``None`` if it does not.
+
+        Arguments:
+            comms: the communication of each buffer, which must be that of the first gather.
+            shard: the unit's shard, which must be unchanged since the first gather.
+        """
+        first = self._by_id.get(id(shard[comms[0].buffer])) if comms else None
+        if first is None or first.kept is None:
             return None
-        shards = [shard[comm.buffer] for comm in comms]
-        return self.kept.find([self._numbers.get(id(local), -1) for local in shards], comms, shards)
+        return first.kept.handles if first.kept.serves([shard[comm.buffer] for comm in comms], comms) else None
 
     def keep(
         self,
@@ -183,24 +259,23 @@ class GradReducer:
         shard: Mapping[str, torch.Tensor],
         handles: Sequence[AnyGatherHandle | None],
     ) -> Sequence[AnyGatherHandle | None]:
-        """Keep a unit gathered if its shards are leaves; return the handles to use."""
+        """Keep a unit gathered if its shards are leaves; return handles for any number of uses."""
         shards = [shard[comm.buffer] for comm in comms]
-        numbers = [self._numbers.get(id(local), -1) for local in shards]
-        return handles if -1 in numbers else self.kept.keep(unit, numbers, comms, shards, handles)
+        leaves = [leaf for local in shards if (leaf := self._by_id.get(id(local))) is not None]
+        if len(leaves) < len(shards):
+            return handles
+        shared = [None if handle is None else SharedGatherHandle.of(handle) for handle in handles]
+        kept = KeptUnit(unit, leaves, shards, [version(local) for local in shards], comms, shared)
+        for leaf in leaves:
+            leaf.kept = kept
+        return shared
 
-    def number_of(self, shard: torch.Tensor) -> int | None:
-        """Return the number of ``shard`` among the leaves; ``None`` if it is none of them."""
-        return self._numbers.get(id(shard))
-
-    def expect(self, number: int) -> None:
-        """Expect a gradient of leaf ``number``, unless backward computes forward again."""
+    def expect(self, leaf: LeafGradient) -> None:
+        """Expect a gradient of a leaf, unless backward computes forward again."""
         if self._task is None:
-            self._awaited[number] += 1
+            leaf.awaited += 1
 
-    @property
-    def has_gathered(self) -> bool:
-        """Whether the leaves are gathered already, so that units gather nothing."""
-        return bool(self._gathered)
+    # --- backward ---------------------------------------------------------------------------------
 
     @property
     def in_backward(self) -> bool:
@@ -239,112 +314,123 @@ class GradReducer:
         """Take the backward that runs now as the reducer's own."""
         self._task = graph_task_id()
 
-    def add(self, number: int, parts: list[torch.Tensor], comm: BufferComm) -> None:
-        """Take the unreduced gradient of leaf ``number``: the concatenation of 1-D ``parts``."""
+    def add(self, leaf: LeafGradient, parts: list[torch.Tensor], comm: BufferComm) -> None:
+        """Take the unreduced gradient of a leaf: the concatenation of 1-D ``parts``."""
         self.received = True
-        self._awaited[number] -= 1
-        more = self._awaited[number] > 0
-        if not more and self.kept.by_leaf:
-            self.kept.drop(number, accumulating=self._accumulating)
-        once = self._reduce != "each" and self._mode(number, comm) == "once"
+        leaf.awaited -= 1
+        more = leaf.awaited > 0
+        if not more and leaf.kept is not None:
+            self._drop_kept(leaf.kept)
+        if self._reduce != "each" and not leaf.mode:
+            chosen, topology = unit_mode(self._reduce, comm.unit or ""), comm.topology
+            leaf.mode = buffer_mode(chosen, cut=topology.cut, repeated=bool(topology.repeated))
+        once = leaf.mode == "once"
         if self._zero_weight or once or self._hook:
             whole = torch.cat(parts)  # a copy, which is held or written to
             parts = [whole if comm.dtypes.reduced is None else whole.to(comm.dtypes.reduced)]
         if self._zero_weight:
             parts[0].nan_to_num_(0.0, 0.0, 0.0)
-        accumulated = self._accumulated.pop(number, None)
-        if accumulated is not None:
-            parts = [accumulated[0][0].add_(parts[0])]
+        if leaf.held is not None:
+            parts, leaf.held = [leaf.held.add_(parts[0])], None
         if once and (self._accumulating or more):
-            self._accumulated[number] = (parts, comm)
+            leaf.held, leaf.comm = parts[0], comm
         else:
-            self._reduce_whole(number, parts, comm)
+            self._start(leaf, parts, comm)
 
     def post_backward(self) -> None:
         """End this backward: wait for every reduction."""
         self._task = None
-        self._awaited.clear()
         while self.at_end:
             self.at_end.pop()()
-        if not self._accumulating:
-            while self._accumulated:
-                number = next(iter(self._accumulated))
-                self._reduce_whole(number, *self._accumulated.pop(number))
-        while self._handles:
+        for leaf in self.leaves:
+            leaf.awaited = 0
+            if leaf.held is not None and leaf.comm is not None and not self._accumulating:
+                parts, leaf.held = [leaf.held], None
+                self._start(leaf, parts, leaf.comm)
+        while self._running:
             self._finish_oldest()
-        self.kept.end_backward(accumulating=self._accumulating)
-        if self._partial is not None and not self._accumulating:
-            for number, grad in self._partial.rest():
-                self._add_up(number, grad)
+        for leaf in self.leaves:
+            if leaf.kept is not None:
+                self._drop_kept(leaf.kept)
+            if leaf.partial is not None and leaf.comm is not None and not self._accumulating:
+                partial, leaf.partial = leaf.partial, None  # the last backward did not reach the leaf
+                self._finish(leaf, ReduceHandle(partial, DONE, leaf.comm))
         _log.debug("root post_backward")
 
     def close(self) -> None:
         """Drop what is held, because after an error the traceback keeps the reducer alive."""
         self._task = None
         self.at_end.clear()
-        self._handles.clear()
-        self._accumulated.clear()
-        self.kept.clear()
-        if self._partial is not None:
-            self._partial.clear()
+        self._running.clear()
+        for leaf in self.leaves:
+            leaf.drop()
 
-    def _mode(self, number: int, comm: BufferComm) -> str:
-        """Return when the gradient of a leaf is reduced."""
-        mode = self._modes.get(number)
-        if mode is None:
-            topology, chosen = comm.topology, unit_mode(self._reduce, comm.unit or "")
-            mode = self._modes[number] = buffer_mode(chosen, cut=topology.cut, repeated=bool(topology.repeated))
-        return mode
+    def _drop_kept(self, kept: KeptUnit) -> None:
+        """Free a unit that has stayed gathered, unless it stays until the last micro-batch."""
+        if self._accumulating and not kept.unit.reshard_after_backward:
+            return
+        # Why all its buffers: see ``ShardToLeaves.backward``.
+        for leaf in kept.leaves:
+            leaf.kept = None
 
-    def _call_on_scattered(self, number: int, partial: torch.Tensor) -> None:
-        assert self._on_scattered is not None
-        self._on_scattered(*self._met[number], partial)
-
-    def _reduce_whole(self, number: int, parts: list[torch.Tensor], comm: BufferComm) -> None:
+    def _start(self, leaf: LeafGradient, parts: list[torch.Tensor], comm: BufferComm) -> None:
+        """Start the reduction of a leaf's gradient."""
         if self._on_grad is not None:
-            self._on_grad(*self._met[number], parts[0])
+            self._call(self._on_grad, leaf, parts[0])
         if comm.dtypes.divided:
-            parts = self._divided_before(number, parts, comm)
+            parts = _divided(leaf, parts, comm)
         if self._on_scattered is not None and not comm.topology.cut:
-            self._call_on_scattered(number, parts[0])
-        for _, running in self._handles:
-            running.wait_comm()  # so that its memory is free before the next one takes more
-        self._handles.append((number, start_reduce_parts(parts, comm)))
-        while len(self._handles) > _MOST_RUNNING:
+            self._call(self._on_scattered, leaf, parts[0])
+        for _, handle in self._running:
+            handle.wait_comm()  # so that its memory is free before the next one takes more
+        self._running.append((leaf, start_reduce_parts(parts, comm)))
+        while len(self._running) > _MOST_RUNNING:
             self._finish_oldest()
 
-    def _divided_before(self, number: int, parts: list[torch.Tensor], comm: BufferComm) -> list[torch.Tensor]:
-        """Return a leaf's gradient, divided as ``MixedPrecision.divide_before_reduce`` says."""
-        topology = comm.topology
-        ranks = math.prod(group.size for _, group in topology.repeated) * (topology.mesh.shard.size if topology.cut else 1)
-        divisor = 1
-        while divisor * divisor < ranks:
-            divisor *= 2
-        if divisor == 1:
-            return parts
-        self.divided[number] = divisor
-        return [(parts[0] if len(parts) == 1 else torch.cat(parts)).div_(divisor)]
-
     def _finish_oldest(self) -> None:
-        number, handle = self._handles.pop(0)
-        if self._partial is not None:
-            waits = self._accumulating and self._modes.get(number) == "shard_each"
-            if not self._partial.take(number, handle, hold=waits):
-                return
-        self._add_up(number, handle.finish())
+        leaf, handle = self._running.pop(0)
+        waits = leaf.mode == "shard_each" and self._accumulating
+        if not handle.comm.topology.cut or not (waits or leaf.partial is not None or self._on_scattered is not None):
+            leaf.add(handle.finish())
+            return
+        handle.work.wait()
+        if leaf.partial is not None:
+            handle.out.add_(leaf.partial)
+            leaf.partial = None
+        if waits:
+            leaf.partial, leaf.comm = handle.out, handle.comm
+        else:
+            self._finish(leaf, handle)
 
-    def _add_up(self, number: int, grad: torch.Tensor) -> None:
-        # A shard that is gathered twice in one call has two reductions, which add up in the order
-        # of backward.
-        self.sums[number] = self.sums[number].add_(grad) if number in self.sums else grad
+    def _finish(self, leaf: LeafGradient, handle: ReduceHandle) -> None:
+        """Show a sum over the shard axis to the hook, and reduce it along other axes."""
+        if self._on_scattered is not None:
+            self._call(self._on_scattered, leaf, handle.out)
+        leaf.add(handle.finish())
+
+    def _call(self, hook: OnGrad, leaf: LeafGradient, gradient: torch.Tensor) -> None:
+        assert leaf.buffer is not None, "a unit has gathered every leaf that gets a gradient"
+        hook(leaf.unit, leaf.buffer, gradient)
 
 
-@dataclass(frozen=True, slots=True)
-class GradSlot:
-    """Where the gradient of one leaf goes: a reducer, and the number of the leaf."""
+def _divided(leaf: LeafGradient, parts: list[torch.Tensor], comm: BufferComm) -> list[torch.Tensor]:
+    """Return a leaf's gradient, divided as ``MixedPrecision.divide_before_reduce`` says."""
+    topology = comm.topology
+    ranks = math.prod(group.size for _, group in topology.repeated) * (topology.mesh.shard.size if topology.cut else 1)
+    divisor = 1
+    while divisor * divisor < ranks:
+        divisor *= 2
+    if divisor == 1:
+        return parts
+    leaf.divisor = divisor
+    return [(parts[0] if len(parts) == 1 else torch.cat(parts)).div_(divisor)]
+
+
+class GradSlot(NamedTuple):
+    """Where the gradient of one leaf goes."""
 
     reducer: GradReducer
-    number: int
+    leaf: LeafGradient
 
 
 _current: contextvars.ContextVar[GradReducer | None] = contextvars.ContextVar("funcshard_reducer", default=None)
@@ -376,19 +462,18 @@ def note_collective(mesh: Mesh) -> None:
 def take_slot(shard: torch.Tensor) -> GradSlot | None:
     """Return the slot of ``shard`` in the active reducer, if it is one of the reducer's leaves."""
     reducer = _current.get()
-    number = None if reducer is None else reducer.number_of(shard)
-    return None if reducer is None or number is None else GradSlot(reducer, number)
+    leaf = None if reducer is None else reducer.leaf_of(shard)
+    return None if reducer is None or leaf is None else GradSlot(reducer, leaf)
 
 
-def expect_gradient(shard: torch.Tensor, leaf: torch.Tensor) -> None:
+def expect_gradient(shard: torch.Tensor, gathered: torch.Tensor) -> None:
     """Let the active reducer expect a gradient of ``shard``, if autograd records the gather.
 
     Arguments:
         shard: this rank's shard.
-        leaf: a leaf that was gathered from it.
+        gathered: a leaf that was gathered from it.
     """
-    reducer = _current.get()
-    number = None if reducer is None else reducer.number_of(shard)
-    # Why look at the leaf: a Function that runs under no_grad is not told so.
-    if reducer is not None and number is not None and unwrapped(leaf).requires_grad:
-        reducer.expect(number)
+    slot = take_slot(shard)
+    # Why look at the gathered leaf: a Function that runs under no_grad is not told so.
+    if slot is not None and unwrapped(gathered).requires_grad:
+        slot.reducer.expect(slot.leaf)

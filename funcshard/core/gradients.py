@@ -31,7 +31,7 @@ from funcshard._utils import (
 from funcshard.comm import Mesh, current_recording, ranks_of_job
 from funcshard.core.collectives import psum_world
 from funcshard.core.grad_hooks import OnGrads, OnReduceScattered, gradient_hook, scattered_hook
-from funcshard.core.grad_reducer import GradReducer, activate, current_reducer
+from funcshard.core.grad_reducer import GradReducer, LeafGradient, activate, current_reducer
 from funcshard.core.gradient_options import GradientOptions
 from funcshard.core.plain_collectives import all_reduce_flat
 from funcshard.plan import AXES
@@ -242,7 +242,7 @@ def evaluate(shards: Any, calls: Sequence[Callable[[Any], Any]], options: Gradie
             factor = weight if weighted else 1 / len(calls)
             zero_weight = factor == 0
             reducer.pre_backward(accumulating=i + 1 < len(calls), zero_weight=zero_weight)
-            reached = _backward(loss if factor == 1 else loss * factor, reducer, direct, zero_weight)
+            reached = _backward(loss if factor == 1 else loss * factor, local, reducer, direct, zero_weight)
             if not reached and not options.allow_constant:
                 raise ValueError(_CONSTANT)
             # Why not in the loss's dtype: a mean over micro-batches would be rounded at each sum.
@@ -263,38 +263,42 @@ def evaluate(shards: Any, calls: Sequence[Callable[[Any], Any]], options: Gradie
         total, world_weight = (sums[0] / divisor).to(total.dtype), sums[1]
     if options.divisor is not None:
         divisor = options.divisor
-        reducer.local.clear()  # one divisor for all leaves
     # Why a leaf that is local along a data axis has its own divisor: its gradient is the mean over
     # the ranks that share its values. Ranks along a model axis share one model, and all count.
     # Why sorted: the sums of weights are all-reduces, which every rank has to start in the same
     # order.
-    local_divisors = {
+    local_axes = {leaf.local_axes for leaf in reducer.leaves if leaf.local_axes is not None}
+    local_divisors: dict[Any, float | torch.Tensor] = {
         key: _weight_of_sharing(own, *key, total.device) if weighted else _ranks_sharing(*key)
-        for key in sorted(set(reducer.local.values()), key=lambda key: ([*key[0].shape.items()], key[1]))
+        for key in sorted(local_axes, key=lambda key: ([*key[0].shape.items()], key[1]))
+        if options.divisor is None
     }
-    divisors = {number: local_divisors[key] for number, key in reducer.local.items()}
     # Why once for each device: shards of offloaded units lie on the CPU, and the host waits for a
     # copy from the device.
     on_device: dict[torch.device, torch.Tensor] = {}
     if isinstance(divisor, torch.Tensor):
-        on_device = {device: divisor.to(device) for device in {leaf.device for leaf in reducer.leaves}}
+        on_device = {device: divisor.to(device) for device in {leaf.device for leaf in local}}
     grads = [
-        _gradient(number, leaf, direct[number], reducer, divisors.get(number, on_device.get(leaf.device, divisor)))
-        for number, leaf in enumerate(reducer.leaves)
+        _gradient(shard, leaf, straight, local_divisors.get(leaf.local_axes, on_device.get(shard.device, divisor)))
+        for shard, leaf, straight in zip(local, reducer.leaves, direct, strict=True)
     ]
-    # Why: the graph of an output that the caller keeps refers to the reducer.
-    reducer.leaves, reducer.sums = (), {}
     return Result(total, world_weight, auxes), unflatten(grads)
 
 
-def _backward(loss: torch.Tensor, reducer: GradReducer, direct: list[torch.Tensor | None], zero_weight: bool) -> bool:
+def _backward(
+    loss: torch.Tensor,
+    local: Sequence[torch.Tensor],
+    reducer: GradReducer,
+    direct: list[torch.Tensor | None],
+    zero_weight: bool,
+) -> bool:
     """Run backward; add gradients of gathered shards to ``reducer``, all others to ``direct``.
 
     Returns:
         Whether a gradient reached any leaf, or there is none that one could reach.
     """
     reached = False
-    wanted = [number for number, leaf in enumerate(reducer.leaves) if leaf.requires_grad]
+    wanted = [number for number, leaf in enumerate(local) if leaf.requires_grad]
     if wanted and loss.requires_grad:
         # Why a view: it has an autograd node of its own, whose hook runs before hooks on the loss
         # itself.
@@ -306,7 +310,7 @@ def _backward(loss: torch.Tensor, reducer: GradReducer, direct: list[torch.Tenso
             # Why single-threaded, also on CUDA: only so does backward see context variables, such
             # as the event log.
             with torch.autograd.set_multithreading_enabled(False):
-                found = torch.autograd.grad(loss, [reducer.leaves[number] for number in wanted], allow_unused=True)
+                found = torch.autograd.grad(loss, [local[number] for number in wanted], allow_unused=True)
         except RuntimeError as error:
             if "backward through the graph a second time" in str(error):
                 error.add_note(
@@ -333,21 +337,21 @@ _CONSTANT = (
 
 
 def _gradient(
-    number: int, leaf: torch.Tensor, direct: torch.Tensor | None, reducer: GradReducer, divisor: float | torch.Tensor
+    shard: torch.Tensor, leaf: LeafGradient, direct: torch.Tensor | None, divisor: float | torch.Tensor
 ) -> torch.Tensor | None:
     """Return a leaf's gradient: its summed reductions plus ``direct``, divided by ``divisor``.
 
     ``direct`` is the gradient that reached the leaf without an all-gather, such as that of a
     penalty on the shard itself.
     """
-    if number in reducer.frozen or not leaf.requires_grad:
+    # Why take: the graph of an output that the caller keeps refers to what the reducer knows.
+    reduced, before = leaf.take_total(), leaf.divisor
+    if leaf.is_frozen or not shard.requires_grad:
         return None
-    reduced = reducer.sums.get(number)
     if isinstance(divisor, torch.Tensor):
-        divisor = divisor.to(leaf.device)  # the CPU, if the leaf is offloaded
+        divisor = divisor.to(shard.device)  # the CPU, if the leaf is offloaded
     if direct is None and reduced is None:
-        return torch.zeros_like(leaf, requires_grad=False)
-    before = reducer.divided.get(number, 1)
+        return torch.zeros_like(shard, requires_grad=False)
     if before != 1 and direct is None:
         divisor = divisor / before
     elif before != 1 and reduced is not None:

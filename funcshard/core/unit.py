@@ -331,7 +331,7 @@ def start_unit(f: Unshard, shard: UnitShard) -> Handles:
     """Start the all-gathers of a unit; if the running call keeps it gathered, it starts none."""
     reducer = current_reducer()
     kept = None
-    if reducer is not None and reducer.kept.by_leaf and not f.unit.reshard_after_forward:
+    if reducer is not None and not f.unit.reshard_after_forward:
         kept = reducer.find_kept(f.comms, shard)
     return start_gathers(f.sources(shard)) if kept is None else kept
 

@@ -134,7 +134,7 @@ def sum_of_samples(
         traced = {name: dict(shard) for name, shard in shards.items()}
         for each, probe in zip(trained, probes, strict=True):
             traced[each.unit.name][each.buffer.key] = _Watch.apply(each.shard_in(shards), probe)
-        with activate(GradReducer.of_gathered([traced[unit][key] for unit, key in given], [*given.values()])):
+        with activate(GradReducer([traced[unit][key] for unit, key in given], gathered=[*given.values()])):
             loss = call(traced, unflatten_sample(sample))
         if leaves and isinstance(loss, torch.Tensor) and not loss.requires_grad:
             raise ValueError(

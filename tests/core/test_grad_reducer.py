@@ -41,7 +41,7 @@ def fail(hold, gone: list[weakref.ref[torch.Tensor]], monkeypatch: pytest.Monkey
     monkeypatch.setattr(grad_reducer, "start_reduce_parts", lambda parts, comm: ReduceHandle(parts[0], DONE, comm))
     with activate(reducer):
         held.append(torch.ones(4))
-        reducer.add(0, [held[0]], comm)
+        reducer.add(reducer.leaves[0], [held[0]], comm)
         gone.append(weakref.ref(held.pop()))
         assert gone[0]() is not None
         raise ZeroDivisionError
@@ -95,13 +95,13 @@ def test_parts_of_a_gradient_are_put_together_only_to_be_written_to_or_held(make
         fill = torch.nan if make is of_zero_weight else 1.0
         parts = [torch.full((3,), fill).bfloat16(), torch.ones(1).bfloat16()]
         copies = [part.clone() for part in parts]
-        reducer.add(0, parts, comm)
+        reducer.add(reducer.leaves[0], parts, comm)
         reducer.post_backward()
         assert (reduced[0] is parts) == same
         assert same or [part.dtype for part in reduced[0]] == [torch.float32]  # one new tensor, to be donated
         # Other code may hold the gradients of the leaves, so they must not change.
         assert all(torch.equal(part, copy) or part.isnan().all() for part, copy in zip(parts, copies, strict=True))
-        assert reducer.sums[0].tolist() == wanted
+        assert reducer.leaves[0].take_total().tolist() == wanted
 
 
 class Recorded(LocalGroup):
@@ -120,18 +120,19 @@ def test_a_reduction_is_over_before_the_next_takes_memory() -> None:
     order, comm = Recorded.order, BufferComm(Topology(Mesh({"shard": Recorded(size=2)}), False))
     order.clear()
     with activate(GradReducer(two_leaves())) as reducer:
-        reducer.add(0, [torch.ones(2)], comm)
-        reducer.add(1, [torch.ones(2)], comm)
+        for leaf in reducer.leaves:
+            reducer.add(leaf, [torch.ones(2)], comm)
         assert order[:3] == ["0 starts", "0 is waited for", "2 starts"]
         reducer.post_backward()
 
 
 def test_what_one_backward_did_not_bring_is_not_awaited_in_the_next() -> None:
     reducer = GradReducer(two_leaves(), reduce="once")
+    leaf = reducer.leaves[0]
     for forwards in (2, 1):  # the first backward leaves out one of two gradients
         reducer.pre_backward(accumulating=False, zero_weight=False)
         for _ in range(forwards):
-            reducer.expect(0)
-        reducer.add(0, [torch.ones(2)], COMM)
-        assert (0 in reducer.sums or bool(reducer._handles)) is (forwards == 1)
+            reducer.expect(leaf)
+        reducer.add(leaf, [torch.ones(2)], COMM)
+        assert (leaf.held is None) is (forwards == 1)
         reducer.post_backward()

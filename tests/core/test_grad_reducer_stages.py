@@ -12,7 +12,6 @@ from torch.distributed.fsdp import fully_shard
 
 import funcshard as fs
 from funcshard._utils import tree
-from funcshard.core.buffer_comm import BufferComm
 from funcshard.core.grad_reducer import GradReducer
 from tests.ranks import run_ranks
 
@@ -125,9 +124,9 @@ def test_between_micro_batches_only_a_slice_of_each_gradient_is_kept(monkeypatch
 
     def look(reducer: GradReducer) -> None:
         post_backward(reducer)
-        assert not reducer._accumulated
-        assert reducer._partial is not None
-        kept.append(sum(partial.untyped_storage().nbytes() for partial, _ in reducer._partial._held.values()))
+        assert all(leaf.held is None for leaf in reducer.leaves)
+        partial = [leaf.partial for leaf in reducer.leaves if leaf.partial is not None]
+        kept.append(sum(tensor.untyped_storage().nbytes() for tensor in partial))
 
     monkeypatch.setattr(GradReducer, "post_backward", look)
 
@@ -328,10 +327,9 @@ def test_shards_computed_inside_the_loss_are_refused(options: Any) -> None:
 
 def test_an_error_frees_the_sums_that_wait() -> None:
     reducer = GradReducer([torch.ones(2)], reduce="shard_each")
-    assert reducer._partial is not None
-    reducer._partial._held[0] = torch.ones(2), BufferComm.__new__(BufferComm)
+    reducer.leaves[0].partial = torch.ones(2)
     reducer.close()
-    assert not reducer._partial._held
+    assert reducer.leaves[0].partial is None
 
 
 # --- FSDP2 ----------------------------------------------------------------------------------------
