@@ -20,10 +20,10 @@ through them.
 - ``dtensor_leaves``: leaves that the model uses as DTensors, and autograd's saved DTensors.
 - ``selective_checkpoint``: hides a unit's gathers and views from torch's selective checkpoints.
 - ``checksum``: whether ranks that each pass full leaves pass the same ones.
-- ``unit``: the functions that ``unshard`` and ``reshard`` of ``combinators`` return, which run a
-  function inside all that. After forward nothing refers to the gathered buffer, so Python frees it.
+- ``unit``: ``Unshard``, which ``unshard`` and ``reshard`` of ``combinators`` return, gathers a
+  unit; ``Gathered`` runs a function of its leaves inside all that, or several modules of a group.
+  After forward nothing refers to the gathered buffer, so Python frees it.
   ``unshard_handle``: a gather that a forward by hand starts early. Skip it at first.
-- ``group``: a unit of several modules, which share what the first of them gathered.
 - ``axis_comm``: one collective along mesh axes, and its adjoint.
 - ``collective_function``: the autograd Function of collectives on tensors that are not units.
 - ``collectives``: ``psum``, ``all_gather`` and others, differentiable, along named axes.
@@ -77,7 +77,6 @@ from funcshard.core.gradients import (
     loss_value,
     value_and_grad,
 )
-from funcshard.core.group import OpenGroup, grad_mode, open_group
 from funcshard.core.objects import broadcast_object
 from funcshard.core.plain_collectives import all_gather_flat, all_reduce_flat
 from funcshard.core.prefetcher import Handles, Prefetcher, current_unit, hooks_allowed
@@ -97,11 +96,12 @@ from funcshard.core.sharding import (
     zero_shard,
 )
 from funcshard.core.unit import (
+    Gathered,
     RecomputeParams,
-    Reshard,
     Unshard,
     cast_inputs,
     cast_outputs,
+    grad_mode,
     modified_leaf,
     run_in_full_precision,
     start_unit,
@@ -109,15 +109,15 @@ from funcshard.core.unit import (
 from funcshard.core.whole_leaves import broadcast, join_slices, slice_from_rank
 
 __all__ = [
-    "BufferComm", "GradReducer", "GradientOptions", "Handles", "LeafChecksums", "OnGrads", "OnReduceScattered",
-    "OpenGroup", "Prefetcher", "RecomputeParams", "Reshard", "ScheduleLearner", "Shards",
+    "BufferComm", "Gathered", "GradReducer", "GradientOptions", "Handles", "LeafChecksums", "OnGrads", "OnReduceScattered",
+    "Prefetcher", "RecomputeParams", "ScheduleLearner", "Shards",
     "Unshard", "accumulate", "accumulating_function", "activate", "all_gather", "all_gather_flat", "all_reduce_flat",
     "all_to_all", "axis_index", "broadcast", "broadcast_object", "broadcast_to_shards", "can_cast",
 
     "cast_inputs", "cast_outputs", "check_callable", "check_cut", "check_fits", "check_leaf", "check_mesh",
     "check_shard", "check_shards", "check_source", "check_tie", "check_weight", "current_reducer", "current_unit",
     "cut", "cut_from_rank", "detached", "empty_shard", "gather", "grad_mode", "gradient_function", "hooks_allowed",
-    "join_slices", "loss_value", "modified_leaf", "open_group", "pmax", "pmean", "ppermute", "psum",
+    "join_slices", "loss_value", "modified_leaf", "pmax", "pmean", "ppermute", "psum",
     "psum_scatter", "psum_world", "put", "put_whole", "raise_on_every_rank", "remat", "reshard",
     "run_in_full_precision", "shard", "slice_from_rank", "start_gather", "start_reduce", "start_unit", "unit_comms",
     "unshard", "unshard_list", "value_and_grad", "views", "zero_shard",

@@ -1,12 +1,13 @@
 """Two combinators: ``unshard`` gathers a unit for a function, ``reshard`` frees it until backward.
 
 Both return pure functions. All state of a call lives in that call and in the autograd graph that it
-returns, so calls may overlap, repeat, and fail at any point. The classes of the two functions are
-in ``unit``.
+returns, so calls may overlap, repeat, and fail at any point. ``unit`` has the class of the two
+functions.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from funcshard.core.checks import same_axes
 from funcshard.core.dtensor_leaves import dtensor_forms
 from funcshard.core.flat_buffer import leaf_views
 from funcshard.core.slices import slice_comms
-from funcshard.core.unit import Reshard, ShardForm, Unshard
+from funcshard.core.unit import ShardForm, Unshard
 from funcshard.plan import ChooseCast, UnitPlan, axes_text, cast_of, dtype_of
 
 
@@ -110,7 +111,7 @@ def _unshard(
     return Unshard(apply, unit, mesh, comms, views, _forms(unit, mesh), dtensor_forms(unit.leaves, mesh), listed)
 
 
-def reshard(f: Unshard) -> Reshard:
+def reshard(f: Unshard) -> Unshard:
     """Turn a function from ``unshard`` into one that frees the leaves from forward to backward.
 
     The gathered leaves are freed when forward returns, and gathered again when backward needs the
@@ -145,9 +146,9 @@ def reshard(f: Unshard) -> Reshard:
         >>> fs.simulate(main, world_size=2)
         [(6.0, [1.0, 1.0, 1.0]), (6.0, [1.0, 1.0, 1.0])]
     """
-    if not isinstance(f, Unshard):
+    if not isinstance(f, Unshard) or f.freed:
         raise TypeError(f"reshard takes what unshard returned; found {f!r}: write reshard(unshard(apply, unit, mesh))")
-    return Reshard(f, slice_comms(f.unit, f.mesh, f.comms))
+    return dataclasses.replace(f, freed=True, slices=slice_comms(f.unit, f.mesh, f.comms))
 
 
 def _forms(unit: UnitPlan, mesh: Mesh) -> tuple[ShardForm, ...]:

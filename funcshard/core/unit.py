@@ -1,4 +1,4 @@
-"""The functions that ``unshard`` and ``reshard`` return, and how they run a unit.
+"""One unit: ``Unshard`` gathers it and runs its function; ``Gathered`` is what one gather brought.
 
 A unit's forward must not write to its gathered leaves: ranks of one machine may share their memory,
 and the changes would be lost with the gathered buffer. ``_check_unchanged`` raises an error for a
@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from funcshard._utils import (
     cast_tree,
     dispatch_modes,
+    forget_parametrized,
     graph_task_id,
     in_selective_checkpoint,
     map_tensors,
@@ -47,6 +48,7 @@ from funcshard.core.prefetcher import (
     hooks_allowed,
     recomputing_unit,
 )
+from funcshard.core.recompute import remat
 from funcshard.core.selective_checkpoint import UnseenViews
 from funcshard.core.slices import SliceComms, SlicedUnit, save_unit
 from funcshard.core.unshard_handle import UnshardHandle, start_unshard
@@ -55,13 +57,13 @@ from funcshard.plan import BufferPlan, MixedPrecision, UnitPlan, dtype_of
 _log = logging.getLogger("funcshard.core")
 
 UnitShard = Mapping[str, torch.Tensor]
-Gathered = Sequence[Sequence[torch.Tensor]]  # the leaves of each buffer
+Leaves = Sequence[Sequence[torch.Tensor]]  # of each buffer
 ShardForm = tuple[str, tuple[int, ...], torch.dtype, str]  # key, shape, dtype, device type
 
 
 @dataclass(frozen=True, slots=True)
 class Unshard:
-    """The function that ``unshard`` returns: ``f(shard, ...)`` is ``f.run(f.gather(shard), ...)``.
+    """The function that ``unshard`` or ``reshard`` returns: gather a unit, then run ``apply``.
 
     Attributes:
         apply: the function of the unit's leaves.
@@ -72,6 +74,8 @@ class Unshard:
         forms: the form that the shard of each buffer must have.
         dtensors: the form of each leaf that is a DTensor; ``None`` if there is none.
         listed: whether ``apply`` takes the leaves as a list, not as the unit's part of the tree.
+        freed: whether the leaves are freed between forward and backward.
+        slices: the communication of the slices that ranks hold in between.
         gathers: whether the gathered leaves take memory besides the shard's, which can be freed.
         trainable: whether any leaf gets a gradient.
     """
@@ -84,6 +88,8 @@ class Unshard:
     forms: tuple[ShardForm, ...]
     dtensors: tuple[DTensorForm | None, ...] | None = None
     listed: bool = False
+    freed: bool = False
+    slices: SliceComms = ()
     gathers: bool = field(init=False, compare=False)
     trainable: bool = field(init=False, compare=False)
 
@@ -96,10 +102,12 @@ class Unshard:
     def __call__(self, shard: UnitShard | UnshardHandle, /, *args: Any, **kwargs: Any) -> Any:
         handles = None
         if isinstance(shard, UnshardHandle):
-            shard, handles = shard.take(self.unit, self.comms, freed=False)
-        gathered = self.gather(shard, handles)
-        result = self.run(gathered, *args, **kwargs)
-        return result if handles is None else copy_aliased_outputs(result, gathered)
+            shard, handles = shard.take(self.unit, self.comms, freed=self.freed)
+        gathered = self.open(shard, handles)
+        try:
+            return gathered.run(self, *args, **kwargs)
+        finally:
+            gathered.close()
 
     @untraced
     def start(self, shard: UnitShard) -> UnshardHandle:
@@ -142,8 +150,6 @@ class Unshard:
         """
         if dispatch_modes() and in_selective_checkpoint():
             return unseen(self.gather)(shard, handles, post_backward)
-        if handles is None:
-            self.check(shard)
         reducer = current_reducer()
         gathered = []
         for i, (buffer, comm) in enumerate(zip(self.unit.buffers, self.comms, strict=True)):
@@ -195,22 +201,33 @@ class Unshard:
             return handles if kept is None else kept
         return reducer.keep(self.unit, self.comms, shard, handles)
 
-    def run_gathered(self, shard: UnitShard, handles: Handles | None, /, *args: Any, **kwargs: Any) -> Any:
-        """Run the unit; its gathered buffers stay in memory as long as the autograd graph does.
+    def open(self, shard: UnitShard, handles: Handles | None = None, prefetcher: Prefetcher | None = None) -> Gathered:
+        """Gather the unit for one or more runs of its modules.
 
-        If backward computes a part of the unit's forward again, that part gathers the unit again,
-        unless the unit has stayed gathered.
+        Arguments:
+            shard: this rank's shard of the unit.
+            handles: the handles of the unit's all-gathers, if these have started.
+            prefetcher: that of the call of a sharded function; ``None`` outside of one.
         """
-        saved = SavedUnit(self, shard, None) if torch.is_grad_enabled() and hooks_allowed() else None
-        if saved is not None and handles is not None:
-            saved.kept = self.kept(shard)
-        token = current_unit.set(saved)
-        try:
-            gathered = self.gather(shard, handles, None if saved is None else saved.post_backward())
-            result = self.run(gathered, *args, **kwargs)
-            return result if handles is None else copy_aliased_outputs(result, gathered)
-        finally:
-            current_unit.reset(token)
+        if handles is None:
+            self.check(shard)
+        saved: SavedUnit | None = None
+        freed = self.freed and self.gathers
+        if torch.is_grad_enabled() and hooks_allowed():
+            if freed:
+                recomputing = recomputing_unit() if handles is None else None
+                if recomputing is not None:
+                    handles = recomputing.handles_for(self.unit, shard)
+                kind = functools.partial(save_unit, self.slices) if self.slices else SavedUnit
+                saved = kind(self, shard, prefetcher)
+            else:
+                saved = SavedUnit(self, shard, None)
+                if handles is not None:
+                    saved.kept = self.kept(shard)
+        leaves = self.gather(shard, handles, None if saved is None else saved.post_backward())
+        if saved is not None and freed:
+            saved.watch(leaves)
+        return Gathered(leaves, saved, freed, handles is not None, grad_mode())
 
     def run(self, gathered: tuple[tuple[torch.Tensor, ...], ...], /, *args: Any, **kwargs: Any) -> Any:
         """Call ``apply`` with the leaves from ``gather``; cast as the precision says."""
@@ -223,7 +240,7 @@ class Unshard:
         params = leaves if self.listed else tree.build(self.unit.structure, leaves)
         return self.run_with(apply, params, gathered, args, kwargs)
 
-    def run_with(self, apply: Callable[..., Any], params: Any, gathered: Gathered, args: Any, kwargs: Any) -> Any:
+    def run_with(self, apply: Callable[..., Any], params: Any, gathered: Leaves, args: Any, kwargs: Any) -> Any:
         """Call ``apply`` with the unit's part of the tree, whose leaves ``gathered`` holds."""
         before = _versions(gathered)
         logs = _log.isEnabledFor(logging.DEBUG)
@@ -271,60 +288,70 @@ class Unshard:
         return max((dtype for dtype in own if dtype.is_floating_point), key=lambda dtype: dtype.itemsize, default=own[0])
 
 
-@dataclass(frozen=True, slots=True)
-class Reshard:
-    """The function that ``reshard`` returns.
+def grad_mode() -> tuple[bool, bool]:
+    """Return whether gradients are recorded, and whether inference mode is on."""
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gathered:
+    """One gather of a unit, from its first to its last use in forward.
+
+    A unit of one module has one use. The modules of a group share a gather: one autograd node,
+    whose backward runs once when the gradients of all leaves are complete.
 
     Attributes:
-        f: the function that ``unshard`` returned.
-        slices: the communication of the slices that ranks hold between forward and backward.
+        leaves: the leaves of each buffer.
+        saved: the state that the unit keeps for backward, if there is any.
+        freed: whether autograd saves positions in the gathered buffers, and not the buffers.
+        shared: whether other code holds the buffers too, so that outputs must not lie in them.
+        mode: the ``grad_mode`` that the leaves were gathered in.
     """
 
-    f: Unshard
-    slices: SliceComms = ()
+    leaves: tuple[tuple[torch.Tensor, ...], ...]
+    saved: SavedUnit | None
+    freed: bool
+    shared: bool
+    mode: tuple[bool, bool]
 
-    @untraced
-    def __call__(self, shard: UnitShard | UnshardHandle, /, *args: Any, **kwargs: Any) -> Any:
-        handles = None
-        if isinstance(shard, UnshardHandle):
-            shard, handles = shard.take(self.f.unit, self.f.comms, freed=True)
-        return self.run(None, handles, shard, *args, **kwargs)
-
-    def start(self, shard: UnitShard) -> UnshardHandle:
-        """Start to gather the unit for one later call; see ``Unshard.start``."""
-        return self.f.start(shard)
-
-    def run(
-        self, prefetcher: Prefetcher | None, handles: Handles | None, shard: UnitShard, /, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Run the unit as part of a call of a sharded function.
-
-        Arguments:
-            prefetcher: that of the call; ``None`` if the unit is called by itself.
-            handles: the handles of the unit's all-gathers, if the prefetcher has started these.
-            shard: this rank's shard of the unit.
-            args: the inputs of the unit.
-            kwargs: its keyword inputs.
-        """
-        f = self.f
-        if not f.gathers or not torch.is_grad_enabled() or not hooks_allowed():
-            return f.run_gathered(shard, handles, *args, **kwargs)
-        recomputing = recomputing_unit() if handles is None else None
-        if recomputing is not None:
-            handles = recomputing.handles_for(f.unit, shard)
-        kind = functools.partial(save_unit, self.slices) if self.slices else SavedUnit
-        saved = kind(f, shard, prefetcher)
-        gathered = f.gather(shard, handles, saved.post_backward())
-        saved.watch(gathered)
-        token = current_unit.set(saved)
+    def run(self, f: Unshard, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a function of the unit's leaves."""
+        token = current_unit.set(self.saved)
         try:
-            with saved_tensors_hooks(*saved.hooks()):
-                result = f.run(gathered, *args, **kwargs)
-            if isinstance(saved, SlicedUnit):
-                saved.post_forward(gathered)
-            return result if handles is None else copy_aliased_outputs(result, gathered)
+            if self.freed and self.saved is not None:
+                with saved_tensors_hooks(*self.saved.hooks()):
+                    result = f.run(self.leaves, *args, **kwargs)
+            else:
+                result = f.run(self.leaves, *args, **kwargs)
+            return copy_aliased_outputs(result, self.leaves) if self.shared else result
         finally:
             current_unit.reset(token)
+
+    def run_recomputed(self, f: Unshard, /, module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
+        """Run a module, which backward computes again from the module's inputs."""
+        saved = self.saved
+        if saved is None or not torch.is_grad_enabled():
+            return self.run(f, module, forward, args, kwargs)
+        if f.trainable or any(tensor.requires_grad for tensor in tensors_in((args, kwargs))):
+            saved.note_needed()
+        # Why a list: what backward runs must not hold the leaves that forward gathered.
+        first = [self.leaves]
+
+        def run(args: Any, kwargs: Any) -> Any:
+            leaves = first.pop() if first else saved.gathered_again()
+            token = current_unit.set(saved)
+            try:
+                return copy_aliased_outputs(f.run(leaves, module, forward, args, kwargs), leaves)
+            finally:
+                current_unit.reset(token)
+                forget_parametrized(module)  # they have no graph in forward, and another one in backward
+
+        return remat(run)(args, kwargs)
+
+    def close(self) -> None:
+        """End the unit's forward: its leaves are free, apart from slices for backward."""
+        if isinstance(self.saved, SlicedUnit):
+            self.saved.post_forward(self.leaves)
 
 
 def start_unit(f: Unshard, shard: UnitShard) -> Handles:
@@ -406,7 +433,7 @@ _READ_ONLY = (
 )
 
 
-def _versions(gathered: Gathered) -> list[int]:
+def _versions(gathered: Leaves) -> list[int]:
     """Return how often each gathered buffer has been written to; zeros in inference mode.
 
     In inference mode tensors have no version counter, and each rank's leaves have memory of their
@@ -422,7 +449,7 @@ def _versions(gathered: Gathered) -> list[int]:
     return [0 if leaves[0].is_inference() else version(leaves[0]) for leaves in gathered]
 
 
-def _check_unchanged(before: Sequence[int], gathered: Gathered, unit: UnitPlan) -> None:
+def _check_unchanged(before: Sequence[int], gathered: Leaves, unit: UnitPlan) -> None:
     """Raise ``RuntimeError`` if a leaf was written to since ``_versions`` returned ``before``."""
     now = _versions(gathered)
     if now == before:
@@ -440,7 +467,7 @@ def modified_leaf(unit: UnitPlan, buffer: BufferPlan) -> RuntimeError:
     )
 
 
-def copy_aliased_outputs(result: Any, gathered: Gathered) -> Any:
+def copy_aliased_outputs(result: Any, gathered: Leaves) -> Any:
     """Return a unit's result, with a copy for each tensor that holds a view of a gathered buffer.
 
     The caller may write to a copy, and the copy does not keep the gathered buffer in memory.

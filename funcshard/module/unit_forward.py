@@ -42,18 +42,15 @@ from funcshard._utils import (
 from funcshard.comm import Mesh, check_same
 from funcshard.core import (
     BufferComm,
-    Handles,
-    OpenGroup,
+    Gathered,
     Prefetcher,
     RecomputeParams,
-    Reshard,
     ScheduleLearner,
     Shards,
     Unshard,
     current_unit,
     grad_mode,
     hooks_allowed,
-    open_group,
     reshard,
     start_unit,
     unshard_list,
@@ -92,7 +89,7 @@ class UnitCall:
     mesh: Mesh | None
     level: int
     used: dict[str, list[tuple[int, Any]]] = field(default_factory=dict)
-    groups: dict[str, tuple[OpenGroup, set[int]]] = field(default_factory=dict)
+    groups: dict[str, tuple[Gathered, set[int]]] = field(default_factory=dict)
 
     @classmethod
     def start(cls, runs: Mapping[str, UnitRun], shards: Shards, learner: ScheduleLearner, mesh: Mesh) -> UnitCall:
@@ -138,8 +135,7 @@ class UnitRun:
     Attributes:
         path: path of the module.
         index: index of the module in the skeleton.
-        f: ``unshard`` of the module's forward.
-        resharded: ``reshard`` of it, if the unit is resharded after forward.
+        f: ``unshard`` of the module's forward, or ``reshard``, if the unit is freed after forward.
         remat: whether backward computes the forward again.
         members: how each module of a group runs by itself. The other attributes are then those of
             the first one.
@@ -148,7 +144,6 @@ class UnitRun:
     path: str
     index: int
     f: Unshard
-    resharded: Reshard | None
     remat: bool
     members: tuple[UnitRun, ...] = ()
 
@@ -184,7 +179,7 @@ class UnitRun:
             index = _check_module(unit, path, indices.get(path), skeleton, methods)
             apply = functools.partial(forward_with_leaves, table_entries(unit, path, skeleton))
             f = unshard_list(apply, unit, mesh, comms)
-            found.append(cls(path, index, f, reshard(f) if unit.reshard_after_forward else None, path in remat))
+            found.append(cls(path, index, reshard(f) if unit.reshard_after_forward else f, path in remat))
         return dataclasses.replace(found[0], members=tuple(found)) if unit.members else found[0]
 
     @property
@@ -202,27 +197,25 @@ class UnitRun:
 
     @untraced
     def enter(self, call: UnitCall, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> Any:
-        """Run the unit as part of a call."""
-        shard, handles, prefetcher = call.shards[self.f.unit.name], None, call.prefetcher
-        if transforms_active():
-            prefetcher = None  # a transform inside the call has to see the all-gather, which the unit then starts itself
-        if prefetcher is not None:
-            handles = self._pre_forward(call, prefetcher, shard, args, kwargs)
-        if self.resharded is not None:
-            return self.resharded.run(prefetcher, handles, shard, module, forward, args, kwargs)
-        return self.f.run_gathered(shard, handles, module, forward, args, kwargs)
+        """Gather the unit and run one module of it as part of a call."""
+        gathered = self._gather(call, args, kwargs)
+        try:
+            return gathered.run(self.f, module, forward, args, kwargs)
+        finally:
+            gathered.close()
 
-    def _pre_forward(
-        self, call: UnitCall, prefetcher: Prefetcher, shard: Mapping[str, torch.Tensor], args: Any, kwargs: Any
-    ) -> Handles | None:
-        unit = self.f.unit
+    def _gather(self, call: UnitCall, args: Args, kwargs: Kwargs) -> Gathered:
+        unit, shard, prefetcher = self.f.unit, call.shards[self.f.unit.name], call.prefetcher
+        # A transform inside the call has to see the all-gather, which the unit then starts itself.
+        if prefetcher is None or transforms_active():
+            return self.f.open(shard)
         if call.mesh is not None:
             check_order(call.mesh, f"unit {unit.title!r}", prefetcher)
-        handles = prefetcher.pre_forward(unit.name, stays=self.resharded is None)
-        if self.resharded is None:  # a unit that is gathered again in backward compares for itself
+        handles = prefetcher.pre_forward(unit.name, stays=not self.f.freed)
+        if not self.f.freed:  # a unit that is gathered again in backward compares for itself
             call.note_used(unit, shard, again=handles is None)
             handles = self.f.stay_gathered(shard, handles, needed=self._backward_needs(args, kwargs))
-        return handles
+        return self.f.open(shard, handles, prefetcher)
 
     @untraced
     def enter_member(
@@ -247,9 +240,7 @@ class UnitRun:
         if group is None or group.mode != grad_mode():
             if group is not None:
                 group.close()
-            shard = call.shards[name]
-            handles = None if prefetcher is None else self._pre_forward(call, prefetcher, shard, args, kwargs)
-            group = open_group(self.f, self.resharded, prefetcher, handles, shard)
+            group = self._gather(call, args, kwargs)
             call.groups[name] = group, left
         try:
             run = group.run_recomputed if member.remat else group.run
