@@ -70,6 +70,7 @@ from funcshard.core.grad_hooks import OnGrads, OnReduceScattered
 from funcshard.core.grad_reducer import GradReducer, activate, current_reducer
 from funcshard.core.gradient_options import GradientOptions
 from funcshard.core.gradients import (
+    GradientFunction,
     check_callable,
     check_weight,
     detached,
@@ -109,16 +110,15 @@ from funcshard.core.unit import (
 from funcshard.core.whole_leaves import broadcast, join_slices, slice_from_rank
 
 __all__ = [
-    "BufferComm", "Gathered", "GradReducer", "GradientOptions", "Handles", "LeafChecksums", "OnGrads", "OnReduceScattered",
-    "Prefetcher", "RecomputeParams", "ScheduleLearner", "Shards",
-    "Unshard", "accumulate", "accumulating_function", "activate", "all_gather", "all_gather_flat", "all_reduce_flat",
-    "all_to_all", "axis_index", "broadcast", "broadcast_object", "broadcast_to_shards", "can_cast",
-
-    "cast_inputs", "cast_outputs", "check_callable", "check_cut", "check_fits", "check_leaf", "check_mesh",
-    "check_shard", "check_shards", "check_source", "check_tie", "check_weight", "current_reducer", "current_unit",
-    "cut", "cut_from_rank", "detached", "empty_shard", "gather", "grad_mode", "gradient_function", "hooks_allowed",
-    "join_slices", "loss_value", "modified_leaf", "pmax", "pmean", "ppermute", "psum",
-    "psum_scatter", "psum_world", "put", "put_whole", "raise_on_every_rank", "remat", "reshard",
-    "run_in_full_precision", "shard", "slice_from_rank", "start_gather", "start_reduce", "start_unit", "unit_comms",
-    "unshard", "unshard_list", "value_and_grad", "views", "zero_shard",
+    "BufferComm", "Gathered", "GradReducer", "GradientFunction", "GradientOptions", "Handles", "LeafChecksums",
+    "OnGrads", "OnReduceScattered", "Prefetcher", "RecomputeParams", "ScheduleLearner", "Shards", "Unshard",
+    "accumulate", "accumulating_function", "activate", "all_gather", "all_gather_flat", "all_reduce_flat",
+    "all_to_all", "axis_index", "broadcast", "broadcast_object", "broadcast_to_shards", "can_cast", "cast_inputs",
+    "cast_outputs", "check_callable", "check_cut", "check_fits", "check_leaf", "check_mesh", "check_shard",
+    "check_shards", "check_source", "check_tie", "check_weight", "current_reducer", "current_unit", "cut",
+    "cut_from_rank", "detached", "empty_shard", "gather", "grad_mode", "gradient_function", "hooks_allowed",
+    "join_slices", "loss_value", "modified_leaf", "pmax", "pmean", "ppermute", "psum", "psum_scatter", "psum_world",
+    "put", "put_whole", "raise_on_every_rank", "remat", "reshard", "run_in_full_precision", "shard",
+    "slice_from_rank", "start_gather", "start_reduce", "start_unit", "unit_comms", "unshard", "unshard_list",
+    "value_and_grad", "views", "zero_shard",
 ]  # fmt: skip

@@ -123,7 +123,7 @@ def accumulating_function(loss_fn: Callable[..., Any], micro_batches: int, optio
         result, grads = evaluate(shards, calls, options)
         return result.value(result.aux, options), grads
 
-    return GradientFunction(run)
+    return GradientFunction(run, loss_fn, options, micro_batches)
 
 
 def _unit_names(shards: Any) -> list[str]:

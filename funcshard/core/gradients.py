@@ -161,23 +161,36 @@ def gradient_function(loss_fn: Callable[..., Any], options: GradientOptions) -> 
         result, grads = evaluate(shards, [call], options)
         return result.value(result.aux[0] if options.has_aux else None, options), grads
 
-    return GradientFunction(run)
+    return GradientFunction(run, loss_fn, options)
 
 
 class GradientFunction:
-    """A function of ``value_and_grad`` or ``accumulate``; it says if Dynamo compiles nothing of it.
+    """The function that ``value_and_grad`` or ``accumulate`` returns.
 
     Arguments:
         run: the function.
+        loss_fn: see the attribute, as the others.
+        options: how gradients are computed.
+        micro_batches: the number of micro-batches.
 
     Attributes:
-        warned: whether it has said so.
+        loss_fn: the loss function.
+        options: how its gradients are computed.
+        micro_batches: the number of micro-batches; ``None`` if a batch is not split.
+        warned: whether it has said that Dynamo compiles nothing of it.
     """
 
-    __slots__ = ("_run", "warned")
+    __slots__ = ("_run", "loss_fn", "micro_batches", "options", "warned")
 
-    def __init__(self, run: Callable[..., tuple[Any, Any]]) -> None:
+    def __init__(
+        self,
+        run: Callable[..., tuple[Any, Any]],
+        loss_fn: Callable[..., Any],
+        options: GradientOptions,
+        micro_batches: int | None = None,
+    ) -> None:
         self._run, self.warned = run, Warned()
+        self.loss_fn, self.options, self.micro_batches = loss_fn, options, micro_batches
 
     @untraced_with_warning(
         "torch.compile compiles nothing of a function of value_and_grad or accumulate, which calls backward and starts "

@@ -6,11 +6,12 @@ Each of these is a function of its own in this wing or in ``funcshard.core``.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 import torch
 
@@ -26,6 +27,7 @@ from funcshard._utils import (
 )
 from funcshard.comm import Mesh, at_own_rank, check_all_same, current_recording, in_graph, text_of
 from funcshard.core import (
+    GradientFunction,
     GradientOptions,
     OnGrads,
     OnReduceScattered,
@@ -64,23 +66,29 @@ _REMEDIES = {
 }
 
 
+class GradientKeywords(TypedDict, total=False):
+    """Options of ``accumulate`` that ``make_train_step`` takes too."""
+
+    has_aux: bool
+    weighted: bool
+    accumulate: int
+    reduce: Reduce
+    on_grads: OnGrads | None
+    on_reduce_scattered: OnReduceScattered | None
+    divisor: float | None
+
+
 def make_train_step(
     loss_fn: Callable[..., Any],
     optimizer: Any,
     plan: Plan,
     mesh: Mesh,
     *,
-    has_aux: bool = False,
     mutable: bool = False,
     max_norm: float | None = None,
-    accumulate: int = 1,
-    reduce: Reduce = "each",
-    weighted: bool = False,
-    on_grads: OnGrads | None = None,
-    on_reduce_scattered: OnReduceScattered | None = None,
-    divisor: float | None = None,
     scaler: GradScaler | None = None,
     donate: bool = True,
+    **gradient: Unpack[GradientKeywords],
 ) -> TrainStep:
     """Return a training step of loss and optimizer: ``step(state, batch) -> (state, metrics)``.
 
@@ -95,16 +103,16 @@ def make_train_step(
 
     Arguments:
         loss_fn: ``loss_fn(shards, buffers, batch)`` returns this rank's loss, the mean over its
-            part of the batch. The options below add further results. With ``has_aux`` it returns
+            part of the batch. Options add further results. With ``has_aux`` it returns
             ``(loss, aux)``, with ``mutable`` ``(loss, new_buffers)``, with ``weighted``
             ``(loss, weight)``, and with all three ``(loss, weight, new_buffers, aux)``.
+            ``value_and_grad`` or ``accumulate`` of such a function is also a ``loss_fn``, with the
+            options that it has: ``make_train_step(fs.accumulate(loss_fn, 4, weighted=True), ...)``.
         optimizer: the pair that ``torch_optimizer`` or ``muon`` returned, or a pair
             ``(init, update)`` in the style of TorchOpt and optax.
         plan: the plan of the shards.
         mesh: the ranks. Every rank must call ``make_train_step`` with the same optimizer and
             options, which is checked; functions are compared by their names.
-        has_aux: whether ``loss_fn`` returns an aux, any further result. It becomes
-            ``metrics["aux"]``, and is not reduced: each rank has its own.
         mutable: whether ``loss_fn`` returns new buffers, such as running statistics. After the step
             every rank has the buffers of rank 0, as in DistributedDataParallel; with ``weighted``,
             those of the first rank whose weight is not zero. That holds along the data axes: ranks
@@ -112,28 +120,20 @@ def make_train_step(
             the one before it returned. The buffers from a micro-batch of weight zero are dropped.
         max_norm: clip the gradient to this global norm; ``metrics["grad_norm"]`` is the norm before
             clipping. ``math.inf`` for the norm without clipping, ``None`` for neither.
-        accumulate: number of micro-batches that the batch is split into along dim 0, or that a step
-            takes from a batch that is an iterator over micro-batches; see ``accumulate``. With more
-            than one, ``metrics["aux"]`` is a list with the aux of each.
-        reduce: ``"each"`` to reduce the gradient of every micro-batch, ``"once"`` to reduce their
-            sum, ``"shard_each"`` to reduce-scatter each and all-reduce the sum; or a mapping from
-            names or globs of units to these values. See ``accumulate``.
-        weighted: whether ``loss_fn`` returns this rank's weight in the mean, such as its number of
-            samples or tokens; see ``value_and_grad``. ``metrics["weight"]`` is the sum over the
-            world. If it is zero, no rank had data, and the step returns the state unchanged.
-        on_grads: ``on_grads(unit, grads)``, called with this rank's gradients before each
-            reduction; see ``value_and_grad``. With a ``scaler`` these gradients are still scaled.
-        on_reduce_scattered: ``on_reduce_scattered(unit, buffer_key, partial)``, called between
-            reduce-scatter and all-reduce; see ``value_and_grad``. With a ``scaler`` the sums are
-            still scaled.
-        divisor: the number by which the sum of the ranks' gradients is divided, by default the
-            number of ranks or the sum of the weights; see ``value_and_grad``.
         scaler: scales the loss, and skips a step whose gradients have infinities or NaN on any
             rank. A skipped step leaves shards, optimizer state and ``state.step`` unchanged, but
             updates buffers. ``metrics["scale"]`` is the scale that was used, and
             ``metrics["found_inf"]`` tells whether the step was skipped.
         donate: whether the step may update the state in place. With ``False`` it copies the
             trainable shards and the optimizer's state first, and the old state stays as it was.
+        gradient: options of ``accumulate`` for a plain ``loss_fn``: ``has_aux``, ``weighted``,
+            ``reduce``, ``on_grads``, ``on_reduce_scattered``, ``divisor``; and ``accumulate``, its
+            number of micro-batches.
+
+            An aux becomes ``metrics["aux"]``, which is a list if the batch is split, and is not
+            reduced. ``metrics["weight"]`` is the sum of the weights over the world. If it is zero,
+            no rank had data, and the step returns the state unchanged. With a ``scaler``, hooks see
+            scaled gradients.
 
     Returns:
         The step. ``step.init(shards, buffers)`` returns the first state. ``step(state, batch)``
@@ -174,21 +174,14 @@ def make_train_step(
         [True, True]
     """
     check_fits(plan, mesh)
-    check_loss_fn(loss_fn)
+    function = _gradient_function(loss_fn, mesh, gradient)
+    check_loss_fn(function.loss_fn)
     check_optimizer(optimizer, plan)
-    options = GradientOptions(
-        mesh=mesh,
-        has_aux=True,
-        weighted=weighted,
-        reduce=reduce,
-        on_grads=on_grads,
-        on_reduce_scattered=on_reduce_scattered,
-        divisor=divisor,
-    )
+    options, micro_batches = function.options, function.micro_batches
+    has_aux, weighted = options.has_aux, options.weighted
     check_scaler(scaler)
-    accumulate = check_reduce(accumulate, reduce, "accumulate")
-    check_reduce_units(reduce, plan.units)
-    for name, flag in {"has_aux": has_aux, "mutable": mutable, "weighted": weighted, "donate": donate}.items():
+    check_reduce_units(options.reduce, plan.units)
+    for name, flag in {"mutable": mutable, "donate": donate}.items():
         check_flag(name, flag)
     if max_norm is not None:
         remedy = "pass math.inf for the norm alone"
@@ -200,12 +193,13 @@ def make_train_step(
             if plan.leaves
             else "a training step needs a trainable leaf; found a plan without leaves: make the plan from the model's params"
         )
-    given = {
-        "has_aux": has_aux, "mutable": mutable, "max_norm": max_norm, "accumulate": accumulate, "reduce": reduce,
-        "weighted": weighted, "divisor": options.divisor, "scaler": scaler, "donate": donate,
+    compared = {
+        "has_aux": has_aux, "mutable": mutable, "max_norm": max_norm, "accumulate": micro_batches or 1,
+        "reduce": options.reduce, "weighted": weighted, "divisor": options.divisor, "scaler": scaler, "donate": donate,
     }  # fmt: skip
-    texts = texts_of_optimizer(optimizer) | {name: text_of(value) for name, value in given.items()}
+    texts = texts_of_optimizer(optimizer) | {name: text_of(value) for name, value in compared.items()}
     check_all_same(mesh, {"the plan": plan.fingerprint(), **texts}, "make_train_step")
+    inner = dataclasses.replace(options, mesh=mesh, has_aux=True)
 
     def evaluate(
         shards: Shards, buffers: dict[str, torch.Tensor], batch: Any, scaling: ScalerState | None
@@ -215,7 +209,7 @@ def make_train_step(
 
         def loss_and_rest(shards: Shards, batch: Any) -> Any:
             nonlocal current_buffers, own_weight, own_total
-            results = _named_results(loss_fn(shards, current_buffers, batch), has_aux, mutable, weighted)
+            results = _named_results(function.loss_fn(shards, current_buffers, batch), has_aux, mutable, weighted)
             # A batch of weight zero is no data, so running statistics must not see it either.
             weight = check_weight(results["weight"]) if weighted else 1.0
             if weight > 0:
@@ -231,19 +225,45 @@ def make_train_step(
                 own_total = term if own_weight == weight else own_total + term
             return results["loss"], weight, results.get("aux")
 
-        if accumulate > 1:
-            run = accumulating_function(loss_and_rest, accumulate, options)
+        if micro_batches is None:
+            run = gradient_function(loss_and_rest, inner)
         else:
-            run = gradient_function(loss_and_rest, options)
+            run = accumulating_function(loss_and_rest, micro_batches, inner)
         result, grads = run(shards, batch)
         loss, weight, aux = result if weighted else (result[0], None, result[1])
         own_loss = loss if not weighted else own_total / own_weight if own_weight > 0 else torch.zeros_like(loss)
         return (loss, own_loss, weight, own_weight, current_buffers, aux), grads
 
-    hooked = on_grads is not None or on_reduce_scattered is not None
-    owns_grads = divisor is None and not hooked and _divides_all_gradients(plan)
+    hooked = options.on_grads is not None or options.on_reduce_scattered is not None
+    owns_grads = options.divisor is None and not hooked and _divides_all_gradients(plan)
     parts = has_aux, mutable, max_norm, scaler, donate, owns_grads
     return TrainStep(evaluate, optimizer, plan, mesh, *parts, rate_of(optimizer))
+
+
+def _gradient_function(loss_fn: Any, mesh: Mesh, keywords: GradientKeywords) -> GradientFunction:
+    """Return a loss function with the options of its gradient."""
+    unknown = sorted(keywords.keys() - GradientKeywords.__annotations__.keys())
+    if unknown:
+        raise TypeError(f"make_train_step() got an unexpected keyword argument {unknown[0]!r}")
+    if isinstance(loss_fn, GradientFunction):
+        if keywords:
+            raise TypeError(
+                f"make_train_step takes options of the gradient in one place; found {min(keywords)!r} beside a function of "
+                f"value_and_grad or accumulate: pass it there"
+            )
+        given = loss_fn.options.mesh
+        if given is not None and given.shape != mesh.shape:
+            raise ValueError(
+                f"the loss function and the step must have one mesh; found {given.shape} and {mesh.shape}: leave mesh= out "
+                f"of value_and_grad or accumulate"
+            )
+        return loss_fn
+    own = {name: value for name, value in keywords.items() if name != "accumulate"}
+    options = GradientOptions(mesh=mesh, **own)  # type: ignore[arg-type]
+    count = check_reduce(keywords.get("accumulate", 1), options.reduce, "accumulate")
+    if count == 1:
+        return gradient_function(loss_fn, options)
+    return accumulating_function(loss_fn, count, options)
 
 
 def _check_names(new_buffers: Any, buffers: Any) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -355,6 +356,37 @@ def test_a_micro_batch_without_data_leaves_no_trace_in_buffers(reduce: str) -> N
         return state.buffers["mean"].item()
 
     assert fs.simulate(main, 2) == [3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("compose", "keywords"),
+    [
+        (fs.value_and_grad, {}),
+        (partial(fs.value_and_grad, has_aux=True, divisor=3.0), {"has_aux": True, "divisor": 3.0}),
+        (partial(fs.accumulate, micro_batches=3, reduce="once"), {"accumulate": 3, "reduce": "once"}),
+        (partial(fs.accumulate, micro_batches=2, has_aux=True), {"accumulate": 2, "has_aux": True}),
+    ],
+    ids=["one batch", "an aux and a divisor", "accumulated", "accumulated, an aux"],
+)
+def test_a_step_of_a_gradient_function_is_the_step_with_its_options(compose: Any, keywords: dict[str, Any]) -> None:
+    def main(mesh: fs.Mesh) -> None:
+        sharded, plan, shards, buffers = setup(mesh, model())
+        loss_of = mean_square(sharded)
+
+        def loss_fn(*args: Any) -> Any:
+            loss = loss_of(*args)
+            return (loss, {"loss": loss}) if keywords.get("has_aux") else loss
+
+        results = []
+        for step in (
+            fs.make_train_step(compose(loss_fn), ADAMW, plan, mesh, max_norm=1.0),
+            fs.make_train_step(loss_fn, ADAMW, plan, mesh, max_norm=1.0, **keywords),
+        ):
+            state = step.init(fs.copy(shards), buffers)
+            results.append([step(state, batch(0)[:6])[0].shards, step(step.init(fs.copy(shards), buffers), batch(0)[:6])[1]])
+        torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+
+    fs.simulate(main, 2)
 
 
 @pytest.mark.parametrize("scaler", [None, fs.GradScaler(init_scale=1024.0)], ids=["plain", "scaled"])
