@@ -47,8 +47,8 @@ def accumulate(
         has_aux: as in ``value_and_grad``; the function returns a list with the ``aux`` of each
             micro-batch.
         mesh: as in ``value_and_grad``.
-        reduce: when gradients are reduced, for all units or by names or globs of units. If several
-            globs name a unit, the last of them counts; a unit without an entry has ``"each"``.
+        reduce: when gradients are reduced, for all units or by names or globs of units. A unit
+            without an entry has ``"each"``.
 
             - ``"each"`` reduces the gradients of each micro-batch, and adds up their shards.
             - ``"once"`` adds up this rank's gradients before they are reduced, and reduces each

@@ -112,8 +112,8 @@ def fully_shard(
             their names. They are neither gathered, nor cast, nor reduced, and a gradient with
             respect to them is one with respect to any tensor. A glob may match nothing, and ranks
             may name different ones.
-        methods: paths of units -> the methods besides ``forward`` that gather the unit when they
-            are called, such as ``{"encoder": ["encode"]}``. They run through the unit as
+        methods: paths or globs of units -> the methods besides ``forward`` that gather the unit
+            when they are called, such as ``{"encoder": ["encode"]}``. They run through the unit as
             ``forward`` does, uncompiled and without the hooks of the module. For another method of
             the whole model, or a function of it, pass ``apply.method(name)``.
 

@@ -14,13 +14,14 @@ from typing import Any
 from torch import nn
 
 from funcshard.module.functional import Functional
+from funcshard.plan import last_match, matches
 
 
 def read_methods(methods: Any, apply: Functional, units: Mapping[str, int]) -> dict[int, tuple[str, ...]]:
     """Return the names of the methods by index of the module, after checking them.
 
     Arguments:
-        methods: the option of ``fully_shard``.
+        methods: the option of ``fully_shard``: by path or glob of units.
         apply: the function of the module.
         units: path of the module of each unit -> its index in the skeleton.
 
@@ -34,22 +35,27 @@ def read_methods(methods: Any, apply: Functional, units: Mapping[str, int]) -> d
             f"methods must be a dictionary from units to lists of method names; found {methods!r}: write "
             f"{{'encoder': ['encode']}}"
         )
-    found: dict[int, tuple[str, ...]] = {}
-    for path, names in methods.items():
+    paths = [path for path in units if path]
+    for entry, names in methods.items():
         if isinstance(names, str) or not isinstance(names, Iterable):
-            raise TypeError(f"the methods of {path!r} must be a list of names; found {names!r}: write [{names!r}]")
-        if path == "":
+            raise TypeError(f"the methods of {entry!r} must be a list of names; found {names!r}: write [{names!r}]")
+        if entry == "":
             raise ValueError(
                 "methods are those of units inside the model; found those of the root '': call "
                 "fully_shard(apply.method(name), plan, mesh) for a method of the whole model"
             )
-        if path not in units:
+        if not any(matches(entry, path) for path in paths):
             raise ValueError(
-                f"methods must name units of the plan, which are gathered for them; found {path!r}; its units are "
-                f"{[name for name in units if name][:6]}: make the module a unit, or let the unit around it call the method"
+                f"methods must name units of the plan, which are gathered for them; found {entry!r}; its units are "
+                f"{paths[:6]}: make the module a unit, or let the unit around it call the method"
             )
+    found: dict[int, tuple[str, ...]] = {}
+    for path in paths:
+        counts = last_match(methods, path)
+        if counts is None:
+            continue
         cls = apply.skeleton.specs[units[path]].cls
-        names = tuple(dict.fromkeys(names))
+        names = tuple(dict.fromkeys(methods[counts]))
         for name in names:
             method = inspect.getattr_static(cls, name, None) if isinstance(name, str) else None
             what = "" if isinstance(method, types.FunctionType) else f"no such method: {name!r}"

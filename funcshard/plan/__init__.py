@@ -36,7 +36,7 @@ from funcshard.plan.equal_units import UnitGroup, fold_units, names_text, number
 from funcshard.plan.events import Event, emit, record_events, record_events_apart, recording
 from funcshard.plan.execution_order import BackwardOrder, ForwardOrder
 from funcshard.plan.leaf_slices import Box, boxes, own_axes, slice_offsets
-from funcshard.plan.leaves import match, names_under
+from funcshard.plan.leaves import last_match, match, matches, names_under
 from funcshard.plan.mesh_axes import AXES, Axes, axes_text, mesh_axes_of, position_of, rank_at
 from funcshard.plan.plan import Plan, check_plan, plan_from_data
 from funcshard.plan.plan_data import cuts_from
@@ -98,7 +98,9 @@ __all__ = [
     "is_one_of",
     "make_plan",
     "make_schedule",
+    "last_match",
     "match",
+    "matches",
     "mesh_axes_of",
     "mesh_text",
     "names_text",

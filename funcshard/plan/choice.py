@@ -36,7 +36,7 @@ def read_units(units: UnitNames, uses: Sequence[tuple[str, ...]]) -> Choice:
 
     Raises:
         TypeError: ``units`` is not made of paths, globs and groups.
-        ValueError: a path or glob matches no node, or a node is named twice; a group is empty, or
+        ValueError: a path or glob matches no node, or a path is written twice; a group is empty, or
             one of its paths lies inside another.
     """
     if isinstance(units, str):
@@ -44,35 +44,50 @@ def read_units(units: UnitNames, uses: Sequence[tuple[str, ...]]) -> Choice:
     if not isinstance(units, Iterable):
         raise TypeError(f"units must be a list of paths or globs; found {units!r}{policy_hint(units)}")
     nodes = dict.fromkeys(nodes_of(uses))
-    given = list(units)
-    # Why written: in a mapping, a path with options of its own may stand beside a glob.
-    written = {each for each in given if isinstance(each, str) and "*" not in each and isinstance(units, Mapping)}
-    paths: dict[str, tuple[str, ...]] = {}
-    named_by: dict[str, Any] = {}
-    names: dict[Any, list[str]] = {}  # a path, glob or group as given -> the units that it names
-    for each in given:
-        if isinstance(each, Units):
-            raise TypeError(
-                f"units hold the result of a policy, {list(each)[:4]}, as one of them; pass it as units, or add to it: "
-                f"units=policy(module) + [...]"
-            )
-        group = isinstance(each, Sequence) and not isinstance(each, str)
-        found = _members(each, nodes) if group else found_by(each, nodes, "unit")
-        own = [path for path in found if group or path not in written or path == each]
-        for path in own:
-            if path in named_by:
+    entries = list(units)
+    matched = [_matched(entry, nodes) for entry in entries]
+    owner: dict[str, int] = {}  # by path: the number of the entry that counts
+    for number, (entry, found) in enumerate(zip(entries, matched, strict=True)):
+        for path in found:
+            before = owner.get(path)
+            if before is None or not _is_written(path, entries[before]):
+                owner[path] = number
+            elif _is_written(path, entry):
                 raise ValueError(
-                    f"units overlap: {path!r} is matched by {named_by[path]!r} and by {each!r}; remove one of the two"
+                    f"units name {path!r} twice, in {entries[before]!r} and in {entry!r}; remove one of the two"
                 )
-            named_by[path] = each
-        if group and len(own) > 1:
-            name = _group_name(each, nodes, paths)
-            paths[name], names[tuple(each)] = tuple(own), [name]
+    paths: dict[str, tuple[str, ...]] = {}
+    names: dict[Any, list[str]] = {}  # a path, glob or group as given -> the units that it names
+    for number, (entry, found) in enumerate(zip(entries, matched, strict=True)):
+        own = [path for path in found if owner[path] == number]
+        if isinstance(entry, str):
+            # A path that is written out takes its place among those of a glob before it.
+            paths |= {path: (path,) for path in found if isinstance(entries[owner[path]], str) and path not in paths}
+            names[entry] = own or [""] * (entry == "")
+        elif len(own) > 1:
+            name = _group_name(entry, nodes, paths)
+            paths[name], names[tuple(entry)] = tuple(own), [name]
         else:
-            for path in found:  # a path written out takes its place among those of the glob
-                paths.setdefault(path, (path,))
-            names[tuple(each) if group else each] = own or [""] * (each == "")
+            paths |= {path: (path,) for path in own}
+            names[tuple(entry)] = own
     return Choice(paths, _options(units, names))
+
+
+def _matched(entry: Any, nodes: Collection[str]) -> list[str]:
+    """Return the paths that one entry of ``units`` names."""
+    if isinstance(entry, Units):
+        raise TypeError(
+            f"units hold the result of a policy, {list(entry)[:4]}, as one of them; pass it as units, or add to it: "
+            f"units=policy(module) + [...]"
+        )
+    if isinstance(entry, Sequence) and not isinstance(entry, str):
+        return _members(entry, nodes)
+    return found_by(entry, nodes, "unit")
+
+
+def _is_written(path: str, entry: str | Sequence[str]) -> bool:
+    """Return whether an entry writes a path out, not as part of a glob."""
+    return path == entry if isinstance(entry, str) else path in entry
 
 
 def _members(group: Sequence[str], nodes: Collection[str]) -> list[str]:

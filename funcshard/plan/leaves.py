@@ -217,8 +217,10 @@ def _check_leaf(leaf: Any, path: str) -> None:
 # --- globs ----------------------------------------------------------------------------------------
 
 
-def match(globs: Iterable[str], uses: Sequence[tuple[str, ...]], noun: str) -> list[str]:
-    """Return the nodes of a tree that match ``globs``.
+def match(globs: Iterable[str], uses: Sequence[tuple[str, ...]], noun: str) -> dict[str, str]:
+    """Return the nodes of a tree that paths or globs name, and for each the one that counts.
+
+    A path counts before a glob, and a later glob before an earlier one.
 
     Arguments:
         globs: paths or globs.
@@ -227,28 +229,23 @@ def match(globs: Iterable[str], uses: Sequence[tuple[str, ...]], noun: str) -> l
 
     Raises:
         TypeError: ``globs`` is not a list of strings.
-        ValueError: a glob matches no node, or two globs match the same node.
+        ValueError: a glob matches no node.
     """
-    return [node for _, node in match_pairs(globs, uses, noun)]
-
-
-def match_pairs(globs: Iterable[str], uses: Sequence[tuple[str, ...]], noun: str) -> list[tuple[str, str]]:
-    """Return pairs of a glob and a node that it matches; see ``match``."""
     if isinstance(globs, str):
         raise TypeError(f"{noun}s must be a list of paths or globs; found the string {globs!r}: write [{globs!r}]")
     if not isinstance(globs, Iterable) or isinstance(globs, torch.Tensor):
         raise TypeError(f"{noun}s must be a list of paths or globs; found {globs!r}{policy_hint(globs)}")
     globs = list(globs)
-    candidates = dict.fromkeys(nodes_of(uses) if globs else [])
+    nodes = dict.fromkeys(nodes_of(uses) if globs else [])
     chosen: dict[str, str] = {}
     for glob in globs:
-        for name in found_by(glob, candidates, noun):
-            if name in chosen:
-                raise ValueError(
-                    f"{noun}s overlap: {name!r} is matched by {chosen[name]!r} and by {glob!r}; remove one of the two"
-                )
-            chosen[name] = glob
-    return [(glob, node) for node, glob in chosen.items()]
+        chosen |= {node: glob for node in found_by(glob, nodes, noun) if chosen.get(node) != node}
+    return chosen
+
+
+def last_match(globs: Iterable[str], name: str) -> str | None:
+    """Return the path or glob that counts for a name, by the rule of ``match``."""
+    return name if name in globs else next((glob for glob in reversed([*globs]) if matches(glob, name)), None)
 
 
 def matches(glob: str, path: str) -> bool:

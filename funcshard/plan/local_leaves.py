@@ -8,7 +8,7 @@ from numbers import Integral
 from typing import Any
 
 from funcshard._utils import tree
-from funcshard.plan.leaves import Leaf, match_pairs
+from funcshard.plan.leaves import Leaf, match
 from funcshard.plan.mesh_axes import AXES
 from funcshard.plan.unit_plan import LeafCut
 
@@ -25,12 +25,12 @@ def with_local_axes(leaves: Sequence[Leaf], local: Any, mesh_axes: Mapping[str, 
         mesh_axes: size of each axis of the mesh.
 
     Raises:
-        ValueError: an axis is not one of the mesh, nodes with different axes overlap, or a leaf has
-            no dimension that is to be cut.
+        ValueError: an axis is not one of the mesh, a leaf lies under nodes with different axes, or
+            it has no dimension that is to be cut.
     """
     uses = [leaf.paths for leaf in leaves]
     nodes: dict[str, dict[str, int | None]] = {}
-    for glob, node in match_pairs(local, uses, "local node"):
+    for node, glob in match(local, uses, "local node").items():
         nodes[node] = _axes(glob, local[glob] if isinstance(local, Mapping) else tuple(mesh_axes), mesh_axes)
     return [_with_axes(leaf, nodes, mesh_axes) for leaf in leaves] if nodes else list(leaves)
 

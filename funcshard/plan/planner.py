@@ -71,8 +71,10 @@ def make_plan(
         mesh: a number of ranks, ``{"replicate": R, "shard": S}`` with further axes of any name, or
             a ``Mesh``. Leaves are cut along ``shard``, and repeated along every other axis.
         units: paths of the units, which may be nested. A path may be a glob: ``*`` matches any part
-            of one dotted component, ``**`` matches any number of components. The policies in
-            ``wrap`` choose units from a module, and can override options for single units.
+            of one dotted component, ``**`` matches any number of components. If several entries
+            name a module, a path counts before a glob, and a later glob before an earlier one; so
+            it is for all options that take globs. The policies in ``wrap`` choose units from a
+            module, and can override options for single units.
 
             A list or tuple of paths or globs among them is a *group*: one unit for modules that are
             neither neighbours nor under one path, such as ``["embed", "lm_head"]``. Its leaves are
@@ -80,10 +82,9 @@ def make_plan(
             ``+``: ``"embed+lm_head"``. A group owns a tied leaf that all of its uses lie in.
 
             A mapping gives units options of their own: ``{"blocks.*": {}, "blocks.0": {"strategy":
-            "no_shard"}, ("embed", "lm_head"): {"offload": True}}``. There a path that is written
-            out counts before a glob that matches it too, and ``""`` is the root. A unit can
-            override ``strategy``, ``offload``, ``precision``, ``reshard_after_forward`` and
-            ``reshard_after_backward``.
+            "no_shard"}, ("embed", "lm_head"): {"offload": True}}``, with ``""`` for the root. A
+            unit can override ``strategy``, ``offload``, ``precision``, ``reshard_after_forward``
+            and ``reshard_after_backward``.
         strategy: how units are sharded:
 
             - ``"full_shard"``: a unit is gathered for forward, freed, and gathered again for
@@ -144,7 +145,7 @@ def make_plan(
         The plan. ``print(plan)`` shows its units, buffers and sizes as a table; see ``Plan``.
 
     Raises:
-        ValueError: a path or glob matches no leaf, or a unit is named twice; a group is empty, or
+        ValueError: a path or glob matches no leaf, or a path is written twice; a group is empty, or
             one of its paths lies inside another; a strategy or axis is unknown; the mesh or
             ``bucket_bytes`` has no valid size; a unit should stay gathered after backward, but is
             freed after forward, or should be freed, but has ``"no_shard"``; a

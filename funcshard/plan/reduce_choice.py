@@ -50,9 +50,11 @@ def check_reduce_units(reduce: Reduce, units: Iterable[str]) -> None:
 
 
 def unit_mode(reduce: Reduce, unit: str) -> str:
-    """Return the value for a unit: that of the last entry which names it, ``"each"`` by default."""
+    """Return the value for a unit, ``"each"`` by default; a name counts before the last glob."""
     if not isinstance(reduce, Mapping):
         return reduce
+    if unit in reduce:
+        return reduce[unit]
     return next((mode for glob, mode in reversed([*reduce.items()]) if _chooses(glob, unit)), "each")
 
 

@@ -104,7 +104,7 @@ BAD = {
     ),
     "heads": (["plan", "--heads", "5"], "width must be a multiple of heads; found width 384 and 5 heads"),
     "units": (["train", "--units", "layers.*"], "unit 'layers.*' matches no part of the tree"),
-    "units of plan": (["plan", "--units", "blocks.0", "blocks.*"], "units overlap: 'blocks.0'"),
+    "units of plan": (["plan", "--units", "blocks.0", "blocks.0"], "units name 'blocks.0' twice"),
     "text": (["train", "--text", "no/such/text"], "--text must be a file or a folder; found none at no/such/text"),
     "out": (["train", "--out", __file__], "cannot make the folder --out"),
     "model form": (["plan", "--model", "torch"], "--model must be MODULE:CALLABLE"),

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import funcshard as fs
+from funcshard.plan import unit_mode
 from funcshard.plan.choice import read_units
 
 BLOCKS = [{"up": torch.zeros(4, 3), "norm": torch.zeros(3)} for _ in range(3)]
@@ -121,9 +122,9 @@ WRONG = {
     "a path in two groups": (
         [["embed", "head"], ["head", "blocks.0"]],
         ValueError,
-        r"units overlap: 'head' is matched by \['embed', 'head'\] and by \['head', 'blocks.0'\]; remove one",
+        r"units name 'head' twice, in \['embed', 'head'\] and in \['head', 'blocks.0'\]; remove one",
     ),
-    "a path in a group and alone": (["head", ["embed", "head"]], ValueError, r"units overlap: 'head' is matched by 'head'"),
+    "a path in a group and alone": (["head", ["embed", "head"]], ValueError, r"units name 'head' twice, in 'head' and"),
     "no such path": ([["embed", "haed"]], ValueError, r"unit 'haed' matches no part of the tree"),
     "a group in a group": (
         [[["embed"], "head"]],
@@ -134,8 +135,7 @@ WRONG = {
     "a strategy as options": ({"head": "no_shard"}, TypeError, r"options of unit 'head' must be a dictionary"),
     "an unknown option": ({"head": {"bucket_bytes": 3}}, ValueError, r"unit 'head' overrides 'bucket_bytes'; a unit can"),
     "an unknown strategy": ({("embed", "head"): {"strategy": "fsdp"}}, ValueError, r"strategy must be .*found 'fsdp'"),
-    "two globs of a mapping": ({"blocks.*": {}, "blocks.**": {}}, ValueError, r"units overlap: 'blocks.0' is matched by"),
-    "a path and a group of a mapping": ({"head": {}, ("embed", "head"): {}}, ValueError, r"units overlap: 'head' is"),
+    "a path and a group of a mapping": ({"head": {}, ("embed", "head"): {}}, ValueError, r"units name 'head' twice"),
     "an override of another group": (
         fs.wrap.Units([["embed", "head"]], {("head", "embed"): {"offload": True}}),
         ValueError,
@@ -154,3 +154,37 @@ def test_wrong_groups_and_options_are_errors(case):
 def test_units_come_in_the_order_in_which_they_are_named():
     chosen = read_units(["head", "blocks.*", ["embed"]], [("embed",), ("blocks.10",), ("blocks.9",), ("head",)])
     assert list(chosen.paths) == ["head", "blocks.9", "blocks.10", "embed"]
+
+
+def strategies(plan):
+    return {unit.name: unit.strategy for unit in plan.unit_list if unit.name}
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ({"blocks.*": "no_shard", "blocks.1": "full_shard"}, ["no_shard", "full_shard", "no_shard"]),
+        ({"blocks.1": "full_shard", "blocks.*": "no_shard"}, ["no_shard", "full_shard", "no_shard"]),
+        ({"blocks.*": "no_shard", "**.2": "full_shard"}, ["no_shard", "no_shard", "full_shard"]),
+        ({"**.2": "full_shard", "blocks.*": "no_shard"}, ["no_shard"] * 3),
+    ],
+    ids=str,
+)
+def test_a_path_counts_before_a_glob_and_a_later_glob_before_an_earlier_one(entries, expected):
+    plan = fs.make_plan(PARAMS, 2, units={entry: {"strategy": strategy} for entry, strategy in entries.items()})
+    assert [strategies(plan)[f"blocks.{number}"] for number in range(3)] == expected
+    reduce = {entry: {"no_shard": "once", "full_shard": "shard_each"}[strategy] for entry, strategy in entries.items()}
+    modes = [unit_mode(reduce, f"blocks.{number}") for number in range(3)]
+    assert modes == [{"no_shard": "once", "full_shard": "shard_each"}[strategy] for strategy in expected]
+    axes = {entry: {"no_shard": "replicate", "full_shard": "shard"}[strategy] for entry, strategy in entries.items()}
+    cut = fs.make_plan(PARAMS, {"replicate": 2, "shard": 2}, units=["blocks.*"], local=axes)
+    assert [cut.units[f"blocks.{number}"].buffers[0].local for number in range(3)] == [
+        ({"no_shard": "replicate", "full_shard": "shard"}[strategy],) for strategy in expected
+    ]
+
+
+def test_a_group_that_writes_a_path_counts_before_a_glob():
+    plan = fs.make_plan(PARAMS, 2, units=["blocks.*", ["blocks.0", "head"], "embed"])
+    assert [*plan.units] == ["blocks.1", "blocks.2", "blocks.0+head", "embed"]
+    plan = fs.make_plan(PARAMS, 2, units=[["blocks.*", "head"], "blocks.1"])
+    assert [unit.paths for unit in plan.unit_list if unit.name] == [("blocks.0", "blocks.2", "head"), ("blocks.1",)]

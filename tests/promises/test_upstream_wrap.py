@@ -298,14 +298,8 @@ def test_an_apply_that_is_sharded_already_is_refused() -> None:
         fs.fully_shard(sharded, plan, mesh)
 
 
-OVERLAPS = {
-    "one path twice": (["0", "0"], r"units overlap: '0' is matched by '0' and by '0'; remove one of the two"),
-    "a path and a glob": (["*", "1"], r"units overlap: '1' is matched by '\*' and by '1'"),
-}
-
-
-@pytest.mark.parametrize(("units", "words"), OVERLAPS.values(), ids=OVERLAPS)
-def test_units_that_overlap_are_refused(units: list[str], words: str) -> None:
+@pytest.mark.parametrize("units", [["0", "0"], ["0", ["0", "1"]], [["0", "1"], "1"]], ids=str)
+def test_a_path_that_is_written_twice_is_an_error(units: list[str]) -> None:
     _, params, _ = fs.make_functional(nn.Sequential(linear(), linear()))
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=r"units name '[01]' twice, in .* and in .*; remove one of the two"):
         fs.make_plan(params, 2, units=units)
