@@ -406,3 +406,10 @@ def test_the_best_plan_of_a_traced_model_is_that_of_its_estimates() -> None:
     fastest = min(fitting, key=lambda each: (each.step_time, each.peak))
     assert (best.report.peak, best.report.step_time) == (fastest.peak, fastest.step_time)
     assert scores[len(best.remat)] is fastest
+
+
+def test_a_change_keeps_the_mesh_that_it_does_not_name() -> None:
+    found, mesh = chain(MODEL), {"replicate": 2, "shard": 2}
+    changes = changes_to_fit(found, make_plan(found.forms, mesh, units=["*"]), budget=1)
+    host = next(each.report.plan for each in changes if each.text == "offload shards to the host")
+    assert host == make_plan(found.forms, mesh, units=["*"], offload=True)
