@@ -41,6 +41,9 @@ def test_torch_and_zip_programs_read_it(name: str) -> None:
     assert torch.equal(byte_view(loaded), byte_view(tensor))
     assert zipfile.ZipFile(io.BytesIO(found)).testzip() is None
     assert len(head_of(tensor.dtype, tensor.shape)) % 64 == 0
+    # Programs that read from front to back take an entry's flags, such as "encrypted", from before its data.
+    for entry in zipfile.ZipFile(io.BytesIO(found)).infolist():
+        assert int.from_bytes(found[entry.header_offset + 6 :][:2], "little") == entry.flag_bits
 
 
 @pytest.mark.parametrize("name", TENSORS)

@@ -15,6 +15,7 @@ import funcshard as fs
 from funcshard._utils import tree
 from funcshard.checkpoint.flatten_state import flatten_state
 from funcshard.checkpoint.metadata import replicated_values
+from tests.trees import Colour, Node
 
 
 class Pair(NamedTuple):
@@ -157,6 +158,9 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
             ("lists of PerRank values", lambda value: [fs.PerRank(value)], r"\.0\.0.*"),
         )
     },
+    "a container whose data a file cannot hold": (
+        {"x": Node({}, Colour.RED)}, TypeError, r"the tests\.trees:Node at 'x' of the state .* its metadata .*Colour\.RED",
+    ),
     "a key of another kind": ({(1, 2): 3}, TypeError, r"must be str or int; found \(1, 2\)"),
     "buffers of another plan": ({"x": {"a": {"bfloat16": UNIT}}}, ValueError, r"at 'x' of the state do not match the plan"),
 }  # fmt: skip
@@ -211,3 +215,8 @@ def test_the_deepest_state_is_as_deep_with_several_plans_as_with_one() -> None:
         raise AssertionError("no state is too deep")
 
     assert deepest({"x": PLAN}) == deepest(PLAN) == tree.DEEPEST - 1
+
+
+def test_a_registered_container_comes_back_with_its_data() -> None:
+    state = {"x": Node({"a": 1, "b": "y"}, (2.5, None))}
+    assert fs.replan([state, state], PLAN, SINGLE)[1] == state

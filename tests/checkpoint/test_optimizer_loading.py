@@ -9,6 +9,7 @@ from torch import nn
 
 import funcshard as fs
 from funcshard._utils import tree
+from funcshard.checkpoint.optimizer_message import decode_state, encode_state
 from tests.ranks import run_ranks, run_simulated
 
 O = torch.optim  # noqa: E741
@@ -274,3 +275,13 @@ def test_every_rank_raises_for_a_fault_of_the_one(change: Any, src: int, words: 
         return str(raised.value)
 
     assert len(fs.simulate(main, 2)) == 2
+
+
+def test_the_text_that_goes_to_every_rank_holds_no_elements_of_leaves() -> None:
+    plan = fs.make_plan({"w": torch.zeros(1000), "s": torch.tensor(0.0)}, 2)
+    state = {"w": {"m": torch.randn(1000)}, "s": {"m": torch.tensor(0.5), "rows": torch.tensor([2.0])}}
+    text = encode_state(state, {}, plan)
+    assert len(text) < 200
+    found, _ = decode_state(text, torch.device("cpu"))
+    assert found["w"]["m"].is_meta
+    assert found["s"] == state["s"]

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcshard as fs
 from funcshard._utils import tree
+from funcshard.checkpoint.hugging_face import is_hugging_face
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # by peft
 
@@ -568,9 +569,12 @@ def test_what_cannot_be_loaded_is_said_on_every_rank(name: str, tmp_path: Path) 
     fs.simulate(main, 2)
 
 
-def test_a_missing_transformers_is_said_with_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("missing", ["transformers", "transformers.core_model_loading"])  # which version 5 brought
+def test_a_missing_transformers_is_said_with_the_command(
+    missing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ImportError, match=r"need transformers 5 or newer: pip install 'transformers>=5'"):
         fs.from_pretrained(tmp_path, fs.Mesh())
 
@@ -616,3 +620,19 @@ def test_tensors_that_files_hold_as_one_must_lie_in_one_unit(tmp_path: Path) -> 
     fine = fs.make_plan(params, 1, units=["**.gate_proj"])
     with pytest.raises(ValueError, match=r"the files hold .* as one tensor, whose parts lie in several units of the plan"):
         fs.save_pretrained(tmp_path / "fine", apply, fs.shard(params, fine, fs.Mesh()), fine, fs.Mesh())
+
+
+def test_what_a_model_computes_in_float32_stays_in_float32(tmp_path: Path) -> None:
+    made("T5", tmp_path)
+    _, shards, _, plan = fs.from_pretrained(tmp_path, fs.Mesh(), dtype=torch.float16)
+    params = fs.gather(shards, plan, fs.Mesh())
+    theirs = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float16)
+    dtypes = {path: parameter.dtype for path, parameter in theirs.named_parameters()}
+    assert {torch.float16, torch.float32} == set(dtypes.values())
+    assert {path: value.dtype for path, value in params.items()} == dtypes
+
+
+def test_a_model_of_hugging_face_is_one_by_its_name_and_its_package() -> None:
+    assert is_hugging_face(FAMILIES["GPT-2"].build())
+    assert not is_hugging_face(type("PreTrainedModel", (nn.Module,), {})())
+    assert not is_hugging_face(transformers.activations.NewGELUActivation())

@@ -478,3 +478,22 @@ def test_ranks_that_exchange_texts_for_different_purposes_say_which(run: Any) ->
 
 def exchange_other_texts_simulated(mesh: fs.Mesh) -> None:
     raise_on_every_rank(mesh, None) if mesh.rank else check_same(mesh, "text", "the plan")
+
+
+def test_a_forked_child_records_no_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    detector, process = DesyncDetector("shard", [0, 1], 0), os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: process + 1)
+    with pytest.raises(RuntimeError, match=f"was forked from process {process}"):
+        detector.record("all_reduce", "unit 'a'")
+    assert detector.number == 0
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_rank_closes_its_connections_by_a_receive_from_another_rank(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    senders: list[int] = []
+    monkeypatch.setattr(dist, "irecv", lambda _, group, group_src: senders.append(group_src))
+    for rank in range(size):
+        DesyncDetector("shard", range(size), rank, groups=["gloo"]).close_connections()
+    assert senders == [*range(1, size), 0]

@@ -1,6 +1,7 @@
 """Meshes of a local rank and of process groups, reshaped meshes, and checks between ranks."""
 
 import copy
+import gc
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -343,3 +344,19 @@ def test_the_parts_of_a_delayed_row_are_slow_and_those_of_the_row_are_not() -> N
         return found
 
     assert run_simulated(main, 4) == [[False, True, True, False]] * 4
+
+
+def make_and_drop(_: fs.Mesh) -> list[int]:
+    """Return how many process groups there are after each of four meshes, of which none stays."""
+    counts = []
+    for _ in range(4):
+        fs.init_mesh({"replicate": 1, "shard": 2}, device="cpu")
+        gc.collect()
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+    return counts
+
+
+@pytest.mark.slow
+def test_meshes_that_are_gone_leave_no_process_group_also_of_axes_of_one_rank() -> None:
+    for counts in run_ranks(make_and_drop, 2):
+        assert counts[-1] == counts[1], counts

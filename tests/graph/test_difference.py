@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import funcshard as fs
+from funcshard.graph.difference import _changes
 from funcshard.graph.step_graph import starts_and_waits
 from tests.graph.test_memory import made
 
@@ -64,3 +65,7 @@ def test_equal_lines_are_one_and_long_lists_end(traced: Any) -> None:
 def test_diff_takes_a_traced_step(traced: Any) -> None:
     with pytest.raises(TypeError, match="diff takes another traced step, such as the result of a pass; found StepMemory"):
         traced.diff(traced.memory())
+
+
+def test_lines_that_come_and_go_stand_in_the_order_of_the_step() -> None:
+    assert _changes("abcd", "axbc") == ["new: x", "gone: d"]

@@ -230,7 +230,7 @@ FORGED: dict[str, tuple[Callable[[str], str], str]] = {
     "a class that is no container": (replaced("funcshard:TrainState", "subprocess:Popen"), "which is no namedtuple"),
     "code in a name": (replaced('"%t', '"%t=1;import os#'), "that is named"),
     "an operation before its inputs": (replaced('["%t",', '["%later",'), "which no operation before it is named"),
-    "arguments that do not fit": (replaced('"aten::t.default",[', '"aten::t.default",[3,'), "cannot run"),
+    "arguments that do not fit": (replaced('"aten::t.default",[', '"aten::t.default",[3,'), r"::t cannot run: aten::t\("),
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from funcshard.comm.shm import transport
+from funcshard.comm.shm.exchange import Arrival
 from funcshard.comm.shm.transport import Message, Peers, _map_received
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has memory files")
@@ -107,3 +108,12 @@ def test_a_child_that_is_forked_keeps_no_socket_open_and_sends_nothing() -> None
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     os.close(until)
     theirs.close()
+
+
+def test_what_came_while_a_rank_was_elsewhere_counts_although_its_wait_is_over() -> None:
+    came: list[float] = []
+    exchange: Any = SimpleNamespace(
+        timeout=0.0, has_arrived=lambda key: bool(came), receive=lambda seconds: came.append(seconds) or True
+    )
+    Arrival(exchange, 2).wait()
+    assert came == [0.0]

@@ -74,6 +74,7 @@ def test_efficiencies_come_from_the_step():
     assert compute_time(found, 30, 0, "float32").seconds == 10.0
     assert compute_time(found, 0, 30, "float32").seconds == 15.0
     assert update_time(found, 30).seconds == 5.0
+    assert (found.offload.size, found.offload.bandwidth) == (1, 1.0)  # each rank has its copies to itself
     fast = figures | {"rates": (5.0, 9.0), "update": 9.0}  # noise: a peak was measured too low
     found = _describe([fast, fast], 2, shared_memory=True)
     assert (found.flops_efficiency, found.memory_efficiency, found.optimizer_efficiency) == (1.0, 1.0, 1.0)

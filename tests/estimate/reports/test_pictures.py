@@ -131,3 +131,9 @@ def test_pictures_are_saved(tmp_path: Path) -> None:
     from matplotlib import pyplot
 
     assert not pyplot.get_fignums()
+
+
+@pytest.mark.parametrize(("times", "width"), [(1, 0.3), (20, 0)])
+def test_areas_have_edges_unless_the_edges_would_cover_them(times: int, width: float) -> None:
+    figure = draw_memory(dataclasses.replace(REPORT, timeline=REPORT.timeline * times))
+    assert {float(each) for layer in figure.axes[0].collections for each in layer.get_linewidth()} == {width}

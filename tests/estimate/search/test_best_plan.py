@@ -194,6 +194,7 @@ def test_one_class_is_offloaded_before_all_are() -> None:
         assert isinstance(best, Best)
         offloaded[budget] = [unit.name for unit in best.plan.unit_list if unit.offload]
         assert ("offload all 4 u*" in best.text) == (budget == "80MiB")
+        assert "offload u4" in best.text
     assert offloaded == {"100MiB": ["u4"], "80MiB": ["u0", "u1", "u2", "u3", "u4"]}
 
 
@@ -222,6 +223,10 @@ def test_of_meshes_over_several_nodes_the_fastest_by_their_estimates_is_chosen()
     best = auto_plan(found, ranks=32, hardware=HARDWARE, budget="4GiB", units=["*"], space=Space(meshes=meshes, **options))
     assert isinstance(best, Best)
     assert best.report.step_time == pytest.approx(min(seconds.values()))
+    for mesh, taken in seconds.items():  # the search itself takes a plan's estimate for its time
+        alone = auto_plan(found, ranks=32, hardware=HARDWARE, units=["*"], space=Space(meshes=(mesh,), **options))
+        assert isinstance(alone, Best)
+        assert alone.pareto[0].seconds == pytest.approx(taken)
 
 
 def test_the_result_says_all_that_makes_the_plan_again() -> None:
@@ -380,3 +385,10 @@ def test_the_best_plan_of_a_traced_model_is_that_of_its_estimates() -> None:
     fastest = min(fitting, key=lambda each: (each.step_time, each.peak))
     assert (best.report.peak, best.report.step_time) == (fastest.peak, fastest.step_time)
     assert scores[len(best.remat)] is fastest
+
+
+def test_a_change_keeps_the_mesh_that_it_does_not_name() -> None:
+    found, mesh = chain(MODEL), {"replicate": 2, "shard": 2}
+    changes = changes_to_fit(found, make_plan(found.forms, mesh, units=["*"]), budget=1)
+    host = next(each.report.plan for each in changes if each.text == "offload shards to the host")
+    assert host == make_plan(found.forms, mesh, units=["*"], offload=True)
