@@ -39,27 +39,6 @@ def trainable(params: dict) -> list[torch.Tensor]:
     return [leaf for leaf in tree.leaves(params) if leaf.requires_grad and leaf.numel()]
 
 
-def reference(params: dict, norm_type: float) -> torch.Tensor:
-    return torch.nn.utils.get_total_norm([leaf.detach() for leaf in trainable(params)], norm_type)
-
-
-@pytest.mark.slow
-@crossed(world=WORLDS, strategy=STRATEGIES, norm_type=NORMS)
-def test_the_norm_is_that_of_the_whole_tree(world: Any, strategy: str, norm_type: float) -> None:
-    params = frozen_example()
-
-    def main(mesh: fs.Mesh) -> torch.Tensor:
-        plan = fs.make_plan(params, mesh, units=["a"], strategy=strategy)
-        grads = without_frozen(fs.shard(params, plan, mesh), plan)
-        return fs.global_norm(grads, plan, mesh, norm_type)
-
-    norms = fs.simulate(main, world)
-    assert all(torch.equal(norm, norms[0]) for norm in norms)
-    assert norms[0].shape == ()
-    assert norms[0].dtype == torch.float64
-    torch.testing.assert_close(norms[0], reference(params, norm_type).double())
-
-
 @pytest.mark.slow
 @crossed(world=WORLDS, strategy=STRATEGIES, norm_type=NORMS, max_norm=[0.1, 1000.0])
 def test_clipping_is_that_of_torch_on_the_whole_model(world: Any, strategy: str, norm_type: float, max_norm: float) -> None:
@@ -69,22 +48,26 @@ def test_clipping_is_that_of_torch_on_the_whole_model(world: Any, strategy: str,
         leaf.grad = leaf.detach().clone()
     expected_norm = torch.nn.utils.clip_grad_norm_(whole, max_norm, norm_type)
 
-    def main(mesh: fs.Mesh) -> None:
+    def main(mesh: fs.Mesh) -> torch.Tensor:
         plan = fs.make_plan(params, mesh, units=["a"], strategy=strategy)
         shards = fs.shard(params, plan, mesh)
         before = tree.map(torch.clone, shards)
-        clipped, norm = fs.clip_by_global_norm(without_frozen(shards, plan), plan, mesh, max_norm, norm_type)
-        torch.testing.assert_close(norm.float(), expected_norm.float())
+        grads = without_frozen(shards, plan)
+        clipped, norm = fs.clip_by_global_norm(grads, plan, mesh, max_norm, norm_type)
+        assert torch.equal(norm, fs.global_norm(grads, plan, mesh, norm_type))
         assert all(torch.equal(a, b) for a, b in zip(tree.leaves(shards), tree.leaves(before), strict=True))
         frozen = {(u.name, b.key) for u in plan.unit_list for b in u.buffers if not b.trainable}
         assert {(n, k) for n, unit in clipped.items() for k, leaf in unit.items() if leaf is None} == frozen
         filled = {n: {k: shards[n][k] if v is None else v for k, v in unit.items()} for n, unit in clipped.items()}
         gathered = dict(zip(*tree.describe(fs.gather(filled, plan, mesh))[:0:-1], strict=True))
         for path, leaf in zip(*tree.describe(params)[:0:-1], strict=True):
-            expected = leaf if leaf.grad is None else leaf.grad
-            torch.testing.assert_close(gathered[path], expected)
+            torch.testing.assert_close(gathered[path], leaf if leaf.grad is None else leaf.grad)
+        return norm
 
-    fs.simulate(main, world)
+    norms = fs.simulate(main, world)
+    assert all(torch.equal(norm, norms[0]) for norm in norms)
+    assert (norms[0].shape, norms[0].dtype) == ((), torch.float64)
+    torch.testing.assert_close(norms[0], expected_norm.double())
 
 
 @pytest.mark.slow
@@ -182,48 +165,19 @@ def test_a_nan_on_one_rank_makes_the_norm_nan_on_every_rank() -> None:
     assert fs.simulate(main, 2) == [True, True]
 
 
-@pytest.mark.parametrize("norm_type", [0, -1.0, math.nan, -math.inf])
-def test_an_order_that_is_not_positive_is_refused(norm_type: float) -> None:
-    plan = fs.make_plan({"w": torch.ones(2)}, 1)
-    with pytest.raises(ValueError, match=r"norm_type must be a number above 0, or math\.inf; found .*: pass 2\.0"):
-        fs.global_norm({"": {"float32": torch.ones(2)}}, plan, fs.Mesh(), norm_type)
-
-
-def test_a_tree_of_other_units_is_refused() -> None:
-    plan = fs.make_plan({"w": torch.ones(2)}, 1)
-    with pytest.raises(ValueError, match=r"shards must hold the units of the plan, \[''\]; found \['blocks'\]"):
-        fs.clip_by_global_norm({"blocks": {}}, plan, fs.Mesh(), 1.0)
-
-
 GRADS = {"": {"float32": torch.ones(2)}}
-WRONG: dict[str, tuple[Any, Any, str]] = {
-    "a mesh of another shape": (
-        GRADS, fs.make_plan({"w": torch.ones(2)}, 2),
-        r"made for a mesh of 1 replicate × 2 shard ranks; found .*: make the plan with make_plan",
-    ),
-    "a shard of another size": (
-        {"": {"float32": torch.ones(3)}}, fs.make_plan({"w": torch.ones(2)}, 1),
-        r"shard 'float32' of unit '\(root\)' must have 2 elements, one of 1 shards; found shape \(3,\)",
-    ),
-    "a shard that is not there": (
-        {"": {}}, fs.make_plan({"w": torch.ones(2)}, 1),
-        r"the shard of unit '\(root\)' must hold the buffers \['float32'\]; found \[\]",
-    ),
-}  # fmt: skip
+ORDER = r"norm_type must be a number above 0, or math\.inf; found .*: pass 2\.0"
+BOUND = r"max_norm must be a finite number above 0; found inf: for the norm alone call global_norm"
 
 
-@pytest.mark.parametrize(("grads", "plan", "words"), WRONG.values(), ids=WRONG)
-def test_gradients_of_another_plan_or_mesh_are_refused(grads: Any, plan: fs.Plan, words: str) -> None:
-    for call in (fs.global_norm, lambda *given: fs.clip_by_global_norm(*given, 1.0)):
-        with pytest.raises(ValueError, match=words):
-            call(grads, plan, fs.Mesh())
-
-
-def test_an_error_of_clipping_says_how_to_get_the_norm_alone() -> None:
-    plan = fs.make_plan({"w": torch.ones(2)}, 1)
-    words = r"max_norm must be a finite number above 0; found inf: for the norm alone call global_norm"
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [*(((1.0, norm_type), ORDER) for norm_type in (0, -1.0, math.nan, -math.inf)), ((math.inf,), BOUND)],
+    ids=str,
+)
+def test_orders_and_bounds_that_are_none_are_refused(options: tuple[float, ...], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        fs.clip_by_global_norm(GRADS, plan, fs.Mesh(), math.inf)
+        fs.clip_by_global_norm(GRADS, fs.make_plan({"w": torch.ones(2)}, 1), fs.Mesh(), *options)
 
 
 def test_a_bound_that_is_a_tensor_stays_differentiable() -> None:
