@@ -118,18 +118,19 @@ def test_traffic_stays_within_the_bound_of_each_strategy():
         assert sum(event.traffic for event in fs.predict_events(plan)) == bound, strategy
 
 
-@pytest.mark.parametrize("options", [{"order": ["u", "x"]}, {"not_saved": ["x"]}], ids=str)
-def test_units_that_the_plan_does_not_have_are_refused(options):
-    plan = fs.make_plan({"u": {"w": torch.ones(3)}}, 2, units=["u"])
-    with pytest.raises(ValueError, match=r"the plan has no unit 'x' to put in order; its units are \['u'\]"):
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"not_saved": ["x"]}, ValueError, r"the plan has no unit 'x' to put in order; its units are \['ab'\]"),
+        ({"not_saved": "ab"}, TypeError, r"not_saved must be a list of unit names; found the text 'ab': pass \['ab'\]"),
+        ({"recomputed": "ab"}, TypeError, r"recomputed must be a list of unit names; found the text 'ab': pass \['ab'\]"),
+    ],
+    ids=str,
+)
+def test_what_is_no_list_of_the_plans_units_is_refused(options, error, words):
+    plan = fs.make_plan({"ab": torch.zeros(2)}, 2, units=["ab"])
+    with pytest.raises(error, match=words):
         fs.predict_events(plan, **options)
-
-
-@pytest.mark.parametrize("option", ["not_saved", "recomputed"])
-def test_one_text_is_no_list_of_units(option):
-    plan = fs.make_plan({"a": torch.zeros(2), "b": torch.zeros(2)}, 2, units=["a", "b"])
-    with pytest.raises(TypeError, match=rf"{option} must be a list of unit names; found the text 'ab': pass \['ab'\]"):
-        fs.predict_events(plan, **{option: "ab"})
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ def step_of(sharded, shards, x):
     bucket_bytes=st.sampled_from([0, 256, 1 << 20]),
     options=SETTINGS,
 )
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 def test_gradients_are_the_unsharded_ones_to_rounding_the_bits_no_schedules_and_the_collectives_the_predicted_ones(
     world, order, inner, strategies, bucket_bytes, options
 ):

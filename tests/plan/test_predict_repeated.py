@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 from collections import Counter
 
 import pytest
@@ -13,39 +12,32 @@ from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
 from funcshard._utils import tree
-from tests.core.test_prefetcher import STRATEGIES, WIDTH
+from tests.core.test_prefetcher import WIDTH
 from tests.pairwise import crossed
-from tests.plan.test_predict_nested import Outer
-from tests.ranks import run_ranks, run_simulated
+from tests.ranks import run_ranks
 from tests.storages import Alive, Log, LoggedBlock
 
 MUCH = 1 << 20
-TWO = 2 * 4 * 48  # bytes of two blocks on two ranks, padding included
-ORDERS = {
-    "a layer again and again": (0, 0, 0, 0),
-    "a stack again": (0, 1, 2, 0, 1, 2),
-    "there and back": (0, 1, 2, 2, 1, 0),
-    "one between the others": (0, 1, 0, 2, 0, 3, 0),
-    "the last again": (1, 2, 3, 3),
-}
-FEW = (ORDERS["a layer again and again"], ORDERS["one between the others"])
+
+
+AGAIN, BETWEEN = (0, 0, 0, 0), (0, 1, 0, 2, 0, 3, 0)  # a layer again and again; one between the others
 
 
 class Repeated(nn.Module):
-    """Calls its blocks in some order, after a scale of its own."""
+    """Calls its blocks in some order, after a scale of its own, or before it."""
 
-    def __init__(self, order, log=None, again=False):
+    def __init__(self, order, log=None, *, again=False, last=False):
         super().__init__()
         log = Log() if log is None else log
         self.blocks = nn.ModuleList(LoggedBlock(WIDTH, log) for _ in range(max(order) + 1))
-        self.scale, self.order, self.again = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH)), order, again
+        self.scale, self.order, self.again, self.last = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH)), order, again, last
 
     def forward(self, x):
-        x = x * self.scale
+        x = x if self.last else x * self.scale
         for number in self.order:
             block = self.blocks[number]
             x = checkpoint(block, x, use_reentrant=False) if self.again else block(x)
-        return x.square().mean()
+        return (x * self.scale if self.last else x).square().mean()
 
 
 def made(*args, **kwargs):
@@ -58,12 +50,10 @@ def names(order):
     return [f"blocks.{number}" for number in order]
 
 
-def step_of(sharded, shards, mesh, **accumulation):
+def step_of(sharded, shards, mesh):
     x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH) * (1 + mesh.rank)
-    loss_fn = lambda s, x: sharded(s, {}, x)  # noqa: E731
-    run = fs.accumulate(loss_fn, **accumulation) if accumulation else fs.value_and_grad(loss_fn)
     with fs.record_events() as events:
-        loss, grads = run(shards, x)
+        loss, grads = fs.value_and_grad(lambda s: sharded(s, {}, x))(shards)
     return (loss, fs.gather(grads, sharded.plan, mesh)), tuple(events)
 
 
@@ -72,127 +62,29 @@ def same_bits(results):
         torch.testing.assert_close(result, results[0], rtol=0, atol=0)
 
 
-SETTINGS = [
-    {"forward_prefetch": forward, "backward_prefetch": backward, "limit": limit, "on_demand": spared}
-    for forward, backward, limit, spared in itertools.product(
-        [True, False], ["pre", "post", None], [1, 2], [(), ("blocks.0",)]
-    )
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-@pytest.mark.parametrize(
-    ("world", "strategy"),
-    [(2, "full_shard"), (2, "shard_grad_op"), ({"replicate": 2, "shard": 1}, "no_shard")],
-    ids=str,
-)
-def test_every_schedule_does_what_is_predicted_and_gives_the_same_bits(world, strategy, order):
-    """So does one that the first call learned; nobody is warned, because a warning is an error here."""
-    apply, params, _ = made(order)
-
-    def main(mesh):
-        results = []
-        every = 3 if world == 2 and strategy == "full_shard" else 8
-        for number, size in enumerate((0, TWO, MUCH)):
-            plan = fs.make_plan(params, mesh, units=["blocks.*"], strategy=strategy, bucket_bytes=size)
-            shards, learning = fs.shard(params, plan, mesh), fs.fully_shard(apply, plan, mesh)
-            results.append(step_of(learning, shards, mesh)[0])
-            assert learning.schedule.order == ("", *names(order))
-            again, events = step_of(learning, shards, mesh)
-            assert events == fs.predict_events(plan, learning.schedule)
-            results.append(again)
-            for settings in SETTINGS[number::every]:
-                schedule = fs.make_schedule(plan, names(order), **settings)
-                sharded = fs.fully_shard(apply, plan, mesh, schedule=schedule)
-                result, events = step_of(sharded, shards, mesh)
-                assert events == fs.predict_events(plan, schedule), settings
-                results.append(result)
-        same_bits(results)
-
-    fs.simulate(main, world)
-
-
-WAYS = {  # options of the model, of fully_shard, of accumulate, of predict_events
-    "micro-batches": ({}, {}, {"micro_batches": 2, "reduce": "each"}, []),
-    "reduced once": ({}, {}, {"micro_batches": 2, "reduce": "once"}, []),
-    "remat": ({}, {"remat": ["blocks.0"]}, {}, ["blocks.0"]),
-    "checkpointed": ({"again": True}, {}, {}, None),
+WAYS = {  # options of the model, of fully_shard, of predict_events
+    "remat": ({}, {"remat": ["blocks.0"]}, ["blocks.0"]),
+    "checkpointed": ({"again": True}, {}, None),
+    # Backward of the first use needs no parameter, but what computes it again gathers them.
+    "remat without a gradient for the input": ({"last": True}, {"remat": ["blocks.0"]}, ["blocks.0"]),
 }
 
 
 @pytest.mark.slow
-@crossed(way=list(WAYS), order=FEW, strategy=["full_shard", "shard_grad_op"])
-def test_what_is_accumulated_or_computed_again_is_predicted(strategy, order, way):
-    model, sharding, accumulation, recomputed = WAYS[way]
+@crossed(way=list(WAYS), order=[AGAIN, BETWEEN, (0, 0), (0, 1, 0)], strategy=["full_shard", "shard_grad_op"])
+def test_what_is_computed_again_is_predicted(strategy, order, way):
+    model, sharding, recomputed = WAYS[way]
     recomputed = sorted(set(names(order))) if recomputed is None else recomputed
-    (apply, params, _), plain = made(order, **model), made(order)[0]
+    (apply, params, _), plain = made(order, **model), made(order, **{**model, "again": False})[0]
 
     def main(mesh):
         for size in (0, MUCH):
             plan = fs.make_plan(params, mesh, units=["blocks.*"], strategy=strategy, bucket_bytes=size)
             shards, sharded = fs.shard(params, plan, mesh), fs.fully_shard(apply, plan, mesh, **sharding)
-            results = [step_of(fs.fully_shard(plain, plan, mesh), shards, mesh, **accumulation)[0]]
-            results.append(step_of(sharded, shards, mesh, **accumulation)[0])
-            result, events = step_of(sharded, shards, mesh, **accumulation)
-            assert events == fs.predict_events(plan, sharded.schedule, recomputed=recomputed, **accumulation)
+            results = [step_of(fs.fully_shard(plain, plan, mesh), shards, mesh)[0], step_of(sharded, shards, mesh)[0]]
+            result, events = step_of(sharded, shards, mesh)
+            assert events == fs.predict_events(plan, sharded.schedule, recomputed=recomputed)
             same_bits([*results, result])
-
-    fs.simulate(main, 2)
-
-
-@pytest.mark.parametrize("order", [(0, 0), (0, 1, 0)], ids=str)
-def test_computed_again_without_a_gradient_for_the_input_it_is_predicted(order):
-    """Backward of the first use needs no parameter, but what computes it again gathers them."""
-
-    class ScaledLast(Repeated):
-        def forward(self, x):
-            for number in self.order:
-                x = self.blocks[number](x)
-            return (x * self.scale).square().mean()
-
-    apply, params, _ = fs.make_functional(ScaledLast(order))
-
-    def main(mesh):
-        for strategy in ("full_shard", "shard_grad_op"):
-            plan = fs.make_plan(params, mesh, units=["blocks.*"], strategy=strategy)
-            sharded, shards = fs.fully_shard(apply, plan, mesh, remat=["blocks.0"]), fs.shard(params, plan, mesh)
-            _, events = [step_of(sharded, shards, mesh)[1] for _ in range(2)]
-            assert events == fs.predict_events(plan, sharded.schedule, recomputed=["blocks.0"])
-
-    fs.simulate(main, 2)
-
-
-@pytest.mark.slow
-def test_an_outer_unit_that_repeats_calls_inner_ones_as_often():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.outer, self.last = Outer([0, 2], nn.Linear(3, 3), nn.Linear(3, 3)), nn.Linear(3, 3)
-
-        def forward(self, x):
-            return self.last(self.outer(torch.sin(self.outer(x)))).square().mean()
-
-    apply, params, _ = fs.make_functional(Twice())
-    units = ["outer", "outer.inner.0", "outer.inner.1", "last"]
-
-    def main(mesh):
-        for strategy in ("full_shard", "shard_grad_op"):
-            plan = fs.make_plan(params, mesh, units=units, strategy=strategy)
-            shards, results = fs.shard(params, plan, mesh), []
-            learning = fs.fully_shard(apply, plan, mesh)
-            for sharded in (learning, learning, *scheduled(plan, mesh)):
-                with fs.record_events() as events:
-                    loss, grads = fs.value_and_grad(lambda s, f=sharded: f(s, {}, torch.ones(2, 3)))(shards)
-                results.append((loss, fs.gather(grads, plan, mesh)))
-                if len(results) > 1:
-                    assert tuple(events) == fs.predict_events(plan, sharded.schedule)
-            same_bits(results)
-            assert learning.schedule.order == (*units[:3] * 2, "last")
-
-    def scheduled(plan, mesh):
-        for settings in SETTINGS[::2]:  # without on_demand
-            yield fs.fully_shard(apply, plan, mesh, schedule=fs.make_schedule(plan, [*units[:3] * 2, "last"], **settings))
 
     fs.simulate(main, 2)
 
@@ -200,13 +92,11 @@ def test_an_outer_unit_that_repeats_calls_inner_ones_as_often():
 @pytest.mark.parametrize("learned", [True, False], ids=["learned", "given"])
 @pytest.mark.parametrize("grad", [True, False], ids=["with gradients", "without"])
 def test_a_unit_that_stays_gathered_is_gathered_once_a_call_and_is_in_memory_once(grad, learned):
-    order = ORDERS["one between the others"]
-
     def main(mesh):
         log = Log()
-        apply, params, _ = made(order, log)
+        apply, params, _ = made(BETWEEN, log)
         plan = fs.make_plan(params, mesh, units=["blocks.*"], strategy="shard_grad_op")
-        schedule = None if learned else fs.make_schedule(plan, names(order))
+        schedule = None if learned else fs.make_schedule(plan, names(BETWEEN))
         sharded, shards = fs.fully_shard(apply, plan, mesh, schedule=schedule), fs.shard(params, plan, mesh)
         shards, found = tree.map(lambda shard: shard.requires_grad_(grad), shards), []
         for _ in range(2):
@@ -410,27 +300,3 @@ def test_of_a_cast_unit_that_stays_only_the_result_is_kept():
         _, found = sharded(shards, {}, torch.ones(1, WIDTH))
     # beside what is gathered ahead, which has travelled
     assert found == [{size: 1, 2 * size: 1}, {size: 1}, {}]
-
-
-def in_few_orders(mesh, strategy, shared_memory=None):
-    if shared_memory is not None:
-        mesh = fs.init_mesh(mesh.shape, device="cpu", shared_memory=shared_memory)
-    results = []
-    for order in FEW:
-        apply, params, _ = made(order)
-        plan = fs.make_plan(params, mesh, units=["blocks.*"], strategy=strategy)
-        sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
-        found = [step_of(sharded, shards, mesh) for _ in range(3)]
-        same_bits([result for result, _ in found])
-        assert found[1][1] == found[2][1] == fs.predict_events(plan, sharded.schedule)
-        results.append(found[0][0])
-    return results
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_on_real_ranks_they_are_those_of_simulated_ones(strategy):
-    expected = run_simulated(in_few_orders, 2, strategy)
-    for shared_memory in (True, False):
-        found = run_ranks(in_few_orders, 2, strategy, shared_memory)
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
