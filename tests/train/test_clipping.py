@@ -104,65 +104,36 @@ def test_local_leaves_and_mixed_strategies_count_like_leaves_of_one_model(
     fs.simulate(main, world)
 
 
-@pytest.mark.parametrize("axis", ["replicate", "shard"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.complex128], ids=str)
-def test_leaves_local_along_an_axis_count_once_in_any_dtype(dtype: torch.dtype, axis: str) -> None:
-    leaf = torch.arange(4).to(dtype)
-
-    def main(mesh: fs.Mesh) -> tuple[float, torch.dtype]:
-        plan = fs.make_plan({"w": leaf}, mesh, local={"w": axis})
-        # The leaf differs along ``axis`` only. Of two ranks with the same copy, one counts it.
-        norm = fs.global_norm(fs.shard({"w": leaf}, plan, mesh), plan, mesh)
-        return norm.item(), norm.dtype
-
-    wide = torch.promote_types(torch.float32, dtype.to_real())
-    assert fs.simulate(main, {"replicate": 2, "shard": 2}) == [(pytest.approx((2 * 14) ** 0.5), wide)] * 4
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_added_in_single_precision(dtype: torch.dtype) -> None:
-    params = {"w": torch.full((4096,), 0.25, dtype=dtype)}
-
-    def main(mesh: fs.Mesh) -> tuple[float, torch.dtype]:
-        plan = fs.make_plan(params, mesh)
-        norm = fs.global_norm(fs.shard(params, plan, mesh), plan, mesh)
-        return norm.item(), norm.dtype
-
-    assert fs.simulate(main, 2) == [(pytest.approx(16.0, rel=1e-6), torch.float32)] * 2
+# name -> (the leaf, the axis along which it differs, its norm)
+LEAVES: dict[str, tuple[torch.Tensor, str | None, float]] = {
+    **{
+        f"{dtype} along {axis}": (torch.arange(4).to(dtype), axis, (2 * 14) ** 0.5)  # of two equal copies, one counts
+        for axis in ("replicate", "shard")
+        for dtype in (torch.float64, torch.complex64, torch.complex128)
+    },
+    **{
+        f"{dtype}, added in float32": (torch.full((4096,), 0.25, dtype=dtype), None, 16.0)
+        for dtype in (torch.bfloat16, torch.float16)
+    },
+    "absolute values": (torch.tensor([3 + 4j, 0j, 12j]), None, 13.0),
+    "NaN on one rank": (torch.tensor([1.0, 1.0, math.nan, 1.0]), None, math.nan),
+    "no elements": (torch.zeros(0), None, 0.0),
+}
 
 
-def test_complex_leaves_count_by_their_absolute_values() -> None:
-    params = {"w": torch.tensor([3 + 4j, 0j, 12j])}
+@pytest.mark.parametrize(("leaf", "axis", "expected"), LEAVES.values(), ids=LEAVES)
+def test_the_norm_of_one_leaf(leaf: torch.Tensor, axis: str | None, expected: float) -> None:
+    def main(mesh: fs.Mesh) -> torch.Tensor:
+        plan = fs.make_plan({"w": leaf}, mesh, local={"w": axis} if axis else ())
+        shards = fs.shard({"w": leaf}, plan, mesh)
+        clipped, norm = fs.clip_by_global_norm(shards, plan, mesh, max(1.0, expected / 2))
+        if expected > 2:
+            torch.testing.assert_close(fs.gather(clipped, plan, mesh)["w"], leaf / 2, rtol=1e-6, atol=0)
+        return norm
 
-    def main(mesh: fs.Mesh) -> float:
-        plan = fs.make_plan(params, mesh)
-        shards = fs.shard(params, plan, mesh)
-        clipped, norm = fs.clip_by_global_norm(shards, plan, mesh, 6.5)
-        torch.testing.assert_close(fs.gather(clipped, plan, mesh)["w"], params["w"] / 2)
-        return norm.item()
-
-    assert fs.simulate(main, 2) == [13.0, 13.0]
-
-
-@pytest.mark.parametrize("world", WORLDS, ids=str)
-def test_a_tree_without_gradients_has_norm_zero(world: Any) -> None:
-    params = {"e": torch.zeros(0, requires_grad=True), "f": torch.ones(3)}
-
-    def main(mesh: fs.Mesh) -> float:
-        plan = fs.make_plan(params, mesh)
-        return fs.global_norm(without_frozen(fs.shard(params, plan, mesh), plan), plan, mesh).item()
-
-    assert set(fs.simulate(main, world)) == {0.0}
-
-
-def test_a_nan_on_one_rank_makes_the_norm_nan_on_every_rank() -> None:
-    params = {"w": torch.tensor([1.0, 1.0, math.nan, 1.0])}
-
-    def main(mesh: fs.Mesh) -> bool:
-        plan = fs.make_plan(params, mesh)
-        return fs.global_norm(fs.shard(params, plan, mesh), plan, mesh).isnan().item()
-
-    assert fs.simulate(main, 2) == [True, True]
+    wide = torch.promote_types(torch.float32, leaf.dtype.to_real())
+    for norm in fs.simulate(main, {"replicate": 2, "shard": 2}):
+        torch.testing.assert_close(norm, torch.tensor(expected, dtype=wide), rtol=1e-6, atol=0, equal_nan=True)
 
 
 GRADS = {"": {"float32": torch.ones(2)}}

@@ -41,19 +41,30 @@ def mean_square(sharded: Any) -> Any:
     return lambda shards, buffers, x: sharded(shards, buffers, x).square().mean()
 
 
+def tensors(state: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree.leaves(state) if isinstance(leaf, torch.Tensor)]
+
+
+def memory(state: Any) -> list[int]:
+    return [leaf.data_ptr() for leaf in tensors(state)]
+
+
 def test_the_state_is_a_pytree_that_counts_steps_and_is_donated_to_a_torch_optimizer() -> None:
     def main(mesh: fs.Mesh) -> None:
         sharded, plan, shards, buffers = setup(mesh, model())
-        pointers = [leaf.data_ptr() for leaf in tree.leaves(shards)]
         train = fs.make_train_step(mean_square(sharded), ADAMW, plan, mesh)
-        state = train.init(shards, buffers)
+        state, pointers = train.init(shards, buffers), []
         for step in range(3):
             assert state.step == step
+            pointers.append(memory(state))
             state, _ = train(state, batch(step))
-            assert [leaf.data_ptr() for leaf in tree.leaves(state.shards)] == pointers
+        assert memory(state) == pointers[2]  # pointers[0] has no state of the optimizer
+        assert memory(state.shards) == pointers[0]
         leaves, put_back = tree.flatten(state)
         assert isinstance(put_back(leaves), fs.TrainState)
-        assert not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
+        assert not any(leaf.requires_grad for leaf in tensors(state))
+        assert state.opt_state["steps"] == 3
+        assert {*state.opt_state["leaves"]["0"]["float32"]} == {"exp_avg", "exp_avg_sq", "step"}
 
     fs.simulate(main, 2)
 
@@ -242,10 +253,6 @@ def uneven(mesh: fs.Mesh, counts: list[int], concatenate: bool = False) -> Any:
             break
         losses.append(metrics["loss"])
     return state.step, losses, fs.gather(state.shards, plan, mesh)
-
-
-def tensors(state: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree.leaves(state) if isinstance(leaf, torch.Tensor)]
 
 
 @pytest.mark.parametrize("run", [run_ranks, run_simulated], ids=["gloo", "simulated"])
