@@ -50,8 +50,15 @@ def names(order):
     return [f"blocks.{number}" for number in order]
 
 
-def step_of(sharded, shards, mesh):
-    x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH) * (1 + mesh.rank)
+def on(mesh, apply, params, strategy="shard_grad_op", *, order=None, units=("blocks.*",), **options):
+    """Return ``(sharded, shards)``, under the schedule of an order if one is given."""
+    plan = fs.make_plan(params, mesh, units=units, strategy=strategy, bucket_bytes=options.pop("bucket_bytes", 0))
+    schedule = None if order is None else fs.make_schedule(plan, names(order))
+    return fs.fully_shard(apply, plan, mesh, schedule=schedule, **options), fs.shard(params, plan, mesh)
+
+
+def step_of(sharded, shards, mesh, width=WIDTH):
+    x = torch.linspace(-1, 1, 2 * width).view(2, width) * (1 + mesh.rank)
     with fs.record_events() as events:
         loss, grads = fs.value_and_grad(lambda s: sharded(s, {}, x))(shards)
     return (loss, fs.gather(grads, sharded.plan, mesh)), tuple(events)
@@ -79,11 +86,10 @@ def test_what_is_computed_again_is_predicted(strategy, order, way):
 
     def main(mesh):
         for size in (0, MUCH):
-            plan = fs.make_plan(params, mesh, units=["blocks.*"], strategy=strategy, bucket_bytes=size)
-            shards, sharded = fs.shard(params, plan, mesh), fs.fully_shard(apply, plan, mesh, **sharding)
-            results = [step_of(fs.fully_shard(plain, plan, mesh), shards, mesh)[0], step_of(sharded, shards, mesh)[0]]
+            sharded, shards = on(mesh, apply, params, strategy, bucket_bytes=size, **sharding)
+            results = [step_of(f, shards, mesh)[0] for f in (fs.fully_shard(plain, sharded.plan, mesh), sharded)]
             result, events = step_of(sharded, shards, mesh)
-            assert events == fs.predict_events(plan, sharded.schedule, recomputed=recomputed)
+            assert events == fs.predict_events(sharded.plan, sharded.schedule, recomputed=recomputed)
             same_bits([*results, result])
 
     fs.simulate(main, 2)
@@ -95,9 +101,7 @@ def test_a_unit_that_stays_gathered_is_gathered_once_a_call_and_is_in_memory_onc
     def main(mesh):
         log = Log()
         apply, params, _ = made(BETWEEN, log)
-        plan = fs.make_plan(params, mesh, units=["blocks.*"], strategy="shard_grad_op")
-        schedule = None if learned else fs.make_schedule(plan, names(BETWEEN))
-        sharded, shards = fs.fully_shard(apply, plan, mesh, schedule=schedule), fs.shard(params, plan, mesh)
+        sharded, shards = on(mesh, apply, params, order=None if learned else BETWEEN)
         shards, found = tree.map(lambda shard: shard.requires_grad_(grad), shards), []
         for _ in range(2):
             log.clear()
@@ -128,10 +132,13 @@ def test_before_the_order_is_known_a_unit_that_comes_once_is_not_kept():
                 seen.append((number, self.blocks[0].log.alive()))
             return x.square().mean()
 
+    def main(mesh):
+        sharded, shards = on(mesh, apply, params)
+        sharded(shards, {}, torch.ones(2, WIDTH))
+
     seen = []
     apply, params, _ = fs.make_functional(Watching((0, 1, 2)))
-    plan = fs.make_plan(params, 2, units=["blocks.*"], strategy="shard_grad_op")
-    fs.simulate(lambda mesh: fs.fully_shard(apply, plan, mesh)(fs.shard(params, plan, mesh), {}, torch.ones(2, WIDTH)), 2)
+    fs.simulate(main, 2)
     assert sorted(seen) == [(number, 0) for number in (0, 0, 1, 1, 2, 2)]
 
 
@@ -148,9 +155,7 @@ def test_a_unit_is_let_go_of_after_its_last_time(grad):
 
     def main(mesh):
         apply, params, _ = fs.make_functional(Watching((0, 1, 0, 2)))
-        plan = fs.make_plan(params, mesh, units=["blocks.*"], strategy="shard_grad_op")
-        schedule = fs.make_schedule(plan, names((0, 1, 0, 2)))
-        sharded, shards = fs.fully_shard(apply, plan, mesh, schedule=schedule), fs.shard(params, plan, mesh)
+        sharded, shards = on(mesh, apply, params, order=(0, 1, 0, 2))
         return sharded(tree.map(lambda shard: shard.requires_grad_(grad), shards), {}, torch.ones(2, WIDTH))[1]
 
     assert fs.simulate(main, 2) == [(1, 0, 0, 0)] * 2
@@ -165,17 +170,15 @@ def test_uses_with_and_without_gradients_share_what_is_gathered_and_no_graph():
                     x = self.blocks[number](x)
             return x.square().mean()
 
-    apply, params, buffers = fs.make_functional(WithAndWithout((0, 0, 0, 0)))
+    apply, params, buffers = fs.make_functional(WithAndWithout(AGAIN))
 
     def main(mesh):
-        x, results = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH) * (1 + mesh.rank), []
+        results = []
         for strategy in ("full_shard", "shard_grad_op"):
-            plan = fs.make_plan(params, mesh, units=["blocks.*"], strategy=strategy)
-            shards, sharded = fs.shard(params, plan, mesh), fs.fully_shard(apply, plan, mesh)
-            for _ in range(2):
-                loss, grads = fs.value_and_grad(lambda s, f=sharded: f(s, {}, x))(shards)
-                results.append((loss, fs.gather(grads, plan, mesh)))
+            sharded, shards = on(mesh, apply, params, strategy)
+            results += [step_of(sharded, shards, mesh)[0] for _ in range(2)]
         same_bits(results)
+        x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH) * (1 + mesh.rank)
         expected = torch.func.grad(lambda p: apply(p, buffers, x))(params)
         torch.testing.assert_close(results[0][1], tree.map(lambda grad: fs.pmean(grad, mesh), expected))
 
@@ -220,14 +223,10 @@ def in_modes(mesh, inference, cast, shared_memory=None):
     if shared_memory is not None:
         mesh = fs.init_mesh(mesh.shape, device="cpu", shared_memory=shared_memory)
     apply, params, _ = fs.make_functional(Modes(inference, Doubling()))
-    x, results = torch.linspace(-1, 1, 400).view(2, 200) * (1 + mesh.rank), []
+    results, cast = [], (lambda unit, buffer: COPYING) if cast else None
     for strategy in ("full_shard", "shard_grad_op"):
-        plan = fs.make_plan(params, mesh, units=["block"], strategy=strategy)
-        shards = fs.shard(params, plan, mesh)
-        sharded = fs.fully_shard(apply, plan, mesh, cast=(lambda unit, buffer: COPYING) if cast else None)
-        for _ in range(3):
-            loss, grads = fs.value_and_grad(lambda s, f=sharded: f(s, {}, x))(shards)
-            results.append((loss, fs.gather(grads, plan, mesh)))
+        sharded, shards = on(mesh, apply, params, strategy, units=["block"], cast=cast)
+        results += [step_of(sharded, shards, mesh, 200)[0] for _ in range(3)]
     same_bits(results)
     return results[0]
 
@@ -255,8 +254,7 @@ def test_calls_in_inference_mode_alone_change_nothing_for_each_other():
     apply, params, _ = fs.make_functional(nn.Sequential(block := Doubling(), block))
 
     def main(mesh):
-        plan = fs.make_plan(params, mesh, units=["0"], strategy="shard_grad_op")
-        sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
+        sharded, shards = on(mesh, apply, params, units=["0"])
         with torch.inference_mode():
             same_bits([sharded(shards, {}, torch.ones(2, 200)) for _ in range(3)])
 
@@ -266,10 +264,8 @@ def test_calls_in_inference_mode_alone_change_nothing_for_each_other():
 def test_a_shard_that_changes_before_backward_is_noticed_by_every_use():
     aliasing = fs.Cast(lambda shard: shard, lambda rows: rows.flatten())
     apply, params, _ = made((0, 0))
-    mesh = fs.Mesh()
-    plan = fs.make_plan(params, mesh, units=["blocks.*"], strategy="shard_grad_op")
-    sharded = fs.fully_shard(apply, plan, mesh, cast=lambda unit, buffer: aliasing)
-    shards = tree.map(torch.Tensor.requires_grad_, fs.shard(params, plan, mesh))
+    sharded, shards = on(fs.Mesh(), apply, params, cast=lambda unit, buffer: aliasing)
+    shards = tree.map(torch.Tensor.requires_grad_, shards)
     for _ in range(2):
         loss = sharded(shards, {}, torch.ones(2, WIDTH))
         with torch.no_grad():
@@ -290,12 +286,8 @@ def test_of_a_cast_unit_that_stays_only_the_result_is_kept():
             return x, found
 
     apply, params, _ = fs.make_functional(Watching((0, 1, 0)))
-    mesh = fs.Mesh()
-    plan = fs.make_plan(params, mesh, units=["blocks.*"], strategy="shard_grad_op")
-    shards, size = fs.shard(params, plan, mesh), 4 * plan.units["blocks.0"].buffers[0].padded_numel
-    sharded = fs.fully_shard(
-        apply, plan, mesh, schedule=fs.make_schedule(plan, names((0, 1, 0))), cast=lambda unit, buffer: widened
-    )
+    sharded, shards = on(fs.Mesh(), apply, params, order=(0, 1, 0), cast=lambda unit, buffer: widened)
+    size = 4 * sharded.plan.units["blocks.0"].buffers[0].padded_numel
     with torch.no_grad(), Alive(lambda nbytes: nbytes in (size, 2 * size)) as alive:
         _, found = sharded(shards, {}, torch.ones(1, WIDTH))
     # beside what is gathered ahead, which has travelled
