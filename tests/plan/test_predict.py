@@ -134,8 +134,7 @@ def test_what_is_no_list_of_the_plans_units_is_refused(options, error, words):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("itself", [True, False], ids=["the loss", "what the loss is computed from"])
-def test_units_of_any_strategies_one_after_another_do_what_is_predicted_whatever_the_model_returns(itself):
+def test_units_of_any_strategies_one_after_another_do_what_is_predicted_if_the_model_returns_the_loss():
     class Three(nn.Module):
         def __init__(self):
             super().__init__()
@@ -145,10 +144,9 @@ def test_units_of_any_strategies_one_after_another_do_what_is_predicted_whatever
             x = x * self.scale
             for layer in self.layers:
                 x = torch.tanh(layer(x))
-            return x.square().mean() if itself else x
+            return x.square().mean()
 
     apply, params, _ = fs.make_functional(net := Three())
-    loss_of = (lambda y: y) if itself else (lambda y: y.square().mean())
 
     def main(mesh):
         for strategies in itertools.product(["full_shard", "shard_grad_op", "no_shard"], repeat=3):
@@ -158,7 +156,7 @@ def test_units_of_any_strategies_one_after_another_do_what_is_predicted_whatever
             sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
             for call in range(2):
                 with fs.record_events() as events:
-                    fs.value_and_grad(lambda s, f=sharded: loss_of(f(s, {}, torch.ones(2, 3))))(shards)
+                    fs.value_and_grad(lambda s, f=sharded: f(s, {}, torch.ones(2, 3)))(shards)
                 assert call == 0 or tuple(events) == fs.predict_events(plan, sharded.schedule), strategies
 
     fs.simulate(main, 2)

@@ -11,13 +11,13 @@ from tests.storages import Log
 
 HYBRID = {"replicate": 2, "shard": 2}
 CASES = [
-    ("full_shard", 1, "module"),
-    ("full_shard", 2, "by hand"),
-    ("full_shard", 4, "module"),
-    ("full_shard", HYBRID, "by hand"),
-    ("shard_grad_op", 2, "module"),
-    ("no_shard", 4, "module"),
-    ("no_shard", HYBRID, "module"),
+    ("full_shard", 1),
+    ("full_shard", 2),
+    ("full_shard", 4),
+    ("full_shard", HYBRID),
+    ("shard_grad_op", 2),
+    ("no_shard", 4),
+    ("no_shard", HYBRID),
 ]
 
 
@@ -50,31 +50,12 @@ def data(n=8):
     return {"x": 3 * torch.randn(n, 3, generator=generator).double(), "y": torch.randn(n, 2, generator=generator).double()}
 
 
-def setup(mesh, strategy="full_shard", form="module"):
+def setup(mesh, strategy="full_shard"):
     """Return ``(loss of one sample, shards, plan)``."""
     apply, params, _ = fs.make_functional(build())
     plan = fs.make_plan(params, mesh, units=["head"], strategy=strategy, ties=apply.ties)
-    if form == "module":
-        run = fs.fully_shard(apply, plan, mesh)
-
-        def out(shards, x):
-            return run(shards, {}, x)
-    else:
-        head = fs.reshard(fs.unshard(lambda leaves, x: leaves["weight"] @ x + leaves["bias"], plan.units["head"], mesh))
-
-        def body(p, x):
-            w = p["first.weight"]
-            x = w @ (w @ x + p["first.bias"]) + p["first.bias"]
-            return torch.tanh(w @ torch.tanh(x * p["scale"]) + p["last.bias"])
-
-        root = fs.reshard(fs.unshard(body, plan.units[""], mesh))
-
-        def out(shards, x):
-            return head(shards["head"], root(shards[""], x))
-
-    def loss(shards, sample):
-        return (out(shards, sample["x"]) - sample["y"]).square().sum()
-
+    run = fs.fully_shard(apply, plan, mesh)
+    loss = lambda shards, sample: (run(shards, {}, sample["x"]) - sample["y"]).square().sum()  # noqa: E731
     return loss, fs.shard(params, plan, mesh), plan
 
 
@@ -112,8 +93,8 @@ def whole(grads, plan, mesh):
     return {path: g for path, g in fs.gather(filled, plan, mesh).items() if path not in frozen}
 
 
-def evaluated(mesh, strategy, form, options, seed=None):
-    loss, shards, plan = setup(mesh, strategy, form)
+def evaluated(mesh, strategy, options, seed=None):
+    loss, shards, plan = setup(mesh, strategy)
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     run = fs.per_sample_grad(loss, plan, mesh, generator=generator, **options)
     (losses, norms), grads = run(shards, own(data(), mesh))
@@ -143,18 +124,18 @@ OPTIONS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize(("strategy", "world", "form"), CASES, ids=ids)
-def test_it_is_the_mean_of_clipped_gradients_of_every_sample(strategy, world, form, options):
+@pytest.mark.parametrize(("strategy", "world"), CASES, ids=ids)
+def test_it_is_the_mean_of_clipped_gradients_of_every_sample(strategy, world, options):
     norms = reference(data())[1]
     assert 0 < (norms > 2.0).sum() < len(norms)  # the bound cuts some and spares others
-    results = fs.simulate(lambda mesh: evaluated(mesh, strategy, form, options), world)
+    results = fs.simulate(lambda mesh: evaluated(mesh, strategy, options), world)
     check(results, options.get("max_norm"), options.get("batch_size"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "shape"), [(2, None), (4, HYBRID)], ids=ids)
 def test_real_ranks_give_the_bits_of_simulated_ones(world, shape):
-    args = ("full_shard", "module", {"max_norm": 2.0, "chunk_size": 3, "noise_multiplier": 0.5}, 7)
+    args = ("full_shard", {"max_norm": 2.0, "chunk_size": 3, "noise_multiplier": 0.5}, 7)
     real, simulated = (run(evaluated, world, *args, timeout=150, shape=shape) for run in (run_ranks, run_simulated))
     for a, b in zip(real, simulated, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
@@ -167,7 +148,7 @@ def product(leaves, x):
 def one_unit(mesh, params, apply=product, **options):
     """Return ``(function of shards, shards, plan)`` of a model of one unit."""
     plan = fs.make_plan(params, mesh, **options)
-    f = fs.unshard(apply, plan.units[""], mesh)
+    f = fs.reshard(fs.unshard(apply, plan.units[""], mesh))
     return (lambda shards, x: f(shards[""], x)), fs.shard(params, plan, mesh), plan
 
 
@@ -194,16 +175,16 @@ def noise_of(strategy, world, seed=3, sigma=0.5, **options):
     common = {"max_norm": 2.0, "batch_size": 1.0, **options}
 
     def main(mesh):
-        noised = evaluated(mesh, strategy, "module", {"noise_multiplier": sigma, **common}, seed)[2]
-        plain = evaluated(mesh, strategy, "module", common)[2]
+        noised = evaluated(mesh, strategy, {"noise_multiplier": sigma, **common}, seed)[2]
+        plain = evaluated(mesh, strategy, common)[2]
         return {name: noised[name] - plain[name] for name in plain}
 
     return fs.simulate(main, world)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "world", "form"), CASES, ids=ids)
-def test_noise_is_added_once_and_is_the_same_for_any_number_of_ranks(strategy, world, form):
+@pytest.mark.parametrize(("strategy", "world"), CASES, ids=ids)
+def test_noise_is_added_once_and_is_the_same_for_any_number_of_ranks(strategy, world):
     (alone,) = noise_of("full_shard", 1)
     for noise in noise_of(strategy, world):
         torch.testing.assert_close(noise, alone, rtol=1e-10, atol=1e-10)
@@ -242,15 +223,15 @@ def test_noise_has_the_deviation_asked_for_and_spares_the_padding(world):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk_size", [None, 1])
-@pytest.mark.parametrize(("strategy", "world", "form"), CASES, ids=ids)
-def test_each_unit_is_gathered_once_and_reduced_once(strategy, world, form, chunk_size):
+@pytest.mark.parametrize(("strategy", "world"), CASES, ids=ids)
+def test_each_unit_is_gathered_once_and_reduced_once(strategy, world, chunk_size):
     def main(mesh):
-        loss, shards, plan = setup(mesh, strategy, form)
+        loss, shards, plan = setup(mesh, strategy)
         run = fs.per_sample_grad(loss, plan, mesh, max_norm=2.0, chunk_size=chunk_size, batch_size=8)
         with fs.record_events() as events:
             run(shards, own(data(), mesh))
         kept = strategy if strategy == "no_shard" else "shard_grad_op"
-        expected = fs.predict_events(setup(mesh, kept, form)[2])
+        expected = fs.predict_events(setup(mesh, kept)[2])
         assert sorted(map(str, events)) == sorted(map(str, expected))
         units = [(event.kind == "all_gather", event.unit) for event in events]
         assert [unit for gathered, unit in units if gathered] == [unit for gathered, unit in sorted(units) if gathered]
@@ -388,7 +369,7 @@ WRONG = {
 @pytest.mark.parametrize(("options", "words"), WRONG.values(), ids=WRONG)
 def test_wrong_options_are_named(options, words):
     with pytest.raises(ValueError, match=words):
-        fs.simulate(lambda mesh: evaluated(mesh, "full_shard", "module", options), 1)
+        fs.simulate(lambda mesh: evaluated(mesh, "full_shard", options), 1)
 
 
 ANOTHER_WAY = r"'float32' of unit '\(root\)' by another way, such as a penalty on the shard itself or remat around the unit"
