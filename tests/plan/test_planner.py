@@ -130,19 +130,6 @@ def test_dtypes_and_requires_grad_get_buffers_of_their_own() -> None:
     assert [b.trainable for b in unit.buffers] == [True, True, False, False]
 
 
-def test_where_nothing_requires_grad_every_floating_point_leaf_is_trainable() -> None:
-    params = {"f": zeros(2), "c": zeros(2, dtype=torch.complex64), "i": zeros(2, dtype=torch.int32)}
-    buffers = fs.make_plan(params, 2).unit_list[0].buffers
-    assert {b.key: b.trainable for b in buffers} == {"complex64": True, "float32": True, "int32.frozen": False}
-
-
-def test_requires_grad_anywhere_in_the_tree_decides_for_every_unit() -> None:
-    params = {"a": {"w": zeros(2)}, "b": {"w": zeros(2, requires_grad=True)}}
-    plan = fs.make_plan(params, 2, units=["a", "b"])
-    assert [b.key for b in plan.units["a"].buffers] == ["float32.frozen"]
-    assert [b.key for b in plan.units["b"].buffers] == ["float32"]
-
-
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 def test_strategies_differ_in_what_is_cut_and_freed(strategy: str) -> None:
     plan = fs.make_plan(model(), {"replicate": 2, "shard": 3}, units=["blocks.*"], strategy=strategy)

@@ -25,49 +25,14 @@ class Outer(nn.Module):
         return x
 
 
-class Lends(nn.Module):
-    """Hands its own weight to the module inside it, and uses it there last."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.inner = nn.Parameter(torch.eye(3) + 0.1), Borrows()
-
-    def forward(self, x):
-        return self.inner(x, self.weight)
-
-
-class Borrows(nn.Module):
-    """Uses another unit's weight after its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.own = nn.Parameter(torch.eye(3) - 0.2)
-
-    def forward(self, x, weight):
-        return torch.sin(torch.sin(x @ self.own) @ weight)
-
-
 def linear():
     return nn.Linear(3, 3)
 
 
-MODELS = {
-    "three deep, both after": lambda: nn.Sequential(linear(), Outer([1], Outer([1], linear())), linear()),
-    "three deep, one after": lambda: nn.Sequential(linear(), Outer([1], Outer([0], linear()), linear()), linear()),
-    "a weight that is lent": lambda: nn.Sequential(linear(), Lends(), Outer([0, 2], Lends(), linear())),
-    "NestedWrappedModule": lambda: nn.Sequential(
-        linear(), nn.Sequential(linear(), nn.Linear(3, 4)), nn.Linear(4, 3), linear()
-    ),
-}
 SETTINGS = [
     {"forward_prefetch": forward, "backward_prefetch": backward, "limit": limit}
     for forward, backward, limit in itertools.product([True, False], ["pre", "post", None], [1, 2])
 ]
-
-
-def units_of(net):
-    """Every module with a forward, but for the root."""
-    return [path for path, m in net.named_modules() if path and not isinstance(m, nn.ModuleList) and list(m.parameters())]
 
 
 def step_of(sharded, shards, mesh):
@@ -75,37 +40,6 @@ def step_of(sharded, shards, mesh):
     with fs.record_events() as events:
         loss, grads = fs.value_and_grad(lambda s: sharded(s, {}, x).square().mean())(shards)
     return loss, fs.gather(grads, sharded.plan, mesh), tuple(events)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world", "strategy"),
-    [(2, "full_shard"), (2, "shard_grad_op"), ({"replicate": 2, "shard": 2}, "full_shard")],
-    ids=str,
-)
-@pytest.mark.parametrize("model", MODELS)
-def test_the_collectives_of_nested_units_are_the_predicted_ones(model, world, strategy):
-    torch.manual_seed(0)
-    net = MODELS[model]()
-    apply, params, _ = fs.make_functional(net)
-
-    def main(mesh):
-        plan = fs.make_plan(params, mesh, units=units_of(net), strategy=strategy)
-        shards, learning = fs.shard(params, plan, mesh), fs.fully_shard(apply, plan, mesh)
-        loss, grads, events = step_of(learning, shards, mesh)
-        assert events == fs.predict_events(plan, learning.schedule)
-        results = [(loss, grads)]
-        for settings in SETTINGS if mesh.world_size == 2 else SETTINGS[:2]:
-            schedule = fs.make_schedule(plan, learning.schedule.order, **settings)
-            sharded = fs.fully_shard(apply, plan, mesh, schedule=schedule)
-            loss, grads, events = step_of(sharded, shards, mesh)
-            assert events == fs.predict_events(plan, sharded.schedule), settings
-            results.append((loss, grads))
-        return results
-
-    for results in fs.simulate(main, world):
-        for result in results[1:]:
-            torch.testing.assert_close(result, results[0], rtol=0, atol=0)
 
 
 @pytest.mark.slow
