@@ -82,29 +82,20 @@ class Tied(nn.Module):
         self.head.weight = self.emb.weight
 
 
-def test_tied_parameters_of_a_module_go_to_the_root_by_their_marks() -> None:
+def test_marks_or_ties_say_that_parameters_of_a_module_are_tied() -> None:
     apply, params, _ = fs.make_functional(Tied())
+    copies = {name: value.clone() for name, value in params.items()}  # have no marks
+    assert apply.ties == (("emb.weight", "head.weight"),)
     plan = fs.make_plan(params, 2, units=["emb", "body", "head"])
     assert owners(plan)["emb.weight"] == ""
     assert plan.units[""].leaves[0].aliases == ("head.weight",)
-    assert apply.ties == (("emb.weight", "head.weight"),)
-
-
-def test_ties_say_what_copies_of_the_tensors_do_not() -> None:
-    apply, params, _ = fs.make_functional(Tied())
-    copies = {name: value.clone() for name, value in params.items()}
     assert owners(fs.make_plan(copies, 2, units=["emb"]))["emb.weight"] == "emb"
-    with_ties = fs.make_plan(copies, 2, units=["emb"], ties=apply.ties)
-    assert owners(with_ties)["emb.weight"] == ""
-    assert with_ties == fs.make_plan(params, 2, units=["emb"])
-
-
-def test_marks_are_read_relative_to_where_the_tree_of_the_module_stands() -> None:
-    _, params, _ = fs.make_functional(Tied())
-    plan = fs.make_plan({"student": params}, 2, units=["student"])
-    (tied,) = [leaf for leaf in plan.leaves if leaf.path == "student.emb.weight"]
-    assert all(alias.startswith("student.") for alias in tied.aliases)
-    assert owners(plan)["student.emb.weight"] == "student"
+    assert fs.make_plan(copies, 2, units=["emb", "body", "head"], ties=apply.ties) == plan
+    # marks are read relative to where the tree of the module stands
+    student = fs.make_plan({"student": params}, 2, units=["student"])
+    (tied,) = [leaf for leaf in student.leaves if leaf.path == "student.emb.weight"]
+    assert tied.aliases == ("student.head.weight",)
+    assert owners(student)["student.emb.weight"] == "student"
 
 
 def test_ties_that_name_no_leaf_are_refused() -> None:

@@ -12,18 +12,23 @@ from funcshard.train.clipping import PIECE, norm_of_rows
 from tests.pairwise import crossed
 
 WORLDS = [1, 2, 3, {"replicate": 2, "shard": 2}, {"replicate": 2}]
-STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
 NORMS = [1.0, 2.0, 3.0, 0.5, math.inf]
+PLANS: dict[str, dict[str, Any]] = {
+    "full_shard": {"units": ["a"]},
+    "shard_grad_op": {"units": ["a"], "strategy": "shard_grad_op"},
+    "no_shard": {"units": ["a"], "strategy": "no_shard"},
+    "mixed": {"units": {"a": {"strategy": "no_shard"}, "c": {"strategy": "shard_grad_op"}, "d": {}}},
+}
 
 
-def example() -> dict:
-    generator = torch.Generator().manual_seed(0)
+def example(rank: int = 0) -> dict[str, Any]:
+    """Return leaves of two dtypes, an empty one, one that differs between ranks, and two that are not trained."""
+    generator, own = torch.Generator().manual_seed(0), torch.Generator().manual_seed(9 + rank)
     normal = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
-    return {"a": {"w": normal(3, 3), "b": normal(1)}, "c": normal(5), "e": torch.zeros(0), "d": normal(2).double()}
-
-
-def frozen_example() -> dict:
-    return {**tree.map(lambda t: t.requires_grad_(), example()), "frozen": torch.full((4,), 9.0), "n": torch.ones(2).long()}
+    params = {"a": {"w": normal(3, 3), "b": normal(1)}, "c": normal(5), "e": torch.zeros(0), "d": normal(2).double()}
+    params["own"] = torch.randn(2, 4, generator=own)
+    frozen = {"frozen": torch.full((4,), 9.0), "n": torch.ones(2).long()}
+    return {**tree.map(lambda t: t.requires_grad_(), params), **frozen}
 
 
 def without_frozen(shards: Any, plan: fs.Plan) -> Any:
@@ -34,22 +39,22 @@ def without_frozen(shards: Any, plan: fs.Plan) -> Any:
     }
 
 
-def trainable(params: dict) -> list[torch.Tensor]:
-    """Return the trainable leaves with elements; torch refuses infinity norms of empty tensors."""
-    return [leaf for leaf in tree.leaves(params) if leaf.requires_grad and leaf.numel()]
-
-
 @pytest.mark.slow
-@crossed(world=WORLDS, strategy=STRATEGIES, norm_type=NORMS, max_norm=[0.1, 1000.0])
-def test_clipping_is_that_of_torch_on_the_whole_model(world: Any, strategy: str, norm_type: float, max_norm: float) -> None:
-    params = frozen_example()
-    whole = trainable(params)
+@crossed(world=WORLDS, options=PLANS, norm_type=NORMS, max_norm=[0.1, 1000.0])
+def test_clipping_is_that_of_torch_on_the_whole_model(world: Any, options: dict, norm_type: float, max_norm: float) -> None:
+    size = world if isinstance(world, int) else math.prod(world.values())
+    by_rank = [example(rank) for rank in range(size)]
+    # Leaves without elements are left out, because torch refuses infinity norms of them.
+    shared = [leaf for name, leaf in by_rank[0].items() if name != "own"]
+    whole = [leaf for leaf in tree.leaves([shared, [params["own"] for params in by_rank]]) if leaf.requires_grad]
+    whole = [leaf for leaf in whole if leaf.numel()]
     for leaf in whole:
         leaf.grad = leaf.detach().clone()
     expected_norm = torch.nn.utils.clip_grad_norm_(whole, max_norm, norm_type)
 
     def main(mesh: fs.Mesh) -> torch.Tensor:
-        plan = fs.make_plan(params, mesh, units=["a"], strategy=strategy)
+        params = {**by_rank[0], "own": by_rank[mesh.rank]["own"]}
+        plan = fs.make_plan(params, mesh, local=["own"], **options)
         shards = fs.shard(params, plan, mesh)
         before = tree.map(torch.clone, shards)
         grads = without_frozen(shards, plan)
@@ -68,40 +73,6 @@ def test_clipping_is_that_of_torch_on_the_whole_model(world: Any, strategy: str,
     assert all(torch.equal(norm, norms[0]) for norm in norms)
     assert (norms[0].shape, norms[0].dtype) == ((), torch.float64)
     torch.testing.assert_close(norms[0], expected_norm.double())
-
-
-@pytest.mark.slow
-@crossed(world=WORLDS, norm_type=[1.0, 2.0, math.inf], max_norm=[0.1, 1000.0])
-def test_local_leaves_and_mixed_strategies_count_like_leaves_of_one_model(
-    world: Any, norm_type: float, max_norm: float
-) -> None:
-    shapes = {"whole": {"w": (3, 3)}, "cut": {"w": (7,)}, "own": {"w": (2, 4)}, "kept": {"w": (5,)}}
-
-    def values(rank: int) -> dict:
-        """Return the leaves of one rank; the leaf under ``own`` differs between ranks."""
-        numbers = {
-            name: torch.Generator().manual_seed(i + (9 * rank if name == "own" else 0)) for i, name in enumerate(shapes)
-        }
-        return {name: {"w": torch.randn(*leaf["w"], generator=numbers[name])} for name, leaf in shapes.items()}
-
-    units = fs.wrap.Units(shapes, {"whole": {"strategy": "no_shard"}, "kept": {"strategy": "shard_grad_op"}})
-
-    def main(mesh: fs.Mesh) -> None:
-        plan = fs.make_plan(values(0), mesh, units=units, local=["own.*"])
-        grads = fs.shard(values(mesh.rank), plan, mesh)
-        leaves = [leaf["w"] for name, leaf in values(mesh.rank).items() if name != "own"]
-        leaves += [values(rank)["own"]["w"] for rank in range(mesh.world_size)]
-        for leaf in leaves:
-            leaf.grad = leaf.clone()
-        expected = torch.nn.utils.clip_grad_norm_(leaves, max_norm, norm_type)
-        clipped, norm = fs.clip_by_global_norm(grads, plan, mesh, max_norm, norm_type)
-        torch.testing.assert_close(norm, expected)
-        whole = fs.gather(clipped, plan, mesh)
-        mine = {"whole": 0, "cut": 1, "kept": 2, "own": 3 + mesh.rank}
-        for name, number in mine.items():
-            torch.testing.assert_close(whole[name]["w"], leaves[number].grad)
-
-    fs.simulate(main, world)
 
 
 # name -> (the leaf, the axis along which it differs, its norm)
@@ -164,7 +135,7 @@ def test_a_bound_that_is_a_tensor_stays_differentiable() -> None:
 
 @pytest.mark.parametrize("max_norm", [0.5, 100.0])
 def test_donated_gradients_are_clipped_in_place_with_the_same_bits(max_norm: float) -> None:
-    params = frozen_example()
+    params = example()
 
     def main(mesh: fs.Mesh) -> None:
         plan = fs.make_plan(params, mesh, units=["a"])
