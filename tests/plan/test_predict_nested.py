@@ -7,22 +7,7 @@ import torch
 from torch import nn
 
 import funcshard as fs
-
-
-class Outer(nn.Module):
-    """Calls what it holds, using a leaf of its own at the given moments: 0 is before the first inner call."""
-
-    def __init__(self, moments, *inner):
-        super().__init__()
-        self.inner, self.moments, self.scale = nn.ModuleList(inner), moments, nn.Parameter(torch.linspace(0.5, 1.5, 3))
-
-    def forward(self, x):
-        for number in range(len(self.inner) + 1):
-            if number in self.moments:
-                x = torch.sin(x * self.scale)
-            if number < len(self.inner):
-                x = self.inner[number](x)
-        return x
+from tests.jobs import Calls
 
 
 def linear():
@@ -44,13 +29,13 @@ def step_of(sharded, shards, mesh):
 
 @pytest.mark.slow
 def test_backward_gathers_an_outer_unit_first_where_its_own_leaves_are_used_last():
-    def gathered(moments, settings):
+    def gathered(order, settings):
         torch.manual_seed(0)
-        net = nn.Sequential(Outer([], linear()), Outer(moments, linear(), linear()))
+        net = nn.Sequential(Calls((0,), linear()), Calls(order, linear(), linear()))
         apply, params, _ = fs.make_functional(net)
 
         def main(mesh):
-            units = ["0.inner.0", "1", "1.inner.0", "1.inner.1"]
+            units = ["0.parts.0", "1", "1.parts.0", "1.parts.1"]
             plan = fs.make_plan(params, mesh, units=units)
             sharded = fs.fully_shard(apply, plan, mesh, schedule=fs.make_schedule(plan, units, **settings))
             _, _, events = step_of(sharded, fs.shard(params, plan, mesh), mesh)
@@ -61,21 +46,21 @@ def test_backward_gathers_an_outer_unit_first_where_its_own_leaves_are_used_last
 
     for settings in SETTINGS:
         # the first linear layer's input needs no gradient, and so its backward no weight
-        assert gathered([0], settings)[0] == ["1.inner.1", "1.inner.0", "1"]
-        assert gathered([1], settings)[0] == ["1.inner.1", "1", "1.inner.0"]
-        assert gathered([0, 2], settings)[0] == ["1", "1.inner.1", "1.inner.0"]
-    _, flat, text = gathered([0, 2], SETTINGS[0])
+        assert gathered((None, 0, 1), settings)[0] == ["1.parts.1", "1.parts.0", "1"]
+        assert gathered((0, None, 1), settings)[0] == ["1.parts.1", "1", "1.parts.0"]
+        assert gathered((None, 0, 1, None), settings)[0] == ["1", "1.parts.1", "1.parts.0"]
+    _, flat, text = gathered((None, 0, 1, None), SETTINGS[0])
     rows = {line.split()[1]: line.split()[2:] for line in text.splitlines() if line[:1].isdigit()}
     assert not flat
-    assert rows["1"] == ["1.inner.0", "1.inner.1"]  # forward gathers the one next, backward the other
-    assert rows["1.inner.0"] == ["1.inner.1"]  # and then nothing
+    assert rows["1"] == ["1.parts.0", "1.parts.1"]  # forward gathers the one next, backward the other
+    assert rows["1.parts.0"] == ["1.parts.1"]  # and then nothing
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_units_on_demand_are_not_gathered_ahead_and_the_others_are(settings):
     torch.manual_seed(0)
-    net = nn.Sequential(Outer([0]), *(linear() for _ in range(5)))
+    net = nn.Sequential(Calls((None,)), *(linear() for _ in range(5)))
     apply, params, _ = fs.make_functional(net)
     units = [str(i) for i in range(6)]
 
