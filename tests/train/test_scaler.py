@@ -380,8 +380,8 @@ def test_gradients_with_a_graph_are_unscaled_differentiably() -> None:
     assert torch.equal(torch.autograd.grad(grads["w"].sum(), x)[0], torch.full((3,), 0.25))
 
 
-@pytest.mark.parametrize("case", ["alone", "two ranks", "hook", "divisor", "local"])
-def test_a_step_unscales_in_place_only_where_the_gradients_are_its_own(case: str) -> None:
+@pytest.mark.parametrize("case", ["alone", "without scaling", "two ranks", "hook", "divisor", "local"])
+def test_a_step_unscales_and_clips_in_place_only_where_the_gradients_are_its_own(case: str) -> None:
     """A backward of the user's own returns one tensor as gradient each time; no step may change it."""
     constant = torch.full((4,), 3.0)
 
@@ -402,11 +402,12 @@ def test_a_step_unscales_in_place_only_where_the_gradients_are_its_own(case: str
         options: Any = {"on_grads": lambda unit, grads: None} if case == "hook" else {}
         options |= {"divisor": 1.0} if case == "divisor" else {}
         optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1)
-        step = fs.make_train_step(loss_fn, optimizer, plan, mesh, scaler=fs.GradScaler(8.0), max_norm=0.1, **options)
+        scaler = None if case == "without scaling" else fs.GradScaler(8.0)
+        step = fs.make_train_step(loss_fn, optimizer, plan, mesh, scaler=scaler, max_norm=0.1, **options)
         step(step.init(shards, {}), None)
         return step.owns_grads
 
-    owned = fs.simulate(main, 1 if case == "alone" else 2)
+    owned = fs.simulate(main, 1 if case in ("alone", "without scaling") else 2)
     assert torch.equal(constant, torch.full((4,), 3.0))
     assert all(each == (case == "two ranks") for each in owned)
 
