@@ -118,34 +118,23 @@ WRONG = {
     "an empty group": ([[]], ValueError, r"units hold an empty group; name the paths"),
     "the root in a group": ([["", "head"]], ValueError, r"names the root ''; name each path below the root once"),
     "a path twice in a group": ([["head", "head"]], ValueError, r"names 'head' twice; name each path"),
-    "a path inside another": ([["blocks.0", "blocks.0.norm"]], ValueError, r"'blocks.0.norm', which lies inside 'blocks.0'"),
     "a path in two groups": (
-        [["embed", "head"], ["head", "blocks.0"]],
-        ValueError,
+        [["embed", "head"], ["head", "blocks.0"]], ValueError,
         r"units name 'head' twice, in \['embed', 'head'\] and in \['head', 'blocks.0'\]; remove one",
     ),
     "a path in a group and alone": (["head", ["embed", "head"]], ValueError, r"units name 'head' twice, in 'head' and"),
-    "no such path": ([["embed", "haed"]], ValueError, r"unit 'haed' matches no part of the tree"),
-    "a group in a group": (
-        [[["embed"], "head"]],
-        TypeError,
-        r"units must be a list of paths or globs; found \['embed'\] in",
-    ),
+    "a group in a group": ([[["embed"], "head"]], TypeError, r"units must be a list of paths or globs; found \['embed'\]"),
     "a number": ([3], TypeError, r"units must be a list of paths or globs; found 3 in it"),
-    "a strategy as options": ({"head": "no_shard"}, TypeError, r"options of unit 'head' must be a dictionary"),
-    "an unknown option": ({"head": {"bucket_bytes": 3}}, ValueError, r"unit 'head' overrides 'bucket_bytes'; a unit can"),
-    "an unknown strategy": ({("embed", "head"): {"strategy": "fsdp"}}, ValueError, r"strategy must be .*found 'fsdp'"),
     "a path and a group of a mapping": ({"head": {}, ("embed", "head"): {}}, ValueError, r"units name 'head' twice"),
     "an override of another group": (
-        fs.wrap.Units([["embed", "head"]], {("head", "embed"): {"offload": True}}),
-        ValueError,
+        fs.wrap.Units([["embed", "head"]], {("head", "embed"): {"offload": True}}), ValueError,
         r"units override options of \('head', 'embed'\), which is not among them; found the units 'embed\+head'",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_groups_and_options_are_errors(case):
+def test_wrong_groups_are_errors(case):
     units, error, words = WRONG[case]
     with pytest.raises(error, match=words):
         fs.make_plan(PARAMS, 2, units=units)

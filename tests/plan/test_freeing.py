@@ -66,30 +66,23 @@ def test_a_printed_plan_says_when_units_are_freed(options, words):
 
 
 @pytest.mark.parametrize(
-    ("options", "overrides", "message"),
+    ("strategy", "overrides", "message"),
     [
-        ({"reshard_after_backward": False}, {}, r"found that unit 'blocks\.0' is freed after forward: pass strategy="),
         (
-            {},
-            {"blocks.1": {"reshard_after_backward": False}},
+            "full_shard", {"blocks.1": {"reshard_after_backward": False}},
             r"must stay gathered after forward too; found that unit 'blocks\.1'",
         ),
-        ({"strategy": "no_shard", "reshard_after_forward": True}, {}, r"^reshard_after_forward=True frees gathered leaves"),
         (
-            {},
-            {"blocks.0": {"strategy": "no_shard", "reshard_after_forward": True}},
+            "full_shard", {"blocks.0": {"strategy": "no_shard", "reshard_after_forward": True}},
             r"unit 'blocks\.0': .* the strategy 'no_shard' gathers none",
         ),
-        (
-            {"strategy": "no_shard"},
-            {"": {"reshard_after_forward": True}},
-            r"unit '\(root\)': .* leave it out, or choose 'full_shard'",
-        ),
+        ("no_shard", {"": {"reshard_after_forward": True}}, r"unit '\(root\)': .* leave it out, or choose 'full_shard'"),
     ],
-)
-def test_options_that_contradict_each_other_are_refused(options, overrides, message):
+    ids=str,
+)  # fmt: skip
+def test_options_of_units_that_contradict_each_other_are_refused(strategy, overrides, message):
     with pytest.raises(ValueError, match=message):
-        planned(overrides, **options)
+        planned(overrides, strategy=strategy)
 
 
 def test_an_option_that_can_mean_nothing_for_copies_is_passed_over():

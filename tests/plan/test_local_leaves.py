@@ -87,26 +87,3 @@ def test_an_axis_of_one_rank_makes_one_slice_of_the_whole():
 def test_axes_and_dims_that_make_no_sense_are_refused(local, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         fs.make_plan(PARAMS, MESH, local=local)
-
-
-def test_a_leaf_that_is_local_along_a_model_axis_is_cut_and_reduced_along_the_others():
-    def main(mesh):
-        own = {"up": torch.full((2, 3), float(mesh.position["tensor"])), "norm": torch.ones(3)}
-        plan = fs.make_plan(own, mesh, local={"up": {"tensor": 0}})
-        shards = fs.shard(own, plan, mesh)
-        back = fs.gather(shards, plan, mesh)
-        f = fs.unshard(lambda leaves: (leaves["up"] * leaves["norm"]).sum(), plan.units[""], mesh)
-        with fs.record_events() as events:
-            fs.value_and_grad(lambda s: f(s[""]))(shards)
-        assert events == list(fs.predict_events(plan))
-        return torch.equal(back["up"], own["up"]), [(e.kind, e.buffer, e.axis) for e in events if e.kind != "all_gather"]
-
-    for same, reductions in fs.simulate(main, {"tensor": 2, "replicate": 2, "shard": 2}):
-        assert same
-        assert sorted(reductions) == [
-            ("all_reduce", "float32", "replicate"),
-            ("all_reduce", "float32", "tensor"),
-            ("all_reduce", "float32.local_tensor", "replicate"),
-            ("reduce_scatter", "float32", "shard"),
-            ("reduce_scatter", "float32.local_tensor", "shard"),
-        ]

@@ -66,11 +66,6 @@ def test_different_plans_have_different_fingerprints() -> None:
     assert len({*PLANS.values()}) == len(PLANS)
 
 
-def test_equal_arguments_make_equal_plans() -> None:
-    assert example_plan() == example_plan()
-    assert example_plan().fingerprint() == example_plan().fingerprint()
-
-
 def test_a_plan_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         example_plan().mesh_shape = (1, 1)  # type: ignore[misc]
@@ -94,25 +89,6 @@ def test_the_fingerprint_does_not_depend_on_the_hash_seed_of_the_process() -> No
     assert result.stdout.strip() == FINGERPRINT
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", '"plan"', '{"format": "funcshard.plan/0"}'])
-def test_json_of_something_else_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"expected JSON written by Plan\.to_json with format 'funcshard\.plan/1'; found"):
-        fs.Plan.from_json(text)
-
-
-def test_text_that_is_not_json_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"expected JSON written by Plan\.to_json; found 'not a plan'"):
-        fs.Plan.from_json("not a plan")
-
-
-def test_a_plan_with_an_unknown_dtype_is_refused() -> None:
-    text = example_plan().to_json().replace('"dtype":"bfloat16"', '"dtype":"float3"')
-    with pytest.raises(
-        ValueError, match="'float3' is not the name of a torch dtype; found in a plan, so the plan is damaged"
-    ):
-        fs.Plan.from_json(text)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int8, torch.float8_e4m3fn])
 def test_dtype_names_are_inverses(dtype: torch.dtype) -> None:
     assert dtype_of(dtype_name(dtype)) is dtype
@@ -132,24 +108,6 @@ def test_a_strategy_of_another_library_is_told_by_its_name_here(name: str, remed
     for given in (name, SimpleNamespace(name=name)):  # as ShardingStrategy of torch is
         with pytest.raises(ValueError, match=re.escape(remedy)):
             check_strategy(given)  # type: ignore[arg-type]
-
-
-def test_an_unknown_strategy_is_named() -> None:
-    words = "strategy must be 'full_shard', 'shard_grad_op' or 'no_shard'; found 'zero': pass one of these"
-    with pytest.raises(ValueError, match=words):
-        check_strategy("zero")
-
-
-@pytest.mark.parametrize(
-    ("sizes", "shards", "shard_numel"),
-    [([7], 2, 4), ([8], 2, 4), ([1], 4, 1), ([0], 4, 0), ([3, 0, 2], 3, 2), ([5], 1, 5), ([2], 5, 1)],
-)
-def test_padding_is_as_small_as_equal_shards_allow(sizes: list[int], shards: int, shard_numel: int) -> None:
-    offsets = [sum(sizes[:i]) for i in range(len(sizes))]
-    leaves = tuple(LeafSpec(str(i), (n,), o, i) for i, (n, o) in enumerate(zip(sizes, offsets, strict=True)))
-    buffer = BufferPlan("float32", "float32", True, leaves, shards)
-    assert (buffer.shard_numel, buffer.padded_numel, buffer.numel) == (shard_numel, shard_numel * shards, sum(sizes))
-    assert 0 <= buffer.padded_numel - buffer.numel < shards
 
 
 def test_the_table_shows_every_unit_buffer_and_the_total() -> None:
@@ -242,6 +200,9 @@ def test_the_parts_of_all_leaves_fill_each_shard_once(numels: tuple[int, ...], s
     offsets = [sum(numels[:i]) for i in range(len(numels))]
     leaves = tuple(LeafSpec(str(i), (n,), at, i) for i, (n, at) in enumerate(zip(numels, offsets, strict=True)))
     buffer = BufferPlan("float32", "float32", True, leaves, shards)
+    assert buffer.numel == sum(numels)
+    assert buffer.padded_numel == buffer.shard_numel * shards
+    assert 0 <= buffer.padded_numel - buffer.numel < shards  # as small as equal shards allow
     flat = list(range(buffer.padded_numel))
     filled = {leaf.path: [] for leaf in leaves}
     for rank in range(shards):

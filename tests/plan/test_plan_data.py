@@ -87,6 +87,9 @@ CASES: dict[str, tuple[Callable[[Any], None], str]] = {
     "seven shards": (put(*BUFFER, "shards", value=7), "must have 2 shards; found 7"),
     "local to no axis": (put(*BUFFER, "local", value=["expert"]), "local must name axes of the mesh"),
     "a precision that is a text": (put("precision", value="bfloat16"), "precision must be an object"),
+    "a precision of an unknown dtype": (
+        put("precision", "param_dtype", value="float17"), "'float17' is not the name of a torch dtype",
+    ),
     "a precision of other fields": (put("precision", "color", value=1), "precision must be a MixedPrecision"),
     "a structure of other leaves": (put("structure", value=0), "a structure must have the leaves of its units, 3; found 1"),
     "a structure of a number below 0": (put("structure", value=-1), "which is no container"),

@@ -106,23 +106,23 @@ def test_traffic_stays_within_the_bound_of_each_strategy():
         assert sum(event.traffic for event in fs.predict_events(plan)) == bound, strategy
 
 
-@pytest.mark.parametrize("options", [{"order": ["u", "x"]}, {"not_saved": ["x"]}], ids=str)
-def test_units_that_the_plan_does_not_have_are_refused(options):
-    plan = fs.make_plan({"u": {"w": torch.ones(3)}}, 2, units=["u"])
-    with pytest.raises(ValueError, match=r"the plan has no unit 'x' to put in order; its units are \['u'\]"):
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"not_saved": ["x"]}, ValueError, r"the plan has no unit 'x' to put in order; its units are \['ab'\]"),
+        ({"not_saved": "ab"}, TypeError, r"not_saved must be a list of unit names; found the text 'ab': pass \['ab'\]"),
+        ({"recomputed": "ab"}, TypeError, r"recomputed must be a list of unit names; found the text 'ab': pass \['ab'\]"),
+    ],
+    ids=str,
+)
+def test_what_is_no_list_of_the_plans_units_is_refused(options, error, words):
+    plan = fs.make_plan({"ab": torch.zeros(2)}, 2, units=["ab"])
+    with pytest.raises(error, match=words):
         fs.predict_events(plan, **options)
 
 
-@pytest.mark.parametrize("option", ["not_saved", "recomputed"])
-def test_one_text_is_no_list_of_units(option):
-    plan = fs.make_plan({"a": torch.zeros(2), "b": torch.zeros(2)}, 2, units=["a", "b"])
-    with pytest.raises(TypeError, match=rf"{option} must be a list of unit names; found the text 'ab': pass \['ab'\]"):
-        fs.predict_events(plan, **{option: "ab"})
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("itself", [True, False], ids=["the loss", "what the loss is computed from"])
-def test_units_of_any_strategies_one_after_another_do_what_is_predicted_whatever_the_model_returns(itself):
+def test_units_of_any_strategies_one_after_another_do_what_is_predicted_if_the_model_returns_the_loss():
     class Three(nn.Module):
         def __init__(self):
             super().__init__()
@@ -132,10 +132,9 @@ def test_units_of_any_strategies_one_after_another_do_what_is_predicted_whatever
             x = x * self.scale
             for layer in self.layers:
                 x = torch.tanh(layer(x))
-            return x.square().mean() if itself else x
+            return x.square().mean()
 
     apply, params, _ = fs.make_functional(net := Three())
-    loss_of = (lambda y: y) if itself else (lambda y: y.square().mean())
 
     def main(mesh):
         for strategies in itertools.product(["full_shard", "shard_grad_op", "no_shard"], repeat=3):
@@ -145,7 +144,7 @@ def test_units_of_any_strategies_one_after_another_do_what_is_predicted_whatever
             sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
             for call in range(2):
                 with fs.record_events() as events:
-                    fs.value_and_grad(lambda s, f=sharded: loss_of(f(s, {}, torch.ones(2, 3))))(shards)
+                    fs.value_and_grad(lambda s, f=sharded: f(s, {}, torch.ones(2, 3)))(shards)
                 assert call == 0 or tuple(events) == fs.predict_events(plan, sharded.schedule), strategies
 
     fs.simulate(main, 2)

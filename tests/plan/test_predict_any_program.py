@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import funcshard as fs
 from funcshard._utils import tree
@@ -15,12 +16,38 @@ from tests.jobs import Calls
 from tests.plan.test_predict_nested import linear
 
 WIDTH = 3
-UNITS = ("parts.0", "parts.1", "parts.2", "parts.2.parts.0", "parts.2.parts.1")
+UNITS = (
+    "parts.0", "parts.1", "parts.2", "parts.2.parts.0", "parts.2.parts.1", "parts.2.parts.2", "parts.2.parts.2.parts.0",
+    "parts.3", "parts.3.inner",
+)  # fmt: skip
 
 
-def program(order, inner):
-    """Return a module that calls its parts in an order; the third part is another such module."""
-    return Calls(order, linear(), linear(), Calls(inner, linear(), linear()))
+class Lends(nn.Module):
+    """Hands its own weight to the module inside it, and uses it there last."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.inner = nn.Parameter(torch.eye(WIDTH) + 0.1), Borrows()
+
+    def forward(self, x):
+        return self.inner(x, self.weight)
+
+
+class Borrows(nn.Module):
+    """Uses another unit's weight after its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = nn.Parameter(torch.eye(WIDTH) - 0.2)
+
+    def forward(self, x, weight):
+        return torch.sin(torch.sin(x @ self.own) @ weight)
+
+
+def program(order, inner, deepest):
+    """Return a module that calls its parts in an order; the third part is another such module, with a third inside."""
+    third = Calls(inner, linear(), linear(), Calls(deepest, linear()))
+    return Calls(order, linear(), linear(), third, Lends())
 
 
 def orders(most, *parts):
@@ -46,18 +73,19 @@ def step_of(sharded, shards, x):
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, {"replicate": 2, "shard": 2}], ids=str)
 @given(
-    order=orders(6, 0, 1, 2, 2),
-    inner=orders(4, 0, 1),
+    order=orders(6, 0, 1, 2, 2, 3),
+    inner=orders(4, 0, 1, 2),
+    deepest=orders(2, 0),
     strategies=st.tuples(*[st.sampled_from(STRATEGIES)] * len(UNITS)),
     bucket_bytes=st.sampled_from([0, 256, 1 << 20]),
     options=SETTINGS,
 )
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 def test_gradients_are_the_unsharded_ones_to_rounding_the_bits_no_schedules_and_the_collectives_the_predicted_ones(
-    world, order, inner, strategies, bucket_bytes, options
+    world, order, inner, deepest, strategies, bucket_bytes, options
 ):
     torch.manual_seed(0)
-    apply, params, _ = fs.make_functional(program(order, inner))
+    apply, params, _ = fs.make_functional(program(order, inner, deepest))
     units = Units(UNITS, {name: {"strategy": strategy} for name, strategy in zip(UNITS, strategies, strict=True)})
 
     def main(mesh):

@@ -12,18 +12,23 @@ from funcshard.train.clipping import PIECE, norm_of_rows
 from tests.pairwise import crossed
 
 WORLDS = [1, 2, 3, {"replicate": 2, "shard": 2}, {"replicate": 2}]
-STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
 NORMS = [1.0, 2.0, 3.0, 0.5, math.inf]
+PLANS: dict[str, dict[str, Any]] = {
+    "full_shard": {"units": ["a"]},
+    "shard_grad_op": {"units": ["a"], "strategy": "shard_grad_op"},
+    "no_shard": {"units": ["a"], "strategy": "no_shard"},
+    "mixed": {"units": {"a": {"strategy": "no_shard"}, "c": {"strategy": "shard_grad_op"}, "d": {}}},
+}
 
 
-def example() -> dict:
-    generator = torch.Generator().manual_seed(0)
+def example(rank: int = 0) -> dict[str, Any]:
+    """Return leaves of two dtypes, an empty one, one that differs between ranks, and two that are not trained."""
+    generator, own = torch.Generator().manual_seed(0), torch.Generator().manual_seed(9 + rank)
     normal = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
-    return {"a": {"w": normal(3, 3), "b": normal(1)}, "c": normal(5), "e": torch.zeros(0), "d": normal(2).double()}
-
-
-def frozen_example() -> dict:
-    return {**tree.map(lambda t: t.requires_grad_(), example()), "frozen": torch.full((4,), 9.0), "n": torch.ones(2).long()}
+    params = {"a": {"w": normal(3, 3), "b": normal(1)}, "c": normal(5), "e": torch.zeros(0), "d": normal(2).double()}
+    params["own"] = torch.randn(2, 4, generator=own)
+    frozen = {"frozen": torch.full((4,), 9.0), "n": torch.ones(2).long()}
+    return {**tree.map(lambda t: t.requires_grad_(), params), **frozen}
 
 
 def without_frozen(shards: Any, plan: fs.Plan) -> Any:
@@ -34,196 +39,87 @@ def without_frozen(shards: Any, plan: fs.Plan) -> Any:
     }
 
 
-def trainable(params: dict) -> list[torch.Tensor]:
-    """Return the trainable leaves with elements; torch refuses infinity norms of empty tensors."""
-    return [leaf for leaf in tree.leaves(params) if leaf.requires_grad and leaf.numel()]
-
-
-def reference(params: dict, norm_type: float) -> torch.Tensor:
-    return torch.nn.utils.get_total_norm([leaf.detach() for leaf in trainable(params)], norm_type)
-
-
 @pytest.mark.slow
-@crossed(world=WORLDS, strategy=STRATEGIES, norm_type=NORMS)
-def test_the_norm_is_that_of_the_whole_tree(world: Any, strategy: str, norm_type: float) -> None:
-    params = frozen_example()
-
-    def main(mesh: fs.Mesh) -> torch.Tensor:
-        plan = fs.make_plan(params, mesh, units=["a"], strategy=strategy)
-        grads = without_frozen(fs.shard(params, plan, mesh), plan)
-        return fs.global_norm(grads, plan, mesh, norm_type)
-
-    norms = fs.simulate(main, world)
-    assert all(torch.equal(norm, norms[0]) for norm in norms)
-    assert norms[0].shape == ()
-    assert norms[0].dtype == torch.float64
-    torch.testing.assert_close(norms[0], reference(params, norm_type).double())
-
-
-@pytest.mark.slow
-@crossed(world=WORLDS, strategy=STRATEGIES, norm_type=NORMS, max_norm=[0.1, 1000.0])
-def test_clipping_is_that_of_torch_on_the_whole_model(world: Any, strategy: str, norm_type: float, max_norm: float) -> None:
-    params = frozen_example()
-    whole = trainable(params)
+@crossed(world=WORLDS, options=PLANS, norm_type=NORMS, max_norm=[0.1, 1000.0])
+def test_clipping_is_that_of_torch_on_the_whole_model(world: Any, options: dict, norm_type: float, max_norm: float) -> None:
+    size = world if isinstance(world, int) else math.prod(world.values())
+    by_rank = [example(rank) for rank in range(size)]
+    # Leaves without elements are left out, because torch refuses infinity norms of them.
+    shared = [leaf for name, leaf in by_rank[0].items() if name != "own"]
+    whole = [leaf for leaf in tree.leaves([shared, [params["own"] for params in by_rank]]) if leaf.requires_grad]
+    whole = [leaf for leaf in whole if leaf.numel()]
     for leaf in whole:
         leaf.grad = leaf.detach().clone()
     expected_norm = torch.nn.utils.clip_grad_norm_(whole, max_norm, norm_type)
 
-    def main(mesh: fs.Mesh) -> None:
-        plan = fs.make_plan(params, mesh, units=["a"], strategy=strategy)
+    def main(mesh: fs.Mesh) -> torch.Tensor:
+        params = {**by_rank[0], "own": by_rank[mesh.rank]["own"]}
+        plan = fs.make_plan(params, mesh, local=["own"], **options)
         shards = fs.shard(params, plan, mesh)
         before = tree.map(torch.clone, shards)
-        clipped, norm = fs.clip_by_global_norm(without_frozen(shards, plan), plan, mesh, max_norm, norm_type)
-        torch.testing.assert_close(norm.float(), expected_norm.float())
+        grads = without_frozen(shards, plan)
+        clipped, norm = fs.clip_by_global_norm(grads, plan, mesh, max_norm, norm_type)
+        assert torch.equal(norm, fs.global_norm(grads, plan, mesh, norm_type))
         assert all(torch.equal(a, b) for a, b in zip(tree.leaves(shards), tree.leaves(before), strict=True))
         frozen = {(u.name, b.key) for u in plan.unit_list for b in u.buffers if not b.trainable}
         assert {(n, k) for n, unit in clipped.items() for k, leaf in unit.items() if leaf is None} == frozen
         filled = {n: {k: shards[n][k] if v is None else v for k, v in unit.items()} for n, unit in clipped.items()}
         gathered = dict(zip(*tree.describe(fs.gather(filled, plan, mesh))[:0:-1], strict=True))
         for path, leaf in zip(*tree.describe(params)[:0:-1], strict=True):
-            expected = leaf if leaf.grad is None else leaf.grad
-            torch.testing.assert_close(gathered[path], expected)
+            torch.testing.assert_close(gathered[path], leaf if leaf.grad is None else leaf.grad)
+        return norm
 
-    fs.simulate(main, world)
-
-
-@pytest.mark.slow
-@crossed(world=WORLDS, norm_type=[1.0, 2.0, math.inf], max_norm=[0.1, 1000.0])
-def test_local_leaves_and_mixed_strategies_count_like_leaves_of_one_model(
-    world: Any, norm_type: float, max_norm: float
-) -> None:
-    shapes = {"whole": {"w": (3, 3)}, "cut": {"w": (7,)}, "own": {"w": (2, 4)}, "kept": {"w": (5,)}}
-
-    def values(rank: int) -> dict:
-        """Return the leaves of one rank; the leaf under ``own`` differs between ranks."""
-        numbers = {
-            name: torch.Generator().manual_seed(i + (9 * rank if name == "own" else 0)) for i, name in enumerate(shapes)
-        }
-        return {name: {"w": torch.randn(*leaf["w"], generator=numbers[name])} for name, leaf in shapes.items()}
-
-    units = fs.wrap.Units(shapes, {"whole": {"strategy": "no_shard"}, "kept": {"strategy": "shard_grad_op"}})
-
-    def main(mesh: fs.Mesh) -> None:
-        plan = fs.make_plan(values(0), mesh, units=units, local=["own.*"])
-        grads = fs.shard(values(mesh.rank), plan, mesh)
-        leaves = [leaf["w"] for name, leaf in values(mesh.rank).items() if name != "own"]
-        leaves += [values(rank)["own"]["w"] for rank in range(mesh.world_size)]
-        for leaf in leaves:
-            leaf.grad = leaf.clone()
-        expected = torch.nn.utils.clip_grad_norm_(leaves, max_norm, norm_type)
-        clipped, norm = fs.clip_by_global_norm(grads, plan, mesh, max_norm, norm_type)
-        torch.testing.assert_close(norm, expected)
-        whole = fs.gather(clipped, plan, mesh)
-        mine = {"whole": 0, "cut": 1, "kept": 2, "own": 3 + mesh.rank}
-        for name, number in mine.items():
-            torch.testing.assert_close(whole[name]["w"], leaves[number].grad)
-
-    fs.simulate(main, world)
+    norms = fs.simulate(main, world)
+    assert all(torch.equal(norm, norms[0]) for norm in norms)
+    assert (norms[0].shape, norms[0].dtype) == ((), torch.float64)
+    torch.testing.assert_close(norms[0], expected_norm.double())
 
 
-@pytest.mark.parametrize("axis", ["replicate", "shard"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.complex128], ids=str)
-def test_leaves_local_along_an_axis_count_once_in_any_dtype(dtype: torch.dtype, axis: str) -> None:
-    leaf = torch.arange(4).to(dtype)
-
-    def main(mesh: fs.Mesh) -> tuple[float, torch.dtype]:
-        plan = fs.make_plan({"w": leaf}, mesh, local={"w": axis})
-        # The leaf differs along ``axis`` only. Of two ranks with the same copy, one counts it.
-        norm = fs.global_norm(fs.shard({"w": leaf}, plan, mesh), plan, mesh)
-        return norm.item(), norm.dtype
-
-    wide = torch.promote_types(torch.float32, dtype.to_real())
-    assert fs.simulate(main, {"replicate": 2, "shard": 2}) == [(pytest.approx((2 * 14) ** 0.5), wide)] * 4
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_added_in_single_precision(dtype: torch.dtype) -> None:
-    params = {"w": torch.full((4096,), 0.25, dtype=dtype)}
-
-    def main(mesh: fs.Mesh) -> tuple[float, torch.dtype]:
-        plan = fs.make_plan(params, mesh)
-        norm = fs.global_norm(fs.shard(params, plan, mesh), plan, mesh)
-        return norm.item(), norm.dtype
-
-    assert fs.simulate(main, 2) == [(pytest.approx(16.0, rel=1e-6), torch.float32)] * 2
+# name -> (the leaf, the axis along which it differs, its norm)
+LEAVES: dict[str, tuple[torch.Tensor, str | None, float]] = {
+    **{
+        f"{dtype} along {axis}": (torch.arange(4).to(dtype), axis, (2 * 14) ** 0.5)  # of two equal copies, one counts
+        for axis in ("replicate", "shard")
+        for dtype in (torch.float64, torch.complex64, torch.complex128)
+    },
+    **{
+        f"{dtype}, added in float32": (torch.full((4096,), 0.25, dtype=dtype), None, 16.0)
+        for dtype in (torch.bfloat16, torch.float16)
+    },
+    "absolute values": (torch.tensor([3 + 4j, 0j, 12j]), None, 13.0),
+    "NaN on one rank": (torch.tensor([1.0, 1.0, math.nan, 1.0]), None, math.nan),
+    "no elements": (torch.zeros(0), None, 0.0),
+}
 
 
-def test_complex_leaves_count_by_their_absolute_values() -> None:
-    params = {"w": torch.tensor([3 + 4j, 0j, 12j])}
+@pytest.mark.parametrize(("leaf", "axis", "expected"), LEAVES.values(), ids=LEAVES)
+def test_the_norm_of_one_leaf(leaf: torch.Tensor, axis: str | None, expected: float) -> None:
+    def main(mesh: fs.Mesh) -> torch.Tensor:
+        plan = fs.make_plan({"w": leaf}, mesh, local={"w": axis} if axis else ())
+        shards = fs.shard({"w": leaf}, plan, mesh)
+        clipped, norm = fs.clip_by_global_norm(shards, plan, mesh, max(1.0, expected / 2))
+        if expected > 2:
+            torch.testing.assert_close(fs.gather(clipped, plan, mesh)["w"], leaf / 2, rtol=1e-6, atol=0)
+        return norm
 
-    def main(mesh: fs.Mesh) -> float:
-        plan = fs.make_plan(params, mesh)
-        shards = fs.shard(params, plan, mesh)
-        clipped, norm = fs.clip_by_global_norm(shards, plan, mesh, 6.5)
-        torch.testing.assert_close(fs.gather(clipped, plan, mesh)["w"], params["w"] / 2)
-        return norm.item()
-
-    assert fs.simulate(main, 2) == [13.0, 13.0]
-
-
-@pytest.mark.parametrize("world", WORLDS, ids=str)
-def test_a_tree_without_gradients_has_norm_zero(world: Any) -> None:
-    params = {"e": torch.zeros(0, requires_grad=True), "f": torch.ones(3)}
-
-    def main(mesh: fs.Mesh) -> float:
-        plan = fs.make_plan(params, mesh)
-        return fs.global_norm(without_frozen(fs.shard(params, plan, mesh), plan), plan, mesh).item()
-
-    assert set(fs.simulate(main, world)) == {0.0}
-
-
-def test_a_nan_on_one_rank_makes_the_norm_nan_on_every_rank() -> None:
-    params = {"w": torch.tensor([1.0, 1.0, math.nan, 1.0])}
-
-    def main(mesh: fs.Mesh) -> bool:
-        plan = fs.make_plan(params, mesh)
-        return fs.global_norm(fs.shard(params, plan, mesh), plan, mesh).isnan().item()
-
-    assert fs.simulate(main, 2) == [True, True]
-
-
-@pytest.mark.parametrize("norm_type", [0, -1.0, math.nan, -math.inf])
-def test_an_order_that_is_not_positive_is_refused(norm_type: float) -> None:
-    plan = fs.make_plan({"w": torch.ones(2)}, 1)
-    with pytest.raises(ValueError, match=r"norm_type must be a number above 0, or math\.inf; found .*: pass 2\.0"):
-        fs.global_norm({"": {"float32": torch.ones(2)}}, plan, fs.Mesh(), norm_type)
-
-
-def test_a_tree_of_other_units_is_refused() -> None:
-    plan = fs.make_plan({"w": torch.ones(2)}, 1)
-    with pytest.raises(ValueError, match=r"shards must hold the units of the plan, \[''\]; found \['blocks'\]"):
-        fs.clip_by_global_norm({"blocks": {}}, plan, fs.Mesh(), 1.0)
+    wide = torch.promote_types(torch.float32, leaf.dtype.to_real())
+    for norm in fs.simulate(main, {"replicate": 2, "shard": 2}):
+        torch.testing.assert_close(norm, torch.tensor(expected, dtype=wide), rtol=1e-6, atol=0, equal_nan=True)
 
 
 GRADS = {"": {"float32": torch.ones(2)}}
-WRONG: dict[str, tuple[Any, Any, str]] = {
-    "a mesh of another shape": (
-        GRADS, fs.make_plan({"w": torch.ones(2)}, 2),
-        r"made for a mesh of 1 replicate × 2 shard ranks; found .*: make the plan with make_plan",
-    ),
-    "a shard of another size": (
-        {"": {"float32": torch.ones(3)}}, fs.make_plan({"w": torch.ones(2)}, 1),
-        r"shard 'float32' of unit '\(root\)' must have 2 elements, one of 1 shards; found shape \(3,\)",
-    ),
-    "a shard that is not there": (
-        {"": {}}, fs.make_plan({"w": torch.ones(2)}, 1),
-        r"the shard of unit '\(root\)' must hold the buffers \['float32'\]; found \[\]",
-    ),
-}  # fmt: skip
+ORDER = r"norm_type must be a number above 0, or math\.inf; found .*: pass 2\.0"
+BOUND = r"max_norm must be a finite number above 0; found inf: for the norm alone call global_norm"
 
 
-@pytest.mark.parametrize(("grads", "plan", "words"), WRONG.values(), ids=WRONG)
-def test_gradients_of_another_plan_or_mesh_are_refused(grads: Any, plan: fs.Plan, words: str) -> None:
-    for call in (fs.global_norm, lambda *given: fs.clip_by_global_norm(*given, 1.0)):
-        with pytest.raises(ValueError, match=words):
-            call(grads, plan, fs.Mesh())
-
-
-def test_an_error_of_clipping_says_how_to_get_the_norm_alone() -> None:
-    plan = fs.make_plan({"w": torch.ones(2)}, 1)
-    words = r"max_norm must be a finite number above 0; found inf: for the norm alone call global_norm"
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [*(((1.0, norm_type), ORDER) for norm_type in (0, -1.0, math.nan, -math.inf)), ((math.inf,), BOUND)],
+    ids=str,
+)
+def test_orders_and_bounds_that_are_none_are_refused(options: tuple[float, ...], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        fs.clip_by_global_norm(GRADS, plan, fs.Mesh(), math.inf)
+        fs.clip_by_global_norm(GRADS, fs.make_plan({"w": torch.ones(2)}, 1), fs.Mesh(), *options)
 
 
 def test_a_bound_that_is_a_tensor_stays_differentiable() -> None:
@@ -239,7 +135,7 @@ def test_a_bound_that_is_a_tensor_stays_differentiable() -> None:
 
 @pytest.mark.parametrize("max_norm", [0.5, 100.0])
 def test_donated_gradients_are_clipped_in_place_with_the_same_bits(max_norm: float) -> None:
-    params = frozen_example()
+    params = example()
 
     def main(mesh: fs.Mesh) -> None:
         plan = fs.make_plan(params, mesh, units=["a"])

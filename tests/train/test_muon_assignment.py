@@ -58,12 +58,6 @@ def test_without_shards_only_the_updates_are_sent():
     assert event.bytes == 2 * 2 * 16  # the owner of a sends its update to the two other ranks
 
 
-def test_owners_are_printed_by_rank():
-    text = str(fs.assign_owners(plan_of(2)))
-    assert text.startswith("Owners of 9 matrices, ")
-    assert [line.split()[:2] for line in text.splitlines()[4:6]] or "rank" in text
-
-
 def crossing(owners, elements, rank):
     """Return what one rank sends and receives, and the most that crosses at any rank, pair by pair."""
     ranks, between = range(owners.ranks), {}

@@ -119,6 +119,7 @@ def test_the_work_on_cut_matrices_is_shared_along_their_axes() -> None:
     plan = fs.make_plan(params, {"shard": 2, "tensor": 2}, local={"*": {"tensor": 0}})
     owners = fs.assign_owners(plan)
     table = str(owners)
+    assert table.startswith("Owners of 8 matrices, ")
     assert "shard × tensor" in table
     assert [row.split()[3] for row in table.splitlines() if row.strip()[:1] in "01"] == ["2"] * 4, table
     axes = [event.axis for event in owners.events]

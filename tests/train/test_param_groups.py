@@ -1,5 +1,6 @@
 """Parameter groups on flat shards equal parameter groups on the whole model."""
 
+import math
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[dict[str, Any]]]] = {
     "ASGD": (O.ASGD, {"lr": 0.1, "t0": 2.0}, [{"paths": ["head"], "lr": 0.02}]),
     "Rprop": (O.Rprop, {"lr": 0.1}, [FAST]),
 }
-WORLDS = [1, 2, 3, 4, {"replicate": 2, "shard": 2}]
+WORLDS = [{"shard": 1}, {"shard": 2}, {"shard": 3}, {"shard": 4}, {"replicate": 2, "shard": 2}]
 
 
 def example(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -75,17 +76,9 @@ def test_groups_on_shards_are_parameter_groups_on_the_whole(case: str, world: An
     expected = on_the_whole(*CASES[case])
     plain = on_the_whole(*CASES[case][:2], [])
     assert not all(torch.equal(expected[name], plain[name]) for name in plain)  # the groups matter
-    for params in run_simulated(on_shards, _size(world), case, shape=_shape(world)):
+    for params in run_simulated(on_shards, math.prod(world.values()), case, shape=world):
         for name, value in params.items():
             assert torch.equal(value, expected[name]), name
-
-
-def _size(world: Any) -> int:
-    return world if isinstance(world, int) else world["replicate"] * world["shard"]
-
-
-def _shape(world: Any) -> Any:
-    return None if isinstance(world, int) else world
 
 
 def test_groups_on_processes_and_unsharded() -> None:
@@ -154,30 +147,6 @@ def test_ranges_cover_each_shard_once_and_pick_and_spread_are_inverse(ranks: int
         wanted = [group_of.get(leaf.path, -1) for leaf in buffer.leaves for _ in range(leaf.numel)]
         assert seen.flatten().tolist()[: buffer.numel] == wanted
         assert set(seen.flatten().tolist()[buffer.numel :]) <= {wanted[-1]}
-
-
-@pytest.mark.parametrize(
-    ("groups", "words"),
-    [
-        ([{"weight_decay": 0.0}], r"a group must be a dictionary with the paths or globs of its leaves, such as .*; found"),
-        ([{"paths": ["**.gain"]}], r"group path '\*\*\.gain' matches no part of the tree; group paths are paths or globs"),
-        ([{"paths": "head"}], r"group paths must be a list of paths or globs; found the string 'head'"),
-        (
-            [{"paths": ["head"]}, {"paths": ["**.bias"]}],
-            r"groups overlap: leaf 'head\.bias' is in group 1 and in group 2; .* take it out",
-        ),
-    ],
-    ids=["no paths", "no match", "string", "overlap"],
-)
-def test_groups_that_do_not_fit_are_refused(groups: Any, words: str) -> None:
-    plan = fs.make_plan(example(), 1)
-    with pytest.raises(ValueError if "string" not in words else TypeError, match=words):
-        fs.torch_optimizer(O.SGD, lr=0.1, groups=groups, plan=plan, mesh=fs.Mesh())
-
-
-def test_groups_need_a_plan() -> None:
-    with pytest.raises(ValueError, match=r"found groups without both: pass plan=plan and mesh=mesh"):
-        fs.torch_optimizer(O.SGD, lr=0.1, groups=[FAST])
 
 
 def test_frozen_leaves_are_in_no_group() -> None:

@@ -1,7 +1,5 @@
 """``per_sample_grad`` equals a loop over samples on the whole parameters."""
 
-import functools
-
 import pytest
 import torch
 from torch import nn
@@ -13,13 +11,13 @@ from tests.storages import Log
 
 HYBRID = {"replicate": 2, "shard": 2}
 CASES = [
-    ("full_shard", 1, "module"),
-    ("full_shard", 2, "by hand"),
-    ("full_shard", 4, "module"),
-    ("full_shard", HYBRID, "by hand"),
-    ("shard_grad_op", 2, "module"),
-    ("no_shard", 4, "module"),
-    ("no_shard", HYBRID, "module"),
+    ("full_shard", 1),
+    ("full_shard", 2),
+    ("full_shard", 4),
+    ("full_shard", HYBRID),
+    ("shard_grad_op", 2),
+    ("no_shard", 4),
+    ("no_shard", HYBRID),
 ]
 
 
@@ -52,31 +50,12 @@ def data(n=8):
     return {"x": 3 * torch.randn(n, 3, generator=generator).double(), "y": torch.randn(n, 2, generator=generator).double()}
 
 
-def setup(mesh, strategy="full_shard", form="module"):
+def setup(mesh, strategy="full_shard"):
     """Return ``(loss of one sample, shards, plan)``."""
     apply, params, _ = fs.make_functional(build())
     plan = fs.make_plan(params, mesh, units=["head"], strategy=strategy, ties=apply.ties)
-    if form == "module":
-        run = fs.fully_shard(apply, plan, mesh)
-
-        def out(shards, x):
-            return run(shards, {}, x)
-    else:
-        head = fs.reshard(fs.unshard(lambda leaves, x: leaves["weight"] @ x + leaves["bias"], plan.units["head"], mesh))
-
-        def body(p, x):
-            w = p["first.weight"]
-            x = w @ (w @ x + p["first.bias"]) + p["first.bias"]
-            return torch.tanh(w @ torch.tanh(x * p["scale"]) + p["last.bias"])
-
-        root = fs.reshard(fs.unshard(body, plan.units[""], mesh))
-
-        def out(shards, x):
-            return head(shards["head"], root(shards[""], x))
-
-    def loss(shards, sample):
-        return (out(shards, sample["x"]) - sample["y"]).square().sum()
-
+    run = fs.fully_shard(apply, plan, mesh)
+    loss = lambda shards, sample: (run(shards, {}, sample["x"]) - sample["y"]).square().sum()  # noqa: E731
     return loss, fs.shard(params, plan, mesh), plan
 
 
@@ -114,8 +93,8 @@ def whole(grads, plan, mesh):
     return {path: g for path, g in fs.gather(filled, plan, mesh).items() if path not in frozen}
 
 
-def evaluated(mesh, strategy, form, options, seed=None):
-    loss, shards, plan = setup(mesh, strategy, form)
+def evaluated(mesh, strategy, options, seed=None):
+    loss, shards, plan = setup(mesh, strategy)
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     run = fs.per_sample_grad(loss, plan, mesh, generator=generator, **options)
     (losses, norms), grads = run(shards, own(data(), mesh))
@@ -145,38 +124,32 @@ OPTIONS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize(("strategy", "world", "form"), CASES, ids=ids)
-def test_it_is_the_mean_of_clipped_gradients_of_every_sample(strategy, world, form, options):
-    results = fs.simulate(lambda mesh: evaluated(mesh, strategy, form, options), world)
-    check(results, options.get("max_norm"), options.get("batch_size"))
-
-
-def test_the_bound_cuts_some_and_spares_others():
+@pytest.mark.parametrize(("strategy", "world"), CASES, ids=ids)
+def test_it_is_the_mean_of_clipped_gradients_of_every_sample(strategy, world, options):
     norms = reference(data())[1]
-    assert 0 < (norms > 2.0).sum() < len(norms)
+    assert 0 < (norms > 2.0).sum() < len(norms)  # the bound cuts some and spares others
+    results = fs.simulate(lambda mesh: evaluated(mesh, strategy, options), world)
+    check(results, options.get("max_norm"), options.get("batch_size"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "shape"), [(2, None), (4, HYBRID)], ids=ids)
 def test_real_ranks_give_the_bits_of_simulated_ones(world, shape):
-    args = ("full_shard", "module", {"max_norm": 2.0, "chunk_size": 3, "noise_multiplier": 0.5}, 7)
+    args = ("full_shard", {"max_norm": 2.0, "chunk_size": 3, "noise_multiplier": 0.5}, 7)
     real, simulated = (run(evaluated, world, *args, timeout=150, shape=shape) for run in (run_ranks, run_simulated))
     for a, b in zip(real, simulated, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
 
 
-def test_without_options_it_is_value_and_grad_of_the_mean():
-    def main(mesh):
-        loss, shards, plan = setup(mesh)
-        batch = own(data(), mesh)
-        _, grads = fs.per_sample_grad(loss, plan, mesh)(shards, batch)
+def product(leaves, x):
+    return (leaves["w"] * x).sum()
 
-        def mean(shards):
-            return torch.vmap(loss, (None, 0))(shards, batch).mean()
 
-        torch.testing.assert_close(grads, fs.value_and_grad(mean)(shards)[1], rtol=1e-12, atol=1e-12)
-
-    fs.simulate(main, 4)
+def one_unit(mesh, params, apply=product, **options):
+    """Return ``(function of shards, shards, plan)`` of a model of one unit."""
+    plan = fs.make_plan(params, mesh, **options)
+    f = fs.reshard(fs.unshard(apply, plan.units[""], mesh))
+    return (lambda shards, x: f(shards[""], x)), fs.shard(params, plan, mesh), plan
 
 
 @pytest.mark.parametrize("numbers", [(5, 0, 2, 1), (0, 0, 0, 0)], ids=ids)
@@ -202,16 +175,16 @@ def noise_of(strategy, world, seed=3, sigma=0.5, **options):
     common = {"max_norm": 2.0, "batch_size": 1.0, **options}
 
     def main(mesh):
-        noised = evaluated(mesh, strategy, "module", {"noise_multiplier": sigma, **common}, seed)[2]
-        plain = evaluated(mesh, strategy, "module", common)[2]
+        noised = evaluated(mesh, strategy, {"noise_multiplier": sigma, **common}, seed)[2]
+        plain = evaluated(mesh, strategy, common)[2]
         return {name: noised[name] - plain[name] for name in plain}
 
     return fs.simulate(main, world)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "world", "form"), CASES, ids=ids)
-def test_noise_is_added_once_and_is_the_same_for_any_number_of_ranks(strategy, world, form):
+@pytest.mark.parametrize(("strategy", "world"), CASES, ids=ids)
+def test_noise_is_added_once_and_is_the_same_for_any_number_of_ranks(strategy, world):
     (alone,) = noise_of("full_shard", 1)
     for noise in noise_of(strategy, world):
         torch.testing.assert_close(noise, alone, rtol=1e-10, atol=1e-10)
@@ -233,16 +206,11 @@ def test_noise_depends_on_the_seed_and_goes_on_from_step_to_step():
 
 @pytest.mark.parametrize("world", [1, 4])
 def test_noise_has_the_deviation_asked_for_and_spares_the_padding(world):
-    params = {"w": torch.zeros(4001)}
-
     def main(mesh):
-        plan = fs.make_plan(params, mesh)
-        f = fs.unshard(lambda leaves, x: (leaves["w"] * x).sum(), plan.units[""], mesh)
-        run = fs.per_sample_grad(
-            lambda shards, x: f(shards[""], x), plan, mesh, max_norm=4.0, noise_multiplier=1.5, batch_size=10,
-            generator=torch.Generator().manual_seed(0),
-        )  # fmt: skip
-        return run(fs.shard(params, plan, mesh), torch.zeros(2, 1))[1][""]["float32"]
+        f, shards, plan = one_unit(mesh, {"w": torch.zeros(4001)})
+        generator = torch.Generator().manual_seed(0)
+        run = fs.per_sample_grad(f, plan, mesh, max_norm=4.0, noise_multiplier=1.5, batch_size=10, generator=generator)
+        return run(shards, torch.zeros(2, 1))[1][""]["float32"]
 
     slices = fs.simulate(main, world)
     noise, padding = torch.cat(slices).split([4001, len(slices) * len(slices[0]) - 4001])
@@ -255,15 +223,15 @@ def test_noise_has_the_deviation_asked_for_and_spares_the_padding(world):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk_size", [None, 1])
-@pytest.mark.parametrize(("strategy", "world", "form"), CASES, ids=ids)
-def test_each_unit_is_gathered_once_and_reduced_once(strategy, world, form, chunk_size):
+@pytest.mark.parametrize(("strategy", "world"), CASES, ids=ids)
+def test_each_unit_is_gathered_once_and_reduced_once(strategy, world, chunk_size):
     def main(mesh):
-        loss, shards, plan = setup(mesh, strategy, form)
+        loss, shards, plan = setup(mesh, strategy)
         run = fs.per_sample_grad(loss, plan, mesh, max_norm=2.0, chunk_size=chunk_size, batch_size=8)
         with fs.record_events() as events:
             run(shards, own(data(), mesh))
         kept = strategy if strategy == "no_shard" else "shard_grad_op"
-        expected = fs.predict_events(setup(mesh, kept, form)[2])
+        expected = fs.predict_events(setup(mesh, kept)[2])
         assert sorted(map(str, events)) == sorted(map(str, expected))
         units = [(event.kind == "all_gather", event.unit) for event in events]
         assert [unit for gathered, unit in units if gathered] == [unit for gathered, unit in sorted(units) if gathered]
@@ -303,20 +271,13 @@ def test_one_chunk_of_gradients_exists_at_a_time(chunk_size):
 def test_gathered_units_and_sums_are_gone_afterwards():
     def main(mesh):
         log = Log()
-        params = {"w": torch.rand(6)}
-        plan = fs.make_plan(params, mesh)
 
-        def loss_of(leaves, x):
-            inner = leaves["w"]
-            while torch._C._functorch.is_functorch_wrapped_tensor(inner):
-                inner = torch._C._functorch.get_unwrapped(inner)
-            log(inner)
-            return (leaves["w"] * x).sum()
+        def logged(leaves, x):
+            log(leaves["w"])
+            return product(leaves, x)
 
-        f = fs.unshard(loss_of, plan.units[""], mesh)
-        result = fs.per_sample_grad(lambda shards, x: f(shards[""], x), plan, mesh)(
-            fs.shard(params, plan, mesh), torch.rand(3, 6)
-        )
+        f, shards, plan = one_unit(mesh, {"w": torch.rand(6)}, logged)
+        result = fs.per_sample_grad(f, plan, mesh)(shards, torch.rand(3, 6))
         assert log
         return log.alive(), len(result)
 
@@ -351,30 +312,83 @@ def test_gradients_can_be_seen_and_changed_before_norms_are_taken():
             torch.testing.assert_close(norms[i], rest.norm(), rtol=1e-10, atol=1e-10)
 
 
+def test_another_models_units_are_gathered_as_usual():
+    """A teacher has units of the same names, but its shards are not differentiated."""
+    params, other = {"w": torch.rand(3)}, {"w": torch.rand(3)}
+
+    def main(mesh):
+        f, shards, plan = one_unit(mesh, params)
+        teacher, x = fs.shard(other, plan, mesh), torch.rand(4, 3)
+        _, grads = fs.per_sample_grad(lambda s, x: (f(s, x) - f(teacher, x)).square(), plan, mesh)(shards, x)
+        expected = torch.func.grad(lambda w: ((x @ w) - (x @ other["w"])).square().mean())(params["w"])
+        torch.testing.assert_close(fs.gather(grads, plan, mesh)["w"], expected)
+
+    fs.simulate(main, 2)
+
+
+def test_random_operations_differ_from_sample_to_sample():
+    def main(mesh):
+        dropped = lambda leaves, x: nn.functional.dropout(leaves["w"] * x, 0.5).sum()  # noqa: E731
+        f, shards, plan = one_unit(mesh, {"w": torch.ones(50)}, dropped)
+        masks = []
+        keep = lambda _, grads: masks.append(grads["w"].clone())  # noqa: E731
+        fs.per_sample_grad(f, plan, mesh, on_grads=keep)(shards, torch.ones(2, 50))
+        return masks[0]
+
+    mask = fs.simulate(main, 1)[0]
+    assert not torch.equal(mask[0], mask[1])
+
+
+def test_mixed_precision_adds_samples_up_in_the_dtype_of_the_shards():
+    """A thousand small gradients, computed in bfloat16, still count beside a large one."""
+    precision = fs.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    def main(mesh):
+        f, shards, plan = one_unit(mesh, {"w": torch.ones(2)}, precision=precision)
+        seen = set()
+        see = lambda _, grads: seen.add(grads["w"].dtype)  # noqa: E731
+        run = fs.per_sample_grad(f, plan, mesh, batch_size=1, chunk_size=64, on_grads=see)
+        _, grads = run(shards, torch.cat([torch.full((1, 2), 4096.0), torch.ones(1023, 2)]))
+        assert seen == {torch.bfloat16}
+        return grads[""]["float32"]
+
+    assert torch.cat(fs.simulate(main, 2)).tolist() == [2 * (4096.0 + 1023.0)] * 2
+
+
 WRONG = {
     "max_norm": ({"max_norm": 0.0}, r"max_norm must be a finite number above 0, or None for no clipping; found 0.0"),
     "noise": ({"noise_multiplier": -1.0}, r"noise_multiplier must be a finite number, at least 0; found -1.0"),
     "noise without bound": ({"noise_multiplier": 1.0}, r"one sample's part is unbounded; pass max_norm"),
-    "noise without generator": ({"noise_multiplier": 1.0, "max_norm": 1.0}, r"needs a generator in the same state on every"),
     "batch_size": (
-        {"batch_size": 0},
-        r"batch_size must be a finite number above 0, or None for the number of samples; found 0",
+        {"batch_size": 0}, r"batch_size must be a finite number above 0, or None for the number of samples; found 0",
     ),
     "chunk_size": ({"chunk_size": 0}, r"chunk_size must be a whole number of samples, at least 1, or None for all; found 0"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "words"), WRONG.values(), ids=WRONG)
 def test_wrong_options_are_named(options, words):
     with pytest.raises(ValueError, match=words):
-        fs.simulate(lambda mesh: evaluated(mesh, "full_shard", "module", options), 1)
+        fs.simulate(lambda mesh: evaluated(mesh, "full_shard", options), 1)
 
 
-def test_generators_in_different_states_are_an_error():
+ANOTHER_WAY = r"'float32' of unit '\(root\)' by another way, such as a penalty on the shard itself or remat around the unit"
+NO_GRADIENT = r"depends on a trainable shard of its argument.*a loss that no gradient leaves"
+LOSSES = {  # of the model, its shards, the shards around the loss and the sample
+    "a shard computed from another": (lambda f, s, around, x: f({"": {"float32": 2 * s[""]["float32"]}}, x), ANOTHER_WAY),
+    "remat": (lambda f, s, around, x: fs.remat(f)(s, x), ANOTHER_WAY),
+    "the shards around it": (lambda f, s, around, x: f(around, x), NO_GRADIENT),
+    "the sample alone": (lambda f, s, around, x: x.sum(), NO_GRADIENT),
+}
+
+
+@pytest.mark.parametrize(("loss", "words"), LOSSES.values(), ids=LOSSES)
+def test_a_loss_whose_gradients_go_another_way_or_nowhere_is_an_error(loss, words):
     def main(mesh):
-        evaluated(mesh, "full_shard", "module", {"max_norm": 1.0, "noise_multiplier": 1.0}, seed=mesh.rank)
+        f, shards, plan = one_unit(mesh, {"w": torch.rand(3)})
+        fs.per_sample_grad(lambda s, x: loss(f, s, shards, x), plan, mesh)(shards, torch.rand(2, 3))
 
-    with pytest.raises(ValueError, match="the state of per_sample_grad's generator must be the same on every rank; rank 0"):
+    with pytest.raises(ValueError, match=words):
         fs.simulate(main, 2)
 
 
@@ -382,10 +396,9 @@ def test_generators_in_different_states_are_an_error():
     ("batch", "words"),
     [
         ({"x": torch.ones(2, 3), "y": torch.ones(3)}, r"one size of dim 0, which counts samples; found \['2', '3'\]"),
-        ({"x": 1.0}, r"found \['float'\]"),
         ({}, r"found no leaves"),
     ],
-    ids=["sizes", "number", "empty"],
+    ids=["sizes", "empty"],
 )
 def test_a_batch_without_samples_is_an_error(batch, words):
     def main(mesh):
@@ -396,146 +409,6 @@ def test_a_batch_without_samples_is_an_error(batch, words):
         fs.simulate(main, 1)
 
 
-@pytest.mark.parametrize(
-    "term",
-    [
-        lambda f, shards, x: f(shards[""], x) + shards[""]["float32"].square().sum(),
-        lambda f, shards, x: f({"float32": 2 * shards[""]["float32"]}, x),
-    ],
-    ids=["a penalty", "a shard computed from another"],
-)
-def test_gradients_that_reach_shards_without_gathering_are_an_error(term):
-    params = {"w": torch.rand(3)}
-
-    def main(mesh):
-        plan = fs.make_plan(params, mesh)
-        f = fs.unshard(lambda leaves, x: (leaves["w"] * x).sum(), plan.units[""], mesh)
-        fs.per_sample_grad(lambda shards, x: term(f, shards, x), plan, mesh)(fs.shard(params, plan, mesh), torch.rand(2, 3))
-
-    with pytest.raises(
-        ValueError, match=r"'float32' of unit '\(root\)' by another way, such as a penalty on the shard itself"
-    ):
-        fs.simulate(main, 2)
-
-
-@pytest.mark.parametrize(
-    "loss",
-    {
-        "detached": lambda f, s, shards, x: f(s[""], x).detach(),
-        "the shards around it": lambda f, s, shards, x: f(shards[""], x),
-        "the sample alone": lambda f, s, shards, x: x.sum(),
-    }.items(),
-    ids=lambda case: case[0],
-)
-def test_a_loss_that_no_gradient_leaves_is_an_error(loss):
-    def main(mesh):
-        params = {"w": torch.ones(2)}
-        plan = fs.make_plan(params, mesh)
-        f = fs.unshard(lambda leaves, x: leaves["w"] @ x, plan.units[""], mesh)
-        shards = fs.shard(params, plan, mesh)
-        fs.per_sample_grad(lambda s, x: loss[1](f, s, shards, x), plan, mesh)(shards, torch.ones(3, 2))
-
-    with pytest.raises(ValueError, match=r"depends on a trainable shard of its argument.*a loss that no gradient leaves"):
-        fs.simulate(main, 2)
-
-
-def test_trainable_leaves_that_are_local_are_an_error():
-    def main(mesh):
-        plan = fs.make_plan({"w": torch.rand(3), "own": torch.rand(2)}, mesh, local=["own"])
-        fs.per_sample_grad(lambda shards, x: x, plan, mesh)
-
-    with pytest.raises(ValueError, match=r"unit '\(root\)' has trainable leaves that are local to a rank, 'own' first"):
-        fs.simulate(main, 2)
-
-
-def test_another_models_units_are_gathered_as_usual():
-    """A teacher has units of the same names, but its shards are not differentiated."""
-    params, other = {"w": torch.rand(3)}, {"w": torch.rand(3)}
-
-    def main(mesh):
-        plan = fs.make_plan(params, mesh)
-        f = fs.unshard(lambda leaves, x: (leaves["w"] * x).sum(), plan.units[""], mesh)
-        teacher = fs.shard(other, plan, mesh)
-
-        def loss(shards, x):
-            return (f(shards[""], x) - f(teacher[""], x)).square()
-
-        x = torch.rand(4, 3)
-        _, grads = fs.per_sample_grad(loss, plan, mesh)(fs.shard(params, plan, mesh), x)
-        expected = torch.func.grad(lambda w: ((x @ w) - (x @ other["w"])).square().mean())(params["w"])
-        torch.testing.assert_close(fs.gather(grads, plan, mesh)["w"], expected)
-
-    fs.simulate(main, 2)
-
-
-def test_clipping_afterwards_by_norms_and_a_weighted_loss_gives_the_same():
-    """Compare with the two passes of docs/transforms.md, which need no sum of full size."""
-
-    def main(mesh):
-        loss, shards, plan = setup(mesh)
-        batch = own(data(), mesh)
-        (_, norms), grads = fs.per_sample_grad(loss, plan, mesh, max_norm=2.0, chunk_size=1)(shards, batch)
-        scale = (2.0 / norms).clamp(max=1.0)
-        samples = [{key: value[i] for key, value in batch.items()} for i in range(4)]
-
-        def weighted(shards):
-            return sum(c * loss(shards, s) for c, s in zip(scale, samples, strict=True)) / 4
-
-        torch.testing.assert_close(fs.value_and_grad(weighted)(shards)[1], grads, rtol=1e-12, atol=1e-12)
-
-    fs.simulate(main, 2)
-
-
-def test_random_operations_differ_from_sample_to_sample():
-    params = {"w": torch.ones(50)}
-
-    def main(mesh):
-        plan = fs.make_plan(params, mesh)
-        f = fs.unshard(lambda leaves, x: nn.functional.dropout(leaves["w"] * x, 0.5).sum(), plan.units[""], mesh)
-        masks = []
-        run = fs.per_sample_grad(
-            lambda shards, x: f(shards[""], x), plan, mesh, on_grads=lambda _, grads: masks.append(grads["w"].clone())
-        )
-        run(fs.shard(params, plan, mesh), torch.ones(2, 50))
-        return masks[0]
-
-    mask = fs.simulate(main, 1)[0]
-    assert not torch.equal(mask[0], mask[1])
-
-
-def test_mixed_precision_adds_samples_up_in_the_dtype_of_the_shards():
-    """A thousand small gradients, computed in bfloat16, still count beside a large one."""
-    precision = fs.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    params = {"w": torch.ones(2)}
-
-    def main(mesh):
-        plan = fs.make_plan(params, mesh, precision=precision)
-        f = fs.unshard(lambda leaves, x: (leaves["w"] * x).sum(), plan.units[""], mesh)
-        seen = []
-        run = fs.per_sample_grad(
-            lambda shards, x: f(shards[""], x), plan, mesh, batch_size=1, chunk_size=64,
-            on_grads=lambda _, grads: seen.append(grads["w"].dtype),
-        )  # fmt: skip
-        x = torch.cat([torch.full((1, 2), 4096.0), torch.ones(1023, 2)])
-        _, grads = run(fs.shard(params, plan, mesh), x)
-        assert set(seen) == {torch.bfloat16}
-        return grads[""]["float32"]
-
-    assert torch.cat(fs.simulate(main, 2)).tolist() == [2 * (4096.0 + 1023.0)] * 2
-
-
-def test_remat_is_refused_by_name_because_it_gathers_by_itself():
-    params = {"w": torch.rand(3)}
-
-    def main(mesh):
-        plan = fs.make_plan(params, mesh)
-        f = fs.remat(fs.unshard(lambda leaves, x: (leaves["w"] * x).sum(), plan.units[""], mesh))
-        fs.per_sample_grad(lambda shards, x: f(shards[""], x), plan, mesh)(fs.shard(params, plan, mesh), torch.rand(2, 3))
-
-    with pytest.raises(ValueError, match=r"a penalty on the shard itself or remat around the unit: leave these out"):
-        fs.simulate(main, 2)
-
-
 WRITES = {
     "in place": lambda leaf: leaf.mul_(2.0),
     "without a gradient": lambda leaf: torch.no_grad()(leaf.mul_)(2.0),
@@ -543,21 +416,13 @@ WRITES = {
 }
 
 
+@pytest.mark.parametrize("name", ["a", "b"])
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_a_unit_that_writes_to_any_of_its_leaves_is_an_error(write):
-    params = {"a": torch.rand(3), "b": torch.rand(3)}
+def test_a_unit_that_writes_to_any_of_its_leaves_is_an_error(write, name):
+    def apply(leaves, x):
+        write(leaves[name])
+        return (leaves["a"] * leaves["b"] * x).sum()
 
-    def main(mesh, name):
-        plan = fs.make_plan(params, mesh)
-
-        def apply(leaves, x):
-            write(leaves[name])
-            return (leaves["a"] * leaves["b"] * x).sum()
-
-        f = fs.unshard(apply, plan.units[""], mesh)
-        run = fs.per_sample_grad(lambda shards, x: f(shards[""], x), plan, mesh)
-        with pytest.raises(RuntimeError, match=r"the forward of unit '\(root\)' modified a leaf in place.*are read-only"):
-            run(fs.shard(params, plan, mesh), torch.rand(2, 3))
-
-    for name in params:
-        fs.simulate(functools.partial(main, name=name), 1)
+    f, shards, plan = one_unit(fs.Mesh(), {"a": torch.rand(3), "b": torch.rand(3)}, apply)
+    with pytest.raises(RuntimeError, match=r"the forward of unit '\(root\)' modified a leaf in place.*are read-only"):
+        fs.per_sample_grad(f, plan, fs.Mesh())(shards, torch.rand(2, 3))

@@ -152,13 +152,6 @@ def test_a_step_that_is_skipped_donates_nothing() -> None:
     assert torch.equal(case.state.shards["0"]["float32"], state.shards["0"]["float32"])
 
 
-def test_a_step_that_fails_donates_nothing() -> None:
-    case = make(fs.Mesh(), adamw)
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        case.step(case.state, torch.ones(2, 5))
-    case.step(case.state, X)
-
-
 def test_a_donated_tensor_can_be_printed() -> None:
     case = make(fs.Mesh(), adamw)
     case.step(case.state, X)
