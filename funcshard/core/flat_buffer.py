@@ -21,14 +21,9 @@ import torch
 
 from funcshard._utils import (
     dispatch_modes,
-    is_transformed,
-    map_tensors,
     signed,
-    storage_id,
     transforms_active,
     unseen,
-    unwrapped,
-    version,
 )
 from funcshard.core.basis import noted, noted_outer, refuse_columns, refuse_mixed_sum, refuse_rows
 from funcshard.core.buffer_comm import AnyGatherHandle, BufferComm, start_gather, start_reduce, start_scatter
@@ -95,36 +90,11 @@ def gather_leaves(
             the unit's buffers can be freed.
         handle: that of the all-gather, if it has started.
     """
-    inside = transforms_active()
-    leaves: tuple[torch.Tensor, ...] = ShardToLeaves.apply(shard, buffer, where, comm, post_backward, handle, inside)
-    if inside:
-        leaves = TransformedLeaves(leaves)
+    leaves: tuple[torch.Tensor, ...] = ShardToLeaves.apply(
+        shard, buffer, where, comm, post_backward, handle, transforms_active()
+    )
     expect_gradient(shard, leaves[0])
     return leaves
-
-
-class TransformedLeaves(tuple[torch.Tensor, ...]):
-    """The leaves that a unit gets under transforms, as views of one gathered buffer."""
-
-    __slots__ = ()
-
-    @property
-    def writes(self) -> int:
-        """How often the gathered buffer has been written to."""
-        # Why unwrapped: a write counts in the version of the wrapped tensor alone, and the tensors
-        # that vmap wraps do not share theirs.
-        data = unwrapped(self[0])
-        return 0 if data.is_inference() else version(data)
-
-    def unaliased(self, result: Any) -> Any:
-        """Return a unit's result, with a copy for each tensor that lies in the gathered buffer."""
-        storage = storage_id(unwrapped(self[0]))
-
-        def copied(value: torch.Tensor) -> torch.Tensor:
-            data = unwrapped(value) if is_transformed(value) else value
-            return value.clone() if storage_id(data) == storage else value
-
-        return map_tensors(copied, result)
 
 
 class ShardToLeaves(torch.autograd.Function):

@@ -31,13 +31,14 @@ from funcshard._utils import (
     tree,
     unseen,
     untraced,
+    unwrapped,
     version,
 )
 from funcshard.comm import Mesh
 from funcshard.core.buffer_comm import BufferComm, GatherSource, start_gather, start_gathers
 from funcshard.core.checks import check_shard
 from funcshard.core.dtensor_leaves import DTensorForm, as_dtensors
-from funcshard.core.flat_buffer import LeafViews, TransformedLeaves, gather_leaves
+from funcshard.core.flat_buffer import LeafViews, gather_leaves
 from funcshard.core.grad_reducer import GradReducer, current_reducer
 from funcshard.core.prefetcher import (
     Handles,
@@ -227,7 +228,7 @@ class Unshard:
         leaves = self.gather(shard, handles, None if saved is None else saved.post_backward())
         if saved is not None and freed:
             saved.watch(leaves)
-        return Gathered(leaves, saved, freed, handles is not None, grad_mode())
+        return Gathered(leaves, saved, freed, handles is not None or bool(transforms_active()), grad_mode())
 
     def run(self, gathered: tuple[tuple[torch.Tensor, ...], ...], /, *args: Any, **kwargs: Any) -> Any:
         """Call ``apply`` with the leaves from ``gather``; cast as the precision says."""
@@ -271,9 +272,6 @@ class Unshard:
                 ) from error
             raise
         _check_unchanged(before, gathered, self.unit)
-        if gathered and gathered[0].__class__ is TransformedLeaves:
-            for leaves in gathered:
-                result = leaves.unaliased(result) if isinstance(leaves, TransformedLeaves) else result
         if logs:
             _log.debug("post_forward of unit %r", self.unit.title)
         return result
@@ -304,7 +302,8 @@ class Gathered:
         leaves: the leaves of each buffer.
         saved: the state that the unit keeps for backward, if there is any.
         freed: whether autograd saves positions in the gathered buffers, and not the buffers.
-        shared: whether other code holds the buffers too, so that outputs must not lie in them.
+        shared: whether other code or other ranks hold the buffers too, so that outputs must not lie
+            in them.
         mode: the ``grad_mode`` that the leaves were gathered in.
     """
 
@@ -439,14 +438,15 @@ def _versions(gathered: Leaves) -> list[int]:
     In inference mode tensors have no version counter, and each rank's leaves have memory of their
     own.
     """
-    if gathered and gathered[0].__class__ is TransformedLeaves:
-        return [leaves.writes for leaves in gathered if isinstance(leaves, TransformedLeaves)]
-    if torch.is_inference_mode_enabled():
+    if transforms_active():
+        # Why unwrapped: a write counts in the version of the wrapped tensor alone, and the tensors
+        # that vmap wraps do not share theirs.
+        firsts = [unwrapped(leaves[0]) for leaves in gathered]
+    elif torch.is_inference_mode_enabled():
         return [0] * len(gathered)
-    if len(gathered) == 1:  # only for speed
-        first = gathered[0][0]
-        return [0 if first.is_inference() else version(first)]
-    return [0 if leaves[0].is_inference() else version(leaves[0]) for leaves in gathered]
+    else:
+        firsts = [leaves[0] for leaves in gathered]
+    return [0 if first.is_inference() else version(first) for first in firsts]
 
 
 def _check_unchanged(before: Sequence[int], gathered: Leaves, unit: UnitPlan) -> None:
@@ -473,8 +473,9 @@ def copy_aliased_outputs(result: Any, gathered: Leaves) -> Any:
     The caller may write to a copy, and the copy does not keep the gathered buffer in memory.
     Tensors are found as ``map_tensors`` finds them.
     """
-    if transforms_active():  # under a transform, tensors have no storage to compare
-        return result
+    if transforms_active():
+        wrapped = {storage_id(unwrapped(leaves[0])) for leaves in gathered}
+        return map_tensors(lambda value: value.clone() if storage_id(unwrapped(value)) in wrapped else value, result)
     plain = type(result) is torch.Tensor and result.layout is torch.strided
     if plain and len(gathered) == 1:  # only for speed
         return _clone(result) if storage_id(result) == storage_id(gathered[0][0]) else result
