@@ -42,7 +42,8 @@ def folders(folder: Path) -> list[Path]:
 def _has_index(path: Path) -> bool:
     """Return whether a folder has an index, or may have one that this process may not see."""
     try:
-        return (locate(path) / INDEX).exists()
+        # Why twice: what locate has found may get its final name before it is looked at.
+        return any((locate(path) / INDEX).exists() for _ in range(2))
     except PermissionError:
         return True
 

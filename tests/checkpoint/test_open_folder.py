@@ -107,6 +107,24 @@ def test_ranks_that_find_different_checkpoints_begin_again_together(tmp_path: Pa
     assert len(tries) == 4
 
 
+def test_latest_finds_a_checkpoint_that_gets_its_final_name_while_it_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, locate = tmp_path / "last", folders.locate
+    save(path, 0)
+    aside = folders.part_of(path, "0").with_suffix(".old")
+    path.rename(aside)
+
+    def renamed_meanwhile(path: Any) -> Path:
+        at = locate(path)
+        if aside.exists():
+            aside.rename(path)
+        return at
+
+    monkeypatch.setattr(folders, "locate", renamed_meanwhile)
+    assert fs.latest(tmp_path) == path
+
+
 def test_an_error_that_has_another_reason_is_raised_at_once(tmp_path: Path) -> None:
     save(tmp_path / "last", 0)
     tries = []
