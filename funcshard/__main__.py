@@ -33,7 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal that cannot encode × shows ? instead of raising
+            stream.reconfigure(
+                errors="replace"
+            )  # a terminal that cannot encode × shows ? instead of raising
     parser = _parser()
     options = parser.parse_args(argv)
     try:
@@ -44,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="funcshard", description="Fully sharded data parallelism as pure functions.")
+    parser = _Parser(
+        prog="funcshard", description="Fully sharded data parallelism as pure functions."
+    )
     parser.add_argument("--version", action="version", version=fs.__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     formatter: Any = argparse.ArgumentDefaultsHelpFormatter
@@ -55,24 +59,44 @@ def _parser() -> argparse.ArgumentParser:
         description="Train a byte-level GPT on Python's standard library, or on any text. Ctrl-C ends it after the current "
         "step and saves; a second Ctrl-C ends it at once.",
     )
-    add_mesh(add_train, ranks="processes to start; under torchrun, this process joins torchrun's world instead")
-    add_train.add_argument("--steps", type=at_least(0), default=120, metavar="N", help="training steps")
-    add_train.add_argument("--batch", type=at_least(1, 1_048_576), default=2, metavar="N", help="sequences a rank and step")
-    add_train.add_argument("--lr", type=_positive, default=5e-4, metavar="RATE", help="highest learning rate")
-    add_train.add_argument("--seed", type=_seed, default=0, metavar="N", help="seed of parameters, batches and sample")
+    add_mesh(
+        add_train,
+        ranks="processes to start; under torchrun, this process joins torchrun's world instead",
+    )
+    add_train.add_argument(
+        "--steps", type=at_least(0), default=120, metavar="N", help="training steps"
+    )
+    add_train.add_argument(
+        "--batch",
+        type=at_least(1, 1_048_576),
+        default=2,
+        metavar="N",
+        help="sequences a rank and step",
+    )
+    add_train.add_argument(
+        "--lr", type=_positive, default=5e-4, metavar="RATE", help="highest learning rate"
+    )
+    add_train.add_argument(
+        "--seed", type=_seed, default=0, metavar="N", help="seed of parameters, batches and sample"
+    )
     add_train.add_argument(
         "--text", metavar="PATH", help="file or folder to train on (default: the standard library's .py files)",
         default=argparse.SUPPRESS,
     )  # fmt: skip
     add_train.add_argument(
-        "--out", metavar="DIR", default=argparse.SUPPRESS, help="folder for the result (default: runs/STRATEGY)"
+        "--out",
+        metavar="DIR",
+        default=argparse.SUPPRESS,
+        help="folder for the result (default: runs/STRATEGY)",
     )
     add_train.add_argument(
         "--save-every", type=at_least(1), metavar="N", default=argparse.SUPPRESS,
         help="save a checkpoint in DIR/checkpoints every N steps, while training goes on (default: none)",
     )  # fmt: skip
     add_train.add_argument(
-        "--resume", action="store_true", help="resume from the last complete checkpoint in DIR/checkpoints, if there is one"
+        "--resume",
+        action="store_true",
+        help="resume from the last complete checkpoint in DIR/checkpoints, if there is one",
     )
     _add_sizes(add_train)
     of_plan = commands.add_parser(
@@ -98,22 +122,40 @@ def _parser() -> argparse.ArgumentParser:
         description="Print the contents of a checkpoint, or of every checkpoint in a folder. No code of the checkpoint is "
         "run, and no process is started.",
     )
-    add_inspect.add_argument("path", metavar="PATH", help="a checkpoint, or a folder of checkpoints")
-    add_inspect.add_argument("--check", action="store_true", help="read the whole checkpoint and compare the checksums")
+    add_inspect.add_argument(
+        "path", metavar="PATH", help="a checkpoint, or a folder of checkpoints"
+    )
+    add_inspect.add_argument(
+        "--check", action="store_true", help="read the whole checkpoint and compare the checksums"
+    )
     return parser
 
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
     sizes, default = parser.add_argument_group("sizes of the GPT"), GPTConfig()
     sizes.add_argument(
-        "--width", type=at_least(1, 1_048_576), default=default.width, metavar="N", help="size of a token's vector"
+        "--width",
+        type=at_least(1, 1_048_576),
+        default=default.width,
+        metavar="N",
+        help="size of a token's vector",
     )
-    sizes.add_argument("--layers", type=at_least(1, 10_000), default=default.layers, metavar="N", help="blocks")
     sizes.add_argument(
-        "--heads", type=at_least(1, 1_048_576), default=default.heads, metavar="N", help="attention heads a block"
+        "--layers", type=at_least(1, 10_000), default=default.layers, metavar="N", help="blocks"
     )
     sizes.add_argument(
-        "--context", type=at_least(1, 16_777_216), default=default.context, metavar="N", help="longest sequence, bytes"
+        "--heads",
+        type=at_least(1, 1_048_576),
+        default=default.heads,
+        metavar="N",
+        help="attention heads a block",
+    )
+    sizes.add_argument(
+        "--context",
+        type=at_least(1, 16_777_216),
+        default=default.context,
+        metavar="N",
+        help="longest sequence, bytes",
     )
 
 
@@ -148,7 +190,10 @@ def _inspect(options: argparse.Namespace) -> int:
     single = not path.is_dir() or (path / "index.json").exists()
     found = [path]
     if not single:
-        found = sorted((each for each in path.iterdir() if each.is_dir()), key=lambda each: tree.natural_key(each.name))
+        found = sorted(
+            (each for each in path.iterdir() if each.is_dir()),
+            key=lambda each: tree.natural_key(each.name),
+        )
     if not single and not any((each / "index.json").exists() for each in found):
         found, single = [path], True  # not a checkpoint; fs.restore raises the error
     faults = 0
@@ -161,7 +206,9 @@ def _inspect(options: argparse.Namespace) -> int:
             if single:
                 raise BadInputError(error) from error
             print(f"Not complete: {error}\n")
-            faults += not each.name.startswith(".")  # a hidden folder is left by an interrupted save, which is no fault
+            faults += not each.name.startswith(
+                "."
+            )  # a hidden folder is left by an interrupted save, which is no fault
         else:
             print(contents, end="\n" if single else "\n\n")
     return 1 if faults else 0
@@ -169,14 +216,18 @@ def _inspect(options: argparse.Namespace) -> int:
 
 def _config(options: argparse.Namespace) -> GPTConfig:
     try:
-        return GPTConfig(width=options.width, layers=options.layers, heads=options.heads, context=options.context)
+        return GPTConfig(
+            width=options.width, layers=options.layers, heads=options.heads, context=options.context
+        )
     except ValueError as error:
         raise BadInputError(error) from error
 
 
 def _seed(text: str) -> int:
     if not re.fullmatch(r"[+-]?\d+", text) or not -(2**63) <= int(text) < 2**63:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at most 64 bits; found {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"must be a whole number of at most 64 bits; found {text!r}"
+        )
     return int(text)
 
 

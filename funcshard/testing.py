@@ -56,13 +56,19 @@ def delayed(mesh: Mesh, kind: str, seconds: float) -> Mesh:
     reduction.
     """
     if kind not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}; found {kind!r}: for several kinds nest the calls")
+        raise ValueError(
+            f"kind must be one of {', '.join(KINDS)}; found {kind!r}: for several kinds nest the calls"
+        )
     check_number("seconds", seconds, least=0, remedy="pass 0.0 for no delay")
-    return remade(mesh, {axis: _delayed(group, kind, seconds) for axis, group in mesh.groups.items()})
+    return remade(
+        mesh, {axis: _delayed(group, kind, seconds) for axis, group in mesh.groups.items()}
+    )
 
 
 def _delayed(group: Group, kind: str, seconds: float) -> Group:
-    if isinstance(group, CustomGroup):  # the functions of the user's stay, and their collectives are slow
+    if isinstance(
+        group, CustomGroup
+    ):  # the functions of the user's stay, and their collectives are slow
         return dataclasses.replace(group, inner=DelayedGroup(group.inner, kind, seconds))
     return DelayedGroup(group, kind, seconds)
 
@@ -96,19 +102,32 @@ class DelayedGroup(WrappedGroup):
         # There is no output to fill with NaN: the caller gets a tensor only from ``wait``.
         return _SlowAllGatherWork(work, _sleep(shard.device, self.seconds))
 
-    def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = "") -> Work:
+    def reduce_scatter(
+        self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = ""
+    ) -> Work:
         start = lambda hidden: self.inner.reduce_scatter(hidden, parts, label=label)  # noqa: E731
         return self._start("reduce_scatter", out, torch.empty_like, start)
 
     def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:
-        return self._start("all_reduce", tensor, torch.clone, lambda hidden: self.inner.all_reduce(hidden, label=label))
+        return self._start(
+            "all_reduce",
+            tensor,
+            torch.clone,
+            lambda hidden: self.inner.all_reduce(hidden, label=label),
+        )
 
     def broadcast(self, tensor: torch.Tensor, src: int, *, label: str = "") -> Work:
         start = lambda hidden: self.inner.broadcast(hidden, src, label=label)  # noqa: E731
         return self._start("broadcast", tensor, torch.clone, start)
 
     def all_to_all(
-        self, out: torch.Tensor, full: torch.Tensor, out_sizes: Sequence[int], sizes: Sequence[int], *, label: str = ""
+        self,
+        out: torch.Tensor,
+        full: torch.Tensor,
+        out_sizes: Sequence[int],
+        sizes: Sequence[int],
+        *,
+        label: str = "",
     ) -> Work:
         start = lambda hidden: self.inner.all_to_all(hidden, full, out_sizes, sizes, label=label)  # noqa: E731
         return self._start("all_to_all", out, torch.empty_like, start)

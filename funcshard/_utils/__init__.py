@@ -55,7 +55,14 @@ from funcshard._utils.remedies import absent, is_tree_of_shards, module_remedy
 from funcshard._utils.renames import exchange
 from funcshard._utils.shown import Bullets, Part, Shown, Table
 from funcshard._utils.stored_trees import check_structure
-from funcshard._utils.tensors import byte_view, cast_tree, check_plain, is_dtensor, map_tensors, tensors_in
+from funcshard._utils.tensors import (
+    byte_view,
+    cast_tree,
+    check_plain,
+    is_dtensor,
+    map_tensors,
+    tensors_in,
+)
 from funcshard._utils.torch_compilers import Boxed, compile_with, find_backend, inductor
 from funcshard._utils.torch_copies import LARGE, late_copy
 from funcshard._utils.torch_factories import with_plain_factories

@@ -78,9 +78,15 @@ def _walk(value: Any, *, everything: bool) -> Iterator[Any]:
         elif issubclass(kind, list):
             waiting += list.__iter__(found)
         elif issubclass(kind, dict):
-            waiting += [*dict.keys(found), *dict.values(found)] if everything else dict.values(found)
+            waiting += (
+                [*dict.keys(found), *dict.values(found)] if everything else dict.values(found)
+            )
         elif everything:
-            waiting += [weakref.ref.__call__(found)] if issubclass(kind, weakref.ref) else gc.get_referents(found)
+            waiting += (
+                [weakref.ref.__call__(found)]
+                if issubclass(kind, weakref.ref)
+                else gc.get_referents(found)
+            )
 
 
 def _named_globals(function: types.FunctionType) -> list[Any]:
@@ -89,7 +95,9 @@ def _named_globals(function: types.FunctionType) -> list[Any]:
     values: dict[str, Any] = {}
     codes = [function.__code__]
     for code in codes:
-        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]  # of functions inside it
+        codes += [
+            each for each in code.co_consts if isinstance(each, types.CodeType)
+        ]  # of functions inside it
         found = {name: function.__globals__.get(name) for name in code.co_names}
         found = {name: value for name, value in found.items() if issubclass(type(value), followed)}
         # Why not all of co_names: it also has the names of attributes. It takes the most time.
@@ -101,4 +109,8 @@ def _named_globals(function: types.FunctionType) -> list[Any]:
 @functools.lru_cache(maxsize=4096)
 def _loaded_globals(code: types.CodeType) -> tuple[str, ...]:
     """Return the names of the global variables that the code loads."""
-    return tuple(each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    return tuple(
+        each.argval
+        for each in dis.get_instructions(code)
+        if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    )

@@ -52,7 +52,9 @@ def untraced_with_warning(text: str) -> Callable[[Method[S, P, T]], Method[S, P,
         def warn(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
             if not self.warned.already:
                 self.warned.already = True
-                warnings.warn(f"{text}; this warning comes once for each object", stacklevel=callers_level())
+                warnings.warn(
+                    f"{text}; this warning comes once for each object", stacklevel=callers_level()
+                )
             return method(self, *args, **kwargs)
 
         hidden, warns = hidden_from_dynamo(method, text), hidden_from_dynamo(warn, text)
@@ -62,7 +64,9 @@ def untraced_with_warning(text: str) -> Callable[[Method[S, P, T]], Method[S, P,
             if "torch._dynamo" not in sys.modules:
                 return method(self, *args, **kwargs)
             # Dynamo takes the condition for true, and Python for false.
-            return (warns if torch.compiler.is_dynamo_compiling() else hidden)(self, *args, **kwargs)
+            return (warns if torch.compiler.is_dynamo_compiling() else hidden)(
+                self, *args, **kwargs
+            )
 
         return run
 

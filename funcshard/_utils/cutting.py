@@ -91,10 +91,18 @@ def _finder(structure: Structure) -> Callable[[str], Structure]:
                 found.append(inner)
         below = sorted(_below(keys, path))
         if below:
-            found.append(("dict", tuple([rest for _, rest in below]), tuple([children[i] for i, _ in below])))
+            found.append(
+                ("dict", tuple([rest for _, rest in below]), tuple([children[i] for i, _ in below]))
+            )
         merged = found[0] if found else _ABSENT
         for other in found[1:]:
-            merged = merged if other is None else other if merged is None else _merge(merged, other, path)
+            merged = (
+                merged
+                if other is None
+                else other
+                if merged is None
+                else _merge(merged, other, path)
+            )
         return merged
 
     return lambda path: descend(structure, path)
@@ -118,7 +126,9 @@ def _below(keys: _Keys, path: str) -> list[tuple[int, str]]:
 
 def _merge(one: Structure, other: Structure, path: str) -> Structure:
     """Merge two dictionaries of one path, as a tree with nested and dotted keys has them."""
-    if not all(isinstance(node, tuple) and node[0] in ("dict", "ordered_dict") for node in (one, other)):
+    if not all(
+        isinstance(node, tuple) and node[0] in ("dict", "ordered_dict") for node in (one, other)
+    ):
         raise ValueError(
             f"a tree that mixes nested containers and dotted keys under one path can be cut there only if all of them "
             f"are dictionaries; found another node at {path!r}: nest the whole tree, or flatten it"

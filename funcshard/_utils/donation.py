@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 import torch
 
 _REMEDY = (
-    "use the state that the step returned, keep fs.copy(state) from before the step, or pass donate=False to make_train_step"
+    "use the state that the step returned, keep fs.copy(state) from before the step, or pass "
+    "donate=False to make_train_step"
 )
 
 
@@ -21,8 +22,12 @@ class _DonatedTensor(torch.Tensor):
     """The class of a tensor whose memory now holds the values after a step."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        raise RuntimeError(f"this tensor was donated to a training step, which updated it in place: {_REMEDY}")
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        raise RuntimeError(
+            f"this tensor was donated to a training step, which updated it in place: {_REMEDY}"
+        )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return "<tensor that was donated to a training step>"
@@ -65,4 +70,6 @@ def is_donated(tensor: torch.Tensor) -> bool:
 def check_not_donated(state: Any) -> None:
     """Raise ``RuntimeError`` if ``state``, part of an optimizer's state, was donated to a step."""
     if state is DONATED_STATE:
-        raise RuntimeError(f"this optimizer state was donated to a step, which updated it in place: {_REMEDY}")
+        raise RuntimeError(
+            f"this optimizer state was donated to a step, which updated it in place: {_REMEDY}"
+        )

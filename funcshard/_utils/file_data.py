@@ -30,9 +30,13 @@ def parse(data: str | bytes) -> Any:
         {'a': [1, 2]}
     """
     if not isinstance(data, str | bytes):
-        raise TypeError(f"JSON must be text or bytes; found {type(data).__name__}: pass the contents of the file")
+        raise TypeError(
+            f"JSON must be text or bytes; found {type(data).__name__}: pass the contents of the file"
+        )
     try:
-        found = json.loads(data.decode() if isinstance(data, bytes) else data, object_pairs_hook=_without_doubles)
+        found = json.loads(
+            data.decode() if isinstance(data, bytes) else data, object_pairs_hook=_without_doubles
+        )
     except UnicodeDecodeError as error:
         raise ValueError(f"it is no text in UTF-8, because of the byte at {error.start}") from None
     except json.JSONDecodeError as error:
@@ -102,7 +106,9 @@ def listed(name: str, value: Any, length: int | None = None) -> list[Any]:
 
 def numbers(name: str, value: Any, least: int = 0, most: int = MOST) -> tuple[int, ...]:
     """Return a list of whole numbers between bounds, as a tuple."""
-    if type(value) is not list or not all(type(each) is int and least <= each <= most for each in value):
+    if type(value) is not list or not all(
+        type(each) is int and least <= each <= most for each in value
+    ):
         raise _error(name, f"a list of whole numbers from {least} to {most}", value)
     return tuple(value)
 
@@ -115,7 +121,12 @@ def texts(name: str, value: Any) -> tuple[str, ...]:
 
 
 def table(
-    name: str, value: Any, keys: Collection[str] = (), later: Collection[str] = (), *, others: bool = True
+    name: str,
+    value: Any,
+    keys: Collection[str] = (),
+    later: Collection[str] = (),
+    *,
+    others: bool = True,
 ) -> dict[str, Any]:
     """Return a dictionary.
 
@@ -133,7 +144,9 @@ def table(
             raise ValueError(f"{name} must have {key!r}; found {shown(sorted(value))}")
     unknown = () if others else value.keys() - {*keys, *later}
     if unknown:
-        raise ValueError(f"{name} must have no other keys than it is written with; found {min(unknown)!r}")
+        raise ValueError(
+            f"{name} must have no other keys than it is written with; found {min(unknown)!r}"
+        )
     return value
 
 
@@ -153,10 +166,16 @@ def shown(value: Any) -> str:
         found = "a number of more than 60 digits"
     elif value is None or type(value) in (bool, int, float):
         found = repr(value)
-    elif type(value) in (list, tuple) and len(value) < 10 and all(type(each) in (int, str, bool) for each in value):
+    elif (
+        type(value) in (list, tuple)
+        and len(value) < 10
+        and all(type(each) in (int, str, bool) for each in value)
+    ):
         found = f"[{', '.join(map(shown, value))}]"
     else:
-        found = f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, Sized) else "")
+        found = f"a {type(value).__name__}" + (
+            f" of {len(value)}" if isinstance(value, Sized) else ""
+        )
     return found if len(found) <= 120 else f"{found[:120]} …"
 
 

@@ -27,7 +27,9 @@ _UNITS = {
 }
 
 
-def check_count(name: str, value: Any, least: int = 1, *, of: str = "", none: str = "", remedy: str = "") -> int:
+def check_count(
+    name: str, value: Any, least: int = 1, *, of: str = "", none: str = "", remedy: str = ""
+) -> int:
     """Return ``value`` as an ``int`` if it is a whole number of at least ``least``; raise if not.
 
     Arguments:
@@ -60,7 +62,9 @@ def check_bytes(name: str, value: Any, *, example: str = "5GB") -> int:
         example: text such as users pass, for the error.
     """
     if not isinstance(value, str):
-        return check_count(name, value, of="bytes", remedy=f"pass text such as {example!r} for the usual size")
+        return check_count(
+            name, value, of="bytes", remedy=f"pass text such as {example!r} for the usual size"
+        )
     found = re.fullmatch(r"(\d+) *([KMGT]i?B)", value.strip(), re.IGNORECASE)
     if found is None or not int(found[1]):
         raise ValueError(
@@ -99,14 +103,28 @@ def check_number(
     """
     number = _number(value)
     if number is not None:
-        in_bounds = (above is None or number > above) and (least is None or number >= least) and number == number
+        in_bounds = (
+            (above is None or number > above)
+            and (least is None or number >= least)
+            and number == number
+        )
         if in_bounds and (below is None or number < below) and _is_float(number, infinite):
             return
     elif isinstance(value, torch.Tensor) and is_transformed(value):
         return  # a transform hides the value
     rule = "a number" if infinite else "a finite number"
-    rule += f" above {above:g}" if above is not None else f", at least {least:g}" if least is not None else ""
-    rule += f"{' and' if above is not None or least is not None else ''} below {below:g}" if below is not None else ""
+    rule += (
+        f" above {above:g}"
+        if above is not None
+        else f", at least {least:g}"
+        if least is not None
+        else ""
+    )
+    rule += (
+        f"{' and' if above is not None or least is not None else ''} below {below:g}"
+        if below is not None
+        else ""
+    )
     rule += f"{', or math.inf' if infinite else ''}{none and f', or None {none}'}"
     raise _error(name, rule, value, number, remedy or "pass a number within these bounds")
 
@@ -115,7 +133,9 @@ def check_flag(name: str, value: Any, remedy: str = "") -> None:
     """Raise ``TypeError`` unless ``value`` is ``True`` or ``False``."""
     # Why so strict: the text "no" is true, and so is every tensor that is not zero.
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False; found {value!r}: {remedy or 'pass one of the two'}")
+        raise TypeError(
+            f"{name} must be True or False; found {value!r}: {remedy or 'pass one of the two'}"
+        )
 
 
 def check_device(value: Any) -> torch.device:
@@ -131,7 +151,9 @@ def check_device(value: Any) -> torch.device:
     try:
         return torch.device(value)
     except (RuntimeError, ValueError, OverflowError) as error:  # the last two for large numbers
-        raise ValueError(f"{rule}; found {value!r}: pass one that this torch has, {str(error).splitlines()[0]}") from None
+        raise ValueError(
+            f"{rule}; found {value!r}: pass one that this torch has, {str(error).splitlines()[0]}"
+        ) from None
 
 
 def check_path(name: str, value: Any) -> Path:
@@ -144,14 +166,24 @@ def check_path(name: str, value: Any) -> Path:
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(text, str):
         # Why not always the value: the text of a state or a model fills the screen.
-        found = repr(value) if value is None or isinstance(value, int | float | bytes) else type(value).__name__
-        raise TypeError(f"{name} must be a path, as text or a pathlib.Path; found {found}: pass its name")
+        found = (
+            repr(value)
+            if value is None or isinstance(value, int | float | bytes)
+            else type(value).__name__
+        )
+        raise TypeError(
+            f"{name} must be a path, as text or a pathlib.Path; found {found}: pass its name"
+        )
     if "\0" in text:
-        raise ValueError(f"{name} must be a path, which holds no character of number zero; found {text!r}: leave it out")
+        raise ValueError(
+            f"{name} must be a path, which holds no character of number zero; found {text!r}: leave it out"
+        )
     return Path(text)
 
 
-def check_choice(name: str, value: Any, choices: Sequence[str | None], usual: Mapping[str, str] | None = None) -> None:
+def check_choice(
+    name: str, value: Any, choices: Sequence[str | None], usual: Mapping[str, str] | None = None
+) -> None:
     """Raise unless ``value`` is one of ``choices``.
 
     Arguments:
@@ -173,8 +205,12 @@ def check_choice(name: str, value: Any, choices: Sequence[str | None], usual: Ma
     if usual and word in usual:
         raise ValueError(f"{name} must be {rule}; found {value!r}: {usual[word]}")
     if isinstance(value, str):
-        remedy = did_you_mean(value, [each for each in choices if each is not None], otherwise=remedy)
-    raise (ValueError if isinstance(value, str | None) else TypeError)(f"{name} must be {rule}; found {value!r}: {remedy}")
+        remedy = did_you_mean(
+            value, [each for each in choices if each is not None], otherwise=remedy
+        )
+    raise (ValueError if isinstance(value, str | None) else TypeError)(
+        f"{name} must be {rule}; found {value!r}: {remedy}"
+    )
 
 
 def did_you_mean(value: str, names: Iterable[str], *, otherwise: str) -> str:
@@ -202,7 +238,12 @@ def _number(value: Any) -> int | float | None:
     if isinstance(value, int | float):
         return value
     if isinstance(value, torch.Tensor):
-        plain = value.ndim == 0 and not value.is_complex() and value.dtype != torch.bool and not value.is_meta
+        plain = (
+            value.ndim == 0
+            and not value.is_complex()
+            and value.dtype != torch.bool
+            and not value.is_meta
+        )
         return value.item() if plain and not is_transformed(value) else None
     if isinstance(value, numbers.Integral):
         return int(value)
@@ -220,4 +261,6 @@ def _is_float(number: float, infinite: bool) -> bool:
 def _error(name: str, rule: str, value: Any, number: float | None, remedy: str) -> Exception:
     if number is None:
         remedy = "pass the number itself" if isinstance(value, str) else "pass a number"
-    return (TypeError if number is None else ValueError)(f"{name} must be {rule}; found {value!r}: {remedy}")
+    return (TypeError if number is None else ValueError)(
+        f"{name} must be {rule}; found {value!r}: {remedy}"
+    )

@@ -20,7 +20,9 @@ _FLAGS: int = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY
 _NO_LINKS: int = getattr(os, "O_NOFOLLOW", 0)
 
 
-def open_regular(path: str | os.PathLike[str], *, links: bool = True, folder: int | None = None) -> int:
+def open_regular(
+    path: str | os.PathLike[str], *, links: bool = True, folder: int | None = None
+) -> int:
     """Return the descriptor of a regular file, open for reading; the caller closes it.
 
     Arguments:
@@ -42,7 +44,9 @@ def open_regular(path: str | os.PathLike[str], *, links: bool = True, folder: in
         ...         print(str(error).removeprefix(folder))
         /pipe must be a regular file; found a named pipe: remove it
     """
-    regular_size(path, links=links, folder=folder)  # before, because opening a device may do something
+    regular_size(
+        path, links=links, folder=folder
+    )  # before, because opening a device may do something
     try:
         file = os.open(path, _FLAGS if links else _FLAGS | _NO_LINKS, dir_fd=folder)
     except OSError as error:
@@ -59,7 +63,11 @@ def open_regular(path: str | os.PathLike[str], *, links: bool = True, folder: in
 
 
 def read_regular(
-    path: str | os.PathLike[str], *, most: int | None = None, links: bool = True, folder: int | None = None
+    path: str | os.PathLike[str],
+    *,
+    most: int | None = None,
+    links: bool = True,
+    folder: int | None = None,
 ) -> bytes:
     """Return the bytes of a regular file.
 
@@ -82,14 +90,20 @@ def read_regular(
     with open(open_regular(path, links=links, folder=folder), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if most is not None and size > most:
-            raise ValueError(f"{os.fspath(path)} has {size} bytes, and such a file has at most {most}: it is damaged")
+            raise ValueError(
+                f"{os.fspath(path)} has {size} bytes, and such a file has at most {most}: it is damaged"
+            )
         return file.read()
 
 
-def regular_size(path: str | os.PathLike[str], *, links: bool = True, folder: int | None = None) -> int:
+def regular_size(
+    path: str | os.PathLike[str], *, links: bool = True, folder: int | None = None
+) -> int:
     """Return the number of bytes of a regular file, which is not opened; see ``open_regular``."""
     if "\0" in os.fspath(path):
-        raise ValueError(f"{os.fspath(path)!r} must be the path of a file; found a zero byte in it: name another file")
+        raise ValueError(
+            f"{os.fspath(path)!r} must be the path of a file; found a zero byte in it: name another file"
+        )
     found = os.stat(path, dir_fd=folder, follow_symlinks=links)
     _check(path, found.st_mode)
     return found.st_size
@@ -98,5 +112,9 @@ def regular_size(path: str | os.PathLike[str], *, links: bool = True, folder: in
 def _check(path: str | os.PathLike[str], mode: int) -> None:
     if not stat.S_ISREG(mode):
         found = _KINDS.get(stat.S_IFMT(mode), "something else")
-        remedy = "copy the folder with its files in place of links, as cp -rL does" if stat.S_ISLNK(mode) else "remove it"
+        remedy = (
+            "copy the folder with its files in place of links, as cp -rL does"
+            if stat.S_ISLNK(mode)
+            else "remove it"
+        )
         raise ValueError(f"{os.fspath(path)} must be a regular file; found {found}: {remedy}")

@@ -26,7 +26,9 @@ def absent(title: str, name: str, remedies: Mapping[str, str]) -> AttributeError
         "a step has no attribute 'zero_grad': leave it out"
     """
     remedy = remedies.get(name)
-    return AttributeError(f"{title} has no attribute {name!r}{f': {remedy}' if remedy else ''}", name=name)
+    return AttributeError(
+        f"{title} has no attribute {name!r}{f': {remedy}' if remedy else ''}", name=name
+    )
 
 
 def module_remedy(value: Any, result: str) -> str:
@@ -43,4 +45,8 @@ def module_remedy(value: Any, result: str) -> str:
 
 def is_tree_of_shards(tree: Any) -> bool:
     """Return whether a dictionary has the form of shards: dictionaries by unit of tensors."""
-    return isinstance(tree, Mapping) and bool(tree) and all(isinstance(each, Mapping) for each in tree.values())
+    return (
+        isinstance(tree, Mapping)
+        and bool(tree)
+        and all(isinstance(each, Mapping) for each in tree.values())
+    )

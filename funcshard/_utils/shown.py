@@ -85,7 +85,10 @@ def html_of(parts: Iterable[Part]) -> str:
     """Return parts as escaped HTML; several tables stand side by side if they fit."""
     parts = list(parts)
     several = sum(isinstance(part, Table) for part in parts) > 1
-    return "".join(_BESIDE.format(_html(part)) if several and isinstance(part, Table) else _html(part) for part in parts)
+    return "".join(
+        _BESIDE.format(_html(part)) if several and isinstance(part, Table) else _html(part)
+        for part in parts
+    )
 
 
 def _text(part: Part) -> str:

@@ -20,7 +20,9 @@ def check_structure(structure: Any) -> int:
             found.add(node)
         elif node is not None:
             if not (type(node) is tuple and len(node) == 3 and type(node[2]) is tuple):
-                raise ValueError(f"a tree must hold leaves and containers; found {str(node)[:40]}, which is no container")
+                raise ValueError(
+                    f"a tree must hold leaves and containers; found {str(node)[:40]}, which is no container"
+                )
             _check_container(*node)
             nodes.extend(node[2])
     if len(found) != max(found, default=-1) + 1:
@@ -32,13 +34,17 @@ def _check_container(kind: Any, meta: Any, children: tuple[Any, ...]) -> None:
     try:
         hash(meta)
     except TypeError:
-        raise ValueError(f"a tree must name the keys of its containers; found {str(meta)[:40]}") from None
+        raise ValueError(
+            f"a tree must name the keys of its containers; found {str(meta)[:40]}"
+        ) from None
     if kind in ("dict", "ordered_dict"):
         right = type(meta) is tuple and len(set(meta)) == len(meta) == len(children)
     elif kind == "custom":
         right = type(meta) is tuple and len(meta) == 2 and type(meta[0]) is str
     else:
-        right = (kind == "namedtuple" and type(meta) is str) or (kind in ("list", "tuple") and meta is None)
+        right = (kind == "namedtuple" and type(meta) is str) or (
+            kind in ("list", "tuple") and meta is None
+        )
     if not right:
         raise ValueError(
             f"a tree must name the keys or the class of each container; found a {str(kind)[:20]!r} of {len(children)} "

@@ -10,7 +10,13 @@ _STYLE = "border-collapse:collapse;font-variant-numeric:tabular-nums"
 _CELL = "padding:2px 10px;border-bottom:1px solid rgba(128,128,128,.25)"
 
 
-def as_text(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, total: Sequence[str] | None = None) -> str:
+def as_text(
+    title: str,
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    total: Sequence[str] | None = None,
+) -> str:
     """Return an aligned text table.
 
     Columns of numbers are aligned right, all other columns and the first column left.
@@ -37,7 +43,9 @@ def as_text(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *,
     widths = [max(len(row[i]) for row in [list(header), *body]) for i in range(len(header))]
 
     def line(row: Sequence[str]) -> str:
-        cells = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True))
+        cells = (
+            c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True)
+        )
         return "  ".join(cells).rstrip()
 
     rule = "─" * (sum(widths) + 2 * (len(widths) - 1))
@@ -47,7 +55,13 @@ def as_text(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *,
     return "\n".join(lines)
 
 
-def as_html(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, total: Sequence[str] | None = None) -> str:
+def as_html(
+    title: str,
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    total: Sequence[str] | None = None,
+) -> str:
     """Return the table of ``as_text`` as escaped HTML with inline styles, for a notebook."""
     right = _numeric(header, rows)
 
@@ -85,7 +99,9 @@ def duration(seconds: float) -> str:
     value = abs(seconds)
     if value >= 0.9995:
         return f"{seconds:,.2f} s"
-    return f"{seconds * 1e3:.1f} ms" if value >= 0.9995e-3 or value == 0 else f"{seconds * 1e6:.1f} µs"
+    return (
+        f"{seconds * 1e3:.1f} ms" if value >= 0.9995e-3 or value == 0 else f"{seconds * 1e6:.1f} µs"
+    )
 
 
 def share(part: float, whole: float) -> str:
@@ -102,6 +118,8 @@ def _numeric(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[bool]
     """Return, for each column, whether it holds numbers; an empty cell or a dash counts as one."""
 
     def numbers(i: int) -> bool:
-        return bool(rows) and all(row[i].lstrip("+−")[:1].isdigit() or row[i] in ("", "-") for row in rows)
+        return bool(rows) and all(
+            row[i].lstrip("+−")[:1].isdigit() or row[i] in ("", "-") for row in rows
+        )
 
     return [i > 0 and numbers(i) for i in range(len(header))]

@@ -47,7 +47,11 @@ def map_tensors(f: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
         return f(x)
     if isinstance(x, torch.nn.utils.rnn.PackedSequence):
         data = f(x.data)
-        return x if data is x.data else type(x)(data, x.batch_sizes, x.sorted_indices, x.unsorted_indices)
+        return (
+            x
+            if data is x.data
+            else type(x)(data, x.batch_sizes, x.sorted_indices, x.unsorted_indices)
+        )
     if _is_dataclass(x):
         changed = _changed(f, _items(x))
         return dataclasses.replace(x, **changed) if changed else x
@@ -79,7 +83,14 @@ def tensors_in(x: Any) -> Iterator[torch.Tensor]:
 def _add_tensors(x: Any, found: list[torch.Tensor]) -> None:
     kind = type(x)
     # Why no set of classes: a class may have no hash.
-    if x is None or kind is int or kind is bool or kind is float or kind is str or kind is torch.dtype:
+    if (
+        x is None
+        or kind is int
+        or kind is bool
+        or kind is float
+        or kind is str
+        or kind is torch.dtype
+    ):
         return
     if isinstance(x, torch.Tensor):
         found.append(x)
@@ -114,7 +125,11 @@ def check_plain(tensor: torch.Tensor, title: str) -> None:
         title: how the error calls it, such as ``"leaf 'weight'"``.
     """
     cls = type(tensor)
-    if cls in (torch.Tensor, torch.nn.Parameter) or getattr(cls, "funcshard_placeholder", False) or is_dtensor(tensor):
+    if (
+        cls in (torch.Tensor, torch.nn.Parameter)
+        or getattr(cls, "funcshard_placeholder", False)
+        or is_dtensor(tensor)
+    ):
         return
     name = f"{cls.__module__}.{cls.__qualname__}"
     function = getattr(cls.__torch_function__, "__func__", cls.__torch_function__)
@@ -129,7 +144,9 @@ def check_plain(tensor: torch.Tensor, title: str) -> None:
     )
 
 
-def _changed(f: Callable[[torch.Tensor], torch.Tensor], items: list[tuple[Any, Any]]) -> dict[Any, Any]:
+def _changed(
+    f: Callable[[torch.Tensor], torch.Tensor], items: list[tuple[Any, Any]]
+) -> dict[Any, Any]:
     """Map the values of ``items`` and return those entries whose value changed."""
     new = [(key, value, map_tensors(f, value)) for key, value in items]
     return {key: mapped for key, value, mapped in new if mapped is not value}
@@ -144,7 +161,11 @@ def _items(x: Any) -> list[tuple[Any, Any]]:
     """Return the items of a mapping, or the fields of a dataclass; nothing if it can't be read."""
     try:
         if _is_dataclass(x):
-            return [(field.name, getattr(x, field.name)) for field in dataclasses.fields(x) if field.init]
+            return [
+                (field.name, getattr(x, field.name))
+                for field in dataclasses.fields(x)
+                if field.init
+            ]
         return list(x.items())
     except Exception:  # of any kind: it is the code of any class
         return []

@@ -17,7 +17,9 @@ from funcshard._utils.torch_private import FakeTensorMode
 
 _FEATURE = "compiling a traced step"
 
-Boxed = Callable[[list[Any]], Sequence[Any]]  # empties the list, so that each input is freed at its last use
+Boxed = Callable[
+    [list[Any]], Sequence[Any]
+]  # empties the list, so that each input is freed at its last use
 
 
 @contextlib.contextmanager
@@ -35,7 +37,9 @@ def _compiling() -> Iterator[Any]:
 def _fake_like(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor without data of the same form, with memory of its own."""
     with mode:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        return torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
 
 
 def find_backend(backend: str | Callable[..., Any]) -> str | Callable[..., Any]:
@@ -58,7 +62,9 @@ def find_backend(backend: str | Callable[..., Any]) -> str | Callable[..., Any]:
     return found
 
 
-def compile_with(backend: Callable[..., Any], module: torch.fx.GraphModule, like: Sequence[torch.Tensor]) -> Boxed:
+def compile_with(
+    backend: Callable[..., Any], module: torch.fx.GraphModule, like: Sequence[torch.Tensor]
+) -> Boxed:
     """Compile a module of torch's operators with a backend of ``torch.compile``.
 
     Arguments:

@@ -12,7 +12,9 @@ from funcshard._utils.torch_names import private
 LARGE = 2**14
 """The elements from which on a late copy takes less time than a copy."""
 
-_lazy_clone: Callable[[torch.Tensor], torch.Tensor] | None = private("torch._lazy_clone", "fast copies of buffers", None)
+_lazy_clone: Callable[[torch.Tensor], torch.Tensor] | None = private(
+    "torch._lazy_clone", "fast copies of buffers", None
+)
 _lock = threading.Lock()
 
 

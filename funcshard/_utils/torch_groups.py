@@ -59,7 +59,9 @@ def _without_prefix(store: Any) -> Any:
 
 
 def _file_of(store: Any) -> str | None:
-    path: str | None = getattr(_without_prefix(store), "path", None)  # no store but FileStore has one
+    path: str | None = getattr(
+        _without_prefix(store), "path", None
+    )  # no store but FileStore has one
     return path
 
 
@@ -95,14 +97,26 @@ def new_group(ranks: Sequence[int], backend: str, timeout: datetime.timedelta, n
         name: a text that no other group of this process has, and the same on all ranks.
     """
     default = dist.group.WORLD
-    if backend == "fake" or callable(getattr(default, "new_group", None)):  # a backend that makes groups by itself
-        return dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True, sort_ranks=False)
+    if backend == "fake" or callable(
+        getattr(default, "new_group", None)
+    ):  # a backend that makes groups by itself
+        return dist.new_group(
+            list(ranks), timeout, backend, use_local_synchronization=True, sort_ranks=False
+        )
     # Why a hash: torch makes names of files and of graph nodes of it.
     hashed: Any = hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest()
     own = list(ranks).index(dist.get_rank())
     with needed_for(_FEATURE):
         make, world = dist.distributed_c10d._new_process_group_helper, dist.distributed_c10d._world
-    group, _ = make(len(ranks), own, list(ranks), dist.Backend(backend), default_store(), hashed, timeout=timeout)
+    group, _ = make(
+        len(ranks),
+        own,
+        list(ranks),
+        dist.Backend(backend),
+        default_store(),
+        hashed,
+        timeout=timeout,
+    )
     world.pg_group_ranks[group] = {rank: position for position, rank in enumerate(ranks)}
     return group
 

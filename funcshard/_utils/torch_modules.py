@@ -30,8 +30,12 @@ def state_names(
     return tuple(module.state_dict(keep_vars=True)) if found is None else tuple(found)
 
 
-def _state_names(every: Sequence[tuple[str, nn.Module]], classes: Iterable[type[nn.Module]]) -> list[str] | None:
-    as_usual = all(getattr(cls, name) is getattr(nn.Module, name) for cls in classes for name in _SAVES)
+def _state_names(
+    every: Sequence[tuple[str, nn.Module]], classes: Iterable[type[nn.Module]]
+) -> list[str] | None:
+    as_usual = all(
+        getattr(cls, name) is getattr(nn.Module, name) for cls in classes for name in _SAVES
+    )
     if not as_usual or any(m._state_dict_hooks or m._state_dict_pre_hooks for _, m in every):
         return None
     found: list[str] = []
@@ -40,7 +44,11 @@ def _state_names(every: Sequence[tuple[str, nn.Module]], classes: Iterable[type[
         found += [prefix + key for key, value in m._parameters.items() if value is not None]
         if m._buffers:
             lost = m._non_persistent_buffers_set
-            found += [prefix + key for key, value in m._buffers.items() if value is not None and key not in lost]
+            found += [
+                prefix + key
+                for key, value in m._buffers.items()
+                if value is not None and key not in lost
+            ]
     return found
 
 
@@ -54,9 +62,19 @@ def class_for_calls(module: nn.Module) -> type[nn.Module]:
     cls = type(module)
     if "parametrizations" not in module._modules or not parametrize.is_parametrized(module):
         return cls
-    kept = {key: value for key, value in vars(cls).items() if key not in ("__dict__", "__weakref__")}
-    names = [name for name in module._modules["parametrizations"]._modules if isinstance(kept.get(name), property)]  # type: ignore[union-attr]
-    return type(cls.__name__, cls.__bases__, kept | {name: _cached_on_copy(name, kept[name]) for name in names})
+    kept = {
+        key: value for key, value in vars(cls).items() if key not in ("__dict__", "__weakref__")
+    }
+    names = [
+        name
+        for name in module._modules["parametrizations"]._modules  # type: ignore[union-attr]
+        if isinstance(kept.get(name), property)
+    ]
+    return type(
+        cls.__name__,
+        cls.__bases__,
+        kept | {name: _cached_on_copy(name, kept[name]) for name in names},
+    )
 
 
 def forget_parametrized(module: nn.Module) -> None:

@@ -39,7 +39,9 @@ def written_arguments(operation: Any, args: Any, kwargs: Any) -> list[Any]:
     """Return the arguments of a call of an operator that it writes to."""
     given = operator_arguments(operation, args, kwargs)
     written = [
-        each.name for each in _schema(operation).arguments if each.alias_info is not None and each.alias_info.is_write
+        each.name
+        for each in _schema(operation).arguments
+        if each.alias_info is not None and each.alias_info.is_write
     ]
     return [given[name] for name in written if name in given]
 
@@ -106,7 +108,11 @@ def operator_by_name(space: str, name: str, overload: str) -> Any:
 
 def argument_names(operation: Any) -> list[str]:
     """Return the names of the arguments of an operator; none of other code."""
-    return [each.name for each in _schema(operation).arguments] if isinstance(operation, _Overload) else []
+    return (
+        [each.name for each in _schema(operation).arguments]
+        if isinstance(operation, _Overload)
+        else []
+    )
 
 
 def operator_arguments(operation: Any, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -124,11 +130,16 @@ def conversion() -> Any:
 
 def is_random(operation: Any, args: Any, kwargs: Any) -> bool:
     """Return whether a call of an operator of torch draws random numbers."""
-    if torch.Tag.nondeterministic_seeded not in operation.tags or operation.namespace == "funcshard":
+    if (
+        torch.Tag.nondeterministic_seeded not in operation.tags
+        or operation.namespace == "funcshard"
+    ):
         return False
     # Why: attention has the tag, and draws no numbers without dropout.
     attention = "attention" in operation.name()
-    return not (attention and operator_arguments(operation, args, kwargs).get("dropout_p", 0.0) == 0.0)
+    return not (
+        attention and operator_arguments(operation, args, kwargs).get("dropout_p", 0.0) == 0.0
+    )
 
 
 def count_flops(operation: Any, args: Any, kwargs: Any, out: Any) -> int:
@@ -141,7 +152,9 @@ def count_flops(operation: Any, args: Any, kwargs: Any, out: Any) -> int:
     if name == "aten::_scaled_dot_product_flash_attention_for_cpu":
         return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
     if name == "aten::_scaled_dot_product_flash_attention_for_cpu_backward":
-        return int(sdpa_backward_flop_count(args[0].shape, args[1].shape, args[2].shape, args[3].shape))
+        return int(
+            sdpa_backward_flop_count(args[0].shape, args[1].shape, args[2].shape, args[3].shape)
+        )
     packet = operation.overloadpacket
     count: Any = flop_registry.get(packet)
     if count is not None:
@@ -157,7 +170,16 @@ def count_flops(operation: Any, args: Any, kwargs: Any, out: Any) -> int:
     return 0
 
 
-_SPACES = ("aten", "prim", "prims", "funcshard", "_c10d_functional", "c10d_functional", "c10d", "profiler")
+_SPACES = (
+    "aten",
+    "prim",
+    "prims",
+    "funcshard",
+    "_c10d_functional",
+    "c10d_functional",
+    "c10d",
+    "profiler",
+)
 _PRODUCTS = re.compile(
     r"(^|_)(b?mm|addmm|baddbmm|matmul|bilinear|linear|conv\w*|attention|attn|lstm|gru|rnn|cdist|fft"
     r"|linalg(?!_vector_norm|_cross))(_|$)"

@@ -45,7 +45,13 @@ class _Pickler(pickle.Pickler):
 
     def persistent_id(self, found: Any) -> Any:
         if isinstance(found, torch.storage.TypedStorage):
-            return ("storage", getattr(torch, found._pickle_storage_type()), "0", "cpu", self._numel)
+            return (
+                "storage",
+                getattr(torch, found._pickle_storage_type()),
+                "0",
+                "cpu",
+                self._numel,
+            )
         if isinstance(found, torch.UntypedStorage):
             return ("storage", torch.UntypedStorage, "0", "cpu", found.nbytes())
         return None

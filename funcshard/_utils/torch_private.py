@@ -32,7 +32,9 @@ from funcshard._utils.torch_names import lacks, needed_for, private
 if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode
 else:
-    TorchDispatchMode = private("torch.utils._python_dispatch.TorchDispatchMode", "recording operations, as fs.trace does,")
+    TorchDispatchMode = private(
+        "torch.utils._python_dispatch.TorchDispatchMode", "recording operations, as fs.trace does,"
+    )
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -47,12 +49,18 @@ def _no_stack() -> None:
     return None
 
 
-transforms_active: Callable[[], list[Any] | None] = private(f"{_FUNCTORCH}.get_interpreter_stack", _FUNC, _no_stack)
+transforms_active: Callable[[], list[Any] | None] = private(
+    f"{_FUNCTORCH}.get_interpreter_stack", _FUNC, _no_stack
+)
 """Return the ``torch.func`` transforms that this code runs inside, if any."""
 
 if transforms_active is _no_stack:
     # Why at once: nothing else tells a transform, and without it results may be wrong in silence.
-    warnings.warn(f"{lacks(_FUNCTORCH, _FUNC)}; nothing will tell you where results are wrong", RuntimeWarning, stacklevel=2)
+    warnings.warn(
+        f"{lacks(_FUNCTORCH, _FUNC)}; nothing will tell you where results are wrong",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def transform_level() -> int:
@@ -70,7 +78,9 @@ def _no_level(_: torch.Tensor) -> int:
 _level: Callable[[torch.Tensor], int] = private(f"{_FUNCTORCH}.maybe_get_level", _FUNC, _no_level)
 
 # The tensor one level below.
-_get_unwrapped: Callable[[torch.Tensor], torch.Tensor] = private(f"{_FUNCTORCH}.get_unwrapped", _FUNC)
+_get_unwrapped: Callable[[torch.Tensor], torch.Tensor] = private(
+    f"{_FUNCTORCH}.get_unwrapped", _FUNC
+)
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:
@@ -171,7 +181,9 @@ def basis_loops(bottom: CodeType | None = None, *, outer: bool = False) -> dict[
     return found
 
 
-def _loops_of_frames(frame: Any, bottom: CodeType | None, outer: bool, met: set[str]) -> dict[int, BasisLoop]:
+def _loops_of_frames(
+    frame: Any, bottom: CodeType | None, outer: bool, met: set[str]
+) -> dict[int, BasisLoop]:
     """Return ``basis_loops`` of a frame and its callers; add all loops that are met to ``met``."""
     # Why look at frames: the tensors inside jacrev are those inside vmap of vjp, where the caller
     # has chosen the vectors.
@@ -207,7 +219,11 @@ def _loops_of_frames(frame: Any, bottom: CodeType | None, outer: bool, met: set[
     return found
 
 
-_JACREV, _JACFWD, _JACOBIAN = "torch.func.jacrev", "torch.func.jacfwd", "torch.autograd.functional.jacobian"
+_JACREV, _JACFWD, _JACOBIAN = (
+    "torch.func.jacrev",
+    "torch.func.jacfwd",
+    "torch.autograd.functional.jacobian",
+)
 _known_loops: set[str] = set()  # those that _check_loop has seen to be found
 
 
@@ -276,12 +292,16 @@ def _depth_of_backward() -> int:
     return max(0, depth) if _current_node() is not None else -1
 
 
-graph_task_id: Callable[[], int] = private("torch._C._current_graph_task_id", "training", _depth_of_backward)
+graph_task_id: Callable[[], int] = private(
+    "torch._C._current_graph_task_id", "training", _depth_of_backward
+)
 """Return the number of the backward that runs on this thread, or -1 if none does."""
 
 
 runs_in_backward: Callable[[Any], bool] = private(
-    "torch._C._will_engine_execute_node", "gathering ahead in backward what the loss depends on", lambda _: True
+    "torch._C._will_engine_execute_node",
+    "gathering ahead in backward what the loss depends on",
+    lambda _: True,
 )
 """Return whether the backward that runs on this thread computes the gradient of a node."""
 
@@ -301,11 +321,15 @@ saved_tensors_hooks_allowed: Callable[[], bool] = private(
 
 # The innermost active pair of hooks; True: also while torch traces.
 _top_hooks: Callable[[bool], Any] = private(
-    "torch._C._autograd._top_saved_tensors_default_hooks", "hooks for saved tensors around units", lambda _: None
+    "torch._C._autograd._top_saved_tensors_default_hooks",
+    "hooks for saved tensors around units",
+    lambda _: None,
 )
 
 
-def outer_saved_tensors_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+def outer_saved_tensors_hooks() -> (
+    tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None
+):
     """Return the innermost active pair of saved-tensor hooks, or ``None``."""
     hooks: Any = _top_hooks(True)
     return hooks
@@ -365,7 +389,9 @@ def signed(forward: Callable[..., Any]) -> Callable[..., Any]:
     # Why: at every call, Function.apply computes the signature of forward and binds the arguments
     # to it, to fill in defaults. That takes longer than the rest of a small unit. Python finds a
     # stored signature at once (PEP 362), and without defaults there is nothing to bind.
-    assert all(p.default is inspect.Parameter.empty for p in inspect.signature(forward).parameters.values())
+    assert all(
+        p.default is inspect.Parameter.empty for p in inspect.signature(forward).parameters.values()
+    )
     forward.__signature__ = _Positional.from_callable(forward)  # type: ignore[attr-defined]
     return forward
 
@@ -391,9 +417,13 @@ class _Bound:
 
 _SELECTIVE = "selective checkpoints"
 # The active dispatch modes, from the outermost to the innermost.
-_modes: Callable[[], list[Any]] = private("torch.utils._python_dispatch._get_current_dispatch_mode_stack", _SELECTIVE)
+_modes: Callable[[], list[Any]] = private(
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack", _SELECTIVE
+)
 
-dispatch_modes: Callable[[], int] = private("torch._C._len_torch_dispatch_stack", _SELECTIVE, lambda: len(_modes()))
+dispatch_modes: Callable[[], int] = private(
+    "torch._C._len_torch_dispatch_stack", _SELECTIVE, lambda: len(_modes())
+)
 """Return the number of dispatch modes that are active here."""
 
 
@@ -472,7 +502,9 @@ def stored_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     A wrapper is a tensor of a class such as DTensor or a jagged nested tensor.
     """
     if tensor.layout is torch.sparse_coo:
-        with needed_for("a sparse tensor in an estimate"):  # whose public names sum up duplicates first
+        with needed_for(
+            "a sparse tensor in an estimate"
+        ):  # whose public names sum up duplicates first
             return [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
@@ -483,7 +515,9 @@ def stored_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor]
     # Why the check: from torch 2.15 on, a DTensor also names its mesh.
     parts = [getattr(tensor, name) for name in flatten()[0]]
-    return [part for inner in parts if isinstance(inner, torch.Tensor) for part in stored_parts(inner)]
+    return [
+        part for inner in parts if isinstance(inner, torch.Tensor) for part in stored_parts(inner)
+    ]
 
 
 def address(tensor: torch.Tensor) -> int | tuple[int, int]:
@@ -515,11 +549,18 @@ _make_subclass: Any = private("torch.Tensor._make_wrapper_subclass", "placeholde
 
 
 def wrapper_subclass(
-    cls: type[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, requires_grad: bool
+    cls: type[torch.Tensor],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    requires_grad: bool,
 ) -> Any:
     """Return a tensor of class ``cls`` that has a shape, a dtype and a device, but no memory."""
     if _make_subclass is None:
-        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad).as_subclass(cls)
+        return torch.empty(
+            shape, dtype=dtype, device="meta", requires_grad=requires_grad
+        ).as_subclass(cls)
     return _make_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
 
 
@@ -558,7 +599,9 @@ class ValueReadError(RuntimeError):
     """Python code asked for the value of a tensor that has none."""
 
 
-def record_graph(function: Callable[..., Any], examples: list[Any]) -> tuple[torch.fx.Graph, dict[str, torch.Tensor]]:
+def record_graph(
+    function: Callable[..., Any], examples: list[Any]
+) -> tuple[torch.fx.Graph, dict[str, torch.Tensor]]:
     """Return the graph of the operations that ``function`` runs below autograd, and its constants.
 
     Arguments:
@@ -575,7 +618,9 @@ def record_graph(function: Callable[..., Any], examples: list[Any]) -> tuple[tor
 
     # Why: functions of torch.compile in the code run as if they were not compiled.
     dynamo = sys.modules.get("torch._dynamo")
-    plain = dynamo.config.patch(error_on_nested_fx_trace=False) if dynamo else contextlib.nullcontext()
+    plain = (
+        dynamo.config.patch(error_on_nested_fx_trace=False) if dynamo else contextlib.nullcontext()
+    )
     try:
         with plain:
             module = make_fx(function, tracing_mode="fake")(*examples)
@@ -593,7 +638,9 @@ def recording_or_transforming() -> bool:
 _DYNAMO = "torch.compile around sharded functions"
 
 # Returns what Dynamo does with new frames of this thread; None if it is off.
-_callback: Callable[[], Any] = private("torch._C._dynamo.eval_frame.get_eval_frame_callback", _DYNAMO, lambda: _DYNAMO)
+_callback: Callable[[], Any] = private(
+    "torch._C._dynamo.eval_frame.get_eval_frame_callback", _DYNAMO, lambda: _DYNAMO
+)
 
 # Why not torch.compiler.disable: it imports Dynamo, which takes longer than importing this library.
 # Why not such a function of ours: Dynamo would compile it, and skips those of torch.
@@ -611,7 +658,9 @@ def untraced(f: Callable[P, T]) -> Callable[P, T]:
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         # Why the callback: inside another such function Dynamo is off already, and turning it off
         # takes longer than the check.
-        if "torch._dynamo" not in sys.modules or (not is_dynamo_compiling() and _callback() is None):
+        if "torch._dynamo" not in sys.modules or (
+            not is_dynamo_compiling() and _callback() is None
+        ):
             return f(*args, **kwargs)
         return disabled(*args, **kwargs)
 
@@ -660,7 +709,9 @@ def cuda_sleep(cycles: int) -> None:
 
 # --- traces without data --------------------------------------------------------------------------
 
-FakeTensorMode: Any = private("torch._subclasses.fake_tensor.FakeTensorMode", "an estimate or a trace")
+FakeTensorMode: Any = private(
+    "torch._subclasses.fake_tensor.FakeTensorMode", "an estimate or a trace"
+)
 # The number of this thread's next node. An operation that shows it would take the number.
 _next_number: Callable[[], int] = private("torch._C._autograd._get_sequence_nr", "an estimate")
 
@@ -685,9 +736,12 @@ def _fake_mode() -> Any:
     class FakeTensors(FakeTensorMode):
         # Why not __torch_dispatch__: torch wraps each override of it in a guard against Dynamo,
         # which takes as long as all that is done here.
-        def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = MappingProxyType({})) -> Any:
+        def dispatch(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = MappingProxyType({})
+        ) -> Any:
             constant = not types and all(
-                type(each) is torch.Tensor and _is_constant(each) for each in tensors_in((args, kwargs))
+                type(each) is torch.Tensor and _is_constant(each)
+                for each in tensors_in((args, kwargs))
             )
             if not constant or not _may_compute(func):
                 return super().dispatch(func, types, args, kwargs)
@@ -705,7 +759,11 @@ def _fake_mode() -> Any:
 @functools.cache
 def _may_compute(func: Any) -> bool:
     """Return whether an operator gives the same values in each call."""
-    return func.namespace == "aten" and "empty" not in str(func) and torch.Tag.nondeterministic_seeded not in func.tags
+    return (
+        func.namespace == "aten"
+        and "empty" not in str(func)
+        and torch.Tag.nondeterministic_seeded not in func.tags
+    )
 
 
 def _is_constant(tensor: torch.Tensor) -> bool:
@@ -716,7 +774,9 @@ def _is_constant(tensor: torch.Tensor) -> bool:
 def recording_tensors() -> Any:
     """Return a context as ``record_graph`` records in; numbers of tensors are symbols in it."""
     with needed_for("a trace"):
-        from torch.fx.experimental.symbolic_shapes import ShapeEnv  # imports sympy, which takes long
+        from torch.fx.experimental.symbolic_shapes import (
+            ShapeEnv,
+        )  # imports sympy, which takes long
 
     return FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
 

@@ -50,26 +50,49 @@ def record_sized_graph(
 
     env = ShapeEnv(duck_shape=False)  # two names with one size are two symbols
     # Why: asking for the address of a tensor without data is an error then, as in record_graph.
-    with private("torch._functorch.config", _FEATURE).patch(fake_tensor_allow_unsafe_data_ptr_access=False):
+    with private("torch._functorch.config", _FEATURE).patch(
+        fake_tensor_allow_unsafe_data_ptr_access=False
+    ):
         mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
     pairs = list(zip(examples, names, strict=True))
-    fakes = [_fake(mode, tensor, own, f"input{number}") for number, (tensor, own) in enumerate(pairs)]
-    dims = [(number, dim, name) for number, own in enumerate(names) for dim, name in enumerate(own) if name is not None]
+    fakes = [
+        _fake(mode, tensor, own, f"input{number}") for number, (tensor, own) in enumerate(pairs)
+    ]
+    dims = [
+        (number, dim, name)
+        for number, own in enumerate(names)
+        for dim, name in enumerate(own)
+        if name is not None
+    ]
     symbols = [(_expression(fakes[number].shape[dim]), name) for number, dim, name in dims]
     # Why: functions of torch.compile in the code run as if they were not compiled.
     dynamo = sys.modules.get("torch._dynamo")
-    plain = dynamo.config.patch(error_on_nested_fx_trace=False) if dynamo else contextlib.nullcontext()
+    plain = (
+        dynamo.config.patch(error_on_nested_fx_trace=False) if dynamo else contextlib.nullcontext()
+    )
     try:
         with plain, mode:
             module = make_fx(function, tracing_mode="real")(*fakes)
     except GuardOnDataDependentSymNode as error:
         raise ValueReadError(str(error).partition("\n")[0]) from error
-    strides = [pair for fake, (tensor, own) in zip(fakes, pairs, strict=True) if any(own) for pair in _strides(fake, tensor)]
+    strides = [
+        pair
+        for fake, (tensor, own) in zip(fakes, pairs, strict=True)
+        if any(own)
+        for pair in _strides(fake, tensor)
+    ]
     conditions = list(_conditions(env, symbols, strides))
     graph = module.graph
     placeholders = graph.find_nodes(op="placeholder")
-    _compute_sizes_first(graph, {_expression(fakes[n].shape[dim]): (placeholders[n], dim) for n, dim, _ in reversed(dims)})
-    constants = {str(node.target): getattr(module, str(node.target)) for node in graph.nodes if node.op == "get_attr"}
+    _compute_sizes_first(
+        graph,
+        {_expression(fakes[n].shape[dim]): (placeholders[n], dim) for n, dim, _ in reversed(dims)},
+    )
+    constants = {
+        str(node.target): getattr(module, str(node.target))
+        for node in graph.nodes
+        if node.op == "get_attr"
+    }
     return graph, constants, conditions
 
 
@@ -85,10 +108,14 @@ def _fake(mode: Any, tensor: torch.Tensor, names: Names, source: str) -> torch.T
         return fixed
     sizes = [DimDynamic.STATIC if name is None else DimDynamic.DYNAMIC for name in names]
     with FakeTensorMode():  # a view of other memory has symbols for that, too
-        alone = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        alone = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
         alone.requires_grad_(tensor.requires_grad)
     context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
-    found: torch.Tensor = mode.from_tensor(alone, symbolic_context=context, source=ConstantSource(source))
+    found: torch.Tensor = mode.from_tensor(
+        alone, symbolic_context=context, source=ConstantSource(source)
+    )
     return found
 
 
@@ -106,7 +133,9 @@ def _strides(fake: torch.Tensor, tensor: torch.Tensor) -> list[tuple[Any, int]]:
     """Return the strides of a tensor as symbols and as numbers; none for a contiguous one."""
     if tensor.is_contiguous():
         return []
-    return [(_expression(one), other) for one, other in zip(fake.stride(), tensor.stride(), strict=True)]
+    return [
+        (_expression(one), other) for one, other in zip(fake.stride(), tensor.stride(), strict=True)
+    ]
 
 
 def _conditions(
@@ -121,19 +150,31 @@ def _conditions(
     """
     import sympy
 
-    named = {symbol: sympy.Symbol(name, integer=True, positive=True) for symbol, name in symbols if symbol.is_Symbol}
-    given = named | {each: sympy.Integer(stride) for each, stride in strides if each.is_Symbol and each not in named}
+    named = {
+        symbol: sympy.Symbol(name, integer=True, positive=True)
+        for symbol, name in symbols
+        if symbol.is_Symbol
+    }
+    given = named | {
+        each: sympy.Integer(stride)
+        for each, stride in strides
+        if each.is_Symbol and each not in named
+    }
     seen: set[str] = set()
     for symbol, name in symbols:  # a size of 0 or 1 is no symbol
         if symbol.is_Integer:
-            yield from _once(f"{name} == {symbol}", "torch gives sizes 0 and 1 graphs of their own", seen)
+            yield from _once(
+                f"{name} == {symbol}", "torch gives sizes 0 and 1 graphs of their own", seen
+            )
     for guard in env.guards:
         expression = guard.expr.xreplace(given)
         if not _is_bound(guard.expr) and expression not in (sympy.true, True):
             yield from _once(_text(expression), _place(guard.sloc.framework_loc), seen)
     for each, stride in strides:
         if named.keys() & each.free_symbols:
-            yield from _once(f"{_text(each.xreplace(given))} == {stride}", "the strides of the batch", seen)
+            yield from _once(
+                f"{_text(each.xreplace(given))} == {stride}", "the strides of the batch", seen
+            )
     for symbol, name in named.items():
         # Why not below 2: torch gives sizes 0 and 1 graphs of their own.
         bounds = env.var_to_range[symbol]
@@ -163,7 +204,9 @@ def _is_bound(expression: Any) -> bool:
 def _place(frame: Any) -> str:
     """Return where Python code asked for a size."""
     return (
-        f"{os.path.basename(frame.filename)}, line {frame.lineno}" if hasattr(frame, "filename") else str(frame or "torch")
+        f"{os.path.basename(frame.filename)}, line {frame.lineno}"
+        if hasattr(frame, "filename")
+        else str(frame or "torch")
     )
 
 
@@ -226,11 +269,15 @@ def _compute_sizes_first(graph: fx.Graph, sizes: Mapping[Any, tuple[fx.Node, int
         if node.op != "call_function" or not isinstance(value, torch.SymInt):
             continue
         expression = value.node.expr
-        if not expression.free_symbols <= {each for each in sizes if isinstance(each, sympy.Symbol)}:
+        if not expression.free_symbols <= {
+            each for each in sizes if isinstance(each, sympy.Symbol)
+        }:
             continue
         with graph.inserting_before(first), contextlib.suppress(LookupError):
             found = built(expression)
-            node.replace_all_uses_with(found) if isinstance(found, fx.Node) else put_number(node, found)
+            node.replace_all_uses_with(found) if isinstance(found, fx.Node) else put_number(
+                node, found
+            )
             if node is first:
                 first = node.next
             graph.erase_node(node)

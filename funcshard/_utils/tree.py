@@ -92,9 +92,13 @@ def class_of(kind: str, name: str) -> Any:
             f"class at its top level"
         )
     if kind == "namedtuple" and not optree.is_namedtuple_class(cls):
-        raise ValueError(f"the tree has a {name!r}, which is no namedtuple: make the plan again, or register the class")
+        raise ValueError(
+            f"the tree has a {name!r}, which is no namedtuple: make the plan again, or register the class"
+        )
     if kind == "custom" and optree.register_pytree_node.get(cls) is None:
-        raise ValueError(f"the tree has a {name!r}, which is no registered container: register it with optree first")
+        raise ValueError(
+            f"the tree has a {name!r}, which is no registered container: register it with optree first"
+        )
     return cls
 
 
@@ -110,7 +114,11 @@ def code_paths(tree: Any, name: str) -> list[str]:
 
 def none_paths(tree: Any) -> list[str]:
     """Return the dotted path of each ``None`` in ``tree``."""
-    found = zip(optree.tree_paths(tree, none_is_leaf=True), optree.tree_leaves(tree, none_is_leaf=True), strict=True)
+    found = zip(
+        optree.tree_paths(tree, none_is_leaf=True),
+        optree.tree_leaves(tree, none_is_leaf=True),
+        strict=True,
+    )
     return [".".join(str(key) for key in path) for path, leaf in found if leaf is None]
 
 
@@ -125,7 +133,11 @@ def map(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 
 
 def describe(
-    tree: Any, check: Callable[[str, Any, Sequence[Any], str], None] | None = None, *, above: str = "", depth: int = 0
+    tree: Any,
+    check: Callable[[str, Any, Sequence[Any], str], None] | None = None,
+    *,
+    above: str = "",
+    depth: int = 0,
 ) -> tuple[Structure, list[Any], list[str]]:
     """Split ``tree`` into ``(structure, leaves, paths)``; ``build`` is the inverse.
 
@@ -184,7 +196,9 @@ def too_deep(path: str, what: str) -> str:
         what: that of which there are too many.
     """
     shown = path if len(path) < 80 else f"{path[:40]}…{path[-20:]}"
-    return f"the tree has more than {DEEPEST} {what} at {shown!r}: use lists, or fewer and longer keys"
+    return (
+        f"the tree has more than {DEEPEST} {what} at {shown!r}: use lists, or fewer and longer keys"
+    )
 
 
 def insertion_order(tree: Any) -> list[tuple[str, Any]]:
@@ -245,7 +259,11 @@ def _in_order(structure: Structure, positions: Sequence[int]) -> tuple[float, St
     first = min((position for position, _ in ordered), default=math.inf)
     if kind == "dict":
         pairs = sorted(zip(meta, ordered, strict=True), key=lambda pair: pair[1][0])
-        return first, (kind, tuple(key for key, _ in pairs), tuple(child for _, (_, child) in pairs))
+        return first, (
+            kind,
+            tuple(key for key, _ in pairs),
+            tuple(child for _, (_, child) in pairs),
+        )
     return first, (kind, meta, tuple(child for _, child in ordered))
 
 
@@ -292,7 +310,9 @@ def natural_key(path: str) -> tuple[Any, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _component_key(component: str) -> tuple[tuple[int, int, str], ...]:
-    return tuple((0, int(p), "") if p.isdecimal() else (1, 0, p) for p in re.split(r"(\d+)", component) if p)
+    return tuple(
+        (0, int(p), "") if p.isdecimal() else (1, 0, p) for p in re.split(r"(\d+)", component) if p
+    )
 
 
 def _kind(node: Any, metadata: Any, path: str) -> tuple[str, Any]:
@@ -306,7 +326,9 @@ def _kind(node: Any, metadata: Any, path: str) -> tuple[str, Any]:
     if optree.is_namedtuple(node):
         return "namedtuple", _name_of(cls, where)
     if optree.is_structseq(node):
-        raise TypeError(f"the {cls.__name__} {where} cannot be part of a plan; convert it to a plain tuple first")
+        raise TypeError(
+            f"the {cls.__name__} {where} cannot be part of a plan; convert it to a plain tuple first"
+        )
     try:
         hash(metadata)
     except TypeError:
@@ -315,7 +337,9 @@ def _kind(node: Any, metadata: Any, path: str) -> tuple[str, Any]:
             f"cannot be hashed; convert it to a dict, list, tuple or namedtuple first"
         ) from None
     if isinstance(node, dict):
-        raise TypeError(f"the {cls.__name__} {where} cannot be part of a plan; convert it to a plain dict first")
+        raise TypeError(
+            f"the {cls.__name__} {where} cannot be part of a plan; convert it to a plain dict first"
+        )
     return "custom", (_name_of(cls, where), metadata)
 
 
@@ -366,8 +390,12 @@ def _construct(structure: Structure) -> Any:
             return cls(*children)
         assert entry is not None
         return entry.unflatten_func(meta[1], children)
-    except Exception as error:  # of any kind: it is the code of the class, and the data may be of another one
-        raise ValueError(f"the tree has a {meta!r}, which cannot be made of {len(children)} children: {error}") from error
+    except (
+        Exception
+    ) as error:  # of any kind: it is the code of the class, and the data may be of another one
+        raise ValueError(
+            f"the tree has a {meta!r}, which cannot be made of {len(children)} children: {error}"
+        ) from error
 
 
 def entries_of(structure: Structure) -> Sequence[Any]:

@@ -14,7 +14,10 @@ from torch import nn
 
 def base_model(module: nn.Module) -> nn.Module:
     """Return the model inside a ``PeftModel``, or the module itself."""
-    of_peft = any(cls.__name__ == "PeftModel" and cls.__module__.startswith("peft.") for cls in type(module).__mro__)
+    of_peft = any(
+        cls.__name__ == "PeftModel" and cls.__module__.startswith("peft.")
+        for cls in type(module).__mro__
+    )
     base: Any = module
     return base.get_base_model() if of_peft else base
 

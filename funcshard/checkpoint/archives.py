@@ -51,9 +51,23 @@ def tail_of(dtype: torch.dtype, sizes: Sequence[int], checksum: int) -> bytes:
         (
             descriptor,
             directory,
-            struct.pack("<4sQHHLLQQQQ", b"PK\x06\x06", 44, version, version, 0, 0, count, count, length, start),
+            struct.pack(
+                "<4sQHHLLQQQQ",
+                b"PK\x06\x06",
+                44,
+                version,
+                version,
+                0,
+                0,
+                count,
+                count,
+                length,
+                start,
+            ),
             struct.pack("<4sLQL", b"PK\x06\x07", 0, end, 1),
-            struct.pack("<4sHHHHLLH", b"PK\x05\x06", 0, 0, count, count, length, min(start, _LARGE), 0),
+            struct.pack(
+                "<4sHHHHLLH", b"PK\x05\x06", 0, 0, count, count, length, min(start, _LARGE), 0
+            ),
         )
     )
 
@@ -66,13 +80,17 @@ def read_archive(file: IO[bytes], dtype: torch.dtype, sizes: Sequence[int]) -> t
     """
     try:
         found = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # of any kind: the reader of pickles and zip files raises what it meets
+    except (
+        Exception
+    ) as error:  # of any kind: the reader of pickles and zip files raises what it meets
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"no tensor that torch.save wrote: {reason}") from error
     if type(found) not in (torch.Tensor, torch.nn.Parameter) or found.layout != torch.strided:
         raise ValueError(f"found a {type(found).__name__} in place of a dense tensor")
     if tuple(found.shape) != tuple(sizes) or found.dtype != dtype or found.device.type != "cpu":
-        raise ValueError(f"found {tuple(found.shape)} and {found.dtype} in place of {tuple(sizes)} and {dtype}")
+        raise ValueError(
+            f"found {tuple(found.shape)} and {found.dtype} in place of {tuple(sizes)} and {dtype}"
+        )
     return found.detach()
 
 
@@ -80,7 +98,11 @@ def read_archive(file: IO[bytes], dtype: torch.dtype, sizes: Sequence[int]) -> t
 def _around(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, bytes, list[int]]:
     """Return the head, its part of the directory, and the offset of each entry."""
     head, listed, entries = b"", b"", []
-    small = {"data.pkl": tensor_pickle(dtype, sizes), "byteorder": sys.byteorder.encode(), "version": b"3\n"}
+    small = {
+        "data.pkl": tensor_pickle(dtype, sizes),
+        "byteorder": sys.byteorder.encode(),
+        "version": b"3\n",
+    }
     for name, content in small.items():
         full, checksum = f"archive/{name}".encode(), zlib.crc32(content)
         listed += _listed(full, checksum, len(content), len(head), 0, b"")
@@ -96,7 +118,19 @@ def _around(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, bytes, l
 
 def _local(name: bytes, checksum: int, size: int, flags: int, extra: bytes) -> bytes:
     """Return what precedes the content of an entry."""
-    fields = (b"PK\x03\x04", _ZIP64, flags, 0, 0, _DATE, checksum, size, size, len(name), len(extra))
+    fields = (
+        b"PK\x03\x04",
+        _ZIP64,
+        flags,
+        0,
+        0,
+        _DATE,
+        checksum,
+        size,
+        size,
+        len(name),
+        len(extra),
+    )
     return struct.pack("<4s5H3L2H", *fields) + name + extra
 
 

@@ -22,7 +22,9 @@ import torch
 from funcshard._utils import byte_view, io_memory, is_cached, open_regular
 
 BLOCK = 4 << 20  # bytes; on one NVMe disk, 1 MiB was 15 % slower and 16 MiB 40 %
-HOT = 512 << 10  # bytes that are copied, and then summed up while they are still in the processor's cache
+HOT = (
+    512 << 10
+)  # bytes that are copied, and then summed up while they are still in the processor's cache
 _PAGE = 4096  # O_DIRECT takes offsets and sizes in multiples of it
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 
@@ -82,7 +84,9 @@ class BlockWriter:
     def __enter__(self) -> BlockWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None
+    ) -> None:
         try:
             self._end()
             if kind is None:
@@ -114,7 +118,9 @@ class BlockWriter:
         From Python 3.12 on, none starts after the end of the program, when a save in the background
         may still run.
         """
-        thread = threading.Thread(target=self._run, name=f"{threading.current_thread().name}, blocks")
+        thread = threading.Thread(
+            target=self._run, name=f"{threading.current_thread().name}, blocks"
+        )
         try:
             thread.start()
         except RuntimeError:
@@ -270,7 +276,9 @@ def _read_ahead(
 
     for _ in range(2):
         free.put(_Block(BLOCK))
-    thread = threading.Thread(target=run, name=f"{threading.current_thread().name}, blocks", daemon=True)
+    thread = threading.Thread(
+        target=run, name=f"{threading.current_thread().name}, blocks", daemon=True
+    )
     thread.start()
     try:
         for _ in pieces:
@@ -294,7 +302,9 @@ def _read(file: int, past: int, view: memoryview, begin: int, end: int) -> None:
     size = end - begin
     done = 0
     if past >= 0 and not is_cached(file, begin, end):
-        with contextlib.suppress(OSError):  # a file system that opens files for O_DIRECT and does not read them so
+        with contextlib.suppress(
+            OSError
+        ):  # a file system that opens files for O_DIRECT and does not read them so
             done = os.preadv(past, [view[: -(-size // _PAGE) * _PAGE]], begin)
     while done < size:
         more = os.preadv(file, [view[done:size]], begin + done)

@@ -92,10 +92,14 @@ def write_slices(
                     start, data = out.position, part.tensor[begin - part.begin : end - part.begin]
                     checksum = _write_archive(out, sizes, data)
                     length = out.position - start
-                    regions.append(Region(part.name, begin, offsets, sizes, file.name, start, length, checksum))
+                    regions.append(
+                        Region(part.name, begin, offsets, sizes, file.name, start, length, checksum)
+                    )
                     begin = end
     except OSError as error:
-        raise OSError(f"cannot write {file}: {os.strerror(error.errno) if error.errno else error}") from error
+        raise OSError(
+            f"cannot write {file}: {os.strerror(error.errno) if error.errno else error}"
+        ) from error
     return regions
 
 
@@ -106,11 +110,16 @@ def _write_archive(out: BlockWriter, sizes: tuple[int, ...], data: torch.Tensor)
     checksum = out.write_tensor(data)
     tail = tail_of(data.dtype, sizes, checksum)
     out.write(tail)
-    return zlib.crc32(tail, joined_checksum(zlib.crc32(head), checksum, data.numel() * data.element_size()))
+    return zlib.crc32(
+        tail, joined_checksum(zlib.crc32(head), checksum, data.numel() * data.element_size())
+    )
 
 
 def write_metadata(
-    folder: Path, regions: Sequence[Region], tensors: Mapping[str, TensorMetadata], mesh_axes: Mapping[str, int]
+    folder: Path,
+    regions: Sequence[Region],
+    tensors: Mapping[str, TensorMetadata],
+    mesh_axes: Mapping[str, int],
 ) -> None:
     """Write the ``.metadata`` in which DCP looks up the boxes.
 
@@ -120,9 +129,13 @@ def write_metadata(
 
     # Why tensors without elements are listed: they have no box, but a program that loads one looks
     # its name up.
-    by_name: dict[str, list[Region]] = {name: [] for name, stored in tensors.items() if not stored.numel}
+    by_name: dict[str, list[Region]] = {
+        name: [] for name, stored in tensors.items() if not stored.numel
+    }
     for region in regions:
-        by_name.setdefault(_in_whole(region.name, metadata_of(region.name, tensors), mesh_axes)[0], []).append(region)
+        by_name.setdefault(
+            _in_whole(region.name, metadata_of(region.name, tensors), mesh_axes)[0], []
+        ).append(region)
     storage_info = dcp_storage_info()
 
     def boxes_of(name: str) -> Iterator[tuple[Region, torch.Size]]:
@@ -133,8 +146,16 @@ def write_metadata(
     def described() -> Iterator[tuple[Any, Any]]:
         for name, own in by_name.items():
             stored = metadata_of(own[0].name if own else name, tensors)
-            chunks = [metadata.ChunkStorageMetadata(at, torch.Size(region.sizes)) for region, at in boxes_of(name)]
-            yield name, metadata.TensorStorageMetadata(_properties(stored), torch.Size(stored.whole_shape), chunks)
+            chunks = [
+                metadata.ChunkStorageMetadata(at, torch.Size(region.sizes))
+                for region, at in boxes_of(name)
+            ]
+            yield (
+                name,
+                metadata.TensorStorageMetadata(
+                    _properties(stored), torch.Size(stored.whole_shape), chunks
+                ),
+            )
 
     def placed() -> Iterator[tuple[Any, Any]]:
         for name in by_name:
@@ -143,14 +164,25 @@ def write_metadata(
                 yield metadata.MetadataIndex(name, at), where
 
     whole = metadata.Metadata({})
-    FileSystemWriter(folder).finish(whole, [[]])  # which sets the fields that depend on torch's version
-    fields = {name: value for name, value in vars(whole).items() if name not in ("state_dict_metadata", "storage_data")}
+    FileSystemWriter(folder).finish(
+        whole, [[]]
+    )  # which sets the fields that depend on torch's version
+    fields = {
+        name: value
+        for name, value in vars(whole).items()
+        if name not in ("state_dict_metadata", "storage_data")
+    }
     unfinished = folder / f"{METADATA}.tmp"
     with open(unfinished, "wb") as file:
         # The pickle of the object Metadata, made part by part. Why: pickling 100,000 boxes at once,
         # and collecting garbage among that many objects, stops every other thread for a second.
         file.write(
-            pickle.PROTO + b"\x02" + _part(metadata.Metadata) + pickle.EMPTY_TUPLE + pickle.NEWOBJ + pickle.EMPTY_DICT
+            pickle.PROTO
+            + b"\x02"
+            + _part(metadata.Metadata)
+            + pickle.EMPTY_TUPLE
+            + pickle.NEWOBJ
+            + pickle.EMPTY_DICT
         )
         for field, pairs in (("state_dict_metadata", described()), ("storage_data", placed())):
             file.write(_part(field) + pickle.EMPTY_DICT)
@@ -170,14 +202,18 @@ def _part(value: Any) -> bytes:
     return pickle.dumps(value, 2)[2:-1]
 
 
-def _in_whole(name: str, stored: TensorMetadata, mesh_axes: Mapping[str, int]) -> tuple[str, tuple[int, ...]]:
+def _in_whole(
+    name: str, stored: TensorMetadata, mesh_axes: Mapping[str, int]
+) -> tuple[str, tuple[int, ...]]:
     """Return the name of the whole tensor that a stored one is a slice of, and where it begins."""
     if not stored.cuts:
         return name, tuple(0 for _ in stored.shape)
     first, _, number = name.rpartition("@")
     position = position_of(int(number), {axis: mesh_axes[axis] for axis in local_axes(stored.kind)})
     own = {axis: mesh_axes[axis] for axis in stored.own_axes}
-    return f"{first}@{rank_at(position, own)}" if own else first, slice_offsets(stored.shape, stored.cuts, position)
+    return f"{first}@{rank_at(position, own)}" if own else first, slice_offsets(
+        stored.shape, stored.cuts, position
+    )
 
 
 def read_slices(
@@ -199,7 +235,9 @@ def read_slices(
     """
     needed = _regions_needed(folder, reads, regions)
     # Why: ranks of one machine find what another rank has read in the page cache.
-    stored = sum(r.length for found in regions.values() for r in found) if stored is None else stored
+    stored = (
+        sum(r.length for found in regions.values() for r in found) if stored is None else stored
+    )
     alone = ranks * sum(r.length for r in needed) <= 1.5 * stored
     by_file: dict[str, list[Region]] = {}
     for region in sorted(needed, key=lambda region: (region.file, region.offset)):
@@ -240,7 +278,9 @@ class _Stream:
         return b"".join(bytes(chunk) for chunk in self.chunks(size))
 
 
-def _read_region(folder: Path, region: Region, items: Sequence[ReadItem | ReadBox], stream: _Stream) -> bool:
+def _read_region(
+    folder: Path, region: Region, items: Sequence[ReadItem | ReadBox], stream: _Stream
+) -> bool:
     """Read a box into the tensors of ``items``; return whether its checksum is the saved one."""
     dtype = items[0].out.dtype
     head, size = head_of(dtype, region.sizes), region.numel * dtype.itemsize
@@ -262,7 +302,9 @@ def _read_region(folder: Path, region: Region, items: Sequence[ReadItem | ReadBo
     return True
 
 
-def _read_archive(folder: Path, region: Region, items: Sequence[ReadItem | ReadBox], archive: bytes) -> bool:
+def _read_archive(
+    folder: Path, region: Region, items: Sequence[ReadItem | ReadBox], archive: bytes
+) -> bool:
     """Do the same from the bytes of an archive, through ``torch.load``."""
     if zlib.crc32(archive) != region.checksum:
         return False
@@ -278,7 +320,9 @@ def _read_archive(folder: Path, region: Region, items: Sequence[ReadItem | ReadB
 class _Target:
     """The tensors that the bytes of one box belong into."""
 
-    def __init__(self, region: Region, items: Sequence[ReadItem | ReadBox], dtype: torch.dtype) -> None:
+    def __init__(
+        self, region: Region, items: Sequence[ReadItem | ReadBox], dtype: torch.dtype
+    ) -> None:
         self.begin, self.items, self.done = region.begin, items, 0
         item = items[0]
         self.straight = len(items) == 1 and isinstance(item, ReadItem) and item.out.is_contiguous()
@@ -290,7 +334,10 @@ class _Target:
 
     def add(self, chunk: memoryview) -> None:
         """Copy the next bytes of the box."""
-        low, high = max(self.done, self.first), min(self.done + len(chunk), self.first + self.out.numel())
+        low, high = (
+            max(self.done, self.first),
+            min(self.done + len(chunk), self.first + self.out.numel()),
+        )
         if low < high:
             bytes_ = torch.frombuffer(chunk, dtype=torch.uint8)[low - self.done : high - self.done]
             self.out[low - self.first : high - self.first].copy_(bytes_)
@@ -306,7 +353,9 @@ def check_region(folder: Path, region: Region, at: int | None = None) -> None:
     """Raise ``ValueError`` unless the bytes of a region have the checksum that was saved."""
     checksum = 0
     try:
-        for view in read_ranges(folder / region.file, [(region.offset, region.offset + region.length)], at=at):
+        for view in read_ranges(
+            folder / region.file, [(region.offset, region.offset + region.length)], at=at
+        ):
             checksum = zlib.crc32(view, checksum)
     except EOFError:
         raise _damaged(folder, region) from None
@@ -322,7 +371,9 @@ def _damaged(folder: Path, region: Region) -> ValueError:
 
 
 def _other_data(folder: Path, region: Region, why: str) -> ValueError:
-    return ValueError(f"{folder / region.file} holds other data than the tensors that were saved: {why}")
+    return ValueError(
+        f"{folder / region.file} holds other data than the tensors that were saved: {why}"
+    )
 
 
 def _regions_needed(
@@ -337,7 +388,9 @@ def _regions_needed(
                 needed.setdefault(region, []).append(item)
                 found += overlap
         if found != item.out.numel():
-            raise ValueError(f"{folder} holds {found} of {item.out.numel()} needed elements of {item.name!r}")
+            raise ValueError(
+                f"{folder} holds {found} of {item.out.numel()} needed elements of {item.name!r}"
+            )
     return needed
 
 

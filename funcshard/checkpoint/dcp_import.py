@@ -96,10 +96,20 @@ def import_dcp(
     path = check_path("path", path)
     check_flag("cast", cast)
     if key is not None and not isinstance(key, str):
-        raise TypeError(f"key must be the key of a state dict in the checkpoint, or None; found {key!r}")
+        raise TypeError(
+            f"key must be the key of a state dict in the checkpoint, or None; found {key!r}"
+        )
     if buffers is not None and not isinstance(buffers, Mapping):
-        raise TypeError(f"buffers must be a dictionary {{name: tensor}}, or None; found {type(buffers).__name__}")
-    check_mesh(plan, mesh, {"the options of import_dcp": f"key={key!r}, cast={cast!r}, optimizer={optimizer is not None}"})
+        raise TypeError(
+            f"buffers must be a dictionary {{name: tensor}}, or None; found {type(buffers).__name__}"
+        )
+    check_mesh(
+        plan,
+        mesh,
+        {
+            "the options of import_dcp": f"key={key!r}, cast={cast!r}, optimizer={optimizer is not None}"
+        },
+    )
     folder = path
     shards: Shards = {}
     found: dict[str, torch.Tensor] = {}
@@ -108,10 +118,13 @@ def import_dcp(
     try:
         data = _metadata(folder)
         digest = hashlib.sha256(data).hexdigest()
-        stored = {_WRAPPERS.sub("", name): each for name, each in read_metadata(data, folder).items()}
+        stored = {
+            _WRAPPERS.sub("", name): each for name, each in read_metadata(data, folder).items()
+        }
         prefix = _prefix(stored, plan, key, folder)
         shards = {
-            unit.name: {buffer.key: empty_shard(unit, buffer, mesh) for buffer in unit.buffers} for unit in plan.unit_list
+            unit.name: {buffer.key: empty_shard(unit, buffer, mesh) for buffer in unit.buffers}
+            for unit in plan.unit_list
         }
         for unit, buffer, leaf in _leaves(plan):
             tensor = stored[_name_in(stored, leaf, prefix)]
@@ -121,7 +134,9 @@ def import_dcp(
         for name, old in (buffers or {}).items():
             tensor_or_none = stored.get(prefix + name)
             found[name] = (
-                old if tensor_or_none is None else _read_whole(folder, tensor_or_none).to(old.dtype).to(mesh.device)
+                old
+                if tensor_or_none is None
+                else _read_whole(folder, tensor_or_none).to(old.dtype).to(mesh.device)
             )
         if optimizer is not None:
             state = _optimizer_state(folder, stored, plan, mesh)
@@ -129,11 +144,15 @@ def import_dcp(
         fault = error
     raise_on_every_rank(mesh, fault)
     if len(set(all_gather_texts(mesh, digest))) > 1:
-        raise ValueError(f"ranks found different checkpoints at {path}: give every rank the same files")
+        raise ValueError(
+            f"ranks found different checkpoints at {path}: give every rank the same files"
+        )
     opt_state = None
     if optimizer is not None:
         groups = [{"params": list(state)}]
-        opt_state = optimizer_from_state_dict({"state": state, "param_groups": groups}, optimizer, plan, mesh)
+        opt_state = optimizer_from_state_dict(
+            {"state": state, "param_groups": groups}, optimizer, plan, mesh
+        )
     return shards, found, opt_state
 
 
@@ -156,12 +175,19 @@ def _metadata(folder: Path) -> bytes:
 
 
 def _leaves(plan: Plan) -> Iterable[tuple[Any, BufferPlan, LeafSpec]]:
-    return ((unit, buffer, leaf) for unit in plan.unit_list for buffer in unit.buffers for leaf in buffer.leaves)
+    return (
+        (unit, buffer, leaf)
+        for unit in plan.unit_list
+        for buffer in unit.buffers
+        for leaf in buffer.leaves
+    )
 
 
 def _name_in(stored: Mapping[str, Any], leaf: LeafSpec, prefix: str) -> str:
     """Return the name of a leaf in the checkpoint; a tied one may stand under any of its names."""
-    return next((prefix + name for name in (leaf.path, *leaf.aliases) if prefix + name in stored), "")
+    return next(
+        (prefix + name for name in (leaf.path, *leaf.aliases) if prefix + name in stored), ""
+    )
 
 
 def _prefix(stored: Mapping[str, StoredTensor], plan: Plan, key: str | None, folder: Path) -> str:
@@ -193,7 +219,9 @@ def _prefix(stored: Mapping[str, StoredTensor], plan: Plan, key: str | None, fol
     )
 
 
-def _check(tensor: StoredTensor, leaf: LeafSpec, buffer: BufferPlan, folder: Path, cast: bool) -> None:
+def _check(
+    tensor: StoredTensor, leaf: LeafSpec, buffer: BufferPlan, folder: Path, cast: bool
+) -> None:
     wanted = dtype_of(buffer.dtype)
     right = tensor.dtype == wanted or (cast and can_cast(tensor.dtype, wanted))
     if tensor.shape != leaf.whole_shape or not right:
@@ -209,7 +237,14 @@ def _check(tensor: StoredTensor, leaf: LeafSpec, buffer: BufferPlan, folder: Pat
 # --- tensors --------------------------------------------------------------------------------------
 
 
-def _read_run(run: torch.Tensor, folder: Path, tensor: StoredTensor, leaf: LeafSpec, buffer: BufferPlan, mesh: Mesh) -> None:
+def _read_run(
+    run: torch.Tensor,
+    folder: Path,
+    tensor: StoredTensor,
+    leaf: LeafSpec,
+    buffer: BufferPlan,
+    mesh: Mesh,
+) -> None:
     """Fill ``run``, this rank's part of a leaf, from the chunks that overlap it."""
     part = buffer.part(leaf, mesh.shard.rank)
     origin = slice_offsets(leaf.shape, leaf.cuts, mesh.position)
@@ -218,11 +253,15 @@ def _read_run(run: torch.Tensor, folder: Path, tensor: StoredTensor, leaf: LeafS
     for chunk in tensor.chunks:
         if shared := sum(both.numel for box in own if (both := box.overlap(chunk.box)) is not None):
             values = _load(folder, chunk, tensor)
-            piece = Piece(values.reshape(-1), 0, tensor.shape, 0, tuple(zip(*chunk.box, strict=True)))
+            piece = Piece(
+                values.reshape(-1), 0, tensor.shape, 0, tuple(zip(*chunk.box, strict=True))
+            )
             copy_boxes(run, [piece], leaf, buffer, mesh)
             done += shared
     if done != part.numel:
-        raise ValueError(f"{folder} holds {done} of {part.numel} needed elements of {leaf.path!r}: it is incomplete")
+        raise ValueError(
+            f"{folder} holds {done} of {part.numel} needed elements of {leaf.path!r}: it is incomplete"
+        )
 
 
 def _read_whole(folder: Path, tensor: StoredTensor) -> torch.Tensor:
@@ -243,7 +282,9 @@ def _load(folder: Path, chunk: Chunk, tensor: StoredTensor) -> torch.Tensor:
     except FileNotFoundError:
         raise ValueError(f"{folder} is incomplete: {chunk.file} is missing") from None
     except ValueError as error:
-        raise ValueError(f"{file} is damaged: the bytes at {chunk.offset} are not as its metadata says: {error}") from error
+        raise ValueError(
+            f"{file} is damaged: the bytes at {chunk.offset} are not as its metadata says: {error}"
+        ) from error
 
 
 class _Window(io.RawIOBase):
@@ -259,7 +300,9 @@ class _Window(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self.position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: self.length}[whence]
+        self.position = (
+            offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: self.length}[whence]
+        )
         return self.position
 
     def readinto(self, out: Any) -> int:
@@ -270,7 +313,9 @@ class _Window(io.RawIOBase):
         return count
 
 
-def _optimizer_state(folder: Path, stored: Mapping[str, StoredTensor], plan: Plan, mesh: Mesh) -> dict[str, dict[str, Any]]:
+def _optimizer_state(
+    folder: Path, stored: Mapping[str, StoredTensor], plan: Plan, mesh: Mesh
+) -> dict[str, dict[str, Any]]:
     """Return this rank's pieces of the optimizer's state by the path of the leaf and the key."""
     by_leaf: dict[str, dict[str, str]] = {}
     leaf_of = {name: leaf.path for leaf in plan.leaves for name in (leaf.path, *leaf.aliases)}
@@ -291,8 +336,14 @@ def _optimizer_state(folder: Path, stored: Mapping[str, StoredTensor], plan: Pla
             _read_run(run, folder, tensor, leaf, buffer, mesh)
             within: Any = ()
             if leaf.whole_shape != leaf.shape:
-                within = tuple(zip(slice_offsets(leaf.shape, leaf.cuts, mesh.position), leaf.shape, strict=True))
-            state.setdefault(leaf.path, {})[last] = Piece(run, part.begin, leaf.whole_shape, 0, within)
+                within = tuple(
+                    zip(
+                        slice_offsets(leaf.shape, leaf.cuts, mesh.position), leaf.shape, strict=True
+                    )
+                )
+            state.setdefault(leaf.path, {})[last] = Piece(
+                run, part.begin, leaf.whole_shape, 0, within
+            )
     if not state and any(buffer.trainable for _, buffer, _ in _leaves(plan)):
         raise ValueError(
             f"{folder} holds no optimizer state by name, such as 'optim.state.{plan.leaves[0].path}.exp_avg'; it holds "

@@ -75,7 +75,9 @@ def read_metadata(data: bytes, path: Path) -> dict[str, StoredTensor]:
         _check_numbers(data)
         root = _Reader(io.BytesIO(data)).load()
     except pickle.UnpicklingError as error:
-        raise ValueError(f"{path / METADATA} is not the metadata of torch.distributed.checkpoint: {error}") from None
+        raise ValueError(
+            f"{path / METADATA} is not the metadata of torch.distributed.checkpoint: {error}"
+        ) from None
     except Exception as error:  # of any kind: the reader of pickles raises what it meets
         raise ValueError(f"{path / METADATA} is damaged: {type(error).__name__}: {error}") from None
     try:
@@ -103,12 +105,21 @@ def _tensors(root: Any) -> dict[str, StoredTensor]:
             continue  # a value that is no tensor, in a pickle of its own
         size, dtype = _numbers(stored, "size"), _field(_field(stored, "properties"), "state")
         if not (type(dtype) is tuple and dtype and isinstance(dtype[0], torch.dtype)):
-            raise ValueError(f"the dtype of {name!r} must be one of torch; found {file_data.shown(dtype)}")
-        file_data.whole(f"the number of elements of {name!r}", math.prod(size), 0, file_data.MOST // 16)
+            raise ValueError(
+                f"the dtype of {name!r} must be one of torch; found {file_data.shown(dtype)}"
+            )
+        file_data.whole(
+            f"the number of elements of {name!r}", math.prod(size), 0, file_data.MOST // 16
+        )
         listed = _field(stored, "chunks")
-        chunks = [_chunk(name, each, where.get(name, {})) for each in (listed if type(listed) is list else [listed])]
+        chunks = [
+            _chunk(name, each, where.get(name, {}))
+            for each in (listed if type(listed) is list else [listed])
+        ]
         _check_boxes(name, size, [chunk.box for chunk in chunks])
-        found[file_data.text("the name of a tensor", name)] = StoredTensor(size, dtype[0], tuple(chunks))
+        found[file_data.text("the name of a tensor", name)] = StoredTensor(
+            size, dtype[0], tuple(chunks)
+        )
     return found
 
 
@@ -123,7 +134,9 @@ def _chunk(name: str, data: Any, infos: Mapping[tuple[int, ...] | None, Any]) ->
             f"torch.distributed.checkpoint.load, and pass the state dict to from_state_dict"
         )
     file = file_data.own_name(f"the file of {name!r}", _field(info, "relative_path"))
-    offset, length = (file_data.whole(f"the {key} of {name!r}", _field(info, key)) for key in ("offset", "length"))
+    offset, length = (
+        file_data.whole(f"the {key} of {name!r}", _field(info, key)) for key in ("offset", "length")
+    )
     return Chunk(box, file, offset, length)
 
 
@@ -131,16 +144,24 @@ def _check_boxes(name: str, size: tuple[int, ...], chunks: Sequence[Box]) -> Non
     """Raise ``ValueError`` unless boxes lie inside of a tensor and do not overlap."""
     for box in chunks:
         if not len(box.offsets) == len(box.sizes) == len(size):
-            raise ValueError(f"a part of {name!r} must have {len(size)} dimensions; found {file_data.shown(box.offsets)}")
+            raise ValueError(
+                f"a part of {name!r} must have {len(size)} dimensions; found {file_data.shown(box.offsets)}"
+            )
         if any(begin + length > most for begin, length, most in zip(*box, size, strict=True)):
-            raise ValueError(f"a part of {name!r} must lie inside of {size}; found {box.sizes} at {box.offsets}")
+            raise ValueError(
+                f"a part of {name!r} must lie inside of {size}; found {box.sizes} at {box.offsets}"
+            )
     if not size:
         return
     # Why along the dim with most beginnings: along another one, each box would meet all others.
     along = max(range(len(size)), key=lambda dim: len({box.offsets[dim] for box in chunks}))
     reach: list[Box] = []  # the boxes that end behind the beginning of the next one
     for box in sorted(chunks, key=lambda box: box.offsets[along]):
-        reach = [other for other in reach if other.offsets[along] + other.sizes[along] > box.offsets[along]]
+        reach = [
+            other
+            for other in reach
+            if other.offsets[along] + other.sizes[along] > box.offsets[along]
+        ]
         if any(box.overlap(other) for other in reach):
             raise ValueError(f"the parts of {name!r} must not overlap; found two at {box.offsets}")
         reach.append(box)

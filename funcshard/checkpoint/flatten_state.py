@@ -92,7 +92,9 @@ def _described(state: Any, above: str = "", depth: int = 0) -> tuple[tree.Struct
             if leaf.is_nested or leaf.is_quantized:
                 raise _unstorable(path, f"a {'nested' if leaf.is_nested else 'quantized'} tensor")
             if _UNWRITABLE.fullmatch(dtype_name(leaf.dtype)):
-                raise _unstorable(path, f"a tensor of {leaf.dtype}", "hold its bytes, tensor.view(torch.uint8)")
+                raise _unstorable(
+                    path, f"a tensor of {leaf.dtype}", "hold its bytes, tensor.view(torch.uint8)"
+                )
     return structure, leaves
 
 
@@ -114,7 +116,9 @@ class _Flattener:
     leaves: Sequence[Any] = ()
     in_per_rank: bool = False
 
-    def node(self, structure: tree.Structure, path: str, depth: int = 0, *, in_optimizer: bool = False) -> TreeSpec:
+    def node(
+        self, structure: tree.Structure, path: str, depth: int = 0, *, in_optimizer: bool = False
+    ) -> TreeSpec:
         """Return the spec of the node at ``path``, and add its tensors to ``flat``.
 
         Arguments:
@@ -127,7 +131,11 @@ class _Flattener:
             return None
         if isinstance(structure, int):
             leaf = self.leaves[structure]
-            return self._per_rank(leaf, path, depth) if isinstance(leaf, PerRank) else self._leaf(leaf, path)
+            return (
+                self._per_rank(leaf, path, depth)
+                if isinstance(leaf, PerRank)
+                else self._leaf(leaf, path)
+            )
         kind, meta, children = structure
         if not self.in_per_rank and kind == "dict" and self._are_shards(meta, children):
             return self._shards(structure, path)
@@ -172,10 +180,19 @@ class _Flattener:
                 raise _unstorable(path, "an int of more than 4,000 digits")
             return ["value", value]
         is_dtensor = hasattr(value, "full_tensor")
-        if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_meta or is_dtensor:
+        if (
+            not isinstance(value, torch.Tensor)
+            or value.layout != torch.strided
+            or value.is_meta
+            or is_dtensor
+        ):
             found = f"a {type(value).__name__}"
             if isinstance(value, torch.Tensor) and not is_dtensor:
-                found = "a tensor on the meta device" if value.is_meta else f"a tensor of layout {value.layout}"
+                found = (
+                    "a tensor on the meta device"
+                    if value.is_meta
+                    else f"a tensor of layout {value.layout}"
+                )
             raise _unstorable(path, found)
         return self._whole(value, path, path)
 
@@ -192,7 +209,12 @@ class _Flattener:
         """Add a tensor that is the same on every rank, or, in a ``PerRank``, this rank's own."""
         flat = value.detach().reshape(-1)
         kind, stored = ("rank", f"{name}@{self.rank}") if self.in_per_rank else ("whole", name)
-        self._add(stored, TensorMetadata(tuple(value.shape), dtype_name(value.dtype), kind, self._on_mesh(value), label))
+        self._add(
+            stored,
+            TensorMetadata(
+                tuple(value.shape), dtype_name(value.dtype), kind, self._on_mesh(value), label
+            ),
+        )
         if not self.in_per_rank:
             self.flat.checksums[stored] = _checksum(flat)
         if self.in_per_rank or self.rank == 0:
@@ -205,7 +227,9 @@ class _Flattener:
         """Return whether the keys of a dictionary are units, and those below them buffers."""
         units = self.plan.units
         # Why not some units without buffers: that may be any dictionary, which would lose its keys.
-        some = any(child[2] for child in children if isinstance(child, tuple)) or len(keys) == len(units)
+        some = any(child[2] for child in children if isinstance(child, tuple)) or len(keys) == len(
+            units
+        )
         return (
             some
             and not any(isinstance(child, int) for child in children)
@@ -213,7 +237,9 @@ class _Flattener:
             and all(
                 name in units
                 and (child is None or child[0] == "dict")
-                and (child is None or set(child[1]) <= {buffer.key for buffer in units[name].buffers})
+                and (
+                    child is None or set(child[1]) <= {buffer.key for buffer in units[name].buffers}
+                )
                 for name, child in zip(keys, children, strict=True)
             )
         )
@@ -226,11 +252,19 @@ class _Flattener:
                 absent += [[leaf.path, NO_UNIT] for leaf in unit.leaves]
                 continue
             buffers = {buffer.key: buffer for buffer in unit.buffers}
-            found += [(unit, buffers[key], inner) for key, inner in zip(child[1], child[2], strict=True)]
+            found += [
+                (unit, buffers[key], inner) for key, inner in zip(child[1], child[2], strict=True)
+            ]
         every_unit = len(structure[1]) == len(self.plan.unit_list)
-        return ["shards", "every unit" if every_unit else "some units", self._by_leaf(found, path) + absent]
+        return [
+            "shards",
+            "every unit" if every_unit else "some units",
+            self._by_leaf(found, path) + absent,
+        ]
 
-    def _lists_of_shards(self, children: Sequence[tree.Structure]) -> dict[int, list[tuple[UnitPlan, BufferPlan]]]:
+    def _lists_of_shards(
+        self, children: Sequence[tree.Structure]
+    ) -> dict[int, list[tuple[UnitPlan, BufferPlan]]]:
         """Return the children that are lists of shards, by index, and the buffers of each list.
 
         A list of tensors is a list of shards if it has an entry for each buffer, of that buffer's
@@ -240,8 +274,14 @@ class _Flattener:
         found: dict[int, list[tuple[UnitPlan, BufferPlan]]] = {}
         for trainable_only in (True, False):
             order = buffers_in_tree_order(self.plan, trainable_only=trainable_only)
-            lists = {i: ts for i, child in enumerate(children) if (ts := self._tensors(child)) and len(ts) == len(order)}
-            if any(_all_fit(tensors, [buffer for _, buffer in order]) for tensors in lists.values()):
+            lists = {
+                i: ts
+                for i, child in enumerate(children)
+                if (ts := self._tensors(child)) and len(ts) == len(order)
+            }
+            if any(
+                _all_fit(tensors, [buffer for _, buffer in order]) for tensors in lists.values()
+            ):
                 found |= dict.fromkeys(lists.keys() - found.keys(), order)
         return found
 
@@ -250,13 +290,21 @@ class _Flattener:
         if not isinstance(structure, tuple) or structure[0] not in ("list", "tuple"):
             return []
         leaves = [self.leaves[child] if isinstance(child, int) else child for child in structure[2]]
-        return leaves if all(leaf is None or isinstance(leaf, torch.Tensor) for leaf in leaves) else []
+        return (
+            leaves if all(leaf is None or isinstance(leaf, torch.Tensor) for leaf in leaves) else []
+        )
 
-    def _listed_shards(self, structure: tree.Structure, path: str, order: list[tuple[UnitPlan, BufferPlan]]) -> TreeSpec:
-        found = [(unit, buffer, inner) for (unit, buffer), inner in zip(order, structure[2], strict=True)]
+    def _listed_shards(
+        self, structure: tree.Structure, path: str, order: list[tuple[UnitPlan, BufferPlan]]
+    ) -> TreeSpec:
+        found = [
+            (unit, buffer, inner) for (unit, buffer), inner in zip(order, structure[2], strict=True)
+        ]
         return ["shards", structure[0], self._by_leaf(found, path)]
 
-    def _by_leaf(self, found: list[tuple[UnitPlan, BufferPlan, tree.Structure]], path: str) -> list[Any]:
+    def _by_leaf(
+        self, found: list[tuple[UnitPlan, BufferPlan, tree.Structure]], path: str
+    ) -> list[Any]:
         return [
             [leaf.path, self._below(inner, path, "", unit, buffer, leaf)]
             for unit, buffer, inner in found
@@ -264,7 +312,13 @@ class _Flattener:
         ]
 
     def _below(
-        self, structure: tree.Structure, prefix: str, suffix: str, unit: UnitPlan, buffer: BufferPlan, leaf: LeafSpec
+        self,
+        structure: tree.Structure,
+        prefix: str,
+        suffix: str,
+        unit: UnitPlan,
+        buffer: BufferPlan,
+        leaf: LeafSpec,
     ) -> TreeSpec:
         """Return the spec of the node below a buffer, as one of the buffer's leaves has it.
 
@@ -280,7 +334,9 @@ class _Flattener:
             return None
         if not isinstance(structure, int):
             kind, meta, children = structure
-            entries = _entries(kind, meta, len(children), join(prefix, unit.name, buffer.key, suffix))
+            entries = _entries(
+                kind, meta, len(children), join(prefix, unit.name, buffer.key, suffix)
+            )
             below = [
                 self._below(child, prefix, join(suffix, str(entry)), unit, buffer, leaf)
                 for child, entry in zip(children, entries, strict=True)
@@ -297,13 +353,22 @@ class _Flattener:
             return self._leaf(value, name)
         if _fits(value, buffer):
             return self._sharded(value, name, join(prefix, "*", suffix), unit, buffer, leaf)
-        if value.ndim == 1 and not suffix and not (value.numel() == 1 and not value.is_floating_point()):
+        if (
+            value.ndim == 1
+            and not suffix
+            and not (value.numel() == 1 and not value.is_floating_point())
+        ):
             raise ValueError(
                 f"shard {buffer.key!r} of unit {unit.title!r} at {prefix!r} of the state must have {buffer.shard_numel} "
                 f"elements under the plan; found {value.numel()}: pass the plan that made it. For the state of muon, "
                 f"which is kept by name, save optimizer_to_state_dict(opt_state, optimizer, plan, mesh) instead"
             )
-        if buffer.shards > 1 and value.ndim > 1 and value.shape[-1] == buffer.shard_numel and not suffix:
+        if (
+            buffer.shards > 1
+            and value.ndim > 1
+            and value.shape[-1] == buffer.shard_numel
+            and not suffix
+        ):
             raise ValueError(
                 f"shard {buffer.key!r} of unit {unit.title!r} at {prefix!r} of the state must have the shape "
                 f"({buffer.shard_numel},); found {tuple(value.shape)}, a stack of the shards of several models: save a list "
@@ -312,12 +377,21 @@ class _Flattener:
         return self._whole(value, name, join(prefix, "*", suffix))
 
     def _sharded(
-        self, value: torch.Tensor, name: str, label: str, unit: UnitPlan, buffer: BufferPlan, leaf: LeafSpec
+        self,
+        value: torch.Tensor,
+        name: str,
+        label: str,
+        unit: UnitPlan,
+        buffer: BufferPlan,
+        leaf: LeafSpec,
     ) -> TreeSpec:
         """Add one leaf of a shard; this rank stores its part if it is this rank's turn."""
         kind = kind_of(buffer)
         on_mesh = True if unit.offload else self._on_mesh(value)
-        self._add(name, TensorMetadata(leaf.shape, dtype_name(value.dtype), kind, on_mesh, label, leaf.cuts))
+        self._add(
+            name,
+            TensorMetadata(leaf.shape, dtype_name(value.dtype), kind, on_mesh, label, leaf.cuts),
+        )
         position = position_of(self.rank, self.plan.mesh_axes)
         part = buffer.part(leaf, position["shard"])
         # Why turns: several ranks hold copies of the same slice, and one of them stores it. The
@@ -353,7 +427,9 @@ def _plain(value: Any) -> Any:
 
 
 def _two_of(name: str) -> ValueError:
-    return ValueError(f"two tensors of the state would be stored as {name!r}; rename one of the keys above them")
+    return ValueError(
+        f"two tensors of the state would be stored as {name!r}; rename one of the keys above them"
+    )
 
 
 def _undecided(path: str) -> ValueError:
@@ -366,7 +442,10 @@ def _undecided(path: str) -> ValueError:
 
 def _look_like_shards(children: Sequence[tree.Structure]) -> bool:
     return bool(children) and all(
-        isinstance(child, tuple) and child[0] == "dict" and child[1] and all(_is_buffer_key(key) for key in child[1])
+        isinstance(child, tuple)
+        and child[0] == "dict"
+        and child[1]
+        and all(_is_buffer_key(key) for key in child[1])
         for child in children
     )
 
@@ -392,7 +471,9 @@ def _fits(value: Any, buffer: BufferPlan) -> bool:
 
 def _all_fit(values: Sequence[Any], buffers: Sequence[BufferPlan]) -> bool:
     """Return whether values are shards of ``buffers`` or ``None``, but not all ``None``."""
-    pairs = [(value, buffer) for value, buffer in zip(values, buffers, strict=True) if value is not None]
+    pairs = [
+        (value, buffer) for value, buffer in zip(values, buffers, strict=True) if value is not None
+    ]
     return bool(pairs) and all(_fits(value, buffer) for value, buffer in pairs)
 
 

@@ -35,7 +35,9 @@ def folders(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     # Why the names of folders aside too: one of them may get its final name while this one lists.
-    names = {name if not name.startswith(".") else _final_name(Path(name)) for name in os.listdir(folder)}
+    names = {
+        name if not name.startswith(".") else _final_name(Path(name)) for name in os.listdir(folder)
+    }
     return [path for name in sorted(names) if name and _has_index(path := folder / name)]
 
 
@@ -52,7 +54,9 @@ def locate(path: str | os.PathLike[str]) -> Path:
     """Return the folder of a checkpoint: ``path``, or its ``.old`` folder after a crash."""
     path = Path(path).absolute()
     if not path.exists():
-        aside = [left for left in leftovers(path) if left.suffix == ".old" and (left / INDEX).exists()]
+        aside = [
+            left for left in leftovers(path) if left.suffix == ".old" and (left / INDEX).exists()
+        ]
         return aside[0] if aside and not path.exists() else path
     return path
 
@@ -103,7 +107,9 @@ def check_replaceable(path: Path) -> None:
         found = "a file"
     elif path.is_dir() and not has_our_index(path):
         names: list[str] = []
-        with contextlib.suppress(FileNotFoundError):  # another process renamed it just now, to publish its own
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # another process renamed it just now, to publish its own
             names = _foreign(path) or _unproved(path)
         found = f"a folder that holds {names[0]!r}" if names else ""
     if found:
@@ -118,7 +124,9 @@ def publish(part: Path, path: Path) -> None:
     Files of yours in that checkpoint's folder, such as a configuration, move to the new one.
     """
     sync(part)
-    check_replaceable(path)  # again, because another program may have written there since the save began
+    check_replaceable(
+        path
+    )  # again, because another program may have written there since the save began
     replaced = None
     if not path.exists():
         os.rename(part, path)
@@ -188,7 +196,9 @@ def remove_leftovers(path: Path, lock: PathLock, *, own: str, others: bool) -> N
             found.setdefault(final, [])
     for final in found.keys() - {path.name}:
         with contextlib.suppress(OSError):  # such as the lock of another user, which stays
-            if (taken := take(path.with_name(final))) is not None:  # no save to that path is running
+            if (
+                taken := take(path.with_name(final))
+            ) is not None:  # no save to that path is running
                 dead += _dead(taken.path, found[final])
                 taken.release()  # before the folders are deleted, because a save to that path may begin
     for each in dead:
@@ -242,7 +252,9 @@ def _foreign(folder: Path) -> list[str]:
     own = (INDEX, SIZES, METADATA, f"{METADATA}.tmp")
     foreign = sorted(name for name in names if name not in own and not _OF_A_RANK.fullmatch(name))
     # Why .metadata alone: torch.distributed.checkpoint gives its files the names of ours.
-    return foreign or [METADATA] * (METADATA in names and not any(_TEXT.fullmatch(name) for name in names))
+    return foreign or [METADATA] * (
+        METADATA in names and not any(_TEXT.fullmatch(name) for name in names)
+    )
 
 
 def _unproved(folder: Path) -> list[str]:

@@ -48,7 +48,9 @@ def partition_state(state: Any, plan: Plan) -> tuple[dict[str, ByBuffer], dict[s
     return per_shard, others
 
 
-def combine_state(like: Any, plan: Plan, per_shard: Callable[[str], ByBuffer], others: Mapping[str, Any]) -> Any:
+def combine_state(
+    like: Any, plan: Plan, per_shard: Callable[[str], ByBuffer], others: Mapping[str, Any]
+) -> Any:
     """Put values of shards and other leaves into a state; the inverse of ``partition_state``.
 
     Arguments:
@@ -63,7 +65,10 @@ def combine_state(like: Any, plan: Plan, per_shard: Callable[[str], ByBuffer], o
             values = per_shard(path)
             if not isinstance(node, list):
                 return values
-            return [values[unit.name][buffer.key] for unit, buffer in buffers_in_tree_order(plan, trainable_only=True)]
+            return [
+                values[unit.name][buffer.key]
+                for unit, buffer in buffers_in_tree_order(plan, trainable_only=True)
+            ]
         if not _is_container(node):
             return others.get(path, node)
         children = [visit(child, child_path(path, key)) for key, child in _children(node)]
@@ -81,7 +86,11 @@ def _by_buffer(node: Any, plan: Plan) -> ByBuffer | None:
     order of the tree's leaves.
     """
     if isinstance(node, Mapping) and node and node.keys() == {unit.name for unit in plan.unit_list}:
-        return node if all(buffer.key in node[unit.name] for unit, buffer in trainable_buffers(plan)) else None
+        return (
+            node
+            if all(buffer.key in node[unit.name] for unit, buffer in trainable_buffers(plan))
+            else None
+        )
     if type(node) is list and node and all(isinstance(leaf, torch.Tensor) for leaf in node):
         order = buffers_in_tree_order(plan, trainable_only=True)
         if len(order) == len(node):

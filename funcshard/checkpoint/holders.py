@@ -24,7 +24,10 @@ from funcshard.plan import BufferPlan, LeafSpec, position_of, rank_at
 
 
 def holders(
-    reads: Sequence[ReadItem | ReadBox], outline: TreeSpec, items: Mapping[str, TensorMetadata], plans: Plans
+    reads: Sequence[ReadItem | ReadBox],
+    outline: TreeSpec,
+    items: Mapping[str, TensorMetadata],
+    plans: Plans,
 ) -> dict[int, list[ReadItem | ReadBox]]:
     """Return the ranks that hold elements of ``reads``, each with the reads that it holds some of.
 
@@ -37,7 +40,12 @@ def holders(
     mesh_axes = any_plan(plans).mesh_axes
     of_tensor: dict[str, tuple[BufferPlan, LeafSpec]] = {}
     for _, node, plan in by_entry(outline, plans):
-        leaves = {leaf.path: (buffer, leaf) for unit in plan.unit_list for buffer in unit.buffers for leaf in buffer.leaves}
+        leaves = {
+            leaf.path: (buffer, leaf)
+            for unit in plan.unit_list
+            for buffer in unit.buffers
+            for leaf in buffer.leaves
+        }
         of_tensor |= {name: leaves[path] for path, name in _leaf_tensors(node)}
     found: dict[int, list[ReadItem | ReadBox]] = {}
     for item in reads:
@@ -50,18 +58,29 @@ def holders(
             name = item.name if item.name in of_tensor else item.name.rpartition("@")[0]
             index = 0 if name == item.name else int(item.name.rpartition("@")[2])
             axes = {axis: mesh_axes[axis] for axis in local_axes(kind)}
-            ranks = _holders_of_run(*of_tensor[name], position_of(index, axes), *_run(item), mesh_axes)
+            ranks = _holders_of_run(
+                *of_tensor[name], position_of(index, axes), *_run(item), mesh_axes
+            )
         for rank in ranks:
             found.setdefault(rank, []).append(item)
     return found
 
 
 def _holders_of_run(
-    buffer: BufferPlan, leaf: LeafSpec, local: Mapping[str, int], begin: int, end: int, mesh_axes: Mapping[str, int]
+    buffer: BufferPlan,
+    leaf: LeafSpec,
+    local: Mapping[str, int],
+    begin: int,
+    end: int,
+    mesh_axes: Mapping[str, int],
 ) -> list[int]:
     """Return the ranks that store elements ``begin : end``, as ``flatten_state`` chose them."""
     axes = copy_axes(buffer, mesh_axes)
-    position = {**dict.fromkeys(mesh_axes, 0), **local, **position_of(leaf.index % math.prod(axes.values()), axes)}
+    position = {
+        **dict.fromkeys(mesh_axes, 0),
+        **local,
+        **position_of(leaf.index % math.prod(axes.values()), axes),
+    }
     if buffer.shards == 1 or begin == end:
         return [rank_at(position, mesh_axes)] if begin < end else []
     first, last = ((leaf.offset + index) // buffer.shard_numel for index in (begin, end - 1))

@@ -29,7 +29,8 @@ _MOST_LAYERS = 100_000
 def is_hugging_face(module: Any) -> bool:
     """Return whether a module is a ``PreTrainedModel``, without importing transformers."""
     return any(
-        cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.") for cls in type(module).__mro__
+        cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.")
+        for cls in type(module).__mro__
     )
 
 
@@ -50,7 +51,9 @@ def build_on_meta(folder: Path, model: Any, dtype: torch.dtype | None) -> nn.Mod
             )
         return _in_dtype(copy.deepcopy(model), dtype).eval()
     if folder.is_file():
-        raise FileNotFoundError(f"from_pretrained reads a folder; found the file {folder}: pass its folder")
+        raise FileNotFoundError(
+            f"from_pretrained reads a folder; found the file {folder}: pass its folder"
+        )
     if not folder.is_dir():
         raise FileNotFoundError(
             f"there is no folder {folder}; from_pretrained reads local folders: download a model of the hub first, as in "
@@ -58,7 +61,11 @@ def build_on_meta(folder: Path, model: Any, dtype: torch.dtype | None) -> nn.Mod
         )
     if not (folder / "config.json").exists():
         of_a_model = any(folder.glob("model*.safetensors*"))
-        remedy = "pass the model, built under torch.device('meta')" if of_a_model else what_it_holds(folder)
+        remedy = (
+            "pass the model, built under torch.device('meta')"
+            if of_a_model
+            else what_it_holds(folder)
+        )
         raise FileNotFoundError(f"{folder} has no config.json: {remedy}")
     transformers = _transformers()
     regular_size(folder / "config.json")  # raises at a pipe, which transformers would wait for
@@ -82,7 +89,9 @@ def build_on_meta(folder: Path, model: Any, dtype: torch.dtype | None) -> nn.Mod
 def _read_config(transformers: Any, folder: Path) -> Any:
     try:
         # Why no trust: else transformers asks at the terminal whether to run code of the folder.
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         layers = getattr(config, "num_hidden_layers", None) or 0
     except (OSError, ValueError):
         raise
@@ -110,7 +119,9 @@ def _transformers() -> Any:
         transformers = importlib.import_module("transformers")
         importlib.import_module("transformers.core_model_loading")
     except ImportError as error:
-        raise ImportError("models of Hugging Face need transformers 5 or newer: pip install 'transformers>=5'") from error
+        raise ImportError(
+            "models of Hugging Face need transformers 5 or newer: pip install 'transformers>=5'"
+        ) from error
     return transformers
 
 
@@ -135,13 +146,23 @@ def _in_dtype(module: nn.Module, dtype: Any) -> nn.Module:
     dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype is None:
         return module
-    kept = set(getattr(module, "_keep_in_fp32_modules_strict", None) or ()) if dtype.itemsize < 4 else set()
-    kept |= set(getattr(module, "_keep_in_fp32_modules", None) or ()) if dtype == torch.float16 else set()
+    kept = (
+        set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
+        if dtype.itemsize < 4
+        else set()
+    )
+    kept |= (
+        set(getattr(module, "_keep_in_fp32_modules", None) or ())
+        if dtype == torch.float16
+        else set()
+    )
     pattern = re.compile("|".join(name.replace("*", ".*") for name in kept)) if kept else None
     names = set(module.state_dict())
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if tensor.is_meta and tensor.is_floating_point() and name in names:
-            tensor.data = tensor.data.to(torch.float32 if pattern and pattern.search(name) else dtype)
+            tensor.data = tensor.data.to(
+                torch.float32 if pattern and pattern.search(name) else dtype
+            )
     if hasattr(module, "config"):
         module.config.dtype = dtype
     return module
@@ -153,7 +174,11 @@ def embedding_names(module: Any) -> set[str]:
         return set()
     found = (module.get_input_embeddings(), module.get_output_embeddings())
     ids = {id(parameter) for m in found if isinstance(m, nn.Module) for parameter in m.parameters()}
-    return {name for name, parameter in module.named_parameters(remove_duplicate=False) if id(parameter) in ids}
+    return {
+        name
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if id(parameter) in ids
+    }
 
 
 def default_units(module: nn.Module) -> list[str]:
@@ -166,7 +191,11 @@ def default_units(module: nn.Module) -> list[str]:
     layers: dict[str, nn.Module] = {}
     for path, m in module.named_modules():
         inside = any(path.startswith(f"{layer}.") for layer in layers)
-        if path and not inside and (type(m).__name__ in whole if whole else path.rpartition(".")[2].isdecimal()):
+        if (
+            path
+            and not inside
+            and (type(m).__name__ in whole if whole else path.rpartition(".")[2].isdecimal())
+        ):
             layers[path] = m
     paths: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -175,7 +204,11 @@ def default_units(module: nn.Module) -> list[str]:
         layer
         for layer, m in layers.items()
         if next(m.parameters(), None) is not None
-        and all(name.startswith(f"{layer}.") for parameter in m.parameters() for name in paths[id(parameter)])
+        and all(
+            name.startswith(f"{layer}.")
+            for parameter in m.parameters()
+            for name in paths[id(parameter)]
+        )
     ]
 
 
@@ -208,7 +241,9 @@ def _read_base(
         yield from (({name: tensor}, [tensor]) for name, tensor in tensors.items() if name in names)
         return
     loading = importlib.import_module("transformers.core_model_loading")
-    mapping = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(module)
+    mapping = importlib.import_module(
+        "transformers.conversion_mapping"
+    ).get_model_conversion_mapping(module)
     renamings = [each for each in mapping if isinstance(each, loading.WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, loading.WeightConverter)]
     of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
@@ -227,7 +262,9 @@ def _read_base(
             converter.add_tensor(target, name, pattern, tensors[name])
             sources.setdefault(target, []).append(tensors[name])
     yield from (({name: tensor}, [tensor]) for name, tensor in plain.items())
-    for target in list(converted):  # no name here refers to a tensor, so it is freed once it has been copied
+    for target in list(
+        converted
+    ):  # no name here refers to a tensor, so it is freed once it has been copied
         yield _converted(converted.pop(target), target, module), sources.pop(target)
 
 

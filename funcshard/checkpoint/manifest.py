@@ -25,7 +25,13 @@ from funcshard.checkpoint.dcp_files import Region, check_region
 from funcshard.checkpoint.dcp_metadata import METADATA
 from funcshard.checkpoint.folders import INDEX, SIZES, folders, has_our_index, locate
 from funcshard.checkpoint.foreign_folders import foreign_remedy
-from funcshard.checkpoint.metadata import Plans, TensorMetadata, TreeSpec, any_plan, replicated_values
+from funcshard.checkpoint.metadata import (
+    Plans,
+    TensorMetadata,
+    TreeSpec,
+    any_plan,
+    replicated_values,
+)
 from funcshard.checkpoint.open_folder import OpenFolder, read_from
 from funcshard.checkpoint.rank_tables import (
     RankTable,
@@ -37,7 +43,12 @@ from funcshard.checkpoint.rank_tables import (
     read_text,
     write_text,
 )
-from funcshard.checkpoint.stored_fields import check_outline, items_from, old_region_from, sizes_from
+from funcshard.checkpoint.stored_fields import (
+    check_outline,
+    items_from,
+    old_region_from,
+    sizes_from,
+)
 from funcshard.plan import Plan, dtype_of, mesh_text, plan_from_data
 
 _log = logging.getLogger("funcshard.checkpoint")
@@ -97,7 +108,9 @@ class Contents(Shown):
             ValueError: the table or the rank's file of tensors is damaged or missing.
         """
         if rank not in self.tables:
-            self.tables[rank] = read_table(self.path, rank, self.save, self.mesh_axes, self.shared, self._at)
+            self.tables[rank] = read_table(
+                self.path, rank, self.save, self.mesh_axes, self.shared, self._at
+            )
         return self.tables[rank]
 
     @property
@@ -179,13 +192,21 @@ def latest(folder: str | os.PathLike[str], *, thorough: bool = False) -> Path | 
     check_flag("thorough", thorough)
     folder = check_path("folder", folder)
     if has_our_index(folder):
-        raise ValueError(f"latest takes the folder that checkpoints are saved in; found a checkpoint itself, {folder}")
+        raise ValueError(
+            f"latest takes the folder that checkpoints are saved in; found a checkpoint itself, {folder}"
+        )
     # Why the time alone: an index may have some hundred MiB. One without a time is damaged, and
     # _look says how.
-    found = sorted(((_time_of(path), path) for path in folders(folder)), key=lambda pair: (pair[0] == 0, pair), reverse=True)
+    found = sorted(
+        ((_time_of(path), path) for path in folders(folder)),
+        key=lambda pair: (pair[0] == 0, pair),
+        reverse=True,
+    )
     for _, path in found:
         try:
-            read_from(path, lambda each: _look(each, thorough))  # only now: it looks at the files of all ranks
+            read_from(
+                path, lambda each: _look(each, thorough)
+            )  # only now: it looks at the files of all ranks
         except (OSError, ValueError) as error:
             _log.warning("checkpoint %s is passed over: %s", path, error)
             continue
@@ -251,7 +272,12 @@ def _look(folder: OpenFolder, thorough: bool) -> None:
 
 
 def write_index(
-    folder: Path, plans: Plans, spec: TreeSpec, tensors: Mapping[str, TensorMetadata], save: str, saved: int
+    folder: Path,
+    plans: Plans,
+    spec: TreeSpec,
+    tensors: Mapping[str, TensorMetadata],
+    save: str,
+    saved: int,
 ) -> None:
     """Write the index of a folder that holds all other files of a checkpoint.
 
@@ -270,10 +296,14 @@ def write_index(
         "saved": saved,
         "save": save,
         "plan": json.loads(plans.to_json()) if isinstance(plans, Plan) else None,
-        "plans": None if isinstance(plans, Plan) else {key: json.loads(plan.to_json()) for key, plan in plans.items()},
+        "plans": None
+        if isinstance(plans, Plan)
+        else {key: json.loads(plan.to_json()) for key, plan in plans.items()},
         "outline": spec,
         "items": {name: metadata.to_json() for name, metadata in tensors.items()},
-        "listing": _digest_of(listing) if listing.exists() else None,  # absent in checkpoints of the first versions
+        "listing": _digest_of(listing)
+        if listing.exists()
+        else None,  # absent in checkpoints of the first versions
     }
     write_text(folder / INDEX, body)
 
@@ -290,7 +320,9 @@ def _check_listing(file: Path, digest: str, at: int | None) -> None:
     except FileNotFoundError:
         found = "nothing"
     if found != digest:
-        raise ValueError(f"{file} is damaged: its bytes are not those that were saved; restore another checkpoint")
+        raise ValueError(
+            f"{file} is damaged: its bytes are not those that were saved; restore another checkpoint"
+        )
 
 
 def time_after(folder: Path) -> int:
@@ -299,7 +331,9 @@ def time_after(folder: Path) -> int:
     The order of checkpoints is that of their times, by which old ones are deleted.
     """
     now = time.time_ns()
-    found = sorted(((each, path) for path in folders(folder) if (each := _time_of(path)) >= now), reverse=True)
+    found = sorted(
+        ((each, path) for path in folders(folder) if (each := _time_of(path)) >= now), reverse=True
+    )
     for _, path in found:
         try:
             return min(read_contents(path, whole=False).saved + 1, file_data.MOST)
@@ -339,7 +373,9 @@ def read_contents(path: str | os.PathLike[str], *, whole: bool = True) -> Conten
         ValueError: the folder is not a complete checkpoint, or is damaged.
     """
     try:
-        return read_from(path, lambda folder: dataclasses.replace(read_folder(folder, whole=whole), _at=None))
+        return read_from(
+            path, lambda folder: dataclasses.replace(read_folder(folder, whole=whole), _at=None)
+        )
     except (FileNotFoundError, NotADirectoryError):
         raise absent(path) from None
 
@@ -352,7 +388,9 @@ def absent(path: str | os.PathLike[str]) -> FileNotFoundError:
     remedy = "torch.load(path, weights_only=True) reads what torch.save wrote, and from_state_dict makes shards of it"
     if path.suffix == ".safetensors":
         remedy = "call import_safetensors(path, plan, mesh)"
-    return FileNotFoundError(f"there is no checkpoint at {path}, which is a file, and save makes a folder: {remedy}")
+    return FileNotFoundError(
+        f"there is no checkpoint at {path}, which is a file, and save makes a folder: {remedy}"
+    )
 
 
 def read_folder(folder: OpenFolder, *, whole: bool = True) -> Contents:
@@ -363,7 +401,9 @@ def read_folder(folder: OpenFolder, *, whole: bool = True) -> Contents:
         inner = [each.name for each in folders(path) if has_our_index(locate(each))]
         hint = "its index.json is missing, so it was not saved to the end or has been deleted in part; restore another"
         if inner:
-            hint = f"it is a folder of checkpoints: name one of {inner[:4]}, or latest({str(path)!r})"
+            hint = (
+                f"it is a folder of checkpoints: name one of {inner[:4]}, or latest({str(path)!r})"
+            )
         hint = hint if inner else foreign_remedy(at) or hint
         raise ValueError(f"{path} is not a complete checkpoint: {hint}")
     try:
@@ -373,7 +413,9 @@ def read_folder(folder: OpenFolder, *, whole: bool = True) -> Contents:
             raise ValueError(f"{index} is no index of a checkpoint of funcshard: {other}") from None
         raise
     try:
-        body = file_data.table("the index", file_data.parse(text), ("saved", "plan", "outline", "items"))
+        body = file_data.table(
+            "the index", file_data.parse(text), ("saved", "plan", "outline", "items")
+        )
         if old := "regions" in body or "files" in body:
             contents = _old_contents(folder, body, digest)
             sizes = sizes_from(body["files"])
@@ -396,13 +438,17 @@ def _contents(folder: OpenFolder, body: Mapping[str, Any], digest: str, save: st
     if listing is not None:
         file_data.text("listing", listing)
     at = folder.descriptor
-    return Contents(folder.path, saved, plans, body["outline"], tensors, digest, save, _listing=listing, _at=at)
+    return Contents(
+        folder.path, saved, plans, body["outline"], tensors, digest, save, _listing=listing, _at=at
+    )
 
 
 def _plans_from(body: Mapping[str, Any]) -> Plans:
     if body.get("plans") is None:
         return plan_from_data(body["plan"])
-    plans = {key: plan_from_data(data) for key, data in file_data.table("plans", body["plans"]).items()}
+    plans = {
+        key: plan_from_data(data) for key, data in file_data.table("plans", body["plans"]).items()
+    }
     if len({tuple(plan.mesh_axes.items()) for plan in plans.values()}) != 1:
         raise ValueError("the plans must be of one mesh")
     return plans
@@ -428,7 +474,9 @@ def _check_files(folder: OpenFolder, listed_in: str, files: Mapping[str, int]) -
         file = folder.path / name
         if Path(name).name != name or file.is_dir():
             where = folder.path / listed_in
-            raise ValueError(f"{where} names the file {name!r}, which is not in the checkpoint's own folder")
+            raise ValueError(
+                f"{where} names the file {name!r}, which is not in the checkpoint's own folder"
+            )
         check_size(file, size, folder.descriptor)
 
 
@@ -440,7 +488,9 @@ def _table(contents: Contents) -> Table:
     if isinstance(contents.plan, Plan):
         plans = f"plan {contents.plan.fingerprint()}"
     else:
-        plans = "plans " + ", ".join(f"{key} {plan.fingerprint()}" for key, plan in contents.plan.items())
+        plans = "plans " + ", ".join(
+            f"{key} {plan.fingerprint()}" for key, plan in contents.plan.items()
+        )
     title = f"Checkpoint {contents.path.name} of {when}, saved by {mesh_text(contents.mesh_axes)} under {plans}"
     rows = [
         [label, "; ".join(kinds), *map(table.count, numbers), table.size(size)]
@@ -453,13 +503,22 @@ def _table(contents: Contents) -> Table:
 def _groups(contents: Contents) -> dict[str, Any]:
     """Return ``[kinds, number of tensors, elements, bytes]`` of the tensors of each label."""
     groups: dict[str, list[Any]] = {}
-    words = {"sharded": "shards", "whole": "one copy", "local": "each rank's own", "rank": "each rank's own"}
+    words = {
+        "sharded": "shards",
+        "whole": "one copy",
+        "local": "each rank's own",
+        "rank": "each rank's own",
+    }
     mesh_axes = contents.mesh_axes
     for metadata in contents.items.values():
         group = groups.setdefault(metadata.label, [[], 0, 0, 0])
         axes = metadata.own_axes
         along = f"one for each index along {' and '.join(axes)}" if axes else words["sharded"]
-        along += f", in slices along {' and '.join(cut.axis for cut in metadata.cuts)}" if metadata.cuts else ""
+        along += (
+            f", in slices along {' and '.join(cut.axis for cut in metadata.cuts)}"
+            if metadata.cuts
+            else ""
+        )
         kind = f"{along if metadata.cuts else words.get(metadata.kind, along)}, {metadata.dtype}"
         group[0] += [kind] if kind not in group[0] else []
         copies = math.prod(mesh_axes[axis] for axis in axes)
@@ -477,4 +536,8 @@ def _total(contents: Contents) -> list[str]:
 
 def _shortened(found: Mapping[str, Any], most: int = 20) -> list[tuple[str, Any]]:
     pairs = list(found.items())
-    return pairs[:most] if len(pairs) <= most else [*pairs[:most], (f"and {len(pairs) - most} more values", "…")]
+    return (
+        pairs[:most]
+        if len(pairs) <= most
+        else [*pairs[:most], (f"and {len(pairs) - most} more values", "…")]
+    )

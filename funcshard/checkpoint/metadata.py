@@ -18,7 +18,17 @@ from typing import Any
 import torch
 
 from funcshard._utils import loaded_class, public_class_name
-from funcshard.plan import AXES, BufferPlan, LeafCut, LeafSpec, Plan, UnitPlan, own_axes, rank_at, whole_shape_of
+from funcshard.plan import (
+    AXES,
+    BufferPlan,
+    LeafCut,
+    LeafSpec,
+    Plan,
+    UnitPlan,
+    own_axes,
+    rank_at,
+    whole_shape_of,
+)
 
 TreeSpec = Any
 """A state without its tensors, as JSON. Each node is one of these:
@@ -106,7 +116,14 @@ class TensorMetadata:
     def from_json(cls, fields: Sequence[Any]) -> TensorMetadata:
         """Return the metadata that ``to_json`` wrote, of any version of the library."""
         shape, dtype, kind, on_mesh, label, *cuts = fields
-        return cls(tuple(shape), dtype, kind, on_mesh, label, tuple(LeafCut(*cut) for each in cuts for cut in each))
+        return cls(
+            tuple(shape),
+            dtype,
+            kind,
+            on_mesh,
+            label,
+            tuple(LeafCut(*cut) for each in cuts for cut in each),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +170,19 @@ def replicated_summary(flat: FlatState) -> dict[str, Any]:
     The summary holds every value, the checksum of every replicated tensor, and one digest of the
     tree and of all shapes and dtypes.
     """
-    tensors = {name: [*t.shape, t.dtype, t.kind, t.cuts] for name, t in flat.tensors.items() if t.kind != "rank"}
-    structure = hashlib.sha256(json.dumps([flat.spec, tensors], sort_keys=True).encode()).hexdigest()
-    return {"values": replicated_values(flat.spec), "tensors": flat.checksums, "structure": structure}
+    tensors = {
+        name: [*t.shape, t.dtype, t.kind, t.cuts]
+        for name, t in flat.tensors.items()
+        if t.kind != "rank"
+    }
+    structure = hashlib.sha256(
+        json.dumps([flat.spec, tensors], sort_keys=True).encode()
+    ).hexdigest()
+    return {
+        "values": replicated_values(flat.spec),
+        "tensors": flat.checksums,
+        "structure": structure,
+    }
 
 
 def check_replicated(summaries: Sequence[dict[str, Any]]) -> None:
@@ -169,10 +196,14 @@ def check_replicated(summaries: Sequence[dict[str, Any]]) -> None:
             one, two = first["values"][path], other["values"][path]
             if json.dumps(one) != json.dumps(two):
                 shown, differs = shortened(one, two)
-                raise ValueError(f"{path!r} of the state is {shown} on rank 0 and {differs} on rank {rank}: {remedy}")
+                raise ValueError(
+                    f"{path!r} of the state is {shown} on rank 0 and {differs} on rank {rank}: {remedy}"
+                )
         for name in first["tensors"].keys() & other["tensors"].keys():
             if first["tensors"][name] != other["tensors"][name]:
-                raise ValueError(f"tensor {name!r} of the state is not the same on rank 0 and rank {rank}: {remedy}")
+                raise ValueError(
+                    f"tensor {name!r} of the state is not the same on rank 0 and rank {rank}: {remedy}"
+                )
         raise ValueError(
             f"the state must have the same structure on every rank; rank {rank}'s differs from rank 0's: {remedy}"
         )
@@ -181,7 +212,9 @@ def check_replicated(summaries: Sequence[dict[str, Any]]) -> None:
 def shortened(one: Any, other: Any, most: int = 80) -> tuple[str, str]:
     """Return two different values as text; of long ones, the part around the first difference."""
     texts = repr(one), repr(other)
-    at = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
+    at = next(
+        (i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts))
+    )
     begin = max(0, at - most // 2)
 
     def part(text: str) -> str:
@@ -226,7 +259,9 @@ def name_in(names: Container[str], leaf: LeafSpec) -> str | None:
     return next((name for name in (leaf.path, *leaf.aliases) if name in names), None)
 
 
-def stored_name(name: str, kind: str, position: Mapping[str, int], mesh_axes: Mapping[str, int]) -> str:
+def stored_name(
+    name: str, kind: str, position: Mapping[str, int], mesh_axes: Mapping[str, int]
+) -> str:
     """Return the name under which the tensor of one rank is stored: local ones have a suffix.
 
     Arguments:
@@ -301,8 +336,13 @@ def by_entry(root: Any, plans: Plans) -> list[tuple[str, Any, Plan]]:
             f"of {missing[0]!r}: give the plan the key of its part of the state"
         )
     plan = any_plan(plans)
-    no_units = dataclasses.replace(plan, structure=("dict", (), ()), unit_list=(), precision=None, names=())
-    return [(str(key), child, plans.get(key, no_units)) for key, child in zip(keys, root[-1], strict=True)]
+    no_units = dataclasses.replace(
+        plan, structure=("dict", (), ()), unit_list=(), precision=None, names=()
+    )
+    return [
+        (str(key), child, plans.get(key, no_units))
+        for key, child in zip(keys, root[-1], strict=True)
+    ]
 
 
 # --- flat buffers ---------------------------------------------------------------------------------
@@ -326,5 +366,10 @@ def copy_axes(buffer: BufferPlan, mesh_axes: Mapping[str, int]) -> dict[str, int
 
 def buffers_in_tree_order(plan: Plan, *, trainable_only: bool) -> list[tuple[UnitPlan, BufferPlan]]:
     """Return the buffers, with their units, in the order of the leaves of a tree of shards."""
-    pairs = [(unit, buffer) for unit in plan.unit_list for buffer in unit.buffers if buffer.trainable or not trainable_only]
+    pairs = [
+        (unit, buffer)
+        for unit in plan.unit_list
+        for buffer in unit.buffers
+        if buffer.trainable or not trainable_only
+    ]
     return sorted(pairs, key=lambda pair: (pair[0].name, pair[1].key))

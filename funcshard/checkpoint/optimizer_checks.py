@@ -33,14 +33,21 @@ def check_opt_state(opt_state: Any, optimizer: Any, plan: Plan) -> None:
         )
 
 
-def add_checksums(checksums: LeafChecksums, by_path: Mapping[str, LeafState], others: Mapping[str, Any], plan: Plan) -> None:
+def add_checksums(
+    checksums: LeafChecksums,
+    by_path: Mapping[str, LeafState],
+    others: Mapping[str, Any],
+    plan: Plan,
+) -> None:
     """Add the full tensors and scalars of a state dict, which must be the same on every rank."""
 
     def add(name: str, value: Any, local: tuple[str, ...]) -> None:
         if is_full(value):
             checksums.add(name, value, local)
         elif isinstance(value, int | float):
-            checksums.add(name, torch.tensor(float(value), dtype=torch.float64, device="cpu"), local)
+            checksums.add(
+                name, torch.tensor(float(value), dtype=torch.float64, device="cpu"), local
+            )
 
     for _, buffer in trainable_buffers(plan):
         for leaf in buffer.leaves:
@@ -57,7 +64,10 @@ def check_names(by_path: dict[str, LeafState], step: Any) -> None:
         of_group = dict.fromkeys(range(step.layout.count), known)
     elif step.known is not None and step.cls.__module__.startswith("torch.optim."):
         known = step.known
-        of_group = {n: learn_entries(step.cls, step.options, [n], True) or known for n in range(len(step.options))}
+        of_group = {
+            n: learn_entries(step.cls, step.options, [n], True) or known
+            for n in range(len(step.options))
+        }
     else:
         return  # a class of the user's own may keep other names for other leaves
     for path, own in by_path.items():
@@ -65,7 +75,9 @@ def check_names(by_path: dict[str, LeafState], step: Any) -> None:
         if group is None or not own:  # some optimizers keep no state of a leaf that got no gradient
             continue
         missing = sorted(of_group[group].flat.keys() - own.keys())
-        unexpected = sorted(name for name in own.keys() - known.flat.keys() if known.exact and own[name] is not None)
+        unexpected = sorted(
+            name for name in own.keys() - known.flat.keys() if known.exact and own[name] is not None
+        )
         if missing or unexpected:
             raise ValueError(
                 f"the optimizer's state dict must hold {sorted(of_group[group].flat) or 'nothing'} of leaf {path!r}, as "

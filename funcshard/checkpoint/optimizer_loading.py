@@ -36,7 +36,13 @@ from funcshard.core import (
     zero_shard,
 )
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_name
-from funcshard.train import MuonStep, ParamGroupLayout, TorchOptimizer, check_optimizer, trainable_buffers
+from funcshard.train import (
+    MuonStep,
+    ParamGroupLayout,
+    TorchOptimizer,
+    check_optimizer,
+    trainable_buffers,
+)
 
 # A function from a buffer, and the full tensors or pieces of its leaves, to this rank's shard.
 _Cut = Callable[[UnitPlan, BufferPlan, Mesh, Mapping[str, Any], str], torch.Tensor]
@@ -104,18 +110,30 @@ def optimizer_from_state_dict(
     check_flags(strict=strict, check=check)
     if steps is not None:
         remedy = "pass the step of the TrainState that the state dict belongs to"
-        steps = check_count("steps", steps, 0, of="steps", none="for the step of the state", remedy=remedy)
-    check_mesh(plan, mesh, {"the options of optimizer_from_state_dict": f"src={src!r}, strict={strict!r}, check={check!r}"})
+        steps = check_count(
+            "steps", steps, 0, of="steps", none="for the step of the state", remedy=remedy
+        )
+    check_mesh(
+        plan,
+        mesh,
+        {
+            "the options of optimizer_from_state_dict": f"src={src!r}, strict={strict!r}, check={check!r}"
+        },
+    )
     if src is not None:
         return _from_rank(state_dict, optimizer, plan, mesh, src, strict, steps)
-    checksums = LeafChecksums(mesh, "the optimizer's state dict", "load the same file on every rank, or pass src=0")
+    checksums = LeafChecksums(
+        mesh, "the optimizer's state dict", "load the same file on every rank, or pass src=0"
+    )
     state, fault = None, None
     try:
         check_optimizer(optimizer, plan)
         by_path, options = _by_path(state_dict, plan, strict)
         if check:
             add_checksums(checksums, by_path, {**options, "steps": steps}, plan)
-        state = _state_on_shards(by_path, options, optimizer, plan, mesh, steps, shard_from_leaves, strict)
+        state = _state_on_shards(
+            by_path, options, optimizer, plan, mesh, steps, shard_from_leaves, strict
+        )
     except Exception as error:  # of any kind, because other ranks wait
         fault = error
     checksums.start(fault).finish()
@@ -123,7 +141,13 @@ def optimizer_from_state_dict(
 
 
 def _from_rank(
-    state_dict: Mapping[str, Any], optimizer: Any, plan: Plan, mesh: Mesh, src: int, strict: bool, steps: int | None
+    state_dict: Mapping[str, Any],
+    optimizer: Any,
+    plan: Plan,
+    mesh: Mesh,
+    src: int,
+    strict: bool,
+    steps: int | None,
 ) -> Any:
     """Return this rank's optimizer state from the state dict of rank ``src``."""
     check_source(src, mesh)
@@ -145,7 +169,16 @@ def _from_rank(
     if mesh.rank != src:
         by_path, options = decode_state(text, mesh.device)
     # From here on every rank has the same names, shapes and scalars, so every rank does the same.
-    return _state_on_shards(by_path, options, optimizer, plan, mesh, steps, functools.partial(shard_from_rank, src), strict)
+    return _state_on_shards(
+        by_path,
+        options,
+        optimizer,
+        plan,
+        mesh,
+        steps,
+        functools.partial(shard_from_rank, src),
+        strict,
+    )
 
 
 def _state_on_shards(
@@ -167,7 +200,14 @@ def _state_on_shards(
         return like
     names = sorted({name for own in by_path.values() for name in own})
     by_name = {
-        name: _by_buffer({p: {name: own[name]} for p, own in by_path.items() if name in own}, None, plan, mesh, cut, strict)
+        name: _by_buffer(
+            {p: {name: own[name]} for p, own in by_path.items() if name in own},
+            None,
+            plan,
+            mesh,
+            cut,
+            strict,
+        )
         for name in names
     }
     initial, _ = partition_state(like, plan)
@@ -182,7 +222,11 @@ def _state_on_shards(
             own, first = by_name[path][unit.name][buffer.key], initial[path][unit.name][buffer.key]
             value = found[unit.name][buffer.key] = own.get(path, first)
             for leaf in buffer.leaves if not strict and path in own else ():
-                if path not in by_path.get(leaf.path, {}) and isinstance(value, torch.Tensor) and value.ndim:
+                if (
+                    path not in by_path.get(leaf.path, {})
+                    and isinstance(value, torch.Tensor)
+                    and value.ndim
+                ):
                     part = buffer.part(leaf, mesh.shard.rank)
                     value[part.in_shard] = first[part.in_shard]
         return found
@@ -193,7 +237,9 @@ def _state_on_shards(
 # --- to an optimizer's state ----------------------------------------------------------------------
 
 
-def _by_path(state_dict: Mapping[str, Any], plan: Plan, strict: bool) -> tuple[dict[str, LeafState], dict[str, Any]]:
+def _by_path(
+    state_dict: Mapping[str, Any], plan: Plan, strict: bool
+) -> tuple[dict[str, LeafState], dict[str, Any]]:
     """Return the state of each trainable leaf by path, and the first parameter group's options."""
     leaves = [leaf for _, buffer in trainable_buffers(plan) for leaf in buffer.leaves]
     if not isinstance(state_dict, Mapping):
@@ -254,10 +300,16 @@ def _unflattened(flat: Mapping[str, Any], leaves: Sequence[LeafSpec]) -> dict[st
     for leaf in leaves:
         for path in (leaf.path, *leaf.aliases):
             begin, first = f"state.{path}.", f"param_groups.{path}."
-            own = {name.removeprefix(begin): value for name, value in flat.items() if name.startswith(begin)}
+            own = {
+                name.removeprefix(begin): value
+                for name, value in flat.items()
+                if name.startswith(begin)
+            }
             used.update(begin + name for name in own)
             state |= {path: own} if own else {}
-            options = options or {n.removeprefix(first): v for n, v in flat.items() if n.startswith(first)}
+            options = options or {
+                n.removeprefix(first): v for n, v in flat.items() if n.startswith(first)
+            }
     for name in flat.keys() - used:  # of leaves that have no state here
         path, _, entry = name.removeprefix("state.").rpartition(".")
         if name.startswith("state."):
@@ -266,7 +318,13 @@ def _unflattened(flat: Mapping[str, Any], leaves: Sequence[LeafSpec]) -> dict[st
 
 
 def _torch_state(
-    by_path: dict[str, LeafState], step: Any, plan: Plan, mesh: Mesh, steps: int | None, cut: _Cut, strict: bool
+    by_path: dict[str, LeafState],
+    step: Any,
+    plan: Plan,
+    mesh: Mesh,
+    steps: int | None,
+    cut: _Cut,
+    strict: bool,
 ) -> dict[str, Any]:
     """Return the state of ``torch_optimizer`` or ``muon``."""
     check_names(by_path, step)
@@ -275,12 +333,19 @@ def _torch_state(
         others = {path: own for path, own in by_path.items() if path not in step.layout.group_of}
         adamw = _torch_state(others, step.adamw, plan, mesh, steps, cut, strict)
         steps = _steps(by_path, [step.options, *step.adamw.options], steps)
-        state = {**step.init(_zero_shards(plan, mesh)), "steps": steps, "adamw": {**adamw, "steps": steps}}
+        state = {
+            **step.init(_zero_shards(plan, mesh)),
+            "steps": steps,
+            "adamw": {**adamw, "steps": steps},
+        }
         if any(matrices.values()):
             # Why strict: momentum is zeros before the first step, so leaves without it need no
             # care.
             leaves = _by_buffer(matrices, step.layout, plan, mesh, cut, strict=True)
-            state["momentum"] = {u: {k: own["momentum_buffer"] for k, own in each.items()} for u, each in leaves.items()}
+            state["momentum"] = {
+                u: {k: own["momentum_buffer"] for k, own in each.items()}
+                for u, each in leaves.items()
+            }
         return state
     on_device = any(options.get("fused") or options.get("capturable") for options in step.options)
     dampened = any(options.get("dampening") for options in step.options)
@@ -314,13 +379,19 @@ def _by_buffer(
     shapes = {leaf.path: leaf.whole_shape for leaf in plan.leaves}
     names = dict.fromkeys(name for own in by_path.values() for name in own)
     elementwise = {
-        name: any(_is_elementwise(name, own[name], shapes[path]) for path, own in by_path.items() if name in own)
+        name: any(
+            _is_elementwise(name, own[name], shapes[path])
+            for path, own in by_path.items()
+            if name in own
+        )
         for name in names
     }
     for unit, buffer in trainable_buffers(plan):
         own = found[unit.name][buffer.key] = {}
         device = (torch.device("cpu") if unit.offload else mesh.device) if on_device else None
-        members = [leaf.path for leaf in buffer.leaves if layout is None or leaf.path in layout.group_of]
+        members = [
+            leaf.path for leaf in buffer.leaves if layout is None or leaf.path in layout.group_of
+        ]
         begun = [path for path in members if by_path.get(path)]
         anew = [path for path in members if not by_path.get(path) and not strict]
         if anew and not begun:
@@ -329,7 +400,11 @@ def _by_buffer(
             _check_groups(begun, anew, None if dampened else layout)
         without = {_group(path, layout) for path in anew}
         for name in names:
-            values = {leaf.path: by_path[leaf.path][name] for leaf in buffer.leaves if name in by_path.get(leaf.path, {})}
+            values = {
+                leaf.path: by_path[leaf.path][name]
+                for leaf in buffer.leaves
+                if name in by_path.get(leaf.path, {})
+            }
             if elementwise[name]:
                 value = _flat_tensor(name, values, unit, buffer, mesh, cut)
                 own[name] = value if layout is None else layout.pick(value, buffer).clone()
@@ -343,7 +418,9 @@ def _group(path: str, layout: ParamGroupLayout | None) -> int:
     return 0 if layout is None else layout.group_of[path]
 
 
-def _check_groups(begun: Sequence[str], anew: Sequence[str], layout: ParamGroupLayout | None) -> None:
+def _check_groups(
+    begun: Sequence[str], anew: Sequence[str], layout: ParamGroupLayout | None
+) -> None:
     """Raise unless no leaf that begins anew shares buffer and group with one that has state."""
     for path in anew:
         peer = next((peer for peer in begun if _group(peer, layout) == _group(path, layout)), None)
@@ -364,7 +441,13 @@ def _flat_tensor(
     first = first[0] if isinstance(first, Sequence) and not isinstance(first, Piece) else first
     tensor = first.tensor if isinstance(first, Piece) else first
     dtype = dtype_name(tensor.dtype) if isinstance(tensor, torch.Tensor) else buffer.dtype
-    return cut(unit, dataclasses.replace(buffer, dtype=dtype), mesh, values, f"{name!r} of the optimizer's state dict")
+    return cut(
+        unit,
+        dataclasses.replace(buffer, dtype=dtype),
+        mesh,
+        values,
+        f"{name!r} of the optimizer's state dict",
+    )
 
 
 def _scalars(
@@ -396,7 +479,9 @@ def _scalars(
                 f"{float(first)} for {before!r} and {float(value)} for {path!r}: give one a group of its own, in groups="
             )
     count = 1 if layout is None else layout.count
-    scalars = tuple(_copied(found[group][1], device) if group in found else None for group in range(count))
+    scalars = tuple(
+        _copied(found[group][1], device) if group in found else None for group in range(count)
+    )
     return scalars if count > 1 else scalars[0]
 
 
@@ -415,7 +500,9 @@ def _is_elementwise(name: str, value: Any, shape: tuple[int, ...]) -> bool:
     return shape != () or name not in ("step", "mu_product", "eta", "mu")
 
 
-def _steps(by_path: dict[str, LeafState], options: Sequence[Mapping[str, Any]], steps: int | None) -> int:
+def _steps(
+    by_path: dict[str, LeafState], options: Sequence[Mapping[str, Any]], steps: int | None
+) -> int:
     """Return the number of steps taken: ``steps`` if given, else the largest ``step`` of a leaf."""
     if steps is not None:
         return steps
@@ -431,4 +518,7 @@ def _steps(by_path: dict[str, LeafState], options: Sequence[Mapping[str, Any]], 
 
 
 def _zero_shards(plan: Plan, mesh: Mesh) -> dict[str, dict[str, torch.Tensor]]:
-    return {unit.name: {b.key: zero_shard(unit, b, mesh) for b in unit.buffers if b.trainable} for unit in plan.unit_list}
+    return {
+        unit.name: {b.key: zero_shard(unit, b, mesh) for b in unit.buffers if b.trainable}
+        for unit in plan.unit_list
+    }

@@ -27,10 +27,15 @@ def encode_state(by_path: Mapping[str, LeafState], others: Mapping[str, Any], pl
     """
     shapes = {leaf.path: leaf.whole_shape for leaf in plan.leaves}
     state = {
-        path: {name: _encode(value, f"{name!r} of leaf {path!r}", shapes[path]) for name, value in own.items()}
+        path: {
+            name: _encode(value, f"{name!r} of leaf {path!r}", shapes[path])
+            for name, value in own.items()
+        }
         for path, own in by_path.items()
     }
-    return json.dumps([state, {name: _encode(value, repr(name), None) for name, value in others.items()}])
+    return json.dumps(
+        [state, {name: _encode(value, repr(name), None) for name, value in others.items()}]
+    )
 
 
 def decode_state(text: str, device: torch.device) -> tuple[dict[str, LeafState], dict[str, Any]]:
@@ -39,7 +44,10 @@ def decode_state(text: str, device: torch.device) -> tuple[dict[str, LeafState],
     Tensors of leaves are on the meta device. Scalars that were on an accelerator are on ``device``.
     """
     state, others = json.loads(text)
-    by_path = {path: {name: _decode(value, device) for name, value in own.items()} for path, own in state.items()}
+    by_path = {
+        path: {name: _decode(value, device) for name, value in own.items()}
+        for path, own in state.items()
+    }
     return by_path, {name: _decode(value, device) for name, value in others.items()}
 
 
@@ -66,7 +74,9 @@ def _decode(encoded: list[Any], device: torch.device) -> Any:
         return torch.empty(shape, dtype=dtype, device="meta")
     place = torch.device("cpu") if encoded[3] else device
     if dtype.is_complex:
-        return torch.view_as_complex(torch.tensor(encoded[2], dtype=dtype.to_real(), device=place)).reshape(shape)
+        return torch.view_as_complex(
+            torch.tensor(encoded[2], dtype=dtype.to_real(), device=place)
+        ).reshape(shape)
     return torch.tensor(encoded[2], dtype=dtype, device=place).reshape(shape)
 
 

@@ -91,20 +91,30 @@ def optimizer_to_state_dict(
     Source: ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``.
     """
     check_flags(rank0_only=rank0_only, offload=offload, sharded=sharded, flatten=flatten)
-    check_mesh(plan, mesh, {"the options of optimizer_to_state_dict": f"rank0_only={rank0_only!r}, sharded={sharded!r}"})
+    check_mesh(
+        plan,
+        mesh,
+        {
+            "the options of optimizer_to_state_dict": f"rank0_only={rank0_only!r}, sharded={sharded!r}"
+        },
+    )
     if rank0_only:
         check_no_local_leaf(plan)
     check_optimizer(optimizer, plan)
     check_opt_state(opt_state, optimizer, plan)
     entries, param_groups = _entries_and_groups(opt_state, optimizer, plan)
     found: dict[str, LeafState] = {path: {} for path in _trainable_paths(plan)}
-    anew: set[str] = set()  # leaves of groups that take their first step next, and have no state yet
+    anew: set[str] = (
+        set()
+    )  # leaves of groups that take their first step next, and have no state yet
     for entry in entries:
         for unit, buffer in trainable_buffers(plan):
             value = entry.values[unit.name].get(buffer.key)
             if isinstance(value, torch.Tensor) and entry.is_flat(value, buffer):
                 flat = value if entry.layout is None else entry.layout.spread(value, buffer)
-                for leaf, part in leaves_for_this_rank(flat, unit, buffer, mesh, rank0_only, offload, sharded):
+                for leaf, part in leaves_for_this_rank(
+                    flat, unit, buffer, mesh, rank0_only, offload, sharded
+                ):
                     if entry.has(leaf):
                         found[leaf.path][entry.name] = part
             elif isinstance(value, torch.Tensor) and value.ndim == 1 and value.numel() > 1:
@@ -115,13 +125,21 @@ def optimizer_to_state_dict(
             elif value is not None:
                 for leaf in filter(entry.has, buffer.leaves):
                     scalar = value[entry.group(leaf)] if isinstance(value, tuple) else value
-                    if scalar is None and isinstance(value, tuple) and any(each is not None for each in value):
+                    if (
+                        scalar is None
+                        and isinstance(value, tuple)
+                        and any(each is not None for each in value)
+                    ):
                         anew.add(leaf.path)
-                    found[leaf.path][entry.name] = kept_copy(scalar, offload) if isinstance(scalar, torch.Tensor) else scalar
+                    found[leaf.path][entry.name] = (
+                        kept_copy(scalar, offload) if isinstance(scalar, torch.Tensor) else scalar
+                    )
     if rank0_only and mesh.rank:
         return {}
     state_dict = {
-        "state": plan.in_order({path: own for path, own in found.items() if own and path not in anew}),
+        "state": plan.in_order(
+            {path: own for path, own in found.items() if own and path not in anew}
+        ),
         "param_groups": param_groups,
     }
     return _flattened(state_dict) if flatten else state_dict
@@ -159,12 +177,16 @@ class _Entry:
         return 0 if self.layout is None else self.layout.group_of[leaf.path]
 
 
-def _entries_and_groups(opt_state: Any, optimizer: Any, plan: Plan) -> tuple[list[_Entry], list[dict[str, Any]]]:
+def _entries_and_groups(
+    opt_state: Any, optimizer: Any, plan: Plan
+) -> tuple[list[_Entry], list[dict[str, Any]]]:
     """Return the entries of an optimizer's state, and its parameter groups."""
     paths = _trainable_paths(plan)
     if not isinstance(optimizer, TorchOptimizer):
         per_shard, others = partition_state(opt_state, plan)
-        return [_Entry(path, values) for path, values in per_shard.items()], [{**others, "params": paths}]
+        return [_Entry(path, values) for path, values in per_shard.items()], [
+            {**others, "params": paths}
+        ]
     step: Any = optimizer.step
     wanted = {"steps", "momentum", "adamw"} if isinstance(step, MuonStep) else {"steps", "leaves"}
     if missing := wanted - opt_state.keys():
@@ -185,16 +207,29 @@ def _entries_and_groups(opt_state: Any, optimizer: Any, plan: Plan) -> tuple[lis
 
 def _torch_entries(opt_state: Any, step: TorchStep, plan: Plan) -> list[_Entry]:
     leaves = {unit.name: {} for unit in plan.unit_list} | opt_state["leaves"]
-    names = dict.fromkeys(name for unit, buffer in trainable_buffers(plan) for name in leaves[unit.name][buffer.key])
+    names = dict.fromkeys(
+        name for unit, buffer in trainable_buffers(plan) for name in leaves[unit.name][buffer.key]
+    )
     return [
-        _Entry(name, {unit: {key: own.get(name) for key, own in each.items()} for unit, each in leaves.items()}, step.layout)
+        _Entry(
+            name,
+            {
+                unit: {key: own.get(name) for key, own in each.items()}
+                for unit, each in leaves.items()
+            },
+            step.layout,
+        )
         for name in names
     ]
 
 
 def _flattened(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a state dict as one flat dictionary; the inverse is in ``optimizer_loading``."""
-    state = {f"state.{path}.{name}": v for path, own in state_dict["state"].items() for name, v in own.items()}
+    state = {
+        f"state.{path}.{name}": v
+        for path, own in state_dict["state"].items()
+        for name, v in own.items()
+    }
     options = {
         f"param_groups.{path}.{key}": value
         for group in state_dict["param_groups"]

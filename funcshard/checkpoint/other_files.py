@@ -26,7 +26,10 @@ def what_it_holds(folder: Path) -> str:
         return "save wrote this checkpoint: restore(path, plan, mesh) reads it"
     if "snapshots" in names:
         return "it is a cache of the hub: pass the folder that huggingface_hub.snapshot_download(name) returns"
-    ways = {"*.gguf": "from_pretrained(folder, gguf_file={!r})", "pytorch_model*": "from_pretrained(folder)"}
+    ways = {
+        "*.gguf": "from_pretrained(folder, gguf_file={!r})",
+        "pytorch_model*": "from_pretrained(folder)",
+    }
     for pattern, remedy in ways.items():
         if found := fnmatch.filter(names, pattern):
             return (

@@ -45,7 +45,9 @@ class PathLock:
         _HELD.discard(self)
         file = lock_file(self.path)
         with contextlib.suppress(OSError):
-            if _is_open_as(file, self.descriptor):  # if not, somebody removed it, and another process may have made it
+            if _is_open_as(
+                file, self.descriptor
+            ):  # if not, somebody removed it, and another process may have made it
                 os.unlink(file)  # first: a process that opened it looks whether it is still there
         if self.certain:
             with contextlib.suppress(OSError):
@@ -80,7 +82,11 @@ def take(path: Path) -> PathLock | None:
         os.close(descriptor)  # its last holder has removed this file
     with contextlib.suppress(OSError):  # only words for other processes
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps({"host": socket.gethostname(), "process": os.getpid()}).encode(), 0)
+        os.pwrite(
+            descriptor,
+            json.dumps({"host": socket.gethostname(), "process": os.getpid()}).encode(),
+            0,
+        )
     lock = PathLock(path, descriptor, certain)
     _HELD.add(lock)
     return lock
@@ -126,7 +132,9 @@ def _words(file: Path) -> dict[str, Any]:
         ValueError: it holds something else.
     """
     data = read_regular(file, most=1000, links=False)
-    found = file_data.table("the file", file_data.parse(data) if data else {}, others=False, later=("host", "process"))
+    found = file_data.table(
+        "the file", file_data.parse(data) if data else {}, others=False, later=("host", "process")
+    )
     if found:
         file_data.text("host", found.get("host"))
         file_data.whole("process", found.get("process"))

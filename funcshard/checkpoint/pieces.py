@@ -10,7 +10,16 @@ import torch
 from funcshard.checkpoint.metadata import copy_axes
 from funcshard.comm import Mesh
 from funcshard.core import can_cast
-from funcshard.plan import Box, BufferPlan, LeafSpec, boxes, dtype_of, own_axes, rank_at, slice_offsets
+from funcshard.plan import (
+    Box,
+    BufferPlan,
+    LeafSpec,
+    boxes,
+    dtype_of,
+    own_axes,
+    rank_at,
+    slice_offsets,
+)
 
 
 class Piece(NamedTuple):
@@ -58,7 +67,9 @@ def _slice_of(piece: Piece) -> Box:
     return Box(tuple(begin for begin, _ in piece.within), tuple(size for _, size in piece.within))
 
 
-def own_pieces(flat: torch.Tensor, buffer: BufferPlan, mesh: Mesh) -> Iterator[tuple[LeafSpec, Piece]]:
+def own_pieces(
+    flat: torch.Tensor, buffer: BufferPlan, mesh: Mesh
+) -> Iterator[tuple[LeafSpec, Piece]]:
     """Yield this rank's piece of each leaf, as a view of ``flat``, which is cut like ``buffer``."""
     copy = rank_at(mesh.position, copy_axes(buffer, mesh.shape))
     flat, position = flat.detach(), mesh.position
@@ -68,7 +79,9 @@ def own_pieces(flat: torch.Tensor, buffer: BufferPlan, mesh: Mesh) -> Iterator[t
         whole = leaf.shape
         within: tuple[tuple[int, int], ...] = ()
         if leaf.cuts and (whole := leaf.whole_shape) != leaf.shape:
-            within = tuple(zip(slice_offsets(leaf.shape, leaf.cuts, position), leaf.shape, strict=True))
+            within = tuple(
+                zip(slice_offsets(leaf.shape, leaf.cuts, position), leaf.shape, strict=True)
+            )
         yield leaf, Piece(own, part.begin, whole, copy, within)
 
 
@@ -76,11 +89,21 @@ def as_pieces(value: Any) -> list[Piece] | None:
     """Return an entry of a state dict as a list of pieces, or ``None`` if it is none."""
     if isinstance(value, Piece):
         return [value]
-    return list(value) if isinstance(value, Sequence) and all(isinstance(each, Piece) for each in value) else None
+    return (
+        list(value)
+        if isinstance(value, Sequence) and all(isinstance(each, Piece) for each in value)
+        else None
+    )
 
 
 def check_pieces(
-    pieces: Sequence[Piece], leaf: LeafSpec, buffer: BufferPlan, mesh: Mesh, where: str, *, cast: bool | None = None
+    pieces: Sequence[Piece],
+    leaf: LeafSpec,
+    buffer: BufferPlan,
+    mesh: Mesh,
+    where: str,
+    *,
+    cast: bool | None = None,
 ) -> None:
     """Raise ``ValueError`` unless pieces hold the elements of a leaf that this rank needs.
 
@@ -115,16 +138,26 @@ def check_pieces(
         )
 
 
-def _check_piece(piece: Piece, leaf: LeafSpec, buffer: BufferPlan, where: str, cast: bool | None) -> None:
-    if not isinstance(piece.offset, int) or not isinstance(piece.shape, Sequence) or piece.tensor.ndim != 1:
+def _check_piece(
+    piece: Piece, leaf: LeafSpec, buffer: BufferPlan, where: str, cast: bool | None
+) -> None:
+    if (
+        not isinstance(piece.offset, int)
+        or not isinstance(piece.shape, Sequence)
+        or piece.tensor.ndim != 1
+    ):
         raise ValueError(
             f"a piece of leaf {leaf.path!r} of {where} must be (tensor, offset, shape): a 1-D tensor, the index of its "
             f"first element in the raveled leaf, and the shape of the whole leaf; found a tensor of "
             f"{piece.tensor.ndim} dimensions, {piece.offset!r} and {piece.shape!r}"
         )
     wanted, found = dtype_of(buffer.dtype), piece.tensor.dtype
-    if tuple(piece.shape) != leaf.whole_shape or not (found == wanted or (cast and can_cast(found, wanted))):
-        remedy = ": pass cast=True to convert them" if cast is False and can_cast(found, wanted) else ""
+    if tuple(piece.shape) != leaf.whole_shape or not (
+        found == wanted or (cast and can_cast(found, wanted))
+    ):
+        remedy = (
+            ": pass cast=True to convert them" if cast is False and can_cast(found, wanted) else ""
+        )
         raise ValueError(
             f"pieces of leaf {leaf.path!r} of {where} must be of shape {leaf.whole_shape} and dtype {buffer.dtype}, as "
             f"planned; found {tuple(piece.shape)} and {str(found).removeprefix('torch.')}{remedy}"
@@ -146,34 +179,47 @@ def _check_piece(piece: Piece, leaf: LeafSpec, buffer: BufferPlan, where: str, c
         )
 
 
-def copy_pieces(local: torch.Tensor, pieces: Sequence[Piece], leaf: LeafSpec, buffer: BufferPlan, mesh: Mesh) -> None:
+def copy_pieces(
+    local: torch.Tensor, pieces: Sequence[Piece], leaf: LeafSpec, buffer: BufferPlan, mesh: Mesh
+) -> None:
     """Copy the elements of a leaf that belong into this rank's shard from pieces of it."""
     part = buffer.part(leaf, mesh.shard.rank)
     if leaf.whole_shape != leaf.shape or any(piece.within for piece in pieces):
         copy_boxes(local[part.in_shard], pieces, leaf, buffer, mesh)
         return
     for piece in pieces if part.numel else ():
-        begin, end = max(piece.offset, part.begin), min(piece.offset + piece.tensor.numel(), part.end)
+        begin, end = (
+            max(piece.offset, part.begin),
+            min(piece.offset + piece.tensor.numel(), part.end),
+        )
         if begin < end:
             with torch.no_grad():
                 own = local[part.in_shard][begin - part.begin : end - part.begin]
                 own.copy_(piece.tensor[begin - piece.offset : end - piece.offset])
 
 
-def copy_boxes(own: torch.Tensor, pieces: Sequence[Piece], leaf: LeafSpec, buffer: BufferPlan, mesh: Mesh) -> None:
+def copy_boxes(
+    own: torch.Tensor, pieces: Sequence[Piece], leaf: LeafSpec, buffer: BufferPlan, mesh: Mesh
+) -> None:
     """Copy elements of pieces of any slices into ``own``, this rank's part of a leaf, 1-D.
 
     Both are runs in their raveled slices. As boxes of the whole leaf they can be compared.
     """
     part = buffer.part(leaf, mesh.shard.rank)
-    targets = list(_boxes_of(own, part.begin, Box(slice_offsets(leaf.shape, leaf.cuts, mesh.position), leaf.shape)))
+    targets = list(
+        _boxes_of(
+            own, part.begin, Box(slice_offsets(leaf.shape, leaf.cuts, mesh.position), leaf.shape)
+        )
+    )
     with torch.no_grad():
         for piece in pieces:
             for source, values in _boxes_of(piece.tensor, piece.offset, _slice_of(piece)):
                 for target, out in targets:
                     if shared := target.overlap(source):
                         there = shared.moved([-begin for begin in source.offsets])
-                        out[shared.moved([-begin for begin in target.offsets]).slices].copy_(values[there.slices])
+                        out[shared.moved([-begin for begin in target.offsets]).slices].copy_(
+                            values[there.slices]
+                        )
 
 
 def _boxes_of(run: torch.Tensor, begin: int, within: Box) -> Iterator[tuple[Box, torch.Tensor]]:

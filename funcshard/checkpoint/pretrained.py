@@ -18,7 +18,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from funcshard._utils import callers_level, check_bytes, check_flag, check_path, did_you_mean, release_pages
+from funcshard._utils import (
+    callers_level,
+    check_bytes,
+    check_flag,
+    check_path,
+    did_you_mean,
+    release_pages,
+)
 from funcshard.checkpoint.adapters import adapter_reset, file_names
 from funcshard.checkpoint.hugging_face import (
     build_on_meta,
@@ -29,8 +36,19 @@ from funcshard.checkpoint.hugging_face import (
     stored,
     write_config,
 )
-from funcshard.checkpoint.safetensors import COMPARED, Entry, check_floating, open_tensors, write_tensors
-from funcshard.checkpoint.state_dict import check_all_shards, check_no_leaf, check_no_local_leaf, leaves_for_this_rank
+from funcshard.checkpoint.safetensors import (
+    COMPARED,
+    Entry,
+    check_floating,
+    open_tensors,
+    write_tensors,
+)
+from funcshard.checkpoint.state_dict import (
+    check_all_shards,
+    check_no_leaf,
+    check_no_local_leaf,
+    leaves_for_this_rank,
+)
 from funcshard.comm import Mesh, all_gather_texts
 from funcshard.core import (
     LeafChecksums,
@@ -45,7 +63,9 @@ from funcshard.module import Functional, init_buffers, init_missing, make_functi
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of, make_plan
 
 _Location = tuple[UnitPlan, BufferPlan, LeafSpec]
-_Grown = dict[str, tuple[_Location, torch.Tensor]]  # path -> its rows that the files hold, and these
+_Grown = dict[
+    str, tuple[_Location, torch.Tensor]
+]  # path -> its rows that the files hold, and these
 
 
 class Pretrained(NamedTuple):
@@ -144,7 +164,11 @@ def from_pretrained(
     folder = check_path("path", path)
     check_flag("mutable", mutable)
     check_floating("dtype", dtype)
-    if not (model is None or isinstance(model, nn.Module) or (isinstance(model, type) and issubclass(model, nn.Module))):
+    if not (
+        model is None
+        or isinstance(model, nn.Module)
+        or (isinstance(model, type) and issubclass(model, nn.Module))
+    ):
         raise TypeError(
             f"model must be a class of modules, a module on meta, or None; found {model!r}: pass the model's own class, "
             f"such as transformers.LlamaForCausalLM, or leave it out for the class that config.json names"
@@ -152,9 +176,13 @@ def from_pretrained(
     own = ["model", "dtype", "mutable", "plan", *list(inspect.signature(make_plan).parameters)[2:]]
     if unknown := sorted(options.keys() - set(own)):
         others = "its own are model, dtype, mutable and plan, all others make_plan's"
-        raise TypeError(f"from_pretrained has no option {unknown[0]!r}: {did_you_mean(unknown[0], own, otherwise=others)}")
+        raise TypeError(
+            f"from_pretrained has no option {unknown[0]!r}: {did_you_mean(unknown[0], own, otherwise=others)}"
+        )
     if plan is not None and options:
-        raise TypeError(f"from_pretrained takes a plan or options of make_plan; found a plan and {sorted(options)[0]!r}")
+        raise TypeError(
+            f"from_pretrained takes a plan or options of make_plan; found a plan and {sorted(options)[0]!r}"
+        )
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a Mesh, as from init_mesh(); found {type(mesh).__name__}")
     fault: Exception | None = None
@@ -168,7 +196,10 @@ def from_pretrained(
     assert plan is not None, "a rank without a plan raises above"
     check_mesh(plan, mesh)
     checksums = LeafChecksums(mesh, str(path), "give every rank the same files")
-    shards = {unit.name: {buffer.key: empty_shard(unit, buffer, mesh) for buffer in unit.buffers} for unit in plan.unit_list}
+    shards = {
+        unit.name: {buffer.key: empty_shard(unit, buffer, mesh) for buffer in unit.buffers}
+        for unit in plan.unit_list
+    }
     missing: list[str] = []
     adapters: list[str] = []
     grown: _Grown = {}
@@ -219,7 +250,12 @@ def _check_plan(plan: Plan, params: Mapping[str, torch.Tensor]) -> None:
 
 
 def _read(
-    module: nn.Module, tensors: Mapping[str, torch.Tensor], shards: Shards, plan: Plan, mesh: Mesh, folder: Path
+    module: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    shards: Shards,
+    plan: Plan,
+    mesh: Mesh,
+    folder: Path,
 ) -> tuple[list[str], _Grown, dict[str, torch.Tensor]]:
     """Copy this rank's part of each tensor into its shard.
 
@@ -245,7 +281,9 @@ def _read(
                 buffers[name] = tensor.to(module.get_buffer(name).dtype).to(mesh.device, copy=True)
                 continue
             unit, buffer, leaf = locations[name]
-            adds_rows = name in embeddings and not leaf.cuts and _has_more_rows(leaf.shape, tensor.shape)
+            adds_rows = (
+                name in embeddings and not leaf.cuts and _has_more_rows(leaf.shape, tensor.shape)
+            )
             # Why so: the rows of the file are the first elements of the leaf.
             rows = dataclasses.replace(leaf, shape=tuple(tensor.shape)) if adds_rows else leaf
             check_leaf(tensor, rows, buffer, str(folder), whole=True, cast=True)
@@ -331,11 +369,16 @@ def save_pretrained(
     Source: ``transformers.PreTrainedModel.save_pretrained``.
     """
     if not isinstance(apply, Functional) or not is_hugging_face(apply.skeleton.template):
-        found, remedy = type(apply).__name__, "pass the apply of from_pretrained or make_functional, before the shards"
+        found, remedy = (
+            type(apply).__name__,
+            "pass the apply of from_pretrained or make_functional, before the shards",
+        )
         if isinstance(apply, Functional):
             found = type(apply.skeleton.template).__name__
             remedy = "export_safetensors writes the parameters of any module"
-        raise TypeError(f"save_pretrained takes the apply of a model of Hugging Face; found {found}: {remedy}")
+        raise TypeError(
+            f"save_pretrained takes the apply of a model of Hugging Face; found {found}: {remedy}"
+        )
     folder, fault = check_path("path", path), ""
     most = check_bytes("max_shard_size", max_shard_size)
     check_floating("dtype", dtype)
@@ -347,7 +390,9 @@ def save_pretrained(
     groups = _stored_entries(module, plan)
     entries = [entry for group in groups for entry in group]
     entries += [Entry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in extra.items()]
-    tensors = _stored_tensors(module, shards, plan, mesh, [[entry.name for entry in group] for group in groups], extra)
+    tensors = _stored_tensors(
+        module, shards, plan, mesh, [[entry.name for entry in group] for group in groups], extra
+    )
     if mesh.rank == 0:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -371,11 +416,16 @@ def _stored_entries(module: nn.Module, plan: Plan) -> list[list[Entry]]:
         for unit in plan.unit_list
     }
     groups = [
-        [Entry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in stored(module, leaves).items()]
+        [
+            Entry(name, tuple(tensor.shape), tensor.dtype)
+            for name, tensor in stored(module, leaves).items()
+        ]
         for leaves in blank.values()
     ]
     # Why all at once too: a tensor of the files may be made of leaves that lie in several units.
-    meant = stored(module, {path: leaf for leaves in blank.values() for path, leaf in leaves.items()})
+    meant = stored(
+        module, {path: leaf for leaves in blank.values() for path, leaf in leaves.items()}
+    )
     found = {entry.name: entry.shape for group in groups for entry in group}
     wrong = sorted(name for name, tensor in meant.items() if found.get(name) != tuple(tensor.shape))
     if wrong:
@@ -387,14 +437,21 @@ def _stored_entries(module: nn.Module, plan: Plan) -> list[list[Entry]]:
 
 
 def _stored_tensors(
-    module: nn.Module, shards: Shards, plan: Plan, mesh: Mesh, names: list[list[str]], extra: Mapping[str, torch.Tensor]
+    module: nn.Module,
+    shards: Shards,
+    plan: Plan,
+    mesh: Mesh,
+    names: list[list[str]],
+    extra: Mapping[str, torch.Tensor],
 ) -> Iterator[torch.Tensor]:
     """Gather unit after unit; on rank 0, yield the tensors of the files, then ``extra``."""
     for unit, wanted in zip(plan.unit_list, names, strict=True):
         leaves: dict[str, torch.Tensor] = {}
         for buffer in unit.buffers:
             flat = shards[unit.name][buffer.key]
-            for leaf, value in leaves_for_this_rank(flat, unit, buffer, mesh, rank0_only=True, offload=True, sharded=False):
+            for leaf, value in leaves_for_this_rank(
+                flat, unit, buffer, mesh, rank0_only=True, offload=True, sharded=False
+            ):
                 leaves[leaf.path] = value
         if mesh.rank == 0:
             found = stored(module, leaves)

@@ -52,7 +52,9 @@ def table_of(rank: int) -> str:
     return f"__{rank}_0.json"
 
 
-def write_table(folder: Path, rank: int, flat: FlatState, regions: Sequence[Region], save: str) -> None:
+def write_table(
+    folder: Path, rank: int, flat: FlatState, regions: Sequence[Region], save: str
+) -> None:
     """Write a rank's table; it appears in the folder when it is complete.
 
     Arguments:
@@ -66,9 +68,13 @@ def write_table(folder: Path, rank: int, flat: FlatState, regions: Sequence[Regi
     body = {
         "save": save,
         "own": flat.rank_specs,
-        "items": {name: each.to_json() for name, each in flat.tensors.items() if each.kind == "rank"},
+        "items": {
+            name: each.to_json() for name, each in flat.tensors.items() if each.kind == "rank"
+        },
         "size": file.stat().st_size if regions else None,
-        "regions": [(r.name, r.begin, r.offsets, r.sizes, r.offset, r.length, r.checksum) for r in regions],
+        "regions": [
+            (r.name, r.begin, r.offsets, r.sizes, r.offset, r.length, r.checksum) for r in regions
+        ],
     }
     unfinished = folder / f".report.{rank}"
     write_text(unfinished, body)
@@ -122,13 +128,17 @@ def _body(path: Path, save: str, keys: Sequence[str], at: int | None) -> dict[st
     except ValueError as error:
         raise damaged(path, error) from None
     if body["save"] != save:
-        raise ValueError(f"{path} is damaged: it belongs to another checkpoint; restore another checkpoint")
+        raise ValueError(
+            f"{path} is damaged: it belongs to another checkpoint; restore another checkpoint"
+        )
     return body
 
 
 def write_sizes(folder: Path, world_size: int, save: str) -> None:
     """Write the sizes of the files of all ranks, and of those that rank 0 has written already."""
-    names = {name for rank in range(world_size) for name in (file_of(rank), table_of(rank))} | {".metadata"}
+    names = {name for rank in range(world_size) for name in (file_of(rank), table_of(rank))} | {
+        ".metadata"
+    }
     found = {each.name: each.stat().st_size for each in os.scandir(folder) if each.name in names}
     write_text(folder / SIZES, {"save": save, "files": dict(sorted(found.items()))})
 
@@ -151,7 +161,9 @@ def check_size(file: Path, size: int, at: int | None = None) -> None:
     except FileNotFoundError:
         raise _missing(file) from None
     if found != size:
-        raise ValueError(f"{file} is damaged: it has {found} bytes and was saved with {size}; restore another checkpoint")
+        raise ValueError(
+            f"{file} is damaged: it has {found} bytes and was saved with {size}; restore another checkpoint"
+        )
 
 
 def write_text(path: Path, body: Any) -> None:
@@ -188,7 +200,9 @@ def read_text(path: Path, at: int | None = None) -> tuple[bytes, str]:
         raise ValueError(f"{path} is of format {found}; this version of funcshard reads {FORMAT!r}")
     digest = hashlib.sha256(text).hexdigest()
     if head.get("sha256") != digest:
-        raise ValueError(f"{path} is damaged: its checksum is not the one that was saved; restore another checkpoint")
+        raise ValueError(
+            f"{path} is damaged: its checksum is not the one that was saved; restore another checkpoint"
+        )
     return text, digest
 
 
@@ -196,8 +210,12 @@ def damaged(path: Path, why: Exception | None = None) -> ValueError:
     """Return the error for a text file that no version of the library wrote."""
     kind = "the index" if path.name == INDEX else "a file"
     reason = f" ({why})" if why else ""
-    return ValueError(f"{path} is damaged: it is not {kind} of a checkpoint; restore another checkpoint{reason}")
+    return ValueError(
+        f"{path} is damaged: it is not {kind} of a checkpoint; restore another checkpoint{reason}"
+    )
 
 
 def _missing(path: Path) -> ValueError:
-    return ValueError(f"{path} is missing, so the checkpoint is not complete; restore another checkpoint")
+    return ValueError(
+        f"{path} is missing, so the checkpoint is not complete; restore another checkpoint"
+    )

@@ -42,7 +42,9 @@ class ReadItem:
     def destination(self, begin: int, numel: int) -> tuple[int, torch.Tensor]:
         """Return the first wanted index among ``begin : begin + numel``, and the place of these."""
         found = self._wanted(begin, numel)
-        return found.start - begin, self.out[found.start - self.begin : found.stop - self.begin] if found else self.out[:0]
+        return found.start - begin, self.out[
+            found.start - self.begin : found.stop - self.begin
+        ] if found else self.out[:0]
 
     def _wanted(self, begin: int, numel: int) -> range:
         return range(max(self.begin, begin), min(self.begin + self.out.numel(), begin + numel))
@@ -75,7 +77,10 @@ class ReadBox:
         for each in boxes(self.shape, begin, begin + flat.numel()):
             if shared := self.box.overlap(each):
                 values = flat[done : done + each.numel].view(each.sizes)
-                here, there = shared.moved([-n for n in self.box.offsets]), shared.moved([-n for n in each.offsets])
+                here, there = (
+                    shared.moved([-n for n in self.box.offsets]),
+                    shared.moved([-n for n in each.offsets]),
+                )
                 with torch.no_grad():
                     self.out[here.slices].copy_(values[there.slices])
                 found += shared.numel

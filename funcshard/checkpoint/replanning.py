@@ -15,7 +15,7 @@ from funcshard.checkpoint.metadata import (
     check_replicated,
     replicated_summary,
 )
-from funcshard.checkpoint.unflatten_state import DeviceOf, unflatten_state
+from funcshard.checkpoint.unflatten_state import unflatten_state
 from funcshard.plan import Plan
 
 
@@ -62,14 +62,18 @@ def replan(states: Sequence[Any], old: Plan, new: Plan) -> list[Any]:
     """
     for name, plan in (("old", old), ("new", new)):
         if not isinstance(plan, Plan):
-            raise TypeError(f"{name} must be a plan; found {type(plan).__name__}: pass what make_plan returned")
+            raise TypeError(
+                f"{name} must be a plan; found {type(plan).__name__}: pass what make_plan returned"
+            )
     if isinstance(states, str | Mapping) or not isinstance(states, Sequence):
         raise TypeError(
             f"states must be a list of the states of all ranks; found {type(states).__name__}: put them into a list, in "
             f"order of ranks"
         )
     if len(states) != old.world_size:
-        raise ValueError(f"there must be one state per rank of the old plan, {old.world_size}; found {len(states)}")
+        raise ValueError(
+            f"there must be one state per rank of the old plan, {old.world_size}; found {len(states)}"
+        )
     device = _device_of(states)
     flat = [flatten_state(state, old, rank, device.type) for rank, state in enumerate(states)]
     check_replicated([replicated_summary(each) for each in flat])
@@ -81,13 +85,18 @@ def replan(states: Sequence[Any], old: Plan, new: Plan) -> list[Any]:
             slices.setdefault(part.name, []).append(part)
 
     cpu = torch.device("cpu")
-    device_of: DeviceOf = lambda stored, unit: cpu if not stored.on_mesh or (unit and unit.offload) else device  # noqa: E731
+
+    def device_of(stored: Any, unit: Any) -> torch.device:
+        return cpu if not stored.on_mesh or (unit and unit.offload) else device
+
     result = []
     for rank in range(new.world_size):
         rank_specs = flat[rank % old.world_size].rank_specs
         empty = unflatten_state(flat[0].spec, rank_specs, tensors, new, rank, old, device_of)
         for item in empty.reads:
-            found = sum(item.copy_from(part.begin, part.tensor) for part in slices.get(item.name, ()))
+            found = sum(
+                item.copy_from(part.begin, part.tensor) for part in slices.get(item.name, ())
+            )
             assert found == item.out.numel(), f"{item.name}: {found} of {item.out.numel()} elements"
         empty.finish()
         result.append(empty.state)
@@ -96,5 +105,9 @@ def replan(states: Sequence[Any], old: Plan, new: Plan) -> list[Any]:
 
 def _device_of(states: Sequence[Any]) -> torch.device:
     """Return the device of the first tensor that is not on the CPU; if there is none, the CPU."""
-    tensors = (leaf for state in states for leaf in tree.leaves(state) if isinstance(leaf, torch.Tensor))
-    return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
+    tensors = (
+        leaf for state in states for leaf in tree.leaves(state) if isinstance(leaf, torch.Tensor)
+    )
+    return next(
+        (tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu")
+    )

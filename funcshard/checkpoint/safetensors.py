@@ -21,12 +21,25 @@ from typing import Any, BinaryIO
 
 import torch
 
-from funcshard._utils import check_bytes, check_flag, check_path, file_data, open_regular, read_regular, release_pages
+from funcshard._utils import (
+    check_bytes,
+    check_flag,
+    check_path,
+    file_data,
+    open_regular,
+    read_regular,
+    release_pages,
+)
 from funcshard.checkpoint.folders import leftovers, part_of, sync
 from funcshard.checkpoint.metadata import name_in
 from funcshard.checkpoint.other_files import what_it_holds
 from funcshard.checkpoint.path_lock import holder_of, take_soon
-from funcshard.checkpoint.state_dict import check_all_shards, check_no_leaf, find_local_leaf, leaves_for_this_rank
+from funcshard.checkpoint.state_dict import (
+    check_all_shards,
+    check_no_leaf,
+    find_local_leaf,
+    leaves_for_this_rank,
+)
 from funcshard.comm import Mesh
 from funcshard.core import LeafChecksums, Shards, check_leaf, check_mesh, check_tie, cut
 from funcshard.plan import Plan, dtype_of, own_axes
@@ -133,11 +146,18 @@ def export_safetensors(
             f"leaf {local!r} is local to each rank, and a file would hold rank 0's alone; export shards under a plan "
             f"in which no leaf is local"
         )
-    entries = [Entry(s.path, s.whole_shape, dtype_of(b.dtype)) for u in plan.unit_list for b in u.buffers for s in b.leaves]
+    entries = [
+        Entry(s.path, s.whole_shape, dtype_of(b.dtype))
+        for u in plan.unit_list
+        for b in u.buffers
+        for s in b.leaves
+    ]
     extra = dict(buffers or {})
     for name, tensor in extra.items():
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"buffers must hold tensors; found {type(tensor).__name__} under {name!r}: leave it out")
+            raise TypeError(
+                f"buffers must hold tensors; found {type(tensor).__name__} under {name!r}: leave it out"
+            )
     entries += [Entry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in extra.items()]
     return write_tensors(path, entries, _full_tensors(shards, plan, mesh, extra), mesh, most, dtype)
 
@@ -161,10 +181,15 @@ def write_tensors(
         dtype: floating-point dtype of the files, or ``None``.
     """
     if dtype is not None:
-        entries = [replace(entry, dtype=dtype) if entry.dtype.is_floating_point else entry for entry in entries]
+        entries = [
+            replace(entry, dtype=dtype) if entry.dtype.is_floating_point else entry
+            for entry in entries
+        ]
     for entry in entries:
         if entry.dtype not in _NAMES:
-            raise ValueError(f"{entry.name!r} is of {entry.dtype}, which safetensors files cannot hold; convert it first")
+            raise ValueError(
+                f"{entry.name!r} is of {entry.dtype}, which safetensors files cannot hold; convert it first"
+            )
         if entry.dtype == torch.float4_e2m1fn_x2 and not entry.shape:
             raise ValueError(
                 f"{entry.name!r} is a scalar of {entry.dtype}, which is two numbers in the file; give it a dimension"
@@ -188,7 +213,9 @@ def write_tensors(
     return [folder / name for name in names]
 
 
-def import_safetensors(path: str | os.PathLike[str], plan: Plan, mesh: Mesh, *, cast: bool = False) -> Shards:
+def import_safetensors(
+    path: str | os.PathLike[str], plan: Plan, mesh: Mesh, *, cast: bool = False
+) -> Shards:
     """Return this rank's shards of safetensors files; ``export_safetensors`` is the inverse.
 
     The files are mapped into memory, and each rank reads only the bytes of its own shards, besides
@@ -236,7 +263,9 @@ def import_safetensors(path: str | os.PathLike[str], plan: Plan, mesh: Mesh, *, 
             for leaf in buffer.leaves:
                 check_leaf(found[leaf.path], leaf, buffer, str(path), whole=True, cast=cast)
                 checksums.add(
-                    leaf.path, found[leaf.path].view(-1)[: COMPARED // buffer.itemsize], own_axes(buffer.local, leaf.cuts)
+                    leaf.path,
+                    found[leaf.path].view(-1)[: COMPARED // buffer.itemsize],
+                    own_axes(buffer.local, leaf.cuts),
                 )
     except Exception as error:  # of any kind, because other ranks wait
         fault = error
@@ -252,25 +281,35 @@ def import_safetensors(path: str | os.PathLike[str], plan: Plan, mesh: Mesh, *, 
 def check_floating(name: str, dtype: Any) -> None:
     """Raise ``TypeError`` unless an option is a floating-point dtype, or ``None``."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"{name} must be a floating-point dtype, such as torch.bfloat16, or None; found {dtype!r}")
+        raise TypeError(
+            f"{name} must be a floating-point dtype, such as torch.bfloat16, or None; found {dtype!r}"
+        )
 
 
 # --- writing --------------------------------------------------------------------------------------
 
 
-def _full_tensors(shards: Shards, plan: Plan, mesh: Mesh, extra: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+def _full_tensors(
+    shards: Shards, plan: Plan, mesh: Mesh, extra: Mapping[str, torch.Tensor]
+) -> Iterator[torch.Tensor]:
     """Gather buffer after buffer; on rank 0, yield every leaf in its own dtype, then ``extra``."""
     for unit in plan.unit_list:
         for buffer in unit.buffers:
             flat = shards[unit.name][buffer.key]
-            for _, leaf in leaves_for_this_rank(flat, unit, buffer, mesh, rank0_only=True, offload=True, sharded=False):
+            for _, leaf in leaves_for_this_rank(
+                flat, unit, buffer, mesh, rank0_only=True, offload=True, sharded=False
+            ):
                 yield leaf
     if mesh.rank == 0:
         yield from extra.values()
 
 
 def _write(
-    folder: Path, names: Sequence[str], groups: Sequence[Sequence[Entry]], tensors: Iterator[torch.Tensor], single: bool
+    folder: Path,
+    names: Sequence[str],
+    groups: Sequence[Sequence[Entry]],
+    tensors: Iterator[torch.Tensor],
+    single: bool,
 ) -> None:
     """Write the files into a temporary folder, and rename them at the end, the index last.
 
@@ -280,12 +319,16 @@ def _write(
     token = secrets.token_hex(4)
     target = folder / (names[0] if single else "safetensors")
     if (lock := take_soon(target)) is None:
-        raise OSError(f"another export to it is running, by {holder_of(target)}: wait for it, or choose another path")
+        raise OSError(
+            f"another export to it is running, by {holder_of(target)}: wait for it, or choose another path"
+        )
     with ExitStack() as stack:
         stack.callback(lock.release)
         for left in leftovers(target) if lock.certain else ():  # of exports that were killed
             with suppress(OSError):  # an .old one is a checkpoint
-                if left.suffix == ".part" and all(name.endswith(_ENDINGS) for name in os.listdir(left)):
+                if left.suffix == ".part" and all(
+                    name.endswith(_ENDINGS) for name in os.listdir(left)
+                ):
                     shutil.rmtree(left)
         aside = part_of(target, token)
         aside.mkdir()
@@ -296,9 +339,16 @@ def _write(
                 _write_one(file, entries, tensors, {"format": "pt", **several})
         everything = [*names]
         if several:
-            where = {entry.name: name for name, entries in zip(names, groups, strict=True) for entry in entries}
+            where = {
+                entry.name: name
+                for name, entries in zip(names, groups, strict=True)
+                for entry in entries
+            }
             total = sum(entry.nbytes for entries in groups for entry in entries)
-            body = {"metadata": {"total_size": total, **several}, "weight_map": dict(sorted(where.items()))}
+            body = {
+                "metadata": {"total_size": total, **several},
+                "weight_map": dict(sorted(where.items())),
+            }
             (aside / _INDEX).write_text(json.dumps(body, indent=2) + "\n")
             everything.append(_INDEX)
             if any((folder / name).exists() for name in names):
@@ -315,11 +365,18 @@ def _write(
 def _stale(folder: Path, written: Sequence[str]) -> list[Path]:
     """Return the files of an earlier export that a reader would take for a part of this one."""
     numbered = (path.name for path in folder.glob(_NUMBERED))
-    return [folder / name for name in (_INDEX, _SINGLE, *numbered) if name not in written and (folder / name).exists()]
+    return [
+        folder / name
+        for name in (_INDEX, _SINGLE, *numbered)
+        if name not in written and (folder / name).exists()
+    ]
 
 
 def _write_one(
-    file: BinaryIO, entries: Sequence[Entry], tensors: Iterator[torch.Tensor], metadata: Mapping[str, str]
+    file: BinaryIO,
+    entries: Sequence[Entry],
+    tensors: Iterator[torch.Tensor],
+    metadata: Mapping[str, str],
 ) -> None:
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
@@ -395,7 +452,9 @@ def open_tensors(path: Path) -> dict[str, torch.Tensor]:
     for file in files:
         own = _open(file, token)
         if twice := found.keys() & own.keys():
-            raise ValueError(f"{file} holds {min(twice)!r}, as another file beside it does: export them again")
+            raise ValueError(
+                f"{file} holds {min(twice)!r}, as another file beside it does: export them again"
+            )
         found |= own
     return found
 
@@ -411,7 +470,9 @@ def _open(file: Path, token: str | None) -> dict[str, torch.Tensor]:
         size = os.fstat(opened.fileno()).st_size
         first = opened.read(8)
         if first == b"version ":
-            raise ValueError(f"{file} is a pointer of Git LFS, and not the file itself: run git lfs pull in its folder")
+            raise ValueError(
+                f"{file} is a pointer of Git LFS, and not the file itself: run git lfs pull in its folder"
+            )
         length = int.from_bytes(first, "little")
         try:
             if length > min(size - 8, _LONGEST):
@@ -423,7 +484,9 @@ def _open(file: Path, token: str | None) -> dict[str, torch.Tensor]:
             ) from None
         # Why: another file may have taken the name meanwhile.
         same = f"/proc/self/fd/{opened.fileno()}"
-        storage = torch.UntypedStorage.from_file(same if os.path.exists(same) else str(file), False, size)
+        storage = torch.UntypedStorage.from_file(
+            same if os.path.exists(same) else str(file), False, size
+        )
     metadata = header.get("__metadata__")
     if token is not None and (not isinstance(metadata, dict) or metadata.get("export") != token):
         raise ValueError(
@@ -432,7 +495,9 @@ def _open(file: Path, token: str | None) -> dict[str, torch.Tensor]:
         )
     tensors: dict[str, torch.Tensor] = {}
     reached = 0
-    for name, (dtype, shape, begin, end) in sorted(_entries(file, header).items(), key=lambda item: item[1][2:]):
+    for name, (dtype, shape, begin, end) in sorted(
+        _entries(file, header).items(), key=lambda item: item[1][2:]
+    ):
         if (
             not 0 <= begin <= end <= size - 8 - length
             or (begin < reached and begin < end)
@@ -445,13 +510,17 @@ def _open(file: Path, token: str | None) -> dict[str, torch.Tensor]:
         reached = max(reached, end)
         if dtype is None:
             continue  # of a dtype that torch lacks; if the plan has this leaf, it counts as missing
-        data = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 8 + length + begin, (end - begin,))  # type: ignore[call-overload]
+        data = torch.empty(0, dtype=torch.uint8, device="cpu").set_(
+            storage, 8 + length + begin, (end - begin,)
+        )  # type: ignore[call-overload]
         aligned = (8 + length + begin) % dtype.itemsize == 0
         tensors[name] = (data if aligned else data.clone()).view(dtype).view(shape)
     return {name: tensors[name] for name in header if name in tensors}
 
 
-def _entries(file: Path, header: Mapping[str, Any]) -> dict[str, tuple[torch.dtype | None, tuple[int, ...], int, int]]:
+def _entries(
+    file: Path, header: Mapping[str, Any]
+) -> dict[str, tuple[torch.dtype | None, tuple[int, ...], int, int]]:
     """Return dtype, shape, begin and end of each tensor of a header."""
     found = {}
     for name, entry in header.items():
@@ -459,13 +528,22 @@ def _entries(file: Path, header: Mapping[str, Any]) -> dict[str, tuple[torch.dty
             continue
         try:
             file_data.table("it", entry, ("dtype", "shape", "data_offsets"))
-            begin, end = file_data.numbers("data_offsets", file_data.listed("data_offsets", entry["data_offsets"], 2))
-            code, shape = file_data.text("dtype", entry["dtype"]), file_data.numbers("shape", entry["shape"])
+            begin, end = file_data.numbers(
+                "data_offsets", file_data.listed("data_offsets", entry["data_offsets"], 2)
+            )
+            code, shape = (
+                file_data.text("dtype", entry["dtype"]),
+                file_data.numbers("shape", entry["shape"]),
+            )
         except ValueError as error:
-            raise ValueError(f"{file} is damaged: its header does not say where {name!r} lies ({error})") from None
+            raise ValueError(
+                f"{file} is damaged: its header does not say where {name!r} lies ({error})"
+            ) from None
         if code == "F4":
             if not shape or shape[-1] % 2:
-                raise ValueError(f"{file} holds {name!r} of F4 and shape {list(shape)}; torch holds two of them in a byte")
+                raise ValueError(
+                    f"{file} holds {name!r} of F4 and shape {list(shape)}; torch holds two of them in a byte"
+                )
             shape = (*shape[:-1], shape[-1] // 2)
         found[name] = (_CODES.get(code), shape, begin, end)
     return found
@@ -480,7 +558,9 @@ def _files(path: Path) -> tuple[list[Path], str | None]:
     index, single = path / _INDEX, path / _SINGLE
     if index.exists():
         try:
-            body = file_data.table("the index", file_data.parse(read_regular(index, most=_LONGEST)), ("weight_map",))
+            body = file_data.table(
+                "the index", file_data.parse(read_regular(index, most=_LONGEST)), ("weight_map",)
+            )
             named = file_data.table("weight_map", body["weight_map"]).values()
             names = sorted({file_data.text("a file of weight_map", name) for name in named})
         except ValueError as error:
@@ -490,9 +570,13 @@ def _files(path: Path) -> tuple[list[Path], str | None]:
         if bad := [name for name in names if Path(name).name != name or not (path / name).exists()]:
             raise ValueError(f"{index} names the file {bad[0]!r}, which is not beside it")
         metadata = body.get("metadata")
-        return [path / name for name in names], metadata.get("export") if isinstance(metadata, dict) else None
+        return [path / name for name in names], metadata.get("export") if isinstance(
+            metadata, dict
+        ) else None
     if not single.exists():
         cut_short = any(path.glob(_NUMBERED))
-        hint = "an export into it was interrupted; export again" if cut_short else what_it_holds(path)
+        hint = (
+            "an export into it was interrupted; export again" if cut_short else what_it_holds(path)
+        )
         raise FileNotFoundError(f"there is neither {_SINGLE} nor {_INDEX} in {path}: {hint}")
     return [single], None

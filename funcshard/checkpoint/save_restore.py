@@ -30,12 +30,24 @@ from funcshard.checkpoint.dcp_files import Region, read_slices
 from funcshard.checkpoint.flatten_state import flatten_state
 from funcshard.checkpoint.folders import begin_save, check_replaceable, discard, part_of
 from funcshard.checkpoint.holders import holders
-from funcshard.checkpoint.manifest import Contents, absent, is_overwritten, read_contents, read_folder
-from funcshard.checkpoint.metadata import FlatState, Plans, TensorSlice, check_replicated, replicated_summary
+from funcshard.checkpoint.manifest import (
+    Contents,
+    absent,
+    is_overwritten,
+    read_contents,
+    read_folder,
+)
+from funcshard.checkpoint.metadata import (
+    FlatState,
+    Plans,
+    TensorSlice,
+    check_replicated,
+    replicated_summary,
+)
 from funcshard.checkpoint.open_folder import TRIES, OpenFolder, open_folder
 from funcshard.checkpoint.path_lock import PathLock, holder_of, lock_file, pause
 from funcshard.checkpoint.stored_fields import check_held
-from funcshard.checkpoint.unflatten_state import DeviceOf, unflatten_state
+from funcshard.checkpoint.unflatten_state import unflatten_state
 from funcshard.checkpoint.writer import Writer, WriterThread, thread_name
 from funcshard.comm import Mesh, all_gather_texts, check_all_same, find_lost_rank
 from funcshard.core import check_fits, check_mesh, raise_on_every_rank
@@ -86,9 +98,15 @@ class Saving:
             # After the collective every rank has started its thread, so rank 0's thread finds every
             # report.
             all_gather_texts(self._mesh, "")
-            errors = all_gather_texts(self._mesh, self._thread.told() if self._thread is not None else "")
+            errors = all_gather_texts(
+                self._mesh, self._thread.told() if self._thread is not None else ""
+            )
             # Rank 0 reports "rank 1 could not write its part"; rank 1 itself says why.
-            causes = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text and not text.startswith("rank ")]
+            causes = [
+                f"rank {rank}: {text}"
+                for rank, text in enumerate(errors)
+                if text and not text.startswith("rank ")
+            ]
             self._outcome = "; ".join(causes) or next((text for text in errors if text), "")
             self._thread = None
             if self._outcome:
@@ -179,7 +197,9 @@ def save(
     check_number("timeout", timeout, above=0, remedy="pass a number of seconds, such as 600.0")
     if after is not None:
         if not isinstance(after, Saving):
-            raise TypeError(f"after must be the Saving that an earlier save returned, or None; found {after!r}")
+            raise TypeError(
+                f"after must be the Saving that an earlier save returned, or None; found {after!r}"
+            )
         after.wait()
     _check_plans(plan, mesh)
     fault: Exception | None = None
@@ -209,7 +229,9 @@ def save(
         if not wait and after is not None:
             after.memory = None  # another save after the same one must not write there
         lost = functools.partial(find_lost_rank, mesh)
-        writer = Writer(path, part, plan, flat, slices, mesh.rank, mesh.world_size, keep, timeout, lock, lost)
+        writer = Writer(
+            path, part, plan, flat, slices, mesh.rank, mesh.world_size, keep, timeout, lock, lost
+        )
         thread = WriterThread(writer, in_background=not wait)
         if thread.started():
             undo.pop_all()  # from now on the thread has the lock
@@ -220,7 +242,13 @@ def save(
     return saving
 
 
-def restore(path: str | os.PathLike[str], plan: Plans | None = None, mesh: Mesh | None = None, *, cast: bool = False) -> Any:
+def restore(
+    path: str | os.PathLike[str],
+    plan: Plans | None = None,
+    mesh: Mesh | None = None,
+    *,
+    cast: bool = False,
+) -> Any:
     """Restore a state that ``save`` saved, under any plan of the model, or describe a checkpoint.
 
     ``restore(path, plan, mesh)`` returns the state, and every rank has to call it.
@@ -289,7 +317,9 @@ def restore(path: str | os.PathLike[str], plan: Plans | None = None, mesh: Mesh 
     raise AssertionError
 
 
-def _try_restore(path: str | os.PathLike[str], plan: Plans, mesh: Mesh, cast: bool, *, last: bool) -> list[Any] | None:
+def _try_restore(
+    path: str | os.PathLike[str], plan: Plans, mesh: Mesh, cast: bool, *, last: bool
+) -> list[Any] | None:
     """Return this rank's state in a list, or ``None`` if another save replaced what a rank read."""
     with ExitStack() as stack:
         folder: OpenFolder | None = None
@@ -314,7 +344,13 @@ def _try_restore(path: str | os.PathLike[str], plan: Plans, mesh: Mesh, cast: bo
 
 
 def _have_one(
-    path: str | os.PathLike[str], fault: Exception | None, folder: OpenFolder | None, digest: str, mesh: Mesh, *, last: bool
+    path: str | os.PathLike[str],
+    fault: Exception | None,
+    folder: OpenFolder | None,
+    digest: str,
+    mesh: Mesh,
+    *,
+    last: bool,
 ) -> bool:
     """Return whether all ranks have read one checkpoint; ``False`` if it was replaced meanwhile.
 
@@ -336,7 +372,10 @@ def _have_one(
 
 def _read_state(contents: Contents, folder: OpenFolder, plan: Plans, mesh: Mesh, cast: bool) -> Any:
     cpu = torch.device("cpu")
-    device_of: DeviceOf = lambda stored, unit: cpu if not stored.on_mesh or (unit and unit.offload) else mesh.device  # noqa: E731
+
+    def device_of(stored: Any, unit: Any) -> torch.device:
+        return cpu if not stored.on_mesh or (unit and unit.offload) else mesh.device
+
     if _keys(contents.plan) != _keys(plan):
         raise ValueError(
             f"the checkpoint {contents.path} was saved under {_keys(contents.plan)}; found {_keys(plan)}: pass plans with "
@@ -363,11 +402,15 @@ def _read_state(contents: Contents, folder: OpenFolder, plan: Plans, mesh: Mesh,
     return empty.state
 
 
-def _check_plans(plan: Plans, mesh: Mesh, options: Mapping[str, str] = MappingProxyType({})) -> None:
+def _check_plans(
+    plan: Plans, mesh: Mesh, options: Mapping[str, str] = MappingProxyType({})
+) -> None:
     if not isinstance(plan, Mapping):
         check_mesh(plan, mesh, options)
         return
-    if not plan or not all(isinstance(key, str) and isinstance(entry_plan, Plan) for key, entry_plan in plan.items()):
+    if not plan or not all(
+        isinstance(key, str) and isinstance(entry_plan, Plan) for key, entry_plan in plan.items()
+    ):
         kinds = {key: type(entry_plan).__name__ for key, entry_plan in plan.items()}
         raise TypeError(
             f"plan must be a plan, or a dictionary of plans by keys of the state; found a dictionary of {kinds}: pass what "
@@ -380,13 +423,17 @@ def _check_plans(plan: Plans, mesh: Mesh, options: Mapping[str, str] = MappingPr
 
 
 def _keys(plan: Plans) -> str:
-    return "one plan" if isinstance(plan, Plan) else f"plans for {', '.join(map(repr, sorted(plan)))}"
+    return (
+        "one plan" if isinstance(plan, Plan) else f"plans for {', '.join(map(repr, sorted(plan)))}"
+    )
 
 
 def _check_path(path: Path) -> None:
     # Why before the lock is tried, which this process has then: these words help more.
     if thread_name(path, 0) in [thread.name for thread in threading.enumerate()]:
-        raise ValueError(f"a checkpoint is already being saved to {path}: pass the Saving that save returned as after=")
+        raise ValueError(
+            f"a checkpoint is already being saved to {path}: pass the Saving that save returned as after="
+        )
     check_replaceable(path)
     if is_overwritten(path):
         raise ValueError(
@@ -421,7 +468,10 @@ def _unseen(part: Path) -> OSError:
 def _agree(path: Path, summary: dict[str, Any], mesh: Mesh, drawn: int) -> str:
     """Check that ranks agree on the path and the state, and return the token that rank 0 drew."""
     digest = hashlib.sha256(json.dumps(summary, sort_keys=True).encode()).hexdigest()
-    reports = {tuple(json.loads(text)) for text in set(all_gather_texts(mesh, json.dumps([str(path), digest])))}
+    reports = {
+        tuple(json.loads(text))
+        for text in set(all_gather_texts(mesh, json.dumps([str(path), digest])))
+    }
     paths, digests = {report[0] for report in reports}, {report[1] for report in reports}
     if len(paths) > 1:
         raise ValueError(f"path must be the same on every rank; found {sorted(paths)}")
@@ -435,13 +485,19 @@ def _agree(path: Path, summary: dict[str, Any], mesh: Mesh, drawn: int) -> str:
     return f"{int(number):08x}"
 
 
-def _copied(slices: Sequence[TensorSlice], memory: torch.Tensor | None) -> tuple[torch.Tensor, list[TensorSlice]]:
+def _copied(
+    slices: Sequence[TensorSlice], memory: torch.Tensor | None
+) -> tuple[torch.Tensor, list[TensorSlice]]:
     """Return slices with copies of their tensors, and the one piece of memory that holds these.
 
     It is ``memory``, that of an earlier save, if that is large enough. Why: new pages take the
     system several times as long as a copy.
     """
-    ends = list(itertools.accumulate(-(-s.tensor.numel() * s.tensor.element_size() // 64) * 64 for s in slices)) or [0]
+    ends = list(
+        itertools.accumulate(
+            -(-s.tensor.numel() * s.tensor.element_size() // 64) * 64 for s in slices
+        )
+    ) or [0]
     copies = []
     if memory is None or memory.numel() < ends[-1]:
         memory = torch.empty(ends[-1], dtype=torch.uint8, device="cpu")

@@ -114,10 +114,17 @@ def to_state_dict(
             flat = shards[unit.name][buffer.key]
             if flat is None:
                 continue
-            for leaf, value in leaves_for_this_rank(flat, unit, buffer, mesh, rank0_only, offload, sharded):
+            for leaf, value in leaves_for_this_rank(
+                flat, unit, buffer, mesh, rank0_only, offload, sharded
+            ):
                 named.update(dict.fromkeys((leaf.path, *leaf.aliases), value))
     if buffers is not None and not (rank0_only and mesh.rank):
-        named.update({name: kept_copy(value, offload) if offload else value for name, value in buffers.items()})
+        named.update(
+            {
+                name: kept_copy(value, offload) if offload else value
+                for name, value in buffers.items()
+            }
+        )
     return plan.in_order(named)
 
 
@@ -173,7 +180,11 @@ def from_state_dict(
     Source: ``torch.distributed.checkpoint.state_dict.set_model_state_dict``.
     """
     check_flags(check=check, cast=cast)
-    check_mesh(plan, mesh, {"the options of from_state_dict": f"src={src!r}, check={check!r}, cast={cast!r}"})
+    check_mesh(
+        plan,
+        mesh,
+        {"the options of from_state_dict": f"src={src!r}, check={check!r}, cast={cast!r}"},
+    )
     if src is not None:
         return _from_rank(state_dict, plan, mesh, src, cast)
     where = "the state dict"
@@ -195,7 +206,12 @@ def from_state_dict(
     return {
         unit.name: {
             buffer.key: shard_from_leaves(
-                unit, buffer, mesh, {leaf.path: found[leaf.path] for leaf in buffer.leaves}, where, cast
+                unit,
+                buffer,
+                mesh,
+                {leaf.path: found[leaf.path] for leaf in buffer.leaves},
+                where,
+                cast,
             )
             for buffer in unit.buffers
         }
@@ -230,7 +246,9 @@ def check_all_shards(
 def check_no_leaf(buffers: Any, plan: Plan) -> None:
     """Raise unless ``buffers`` is ``None`` or a dictionary without the name of a leaf."""
     if buffers is not None and not isinstance(buffers, Mapping):
-        raise TypeError(f"buffers must be a dictionary {{name: tensor}}, or None; found {type(buffers).__name__}")
+        raise TypeError(
+            f"buffers must be a dictionary {{name: tensor}}, or None; found {type(buffers).__name__}"
+        )
     leaf = next((leaf.path for leaf in plan.leaves if leaf.path in (buffers or ())), None)
     if leaf is not None:
         raise ValueError(
@@ -251,7 +269,14 @@ def check_no_local_leaf(plan: Plan) -> None:
 def find_local_leaf(plan: Plan) -> str | None:
     """Return the path of the first leaf that is local to ranks and no slice, if there is one."""
     return next(
-        (leaf.path for u in plan.unit_list for b in u.buffers for leaf in b.leaves if own_axes(b.local, leaf.cuts)), None
+        (
+            leaf.path
+            for u in plan.unit_list
+            for b in u.buffers
+            for leaf in b.leaves
+            if own_axes(b.local, leaf.cuts)
+        ),
+        None,
     )
 
 
@@ -259,19 +284,36 @@ def find_local_leaf(plan: Plan) -> str | None:
 
 
 def leaves_for_this_rank(
-    flat: torch.Tensor, unit: UnitPlan, buffer: BufferPlan, mesh: Mesh, rank0_only: bool, offload: bool, sharded: bool
+    flat: torch.Tensor,
+    unit: UnitPlan,
+    buffer: BufferPlan,
+    mesh: Mesh,
+    rank0_only: bool,
+    offload: bool,
+    sharded: bool,
 ) -> list[tuple[LeafSpec, Any]]:
     """Return the leaves, or pieces of them, that this rank gets of a flat tensor."""
     if sharded:
         return list(own_pieces(flat, buffer, mesh))
     cut = {each.axis for leaf in buffer.leaves for each in leaf.cuts}
-    if rank0_only and any(group.rank for axis, group in mesh.groups.items() if axis != "shard" and axis not in cut):
+    if rank0_only and any(
+        group.rank for axis, group in mesh.groups.items() if axis != "shard" and axis not in cut
+    ):
         return []  # rank 0 gathers from the ranks along its own shard axis, and from those with slices of its leaves
-    full = all_gather_flat(flat, mesh, unit=unit.name, buffer=buffer.key, sharded=buffer.shards > 1, offload=unit.offload)
+    full = all_gather_flat(
+        flat,
+        mesh,
+        unit=unit.name,
+        buffer=buffer.key,
+        sharded=buffer.shards > 1,
+        offload=unit.offload,
+    )
     found = []
     for leaf, view in zip(buffer.leaves, views(full, buffer), strict=True):
         axes = {each.axis for each in leaf.cuts}
-        if rank0_only and any(group.rank for axis, group in mesh.groups.items() if axis not in axes):
+        if rank0_only and any(
+            group.rank for axis, group in mesh.groups.items() if axis not in axes
+        ):
             continue
         value = join_slices(view, leaf, mesh, first_only=rank0_only)
         if value is not None:
@@ -290,7 +332,12 @@ def kept_copy(value: torch.Tensor, offload: bool) -> torch.Tensor:
 
 
 def shard_from_leaves(
-    unit: UnitPlan, buffer: BufferPlan, mesh: Mesh, leaves: Mapping[str, Any], where: str, cast: bool | None = None
+    unit: UnitPlan,
+    buffer: BufferPlan,
+    mesh: Mesh,
+    leaves: Mapping[str, Any],
+    where: str,
+    cast: bool | None = None,
 ) -> torch.Tensor:
     """Return this rank's shard of one buffer; a leaf that is not given becomes zeros.
 
@@ -321,7 +368,9 @@ def is_full(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not hasattr(value, "full_tensor")
 
 
-def _check_value(value: Any, leaf: LeafSpec, buffer: BufferPlan, mesh: Mesh, where: str, cast: bool | None) -> None:
+def _check_value(
+    value: Any, leaf: LeafSpec, buffer: BufferPlan, mesh: Mesh, where: str, cast: bool | None
+) -> None:
     """Raise unless an entry of a state dict holds the elements of a leaf that this rank needs."""
     pieces = as_pieces(value)
     if pieces is None:
@@ -353,7 +402,9 @@ def find_leaves(
             remedy = "pass module.state_dict()"
         elif isinstance(state_dict, str | os.PathLike):
             remedy = "pass torch.load(path, weights_only=True), or call import_safetensors(path, plan, mesh)"
-        raise TypeError(f"a state dict must be a dictionary {{name: tensor}}; found {type(state_dict).__name__}: {remedy}")
+        raise TypeError(
+            f"a state dict must be a dictionary {{name: tensor}}; found {type(state_dict).__name__}: {remedy}"
+        )
     found: dict[str, Any] = {}
     missing = []
     for leaf in leaves:
@@ -365,7 +416,9 @@ def find_leaves(
             check_tie(leaf, state_dict, "the state dict")
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise ValueError(f"{rule}; missing: {missing[:3]}{more}: {_remedy(state_dict, missing)}{remedy}")
+        raise ValueError(
+            f"{rule}; missing: {missing[:3]}{more}: {_remedy(state_dict, missing)}{remedy}"
+        )
     return found
 
 
@@ -380,15 +433,26 @@ def _remedy(state_dict: Mapping[str, Any], missing: list[str]) -> str:
             f"it holds them under names that carry the prefix {prefix!r} that has to be removed: call "
             f"torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, {prefix!r}) first"
         )
-    inner = next((key for key, value in state_dict.items() if isinstance(value, Mapping) and missing[0] in value), None)
+    inner = next(
+        (
+            key
+            for key, value in state_dict.items()
+            if isinstance(value, Mapping) and missing[0] in value
+        ),
+        None,
+    )
     if inner is not None:
         return f"its entry {inner!r} is a state dict that holds them: pass state_dict[{inner!r}]"
     if any(as_pieces(value) for value in state_dict.values()):
         return "it holds pieces of other leaves; pass the pieces of all ranks, as in {name: [pieces of each rank]}"
     if is_tree_of_shards(state_dict) and all(
-        isinstance(shard, torch.Tensor) and shard.dim() == 1 for unit in state_dict.values() for shard in unit.values()
+        isinstance(shard, torch.Tensor) and shard.dim() == 1
+        for unit in state_dict.values()
+        for shard in unit.values()
     ):
-        return "it is a tree of shards; to_state_dict(shards, plan, mesh) makes a state dict of them"
+        return (
+            "it is a tree of shards; to_state_dict(shards, plan, mesh) makes a state dict of them"
+        )
     return "it is of another module, or its names carry a prefix such as 'module.' that has to be removed"
 
 
@@ -400,7 +464,9 @@ def _warn_of_unknown(state_dict: Mapping[str, Any], plan: Plan) -> None:
     known = {name for leaf in plan.leaves for name in (leaf.path, *leaf.aliases)}
     ends = {name.rpartition(".")[2] for name in known}
     own = known.union(plan.names)
-    unknown = [name for name in state_dict if name not in own and str(name).rpartition(".")[2] in ends]
+    unknown = [
+        name for name in state_dict if name not in own and str(name).rpartition(".")[2] in ends
+    ]
     if unknown:
         more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
         warnings.warn(
@@ -410,7 +476,9 @@ def _warn_of_unknown(state_dict: Mapping[str, Any], plan: Plan) -> None:
         )
 
 
-def _from_rank(state_dict: Mapping[str, Any], plan: Plan, mesh: Mesh, src: int, cast: bool) -> Shards:
+def _from_rank(
+    state_dict: Mapping[str, Any], plan: Plan, mesh: Mesh, src: int, cast: bool
+) -> Shards:
     """Return this rank's shards of the state dict of rank ``src``."""
     check_source(src, mesh)
     check_no_local_leaf(plan)
@@ -434,7 +502,10 @@ def _from_rank(state_dict: Mapping[str, Any], plan: Plan, mesh: Mesh, src: int, 
     # Why every rank learns of a fault: it would wait for a broadcast that never starts.
     raise_on_every_rank(mesh, fault)
     return {
-        unit.name: {buffer.key: shard_from_rank(src, unit, buffer, mesh, leaves, where, cast) for buffer in unit.buffers}
+        unit.name: {
+            buffer.key: shard_from_rank(src, unit, buffer, mesh, leaves, where, cast)
+            for buffer in unit.buffers
+        }
         for unit in plan.unit_list
     }
 

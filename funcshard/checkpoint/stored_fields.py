@@ -23,7 +23,9 @@ _KINDS = ("sharded", "whole", "rank", "local")
 _LONGEST_SHAPE = 64  # torch's kernels take no more dimensions
 
 
-def items_from(data: Any, axes: Mapping[str, int], rank: int | None = None) -> dict[str, TensorMetadata]:
+def items_from(
+    data: Any, axes: Mapping[str, int], rank: int | None = None
+) -> dict[str, TensorMetadata]:
     """Return the metadata of tensors by name.
 
     Arguments:
@@ -31,24 +33,40 @@ def items_from(data: Any, axes: Mapping[str, int], rank: int | None = None) -> d
         axes: size of each axis of the mesh that saved them.
         rank: the rank that alone holds these tensors; ``None`` for the tensors of the index.
     """
-    return {name: _item_from(name, fields, axes, rank) for name, fields in file_data.table("items", data).items()}
+    return {
+        name: _item_from(name, fields, axes, rank)
+        for name, fields in file_data.table("items", data).items()
+    }
 
 
 def _item_from(name: str, data: Any, axes: Mapping[str, int], rank: int | None) -> TensorMetadata:
     fields = file_data.listed("a tensor", data)
-    shape, dtype, kind, on_mesh, label, cuts = fields if len(fields) == 6 else [*file_data.listed("a tensor", data, 5), []]
+    shape, dtype, kind, on_mesh, label, cuts = (
+        fields if len(fields) == 6 else [*file_data.listed("a tensor", data, 5), []]
+    )
     sizes = file_data.numbers(f"the shape of {name!r}", shape)
     if len(sizes) > _LONGEST_SHAPE:
-        raise ValueError(f"the shape of {name!r} must have at most {_LONGEST_SHAPE} dimensions; found {len(sizes)}")
+        raise ValueError(
+            f"the shape of {name!r} must have at most {_LONGEST_SHAPE} dimensions; found {len(sizes)}"
+        )
     word, *along = file_data.text(f"the kind of {name!r}", kind).split(" ")
-    known = word in _KINDS and {*along} <= axes.keys() and len({*along}) == len(along) and (word == "local" or not along)
+    known = (
+        word in _KINDS
+        and {*along} <= axes.keys()
+        and len({*along}) == len(along)
+        and (word == "local" or not along)
+    )
     if not known or (rank is not None and word != "rank"):
-        raise ValueError(f"the kind of {name!r} must be {', '.join(_KINDS)} along axes; found {file_data.shown(kind)}")
+        raise ValueError(
+            f"the kind of {name!r} must be {', '.join(_KINDS)} along axes; found {file_data.shown(kind)}"
+        )
     if word == "rank":  # the tensors of one rank are stored as name@rank
         number = name.rpartition("@")[2]
         owner = int(number) if number.isdecimal() and len(number) < 12 else -1
         if owner != rank if rank is not None else not 0 <= owner < math.prod(axes.values()):
-            raise ValueError(f"a tensor of one rank must be named after it, as in 'name@0'; found {name!r}")
+            raise ValueError(
+                f"a tensor of one rank must be named after it, as in 'name@0'; found {name!r}"
+            )
     dtype_of(file_data.text(f"the dtype of {name!r}", dtype))
     own = dict.fromkeys(local_axes(kind))
     return TensorMetadata(
@@ -61,7 +79,9 @@ def _item_from(name: str, data: Any, axes: Mapping[str, int], rank: int | None) 
     )
 
 
-def regions_from(data: Any, file: str, size: int, items: Mapping[str, TensorMetadata]) -> dict[str, list[Region]]:
+def regions_from(
+    data: Any, file: str, size: int, items: Mapping[str, TensorMetadata]
+) -> dict[str, list[Region]]:
     """Return the boxes in a rank's file, by name of the tensor.
 
     Arguments:
@@ -78,18 +98,28 @@ def regions_from(data: Any, file: str, size: int, items: Mapping[str, TensorMeta
     return found
 
 
-def old_region_from(data: Any, files: Mapping[str, int], items: Mapping[str, TensorMetadata]) -> Region:
+def old_region_from(
+    data: Any, files: Mapping[str, int], items: Mapping[str, TensorMetadata]
+) -> Region:
     """Return a box of the index of a checkpoint of the first versions, which has the file too."""
     name, begin, offsets, sizes, file, *rest = file_data.listed("a region", data, 8)
     if file_data.text("the file of a region", file) not in files:
-        raise ValueError(f"it says that {name!r} lies in {file!r}, which is not one of the checkpoint's files")
+        raise ValueError(
+            f"it says that {name!r} lies in {file!r}, which is not one of the checkpoint's files"
+        )
     return _region_from(name, [begin, offsets, sizes, *rest], file, files[file], items)
 
 
-def _region_from(name: Any, data: list[Any], file: str, size: int, items: Mapping[str, TensorMetadata]) -> Region:
-    stored = items.get(file_data.text("the name of a region", name)) or items.get(name.rpartition("@")[0])
+def _region_from(
+    name: Any, data: list[Any], file: str, size: int, items: Mapping[str, TensorMetadata]
+) -> Region:
+    stored = items.get(file_data.text("the name of a region", name)) or items.get(
+        name.rpartition("@")[0]
+    )
     if stored is None:
-        raise ValueError(f"a region must be of a tensor of the checkpoint; found {file_data.shown(name)}")
+        raise ValueError(
+            f"a region must be of a tensor of the checkpoint; found {file_data.shown(name)}"
+        )
     begin, offsets, sizes, offset, length, checksum = data
     where = f"a region of {name!r}"
     low, extent = file_data.numbers(where, offsets), file_data.numbers(where, sizes)
@@ -126,7 +156,10 @@ def sizes_from(data: Any) -> dict[str, int]:
 
 
 def check_outline(
-    spec: TreeSpec, items: Mapping[str, TensorMetadata], plans: Plans | None, per_rank: int | None = None
+    spec: TreeSpec,
+    items: Mapping[str, TensorMetadata],
+    plans: Plans | None,
+    per_rank: int | None = None,
 ) -> None:
     """Raise ``ValueError`` unless data is the tree of a state, or of a ``PerRank`` value.
 
@@ -142,43 +175,64 @@ def check_outline(
     if isinstance(plans, Mapping):
         _children(*_kind_and_parts(spec))  # because by_entry takes a tree
     if plans is not None:
-        nodes = [(node, False, {leaf.path for leaf in plan.leaves}) for _, node, plan in by_entry(spec, plans)]
+        nodes = [
+            (node, False, {leaf.path for leaf in plan.leaves})
+            for _, node, plan in by_entry(spec, plans)
+        ]
     while nodes:
         node, in_shards, leaves = nodes.pop()
         if node is None:
             continue
         kind, parts = _kind_and_parts(node)
         if kind == "value" and len(parts) == 1:
-            if type(parts[0]) not in (int, float, bool, str) and not (in_shards and parts[0] is None):
-                raise ValueError(f"a value of the state must be a number or a text; found {file_data.shown(parts[0])}")
+            if type(parts[0]) not in (int, float, bool, str) and not (
+                in_shards and parts[0] is None
+            ):
+                raise ValueError(
+                    f"a value of the state must be a number or a text; found {file_data.shown(parts[0])}"
+                )
         elif kind == "tensor" and len(parts) == 1:
             stored = items.get(file_data.text("the name of a tensor", parts[0]))
             if stored is None or not (in_shards or stored.kind == kind_outside):
-                raise ValueError(f"the state must name tensors of the checkpoint; found {file_data.shown(parts[0])}")
+                raise ValueError(
+                    f"the state must name tensors of the checkpoint; found {file_data.shown(parts[0])}"
+                )
         elif kind == "rank" and len(parts) == 1:
             file_data.whole("the number of a PerRank", parts[0], 0, most)
         elif kind == "shards" and len(parts) == 2 and not in_shards and per_rank is None:
             if parts[0] not in _FORMS:
-                raise ValueError(f"a tree of shards must be one of {', '.join(_FORMS)}; found {file_data.shown(parts[0])}")
+                raise ValueError(
+                    f"a tree of shards must be one of {', '.join(_FORMS)}; found {file_data.shown(parts[0])}"
+                )
             for pair in file_data.listed("a tree of shards", parts[1]):
                 path, below = file_data.listed("a leaf of shards", pair, 2)
                 if file_data.text("the path of a leaf", path) not in leaves:
-                    raise ValueError(f"a tree of shards must name leaves of the plan; found {file_data.shown(path)}")
+                    raise ValueError(
+                        f"a tree of shards must name leaves of the plan; found {file_data.shown(path)}"
+                    )
                 nodes.append((below, True, ()))
         else:
             nodes += [(child, in_shards, leaves) for child in _children(kind, parts)]
 
 
 def check_held(
-    folder: Path, items: Mapping[str, TensorMetadata], regions: Mapping[str, Sequence[Region]], kind: str
+    folder: Path,
+    items: Mapping[str, TensorMetadata],
+    regions: Mapping[str, Sequence[Region]],
+    kind: str,
 ) -> None:
     """Raise ``ValueError`` unless boxes hold every element of the tensors of a kind.
 
     Call it before memory is taken for them: the sizes of files bound those of boxes.
     """
     for name, stored in items.items():
-        if stored.kind == kind and (found := sum([each.numel for each in regions.get(name, ())])) != stored.numel:
-            raise ValueError(f"{folder} holds {found} of {stored.numel} needed elements of {name!r}")
+        if (
+            stored.kind == kind
+            and (found := sum([each.numel for each in regions.get(name, ())])) != stored.numel
+        ):
+            raise ValueError(
+                f"{folder} holds {found} of {stored.numel} needed elements of {name!r}"
+            )
 
 
 def _kind_and_parts(node: Any) -> tuple[Any, list[Any]]:
@@ -189,21 +243,35 @@ def _kind_and_parts(node: Any) -> tuple[Any, list[Any]]:
 def _children(kind: Any, parts: list[Any]) -> list[Any]:
     """Return the children of a container, of any kind, after a look at its keys."""
     if len(parts) != 3 or type(kind) is not str or kind in _NO_CONTAINERS:
-        raise ValueError(f"a node of the state must be a value, a tensor or a container; found {file_data.shown(kind)}")
+        raise ValueError(
+            f"a node of the state must be a value, a tensor or a container; found {file_data.shown(kind)}"
+        )
     fields, meta, children = parts
     try:
         hash(tree.freeze(meta))
     except TypeError:
-        raise ValueError(f"the keys or the data of a {kind} must be texts, numbers or lists; found an object") from None
+        raise ValueError(
+            f"the keys or the data of a {kind} must be texts, numbers or lists; found an object"
+        ) from None
     children = file_data.listed(f"the children of a {kind}", children)
-    if fields is not None and len(file_data.texts(f"the fields of a {kind}", fields)) != len(children):
-        raise ValueError(f"a {kind} must have a field for each of its {len(children)} children; found {len(fields)}")
+    if fields is not None and len(file_data.texts(f"the fields of a {kind}", fields)) != len(
+        children
+    ):
+        raise ValueError(
+            f"a {kind} must have a field for each of its {len(children)} children; found {len(fields)}"
+        )
     if kind in ("dict", "ordered_dict"):
         keys = file_data.listed("the keys of a dictionary", meta, len(children))
         if not all(type(key) in (str, int) for key in keys) or len({*keys}) < len(keys):
-            raise ValueError(f"the keys of a dictionary must be different texts and numbers; found {file_data.shown(keys)}")
+            raise ValueError(
+                f"the keys of a dictionary must be different texts and numbers; found {file_data.shown(keys)}"
+            )
     if kind == "namedtuple" and (type(meta) is not str or fields is None):
-        raise ValueError(f"a namedtuple must have a class and fields; found {file_data.shown(meta)}")
+        raise ValueError(
+            f"a namedtuple must have a class and fields; found {file_data.shown(meta)}"
+        )
     if kind == "custom" and not (type(meta) is list and len(meta) == 2 and type(meta[0]) is str):
-        raise ValueError(f"a custom node must have a class and its data; found {file_data.shown(meta)}")
+        raise ValueError(
+            f"a custom node must have a class and its data; found {file_data.shown(meta)}"
+        )
     return children

@@ -81,10 +81,18 @@ class EmptyState:
             one = tensors[0]
             for path, other in zip(paths, tensors, strict=True):
                 if one.shape != other.shape:
-                    raise _disagreement(where, paths[0], path, f"of shape {tuple(one.shape)}", f"of {tuple(other.shape)}")
+                    raise _disagreement(
+                        where,
+                        paths[0],
+                        path,
+                        f"of shape {tuple(one.shape)}",
+                        f"of {tuple(other.shape)}",
+                    )
                 # Why bytes: NaN is equal to no number, and torch compares no tensors of bits8.
                 if not torch.equal(byte_view(one), byte_view(other)):
-                    at = int((byte_view(one) != byte_view(other)).nonzero()[0]) // one.element_size()
+                    at = (
+                        int((byte_view(one) != byte_view(other)).nonzero()[0]) // one.element_size()
+                    )
                     raise _disagreement(where, paths[0], path, _shown(one, at), _shown(other, at))
 
 
@@ -122,15 +130,25 @@ def unflatten_state(
     empty = EmptyState(None, [])
     nodes = []
     try:
-        for (_, node, plan), (_, _, before) in zip(by_entry(spec, plans), by_entry(spec, old), strict=True):
+        for (_, node, plan), (_, _, before) in zip(
+            by_entry(spec, plans), by_entry(spec, old), strict=True
+        ):
             buffers = [buffer for unit in before.unit_list for buffer in unit.buffers]
             dtypes = {leaf.path: buffer.dtype for buffer in buffers for leaf in buffer.leaves}
             axes = before.mesh_axes
-            unflattener = _Unflattener(rank_specs, tensors, plan, rank, axes, dtypes, device_of, where, cast, empty)
+            unflattener = _Unflattener(
+                rank_specs, tensors, plan, rank, axes, dtypes, device_of, where, cast, empty
+            )
             nodes.append(unflattener.node(node))
-    except RecursionError:  # of a file whose PerRank values stand inside each other; flatten_state writes none
-        raise ValueError("the state has more PerRank values inside each other than save writes: restore another") from None
-    return dataclasses.replace(empty, state=nodes[0] if isinstance(plans, Plan) else _container(spec, nodes))
+    except (
+        RecursionError
+    ):  # of a file whose PerRank values stand inside each other; flatten_state writes none
+        raise ValueError(
+            "the state has more PerRank values inside each other than save writes: restore another"
+        ) from None
+    return dataclasses.replace(
+        empty, state=nodes[0] if isinstance(plans, Plan) else _container(spec, nodes)
+    )
 
 
 @dataclass(slots=True)
@@ -156,7 +174,9 @@ class _Unflattener:
             return self._whole(spec[1])
         if kind == "rank":
             if spec[1] >= len(self.rank_specs):
-                raise ValueError(f"the state has {len(self.rank_specs)} PerRank values of this rank; found number {spec[1]}")
+                raise ValueError(
+                    f"the state has {len(self.rank_specs)} PerRank values of this rank; found number {spec[1]}"
+                )
             return PerRank(self.node(self.rank_specs[spec[1]]))
         if kind == "shards":
             return self._shards(spec[1], dict(spec[2]))
@@ -164,7 +184,9 @@ class _Unflattener:
 
     def _whole(self, name: str) -> torch.Tensor:
         metadata = self.tensors[name]
-        out = torch.empty(metadata.shape, dtype=dtype_of(metadata.dtype), device=self.device_of(metadata, None))
+        out = torch.empty(
+            metadata.shape, dtype=dtype_of(metadata.dtype), device=self.device_of(metadata, None)
+        )
         self.empty.reads.append(ReadItem(name, 0, out.view(-1)))
         return out
 
@@ -173,13 +195,28 @@ class _Unflattener:
     def _shards(self, form: str, by_leaf: dict[str, TreeSpec]) -> Any:
         by_buffer = self._by_buffer(by_leaf)
         if form in ("list", "tuple"):
-            pairs = [(u, b) for u in self.plan.unit_list for b in u.buffers if (u.name, b.key) in by_buffer]
-            order = buffers_in_tree_order(self.plan, trainable_only=all(buffer.trainable for _, buffer in pairs))
-            flat = [by_buffer[unit.name, buffer.key] for unit, buffer in order if (unit.name, buffer.key) in by_buffer]
+            pairs = [
+                (u, b)
+                for u in self.plan.unit_list
+                for b in u.buffers
+                if (u.name, b.key) in by_buffer
+            ]
+            order = buffers_in_tree_order(
+                self.plan, trainable_only=all(buffer.trainable for _, buffer in pairs)
+            )
+            flat = [
+                by_buffer[unit.name, buffer.key]
+                for unit, buffer in order
+                if (unit.name, buffer.key) in by_buffer
+            ]
             return flat if form == "list" else tuple(flat)
         shards: dict[str, Any] = {}
         for unit in self.plan.unit_list:
-            own = {b.key: by_buffer[unit.name, b.key] for b in unit.buffers if (unit.name, b.key) in by_buffer}
+            own = {
+                b.key: by_buffer[unit.name, b.key]
+                for b in unit.buffers
+                if (unit.name, b.key) in by_buffer
+            }
             if own or form == "every unit":
                 named = [by_leaf.get(name_in(by_leaf, leaf) or "") for leaf in unit.leaves]
                 shards[unit.name] = None if own and all(node == NO_UNIT for node in named) else own
@@ -203,9 +240,13 @@ class _Unflattener:
                         f"trainable; make the plan as it was made then"
                     )
                 used.update(present)
-                found[unit.name, buffer.key] = self._below([by_leaf[name] for name in present], unit, buffer)
+                found[unit.name, buffer.key] = self._below(
+                    [by_leaf[name] for name in present], unit, buffer
+                )
         if unknown := sorted(by_leaf.keys() - used):
-            raise ValueError(f"leaf {unknown[0]!r} of the state is not in the plan: the plan is of another model")
+            raise ValueError(
+                f"leaf {unknown[0]!r} of the state is not in the plan: the plan is of another model"
+            )
         return found
 
     def _below(self, specs: Sequence[TreeSpec], unit: UnitPlan, buffer: BufferPlan) -> Any:
@@ -223,7 +264,13 @@ class _Unflattener:
             return self.node(first)
         if first[0] == "tensor":
             return self._tensor([spec[1] for spec in specs], unit, buffer)
-        return _container(first, [self._below([spec[3][i] for spec in specs], unit, buffer) for i in range(len(first[3]))])
+        return _container(
+            first,
+            [
+                self._below([spec[3][i] for spec in specs], unit, buffer)
+                for i in range(len(first[3]))
+            ],
+        )
 
     def _tensor(self, names: Sequence[str], unit: UnitPlan, buffer: BufferPlan) -> torch.Tensor:
         """Return the tensor below one buffer whose leaves' tensors are stored under ``names``."""
@@ -257,12 +304,18 @@ class _Unflattener:
         """
         leaf, wanted = buffer.leaves[0], dtype_of(buffer.dtype)
         known = name_in(self.old_dtypes, leaf)
-        if known is None or shard.dtype == wanted or shard.dtype != dtype_of(self.old_dtypes[known]):
+        if (
+            known is None
+            or shard.dtype == wanted
+            or shard.dtype != dtype_of(self.old_dtypes[known])
+        ):
             return
         if self.cast and can_cast(shard.dtype, wanted):
             self.empty.casts.append((shard, wanted))
             return
-        remedy = "make the plan of parameters in the stored dtype" + (", or pass cast=True" if self.cast is False else "")
+        remedy = "make the plan of parameters in the stored dtype" + (
+            ", or pass cast=True" if self.cast is False else ""
+        )
         raise ValueError(
             f"{self.where} holds {name!r} in {dtype_name(shard.dtype)}, and leaf {leaf.path!r} is of {buffer.dtype} in the "
             f"plan: {remedy}"
@@ -271,7 +324,9 @@ class _Unflattener:
     def _clear_padding(self, shard: torch.Tensor, buffer: BufferPlan) -> None:
         """Write zeros to the elements of a shard that belong to no leaf."""
         position = position_of(self.rank, self.plan.mesh_axes)
-        parts = [part for leaf in buffer.leaves if (part := buffer.part(leaf, position["shard"])).numel]
+        parts = [
+            part for leaf in buffer.leaves if (part := buffer.part(leaf, position["shard"])).numel
+        ]
         end = 0
         for begin, stop in sorted((part.in_shard.start, part.in_shard.stop) for part in parts):
             if begin > end:
@@ -280,7 +335,12 @@ class _Unflattener:
         byte_view(shard[end:]).zero_()
 
     def _read_leaf(
-        self, shard: torch.Tensor, leaf: LeafSpec, buffer: BufferPlan, name: str, metadata: TensorMetadata
+        self,
+        shard: torch.Tensor,
+        leaf: LeafSpec,
+        buffer: BufferPlan,
+        name: str,
+        metadata: TensorMetadata,
     ) -> None:
         if metadata.own_axes != own_axes(buffer.local, leaf.cuts):
             raise ValueError(
@@ -299,12 +359,18 @@ class _Unflattener:
         if not part.numel:
             return
         source = self._source(metadata.own_axes)
-        if (metadata.shape, metadata.cuts, metadata.kind) == (leaf.shape, leaf.cuts, kind_of(buffer)):
+        if (metadata.shape, metadata.cuts, metadata.kind) == (
+            leaf.shape,
+            leaf.cuts,
+            kind_of(buffer),
+        ):
             source |= {cut.axis: position[cut.axis] for cut in leaf.cuts}
             stored = stored_name(name, metadata.kind, source, self.old_mesh_axes)
             self.empty.reads.append(ReadItem(stored, part.begin, shard[part.in_shard]))
         else:
-            self._read_slices(shard[part.in_shard], part.begin, leaf, position, name, metadata, source)
+            self._read_slices(
+                shard[part.in_shard], part.begin, leaf, position, name, metadata, source
+            )
 
     def _read_slices(
         self,
@@ -329,8 +395,13 @@ class _Unflattener:
             stored = stored_name(name, metadata.kind, old, self.old_mesh_axes)
             for box, out in targets:
                 if shared := box.overlap(held):
-                    here, there = shared.moved([-n for n in box.offsets]), shared.moved([-n for n in held.offsets])
-                    self.empty.reads.append(ReadBox(stored, metadata.shape, there, out[here.slices]))
+                    here, there = (
+                        shared.moved([-n for n in box.offsets]),
+                        shared.moved([-n for n in held.offsets]),
+                    )
+                    self.empty.reads.append(
+                        ReadBox(stored, metadata.shape, there, out[here.slices])
+                    )
 
     def _source(self, axes: Sequence[str]) -> dict[str, int]:
         """Return the old position, along its own axes, that a local tensor comes from.
@@ -341,7 +412,10 @@ class _Unflattener:
         """
         position, now = position_of(self.rank, self.plan.mesh_axes), self.plan.mesh_axes
         before = {axis: self.old_mesh_axes.get(axis, 1) for axis in axes}
-        number = rank_at({axis: position.get(axis, 0) for axis in axes}, {axis: now.get(axis, 1) for axis in axes})
+        number = rank_at(
+            {axis: position.get(axis, 0) for axis in axes},
+            {axis: now.get(axis, 1) for axis in axes},
+        )
         return position_of(number % math.prod(before.values()), before)
 
 
@@ -360,7 +434,9 @@ def _container(spec: TreeSpec, children: list[Any]) -> Any:
     if kind == "namedtuple":
         cls: Any = find_class(meta)
         if not issubclass(cls, tuple) or not hasattr(cls, "_fields"):
-            raise ValueError(f"the state contains a namedtuple {meta!r}; found another kind of class there: define it again")
+            raise ValueError(
+                f"the state contains a namedtuple {meta!r}; found another kind of class there: define it again"
+            )
         if unknown := set(fields) - set(cls._fields):
             raise ValueError(
                 f"the stored {meta} has the field {sorted(unknown)[0]!r}; found the fields {cls._fields} in the class: add "
@@ -368,8 +444,12 @@ def _container(spec: TreeSpec, children: list[Any]) -> Any:
             )
         try:
             return cls(**dict(zip(fields, children, strict=True)))
-        except Exception as error:  # of any kind: it is the code of the class, which may have other fields now
-            raise ValueError(f"the stored {meta} cannot be made of the fields {fields}: {error}") from error
+        except (
+            Exception
+        ) as error:  # of any kind: it is the code of the class, which may have other fields now
+            raise ValueError(
+                f"the stored {meta} cannot be made of the fields {fields}: {error}"
+            ) from error
     meta = tree.freeze(meta)
     if kind == "custom":
         find_class(meta[0])
@@ -386,7 +466,11 @@ def _form(spec: TreeSpec) -> Any:
 def _shown(tensor: torch.Tensor, at: int) -> str:
     """Return one element as text."""
     element = tensor.view(-1)[at : at + 1]
-    return str(element.item()) if has_numbers(tensor.dtype) else f"the bytes {bytes(byte_view(element).tolist()).hex()}"
+    return (
+        str(element.item())
+        if has_numbers(tensor.dtype)
+        else f"the bytes {bytes(byte_view(element).tolist()).hex()}"
+    )
 
 
 def _disagreement(where: str, one: str, other: str, here: Any, there: Any) -> ValueError:

@@ -74,7 +74,9 @@ class WriterThread(threading.Thread):
     def run(self) -> None:
         if self.in_background and sys.platform == "linux":  # where priorities are those of threads
             thread = threading.get_native_id()
-            os.setpriority(os.PRIO_PROCESS, thread, max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
+            os.setpriority(
+                os.PRIO_PROCESS, thread, max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread))
+            )
         try:
             super().run()
         except Exception as error:  # Saving.wait raises it, on every rank
@@ -179,7 +181,9 @@ class Writer:
             mark.touch()
             return
         with contextlib.suppress(OSError):  # a new name needs no space
-            self.part.rename(self.part.with_name(f".{self.path.name}.{self.token}-{self.rank}.part"))
+            self.part.rename(
+                self.part.with_name(f".{self.path.name}.{self.token}-{self.rank}.part")
+            )
 
     def write(self) -> None:
         """Write this rank's slices, and the table of the regions that hold them."""
@@ -207,26 +211,46 @@ class Writer:
                 if found := self.lost():
                     raise OSError(found)
             if now > end:
-                raise OSError(f"rank {missing[0]} has not written its part within {self.timeout:g} s")
+                raise OSError(
+                    f"rank {missing[0]} has not written its part within {self.timeout:g} s"
+                )
             time.sleep(0.005)
 
     def finish(self) -> None:
         """Write the index, publish the checkpoint, and remove folders that are no longer needed."""
-        shared = {name: metadata for name, metadata in self.flat.tensors.items() if metadata.kind != "rank"}
+        shared = {
+            name: metadata
+            for name, metadata in self.flat.tensors.items()
+            if metadata.kind != "rank"
+        }
         if len(shared) * self.world_size <= MOST_LISTED:
             self.list_for_dcp(shared)
         else:
-            _log.info("checkpoint %s has no .metadata, because it would list more than %d boxes", self.path, MOST_LISTED)
+            _log.info(
+                "checkpoint %s has no .metadata, because it would list more than %d boxes",
+                self.path,
+                MOST_LISTED,
+            )
         write_sizes(self.part, self.world_size, self.token)
-        write_index(self.part, self.plans, self.flat.spec, shared, self.token, time_after(self.path.parent))
+        write_index(
+            self.part, self.plans, self.flat.spec, shared, self.token, time_after(self.path.parent)
+        )
         publish(self.part, self.path)
-        if self.lock is not None:  # of a checkpoint that was being replaced when its process was killed
+        if (
+            self.lock is not None
+        ):  # of a checkpoint that was being replaced when its process was killed
             remove_leftovers(self.path, self.lock, own=self.token, others=False)
         if self.keep is not None:
             try:
                 self.remove_oldest(self.keep)
-            except OSError as error:  # the checkpoint is complete; the next save removes what is left
-                _log.warning("checkpoint %s is complete, but older ones cannot be deleted: %s", self.path, error)
+            except (
+                OSError
+            ) as error:  # the checkpoint is complete; the next save removes what is left
+                _log.warning(
+                    "checkpoint %s is complete, but older ones cannot be deleted: %s",
+                    self.path,
+                    error,
+                )
 
     def list_for_dcp(self, shared: Mapping[str, TensorMetadata]) -> None:
         """Write the list of all boxes for other programs, which grows with the number of ranks."""

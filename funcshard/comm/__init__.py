@@ -26,7 +26,13 @@ Read ``group`` and ``mesh`` first. The other files are different ways to run a g
 from __future__ import annotations
 
 # desync and group come before mesh, which imports shm, which imports them from here.
-from funcshard.comm.agreement import all_gather_texts, check_all_same, check_once, check_same, text_of
+from funcshard.comm.agreement import (
+    all_gather_texts,
+    check_all_same,
+    check_once,
+    check_same,
+    text_of,
+)
 from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.group import (
     DONE,

@@ -48,7 +48,9 @@ def check_same(mesh: Ranks, text: str, what: str, *, remedy: str = _REMEDY) -> N
     check_all_same(mesh, {what: text}, remedy=remedy)
 
 
-def check_all_same(mesh: Ranks, texts: Mapping[str, str], label: str = "", *, remedy: str = _REMEDY) -> None:
+def check_all_same(
+    mesh: Ranks, texts: Mapping[str, str], label: str = "", *, remedy: str = _REMEDY
+) -> None:
     """Do what ``check_same`` does for several texts, by name, in one exchange.
 
     Arguments:
@@ -59,9 +61,13 @@ def check_all_same(mesh: Ranks, texts: Mapping[str, str], label: str = "", *, re
     """
     # Why every rank first reads every text: a rank that raised before the last collective would
     # leave the ranks that wait in it.
-    rows = all_gather_texts(mesh, json.dumps(dict(texts)), label or "a comparison of " + ", ".join(texts))
+    rows = all_gather_texts(
+        mesh, json.dumps(dict(texts)), label or "a comparison of " + ", ".join(texts)
+    )
     if len(set(rows)) > 1:
-        difference = first_difference([json.loads(row) for row in rows], range(len(rows)), remedy=remedy)
+        difference = first_difference(
+            [json.loads(row) for row in rows], range(len(rows)), remedy=remedy
+        )
         if difference:
             raise ValueError(difference)
 
@@ -79,7 +85,9 @@ def check_once(mesh: Ranks, texts: Mapping[str, str], label: str) -> None:
     mesh.agreed.add(known)
 
 
-def first_difference(rows: Sequence[Mapping[str, str]], ranks: Sequence[int], *, remedy: str = _REMEDY) -> str:
+def first_difference(
+    rows: Sequence[Mapping[str, str]], ranks: Sequence[int], *, remedy: str = _REMEDY
+) -> str:
     """Return an error message about the first difference between ranks; ``""`` for none.
 
     Arguments:
@@ -93,7 +101,8 @@ def first_difference(rows: Sequence[Mapping[str, str]], ranks: Sequence[int], *,
             other = row.get(what, "nothing")
             if own != other and not _may_be_the_same(own, other):
                 return (
-                    f"{what} must be the same on every rank; rank {ranks[0]} has {own} and rank {rank} has {other}: {remedy}"
+                    f"{what} must be the same on every rank; rank {ranks[0]} has {own} and "
+                    f"rank {rank} has {other}: {remedy}"
                 )
     return ""
 
@@ -106,7 +115,10 @@ def text_of(value: Any) -> str:
     """
     if isinstance(value, functools.partial):
         inner = text_of(value.func)
-        given = [*map(text_of, value.args), *(f"{name}={text_of(each)}" for name, each in sorted(value.keywords.items()))]
+        given = [
+            *map(text_of, value.args),
+            *(f"{name}={text_of(each)}" for name, each in sorted(value.keywords.items())),
+        ]
         return inner if inner == _SOME else f"{inner}({', '.join(given)})"
     if isinstance(value, Mapping):
         # Why sorted: a program may make it from a set, whose order differs between processes.
@@ -126,7 +138,11 @@ def text_of(value: Any) -> str:
         fields = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
         return f"{type(value).__name__}({text_of(fields)})"
     # Why no other text: that of an object may hold its address.
-    return str(value) if isinstance(value, torch.dtype | torch.device | enum.Enum) else f"a {type(value).__name__}"
+    return (
+        str(value)
+        if isinstance(value, torch.dtype | torch.device | enum.Enum)
+        else f"a {type(value).__name__}"
+    )
 
 
 def _may_be_the_same(own: str, other: str) -> bool:
@@ -150,10 +166,16 @@ def all_gather_texts(mesh: Ranks, text: str, label: str = "") -> list[str]:
         # Why one for all: the message then does not grow with the ranks of the axes before, and a
         # thousand equal messages are read once.
         count = len(texts)
-        parts = group.all_gather_text(json.dumps(texts[:1] if len(set(texts)) == 1 else texts), label=label)
+        parts = group.all_gather_text(
+            json.dumps(texts[:1] if len(set(texts)) == 1 else texts), label=label
+        )
         read = {part: json.loads(part) for part in set(parts)}
         if len(read) == 1 and len(read[parts[0]]) == 1:
             texts = read[parts[0]] * (count * len(parts))
             continue
-        texts = [each for part in parts for each in (read[part] if len(read[part]) == count else read[part] * count)]
+        texts = [
+            each
+            for part in parts
+            for each in (read[part] if len(read[part]) == count else read[part] * count)
+        ]
     return texts

@@ -23,7 +23,9 @@ class LostError(RuntimeError):
     """A rank is lost before it has connected."""
 
 
-def watched(connect: Callable[[], T], heart: Heart, ranks: Sequence[int], *, patience: float, give_up: float) -> T:
+def watched(
+    connect: Callable[[], T], heart: Heart, ranks: Sequence[int], *, patience: float, give_up: float
+) -> T:
     """Return ``connect()``, called on a thread.
 
     Arguments:

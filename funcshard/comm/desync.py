@@ -142,11 +142,15 @@ class DesyncDetector:
         self._timeout = datetime.timedelta(seconds=patience)
         self._entries: deque[_Entry] = deque(maxlen=KEPT)
         self._codes: dict[_Entry, tuple[int, int]] = {}  # hashes with and without the size
-        self._sizes: Counter[int] = Counter()  # how many sizes a collective has had, by the second hash
+        self._sizes: Counter[int] = (
+            Counter()
+        )  # how many sizes a collective has had, by the second hash
         self._context = (0,) * CONTEXT_LENGTH
         self._agreed_contexts: set[tuple[int, ...]] = set()
         self.comparison: Comparison | None = None
-        self._partial: dict[int, Sequence[int]] = {}  # the ranks that a collective needs, if not all
+        self._partial: dict[
+            int, Sequence[int]
+        ] = {}  # the ranks that a collective needs, if not all
         self._looks, self._warned = 0, False
         self._group = "" if control is None else str(control.group_name)
         if journal is not None:
@@ -218,7 +222,10 @@ class DesyncDetector:
         )
         rows = self._gather(padded)
         sizes = [int.from_bytes(bytes(row[:LENGTH].tolist()), "big") for row in rows]
-        return [bytes(row[LENGTH : LENGTH + size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
+        return [
+            bytes(row[LENGTH : LENGTH + size].tolist()).decode()
+            for row, size in zip(rows, sizes, strict=True)
+        ]
 
     def wait(self, works: Sequence[Any], number: int) -> None:
         """Wait for every work of collective ``number``.
@@ -313,7 +320,11 @@ class DesyncDetector:
         """Record a collective; return its hash without the size, and whether the size is new."""
         # Why before a collective: gloo's waits never end in a process without gloo's threads.
         check_process(self._process, self._ranks[self._rank])
-        entry = (kind, label, None, 0) if tensor is None else (kind, label, tensor.dtype, tensor.numel())
+        entry = (
+            (kind, label, None, 0)
+            if tensor is None
+            else (kind, label, tensor.dtype, tensor.numel())
+        )
         codes, new_size = self._codes.get(entry), False
         if codes is None:
             if len(self._codes) >= MOST_CONTEXTS:
@@ -321,7 +332,10 @@ class DesyncDetector:
                 if len(self._sizes) >= MOST_CONTEXTS:
                     self._sizes.clear()
             # Why not hash(): it differs between processes.
-            codes = self._codes[entry] = zlib.crc32(repr(entry).encode()), zlib.crc32(repr(entry[:3]).encode())
+            codes = self._codes[entry] = (
+                zlib.crc32(repr(entry).encode()),
+                zlib.crc32(repr(entry[:3]).encode()),
+            )
             self._sizes[codes[1]] += 1
             new_size = self._sizes[codes[1]] <= MOST_SIZES
         code, kind_code = codes
@@ -341,7 +355,9 @@ class DesyncDetector:
     def _start_comparison(self, *values: int) -> Comparison:
         # Why one fixed size: ranks that disagree on a collective must still be able to compare.
         own = (self.number, self.history)
-        highest = torch.tensor([*own, *(-each for each in own), *(*values, 0, 0, 0)[:3]], device="cpu")
+        highest = torch.tensor(
+            [*own, *(-each for each in own), *(*values, 0, 0, 0)[:3]], device="cpu"
+        )
         work = dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self._control, async_op=True)
         return Comparison(own, highest, work)
 
@@ -404,7 +420,10 @@ class DesyncDetector:
                 if self._store.check([str(rank)]):
                     number, entries = json.loads(self._store.get(str(rank)))
                     found[rank] = (number, entries)
-        except (RuntimeError, ValueError):  # the store is silent, its process has ended, or a text is cut short
+        except (
+            RuntimeError,
+            ValueError,
+        ):  # the store is silent, its process has ended, or a text is cut short
             return found
         return found
 
@@ -415,7 +434,9 @@ class DesyncDetector:
         the one store of the job, each time it looks.
         """
         size = len(self._ranks)
-        others = [(self._rank + away) % size for away in range(1, size)] if size <= MOST_READ else []
+        others = (
+            [(self._rank + away) % size for away in range(1, size)] if size <= MOST_READ else []
+        )
         if not others:
             # Each power of two: so the ranks on both sides of a difference read each other.
             near = [1 << power for power in range(size.bit_length() - 1)]
@@ -446,11 +467,21 @@ class DesyncDetector:
         if difference:
             raise RuntimeError(f"{difference}. Communication ended with: {error}") from error
         numbers = {rank: number for rank, (number, _) in self._exchange_entries().items()}
-        found = [rank for rank in range(len(self._ranks)) if rank != self._rank and numbers.get(rank, 0) < number]
+        found = [
+            rank
+            for rank in range(len(self._ranks))
+            if rank != self._rank and numbers.get(rank, 0) < number
+        ]
         seen = {rank: f"last seen at number {number}" for rank, number in numbers.items()}
-        behind = [f"{self._title(rank)} ({seen.get(rank, 'never seen')})" for rank in found[:MOST_READ]]
+        behind = [
+            f"{self._title(rank)} ({seen.get(rank, 'never seen')})" for rank in found[:MOST_READ]
+        ]
         behind += [f"and {len(found) - MOST_READ} more ranks"] * (len(found) > MOST_READ)
-        where = f"not known to have reached it: {', '.join(behind)}" if behind else "all ranks have reached it"
+        where = (
+            f"not known to have reached it: {', '.join(behind)}"
+            if behind
+            else "all ranks have reached it"
+        )
         raise RuntimeError(
             f"{self._title(self._rank)} waited for {self._describe(number)}, collective number {number} on mesh axis "
             f"{self._axis!r}, which failed; {where}. Communication ended with: {error}"
@@ -463,12 +494,18 @@ class DesyncDetector:
             return ""
         ranks = self._needed(number)
         what = f"{self._describe(number)} (number {number} on mesh axis {self._axis!r})"
-        return self.journal.find_circle(Wait(self._group, number, what, ranks, serial or 0), failed=failed)
+        return self.journal.find_circle(
+            Wait(self._group, number, what, ranks, serial or 0), failed=failed
+        )
 
     def _needed(self, number: int) -> Sequence[int]:
         """Return the global ranks without whose part collective ``number`` cannot end here."""
         needed = self._partial.get(number)
-        return self._ranks if needed is None else [self._ranks[each] for each in needed if each != self._rank]
+        return (
+            self._ranks
+            if needed is None
+            else [self._ranks[each] for each in needed if each != self._rank]
+        )
 
     def find_lost(self) -> str:
         """Return an error message if a rank of the axis is given up; ``""`` if not."""
@@ -491,7 +528,11 @@ class DesyncDetector:
         # times out closes all of them.
         for group in self._groups:
             with contextlib.suppress(RuntimeError, ValueError):  # timed out, or closed already
-                receive = dist.irecv(torch.empty(1, dtype=torch.float32, device="cpu"), group=group, group_src=neighbour)
+                receive = dist.irecv(
+                    torch.empty(1, dtype=torch.float32, device="cpu"),
+                    group=group,
+                    group_src=neighbour,
+                )
                 if receive is not None:
                     receive.wait(datetime.timedelta(milliseconds=1))
 

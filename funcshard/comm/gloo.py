@@ -55,7 +55,9 @@ class Gloo:
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, number: int) -> Work:
         if out.numel() * out.element_size() <= _SMALL:
             copies = shard.detach().repeat(self.size, *[1] * (shard.dim() - 1))
-            work = dist.all_to_all_single(_as_known(out), _as_known(copies), group=self.group, async_op=True)
+            work = dist.all_to_all_single(
+                _as_known(out), _as_known(copies), group=self.group, async_op=True
+            )
             return self._work([work], number)
         slices = out.chunk(self.size)
         slices[self.rank].copy_(shard)
@@ -73,7 +75,12 @@ class Gloo:
         rows = _as_known(full).shape[0] // full.shape[0]  # gloo's elements per element of ours
         splits = [rows * size for size in sizes]
         work = dist.all_to_all_single(
-            _as_known(received), _as_known(sent), splits, splits, group=self.reductions, async_op=True
+            _as_known(received),
+            _as_known(sent),
+            splits,
+            splits,
+            group=self.reductions,
+            async_op=True,
         )
 
         def finish() -> None:
@@ -90,16 +97,28 @@ class Gloo:
         parts = flat.tensor_split(self.size)  # sizes may differ by one, or be zero
         own = parts[self.rank]
         received = flat.new_empty(self.size * own.numel())
-        sizes, own_sizes = [_as_known(part).numel() for part in parts], [_as_known(own).numel()] * self.size
+        sizes, own_sizes = (
+            [_as_known(part).numel() for part in parts],
+            [_as_known(own).numel()] * self.size,
+        )
         scatter = dist.all_to_all_single(
-            _as_known(received), _as_known(flat), own_sizes, sizes, group=self.reductions, async_op=True
+            _as_known(received),
+            _as_known(flat),
+            own_sizes,
+            sizes,
+            group=self.reductions,
+            async_op=True,
         )
 
         def finish() -> None:
             self.desync.wait([scatter], number)
             if own.numel():
                 sum_in_rank_order(own, received.chunk(self.size))
-            works = [self._start_broadcast(part, src, self.reductions) for src, part in enumerate(parts) if part.numel()]
+            works = [
+                self._start_broadcast(part, src, self.reductions)
+                for src, part in enumerate(parts)
+                if part.numel()
+            ]
             self.desync.wait(works, number)
 
         return DeferredWork(finish)
@@ -108,12 +127,19 @@ class Gloo:
         return self._work([self._start_broadcast(tensor, src, self.group)], number)
 
     def all_to_all(
-        self, out: torch.Tensor, full: torch.Tensor, out_sizes: Sequence[int], sizes: Sequence[int], number: int
+        self,
+        out: torch.Tensor,
+        full: torch.Tensor,
+        out_sizes: Sequence[int],
+        sizes: Sequence[int],
+        number: int,
     ) -> Work:
         # gloo's elements per element of ours
         width = 1 if out.dtype in _DTYPES else out.element_size()
         receive, send = ([width * size for size in each] for each in (out_sizes, sizes))
-        work = dist.all_to_all_single(_as_known(out), _as_known(full), receive, send, group=self.group, async_op=True)
+        work = dist.all_to_all_single(
+            _as_known(out), _as_known(full), receive, send, group=self.group, async_op=True
+        )
         return self._work([work], number)
 
     def _work(self, works: list[Any], number: int) -> Work:

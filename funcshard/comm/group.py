@@ -63,7 +63,9 @@ class Group(Protocol):
         long as it likes.
         """
 
-    def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = "") -> Work:
+    def reduce_scatter(
+        self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = ""
+    ) -> Work:
         """Concatenate the 1-D ``parts``, sum over ranks, and put this rank's slice into ``out``.
 
         Several parts are copied, and converted to the dtype of ``out``. A single part is not
@@ -77,7 +79,13 @@ class Group(Protocol):
         """Replace the contiguous ``tensor`` by that of rank ``src``."""
 
     def all_to_all(
-        self, out: torch.Tensor, full: torch.Tensor, out_sizes: Sequence[int], sizes: Sequence[int], *, label: str = ""
+        self,
+        out: torch.Tensor,
+        full: torch.Tensor,
+        out_sizes: Sequence[int],
+        sizes: Sequence[int],
+        *,
+        label: str = "",
     ) -> Work:
         """Send a slice of the 1-D ``full`` to each rank, and put the received slices into ``out``.
 
@@ -124,7 +132,9 @@ class PrivateAllGatherWork:
         return self.out
 
 
-def all_gather_private(group: Group, shard: torch.Tensor, *, label: str = "") -> PrivateAllGatherWork:
+def all_gather_private(
+    group: Group, shard: torch.Tensor, *, label: str = ""
+) -> PrivateAllGatherWork:
     """Start ``group.all_gather`` into new memory of this rank's own."""
     size = group.size
     # Why never an inference tensor: the caller may have left inference mode by the time it uses the
@@ -177,7 +187,9 @@ class LocalGroup:
     def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
         return all_gather_last(self, shard, label=label)
 
-    def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = "") -> Work:
+    def reduce_scatter(
+        self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = ""
+    ) -> Work:
         out.copy_(concatenate(parts).view_as(out))
         return DONE
 
@@ -188,7 +200,13 @@ class LocalGroup:
         return DONE
 
     def all_to_all(
-        self, out: torch.Tensor, full: torch.Tensor, out_sizes: Sequence[int], sizes: Sequence[int], *, label: str = ""
+        self,
+        out: torch.Tensor,
+        full: torch.Tensor,
+        out_sizes: Sequence[int],
+        sizes: Sequence[int],
+        *,
+        label: str = "",
     ) -> Work:
         out.copy_(full)
         return DONE

@@ -48,7 +48,11 @@ def start(kind: str, world: int, *, timeout: float, patience: float, give_up: fl
         ValueError: torchrun's variables are missing in the environment, or are no numbers.
         RuntimeError: the other ranks have not come in time, or one is lost.
     """
-    rank, port, address = _number("RANK", 0), _number("MASTER_PORT", 0), os.environ.get("MASTER_ADDR")
+    rank, port, address = (
+        _number("RANK", 0),
+        _number("MASTER_PORT", 0),
+        os.environ.get("MASTER_ADDR"),
+    )
     if not address:
         raise ValueError(
             "the environment variable MASTER_ADDR must name the machine of rank 0, because RANK and WORLD_SIZE are set; "
@@ -61,7 +65,12 @@ def start(kind: str, world: int, *, timeout: float, patience: float, give_up: fl
         _check_launcher(address, port, patience)
         store = _store_of_job(address, port, rank, world, limit)
         backend = "nccl" if kind == "cuda" else "gloo"
-        connect = lambda: dist.init_process_group(backend, store=store, timeout=limit, rank=rank, world_size=world)  # noqa: E731
+
+        def connect() -> None:
+            dist.init_process_group(
+                backend, store=store, timeout=limit, rank=rank, world_size=world
+            )
+
         if kind == "cuda":  # the current GPU is one of the thread
             connect()
         else:
@@ -77,7 +86,12 @@ def start(kind: str, world: int, *, timeout: float, patience: float, give_up: fl
 
 
 def meet_for_mesh(
-    ranks: Sequence[int], sizes: Mapping[str, int], kind: str, call: str, patience: float, give_up: float
+    ranks: Sequence[int],
+    sizes: Mapping[str, int],
+    kind: str,
+    call: str,
+    patience: float,
+    give_up: float,
 ) -> None:
     """Wait for the ranks of a mesh; raise on all of them unless they are to make the same one.
 
@@ -89,13 +103,17 @@ def meet_for_mesh(
         patience: seconds after which a rank looks where the others wait.
         give_up: seconds without a sign of life after which a rank is given up.
     """
-    if len(ranks) == 1 or dist.get_backend() == "fake":  # torch's stand-in: the other ranks do not exist
+    if (
+        len(ranks) == 1 or dist.get_backend() == "fake"
+    ):  # torch's stand-in: the other ranks do not exist
         return
     facts = {
         "the function that makes the mesh": call,
         "the shape of the mesh": axes_text(sizes),
         "the device of the mesh": kind,
-        "the order of the ranks in the mesh": "that of their numbers" if [*ranks] == sorted(ranks) else str([*ranks]),
+        "the order of the ranks in the mesh": "that of their numbers"
+        if [*ranks] == sorted(ranks)
+        else str([*ranks]),
     }
     timeout = group_timeout(dist.group.WORLD).total_seconds()
     meet(
@@ -109,7 +127,9 @@ def meet_for_mesh(
     )
 
 
-def device_mesh_of(kind: str, sizes: Mapping[str, int], *, patience: float, give_up: float) -> DeviceMesh:
+def device_mesh_of(
+    kind: str, sizes: Mapping[str, int], *, patience: float, give_up: float
+) -> DeviceMesh:
     """Return the device mesh over all processes; its groups have the timeout of the default group.
 
     Why not ``init_device_mesh``: its groups have a timeout of their own, half an hour.
@@ -121,12 +141,18 @@ def device_mesh_of(kind: str, sizes: Mapping[str, int], *, patience: float, give
     if backend == "fake" or getattr(job, "bound_device_id", None) is not None:
         return init_device_mesh(kind, shape, mesh_dim_names=names)
     if kind == "cuda" and not torch.cuda.is_initialized():
-        _choose_gpu(_number("LOCAL_RANK", 0) if "LOCAL_RANK" in os.environ else dist.get_rank() % torch.cuda.device_count())
+        _choose_gpu(
+            _number("LOCAL_RANK", 0)
+            if "LOCAL_RANK" in os.environ
+            else dist.get_rank() % torch.cuda.device_count()
+        )
     ranks = torch.arange(world, device="cpu").view(shape)
     (position,) = (ranks == dist.get_rank()).nonzero().tolist()
     groups = []
     for dim, (axis, size) in enumerate(sizes.items()):
-        line = ranks[tuple(slice(None) if other == dim else at for other, at in enumerate(position))].tolist()
+        line = ranks[
+            tuple(slice(None) if other == dim else at for other, at in enumerate(position))
+        ].tolist()
         made, limit, where = job, group_timeout(job), f"mesh axis {axis!r}"
         if size < world:
             made = connected(line, backend, limit, where, patience=patience, give_up=give_up)
@@ -136,7 +162,11 @@ def device_mesh_of(kind: str, sizes: Mapping[str, int], *, patience: float, give
 
 def check_gpu(kind: str) -> None:
     """Raise ``ValueError`` if the job needs GPUs, and torch finds none on this machine."""
-    if kind == "cuda" and torch.cuda.device_count() == 0 and not (is_started() and dist.get_backend() == "fake"):
+    if (
+        kind == "cuda"
+        and torch.cuda.device_count() == 0
+        and not (is_started() and dist.get_backend() == "fake")
+    ):
         raise ValueError(
             "device='cuda' needs a GPU, and torch finds none here: see nvidia-smi and CUDA_VISIBLE_DEVICES, install a torch "
             "that is built for CUDA, or pass init_mesh(device='cpu')"
@@ -147,7 +177,10 @@ def device_of(kind: str) -> torch.device:
     """Return the device of this process; of GPUs that of torchrun's number of the process."""
     if kind != "cuda":
         return torch.device(kind)
-    return torch.device("cuda", _number("LOCAL_RANK", 0) if "LOCAL_RANK" in os.environ else torch.cuda.current_device())
+    return torch.device(
+        "cuda",
+        _number("LOCAL_RANK", 0) if "LOCAL_RANK" in os.environ else torch.cuda.current_device(),
+    )
 
 
 def _choose_gpu(number: int) -> None:
@@ -184,7 +217,9 @@ def _check_launcher(address: str, port: int, patience: float) -> None:
             socket.create_connection((address, port), timeout=patience).close()
         except ConnectionRefusedError as error:
             if time.monotonic() > end:
-                raise ConnectionRefusedError(f"{error}: torchrun, which holds the store of the job, has ended") from None
+                raise ConnectionRefusedError(
+                    f"{error}: torchrun, which holds the store of the job, has ended"
+                ) from None
             time.sleep(0.05)
             continue
         except OSError:  # such as a name that has no address yet
@@ -192,14 +227,25 @@ def _check_launcher(address: str, port: int, patience: float) -> None:
         return
 
 
-def _store_of_job(address: str, port: int, rank: int, world: int, timeout: datetime.timedelta) -> dist.Store:
+def _store_of_job(
+    address: str, port: int, rank: int, world: int, timeout: datetime.timedelta
+) -> dist.Store:
     """Return the store in which the ranks that torchrun has started meet."""
     # Why a prefix: torchrun keeps one store for all attempts, in which torch would find the
     # addresses of the previous attempt's ranks. On a single node every rank has the same number of
     # the attempt, which serves as the prefix. On several nodes the numbers may differ.
-    attempt, local_size = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get("LOCAL_WORLD_SIZE")
-    if attempt == "0" or local_size != os.environ["WORLD_SIZE"] or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    attempt, local_size = (
+        os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        os.environ.get("LOCAL_WORLD_SIZE"),
+    )
+    if (
+        attempt == "0"
+        or local_size != os.environ["WORLD_SIZE"]
+        or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    ):
         store, *_ = next(dist.rendezvous("env://", rank, world, timeout=timeout))
         store.set_timeout(timeout)
         return dist.PrefixStore("default_pg", store)
-    return dist.PrefixStore(f"attempt {attempt}", dist.TCPStore(address, port, is_master=False, timeout=timeout))
+    return dist.PrefixStore(
+        f"attempt {attempt}", dist.TCPStore(address, port, is_master=False, timeout=timeout)
+    )

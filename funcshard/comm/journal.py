@@ -103,7 +103,12 @@ class _Note:
     def text(self) -> str:
         wait = self.wait
         return json.dumps(
-            [self.beat, [wait.group, wait.number, wait.what, _stored(wait.ranks), wait.serial], self.counts, self.blocker]
+            [
+                self.beat,
+                [wait.group, wait.number, wait.what, _stored(wait.ranks), wait.serial],
+                self.counts,
+                self.blocker,
+            ]
         )
 
     @classmethod
@@ -136,7 +141,11 @@ def compact(ranks: Sequence[int]) -> Sequence[int]:
 
 def _stored(ranks: Sequence[int]) -> Any:
     """Return numbers as JSON; ``_Note.of`` is the inverse."""
-    return {"range": [ranks.start, ranks.stop, ranks.step]} if isinstance(ranks, range) else list(ranks)
+    return (
+        {"range": [ranks.start, ranks.stop, ranks.step]}
+        if isinstance(ranks, range)
+        else list(ranks)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,10 +242,15 @@ class Journal:
             circle = self._circle(own, failed)
             before, self._suspected = self._suspected, circle
             # Why failed is enough: that circle ends at a rank that has looked twice.
-            if not circle or not (failed or all(_lasts(note, before.get(rank)) for rank, note in circle.items())):
+            if not circle or not (
+                failed or all(_lasts(note, before.get(rank)) for rank, note in circle.items())
+            ):
                 return ""
             self._write(wait, _blocker(own, circle))
-        except (RuntimeError, ValueError):  # the store is silent, its process has ended, or notes are cut short
+        except (
+            RuntimeError,
+            ValueError,
+        ):  # the store is silent, its process has ended, or notes are cut short
             return ""
         return _message(circle)
 
@@ -278,7 +292,9 @@ class Journal:
             return
         end = time.monotonic() + seconds
         for comparison in [unused.comparison for unused in self.unused]:
-            while comparison is not None and not has_ended(comparison.work) and time.monotonic() < end:
+            while (
+                comparison is not None and not has_ended(comparison.work) and time.monotonic() < end
+            ):
                 time.sleep(0.001)
 
     def _write(self, wait: Wait, blocker: int | None = None) -> _Note:
@@ -286,7 +302,10 @@ class Journal:
         # Why only those of this thread: another thread may still issue collectives on its axes.
         own = threading.get_ident()
         counts: dict[str, int | None] = dict(self._counts)
-        counts |= {group: each.number if each.thread in (0, own) else None for group, each in self._detectors.items()}
+        counts |= {
+            group: each.number if each.thread in (0, own) else None
+            for group, each in self._detectors.items()
+        }
         note = _Note(self._beat, wait, counts, blocker)
         self.store.set(str(self.rank), note.text())
         return note
@@ -327,7 +346,9 @@ class Journal:
             return False
 
         visit(self.rank, own)
-        self._seen.update({rank: note for rank, note in notes.items() if note is not None and not note.ended})
+        self._seen.update(
+            {rank: note for rank, note in notes.items() if note is not None and not note.ended}
+        )
         return path
 
     def _some(self, ranks: Sequence[int], notes: Mapping[int, object]) -> Sequence[int]:
@@ -341,7 +362,9 @@ class Journal:
         # Why first: a circle counts if a second look finds it again.
         known = [rank for rank in (*self._suspected, *notes) if rank in ranks]
         begin = self._looks * _MOST_READ
-        return [*dict.fromkeys((*known, *(ranks[(begin + i) % len(ranks)] for i in range(_MOST_READ))))]
+        return [
+            *dict.fromkeys((*known, *(ranks[(begin + i) % len(ranks)] for i in range(_MOST_READ))))
+        ]
 
     def _ended_meanwhile(self, rank: int, note: _Note) -> bool:
         """Return whether a rank has ended since this one saw it wait: its note is of this job."""
@@ -351,14 +374,23 @@ class Journal:
 
 def _lasts(note: _Note, before: _Note | None) -> bool:
     """Return whether a rank has waited since the last look, which found the note ``before``."""
-    return note.ended or (before is not None and before.wait == note.wait and note.beat > before.beat)
+    return note.ended or (
+        before is not None and before.wait == note.wait and note.beat > before.beat
+    )
 
 
 def _blocker(note: _Note, circle: dict[int, _Note]) -> int | None:
     """Return the rank of the circle that keeps another one from going on."""
     if note.blocker is not None:
         return note.blocker
-    return next((rank for rank, found in circle.items() if rank in note.wait.ranks and found.lacks(note.wait)), None)
+    return next(
+        (
+            rank
+            for rank, found in circle.items()
+            if rank in note.wait.ranks and found.lacks(note.wait)
+        ),
+        None,
+    )
 
 
 def _message(circle: dict[int, _Note]) -> str:

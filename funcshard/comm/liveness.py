@@ -89,7 +89,9 @@ class _Question:
     """
 
     call: Callable[[Any], Any]
-    answers: queue.SimpleQueue[tuple[Any, Exception | None]] = field(default_factory=queue.SimpleQueue)
+    answers: queue.SimpleQueue[tuple[Any, Exception | None]] = field(
+        default_factory=queue.SimpleQueue
+    )
     late: bool = False
 
 
@@ -138,11 +140,15 @@ class Heart:
     def __init__(self, rank: int, store: Any, prefix: str = "") -> None:
         self._rank, self._prefix = rank, prefix
         self._pulse = _Pulse(store_for_thread(store), self.store.key(rank))
-        self._seen: dict[int, tuple[bytes, float]] = {}  # beat of each rank, and the clock when it was new
+        self._seen: dict[
+            int, tuple[bytes, float]
+        ] = {}  # beat of each rank, and the clock when it was new
         self._silence = 0.0  # seconds for which the store has not answered
         self._last_question = 0.0
         self._looks = 0
-        thread = threading.Thread(target=_beat, args=(self._pulse,), name="funcshard heart", daemon=True)
+        thread = threading.Thread(
+            target=_beat, args=(self._pulse,), name="funcshard heart", daemon=True
+        )
         thread.start()
         # Why joined at the end of the process: Python ends daemon threads in the middle of torch's
         # code, which then ends the process with an error.
@@ -162,7 +168,9 @@ class Heart:
         """Beat often enough for ``give_up``, and with the collectives of one more detector."""
         pulse = self._pulse
         pulse.every = min(pulse.every, give_up / _BEATS)
-        pulse.detectors = [each for each in pulse.detectors if each[0]() is not None] + [(weakref.ref(detector), 0)]
+        pulse.detectors = [each for each in pulse.detectors if each[0]() is not None] + [
+            (weakref.ref(detector), 0)
+        ]
         pulse.questions.put(None)
 
     def part(self, prefix: str) -> StorePart:
@@ -194,13 +202,20 @@ class Heart:
         # Why the minimum: no time counts in which this process was suspended.
         waited = min(now - begin, _ANSWER)
         between = min(begin - self._last_question, _LONGEST) if self._silence else 0.0
-        self._silence = self._silence + waited + between if isinstance(error, SilentStoreError) else 0.0
+        self._silence = (
+            self._silence + waited + between if isinstance(error, SilentStoreError) else 0.0
+        )
         self._last_question = now
         if error is not None:
             raise error
         return found  # type: ignore[return-value]
 
-    def find_lost(self, ranks: Sequence[int], give_up: float, is_away: Callable[[int], bool] = lambda rank: False) -> str:
+    def find_lost(
+        self,
+        ranks: Sequence[int],
+        give_up: float,
+        is_away: Callable[[int], bool] = lambda rank: False,
+    ) -> str:
         """Return an error message if a rank is lost for ever, or the store; ``""`` if not.
 
         Arguments:
@@ -237,14 +252,21 @@ class Heart:
         """
         try:
             return self._finding()
-        except (RuntimeError, ValueError):  # the process that holds the store has ended, or is silent
+        except (
+            RuntimeError,
+            ValueError,
+        ):  # the process that holds the store has ended, or is silent
             return ""
 
     def _finding(self) -> str:
         if not self.store.check([_FOUND]):
             return ""
         found, beats = json.loads(self.store.get(_FOUND))
-        return str(found) if all(self._read(int(rank)) == beat.encode() for rank, beat in beats.items()) else ""
+        return (
+            str(found)
+            if all(self._read(int(rank)) == beat.encode() for rank, beat in beats.items())
+            else ""
+        )
 
     def _read(self, rank: int) -> bytes:
         key = str(rank)
@@ -273,7 +295,11 @@ class Heart:
         if _has_ended(process, place):
             return f"the process of rank {rank} has ended ({where})"
         is_silent = silent >= max([give_up, *(2 * each for each in every)])
-        return f"rank {rank} has given no sign of life for {silent:.0f} s ({where})" if is_silent else ""
+        return (
+            f"rank {rank} has given no sign of life for {silent:.0f} s ({where})"
+            if is_silent
+            else ""
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +370,12 @@ def _beat(pulse: _Pulse) -> None:
         if question is not None and not question.late:
             question.answers.put(_call(pulse, question.call))
     if not pulse.fault:
-        _call(pulse, lambda store: store.set(pulse.key, json.dumps([_FAREWELL, pulse.latest, _place_of(os.getpid())])))
+        _call(
+            pulse,
+            lambda store: store.set(
+                pulse.key, json.dumps([_FAREWELL, pulse.latest, _place_of(os.getpid())])
+            ),
+        )
     with contextlib.suppress(queue.Empty):
         while True:
             if question := pulse.questions.get_nowait():
@@ -381,7 +412,9 @@ def _call(pulse: _Pulse, call: Callable[[Any], Any]) -> tuple[Any, Exception | N
                 pulse.ended, pulse.fault = True, str(error)
             except (RuntimeError, OSError):  # not known: the next call tries it again
                 break
-    return None, SilentStoreError(str(error)) if isinstance(error, RuntimeError) and not pulse.fault else error
+    return None, SilentStoreError(str(error)) if isinstance(
+        error, RuntimeError
+    ) and not pulse.fault else error
 
 
 def _write_beat(pulse: _Pulse, store: Any) -> None:
@@ -393,7 +426,9 @@ def _write_beat(pulse: _Pulse, store: Any) -> None:
             pulse.latest = detector.latest()
             detectors[at] = found, detector.number
     pulse.number += 1
-    store.set(pulse.key, json.dumps([pulse.number, pulse.latest, _place_of(os.getpid()), pulse.every]))
+    store.set(
+        pulse.key, json.dumps([pulse.number, pulse.latest, _place_of(os.getpid()), pulse.every])
+    )
 
 
 def _stop(pulse: _Pulse, thread: threading.Thread, process: int) -> None:
@@ -451,7 +486,9 @@ def _has_ended(process: int, place: list[str]) -> bool:
 
 
 def _message(lost: dict[int, str], rank: int, give_up: float) -> str:
-    reasons = [*lost.values()][:_MOST_NAMED] + [f"and {len(lost) - _MOST_NAMED} more"] * (len(lost) > _MOST_NAMED)
+    reasons = [*lost.values()][:_MOST_NAMED] + [f"and {len(lost) - _MOST_NAMED} more"] * (
+        len(lost) > _MOST_NAMED
+    )
     if all(_LEFT in reason for reason in lost.values()):
         return (
             f"{'; '.join(reasons)}: rank {rank} waited for it to make a mesh; every rank has to make the same meshes in the "

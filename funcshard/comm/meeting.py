@@ -58,7 +58,9 @@ def meet(
             store of the job cannot be reached.
     """
     group = name_of("meeting", ranks)
-    meeting = _Meeting(journal, ranks, group, journal.count(group), call, dict(facts), timeout, patience, give_up)
+    meeting = _Meeting(
+        journal, ranks, group, journal.count(group), call, dict(facts), timeout, patience, give_up
+    )
     try:
         difference = meeting.wait()
         meeting.forget_previous()
@@ -116,7 +118,11 @@ class _Meeting:
         # Why no wait of the store: that of a file asks once a second.
         begin = now = time.monotonic()
         look, pause, serial = begin + self.patience, _SHORTEST, None
-        journal, heart, others = self.journal, self.journal.heart, [each for each in self.ranks if each != self.journal.rank]
+        journal, heart, others = (
+            self.journal,
+            self.journal.heart,
+            [each for each in self.ranks if each != self.journal.rank],
+        )
         silent = False
         while True:
             try:
@@ -130,7 +136,11 @@ class _Meeting:
             if now >= look:
                 serial = journal.begin_wait() if serial is None else serial
                 what = f"{self.call}, number {self.number} of these ranks"
-                found = "" if silent else journal.find_circle(Wait(self.group, self.number, what, others, serial))
+                found = (
+                    ""
+                    if silent
+                    else journal.find_circle(Wait(self.group, self.number, what, others, serial))
+                )
                 if not found and heart is not None:
                     found = heart.find_lost(others, self.give_up, self._is_away)
                 if found:

@@ -20,13 +20,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from funcshard._utils import absent, check_device, check_flag, check_number
 from funcshard.comm.agreement import all_gather_texts, first_difference
 from funcshard.comm.group import Group, LocalGroup
-from funcshard.comm.job import check_gpu, device_mesh_of, device_of, is_started, launched_ranks, meet_for_mesh, start
+from funcshard.comm.job import (
+    check_gpu,
+    device_mesh_of,
+    device_of,
+    is_started,
+    launched_ranks,
+    meet_for_mesh,
+    start,
+)
 from funcshard.comm.liveness import GIVE_UP
 from funcshard.comm.torch_group import TorchGroup, give_back
 from funcshard.comm.wrapped_group import WrappedGroup
 from funcshard.plan import AXES, axes_text, mesh_axes_of, position_of, rank_at
 
-_ALL, _AXES = "mesh.world_size is the number of all ranks", "mesh.shape is a dictionary of axes and their sizes"
+_ALL, _AXES = (
+    "mesh.world_size is the number of all ranks",
+    "mesh.shape is a dictionary of axes and their sizes",
+)
 _POSITION = "mesh.position is a dictionary of this rank's index along each axis"
 # Names that a mesh has in other libraries, with their remedies.
 _REMEDIES = {
@@ -195,7 +206,13 @@ class Mesh:
         Raises:
             ValueError: the mesh has no such axis, a name is given twice, or none is.
         """
-        names = (axes,) if isinstance(axes, str) else tuple(axes) if isinstance(axes, tuple | list) else ()
+        names = (
+            (axes,)
+            if isinstance(axes, str)
+            else tuple(axes)
+            if isinstance(axes, tuple | list)
+            else ()
+        )
         known = all(isinstance(name, str) and name in self.groups for name in names)
         if not names or not known or len(set(names)) < len(names):
             raise ValueError(
@@ -236,8 +253,14 @@ class Mesh:
         ranks = [rank for rank, _ in rows]
         if difference := first_difference([shape for _, shape in rows], range(len(rows))):
             raise ValueError(difference)
-        along = {axis: [ranks[number] for number in line] for axis, line in lines_through(self.rank, sizes).items()}
-        groups = {axis: group.subgroup(line, axis) if len(line) > 1 else LocalGroup() for axis, line in along.items()}
+        along = {
+            axis: [ranks[number] for number in line]
+            for axis, line in lines_through(self.rank, sizes).items()
+        }
+        groups = {
+            axis: group.subgroup(line, axis) if len(line) > 1 else LocalGroup()
+            for axis, line in along.items()
+        }
         return Mesh(groups, self.device)
 
     @classmethod
@@ -286,7 +309,9 @@ class Mesh:
         ours = _names_of(device_mesh, names)
         sizes = dict(zip(ours, device_mesh.shape, strict=True))
         ranks = device_mesh.mesh.flatten().tolist()
-        meet_for_mesh(ranks, sizes, device_mesh.device_type, "Mesh.from_device_mesh", patience, give_up)
+        meet_for_mesh(
+            ranks, sizes, device_mesh.device_type, "Mesh.from_device_mesh", patience, give_up
+        )
         return _over(device_mesh, ours, patience, shared_memory, give_up, ours=False)
 
 
@@ -304,7 +329,10 @@ def neighbours(mesh: Mesh, ranks: int) -> Mesh:
     parts, key = mesh.memo.parts, (mesh.shard.size, ranks)
     if key not in parts:
         label = f"the parts of {ranks} ranks"
-        row = [int(text) for text in mesh.shard.all_gather_text(str(mesh.shard.global_rank), label=label)]
+        row = [
+            int(text)
+            for text in mesh.shard.all_gather_text(str(mesh.shard.global_rank), label=label)
+        ]
         first = mesh.shard.rank // ranks * ranks
         group = mesh.shard.subgroup(row[first : first + ranks], "shard")
         while isinstance(group, WrappedGroup):
@@ -384,11 +412,15 @@ def init_mesh(
     """
     _check_options(patience, shared_memory, give_up)
     # Why so many: timedelta, which torch takes, holds a billion days.
-    check_number("timeout", timeout, above=0, below=1e9, remedy="pass a number of seconds, such as 600.0")
+    check_number(
+        "timeout", timeout, above=0, below=1e9, remedy="pass a number of seconds, such as 600.0"
+    )
     simulated = _simulated.get()
     if simulated is not None:
         return simulated if shape is None else simulated.reshaped(shape)
-    kind = check_device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device).type
+    kind = check_device(
+        ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
+    ).type
     started = is_started()
     check_gpu(kind)
     launched = None if started else launched_ranks()
@@ -400,13 +432,23 @@ def init_mesh(
         return Mesh(dict.fromkeys(sizes, LocalGroup()), device_of(kind))
     meet_for_mesh(range(world), sizes, kind, "init_mesh", patience, give_up)
     # Why without a replicate axis of one rank: it would need a process group for each rank.
-    named = {axis: size for axis, size in sizes.items() if axis != "replicate" or size > 1 or axis in (shape or ())}
+    named = {
+        axis: size
+        for axis, size in sizes.items()
+        if axis != "replicate" or size > 1 or axis in (shape or ())
+    }
     device_mesh = device_mesh_of(kind, named, patience=patience, give_up=give_up)
     return _over(device_mesh, list(named), patience, shared_memory, give_up, ours=True)
 
 
 def _over(
-    device_mesh: DeviceMesh, names: Sequence[str], patience: float, shared_memory: bool, give_up: float, *, ours: bool
+    device_mesh: DeviceMesh,
+    names: Sequence[str],
+    patience: float,
+    shared_memory: bool,
+    give_up: float,
+    *,
+    ours: bool,
 ) -> Mesh:
     """Return the mesh over the groups of a device mesh, whose axes have ``names`` here.
 
@@ -420,7 +462,9 @@ def _over(
         if dist.get_world_size(group) == 1:
             groups[name] = LocalGroup()
         else:
-            made = TorchGroup.of(group, name, kind, patience=patience, shared_memory=shared_memory, give_up=give_up)
+            made = TorchGroup.of(
+                group, name, kind, patience=patience, shared_memory=shared_memory, give_up=give_up
+            )
             groups[name] = made
             users += [made.desync]
         if ours:
@@ -430,7 +474,9 @@ def _over(
 
 
 # The mesh of the simulated rank that runs in this context.
-_simulated: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("funcshard_simulated", default=None)
+_simulated: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar(
+    "funcshard_simulated", default=None
+)
 
 
 @contextlib.contextmanager
@@ -473,12 +519,19 @@ def lines_through(rank: int, sizes: Mapping[str, int]) -> dict[str, list[int]]:
         sizes: the size of each axis.
     """
     position = position_of(rank, sizes)
-    return {axis: [rank_at({**position, axis: i}, sizes) for i in range(size)] for axis, size in sizes.items()}
+    return {
+        axis: [rank_at({**position, axis: i}, sizes) for i in range(size)]
+        for axis, size in sizes.items()
+    }
 
 
 def _sizes(shape: Mapping[str, int], world: int) -> dict[str, int]:
     if not isinstance(shape, Mapping):
-        remedy = "leave it out for one axis" if isinstance(shape, int) else "name each axis, or leave it out for one axis"
+        remedy = (
+            "leave it out for one axis"
+            if isinstance(shape, int)
+            else "name each axis, or leave it out for one axis"
+        )
         if isinstance(shape, str | torch.device):
             remedy = f"pass the device by keyword, as in init_mesh(device={str(shape)!r})"
         raise TypeError(
@@ -495,9 +548,14 @@ def _sizes(shape: Mapping[str, int], world: int) -> dict[str, int]:
 
 def _names_of(device_mesh: DeviceMesh, names: Mapping[str, str] | None) -> list[str]:
     """Return our name of each axis of a device mesh."""
-    found: Any = device_mesh.mesh_dim_names or (AXES[-device_mesh.ndim :] if device_mesh.ndim <= 2 else ())
+    found: Any = device_mesh.mesh_dim_names or (
+        AXES[-device_mesh.ndim :] if device_mesh.ndim <= 2 else ()
+    )
     given = dict(names or {})
-    ours = [given.get(name, name.removeprefix("dp_") if name.removeprefix("dp_") in AXES else name) for name in found]
+    ours = [
+        given.get(name, name.removeprefix("dp_") if name.removeprefix("dp_") in AXES else name)
+        for name in found
+    ]
     if len(found) == 1 and not given:
         ours = ["shard"]
     rule = ""

@@ -52,9 +52,18 @@ class Native:
         return _StreamWork(dist.broadcast(tensor, group=self.group, group_src=src, async_op=True))
 
     def all_to_all(
-        self, out: torch.Tensor, full: torch.Tensor, out_sizes: Sequence[int], sizes: Sequence[int], number: int
+        self,
+        out: torch.Tensor,
+        full: torch.Tensor,
+        out_sizes: Sequence[int],
+        sizes: Sequence[int],
+        number: int,
     ) -> Work:
-        return _StreamWork(dist.all_to_all_single(out, full, list(out_sizes), list(sizes), group=self.group, async_op=True))
+        return _StreamWork(
+            dist.all_to_all_single(
+                out, full, list(out_sizes), list(sizes), group=self.group, async_op=True
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True)

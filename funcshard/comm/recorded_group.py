@@ -44,7 +44,9 @@ for _name, _schema in _SCHEMAS.items():
 _RANKS = 3  # position of ``ranks`` among the arguments of ``_WHERE``
 
 
-def _new(shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+def _new(
+    shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     # Why not new_empty or empty_like: of a constant, they would make a constant.
     return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
 
@@ -129,8 +131,12 @@ class RecordedGroup(WrappedGroup):
             return all_gather_last(self, shard, label=label)
         return _Gather(torch.ops.funcshard.all_gather(shard, True, *self._where(label)))
 
-    def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = "") -> Work:
-        return _into(out, torch.ops.funcshard.reduce_scatter(list(parts), out.dtype, *self._where(label)))
+    def reduce_scatter(
+        self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = ""
+    ) -> Work:
+        return _into(
+            out, torch.ops.funcshard.reduce_scatter(list(parts), out.dtype, *self._where(label))
+        )
 
     def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:
         return _into(tensor, torch.ops.funcshard.all_reduce(tensor, *self._where(label)))
@@ -139,10 +145,18 @@ class RecordedGroup(WrappedGroup):
         return _into(tensor, torch.ops.funcshard.broadcast(tensor, src, *self._where(label)))
 
     def all_to_all(
-        self, out: torch.Tensor, full: torch.Tensor, out_sizes: Sequence[int], sizes: Sequence[int], *, label: str = ""
+        self,
+        out: torch.Tensor,
+        full: torch.Tensor,
+        out_sizes: Sequence[int],
+        sizes: Sequence[int],
+        *,
+        label: str = "",
     ) -> Work:
         where = self._where(label)
-        return _into(out, torch.ops.funcshard.all_to_all(full, list(out_sizes), list(sizes), *where))
+        return _into(
+            out, torch.ops.funcshard.all_to_all(full, list(out_sizes), list(sizes), *where)
+        )
 
     def all_gather_text(self, text: str, *, label: str = "") -> list[str]:
         # Why: ranks that trace one step exchange nothing. Each compares with itself, and a run of

@@ -20,7 +20,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from funcshard._utils import RandomState, check_count, check_device, one_forward_level, transforms_active
+from funcshard._utils import (
+    RandomState,
+    check_count,
+    check_device,
+    one_forward_level,
+    transforms_active,
+)
 from funcshard.comm.group import (
     DONE,
     AllGatherWork,
@@ -98,7 +104,9 @@ def simulate(
         [(0, 0), (0, 1), (1, 0), (1, 1)]
     """
     if not callable(fn) or isinstance(fn, torch.nn.Module):
-        raise TypeError(f"simulate takes the program of one rank, fn(mesh), before world_size; found {fn!r}")
+        raise TypeError(
+            f"simulate takes the program of one rank, fn(mesh), before world_size; found {fn!r}"
+        )
     sizes = mesh_axes_of(world_size, "world_size")
     if (ranks := math.prod(sizes.values())) > _MOST_RANKS:
         raise ValueError(
@@ -106,7 +114,9 @@ def simulate(
             f"pass fewer ranks"
         )
     if threads is not None:
-        threads = check_count("threads", threads, of="threads", none="for torch's own number", remedy="pass 1")
+        threads = check_count(
+            "threads", threads, of="threads", none="for torch's own number", remedy="pass 1"
+        )
     if transforms_active():
         raise RuntimeError(
             "simulate was called inside a torch.func transform; its ranks are threads, which the transform does not reach, "
@@ -118,7 +128,9 @@ def simulate(
 
     def mesh_of(rank: int) -> Mesh:
         groups: dict[str, Group] = {
-            axis: _SimulatedGroup(world, tuple(line), line.index(rank), axis) if len(line) > 1 else LocalGroup()
+            axis: _SimulatedGroup(world, tuple(line), line.index(rank), axis)
+            if len(line) > 1
+            else LocalGroup()
             for axis, line in lines_through(rank, sizes).items()
         }
         return Mesh(groups, device)
@@ -142,7 +154,12 @@ def simulate(
 
     grad_enabled, random_before = torch.is_grad_enabled(), RandomState.take(python=True)
     rank_threads = [
-        threading.Thread(target=contextvars.copy_context().run, args=(run, rank), name=f"rank {rank}", daemon=True)
+        threading.Thread(
+            target=contextvars.copy_context().run,
+            args=(run, rank),
+            name=f"rank {rank}",
+            daemon=True,
+        )
         for rank in range(world.size)
     ]
     threads_before = torch.get_num_threads()
@@ -167,7 +184,9 @@ def simulate(
 
 
 # The simulation and the rank that run in this context.
-_running: contextvars.ContextVar[tuple[_World, int] | None] = contextvars.ContextVar("funcshard_running", default=None)
+_running: contextvars.ContextVar[tuple[_World, int] | None] = contextvars.ContextVar(
+    "funcshard_running", default=None
+)
 
 
 class _EndedError(BaseException):
@@ -228,7 +247,9 @@ class _World:
             self._left.add(rank)
             self._pass_turn(rank)
 
-    def join(self, ranks: tuple[int, ...], position: int, what: _What, arguments: Any) -> _Collective:
+    def join(
+        self, ranks: tuple[int, ...], position: int, what: _What, arguments: Any
+    ) -> _Collective:
         """Join the next collective of a group, and return it; the last rank to join runs it.
 
         Arguments:
@@ -244,7 +265,9 @@ class _World:
         collective = self._open.setdefault((ranks, number), _Collective(what, ranks, number, {}))
         if collective.what != what:
             first = next(iter(collective.arguments))
-            (low, one), (high, another) = sorted([(ranks[first], str(collective.what)), (ranks[position], str(what))])
+            (low, one), (high, another) = sorted(
+                [(ranks[first], str(collective.what)), (ranks[position], str(what))]
+            )
             raise RuntimeError(
                 f"ranks issue different collectives: number {number} on mesh axis {what.axis!r} is {one} on rank {low} and "
                 f"{another} on rank {high}; every rank has to issue the same ones in the same order"
@@ -262,8 +285,16 @@ class _World:
         """
         running = _running.get()  # nothing in a thread that the rank started
         if rank in self._left or (running is not None and running != (self, rank)):
-            used = "in another simulation" if running is None or running[0] is not self else f"by rank {running[1]}"
-            found = f"the simulation of rank {rank} has ended" if rank in self._left else f"it is used {used}"
+            used = (
+                "in another simulation"
+                if running is None or running[0] is not self
+                else f"by rank {running[1]}"
+            )
+            found = (
+                f"the simulation of rank {rank} has ended"
+                if rank in self._left
+                else f"it is used {used}"
+            )
             raise RuntimeError(
                 f"a simulated mesh belongs to one rank of one simulation; found the mesh of rank {rank}, and {found}: use "
                 f"the mesh that simulate passes to the function, and what that function made with it"
@@ -285,7 +316,11 @@ class _World:
         """Give the turn to the next rank after ``rank`` that can go on; fail if no rank can."""
         order = [(rank + i) % self.size for i in range(1, self.size + 1)]
         present = [r for r in order if r not in self._left]
-        ready = [r for r in present if r not in self._waits or self._waits[r].done or self.failure is not None]
+        ready = [
+            r
+            for r in present
+            if r not in self._waits or self._waits[r].done or self.failure is not None
+        ]
         if present and not ready:
             self.fail(None, RuntimeError(self._deadlock()))
             ready = present
@@ -297,7 +332,9 @@ class _World:
     def _deadlock(self) -> str:
         """Return the error message of a deadlock."""
         lines = [
-            f"rank {r} has returned" if r in self._left else f"rank {r} waits in {self._waits[r].describe()}"
+            f"rank {r} has returned"
+            if r in self._left
+            else f"rank {r} waits in {self._waits[r].describe()}"
             for r in range(self.size)
         ]
         rule = "every rank has to call the same functions in the same order, even if one rank alone uses a result"
@@ -383,7 +420,9 @@ class _SimulatedGroup:
         return self.ranks[self.rank]
 
     def subgroup(self, global_ranks: Sequence[int], axis: str) -> Group:
-        return _SimulatedGroup(self.world, tuple(global_ranks), global_ranks.index(self.global_rank), axis)
+        return _SimulatedGroup(
+            self.world, tuple(global_ranks), global_ranks.index(self.global_rank), axis
+        )
 
     def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         return like.new_empty(numel)
@@ -399,12 +438,20 @@ class _SimulatedGroup:
     def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
         return all_gather_last(self, shard, label=label)
 
-    def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = "") -> Work:
+    def reduce_scatter(
+        self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = ""
+    ) -> Work:
         def run(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
             for rank, (target, _) in enumerate(pairs):
-                sum_in_rank_order(target, [whole.chunk(self.size)[rank].view_as(target) for _, whole in pairs])
+                sum_in_rank_order(
+                    target, [whole.chunk(self.size)[rank].view_as(target) for _, whole in pairs]
+                )
 
-        return self._join("reduce_scatter", run, (out, concatenate(parts).to(out.dtype)), label) if out.numel() else DONE
+        return (
+            self._join("reduce_scatter", run, (out, concatenate(parts).to(out.dtype)), label)
+            if out.numel()
+            else DONE
+        )
 
     def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:
         def run(tensors: list[tuple[torch.Tensor]]) -> None:
@@ -420,20 +467,38 @@ class _SimulatedGroup:
             for (each,) in tensors:
                 each.copy_(tensors[src][0])
 
-        return self._join(f"broadcast from rank {src}", run, (tensor,), label) if tensor.numel() else DONE
+        return (
+            self._join(f"broadcast from rank {src}", run, (tensor,), label)
+            if tensor.numel()
+            else DONE
+        )
 
     def all_to_all(
-        self, out: torch.Tensor, full: torch.Tensor, out_sizes: Sequence[int], sizes: Sequence[int], *, label: str = ""
+        self,
+        out: torch.Tensor,
+        full: torch.Tensor,
+        out_sizes: Sequence[int],
+        sizes: Sequence[int],
+        *,
+        label: str = "",
     ) -> Work:
         def run(arguments: list[tuple[tuple[Any, ...]]]) -> None:
             for rank, ((target, _, target_sizes, _),) in enumerate(arguments):
-                sources = [whole.split(list(splits))[rank] for ((_, whole, _, splits),) in arguments]
+                sources = [
+                    whole.split(list(splits))[rank] for ((_, whole, _, splits),) in arguments
+                ]
                 for part, source in zip(target.split(list(target_sizes)), sources, strict=True):
                     part.copy_(source)
 
         # Why one tuple: ``_join`` puts the shapes of tensors into the signature, which has to be
         # the same on every rank, and these shapes differ.
-        return self._join("all_to_all", run, ((out, full, out_sizes, sizes),), label, str(out.dtype).removeprefix("torch."))
+        return self._join(
+            "all_to_all",
+            run,
+            ((out, full, out_sizes, sizes),),
+            label,
+            str(out.dtype).removeprefix("torch."),
+        )
 
     def all_gather_text(self, text: str, *, label: str = "") -> list[str]:
         texts: list[str] = []
@@ -446,14 +511,22 @@ class _SimulatedGroup:
         return texts
 
     def _join(
-        self, kind: str, run: Callable[[list[Any]], None], arguments: tuple[Any, ...], label: str = "", of: str = "text"
+        self,
+        kind: str,
+        run: Callable[[list[Any]], None],
+        arguments: tuple[Any, ...],
+        label: str = "",
+        of: str = "text",
     ) -> Work:
         """Join the group's next collective; ``run`` takes the arguments of all ranks.
 
         ``of`` says what is communicated if no argument is a tensor.
         """
         tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
-        signature = ", ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in tensors) or of
+        signature = (
+            ", ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in tensors)
+            or of
+        )
         signature += f" of {label}" if label else ""
 
         def no_grad(items: list[Any]) -> None:
@@ -462,5 +535,7 @@ class _SimulatedGroup:
 
         rank = self.ranks[self.rank]
         self.world.check_used_by(rank)
-        collective = self.world.join(self.ranks, self.rank, _What(kind, self.axis, signature, no_grad), arguments)
+        collective = self.world.join(
+            self.ranks, self.rank, _What(kind, self.axis, signature, no_grad), arguments
+        )
         return DeferredWork(lambda: self.world.wait(rank, collective))

@@ -12,7 +12,9 @@ import torch
 
 from funcshard.plan import Event, record_events_apart
 
-_recording: contextvars.ContextVar[StepRecording | None] = contextvars.ContextVar("funcshard_recording", default=None)
+_recording: contextvars.ContextVar[StepRecording | None] = contextvars.ContextVar(
+    "funcshard_recording", default=None
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +41,9 @@ class StepRecording:
     def start(self) -> None:
         """Note that a collective starts, whose event was the last."""
         own = len(self.events) > self._claimed
-        assert len(self.events) <= self._claimed + 1, "a collective emits one event, before it starts"
+        assert len(self.events) <= self._claimed + 1, (
+            "a collective emits one event, before it starts"
+        )
         self.started.append(self.events[-1] if own else None)
         self._claimed = len(self.events)
 

@@ -42,7 +42,11 @@ class Topology:
         groups = {"shard": mesh.shard, "replicate": mesh.replicate, **mesh.groups}
         axes = [axis for axis in groups.items() if axis[1].size > 1 and axis[0] not in self.local]
         object.__setattr__(self, "cut", cut)
-        object.__setattr__(self, "repeated", tuple(axis for axis in axes if not (self.sharded and axis[0] == "shard")))
+        object.__setattr__(
+            self,
+            "repeated",
+            tuple(axis for axis in axes if not (self.sharded and axis[0] == "shard")),
+        )
 
     @classmethod
     def of(cls, buffer: BufferPlan, unit: UnitPlan, mesh: Mesh) -> Topology:

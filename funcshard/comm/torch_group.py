@@ -99,9 +99,21 @@ class TorchGroup:
         name = str(dist.get_backend(group)).lower()
         if ":" in name:  # such as cpu:gloo,cuda:nccl
             name = dict(pair.split(":") for pair in name.split(","))[device]
-        native, rank, ranks = "gloo" not in name, dist.get_rank(group), dist.get_process_group_ranks(group)
+        native, rank, ranks = (
+            "gloo" not in name,
+            dist.get_rank(group),
+            dist.get_process_group_ranks(group),
+        )
         if name == "fake":  # torch's stand-in for a backend: the other ranks do not exist
-            return cls(group, rank, len(ranks), Native(group, group), None, device, DesyncDetector(axis, ranks, rank, group))
+            return cls(
+                group,
+                rank,
+                len(ranks),
+                Native(group, group),
+                None,
+                device,
+                DesyncDetector(axis, ranks, rank, group),
+            )
         if separate_reductions is None:
             separate_reductions = native
         timeout, where = group_timeout(group), f"mesh axis {axis!r}"
@@ -120,10 +132,20 @@ class TorchGroup:
             # may write its entries to the store. The detectors of the axis count from 1 again, and
             # must not compare those entries with their own.
             rendezvous = DesyncDetector(
-                axis, ranks, rank, control, store.part("rendezvous"), patience, gloo_groups, heart=heart, give_up=give_up
+                axis,
+                ranks,
+                rank,
+                control,
+                store.part("rendezvous"),
+                patience,
+                gloo_groups,
+                heart=heart,
+                give_up=give_up,
             )
             try:
-                sockets = connect(rank, len(ranks), rendezvous.all_gather_text, wanted=shared_memory)
+                sockets = connect(
+                    rank, len(ranks), rendezvous.all_gather_text, wanted=shared_memory
+                )
             except (OSError, struct.error) as error:
                 raise RuntimeError(
                     f"rank {dist.get_rank()} cannot reach the ranks {ranks} of {where} through the memory of their machine: "
@@ -144,10 +166,18 @@ class TorchGroup:
             give_up,
             [group, reductions] if native else (),
         )
-        backend = Native(group, reductions) if native else Gloo(rank, len(ranks), group, reductions, desync)
-        shm = SharedMemoryBackend(rank, sockets, desync, timeout.total_seconds()) if sockets else None
+        backend = (
+            Native(group, reductions)
+            if native
+            else Gloo(rank, len(ranks), group, reductions, desync)
+        )
+        shm = (
+            SharedMemoryBackend(rank, sockets, desync, timeout.total_seconds()) if sockets else None
+        )
         way = f"{name}, through shared memory" if shm is not None else name
-        _log.debug("mesh axis %r of ranks %s: this is rank %d, over %s", axis, ranks, dist.get_rank(), way)
+        _log.debug(
+            "mesh axis %r of ranks %s: this is rank %d, over %s", axis, ranks, dist.get_rank(), way
+        )
         return cls(group, rank, len(ranks), backend, shm, device, desync, shared_memory)
 
     @property
@@ -160,7 +190,9 @@ class TorchGroup:
         backend, timeout = str(dist.get_backend(self.group)), group_timeout(self.group)
         patience, give_up = self.desync.patience, self.desync.give_up
         where = f"mesh axis {axis!r}"
-        group = connected(list(global_ranks), backend, timeout, where, patience=patience, give_up=give_up)
+        group = connected(
+            list(global_ranks), backend, timeout, where, patience=patience, give_up=give_up
+        )
         made = TorchGroup.of(
             group,
             axis,
@@ -190,13 +222,19 @@ class TorchGroup:
         number = self._record("all_gather", label, shard.reshape(1, -1).expand(self.size, -1))
         return self.shm.all_gather_shared(shard, number)
 
-    def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = "") -> Work:
+    def reduce_scatter(
+        self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = ""
+    ) -> Work:
         if not out.numel():
             return DONE
         number = self._record("reduce_scatter", label, out.reshape(1, -1).expand(self.size, -1))
         if self.shm is not None:
             return self.shm.reduce_scatter(out, parts, number)
-        full = parts[0] if len(parts) == 1 else concatenate(parts, self.empty(self.size * out.numel(), out))
+        full = (
+            parts[0]
+            if len(parts) == 1
+            else concatenate(parts, self.empty(self.size * out.numel(), out))
+        )
         return self.backend.reduce_scatter(out.view(-1), full, number)
 
     def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:
@@ -208,10 +246,18 @@ class TorchGroup:
         if not tensor.numel():
             return DONE
         needs = None if self.shm is not None else [src]
-        return self._carrier.broadcast(tensor, src, self._record(f"broadcast from rank {src}", label, tensor, needs))
+        return self._carrier.broadcast(
+            tensor, src, self._record(f"broadcast from rank {src}", label, tensor, needs)
+        )
 
     def all_to_all(
-        self, out: torch.Tensor, full: torch.Tensor, out_sizes: Sequence[int], sizes: Sequence[int], *, label: str = ""
+        self,
+        out: torch.Tensor,
+        full: torch.Tensor,
+        out_sizes: Sequence[int],
+        sizes: Sequence[int],
+        *,
+        label: str = "",
     ) -> Work:
         # A rank that neither sends nor receives has to call this too. Sizes differ between ranks,
         # so they are not recorded.
@@ -227,9 +273,13 @@ class TorchGroup:
         """The backend for collectives that shared memory can do."""
         return self.shm or self.backend
 
-    def _record(self, kind: str, label: str, tensor: torch.Tensor, needs: Sequence[int] | None = None) -> int:
+    def _record(
+        self, kind: str, label: str, tensor: torch.Tensor, needs: Sequence[int] | None = None
+    ) -> int:
         """Record a collective that ``_carrier`` is about to start, and return its number."""
-        return self.desync.record(kind, label, tensor, self_checking=self.shm is not None, needs=needs)
+        return self.desync.record(
+            kind, label, tensor, self_checking=self.shm is not None, needs=needs
+        )
 
 
 # Why this dictionary: torch's groups take no attributes. It holds one journal for the default group
@@ -253,7 +303,13 @@ def journal_of_job() -> Journal:
 
 
 def start_job(
-    connect: Callable[[], object], store: dist.Store, rank: int, world: int, *, patience: float, give_up: float
+    connect: Callable[[], object],
+    store: dist.Store,
+    rank: int,
+    world: int,
+    *,
+    patience: float,
+    give_up: float,
 ) -> None:
     """Make the default group of this process by ``connect``, and the journal of its waits.
 
@@ -298,7 +354,13 @@ def give_back(group: Any, *users: Any) -> None:
 
 
 def connected(
-    ranks: Sequence[int], backend: str, timeout: datetime.timedelta, where: str, *, patience: float, give_up: float
+    ranks: Sequence[int],
+    backend: str,
+    timeout: datetime.timedelta,
+    where: str,
+    *,
+    patience: float,
+    give_up: float,
 ) -> Any:
     """Return a new process group; each of its ranks, and no other one, has to call this.
 

@@ -87,7 +87,10 @@ class Collectives:
         tensor = tensor.contiguous()
         out = torch.empty_like(tensor)
         # Why bytes: gloo does not know every dtype of one byte.
-        sent, received = (each.view(-1).view(torch.uint8) if each.itemsize == 1 else each.view(-1) for each in (tensor, out))
+        sent, received = (
+            each.view(-1).view(torch.uint8) if each.itemsize == 1 else each.view(-1)
+            for each in (tensor, out)
+        )
         sizes = [sent.numel() // self.size] * self.size
         return Pending(out, self.group.all_to_all(received, sent, sizes, sizes, label=self.label))
 
@@ -168,9 +171,13 @@ def with_collectives(
     Source: ``FSDPModule.set_custom_all_gather`` and ``set_custom_reduce_scatter``.
     """
     if not isinstance(mesh, Mesh):
-        raise TypeError(f"with_collectives takes a mesh; found {type(mesh).__name__}: pass that of init_mesh or simulate")
+        raise TypeError(
+            f"with_collectives takes a mesh; found {type(mesh).__name__}: pass that of init_mesh or simulate"
+        )
     if not isinstance(axis, str) or axis not in mesh.groups:
-        raise ValueError(f"axis must be an axis of the mesh, one of {list(mesh.groups)}; found {axis!r}")
+        raise ValueError(
+            f"axis must be an axis of the mesh, one of {list(mesh.groups)}; found {axis!r}"
+        )
     given = {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_reduce": all_reduce}
     for kind, start in given.items():
         if start is not None and not callable(start):
@@ -217,9 +224,13 @@ class CustomGroup(WrappedGroup):
     def start_all_gather(self, shard: torch.Tensor, label: str) -> AllGatherWork:
         """Start to gather a unit's shard ``[n]`` with the user's function, which must be given."""
         assert self.own_all_gather is not None, "core looks before it calls this"
-        return _OwnWork(self._start("all_gather", self.own_all_gather, shard, self.size * len(shard), label))
+        return _OwnWork(
+            self._start("all_gather", self.own_all_gather, shard, self.size * len(shard), label)
+        )
 
-    def start_reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], label: str) -> Work:
+    def start_reduce_scatter(
+        self, out: torch.Tensor, parts: Sequence[torch.Tensor], label: str
+    ) -> Work:
         """Start to reduce a unit's gradient, the concatenation of 1-D ``parts``, into ``out``."""
         if self.own_reduce_scatter is None:
             return self.inner.reduce_scatter(out, parts, label=label)
@@ -234,7 +245,9 @@ class CustomGroup(WrappedGroup):
         finish = self._start("all_reduce", self.own_all_reduce, tensor, len(tensor), label)
         return DeferredWork(lambda: _copy(tensor, finish()))
 
-    def _start(self, kind: str, start: Start, tensor: torch.Tensor, numel: int, label: str) -> Callable[[], torch.Tensor]:
+    def _start(
+        self, kind: str, start: Start, tensor: torch.Tensor, numel: int, label: str
+    ) -> Callable[[], torch.Tensor]:
         """Call a function of the user's; return a function that waits, and checks the result."""
         where = f"{kind} of with_collectives along {self.axis!r}, for {label or 'a tensor'},"
         with torch.no_grad():
@@ -249,10 +262,18 @@ class CustomGroup(WrappedGroup):
         def finish() -> torch.Tensor:
             with torch.no_grad():
                 found = wait()
-            if not isinstance(found, torch.Tensor) or found.shape != (numel,) or found.dtype != dtype:
+            if (
+                not isinstance(found, torch.Tensor)
+                or found.shape != (numel,)
+                or found.dtype != dtype
+            ):
                 tensors = isinstance(found, torch.Tensor)
-                held = f"{tuple(found.shape)} and {found.dtype}" if tensors else type(found).__name__
-                raise ValueError(f"{where} must give a tensor of shape ({numel},) and {dtype}; found {held}: cast it back")
+                held = (
+                    f"{tuple(found.shape)} and {found.dtype}" if tensors else type(found).__name__
+                )
+                raise ValueError(
+                    f"{where} must give a tensor of shape ({numel},) and {dtype}; found {held}: cast it back"
+                )
             return found
 
         return finish

@@ -48,7 +48,9 @@ class WrappedGroup:
     def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
         return self.inner.all_gather_shared(shard, label=label)
 
-    def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = "") -> Work:
+    def reduce_scatter(
+        self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = ""
+    ) -> Work:
         return self.inner.reduce_scatter(out, parts, label=label)
 
     def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:
@@ -58,7 +60,13 @@ class WrappedGroup:
         return self.inner.broadcast(tensor, src, label=label)
 
     def all_to_all(
-        self, out: torch.Tensor, full: torch.Tensor, out_sizes: Sequence[int], sizes: Sequence[int], *, label: str = ""
+        self,
+        out: torch.Tensor,
+        full: torch.Tensor,
+        out_sizes: Sequence[int],
+        sizes: Sequence[int],
+        *,
+        label: str = "",
     ) -> Work:
         return self.inner.all_to_all(out, full, out_sizes, sizes, label=label)
 

@@ -105,18 +105,28 @@ def accumulate(
         divisor=divisor,
         allow_constant=allow_constant,
     )
-    options.compare("accumulate", ["has_aux", "weighted", "reduce", "divisor"], micro_batches=micro_batches)
+    options.compare(
+        "accumulate", ["has_aux", "weighted", "reduce", "divisor"], micro_batches=micro_batches
+    )
     return accumulating_function(loss_fn, micro_batches, options)
 
 
-def accumulating_function(loss_fn: Callable[..., Any], micro_batches: int, options: GradientOptions) -> GradientFunction:
+def accumulating_function(
+    loss_fn: Callable[..., Any], micro_batches: int, options: GradientOptions
+) -> GradientFunction:
     """Return what ``accumulate`` does, for options that ranks have compared."""
 
     def run(shards: Any, /, *rest: Any, **kwargs: Any) -> tuple[Any, Any]:
         if not rest:
-            raise TypeError("the function takes (shards, *rest, batch), the batch as its last positional argument")
+            raise TypeError(
+                "the function takes (shards, *rest, batch), the batch as its last positional argument"
+            )
         *first, batch = rest
-        take = _stream(batch, micro_batches) if isinstance(batch, Iterator) else _split(batch, micro_batches)
+        take = (
+            _stream(batch, micro_batches)
+            if isinstance(batch, Iterator)
+            else _split(batch, micro_batches)
+        )
         calls = [lambda local: loss_fn(local, *first, take(), **kwargs)] * micro_batches
         if not isinstance(options.reduce, str):
             check_reduce_units(options.reduce, _unit_names(shards))
@@ -131,7 +141,11 @@ def _unit_names(shards: Any) -> list[str]:
     if isinstance(shards, Mapping):
         units = [str(name) for name, inner in shards.items() if isinstance(inner, Mapping)]
         return units + [name for inner in shards.values() for name in _unit_names(inner)]
-    return [name for inner in shards for name in _unit_names(inner)] if isinstance(shards, list | tuple) else []
+    return (
+        [name for inner in shards for name in _unit_names(inner)]
+        if isinstance(shards, list | tuple)
+        else []
+    )
 
 
 def _remedy(leaves: Sequence[Any]) -> str:
@@ -174,10 +188,15 @@ def _split(batch: Any, micro_batches: int) -> Callable[[], Any]:
 def _split_batch(batch: Any, micro_batches: int) -> list[Any]:
     """Split a pytree of tensors into equal parts along dim 0, as views."""
     leaves, unflatten = tree.flatten(batch)
-    sizes = [leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.ndim else type(leaf).__name__ for leaf in leaves]
+    sizes = [
+        leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.ndim else type(leaf).__name__
+        for leaf in leaves
+    ]
     size = sizes[0] if sizes else None
     # Why no set: while fs.trace records, a size may be a symbol, which has no hash.
-    if not isinstance(size, int | torch.SymInt) or any(isinstance(each, str) or each != size for each in sizes):
+    if not isinstance(size, int | torch.SymInt) or any(
+        isinstance(each, str) or each != size for each in sizes
+    ):
         raise ValueError(
             f"the batch must be a pytree of tensors with one size of dim 0, along which it is split into micro-batches; "
             f"found {sorted({*map(str, sizes)}) or 'no leaves'}: {_remedy(leaves)}"

@@ -51,7 +51,9 @@ class AxisComm:
     @property
     def adjoint(self) -> AxisComm:
         """The adjoint map."""
-        kind = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}.get(self.kind, self.kind)
+        kind = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}.get(
+            self.kind, self.kind
+        )
         return dataclasses.replace(self, kind=kind, send=self.receive, receive=self.send)
 
     @property
@@ -94,7 +96,11 @@ class AxisComm:
         if not recording() or self.group.size == 1:
             return
         # Why the busiest rank's rows: every rank of the axis records the same event.
-        numel = self.busiest * tensor.shape[1:].numel() if self.kind == "exchange" else tensor.numel() * times
+        numel = (
+            self.busiest * tensor.shape[1:].numel()
+            if self.kind == "exchange"
+            else tensor.numel() * times
+        )
         size = numel * tensor.element_size()
         if size:
             emit(Event(kind, None, "", dtype_name(tensor.dtype), size, self.axis, self.group.size))

@@ -134,7 +134,9 @@ def refuse_mixed_ranks(comm: AxisComm | SumComm, loop: BasisLoop | None) -> None
     if loop is None or comm.ranks == 1:
         return
     name = "psum" if isinstance(comm, SumComm) else comm.title
-    what, of, call = ("columns", "arguments", "jvp") if loop.arguments else ("rows", "outputs", "vjp")
+    what, of, call = (
+        ("columns", "arguments", "jvp") if loop.arguments else ("rows", "outputs", "vjp")
+    )
     raise RuntimeError(
         f"{_caller(loop)} would mix {what} at {comm.title} on {comm.ranks} ranks: every rank takes the unit vectors of its "
         f"own {of} at the same time, and {name} would {'add' if name == 'psum' else 'mix'} the derivatives along them; take "

@@ -68,18 +68,27 @@ class BufferComm:
     def __post_init__(self) -> None:
         dtypes = self.dtypes
         if not self.label and self.unit is not None:
-            object.__setattr__(self, "label", f"buffer {self.buffer!r} of unit {self.unit or '(root)'!r}")
+            object.__setattr__(
+                self, "label", f"buffer {self.buffer!r} of unit {self.unit or '(root)'!r}"
+            )
         cast = dtypes.gathered != dtypes.shard or dtypes.cast is not None
         object.__setattr__(self, "copied", self.topology.cut or self.moved or cast)
 
     @classmethod
-    def of(cls, mesh: Mesh, unit: UnitPlan, buffer: BufferPlan, cast: Cast | None = None) -> BufferComm:
+    def of(
+        cls, mesh: Mesh, unit: UnitPlan, buffer: BufferPlan, cast: Cast | None = None
+    ) -> BufferComm:
         """Return the communication of one buffer of a unit."""
         keeps = unit.precision is not None and unit.precision.keep_low_precision_grads
         divided = unit.precision is not None and unit.precision.divide_before_reduce
         own = (dtype_of(buffer.dtype), unit.gathered_dtype(buffer), unit.reduced_dtype(buffer))
-        dtypes, users = CommDtypes(*own, keeps, cast, divided), any(isinstance(group, CustomGroup) for _, group in mesh.axes)
-        return cls(Topology.of(buffer, unit, mesh), unit.name, buffer.key, dtypes, unit.offload, own=users)
+        dtypes, users = (
+            CommDtypes(*own, keeps, cast, divided),
+            any(isinstance(group, CustomGroup) for _, group in mesh.axes),
+        )
+        return cls(
+            Topology.of(buffer, unit, mesh), unit.name, buffer.key, dtypes, unit.offload, own=users
+        )
 
     @property
     def mesh(self) -> Mesh:
@@ -101,7 +110,9 @@ class BufferComm:
         """The same without functions of the user's: for tangents, which are no parameters."""
         if self.dtypes.cast is None and not self.own:
             return self
-        return dataclasses.replace(self, dtypes=dataclasses.replace(self.dtypes, cast=None), own=False)
+        return dataclasses.replace(
+            self, dtypes=dataclasses.replace(self.dtypes, cast=None), own=False
+        )
 
 
 # --- offload --------------------------------------------------------------------------------------
@@ -125,7 +136,9 @@ def _to_device(tensor: torch.Tensor, device: torch.device) -> tuple[torch.Tensor
     """Start to copy a tensor to the device; return the copy, ready for the current stream."""
     if device.type != "cuda" or recording_graph():  # a graph replays no events
         return tensor.to(device), DONE
-    return tensor.to(device, non_blocking=True), _HostCopy(torch.cuda.current_stream(device).record_event())
+    return tensor.to(device, non_blocking=True), _HostCopy(
+        torch.cuda.current_stream(device).record_event()
+    )
 
 
 def _to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, Work]:
@@ -212,7 +225,9 @@ class SharedGatherHandle:
     @property
     def unwritten(self) -> bool:
         """Whether no use has written to the result, as far as a version counter tells."""
-        return self.full is None or (not self.full.is_inference() and version(self.full) == self.writes)
+        return self.full is None or (
+            not self.full.is_inference() and version(self.full) == self.writes
+        )
 
     def wait_comm(self) -> None:
         """Wait as ``AllGatherHandle.wait_comm`` does."""
@@ -237,7 +252,9 @@ class SharedGatherHandle:
 AnyGatherHandle = AllGatherHandle | SharedGatherHandle
 
 
-def start_gather(shard: torch.Tensor, comm: BufferComm, *, read_only: bool = False, last: bool = False) -> AllGatherHandle:
+def start_gather(
+    shard: torch.Tensor, comm: BufferComm, *, read_only: bool = False, last: bool = False
+) -> AllGatherHandle:
     """Start to gather ``shard``, ``[n, ...]``, into a new ``[n * ranks, ...]``.
 
     Arguments:
@@ -256,15 +273,25 @@ def start_gather(shard: torch.Tensor, comm: BufferComm, *, read_only: bool = Fal
                 f"tensor, the data to send; found {found}"
             )
     copied: Work = DONE
-    if comm.moved:  # before the conversion, because the shard is in pinned memory and the device is faster
+    if (
+        comm.moved
+    ):  # before the conversion, because the shard is in pinned memory and the device is faster
         sent, copied = _to_device(sent, mesh.device)
     if dtypes.cast is None and dtypes.gathered is not dtypes.shard:
         sent = sent.to(dtypes.gathered)
     if not comm.topology.cut:
         return AllGatherHandle(PrivateAllGatherWork(sent), comm, shard.shape[0], copied)
-    group, sent = live_group(mesh.shard, "shard", sent, comm, comm.unit, comm.buffer), sent.contiguous()
+    group, sent = (
+        live_group(mesh.shard, "shard", sent, comm, comm.unit, comm.buffer),
+        sent.contiguous(),
+    )
     _record("all_gather", comm, sent, "shard", group, group.size)
-    if comm.own and isinstance(group, CustomGroup) and group.own_all_gather is not None and sent.ndim == 1:
+    if (
+        comm.own
+        and isinstance(group, CustomGroup)
+        and group.own_all_gather is not None
+        and sent.ndim == 1
+    ):
         work: AllGatherWork = group.start_all_gather(sent, comm.label)
     elif read_only and (last or sent.ndim == 1) and dtypes.cast is None:
         work = group.all_gather_shared(sent, label=comm.label)
@@ -320,7 +347,9 @@ class ReduceHandle:
 
 
 def _in_shard_dtype(out: torch.Tensor, comm: BufferComm) -> torch.Tensor:
-    return out if comm.dtypes.keeps_reduced or comm.dtypes.shard is None else out.to(comm.dtypes.shard)
+    return (
+        out if comm.dtypes.keeps_reduced or comm.dtypes.shard is None else out.to(comm.dtypes.shard)
+    )
 
 
 def start_reduce(full: torch.Tensor, comm: BufferComm, *, donated: bool = False) -> ReduceHandle:
@@ -336,7 +365,9 @@ def start_reduce(full: torch.Tensor, comm: BufferComm, *, donated: bool = False)
         full, donated = full.to(reduced), True
     full = full.contiguous()
     if topology.cut:
-        return start_scatter([full.view(-1)], (full.shape[0] // topology.mesh.shard.size, *full.shape[1:]), comm)
+        return start_scatter(
+            [full.view(-1)], (full.shape[0] // topology.mesh.shard.size, *full.shape[1:]), comm
+        )
     if not topology.repeated:
         if not comm.moved:
             return ReduceHandle(full, DONE, comm)
@@ -356,10 +387,14 @@ def start_reduce_parts(parts: Sequence[torch.Tensor], comm: BufferComm) -> Reduc
     """
     if not comm.topology.cut or len(parts) == 1:
         return start_reduce(concatenate(parts), comm, donated=True)
-    return start_scatter(parts, (sum(part.numel() for part in parts) // comm.mesh.shard.size,), comm)
+    return start_scatter(
+        parts, (sum(part.numel() for part in parts) // comm.mesh.shard.size,), comm
+    )
 
 
-def start_scatter(parts: Sequence[torch.Tensor], shape: tuple[int, ...], comm: BufferComm) -> ReduceHandle:
+def start_scatter(
+    parts: Sequence[torch.Tensor], shape: tuple[int, ...], comm: BufferComm
+) -> ReduceHandle:
     """Start to sum the concatenation of 1-D ``parts``; each rank gets its slice, of ``shape``.
 
     Several parts are only read.
@@ -390,7 +425,14 @@ def start_gathers(sources: Sequence[GatherSource]) -> list[AllGatherHandle | Non
 # --- records and refusals -------------------------------------------------------------------------
 
 
-def live_group(group: Group, axis: str, tensor: torch.Tensor, comm: Any, unit: str | None = None, buffer: str = "") -> Group:
+def live_group(
+    group: Group,
+    axis: str,
+    tensor: torch.Tensor,
+    comm: Any,
+    unit: str | None = None,
+    buffer: str = "",
+) -> Group:
     """Return the group that runs a collective of ``tensor``, or records it for ``fs.trace``.
 
     Arguments:
@@ -426,7 +468,9 @@ def _what(comm: Any) -> str:
     return f"{comm.title} on {comm.mesh.world_size} ranks"
 
 
-def _record(kind: str, comm: BufferComm, whole: torch.Tensor, axis: str, group: Group, times: int = 1) -> None:
+def _record(
+    kind: str, comm: BufferComm, whole: torch.Tensor, axis: str, group: Group, times: int = 1
+) -> None:
     if recording() and whole.numel():
         size = whole.numel() * whole.element_size() * times
         emit(Event(kind, comm.unit, comm.buffer, dtype_name(whole.dtype), size, axis, group.size))

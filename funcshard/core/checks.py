@@ -14,7 +14,9 @@ from funcshard.comm import Mesh, all_gather_texts, check_all_same
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, axes_text, dtype_of
 
 
-def check_mesh(plan: Plan, mesh: Mesh, options: Mapping[str, str] = MappingProxyType({}), label: str = "") -> None:
+def check_mesh(
+    plan: Plan, mesh: Mesh, options: Mapping[str, str] = MappingProxyType({}), label: str = ""
+) -> None:
     """Raise ``ValueError`` unless all ranks have the same plan, and ``mesh`` has its shape.
 
     Ranks compare ``options``, texts by name, in the same exchange. ``label`` names the calling
@@ -38,7 +40,9 @@ def check_fits(plan: Plan, mesh: Mesh) -> None:
 
 def same_axes(planned: Mapping[str, int], mesh: Mesh) -> bool:
     """Return whether a mesh has the planned axes in their order; axes of one rank do not count."""
-    return [pair for pair in planned.items() if pair[1] > 1] == [(a, n) for a, n in mesh.shape.items() if n > 1]
+    return [pair for pair in planned.items() if pair[1] > 1] == [
+        (a, n) for a, n in mesh.shape.items() if n > 1
+    ]
 
 
 def check_shards(plan: Plan, shards: Any) -> None:
@@ -46,7 +50,9 @@ def check_shards(plan: Plan, shards: Any) -> None:
     names = [unit.name for unit in plan.unit_list]
     if not isinstance(shards, Mapping) or shards.keys() != set(names):
         found = list(shards)[:6] if isinstance(shards, Mapping) else type(shards).__name__
-        raise ValueError(f"shards must hold the units of the plan, {names[:6]}; found {found}: {_cause(plan, shards)}")
+        raise ValueError(
+            f"shards must hold the units of the plan, {names[:6]}; found {found}: {_cause(plan, shards)}"
+        )
 
 
 def _cause(plan: Plan, found: Any) -> str:
@@ -57,11 +63,17 @@ def _cause(plan: Plan, found: Any) -> str:
         return "this is a state, whose shards are an entry of it: pass state.shards"
     if isinstance(found, torch.Tensor):
         return "this is one tensor; value_and_grad returns (loss, grads), and a step (state, metrics), in this order"
-    if isinstance(found, Mapping) and found and all(isinstance(each, torch.Tensor) for each in found.values()):
+    if (
+        isinstance(found, Mapping)
+        and found
+        and all(isinstance(each, torch.Tensor) for each in found.values())
+    ):
         for unit in plan.unit_list:
             if found.keys() == {buffer.key for buffer in unit.buffers}:
                 return "this is the shard of one unit; pass the dictionary with the shards of all units"
-        return "these are whole parameters; cut them first with shards = fs.shard(params, plan, mesh)"
+        return (
+            "these are whole parameters; cut them first with shards = fs.shard(params, plan, mesh)"
+        )
     return "they were made with another plan; make them with shard(params, plan, mesh)"
 
 
@@ -90,9 +102,15 @@ def check_cut(plan: Plan, shards: Any) -> None:
             )
         for buffer in unit.buffers:
             local = own[buffer.key]
-            if local is None or (isinstance(local, torch.Tensor) and local.shape[-1:] == (buffer.shard_numel,)):
+            if local is None or (
+                isinstance(local, torch.Tensor) and local.shape[-1:] == (buffer.shard_numel,)
+            ):
                 continue
-            found = f"shape {tuple(local.shape)}" if isinstance(local, torch.Tensor) else type(local).__name__
+            found = (
+                f"shape {tuple(local.shape)}"
+                if isinstance(local, torch.Tensor)
+                else type(local).__name__
+            )
             raise ValueError(
                 f"shard {buffer.key!r} of unit {unit.title!r} must have {buffer.shard_numel} elements, one of "
                 f"{buffer.shards} shards; found {found}: it was cut by another plan, for another number of ranks, or not at "
@@ -170,7 +188,9 @@ def check_leaf(
             no such option.
     """
     if not isinstance(leaf, torch.Tensor):
-        raise TypeError(f"leaf {spec.path!r} of {where} must be a tensor; found {type(leaf).__name__}: convert it")
+        raise TypeError(
+            f"leaf {spec.path!r} of {where} must be a tensor; found {type(leaf).__name__}: convert it"
+        )
     # Why hasattr: it tells a DTensor without importing torch.distributed.tensor.
     if hasattr(leaf, "full_tensor") and not dtensor:
         raise TypeError(
@@ -178,9 +198,14 @@ def check_leaf(
             f"state dict, call from_state_dict without src"
         )
     wanted = spec.whole_shape if whole else spec.shape
-    right = leaf.dtype == dtype_of(buffer.dtype) or (cast and can_cast(leaf.dtype, dtype_of(buffer.dtype)))
+    right = leaf.dtype == dtype_of(buffer.dtype) or (
+        cast and can_cast(leaf.dtype, dtype_of(buffer.dtype))
+    )
     if tuple(leaf.shape) != wanted or not right:
-        shape, remedy = str(wanted), "pass the tensors that the plan was made for, or make a new plan"
+        shape, remedy = (
+            str(wanted),
+            "pass the tensors that the plan was made for, or make a new plan",
+        )
         if spec.whole_shape != spec.shape:
             axes = " and ".join(cut.axis for cut in spec.cuts)
             if whole:
@@ -189,7 +214,11 @@ def check_leaf(
             else:
                 shape = f"{wanted}, that of this rank's slice along {axes} of the whole tensor of {spec.whole_shape},"
                 remedy = "pass this rank's slice; from_state_dict takes whole tensors and cuts them"
-        if cast is False and tuple(leaf.shape) == wanted and can_cast(leaf.dtype, dtype_of(buffer.dtype)):
+        if (
+            cast is False
+            and tuple(leaf.shape) == wanted
+            and can_cast(leaf.dtype, dtype_of(buffer.dtype))
+        ):
             remedy = "pass cast=True to convert them to the plan's dtypes, or make a new plan"
         raise ValueError(
             f"leaf {spec.path!r} of {where} must have shape {shape} and dtype {buffer.dtype}, as planned; "
@@ -216,10 +245,21 @@ def raise_on_every_rank(mesh: Mesh, fault: Exception | None) -> None:
 
     Every rank has to call this. If no rank has a fault, it returns.
     """
-    faults = all_gather_texts(mesh, json.dumps([type(fault).__name__, str(fault)] if fault else None), "a report of faults")
+    faults = all_gather_texts(
+        mesh,
+        json.dumps([type(fault).__name__, str(fault)] if fault else None),
+        "a report of faults",
+    )
     if fault is not None:
         raise fault
-    raised = (TypeError, RuntimeError, FileNotFoundError, OSError, MemoryError, torch.OutOfMemoryError)
+    raised = (
+        TypeError,
+        RuntimeError,
+        FileNotFoundError,
+        OSError,
+        MemoryError,
+        torch.OutOfMemoryError,
+    )
     kinds = {kind.__name__: kind for kind in raised}
     for rank, text in enumerate(faults):
         if found := json.loads(text):

@@ -77,15 +77,25 @@ class LeafChecksums:
             return Comparison(self, fault, torch.empty(0, dtype=torch.float32, device="cpu"))
         numbers = [torch.tensor(int(fault is not None), device=device)]
         for axes in self.classes:
-            own = [value.to(device) for _, (local, value) in sorted(self.found.items()) if local == axes]
-            numbers.append(checksum(torch.stack(own)) if own else torch.zeros((), dtype=torch.int64, device=device))
+            own = [
+                value.to(device)
+                for _, (local, value) in sorted(self.found.items())
+                if local == axes
+            ]
+            numbers.append(
+                checksum(torch.stack(own))
+                if own
+                else torch.zeros((), dtype=torch.int64, device=device)
+            )
         return Comparison(self, fault, torch.stack(numbers))
 
     @property
     def classes(self) -> list[tuple[str, ...]]:
         """The axes along which a compared leaf may be local: some of the mesh's, but not all."""
         axes = [axis for axis, _ in self.mesh.axes]
-        return [chosen for count in range(len(axes)) for chosen in itertools.combinations(axes, count)]
+        return [
+            chosen for count in range(len(axes)) for chosen in itertools.combinations(axes, count)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +133,11 @@ class Comparison:
         if any(faulty):
             raise_on_every_rank(mesh, self.fault)
         sums = dict(zip(self.checksums.classes, columns, strict=True))
-        if any(len({own[rank] for rank in ranks}) > 1 for axes, own in sums.items() for ranks in _sharing(axes, mesh)):
+        if any(
+            len({own[rank] for rank in ranks}) > 1
+            for axes, own in sums.items()
+            for ranks in _sharing(axes, mesh)
+        ):
             _raise_difference(self.checksums)
 
 
@@ -131,7 +145,9 @@ def _raise_difference(checksums: LeafChecksums) -> None:
     """Exchange the checksum of every leaf, and raise an error that names the first difference."""
     mesh = checksums.mesh
     own = {name: [local, value.item()] for name, (local, value) in checksums.found.items()}
-    everyone = [json.loads(text) for text in all_gather_texts(mesh, json.dumps(own), "checksums of leaves")]
+    everyone = [
+        json.loads(text) for text in all_gather_texts(mesh, json.dumps(own), "checksums of leaves")
+    ]
     local_axes = {name: local for found in everyone for name, (local, _) in found.items()}
     differing = []
     for name, local in sorted(local_axes.items(), key=lambda item: tree.natural_key(item[0])):
@@ -148,7 +164,11 @@ def _raise_difference(checksums: LeafChecksums) -> None:
     sharing = "every rank" if len(ranks) == mesh.world_size else f"{_named(ranks)}, which share it"
     found = "; ".join(map(_named, groups[:4])) + ("; …" if len(groups) > 4 else "")
     cut = [axis for axis, _ in mesh.axes if axis not in (*AXES, *local_axes[name])]
-    local_remedy = f", or make_plan(local={{{name!r}: {cut[0]!r}}}) if it differs along {cut[0]!r}" if cut else ""
+    local_remedy = (
+        f", or make_plan(local={{{name!r}: {cut[0]!r}}}) if it differs along {cut[0]!r}"
+        if cut
+        else ""
+    )
     raise ValueError(
         f"leaf {name!r} of {checksums.what} must have the same values on {sharing}; found {len(groups)} different ones, on "
         f"{found} ({len({each for each, *_ in differing})} of {len(local_axes)} leaves differ): {checksums.remedy}"
@@ -168,11 +188,17 @@ def check_tie(spec: LeafSpec, by_path: Mapping[str, Any], where: str) -> None:
     full = [
         (path, value)
         for path in (spec.path, *spec.aliases)
-        if isinstance(value := by_path.get(path), torch.Tensor) and not value.is_meta and not hasattr(value, "full_tensor")
+        if isinstance(value := by_path.get(path), torch.Tensor)
+        and not value.is_meta
+        and not hasattr(value, "full_tensor")
     ]
     for path, value in full[1:]:
         first, other = full[0]
-        one_memory = (value.data_ptr(), value.shape, value.stride()) == (other.data_ptr(), other.shape, other.stride())
+        one_memory = (value.data_ptr(), value.shape, value.stride()) == (
+            other.data_ptr(),
+            other.shape,
+            other.stride(),
+        )
         if (value.shape, value.dtype) == (other.shape, other.dtype) and (
             one_memory or bool(checksum(value) == checksum(other))
         ):
@@ -221,8 +247,15 @@ def _words(values: torch.Tensor) -> Iterator[torch.Tensor]:
         if flat is not None and (high - low) * itemsize % 8 == 0:
             words = flat[low:high].view(torch.int64)
         else:
-            words = torch.zeros(-(-(high - low) * itemsize // 8), dtype=torch.int64, device=values.device)
-            _copy_range(words.view(torch.uint8)[: (high - low) * itemsize].view(values.dtype), values, low, high)
+            words = torch.zeros(
+                -(-(high - low) * itemsize // 8), dtype=torch.int64, device=values.device
+            )
+            _copy_range(
+                words.view(torch.uint8)[: (high - low) * itemsize].view(values.dtype),
+                values,
+                low,
+                high,
+            )
         # Why wide elements are folded: the sum is taken modulo 2**64, so the upper bits of a word
         # count for little. Of several narrow elements in a word, the lower ones count in full.
         yield _folded(words) if itemsize >= 8 else words
@@ -290,5 +323,7 @@ def _sharing(local: Iterable[str], mesh: Mesh) -> list[list[int]]:
 
 
 def _named(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    shown = ", ".join(map(str, ranks[:8])) + (
+        f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    )
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

@@ -70,7 +70,9 @@ def psum(x: T, mesh: Mesh, *, axis: Axis = None) -> T:
     leaves, unflatten = tree.flatten(x)
     paths = [""] if leaves and leaves[0] is x else tree.paths(x)
     comms = [BufferComm(Topology(mesh, False, local), label=path) for path in paths]
-    total: T = unflatten([Collective.apply(leaf, SumComm(comm)) for leaf, comm in zip(leaves, comms, strict=True)])
+    total: T = unflatten(
+        [Collective.apply(leaf, SumComm(comm)) for leaf, comm in zip(leaves, comms, strict=True)]
+    )
     return total
 
 
@@ -141,7 +143,9 @@ def pmax(x: T, mesh: Mesh, *, axis: Axis = None) -> T:
         raise TypeError(
             f"pmax compares, and complex numbers have no order; found {found}: pass x.abs(), or real and imaginary part"
         )
-    return _mapped("pmax", x, mesh, lambda leaf, names: _gather(leaf, mesh, names, "pmax").amax(0), axis)
+    return _mapped(
+        "pmax", x, mesh, lambda leaf, names: _gather(leaf, mesh, names, "pmax").amax(0), axis
+    )
 
 
 # --- gathers and exchanges ------------------------------------------------------------------------
@@ -227,7 +231,15 @@ def psum_scatter(x: T, mesh: Mesh, *, axis: Axis = None, dim: int = 0, tiled: bo
 
 
 @untraced
-def all_to_all(x: T, mesh: Mesh, *, axis: Axis = None, split_dim: int = 0, concat_dim: int = 0, tiled: bool = False) -> T:
+def all_to_all(
+    x: T,
+    mesh: Mesh,
+    *,
+    axis: Axis = None,
+    split_dim: int = 0,
+    concat_dim: int = 0,
+    tiled: bool = False,
+) -> T:
     """Send the i-th slice of ``x`` to the i-th rank, and return the slices that this rank receives.
 
     The adjoint is ``all_to_all`` with ``split_dim`` and ``concat_dim`` in each other's place.
@@ -265,7 +277,9 @@ def all_to_all(x: T, mesh: Mesh, *, axis: Axis = None, split_dim: int = 0, conca
         rest = rows.shape[1:]
         rows = rows.reshape(*sizes, *rest)
         for number, (name, size) in enumerate(zip(names, sizes, strict=True)):
-            comm = AxisComm("exchange", mesh, name, "all_to_all", (1,) * size, (1,) * size, size - 1)
+            comm = AxisComm(
+                "exchange", mesh, name, "all_to_all", (1,) * size, (1,) * size, size - 1
+            )
             rows = Collective.apply(rows.movedim(number, 0), comm).movedim(0, number)
         return _join(rows.reshape(math.prod(sizes), *rest), target, tiled)
 
@@ -308,8 +322,14 @@ def ppermute(x: T, mesh: Mesh, perm: Iterable[tuple[int, int]], *, axis: Axis = 
     # Why in words: ranks with different pairs would wait for data that no rank sends. The words are
     # part of the collective's label, which has to be the same on every rank.
     text = str(sorted(numbers))
-    detail = f" by {text}" if len(text) < 60 else f" by {text[:40]}... (checksum {zlib.crc32(text.encode()):08x})"
-    return _mapped("ppermute", x, mesh, lambda leaf, _: _permuted(leaf, mesh, names, pairs, detail), axis)
+    detail = (
+        f" by {text}"
+        if len(text) < 60
+        else f" by {text[:40]}... (checksum {zlib.crc32(text.encode()):08x})"
+    )
+    return _mapped(
+        "ppermute", x, mesh, lambda leaf, _: _permuted(leaf, mesh, names, pairs, detail), axis
+    )
 
 
 def axis_index(mesh: Mesh, *, axis: Axis = None) -> int:
@@ -365,11 +385,19 @@ def _permuted(
     for number, name in enumerate(names):
         # The pairs whose tensors the ranks along this axis hold now.
         others = (here[:number], here[number + 1 :])
-        line = [(source, target) for source, target in pairs if (target[:number], source[number + 1 :]) == others]
-        sent = Counter(source[number] for source, target in line if source[number] != target[number])
+        line = [
+            (source, target)
+            for source, target in pairs
+            if (target[:number], source[number + 1 :]) == others
+        ]
+        sent = Counter(
+            source[number] for source, target in line if source[number] != target[number]
+        )
         if not sent:
             continue  # every rank along the axis sees that nothing moves
-        received = Counter(target[number] for source, target in line if source[number] != target[number])
+        received = Counter(
+            target[number] for source, target in line if source[number] != target[number]
+        )
         after = [(source, target) for source, target in line if target[number] == here[number]]
         # The rows that are sent lie in the order of targets, and those received in that of sources.
         order = sorted(range(len(held)), key=lambda i: (held[i][1][number], held[i]))
@@ -392,10 +420,15 @@ def _split(caller: str, leaf: torch.Tensor, dim: int, ranks: int, tiled: bool) -
     """Return the slices of ``leaf`` along ``dim``, one for each rank, stacked along dim 0."""
     size = leaf.shape[dim]
     if size % ranks or not (tiled or size == ranks):
-        rule = f"a multiple of the {ranks} ranks" if tiled else f"as large as the number of ranks, {ranks}"
+        rule = (
+            f"a multiple of the {ranks} ranks"
+            if tiled
+            else f"as large as the number of ranks, {ranks}"
+        )
         raise ValueError(
             f"{caller} cuts dim {dim} of its tensor into one slice for each rank, so it must be {rule}; found the shape "
-            f"{tuple(leaf.shape)}: pad it" + ("" if tiled or size % ranks else ", or pass tiled=True")
+            f"{tuple(leaf.shape)}: pad it"
+            + ("" if tiled or size % ranks else ", or pass tiled=True")
         )
     if not tiled:
         return leaf.movedim(dim, 0)
@@ -411,7 +444,13 @@ def _join(rows: torch.Tensor, dim: int, tiled: bool) -> torch.Tensor:
 # --- arguments ------------------------------------------------------------------------------------
 
 
-def _mapped(caller: str, x: T, mesh: Mesh, f: Callable[[torch.Tensor, tuple[str, ...]], torch.Tensor], axis: Axis) -> T:
+def _mapped(
+    caller: str,
+    x: T,
+    mesh: Mesh,
+    f: Callable[[torch.Tensor, tuple[str, ...]], torch.Tensor],
+    axis: Axis,
+) -> T:
     """Return ``f(leaf, names)`` of each leaf of ``x``."""
     _check_tensors(caller, x)
     names = _names(mesh, axis)

@@ -24,7 +24,9 @@ from funcshard.core.unit import ShardForm, Unshard
 from funcshard.plan import ChooseCast, UnitPlan, axes_text, cast_of, dtype_of
 
 
-def unshard(apply: Callable[..., Any], unit: UnitPlan, mesh: Mesh, *, cast: ChooseCast | None = None) -> Unshard:
+def unshard(
+    apply: Callable[..., Any], unit: UnitPlan, mesh: Mesh, *, cast: ChooseCast | None = None
+) -> Unshard:
     """Turn a function of a unit's leaves into a function of this rank's shard of the unit.
 
     Forward all-gathers the shard, and calls ``apply`` with the leaves as views of the gathered
@@ -87,10 +89,14 @@ def unshard(apply: Callable[..., Any], unit: UnitPlan, mesh: Mesh, *, cast: Choo
 
 def unit_comms(unit: UnitPlan, mesh: Mesh, cast: ChooseCast | None) -> tuple[BufferComm, ...]:
     """Return the communication of each buffer of a unit; ``cast`` is the one of ``unshard``."""
-    return tuple([BufferComm.of(mesh, unit, buffer, cast_of(cast, unit, buffer)) for buffer in unit.buffers])
+    return tuple(
+        [BufferComm.of(mesh, unit, buffer, cast_of(cast, unit, buffer)) for buffer in unit.buffers]
+    )
 
 
-def unshard_list(apply: Callable[..., Any], unit: UnitPlan, mesh: Mesh, comms: Sequence[BufferComm]) -> Unshard:
+def unshard_list(
+    apply: Callable[..., Any], unit: UnitPlan, mesh: Mesh, comms: Sequence[BufferComm]
+) -> Unshard:
     """Return ``unshard`` of a function that takes the unit's leaves as a list in their order.
 
     The mesh has the plan's shape; ``unshard`` describes the other arguments.
@@ -105,10 +111,24 @@ def unshard_list(apply: Callable[..., Any], unit: UnitPlan, mesh: Mesh, comms: S
 
 
 def _unshard(
-    apply: Callable[..., Any], unit: UnitPlan, mesh: Mesh, comms: tuple[BufferComm, ...], *, listed: bool
+    apply: Callable[..., Any],
+    unit: UnitPlan,
+    mesh: Mesh,
+    comms: tuple[BufferComm, ...],
+    *,
+    listed: bool,
 ) -> Unshard:
     views = tuple([leaf_views(buffer) for buffer in unit.buffers])
-    return Unshard(apply, unit, mesh, comms, views, _forms(unit, mesh), dtensor_forms(unit.leaves, mesh), listed)
+    return Unshard(
+        apply,
+        unit,
+        mesh,
+        comms,
+        views,
+        _forms(unit, mesh),
+        dtensor_forms(unit.leaves, mesh),
+        listed,
+    )
 
 
 def reshard(f: Unshard) -> Unshard:
@@ -147,10 +167,15 @@ def reshard(f: Unshard) -> Unshard:
         [(6.0, [1.0, 1.0, 1.0]), (6.0, [1.0, 1.0, 1.0])]
     """
     if not isinstance(f, Unshard) or f.freed:
-        raise TypeError(f"reshard takes what unshard returned; found {f!r}: write reshard(unshard(apply, unit, mesh))")
+        raise TypeError(
+            f"reshard takes what unshard returned; found {f!r}: write reshard(unshard(apply, unit, mesh))"
+        )
     return dataclasses.replace(f, freed=True, slices=slice_comms(f.unit, f.mesh, f.comms))
 
 
 def _forms(unit: UnitPlan, mesh: Mesh) -> tuple[ShardForm, ...]:
     device = "cpu" if unit.offload else mesh.device.type
-    return tuple((buffer.key, (buffer.shard_numel,), dtype_of(buffer.dtype), device) for buffer in unit.buffers)
+    return tuple(
+        (buffer.key, (buffer.shard_numel,), dtype_of(buffer.dtype), device)
+        for buffer in unit.buffers
+    )

@@ -56,7 +56,11 @@ def dtensor_forms(leaves: Sequence[LeafSpec], mesh: Mesh) -> tuple[DTensorForm |
     Raises:
         ValueError: there is a DTensor, and the mesh has no DeviceMesh with the axes of the leaf.
     """
-    return tuple(_form(leaf, mesh) for leaf in leaves) if any(leaf.placements for leaf in leaves) else None
+    return (
+        tuple(_form(leaf, mesh) for leaf in leaves)
+        if any(leaf.placements for leaf in leaves)
+        else None
+    )
 
 
 def _form(leaf: LeafSpec, mesh: Mesh) -> DTensorForm | None:
@@ -102,7 +106,11 @@ def part_as_planned(leaf: LeafSpec, value: Any, mesh: Mesh, where: str) -> Any:
         return value
     form = _form(leaf, mesh)
     assert form is not None
-    if (value.device_mesh, value.placements, value.shape) != (form.device_mesh, form.placements, form.shape):
+    if (value.device_mesh, value.placements, value.shape) != (
+        form.device_mesh,
+        form.placements,
+        form.shape,
+    ):
         raise ValueError(
             f"leaf {leaf.path!r} of {where} must be a DTensor of shape {tuple(form.shape)}, placed by {form.placements} on "
             f"{form.device_mesh}, as planned; found {tuple(value.shape)}, {value.placements} on {value.device_mesh}: pass "
@@ -114,7 +122,9 @@ def part_as_planned(leaf: LeafSpec, value: Any, mesh: Mesh, where: str) -> Any:
 # --- forward and backward -------------------------------------------------------------------------
 
 
-def as_dtensors(leaves: Sequence[torch.Tensor], forms: Sequence[DTensorForm | None]) -> list[torch.Tensor]:
+def as_dtensors(
+    leaves: Sequence[torch.Tensor], forms: Sequence[DTensorForm | None]
+) -> list[torch.Tensor]:
     """Return the leaves, as DTensors where a form says so.
 
     Raises:
@@ -126,7 +136,10 @@ def as_dtensors(leaves: Sequence[torch.Tensor], forms: Sequence[DTensorForm | No
             f"leaf {path!r} is a DTensor, and DTensors do not run inside torch.func transforms: use value_and_grad, or a "
             f"model without DTensors, whose forward calls psum"
         )
-    return [leaf if form is None else _AsDTensor.apply(leaf, form) for leaf, form in zip(leaves, forms, strict=True)]
+    return [
+        leaf if form is None else _AsDTensor.apply(leaf, form)
+        for leaf, form in zip(leaves, forms, strict=True)
+    ]
 
 
 class _AsDTensor(torch.autograd.Function):
@@ -150,11 +163,17 @@ class _AsDTensor(torch.autograd.Function):
 
 
 def _dtensor(
-    local: torch.Tensor, device_mesh: DeviceMesh, placements: Any, shape: torch.Size, stride: tuple[int, ...]
+    local: torch.Tensor,
+    device_mesh: DeviceMesh,
+    placements: Any,
+    shape: torch.Size,
+    stride: tuple[int, ...],
 ) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(local, device_mesh, placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(
+        local, device_mesh, placements, run_check=False, shape=shape, stride=stride
+    )
 
 
 # --- DTensors that autograd saves -----------------------------------------------------------------

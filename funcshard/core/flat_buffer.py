@@ -26,7 +26,13 @@ from funcshard._utils import (
     unseen,
 )
 from funcshard.core.basis import noted, noted_outer, refuse_columns, refuse_mixed_sum, refuse_rows
-from funcshard.core.buffer_comm import AnyGatherHandle, BufferComm, start_gather, start_reduce, start_scatter
+from funcshard.core.buffer_comm import (
+    AnyGatherHandle,
+    BufferComm,
+    start_gather,
+    start_reduce,
+    start_scatter,
+)
 from funcshard.core.grad_reducer import expect_gradient, take_slot
 from funcshard.plan import BufferPlan, dtype_of
 
@@ -51,7 +57,9 @@ def views(full: torch.Tensor, buffer: BufferPlan) -> list[torch.Tensor]:
     dims of the leaves.
     """
     rest = full.shape[1:]
-    return [full.narrow(0, leaf.offset, leaf.numel).view(leaf.shape + rest) for leaf in buffer.leaves]
+    return [
+        full.narrow(0, leaf.offset, leaf.numel).view(leaf.shape + rest) for leaf in buffer.leaves
+    ]
 
 
 def leaf_views(buffer: BufferPlan) -> LeafViews:
@@ -118,9 +126,16 @@ class ShardToLeaves(torch.autograd.Function):
     ) -> Any:
         full = (handle or start_gather(shard, comm, read_only=read_only, last=True)).finish()
         batch = full.shape[:-1]
-        if not batch and full.is_contiguous():  # on one rank it is the shard, or a gradient in any layout
+        if (
+            not batch and full.is_contiguous()
+        ):  # on one rank it is the shard, or a gradient in any layout
             return tuple(views_at(full, where))
-        return tuple([full.narrow(-1, leaf.offset, leaf.numel).view(batch + leaf.shape) for leaf in buffer.leaves])
+        return tuple(
+            [
+                full.narrow(-1, leaf.offset, leaf.numel).view(batch + leaf.shape)
+                for leaf in buffer.leaves
+            ]
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -143,16 +158,28 @@ class ShardToLeaves(torch.autograd.Function):
         if ctx.post_backward is not None:
             ctx.post_backward()
         if ctx.slot is not None and ctx.slot.reducer.takes_gradients():
-            ctx.slot.reducer.add(ctx.slot.leaf, _rows(ctx.buffer, ctx.comm, ctx.device, grads)[1], ctx.comm)
+            ctx.slot.reducer.add(
+                ctx.slot.leaf, _rows(ctx.buffer, ctx.comm, ctx.device, grads)[1], ctx.comm
+            )
             return None, None, None, None, None, None, None
-        return LeavesToShard.apply(ctx.buffer, ctx.comm, ctx.device, *grads), None, None, None, None, None, None
+        return (
+            LeavesToShard.apply(ctx.buffer, ctx.comm, ctx.device, *grads),
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
     @staticmethod
     def jvp(ctx: Any, shard: torch.Tensor | None, *_: None) -> Any:
         if shard is None:
             return (None,) * len(ctx.buffer.leaves)
         refuse_columns(ctx.comm, ctx.loop)
-        return ShardToLeaves.apply(shard, ctx.buffer, ctx.where, ctx.comm.plain, None, None, ctx.read_only)
+        return ShardToLeaves.apply(
+            shard, ctx.buffer, ctx.where, ctx.comm.plain, None, None, ctx.read_only
+        )
 
     @staticmethod
     def vmap(
@@ -167,7 +194,9 @@ class ShardToLeaves(torch.autograd.Function):
         read_only: bool,
     ) -> Any:
         first = shard.movedim(in_dims[0], 0)
-        leaves = ShardToLeaves.apply(first, buffer, where, comm.plain, post_backward, None, read_only)
+        leaves = ShardToLeaves.apply(
+            first, buffer, where, comm.plain, post_backward, None, read_only
+        )
         return leaves, (0,) * len(leaves)
 
 
@@ -180,7 +209,9 @@ class LeavesToShard(torch.autograd.Function):
     @staticmethod
     @signed
     @unseen
-    def forward(buffer: BufferPlan, comm: BufferComm, device: torch.device, *leaves: torch.Tensor | None) -> Any:
+    def forward(
+        buffer: BufferPlan, comm: BufferComm, device: torch.device, *leaves: torch.Tensor | None
+    ) -> Any:
         batch, rows = _rows(buffer, comm, device, leaves)
         if not comm.topology.cut:
             full = torch.cat(rows, -1).view(*batch, buffer.padded_numel)
@@ -193,33 +224,56 @@ class LeavesToShard(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.buffer, comm, ctx.device, *leaves = inputs
         ctx.given = [leaf is not None for leaf in leaves]
-        ctx.comm, ctx.loop = noted(comm) if any(ctx.needs_input_grad) or transforms_active() else (comm, None)
+        ctx.comm, ctx.loop = (
+            noted(comm) if any(ctx.needs_input_grad) or transforms_active() else (comm, None)
+        )
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         refuse_rows(ctx.comm, ctx.loop)
         # Why not read-only: autograd may add other gradients to these in place.
-        leaves = ShardToLeaves.apply(grad, ctx.buffer, leaf_views(ctx.buffer), ctx.comm.plain, None, None, False)
-        return None, None, None, *(leaf if given else None for leaf, given in zip(leaves, ctx.given, strict=True))
+        leaves = ShardToLeaves.apply(
+            grad, ctx.buffer, leaf_views(ctx.buffer), ctx.comm.plain, None, None, False
+        )
+        return (
+            None,
+            None,
+            None,
+            *(leaf if given else None for leaf, given in zip(leaves, ctx.given, strict=True)),
+        )
 
     @staticmethod
-    def jvp(ctx: Any, _buffer: None, _comm: None, _device: None, *leaves: torch.Tensor | None) -> Any:
+    def jvp(
+        ctx: Any, _buffer: None, _comm: None, _device: None, *leaves: torch.Tensor | None
+    ) -> Any:
         refuse_mixed_sum(ctx.comm, ctx.loop)
         return LeavesToShard.apply(ctx.buffer, ctx.comm.plain, ctx.device, *leaves)
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: Any, buffer: BufferPlan, comm: BufferComm, device: Any, *leaves: torch.Tensor | None
+        info: Any,
+        in_dims: Any,
+        buffer: BufferPlan,
+        comm: BufferComm,
+        device: Any,
+        *leaves: torch.Tensor | None,
     ) -> Any:
         first = [
-            leaf if leaf is None else leaf.expand(info.batch_size, *leaf.shape) if dim is None else leaf.movedim(dim, 0)
+            leaf
+            if leaf is None
+            else leaf.expand(info.batch_size, *leaf.shape)
+            if dim is None
+            else leaf.movedim(dim, 0)
             for leaf, dim in zip(leaves, in_dims[3:], strict=True)
         ]
         return LeavesToShard.apply(buffer, comm, device, *first), 0
 
 
 def _rows(
-    buffer: BufferPlan, comm: BufferComm, device: torch.device, leaves: Sequence[torch.Tensor | None]
+    buffer: BufferPlan,
+    comm: BufferComm,
+    device: torch.device,
+    leaves: Sequence[torch.Tensor | None],
 ) -> tuple[tuple[int, ...], list[torch.Tensor]]:
     """Return the dims of vmap, and the tensors that lie side by side in the buffer.
 
@@ -233,7 +287,9 @@ def _rows(
             break
     first = (math.prod(batch),) if batch else ()
     rows = [
-        like.new_zeros((*first, spec.numel)) if leaf is None else _flat(leaf, (*first, spec.numel), comm)
+        like.new_zeros((*first, spec.numel))
+        if leaf is None
+        else _flat(leaf, (*first, spec.numel), comm)
         for spec, leaf in zip(buffer.leaves, leaves, strict=True)
     ]
     padding = buffer.padded_numel - buffer.numel
@@ -257,6 +313,8 @@ def _by_rank(rows: Sequence[torch.Tensor], n: int, ranks: int) -> list[torch.Ten
         end = offset + each.shape[-1]
         for rank in range(offset // n, -(-end // n)) if n else ():
             begin = max(rank * n, offset)
-            slices[rank].append(each[:, begin - offset : min((rank + 1) * n, end) - offset].unbind(0))
+            slices[rank].append(
+                each[:, begin - offset : min((rank + 1) * n, end) - offset].unbind(0)
+            )
         offset = end
     return [row for own in slices for columns in zip(*own, strict=True) for row in columns]

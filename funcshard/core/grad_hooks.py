@@ -20,7 +20,9 @@ OnReduceScattered = Callable[[str, str, torch.Tensor], torch.Tensor | None]
 def gradient_hook(on_grads: OnGrads) -> OnGrad:
     """Return the function through which a ``GradReducer`` calls ``on_grads`` before a reduction."""
     if not callable(on_grads):
-        raise TypeError(f"on_grads must be a function of a unit's name and its gradients, or None; found {on_grads!r}")
+        raise TypeError(
+            f"on_grads must be a function of a unit's name and its gradients, or None; found {on_grads!r}"
+        )
     return functools.partial(_call_on_grads, on_grads)
 
 
@@ -43,7 +45,11 @@ def _call_on_grads(on_grads: OnGrads, unit: str, buffer: BufferPlan, full: torch
         if replaced is None:
             return
         if not isinstance(replaced, Mapping) or not replaced.keys() <= grads.keys():
-            found = sorted(replaced.keys() - grads.keys()) if isinstance(replaced, Mapping) else type(replaced).__name__
+            found = (
+                sorted(replaced.keys() - grads.keys())
+                if isinstance(replaced, Mapping)
+                else type(replaced).__name__
+            )
             raise ValueError(
                 f"on_grads must return None, or a dictionary from paths of unit {title!r} to gradients; found {found}, the "
                 f"paths are {list(grads)[:6]}"
@@ -59,14 +65,20 @@ def _call_on_grads(on_grads: OnGrads, unit: str, buffer: BufferPlan, full: torch
             grads[path].copy_(grad)
 
 
-def _call_on_reduce_scattered(hook: OnReduceScattered, unit: str, buffer: BufferPlan, partial: torch.Tensor) -> None:
+def _call_on_reduce_scattered(
+    hook: OnReduceScattered, unit: str, buffer: BufferPlan, partial: torch.Tensor
+) -> None:
     """Call ``on_reduce_scattered`` with ``partial``; write the tensor that it returns there."""
     with torch.no_grad():
         replaced = hook(unit, buffer.key, partial)
         if replaced is None or replaced is partial:
             return
         if not isinstance(replaced, torch.Tensor) or replaced.shape != partial.shape:
-            found = tuple(replaced.shape) if isinstance(replaced, torch.Tensor) else type(replaced).__name__
+            found = (
+                tuple(replaced.shape)
+                if isinstance(replaced, torch.Tensor)
+                else type(replaced).__name__
+            )
             raise ValueError(
                 f"on_reduce_scattered must return None, or a tensor of the shape that it got; for buffer {buffer.key!r} of "
                 f"unit {unit or '(root)'!r} found {found} instead of {tuple(partial.shape)}"

@@ -29,7 +29,13 @@ import torch
 
 from funcshard._utils import graph_task_id, is_transformed, unwrapped, version
 from funcshard.comm import DONE, Mesh
-from funcshard.core.buffer_comm import AnyGatherHandle, BufferComm, ReduceHandle, SharedGatherHandle, start_reduce_parts
+from funcshard.core.buffer_comm import (
+    AnyGatherHandle,
+    BufferComm,
+    ReduceHandle,
+    SharedGatherHandle,
+    start_reduce_parts,
+)
 from funcshard.plan import BufferPlan, Reduce, UnitPlan, buffer_mode, unit_mode
 
 _log = logging.getLogger("funcshard.core")
@@ -186,8 +192,16 @@ class GradReducer:
         self._on_grad = on_grad
         self._on_scattered = on_scattered
         self._reduce = reduce
-        self._hook = "on_grads" if on_grad is not None else "on_reduce_scattered" if on_scattered is not None else ""
-        self._task: int | None = None  # autograd's number of this reducer's backward, while that runs
+        self._hook = (
+            "on_grads"
+            if on_grad is not None
+            else "on_reduce_scattered"
+            if on_scattered is not None
+            else ""
+        )
+        self._task: int | None = (
+            None  # autograd's number of this reducer's backward, while that runs
+        )
         self._accumulating = False
         self._zero_weight = False
         self._running: list[tuple[LeafGradient, ReduceHandle]] = []
@@ -205,7 +219,9 @@ class GradReducer:
         if self.mesh is None:
             self.worlds[mesh.world_size] = mesh
 
-    def note_gather(self, shard: torch.Tensor, mesh: Mesh, unit: str, buffer: BufferPlan) -> Sequence[torch.Tensor] | None:
+    def note_gather(
+        self, shard: torch.Tensor, mesh: Mesh, unit: str, buffer: BufferPlan
+    ) -> Sequence[torch.Tensor] | None:
         """Note that a unit gathers a shard; return the leaves if these are gathered already.
 
         Raises:
@@ -250,7 +266,11 @@ class GradReducer:
         first = self._by_id.get(id(shard[comms[0].buffer])) if comms else None
         if first is None or first.kept is None:
             return None
-        return first.kept.handles if first.kept.serves([shard[comm.buffer] for comm in comms], comms) else None
+        return (
+            first.kept.handles
+            if first.kept.serves([shard[comm.buffer] for comm in comms], comms)
+            else None
+        )
 
     def keep(
         self,
@@ -353,7 +373,10 @@ class GradReducer:
             if leaf.kept is not None:
                 self._drop_kept(leaf.kept)
             if leaf.partial is not None and leaf.comm is not None and not self._accumulating:
-                partial, leaf.partial = leaf.partial, None  # the last backward did not reach the leaf
+                partial, leaf.partial = (
+                    leaf.partial,
+                    None,
+                )  # the last backward did not reach the leaf
                 self._finish(leaf, ReduceHandle(partial, DONE, leaf.comm))
         _log.debug("root post_backward")
 
@@ -390,7 +413,9 @@ class GradReducer:
     def _finish_oldest(self) -> None:
         leaf, handle = self._running.pop(0)
         waits = leaf.mode == "shard_each" and self._accumulating
-        if not handle.comm.topology.cut or not (waits or leaf.partial is not None or self._on_scattered is not None):
+        if not handle.comm.topology.cut or not (
+            waits or leaf.partial is not None or self._on_scattered is not None
+        ):
             leaf.add(handle.finish())
             return
         handle.work.wait()
@@ -416,7 +441,9 @@ class GradReducer:
 def _divided(leaf: LeafGradient, parts: list[torch.Tensor], comm: BufferComm) -> list[torch.Tensor]:
     """Return a leaf's gradient, divided as ``MixedPrecision.divide_before_reduce`` says."""
     topology = comm.topology
-    ranks = math.prod(group.size for _, group in topology.repeated) * (topology.mesh.shard.size if topology.cut else 1)
+    ranks = math.prod(group.size for _, group in topology.repeated) * (
+        topology.mesh.shard.size if topology.cut else 1
+    )
     divisor = 1
     while divisor * divisor < ranks:
         divisor *= 2
@@ -433,7 +460,9 @@ class GradSlot(NamedTuple):
     leaf: LeafGradient
 
 
-_current: contextvars.ContextVar[GradReducer | None] = contextvars.ContextVar("funcshard_reducer", default=None)
+_current: contextvars.ContextVar[GradReducer | None] = contextvars.ContextVar(
+    "funcshard_reducer", default=None
+)
 
 
 @contextlib.contextmanager

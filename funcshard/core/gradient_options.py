@@ -62,5 +62,11 @@ def _divisor(divisor: Any) -> float | None:
     """Return a divisor as a number, or ``None`` for the default; raise if it cannot be one."""
     if divisor is None:
         return None
-    check_number("divisor", divisor, above=0, none="for the number of ranks", remedy="pass 1 for the sum over ranks")
+    check_number(
+        "divisor",
+        divisor,
+        above=0,
+        none="for the number of ranks",
+        remedy="pass 1 for the sum over ranks",
+    )
     return float(divisor)

@@ -149,7 +149,11 @@ def check_callable(caller: str, loss_fn: Any) -> None:
             f"function of fully_shard inside loss_fn"
         )
     if not callable(loss_fn):
-        remedy = "pass the function that computes the loss, not its result" if isinstance(loss_fn, torch.Tensor) else ""
+        remedy = (
+            "pass the function that computes the loss, not its result"
+            if isinstance(loss_fn, torch.Tensor)
+            else ""
+        )
         raise TypeError(f"{rule}; found {type(loss_fn).__name__}: {remedy or 'pass a function'}")
 
 
@@ -220,12 +224,18 @@ class Result(NamedTuple):
 
     def value(self, aux: Any, options: GradientOptions) -> Any:
         """Return the loss, or a tuple of loss, weight and ``aux``, as far as they are asked for."""
-        values = (self.loss, *([self.weight] if options.weighted else []), *([aux] if options.has_aux else []))
+        values = (
+            self.loss,
+            *([self.weight] if options.weighted else []),
+            *([aux] if options.has_aux else []),
+        )
         return values if len(values) > 1 else self.loss
 
 
 @untraced
-def evaluate(shards: Any, calls: Sequence[Callable[[Any], Any]], options: GradientOptions) -> tuple[Result, Any]:
+def evaluate(
+    shards: Any, calls: Sequence[Callable[[Any], Any]], options: GradientOptions
+) -> tuple[Result, Any]:
     """Return the mean loss of several micro-batches, which run one after another, and its gradient.
 
     Arguments:
@@ -248,14 +258,18 @@ def evaluate(shards: Any, calls: Sequence[Callable[[Any], Any]], options: Gradie
     weighted, hook, hook_between = options.weighted, options.on_grads, options.on_reduce_scattered
     on_grad = None if hook is None else gradient_hook(hook)
     on_scattered = None if hook_between is None else scattered_hook(hook_between)
-    reducer = GradReducer(local, on_grad=on_grad, on_scattered=on_scattered, reduce=options.reduce, mesh=options.mesh)
+    reducer = GradReducer(
+        local, on_grad=on_grad, on_scattered=on_scattered, reduce=options.reduce, mesh=options.mesh
+    )
     with activate(reducer), torch.enable_grad():
         for i, call in enumerate(calls):
             loss, weight, aux = _check_result(call(unflatten(local)), options.has_aux, weighted)
             factor = weight if weighted else 1 / len(calls)
             zero_weight = factor == 0
             reducer.pre_backward(accumulating=i + 1 < len(calls), zero_weight=zero_weight)
-            reached = _backward(loss if factor == 1 else loss * factor, local, reducer, direct, zero_weight)
+            reached = _backward(
+                loss if factor == 1 else loss * factor, local, reducer, direct, zero_weight
+            )
             if not reached and not options.allow_constant:
                 raise ValueError(_CONSTANT)
             # Why not in the loss's dtype: a mean over micro-batches would be rounded at each sum.
@@ -271,7 +285,9 @@ def evaluate(shards: Any, calls: Sequence[Callable[[Any], Any]], options: Gradie
     divisor: float | torch.Tensor = mesh.world_size
     world_weight = None
     if weighted:
-        sums = psum_world(torch.stack([total.double(), total.new_full((), own, dtype=torch.float64)]), mesh)
+        sums = psum_world(
+            torch.stack([total.double(), total.new_full((), own, dtype=torch.float64)]), mesh
+        )
         divisor = torch.where(sums[1] > 0, sums[1], 1.0)
         total, world_weight = (sums[0] / divisor).to(total.dtype), sums[1]
     if options.divisor is not None:
@@ -292,7 +308,12 @@ def evaluate(shards: Any, calls: Sequence[Callable[[Any], Any]], options: Gradie
     if isinstance(divisor, torch.Tensor):
         on_device = {device: divisor.to(device) for device in {leaf.device for leaf in local}}
     grads = [
-        _gradient(shard, leaf, straight, local_divisors.get(leaf.local_axes, on_device.get(shard.device, divisor)))
+        _gradient(
+            shard,
+            leaf,
+            straight,
+            local_divisors.get(leaf.local_axes, on_device.get(shard.device, divisor)),
+        )
         for shard, leaf, straight in zip(local, reducer.leaves, direct, strict=True)
     ]
     return Result(total, world_weight, auxes), unflatten(grads)
@@ -323,7 +344,9 @@ def _backward(
             # Why single-threaded, also on CUDA: only so does backward see context variables, such
             # as the event log.
             with torch.autograd.set_multithreading_enabled(False):
-                found = torch.autograd.grad(loss, [local[number] for number in wanted], allow_unused=True)
+                found = torch.autograd.grad(
+                    loss, [local[number] for number in wanted], allow_unused=True
+                )
         except RuntimeError as error:
             if "backward through the graph a second time" in str(error):
                 error.add_note(
@@ -350,7 +373,10 @@ _CONSTANT = (
 
 
 def _gradient(
-    shard: torch.Tensor, leaf: LeafGradient, direct: torch.Tensor | None, divisor: float | torch.Tensor
+    shard: torch.Tensor,
+    leaf: LeafGradient,
+    direct: torch.Tensor | None,
+    divisor: float | torch.Tensor,
 ) -> torch.Tensor | None:
     """Return a leaf's gradient: its summed reductions plus ``direct``, divided by ``divisor``.
 
@@ -382,7 +408,11 @@ def _world(reducer: GradReducer) -> Mesh:
     given = reducer.mesh
     sizes = sorted(reducer.worlds.keys() | ({given.world_size} if given is not None else set()))
     if len(sizes) > 1:
-        found = f"units of other meshes than mesh=, of {sizes} ranks" if given is not None else f"meshes of {sizes} ranks"
+        found = (
+            f"units of other meshes than mesh=, of {sizes} ranks"
+            if given is not None
+            else f"meshes of {sizes} ranks"
+        )
         raise ValueError(
             f"value_and_grad takes the mean over one mesh, to which the units inside loss_fn belong; found {found}: run the "
             f"units of another mesh outside loss_fn and pass their results in, or, if only psum or pmean runs over a part "
@@ -402,10 +432,14 @@ def _world(reducer: GradReducer) -> Mesh:
 
 def _ranks_sharing(mesh: Mesh, local: tuple[str, ...]) -> int:
     """Return how many ranks the gradient of a leaf that is local along ``local`` is the mean of."""
-    return math.prod(group.size for name, group in mesh.axes if name not in local or name not in AXES)
+    return math.prod(
+        group.size for name, group in mesh.axes if name not in local or name not in AXES
+    )
 
 
-def _weight_of_sharing(own: float, mesh: Mesh, local: tuple[str, ...], device: torch.device) -> torch.Tensor:
+def _weight_of_sharing(
+    own: float, mesh: Mesh, local: tuple[str, ...], device: torch.device
+) -> torch.Tensor:
     """Return the total weight of the ranks that ``_ranks_sharing`` counts; 1 if it is zero."""
     weight = torch.full((), own, dtype=torch.float64, device=device)
     weight = all_reduce_flat(weight, mesh, local=tuple(axis for axis in local if axis in AXES))
@@ -422,14 +456,18 @@ def _check_result(result: Any, has_aux: bool, weighted: bool) -> tuple[torch.Ten
         flags = " and ".join([*["has_aux=True"] * has_aux, *["weighted=True"] * weighted])
         count = "pair" if len(names) == 2 else "triple"
         found = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
-        raise TypeError(f"with {flags} loss_fn must return a {count} ({', '.join(names)}); found {found}")
+        raise TypeError(
+            f"with {flags} loss_fn must return a {count} ({', '.join(names)}); found {found}"
+        )
     values = dict(zip(names, result if len(names) > 1 else (result,), strict=True))
     loss = values["loss"]
     if is_dtensor(loss):
         loss = loss.full_tensor()
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         found = _found_as_loss(loss, alone=len(names) == 1)
-        raise TypeError(f"loss_fn must return a floating-point scalar, the mean over this rank's batch; found {found}")
+        raise TypeError(
+            f"loss_fn must return a floating-point scalar, the mean over this rank's batch; found {found}"
+        )
     return loss, check_weight(values["weight"]) if weighted else 1.0, values.get("aux")
 
 
@@ -457,7 +495,9 @@ def check_weight(weight: Any) -> float:
             "value while a step is recorded: return a number, or run the step itself"
         )
     if isinstance(weight, torch.Tensor) and weight.requires_grad:
-        raise ValueError("a weight must be a constant; found a tensor that requires a gradient: return weight.detach()")
+        raise ValueError(
+            "a weight must be a constant; found a tensor that requires a gradient: return weight.detach()"
+        )
     if isinstance(weight, torch.SymInt | torch.SymFloat):  # fs.trace records, and sizes are symbols
         return torch.sym_float(weight)
     try:
@@ -465,7 +505,9 @@ def check_weight(weight: Any) -> float:
     except (TypeError, ValueError, RuntimeError):
         number = math.nan
     if not 0 <= number < math.inf:
-        raise ValueError(f"a weight must be one number, finite and not negative: zero for no data; found {weight!r}")
+        raise ValueError(
+            f"a weight must be one number, finite and not negative: zero for no data; found {weight!r}"
+        )
     return number
 
 

@@ -58,13 +58,19 @@ def _check(value: Any, path: str) -> None:
     if type(value) is dict:
         for key, inner in value.items():
             if type(key) is not str:
-                raise TypeError(f"the keys of {path} must be strings, as JSON has no others; found {key!r}: convert it")
+                raise TypeError(
+                    f"the keys of {path} must be strings, as JSON has no others; found {key!r}: convert it"
+                )
             _check(inner, f"{path}[{key!r}]")
     elif type(value) is list:
         for index, inner in enumerate(value):
             _check(inner, f"{path}[{index}]")
     elif value is not None and type(value) not in (bool, int, float, str):
-        remedy = "pass a list" if isinstance(value, tuple) else "convert it, or send a tensor with psum or shard"
+        remedy = (
+            "pass a list"
+            if isinstance(value, tuple)
+            else "convert it, or send a tensor with psum or shard"
+        )
         raise TypeError(
             f"{path} must be None, a bool, an int, a float, a str, or a list or dict of these, which JSON holds exactly; "
             f"found {type(value).__name__}: {remedy}"

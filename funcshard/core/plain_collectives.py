@@ -13,7 +13,13 @@ from funcshard.core.grad_reducer import note_collective
 
 
 def all_gather_flat(
-    flat: torch.Tensor, mesh: Mesh, *, unit: str | None = None, buffer: str = "", sharded: bool = True, offload: bool = False
+    flat: torch.Tensor,
+    mesh: Mesh,
+    *,
+    unit: str | None = None,
+    buffer: str = "",
+    sharded: bool = True,
+    offload: bool = False,
 ) -> torch.Tensor:
     """Return the concatenation of every rank's ``flat`` along the shard axis, without autograd.
 
@@ -34,7 +40,9 @@ def all_gather_flat(
         return start_gather(flat.detach(), comm).finish()
 
 
-def all_reduce_flat(tensor: torch.Tensor, mesh: Mesh, *, local: tuple[str, ...] = ()) -> torch.Tensor:
+def all_reduce_flat(
+    tensor: torch.Tensor, mesh: Mesh, *, local: tuple[str, ...] = ()
+) -> torch.Tensor:
     """Return the sum of ``tensor`` over all mesh axes except ``local``, without autograd.
 
     ``tensor`` may be overwritten.

@@ -47,7 +47,12 @@ from funcshard._utils import (
     unseen,
     version,
 )
-from funcshard.core.buffer_comm import AnyGatherHandle, GatherSource, SharedGatherHandle, start_gathers
+from funcshard.core.buffer_comm import (
+    AnyGatherHandle,
+    GatherSource,
+    SharedGatherHandle,
+    start_gathers,
+)
 from funcshard.core.dtensor_leaves import as_dtensors, through_dtensors
 from funcshard.core.flat_buffer import views
 from funcshard.core.grad_reducer import current_reducer
@@ -130,7 +135,9 @@ class Prefetcher:
         # ranks have not sent this one.
         _wait_comm(handles)
         if self._forward.call(name, stays=stays):
-            self._handles[name] = handles = [handle and SharedGatherHandle.of(handle) for handle in handles]
+            self._handles[name] = handles = [
+                handle and SharedGatherHandle.of(handle) for handle in handles
+            ]
         self._now += 1
         self._called.append(self._now)
         for ahead in self._forward.prefetch():
@@ -223,12 +230,21 @@ class Prefetcher:
 
     def backward_order(self) -> tuple[tuple[str, str], ...] | None:
         """Return the order for ``Schedule.backward``; ``None`` if ``Schedule.order`` implies it."""
-        moments = [(last, "gather", unit) for last, unit in zip(self._last, self._units, strict=True) if last]
-        moments += [(called, "reduce", unit) for called, unit in zip(self._called, self.ran, strict=True)]
+        moments = [
+            (last, "gather", unit)
+            for last, unit in zip(self._last, self._units, strict=True)
+            if last
+        ]
+        moments += [
+            (called, "reduce", unit) for called, unit in zip(self._called, self.ran, strict=True)
+        ]
         found = tuple((what, unit) for _, what, unit in sorted(moments, reverse=True))
         saved = set(self._units)
         plain = [
-            (what, unit) for unit in self.ran[::-1] for what in ("gather", "reduce") if what == "reduce" or unit in saved
+            (what, unit)
+            for unit in self.ran[::-1]
+            for what in ("gather", "reduce")
+            if what == "reduce" or unit in saved
         ]
         return None if found == tuple(plain) else found
 
@@ -269,10 +285,14 @@ def _wait_comm(handles: Handles) -> None:
 
 # The unit whose saved tensors the hooks around it are asked for now. If the hooks compute forward
 # again to answer, as a checkpoint does, that computation uses this unit's gathered buffers.
-_recomputing: contextvars.ContextVar[SavedUnit | None] = contextvars.ContextVar("funcshard_recomputing", default=None)
+_recomputing: contextvars.ContextVar[SavedUnit | None] = contextvars.ContextVar(
+    "funcshard_recomputing", default=None
+)
 
 # The unit whose forward runs, for the parameter tables that its module keeps.
-current_unit: contextvars.ContextVar[HasLeaves | None] = contextvars.ContextVar("funcshard_current_unit", default=None)
+current_unit: contextvars.ContextVar[HasLeaves | None] = contextvars.ContextVar(
+    "funcshard_current_unit", default=None
+)
 
 
 class HasLeaves(Protocol):
@@ -309,7 +329,9 @@ class UnitSource:
 
     repeats = True
 
-    def __init__(self, f: Any, shard: Mapping[str, torch.Tensor], versions: list[int] | None = None) -> None:
+    def __init__(
+        self, f: Any, shard: Mapping[str, torch.Tensor], versions: list[int] | None = None
+    ) -> None:
         self._unit, self._comms = f.unit, f.comms
         self.shards = [shard[buffer.key].detach() for buffer in f.unit.buffers]
         self._versions = [version(local) for local in self.shards] if versions is None else versions
@@ -397,8 +419,15 @@ class SavedUnit:
         """Set the leaves of each gathered buffer, so that ``pack`` knows views of them."""
         self._buffer_of = {storage_id(leaves[0]): i for i, leaves in enumerate(gathered)}
         # Why the id: a saved unit that held the node would keep the graph of the shards alive.
-        self._node_of = {id(leaves[0].grad_fn): i for i, leaves in enumerate(gathered) if leaves[0].grad_fn is not None}
-        self._begins = [leaves[0].storage_offset() - at[0][2] for leaves, at in zip(gathered, self._leaf_views, strict=True)]
+        self._node_of = {
+            id(leaves[0].grad_fn): i
+            for i, leaves in enumerate(gathered)
+            if leaves[0].grad_fn is not None
+        }
+        self._begins = [
+            leaves[0].storage_offset() - at[0][2]
+            for leaves, at in zip(gathered, self._leaf_views, strict=True)
+        ]
         self._devices = [leaves[0].device for leaves in gathered]
         self._dtypes = [leaves[0].dtype for leaves in gathered]
         self._source.watch([leaves[0].grad_fn for leaves in gathered])
@@ -429,7 +458,9 @@ class SavedUnit:
         """Return the function to call when the unit's gradients are complete."""
         return _PostBackward(weakref.ref(self), self._prefetcher, self._use)
 
-    def handles_for(self, unit: UnitPlan, shard: Mapping[str, torch.Tensor]) -> list[SharedGatherHandle | None] | None:
+    def handles_for(
+        self, unit: UnitPlan, shard: Mapping[str, torch.Tensor]
+    ) -> list[SharedGatherHandle | None] | None:
         """Return finished handles of its buffers, if gathering ``shard`` would give the same."""
         same = unit is self._unit and all(
             address(shard[buffer.key]) == address(local)
@@ -437,7 +468,10 @@ class SavedUnit:
         )
         if not same:
             return None
-        return [SharedGatherHandle(None, self._buffer(i)) if comm.copied else None for i, comm in enumerate(self._comms)]
+        return [
+            SharedGatherHandle(None, self._buffer(i)) if comm.copied else None
+            for i, comm in enumerate(self._comms)
+        ]
 
     @unseen
     def gathered_again(self) -> tuple[tuple[torch.Tensor, ...], ...]:
@@ -498,7 +532,9 @@ class SavedUnit:
         source = self._source_of_cast(tensor)
         if source is not None:
             self.note_needed()
-            return _PackedCast(source, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+            return _PackedCast(
+                source, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+            )
         if outer:
             return _PackedByOuter(outer[1], outer[0](tensor))
         # Why detach: an operation that saves its own result would keep its graph alive for ever.
@@ -541,7 +577,9 @@ class SavedUnit:
         if isinstance(packed, _PackedTensor):
             return packed.checked(self._unit.title)
         if self.needed and recomputing_unit() is None and packed.leaves_units:
-            self._buffer(0)  # before the outer hooks compute anything again, so that a plan can predict the order
+            self._buffer(
+                0
+            )  # before the outer hooks compute anything again, so that a plan can predict the order
         token = _recomputing.set(self)
         try:
             return packed.unpack(packed.packed)

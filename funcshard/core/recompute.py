@@ -85,7 +85,9 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     if not callable(f):
-        raise TypeError(f"remat takes a function, and returns one; found {f!r}: call the result with the arguments of f")
+        raise TypeError(
+            f"remat takes a function, and returns one; found {f!r}: call the result with the arguments of f"
+        )
 
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -93,8 +95,12 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
             return f(*args, **kwargs)
         if hooks_allowed():
             run = _checked(functools.partial(f, **kwargs), kwargs)
-            if recording_graph():  # checkpoint would set the generator in the recording, and not in the graph
-                return checkpoint(_with_random_state(run), *args, use_reentrant=False, preserve_rng_state=False)
+            if (
+                recording_graph()
+            ):  # checkpoint would set the generator in the recording, and not in the graph
+                return checkpoint(
+                    _with_random_state(run), *args, use_reentrant=False, preserve_rng_state=False
+                )
             return checkpoint(run, *args, use_reentrant=False)
         _check_captured(f)
         values, unflatten = tree.flatten((args, kwargs))
@@ -127,7 +133,9 @@ def _checked(f: Callable[..., Any], held: Any) -> Callable[..., Any]:
         if before is None:
             inside = tensors_in(([arg for arg in args if not isinstance(arg, torch.Tensor)], held))
             before = [(weakref.ref(tensor), _data_state(tensor)) for tensor in inside]
-        elif any((tensor := ref()) is not None and _data_state(tensor) != state for ref, state in before):
+        elif any(
+            (tensor := ref()) is not None and _data_state(tensor) != state for ref, state in before
+        ):
             raise RuntimeError(_CHANGED)
         return f(*args)
 
@@ -166,14 +174,18 @@ def _apply(f: Callable[..., Any], tensors: Tensors) -> Any:
     def flat(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return outputs.flatten(f(*tensors), tensors)
 
-    return outputs.unflatten(_Remat.apply(_Call(flat, _AmbientState.capture(), current_loops()), *tensors))
+    return outputs.unflatten(
+        _Remat.apply(_Call(flat, _AmbientState.capture(), current_loops()), *tensors)
+    )
 
 
 def _apply_to_both(f: Callable[..., Any], first: Sequence[Any], second: Sequence[Any]) -> Any:
     """Return ``f(first, second)``, rematerialised if it may be differentiated further."""
     if not torch.is_grad_enabled():
         return f(first, second)
-    return _apply(lambda *tensors: f(tensors[: len(first)], tensors[len(first) :]), [*first, *second])
+    return _apply(
+        lambda *tensors: f(tensors[: len(first)], tensors[len(first) :]), [*first, *second]
+    )
 
 
 class _Remat(torch.autograd.Function):
@@ -195,7 +207,9 @@ class _Remat(torch.autograd.Function):
         ctx.call, *tensors = inputs
         level = transform_level()
         ctx.loop = ctx.call.loops.get(level)
-        ctx.outer_loops = {number: loop for number, loop in ctx.call.loops.items() if number < level}
+        ctx.outer_loops = {
+            number: loop for number, loop in ctx.call.loops.items() if number < level
+        }
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
@@ -250,29 +264,48 @@ class _Call:
             return self.run(*tensors)
 
     def vjp(
-        self, loop: BasisLoop | None, given: Sequence[int], wanted: Sequence[int], inputs: Tensors, grads: Tensors
+        self,
+        loop: BasisLoop | None,
+        given: Sequence[int],
+        wanted: Sequence[int],
+        inputs: Tensors,
+        grads: Tensors,
     ) -> list[Any]:
         """Return the ``wanted`` inputs' gradients from ``grads``, those of ``given`` outputs."""
         if transforms_active():
             f = self._restricted(given, wanted, inputs)
             with acting_for(loop, transform_level() + 1):
                 return list(torch.func.vjp(f, *(inputs[i] for i in wanted))[1](tuple(grads)))
-        connected = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, *grads))
-        copies = [tensor.view_as(tensor) if connected and tensor.requires_grad else tensor.detach() for tensor in inputs]
+        connected = torch.is_grad_enabled() and any(
+            tensor.requires_grad for tensor in (*inputs, *grads)
+        )
+        copies = [
+            tensor.view_as(tensor) if connected and tensor.requires_grad else tensor.detach()
+            for tensor in inputs
+        ]
         for i in wanted:
             copies[i].requires_grad_()
         # Why without hooks: the backward of the units inside follows at once, so they stay gathered
         # until then.
-        with torch.enable_grad(), torch.autograd.graph.disable_saved_tensors_hooks("fs.remat recomputes without them"):
+        with (
+            torch.enable_grad(),
+            torch.autograd.graph.disable_saved_tensors_hooks("fs.remat recomputes without them"),
+        ):
             with acting_for(loop, 0):
                 outs = self.recompute(*copies)
-            pairs = [(outs[i], grad) for i, grad in zip(given, grads, strict=True) if outs[i].requires_grad]
+            pairs = [
+                (outs[i], grad)
+                for i, grad in zip(given, grads, strict=True)
+                if outs[i].requires_grad
+            ]
             if not pairs:
                 return [None] * len(wanted)
             tops, seeds = zip(*pairs, strict=True)
             del outs, pairs
             chosen = [copies[i] for i in wanted]
-            return list(torch.autograd.grad(tops, chosen, seeds, allow_unused=True, create_graph=connected))
+            return list(
+                torch.autograd.grad(tops, chosen, seeds, allow_unused=True, create_graph=connected)
+            )
 
     def jvp(
         self, loop: BasisLoop | None, given: Sequence[int], inputs: Tensors, tangents: Tensors
@@ -282,7 +315,9 @@ class _Call:
         with acting_for(loop, transform_level() + 1):
             return torch.func.jvp(f, tuple(inputs[i] for i in given), tuple(tangents))[1]
 
-    def _restricted(self, outputs: Sequence[int] | None, chosen: Sequence[int], inputs: Tensors) -> Callable[..., Any]:
+    def _restricted(
+        self, outputs: Sequence[int] | None, chosen: Sequence[int], inputs: Tensors
+    ) -> Callable[..., Any]:
         """Return ``recompute`` as a function from only the ``chosen`` inputs to the ``outputs``."""
 
         def restricted(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -306,7 +341,10 @@ class _AmbientState:
     def capture(cls) -> _AmbientState:
         """Return the current state."""
         types = ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
-        autocast = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in types)
+        autocast = tuple(
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in types
+        )
         return cls(RandomState.take(), autocast)
 
     @contextlib.contextmanager
@@ -341,15 +379,22 @@ class _Outputs:
         for value in values:
             if isinstance(value, torch.Tensor):
                 # Why a view: an autograd Function must not return one of its inputs itself.
-                tensors.setdefault(id(value), (len(tensors), value.view_as(value) if id(value) in known else value))
-        self.indices = [tensors[id(value)][0] if isinstance(value, torch.Tensor) else None for value in values]
+                tensors.setdefault(
+                    id(value), (len(tensors), value.view_as(value) if id(value) in known else value)
+                )
+        self.indices = [
+            tensors[id(value)][0] if isinstance(value, torch.Tensor) else None for value in values
+        ]
         self.rest = [None if isinstance(value, torch.Tensor) else value for value in values]
         return tuple(tensor for _, tensor in tensors.values())
 
     def unflatten(self, tensors: Tensors) -> Any:
         """Return the result with ``tensors``, which ``_Remat`` returned, in their positions."""
         assert self.build is not None
-        filled = [value if i is None else tensors[i] for i, value in zip(self.indices, self.rest, strict=True)]
+        filled = [
+            value if i is None else tensors[i]
+            for i, value in zip(self.indices, self.rest, strict=True)
+        ]
         return self.build(filled)
 
 
@@ -382,7 +427,11 @@ class _RefuseCaptured(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for arg in (*args, *(kwargs or {}).values()):
             for each in arg if isinstance(arg, (tuple, list)) else (arg,):
-                if isinstance(each, torch.Tensor) and is_transformed(each) and belongs_to_transform_above(each):
+                if (
+                    isinstance(each, torch.Tensor)
+                    and is_transformed(each)
+                    and belongs_to_transform_above(each)
+                ):
                     raise ValueError(_CAPTURED)
         return func(*args, **(kwargs or {}))
 

@@ -46,6 +46,10 @@ class ScheduleLearner:
                 stacklevel=callers_level(),
             )
         # Why by the number: the first call does not know what checkpoints inside units need.
-        if not self._backward_given and prefetcher.has_saved and self._backward_known != len(self.inside):
+        if (
+            not self._backward_given
+            and prefetcher.has_saved
+            and self._backward_known != len(self.inside)
+        ):
             self._backward_known = len(self.inside)
             self.schedule = dataclasses.replace(self.schedule, backward=prefetcher.backward_order())

@@ -107,7 +107,9 @@ class _ToCopies(torch.autograd.Function):
         return _ToCopies.apply(value, ctx.mesh, ctx.axes)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, value: torch.Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Any:
+    def vmap(
+        info: Any, in_dims: Any, value: torch.Tensor, mesh: Mesh, axes: tuple[str, ...]
+    ) -> Any:
         return _ToCopies.apply(value, mesh, axes), in_dims[0]
 
 
@@ -146,7 +148,9 @@ def _by_path(value: Any, plan: Plan) -> dict[str, torch.Tensor]:
     _, leaves, paths = tree.describe(value)
     by_path = dict(zip(paths, leaves, strict=True))
     missing = sorted(leaf.path for leaf in plan.leaves if leaf.path not in by_path)
-    unexpected = sorted(by_path.keys() - {path for leaf in plan.leaves for path in (leaf.path, *leaf.aliases)})
+    unexpected = sorted(
+        by_path.keys() - {path for leaf in plan.leaves for path in (leaf.path, *leaf.aliases)}
+    )
     for path, leaf in by_path.items():
         if not isinstance(leaf, torch.Tensor):
             place = f" at {path!r}" if path else ""

@@ -15,19 +15,36 @@ import torch
 
 from funcshard._utils import check_flag, module_remedy, tree, untraced
 from funcshard.comm import Mesh, without_collectives
-from funcshard.core.checks import check_leaf, check_mesh, check_shard, check_shards, raise_on_every_rank
+from funcshard.core.checks import (
+    check_leaf,
+    check_mesh,
+    check_shard,
+    check_shards,
+    raise_on_every_rank,
+)
 from funcshard.core.checksum import LeafChecksums, check_tie
 from funcshard.core.combinators import unshard
 from funcshard.core.dtensor_leaves import part_as_planned
 from funcshard.core.flat_buffer import ravel
-from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, boxes, dtype_of, position_of, slice_offsets
+from funcshard.plan import (
+    BufferPlan,
+    LeafSpec,
+    Plan,
+    UnitPlan,
+    boxes,
+    dtype_of,
+    position_of,
+    slice_offsets,
+)
 
 # {unit name: {buffer key: 1-D shard}}.
 Shards = dict[str, dict[str, torch.Tensor]]
 
 
 @untraced
-def shard(params: Any, plan: Plan, mesh: Mesh, *, src: int | None = None, check: bool = True) -> Shards:
+def shard(
+    params: Any, plan: Plan, mesh: Mesh, *, src: int | None = None, check: bool = True
+) -> Shards:
     """Cut a parameter tree into this rank's shards; ``gather`` is the inverse.
 
     Arguments:
@@ -73,11 +90,15 @@ def shard(params: Any, plan: Plan, mesh: Mesh, *, src: int | None = None, check:
     if src is not None:
         return _shard_from_rank(params, plan, mesh, src)
     checksums = LeafChecksums(
-        mesh, "params", "call torch.manual_seed(0) on every rank before it builds the model, or pass src=0"
+        mesh,
+        "params",
+        "call torch.manual_seed(0) on every rank before it builds the model, or pass src=0",
     )
     by_path, fault = _checked_leaves(params, plan, mesh, None, checksums if check else None)
     comparison = checksums.start(fault)  # the device computes it while the leaves are cut
-    shards = {} if fault else {unit.name: cut(unit, by_path, mesh, "params") for unit in plan.unit_list}
+    shards = (
+        {} if fault else {unit.name: cut(unit, by_path, mesh, "params") for unit in plan.unit_list}
+    )
     comparison.finish()
     return shards
 
@@ -85,12 +106,16 @@ def shard(params: Any, plan: Plan, mesh: Mesh, *, src: int | None = None, check:
 def _shard_from_rank(params: Any, plan: Plan, mesh: Mesh, src: int) -> Shards:
     """Return this rank's shards of the params of rank ``src``."""
     check_source(src, mesh)
-    by_path, fault = _checked_leaves(params, plan, mesh, lambda buffer: not _is_source(src, buffer, mesh))
+    by_path, fault = _checked_leaves(
+        params, plan, mesh, lambda buffer: not _is_source(src, buffer, mesh)
+    )
     # Why before any broadcast: a rank that raised alone would leave the ranks that wait for it.
     raise_on_every_rank(mesh, fault)
     return {
         unit.name: {
-            buffer.key: cut_from_rank(src, unit, buffer, [by_path[leaf.path] for leaf in buffer.leaves], mesh)
+            buffer.key: cut_from_rank(
+                src, unit, buffer, [by_path[leaf.path] for leaf in buffer.leaves], mesh
+            )
             for buffer in unit.buffers
         }
         for unit in plan.unit_list
@@ -100,15 +125,23 @@ def _shard_from_rank(params: Any, plan: Plan, mesh: Mesh, src: int) -> Shards:
 def check_source(src: int, mesh: Mesh) -> None:
     """Raise ``ValueError`` unless ``src`` is a rank of the mesh."""
     if type(src) is not int or not 0 <= src < mesh.world_size:
-        raise ValueError(f"src must be a rank of the world, from 0 to {mesh.world_size - 1}; found {src!r}")
+        raise ValueError(
+            f"src must be a rank of the world, from 0 to {mesh.world_size - 1}; found {src!r}"
+        )
 
 
 def _by_path(params: Any, plan: Plan, *, none_if_frozen: bool) -> dict[str, Any]:
     _, leaves, paths = tree.describe(params)
     by_path: dict[str, Any] = dict(zip(paths, leaves, strict=True))
     if none_if_frozen and (absent := set(tree.none_paths(params))):
-        for buffer in (buffer for unit in plan.unit_list for buffer in unit.buffers if not buffer.trainable):
-            own = [leaf.path for leaf in buffer.leaves if leaf.path not in by_path and leaf.path in absent]
+        for buffer in (
+            buffer for unit in plan.unit_list for buffer in unit.buffers if not buffer.trainable
+        ):
+            own = [
+                leaf.path
+                for leaf in buffer.leaves
+                if leaf.path not in by_path and leaf.path in absent
+            ]
             if len(own) == len(buffer.leaves):
                 by_path |= dict.fromkeys(own)
             elif own and (given := [leaf.path for leaf in buffer.leaves if leaf.path in by_path]):
@@ -154,14 +187,24 @@ def _checked_leaves(
         by_path = _by_path(params, plan, none_if_frozen=may_be_meta is None)
         for buffer in (buffer for unit in plan.unit_list for buffer in unit.buffers):
             for leaf in buffer.leaves:
-                value = by_path[leaf.path] = part_as_planned(leaf, by_path[leaf.path], mesh, "params")
+                value = by_path[leaf.path] = part_as_planned(
+                    leaf, by_path[leaf.path], mesh, "params"
+                )
                 if value is not None:
-                    check_leaf(value, leaf, buffer, "params", meta=may_be_meta is not None and may_be_meta(buffer))
+                    check_leaf(
+                        value,
+                        leaf,
+                        buffer,
+                        "params",
+                        meta=may_be_meta is not None and may_be_meta(buffer),
+                    )
                     check_tie(leaf, by_path, "params")
                 if checksums is not None:  # a None that not all ranks have is a difference too
                     checksums.add(
                         leaf.path,
-                        torch.empty(0, dtype=torch.float32, device="cpu") if value is None else value,
+                        torch.empty(0, dtype=torch.float32, device="cpu")
+                        if value is None
+                        else value,
                         buffer.local,
                     )
     except Exception as error:  # of any kind, because other ranks wait
@@ -169,7 +212,9 @@ def _checked_leaves(
     return by_path, None
 
 
-def cut_from_rank(src: int, unit: UnitPlan, buffer: BufferPlan, leaves: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
+def cut_from_rank(
+    src: int, unit: UnitPlan, buffer: BufferPlan, leaves: Sequence[torch.Tensor], mesh: Mesh
+) -> torch.Tensor:
     """Return this rank's shard of the full leaves that rank ``src`` has; every rank has to call."""
     local = empty_shard(unit, buffer, mesh)
     if mesh.world_size == 1 or all(axis in buffer.local for axis, _ in mesh.axes):
@@ -188,7 +233,9 @@ def cut_from_rank(src: int, unit: UnitPlan, buffer: BufferPlan, leaves: Sequence
             if "shard" not in buffer.local:
                 mesh.shard.broadcast(full, source["shard"]).wait()
             values = (
-                full.view(buffer.shards, -1)[mesh.shard.rank if buffer.shards > 1 else 0].clone() if full.numel() else full
+                full.view(buffer.shards, -1)[mesh.shard.rank if buffer.shards > 1 else 0].clone()
+                if full.numel()
+                else full
             )
         for axis in repeated:
             mesh.groups[axis].broadcast(values, source[axis]).wait()
@@ -201,7 +248,9 @@ def _is_source(src: int, buffer: BufferPlan, mesh: Mesh) -> bool:
     It does if its index along each shared axis is that of ``src``.
     """
     source = position_of(src, mesh.shape)
-    return all(axis in buffer.local or mesh.groups[axis].rank == index for axis, index in source.items())
+    return all(
+        axis in buffer.local or mesh.groups[axis].rank == index for axis, index in source.items()
+    )
 
 
 @untraced
@@ -243,7 +292,11 @@ def gather(shards: Shards, plan: Plan, mesh: Mesh) -> Any:
     mesh = without_collectives(mesh)  # the values themselves, not as units send them
     values: dict[int, torch.Tensor] = {}
     for unit in plan.unit_list:
-        held = {key: local for key, local in _in_leaf_dtypes(shards[unit.name], unit).items() if local is not None}
+        held = {
+            key: local
+            for key, local in _in_leaf_dtypes(shards[unit.name], unit).items()
+            if local is not None
+        }
         buffers = tuple(buffer for buffer in unit.buffers if buffer.key in held)
         full = dataclasses.replace(unit, buffers=buffers).listed().in_full_precision()
         f = unshard(lambda leaves: [leaf.clone() for leaf in leaves], full, mesh)
@@ -261,7 +314,9 @@ def _in_leaf_dtypes(shard: Any, unit: UnitPlan) -> Any:
         if isinstance(shard, Mapping) and isinstance(shard.get(buffer.key), torch.Tensor)
         if shard[buffer.key].dtype == unit.reduced_dtype(buffer)
     }
-    return {**shard, **{key: shard[key].to(dtype) for key, dtype in kept.items()}} if kept else shard
+    return (
+        {**shard, **{key: shard[key].to(dtype) for key, dtype in kept.items()}} if kept else shard
+    )
 
 
 def cut(
@@ -303,7 +358,9 @@ def empty_shard(unit: UnitPlan, buffer: BufferPlan, mesh: Mesh) -> torch.Tensor:
     """
     device = torch.device("cpu") if unit.offload else mesh.device
     pinned = unit.offload and mesh.device.type == "cuda"
-    shard = torch.empty(buffer.shard_numel, dtype=dtype_of(buffer.dtype), device=device, pin_memory=pinned)
+    shard = torch.empty(
+        buffer.shard_numel, dtype=dtype_of(buffer.dtype), device=device, pin_memory=pinned
+    )
     if (filled := buffer.filled(mesh.shard.rank)) < len(shard):
         shard[filled:].zero_()
     return shard
@@ -314,7 +371,9 @@ def zero_shard(unit: UnitPlan, buffer: BufferPlan, mesh: Mesh) -> torch.Tensor:
     return empty_shard(unit, buffer, mesh).zero_()
 
 
-def put(shard: torch.Tensor, leaf: torch.Tensor, spec: LeafSpec, buffer: BufferPlan, mesh: Mesh) -> None:
+def put(
+    shard: torch.Tensor, leaf: torch.Tensor, spec: LeafSpec, buffer: BufferPlan, mesh: Mesh
+) -> None:
     """Copy a full leaf's elements that lie in this rank's shard of ``buffer`` into ``shard``."""
     part = buffer.part(spec, mesh.shard.rank)
     if part.numel:
@@ -322,7 +381,9 @@ def put(shard: torch.Tensor, leaf: torch.Tensor, spec: LeafSpec, buffer: BufferP
             shard[part.in_shard].copy_(leaf.reshape(-1)[part.in_leaf])
 
 
-def put_whole(shard: torch.Tensor, whole: torch.Tensor, spec: LeafSpec, buffer: BufferPlan, mesh: Mesh) -> None:
+def put_whole(
+    shard: torch.Tensor, whole: torch.Tensor, spec: LeafSpec, buffer: BufferPlan, mesh: Mesh
+) -> None:
     """Copy the elements that lie in this rank's shard out of the whole tensor of a leaf.
 
     No other elements are read. A leaf that is no slice is its own whole tensor.

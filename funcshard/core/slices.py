@@ -31,14 +31,22 @@ def slice_comms(unit: UnitPlan, mesh: Mesh, comms: Sequence[BufferComm]) -> Slic
         return ()
     near = neighbours(mesh, unit.post_forward_ranks)
     return tuple(
-        BufferComm(Topology(near, sharded=True), unit.name, comm.buffer, CommDtypes(), label=f"slices of {comm.label}")
+        BufferComm(
+            Topology(near, sharded=True),
+            unit.name,
+            comm.buffer,
+            CommDtypes(),
+            label=f"slices of {comm.label}",
+        )
         if comm.topology.cut
         else None
         for comm in comms
     )
 
 
-def save_unit(slices: SliceComms, f: Any, shard: Mapping[str, torch.Tensor], prefetcher: Prefetcher | None) -> SavedUnit:
+def save_unit(
+    slices: SliceComms, f: Any, shard: Mapping[str, torch.Tensor], prefetcher: Prefetcher | None
+) -> SavedUnit:
     """Return the state that one forward of a unit keeps for backward.
 
     A forward that backward computes again is followed by its backward at once, and has no slices.
@@ -95,7 +103,11 @@ class SlicedUnit(SavedUnit):
     __slots__ = ("_slice_comms", "_slices")
 
     def __init__(
-        self, f: Any, slice_comms: SliceComms, shard: Mapping[str, torch.Tensor], prefetcher: Prefetcher | None
+        self,
+        f: Any,
+        slice_comms: SliceComms,
+        shard: Mapping[str, torch.Tensor],
+        prefetcher: Prefetcher | None,
     ) -> None:
         self._slice_comms, self._slices = slice_comms, _SlicedSource(f, shard, slice_comms)
         super().__init__(f, shard, prefetcher, self._slices)
@@ -105,7 +117,9 @@ class SlicedUnit(SavedUnit):
         if self.needed:
             self._slices.slices = [
                 None if comm is None else _slice_of(leaves[0], buffer.padded_numel, comm)
-                for leaves, buffer, comm in zip(gathered, self._unit.buffers, self._slice_comms, strict=True)
+                for leaves, buffer, comm in zip(
+                    gathered, self._unit.buffers, self._slice_comms, strict=True
+                )
             ]
 
 
@@ -113,5 +127,7 @@ class SlicedUnit(SavedUnit):
 def _slice_of(leaf: torch.Tensor, numel: int, comm: BufferComm) -> torch.Tensor:
     """Return a copy of this rank's slice of the gathered buffer whose first leaf is ``leaf``."""
     group = comm.mesh.shard
-    slices = leaf.detach().as_strided((group.size, numel // group.size), (numel // group.size, 1), leaf.storage_offset())
+    slices = leaf.detach().as_strided(
+        (group.size, numel // group.size), (numel // group.size, 1), leaf.storage_offset()
+    )
     return own_row(slices, group, "shard")

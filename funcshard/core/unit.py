@@ -96,7 +96,9 @@ class Unshard:
 
     def __post_init__(self) -> None:
         # Why here: every call asks for these.
-        object.__setattr__(self, "gathers", self.unit.sharded and any(comm.copied for comm in self.comms))
+        object.__setattr__(
+            self, "gathers", self.unit.sharded and any(comm.copied for comm in self.comms)
+        )
         object.__setattr__(self, "trainable", any(buffer.trainable for buffer in self.unit.buffers))
 
     @untraced
@@ -128,7 +130,12 @@ class Unshard:
         if isinstance(shard, Mapping) and len(shard) == len(self.forms):
             for key, shape, dtype, device in self.forms:
                 local = shard.get(key)
-                if local is None or local.shape != shape or local.dtype is not dtype or local.device.type != device:
+                if (
+                    local is None
+                    or local.shape != shape
+                    or local.dtype is not dtype
+                    or local.device.type != device
+                ):
                     break
             else:
                 return
@@ -140,7 +147,10 @@ class Unshard:
         return [(shard[comm.buffer].detach(), comm) if comm.copied else None for comm in self.comms]
 
     def gather(
-        self, shard: UnitShard, handles: Handles | None = None, post_backward: Callable[[], None] | None = None
+        self,
+        shard: UnitShard,
+        handles: Handles | None = None,
+        post_backward: Callable[[], None] | None = None,
     ) -> tuple[tuple[torch.Tensor, ...], ...]:
         """Gather the unit's buffers, differentiably, and return the leaves of each.
 
@@ -162,7 +172,9 @@ class Unshard:
                     continue
             handle = None if handles is None else handles[i]
             local = local if buffer.trainable else local.detach()
-            gathered.append(gather_leaves(local, comm, buffer, self.leaf_views[i], post_backward, handle))
+            gathered.append(
+                gather_leaves(local, comm, buffer, self.leaf_views[i], post_backward, handle)
+            )
         return tuple(gathered)
 
     def kept(self, shard: UnitShard) -> Callable[[], Handles | None] | None:
@@ -178,12 +190,15 @@ class Unshard:
             if found is None:
                 return None  # a buffer that was not kept needs no communication
             return [
-                old or start_gather(shard[comm.buffer].detach(), comm) for old, comm in zip(found, self.comms, strict=True)
+                old or start_gather(shard[comm.buffer].detach(), comm)
+                for old, comm in zip(found, self.comms, strict=True)
             ]
 
         return find
 
-    def stay_gathered(self, shard: UnitShard, handles: Handles | None, *, needed: bool) -> Handles | None:
+    def stay_gathered(
+        self, shard: UnitShard, handles: Handles | None, *, needed: bool
+    ) -> Handles | None:
         """Keep the unit gathered until its backward, for further forwards with the same shard.
 
         Arguments:
@@ -202,7 +217,9 @@ class Unshard:
             return handles if kept is None else kept
         return reducer.keep(self.unit, self.comms, shard, handles)
 
-    def open(self, shard: UnitShard, handles: Handles | None = None, prefetcher: Prefetcher | None = None) -> Gathered:
+    def open(
+        self, shard: UnitShard, handles: Handles | None = None, prefetcher: Prefetcher | None = None
+    ) -> Gathered:
         """Gather the unit for one or more runs of its modules.
 
         Arguments:
@@ -228,9 +245,13 @@ class Unshard:
         leaves = self.gather(shard, handles, None if saved is None else saved.post_backward())
         if saved is not None and freed:
             saved.watch(leaves)
-        return Gathered(leaves, saved, freed, handles is not None or bool(transforms_active()), grad_mode())
+        return Gathered(
+            leaves, saved, freed, handles is not None or bool(transforms_active()), grad_mode()
+        )
 
-    def run(self, gathered: tuple[tuple[torch.Tensor, ...], ...], /, *args: Any, **kwargs: Any) -> Any:
+    def run(
+        self, gathered: tuple[tuple[torch.Tensor, ...], ...], /, *args: Any, **kwargs: Any
+    ) -> Any:
         """Call ``apply`` with the leaves from ``gather``; cast as the precision says."""
         apply = self.apply
         if dispatch_modes() and in_selective_checkpoint() and not transforms_active():
@@ -241,7 +262,9 @@ class Unshard:
         params = leaves if self.listed else tree.build(self.unit.structure, leaves)
         return self.run_with(apply, params, gathered, args, kwargs)
 
-    def run_with(self, apply: Callable[..., Any], params: Any, gathered: Leaves, args: Any, kwargs: Any) -> Any:
+    def run_with(
+        self, apply: Callable[..., Any], params: Any, gathered: Leaves, args: Any, kwargs: Any
+    ) -> Any:
         """Call ``apply`` with the unit's part of the tree, whose leaves ``gathered`` holds."""
         before = _versions(gathered)
         logs = _log.isEnabledFor(logging.DEBUG)
@@ -249,7 +272,9 @@ class Unshard:
             _log.debug("pre_forward of unit %r", self.unit.title)
         try:
             if self.unit.full_precision:
-                result = run_in_full_precision(self.dtype, functools.partial(apply, params), args, kwargs)
+                result = run_in_full_precision(
+                    self.dtype, functools.partial(apply, params), args, kwargs
+                )
             else:
                 precision = self.unit.precision
                 if precision is not None:
@@ -261,11 +286,17 @@ class Unshard:
             # torch's errors for some of the writes, which name no leaf; the second one comes under
             # per_sample_grad, where leaves are the arguments of a gradient
             text, reducer = str(error), current_reducer()
-            argument = reducer is not None and reducer.has_gathered and "a leaf Variable that requires grad" in text
+            argument = (
+                reducer is not None
+                and reducer.has_gathered
+                and "a leaf Variable that requires grad" in text
+            )
             # Why first: after a write that torch did not prevent, it also raises for the nodes.
             _check_unchanged(before, gathered, self.unit)
             nodes = [leaves[0].grad_fn for leaves in gathered]
-            refused = any(node is not None and node.name().removesuffix("Backward") in text for node in nodes)
+            refused = any(
+                node is not None and node.name().removesuffix("Backward") in text for node in nodes
+            )
             if argument or ("inplace" in text and refused):
                 raise RuntimeError(
                     f"the forward of unit {self.unit.title!r} modified a leaf in place; {_READ_ONLY}"
@@ -283,7 +314,11 @@ class Unshard:
         Without a floating-point leaf, it is the dtype of the first leaf.
         """
         own = [dtype_of(buffer.dtype) for buffer in self.unit.buffers]
-        return max((dtype for dtype in own if dtype.is_floating_point), key=lambda dtype: dtype.itemsize, default=own[0])
+        return max(
+            (dtype for dtype in own if dtype.is_floating_point),
+            key=lambda dtype: dtype.itemsize,
+            default=own[0],
+        )
 
 
 def grad_mode() -> tuple[bool, bool]:
@@ -326,7 +361,9 @@ class Gathered:
         finally:
             current_unit.reset(token)
 
-    def run_recomputed(self, f: Unshard, /, module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
+    def run_recomputed(
+        self, f: Unshard, /, module: Any, forward: Any, args: Any, kwargs: Any
+    ) -> Any:
         """Run a module, which backward computes again from the module's inputs."""
         saved = self.saved
         if saved is None or not torch.is_grad_enabled():
@@ -343,7 +380,9 @@ class Gathered:
                 return copy_aliased_outputs(f.run(leaves, module, forward, args, kwargs), leaves)
             finally:
                 current_unit.reset(token)
-                forget_parametrized(module)  # they have no graph in forward, and another one in backward
+                forget_parametrized(
+                    module
+                )  # they have no graph in forward, and another one in backward
 
         return remat(run)(args, kwargs)
 
@@ -380,7 +419,9 @@ class RecomputeParams(dict[str, Any]):
     numbers: dict[str, int]
 
     @classmethod
-    def of(cls, table: Mapping[str, Any], saved: HasLeaves, numbers: dict[str, int]) -> RecomputeParams:
+    def of(
+        cls, table: Mapping[str, Any], saved: HasLeaves, numbers: dict[str, int]
+    ) -> RecomputeParams:
         """Return the parameters of a unit; without ``__init__``, which takes half of the time."""
         made = cls(table)
         made.saved, made.numbers = saved, numbers
@@ -393,7 +434,9 @@ class RecomputeParams(dict[str, Any]):
         return self.saved.leaves()[number]
 
 
-def cast_inputs(precision: MixedPrecision | None, root: bool, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def cast_inputs(
+    precision: MixedPrecision | None, root: bool, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
     """Return a unit's args and kwargs, cast to ``param_dtype`` if its precision says so.
 
     Arguments:
@@ -412,10 +455,16 @@ def cast_inputs(precision: MixedPrecision | None, root: bool, args: Any, kwargs:
 
 def cast_outputs(precision: MixedPrecision | None, out: Any) -> Any:
     """Return the outputs of a unit or of a model, cast to ``output_dtype`` if there is one."""
-    return out if precision is None or precision.output_dtype is None else cast_tree(out, precision.output_dtype)
+    return (
+        out
+        if precision is None or precision.output_dtype is None
+        else cast_tree(out, precision.output_dtype)
+    )
 
 
-def run_in_full_precision(dtype: torch.dtype, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def run_in_full_precision(
+    dtype: torch.dtype, run: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
     """Return ``run(*args, **kwargs)``, with inputs and outputs cast.
 
     Inputs are cast to ``dtype``, and outputs to the dtype of the first input.
@@ -461,7 +510,9 @@ def _check_unchanged(before: Sequence[int], gathered: Leaves, unit: UnitPlan) ->
 
 def modified_leaf(unit: UnitPlan, buffer: BufferPlan) -> RuntimeError:
     """Return the error that says that a unit's forward wrote to a leaf."""
-    paths = ", ".join([repr(leaf.path) for leaf in buffer.leaves[:3]] + ["…"] * (len(buffer.leaves) > 3))
+    paths = ", ".join(
+        [repr(leaf.path) for leaf in buffer.leaves[:3]] + ["…"] * (len(buffer.leaves) > 3)
+    )
     return RuntimeError(
         f"the forward of unit {unit.title!r} modified a leaf in place, one of buffer {buffer.key!r} ({paths}); {_READ_ONLY}"
     )
@@ -475,14 +526,21 @@ def copy_aliased_outputs(result: Any, gathered: Leaves) -> Any:
     """
     if transforms_active():
         wrapped = {storage_id(unwrapped(leaves[0])) for leaves in gathered}
-        return map_tensors(lambda value: value.clone() if storage_id(unwrapped(value)) in wrapped else value, result)
+        return map_tensors(
+            lambda value: value.clone() if storage_id(unwrapped(value)) in wrapped else value,
+            result,
+        )
     plain = type(result) is torch.Tensor and result.layout is torch.strided
     if plain and len(gathered) == 1:  # only for speed
         return _clone(result) if storage_id(result) == storage_id(gathered[0][0]) else result
     storages = {storage_id(leaves[0]) for leaves in gathered}
 
     def unaliased(value: torch.Tensor) -> torch.Tensor:
-        return _clone(value) if any(storage_id(part) in storages for part in stored_parts(value)) else value
+        return (
+            _clone(value)
+            if any(storage_id(part) in storages for part in stored_parts(value))
+            else value
+        )
 
     return map_tensors(unaliased, result)
 

@@ -39,7 +39,9 @@ class UnshardHandle:
             if handle is not None:
                 handle.work.wait()
 
-    def take(self, unit: UnitPlan, comms: Sequence[BufferComm], *, freed: bool) -> tuple[UnitShard, Handles | None]:
+    def take(
+        self, unit: UnitPlan, comms: Sequence[BufferComm], *, freed: bool
+    ) -> tuple[UnitShard, Handles | None]:
         """Return the shard and the handles of the all-gathers for one call of a function.
 
         Arguments:
@@ -72,7 +74,10 @@ class UnshardHandle:
             )
         handles = self._handles
         if freed and graph_task_id() != -1:
-            return self.shard, None  # a checkpoint that runs the call again in backward gathers for itself
+            return (
+                self.shard,
+                None,
+            )  # a checkpoint that runs the call again in backward gathers for itself
         if freed and self._used:
             raise ValueError(
                 f"{title} was used before, and a function from reshard frees the leaves after each call; call start for "
@@ -87,6 +92,9 @@ def start_unshard(unit: UnitPlan, comms: Sequence[BufferComm], shard: UnitShard)
     """Start to gather a unit, unless a transform is active, which has to see the all-gather."""
     handles = None
     if not transforms_active():
-        handles = [SharedGatherHandle.of(start_gather(shard[c.buffer].detach(), c)) if c.copied else None for c in comms]
+        handles = [
+            SharedGatherHandle.of(start_gather(shard[c.buffer].detach(), c)) if c.copied else None
+            for c in comms
+        ]
     versions = [version(local) for local in shard.values()]
     return UnshardHandle(unit, shard, comms, handles, versions, current_reducer())

@@ -13,7 +13,9 @@ from funcshard.core.grad_reducer import note_collective
 from funcshard.plan import Box, LeafSpec, position_of, slice_offsets
 
 
-def join_slices(leaf: torch.Tensor, spec: LeafSpec, mesh: Mesh, *, first_only: bool = False) -> torch.Tensor | None:
+def join_slices(
+    leaf: torch.Tensor, spec: LeafSpec, mesh: Mesh, *, first_only: bool = False
+) -> torch.Tensor | None:
     """Return the whole tensor of a leaf, joined from the slices of all ranks, without autograd.
 
     The ranks along the axes of the cuts have to call. A leaf without cuts is its own whole tensor.
@@ -31,7 +33,9 @@ def join_slices(leaf: torch.Tensor, spec: LeafSpec, mesh: Mesh, *, first_only: b
             continue
         note_collective(mesh)
         with torch.no_grad():
-            slices = AxisComm("all_gather", mesh, cut.axis, f"join leaf {spec.path!r}").run(value.to(mesh.device))
+            slices = AxisComm("all_gather", mesh, cut.axis, f"join leaf {spec.path!r}").run(
+                value.to(mesh.device)
+            )
             if first_only and mesh.groups[cut.axis].rank:
                 return None
             value = torch.cat(slices.unbind(), cut.dim)
@@ -64,7 +68,9 @@ def slice_from_rank(src: int, whole: torch.Tensor, spec: LeafSpec, mesh: Mesh) -
         return full[Box(slice_offsets(spec.shape, cuts, mesh.position), spec.shape).slices].clone()
 
 
-def broadcast(tensor: torch.Tensor, src: int, mesh: Mesh, axes: list[str] | None = None, *, label: str = "") -> None:
+def broadcast(
+    tensor: torch.Tensor, src: int, mesh: Mesh, axes: list[str] | None = None, *, label: str = ""
+) -> None:
     """Replace ``tensor`` by that of rank ``src`` on the ranks along ``axes``, by default on all.
 
     Arguments:

@@ -27,7 +27,9 @@ def at_least(least: int, most: int = MOST) -> Callable[[str], int]:
         number = int(text) if re.fullmatch(r"[+-]?\d{1,30}", text) else None
         shown = text if len(text) < 40 else f"{text[:40]}…"
         if number is None or number < least:
-            raise argparse.ArgumentTypeError(f"must be a whole number, at least {least}; found {shown!r}")
+            raise argparse.ArgumentTypeError(
+                f"must be a whole number, at least {least}; found {shown!r}"
+            )
         if number > most:
             raise argparse.ArgumentTypeError(f"must be at most {most:,}; found {shown!r}")
         return number
@@ -45,9 +47,15 @@ def add_mesh(parser: argparse.ArgumentParser, ranks: str, units: str = "blocks.*
     """
     parser.add_argument("--ranks", type=at_least(1), default=2, metavar="N", help=ranks)
     parser.add_argument(
-        "--replicate", type=at_least(1), default=1, metavar="N", help="size of the replicate axis; divides the ranks"
+        "--replicate",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="size of the replicate axis; divides the ranks",
     )
-    parser.add_argument("--strategy", choices=STRATEGIES, default=STRATEGIES[0], help="how units are sharded")
+    parser.add_argument(
+        "--strategy", choices=STRATEGIES, default=STRATEGIES[0], help="how units are sharded"
+    )
     parser.add_argument(
         "--units", nargs="*", metavar="GLOB", default=argparse.SUPPRESS,
         help=f"paths or globs of the modules that are units; without any, the root is the only unit (default: {units})",
@@ -57,7 +65,9 @@ def add_mesh(parser: argparse.ArgumentParser, ranks: str, units: str = "blocks.*
 def check_mesh(world: int, replicate: int) -> None:
     """Raise unless the replicate axis divides the ranks."""
     if world % replicate:
-        raise BadInputError(f"--replicate must divide the number of ranks; found {replicate} and {world} ranks")
+        raise BadInputError(
+            f"--replicate must divide the number of ranks; found {replicate} and {world} ranks"
+        )
 
 
 def import_callable(option: str, spec: str) -> Callable[..., Any]:
@@ -69,7 +79,9 @@ def import_callable(option: str, spec: str) -> Callable[..., Any]:
     """
     name, _, attribute = spec.partition(":")
     if not name or not attribute:
-        raise BadInputError(f"{option} must be MODULE:CALLABLE, such as my_package.models:make_model; found {spec!r}")
+        raise BadInputError(
+            f"{option} must be MODULE:CALLABLE, such as my_package.models:make_model; found {spec!r}"
+        )
     try:
         found: Any = importlib.import_module(name)
         for part in attribute.split("."):

@@ -13,10 +13,18 @@ from funcshard.estimate import Hardware, calibrate
 def add_calibrate(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument(
-        "path", nargs="?", metavar="PATH", default="this-machine.json", help="file to write (default: this-machine.json)"
+        "path",
+        nargs="?",
+        metavar="PATH",
+        default="this-machine.json",
+        help="file to write (default: this-machine.json)",
     )
-    parser.add_argument("--ranks", type=at_least(2), default=2, metavar="N", help="processes to measure with")
-    parser.add_argument("--gloo", action="store_true", help="communicate through gloo in place of shared memory")
+    parser.add_argument(
+        "--ranks", type=at_least(2), default=2, metavar="N", help="processes to measure with"
+    )
+    parser.add_argument(
+        "--gloo", action="store_true", help="communicate through gloo in place of shared memory"
+    )
 
 
 def calibrate_command(options: argparse.Namespace) -> int:
@@ -27,18 +35,33 @@ def calibrate_command(options: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         raise BadInputError(error) from error
     print(_summary(hardware))
-    print(f"\nEstimate with it: python -m funcshard plan --ranks {options.ranks} --hardware {options.path}")
+    print(
+        f"\nEstimate with it: python -m funcshard plan --ranks {options.ranks} --hardware {options.path}"
+    )
     return 0
 
 
 def _summary(hardware: Hardware) -> str:
-    rows = [[f"{name} FLOP/s", f"{flops / 1e9:,.1f} GFLOP/s"] for name, flops in hardware.flops.items()]
+    rows = [
+        [f"{name} FLOP/s", f"{flops / 1e9:,.1f} GFLOP/s"] for name, flops in hardware.flops.items()
+    ]
     rows.append(["memory bandwidth", f"{hardware.memory_bandwidth / 1e9:,.1f} GB/s"])
-    shares = hardware.flops_efficiency, hardware.memory_efficiency, hardware.optimizer_efficiency or 0.0
-    names = "FLOP/s in a training step", "bandwidth in a training step", "bandwidth in the optimizer"
+    shares = (
+        hardware.flops_efficiency,
+        hardware.memory_efficiency,
+        hardware.optimizer_efficiency or 0.0,
+    )
+    names = (
+        "FLOP/s in a training step",
+        "bandwidth in a training step",
+        "bandwidth in the optimizer",
+    )
     rows += [[name, f"{share:.0%}"] for name, share in zip(names, shares, strict=True) if share]
     rows += [
-        [f"{link.kind} on {link.size} ranks", f"{table.duration(link.latency)} + bytes / {link.bandwidth / 1e9:,.2f} GB/s"]
+        [
+            f"{link.kind} on {link.size} ranks",
+            f"{table.duration(link.latency)} + bytes / {link.bandwidth / 1e9:,.2f} GB/s",
+        ]
         for link in hardware.node
     ]
     return table.as_text(f"Hardware {hardware.name}", ["figure", "measured"], rows)

@@ -53,7 +53,9 @@ def load_corpus(text: str | os.PathLike[str] | None, context: int) -> Corpus:
         held = f"the last {HELD_OUT:.0%} held out"
     else:
         out = _held_out(contents)
-        train, valid = (b"".join(contents[f] for f in contents if (f in out) is side) for side in (False, True))
+        train, valid = (
+            b"".join(contents[f] for f in contents if (f in out) is side) for side in (False, True)
+        )
         held = f"{len(out)} of {len(contents)} files held out"
     shortest = min(len(train), len(valid))
     if shortest < context + 1:
@@ -88,7 +90,9 @@ def windows(data: torch.Tensor, *, count: int, context: int) -> tuple[torch.Tens
     return _cut(data, starts, context)
 
 
-def _cut(data: torch.Tensor, starts: torch.Tensor, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _cut(
+    data: torch.Tensor, starts: torch.Tensor, context: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     cut = data[starts[:, None] + torch.arange(context + 1, device="cpu")].long()
     return cut[:, :-1].contiguous(), cut[:, 1:].contiguous()
 
@@ -97,7 +101,9 @@ def _standard_library() -> tuple[dict[str, Path], str]:
     root = Path(sysconfig.get_path("stdlib"))
     files = _walk(root, suffix=".py")
     if not files:
-        raise ValueError(f"the standard library at {root} has no .py files: give a text of your own with --text PATH")
+        raise ValueError(
+            f"the standard library at {root} has no .py files: give a text of your own with --text PATH"
+        )
     return files, f"standard library of Python {platform.python_version()}"
 
 
@@ -116,8 +122,14 @@ def _walk(root: Path, suffix: str = "") -> dict[str, Path]:
     """Return the files under a folder by their relative paths, in the order of these paths."""
     found = {}
     for folder, below, names in os.walk(root):
-        below[:] = [name for name in below if not name.startswith(".") and not (suffix and name in _SKIPPED)]
-        for path in (Path(folder, name) for name in names if name.endswith(suffix) and not name.startswith(".")):
+        below[:] = [
+            name for name in below if not name.startswith(".") and not (suffix and name in _SKIPPED)
+        ]
+        for path in (
+            Path(folder, name)
+            for name in names
+            if name.endswith(suffix) and not name.startswith(".")
+        ):
             if path.is_file():  # neither a socket nor a broken link
                 found[path.relative_to(root).as_posix()] = path
     return dict(sorted(found.items()))
@@ -144,13 +156,19 @@ def _read(files: dict[str, Path]) -> dict[str, bytes]:
 def _held_out(contents: dict[str, bytes]) -> set[str]:
     """Choose files by a hash of their names, to fit the held-out fraction, but at least one."""
     room = HELD_OUT * sum(map(len, contents.values()))
-    order = sorted(contents, key=lambda name: (zlib.crc32(name.encode(errors="surrogateescape")), name))
+    order = sorted(
+        contents, key=lambda name: (zlib.crc32(name.encode(errors="surrogateescape")), name)
+    )
     held: set[str] = set()
     for name in order:
         if contents[name] and len(contents[name]) <= room:
             held.add(name)
             room -= len(contents[name])
-    smallest = min((name for name in order if contents[name]), key=lambda name: len(contents[name]), default=order[0])
+    smallest = min(
+        (name for name in order if contents[name]),
+        key=lambda name: len(contents[name]),
+        default=order[0],
+    )
     return held or {smallest}
 
 

@@ -30,7 +30,9 @@ class LatentSizes:
     def __post_init__(self) -> None:
         _check_positive(self, ("query", "key_value", "rotary", "plain", "value"))
         if self.rotary % 2:
-            raise ValueError(f"rotary must be even, because rotation turns pairs of numbers; found {self.rotary}")
+            raise ValueError(
+                f"rotary must be even, because rotation turns pairs of numbers; found {self.rotary}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,22 +116,34 @@ class DecoderConfig:
     eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        _check_positive(self, ("dim", "layers", "heads", "vocabulary", "hidden", "context", "groups"))
+        _check_positive(
+            self, ("dim", "layers", "heads", "vocabulary", "hidden", "context", "groups")
+        )
         if self.family not in FAMILIES:
-            raise ValueError(f"family must be one of {', '.join(map(repr, FAMILIES))}; found {self.family!r}")
+            raise ValueError(
+                f"family must be one of {', '.join(map(repr, FAMILIES))}; found {self.family!r}"
+            )
         if self.dim % self.heads and self.latent is None:
-            raise ValueError(f"dim must be a multiple of heads; found dim {self.dim} and {self.heads} heads")
+            raise ValueError(
+                f"dim must be a multiple of heads; found dim {self.dim} and {self.heads} heads"
+            )
         if self.heads % self.groups:
-            raise ValueError(f"heads must be a multiple of kv_heads; found {self.heads} heads and {self.groups} kv_heads")
+            raise ValueError(
+                f"heads must be a multiple of kv_heads; found {self.heads} heads and {self.groups} kv_heads"
+            )
         if self.family == "gpt" and (self.latent or self.experts or self.groups != self.heads):
             raise ValueError(
                 "a decoder of the family 'gpt' has neither latent, nor experts, nor fewer kv_heads than heads: leave them "
                 "out, or pass family='llama'"
             )
         if self.family == "llama" and self.latent is None and self.head_dim % 2:
-            raise ValueError(f"dim / heads must be even, because rotation turns pairs of numbers; found {self.head_dim}")
+            raise ValueError(
+                f"dim / heads must be even, because rotation turns pairs of numbers; found {self.head_dim}"
+            )
         if self.experts and self.experts.dense_layers > self.layers:
-            raise ValueError(f"dense_layers must be at most layers, {self.layers}; found {self.experts.dense_layers}")
+            raise ValueError(
+                f"dense_layers must be at most layers, {self.layers}; found {self.experts.dense_layers}"
+            )
 
     @property
     def groups(self) -> int:
@@ -142,14 +156,20 @@ class DecoderConfig:
         # Why the mean: 12 · layers · heads · head_dim · length then counts the FLOPs of attention,
         # which come half from keys and half from values.
         latent = self.latent
-        return self.dim // self.heads if latent is None else (latent.rotary + latent.plain + latent.value) // 2
+        return (
+            self.dim // self.heads
+            if latent is None
+            else (latent.rotary + latent.plain + latent.value) // 2
+        )
 
     @property
     def params(self) -> int:
         """Number of parameters of the model; a tied weight counts once."""
         norm = self.dim * (2 if self.family == "gpt" else 1)
         sparse = self.layers - self.experts.dense_layers if self.experts else 0
-        blocks = self.layers * (self._attention_params + 2 * norm) + (self.layers - sparse) * self._mlp_params(self.hidden)
+        blocks = self.layers * (self._attention_params + 2 * norm) + (
+            self.layers - sparse
+        ) * self._mlp_params(self.hidden)
         head = 0 if self.tied else self.vocabulary * self.dim
         return self.embedding_params + blocks + sparse * self._mixture_params + norm + head
 
@@ -175,10 +195,19 @@ class DecoderConfig:
             return 2 * dim * (heads + self.groups) * self.head_dim
         query = (dim + 1) * latent.query + latent.query * heads * (latent.plain + latent.rotary)
         key_value = dim * (latent.key_value + latent.rotary) + latent.key_value
-        return query + key_value + latent.key_value * heads * (latent.plain + latent.value) + heads * latent.value * dim
+        return (
+            query
+            + key_value
+            + latent.key_value * heads * (latent.plain + latent.value)
+            + heads * latent.value * dim
+        )
 
     def _mlp_params(self, hidden: int) -> int:
-        return 2 * self.dim * hidden + hidden + self.dim if self.family == "gpt" else 3 * self.dim * hidden
+        return (
+            2 * self.dim * hidden + hidden + self.dim
+            if self.family == "gpt"
+            else 3 * self.dim * hidden
+        )
 
     @property
     def _mixture_params(self) -> int:
@@ -186,7 +215,11 @@ class DecoderConfig:
         if sizes is None:
             return 0
         router = sizes.count * (self.dim + (1 if sizes.scores == "sigmoid" else 0))
-        return router + sizes.count * self._mlp_params(sizes.hidden) + self._mlp_params(sizes.shared * sizes.hidden)
+        return (
+            router
+            + sizes.count * self._mlp_params(sizes.hidden)
+            + self._mlp_params(sizes.shared * sizes.hidden)
+        )
 
 
 def _check_positive(sizes: object, names: tuple[str, ...], least: int = 1) -> None:
@@ -198,7 +231,9 @@ def _check_positive(sizes: object, names: tuple[str, ...], least: int = 1) -> No
 
 
 def _mpt(dim: int, layers: int, heads: int, context: int = 2048) -> DecoderConfig:
-    return DecoderConfig(dim, layers, heads, 50368, 4 * dim, context=context, family="gpt", tied=True)
+    return DecoderConfig(
+        dim, layers, heads, 50368, 4 * dim, context=context, family="gpt", tied=True
+    )
 
 
 # Sizes as in the published config.json of each model at huggingface.co; llama3-1.8b is that of

@@ -49,7 +49,9 @@ def decoder(config: str | DecoderConfig, **changes: Any) -> Decoder:
     """
     if isinstance(config, str):
         if config not in DECODERS:
-            raise ValueError(f"no decoder has the name {config!r}; the names are {', '.join(DECODERS)}")
+            raise ValueError(
+                f"no decoder has the name {config!r}; the names are {', '.join(DECODERS)}"
+            )
         config = DECODERS[config]
     if not isinstance(config, DecoderConfig):
         raise TypeError(f"decoder takes a name or a DecoderConfig; found {type(config).__name__}")
@@ -105,9 +107,14 @@ class Block(nn.Module):
         # Why this scale: the blocks add to one sum, whose variance then does not grow with layers.
         std = 0.02 / math.sqrt(2 * config.layers)
         if config.family == "gpt":
-            self.attention, self.mlp = FusedAttention(config, std), GELU(config.dim, config.hidden, std)
+            self.attention, self.mlp = (
+                FusedAttention(config, std),
+                GELU(config.dim, config.hidden, std),
+            )
             return
-        self.attention = GroupedAttention(config, std) if config.latent is None else LatentAttention(config, std)
+        self.attention = (
+            GroupedAttention(config, std) if config.latent is None else LatentAttention(config, std)
+        )
         sparse = config.experts is not None and layer >= config.experts.dense_layers
         self.mlp = Experts(config, std) if sparse else SwiGLU(config.dim, config.hidden, std)
 
@@ -137,7 +144,11 @@ class GroupedAttention(nn.Module):
 
     def repeated(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x`` with every head repeated, as a copy unless there is one for each query."""
-        return x if self.repeats == 1 else x.unsqueeze(3).expand(-1, -1, -1, self.repeats, -1).flatten(2, 3)
+        return (
+            x
+            if self.repeats == 1
+            else x.unsqueeze(3).expand(-1, -1, -1, self.repeats, -1).flatten(2, 3)
+        )
 
 
 class LatentAttention(nn.Module):
@@ -185,7 +196,9 @@ class FusedAttention(nn.Module):
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Return causal attention of ``[batch, length, heads, size]``, with the heads joined."""
-    out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
+    )
     return out.transpose(1, 2).flatten(2)
 
 
@@ -238,7 +251,9 @@ class Experts(nn.Module):
         assert config.experts is not None, "Block checks this"
         self.sizes = sizes = config.experts
         self.router = Router(config)
-        self.experts = nn.ModuleList(SwiGLU(config.dim, sizes.hidden, std) for _ in range(sizes.count))
+        self.experts = nn.ModuleList(
+            SwiGLU(config.dim, sizes.hidden, std) for _ in range(sizes.count)
+        )
         self.shared = SwiGLU(config.dim, sizes.shared * sizes.hidden, std) if sizes.shared else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -250,7 +265,9 @@ class Experts(nn.Module):
         rows = tokens.index_select(0, token).unflatten(0, (count, -1)).unbind()
         outputs = torch.cat([expert(each) for expert, each in zip(self.experts, rows, strict=True)])
         # Why filled: a row that no token fills holds a copy of the first token, and counts nothing.
-        weighted = outputs * (weights.flatten().index_select(0, copies) * filled).type_as(outputs)[:, None]
+        weighted = (
+            outputs * (weights.flatten().index_select(0, copies) * filled).type_as(outputs)[:, None]
+        )
         out = weighted.new_zeros(tokens.shape).index_add(0, token, weighted)
         if self.shared is not None:
             out = out + self.shared(tokens)
@@ -266,7 +283,9 @@ class Router(nn.Module):
         self.per_token, self.scores = config.experts.per_token, config.experts.scores
         self.gate = _Linear(config.dim, config.experts.count)
         # Why a parameter: published counts include it. Gradients do not reach it.
-        self.bias = nn.Parameter(torch.zeros(config.experts.count)) if self.scores == "sigmoid" else None
+        self.bias = (
+            nn.Parameter(torch.zeros(config.experts.count)) if self.scores == "sigmoid" else None
+        )
 
     def reset_parameters(self) -> None:
         if self.bias is not None:
@@ -318,7 +337,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.float()
-        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).type_as(x) * self.weight
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).type_as(
+            x
+        ) * self.weight
 
 
 class _Linear(nn.Linear):
@@ -341,4 +362,8 @@ class _Embedding(nn.Embedding):
 
 
 def _norm(config: DecoderConfig) -> nn.Module:
-    return nn.LayerNorm(config.dim, config.eps) if config.family == "gpt" else RMSNorm(config.dim, config.eps)
+    return (
+        nn.LayerNorm(config.dim, config.eps)
+        if config.family == "gpt"
+        else RMSNorm(config.dim, config.eps)
+    )

@@ -27,7 +27,9 @@ def passes(mesh: fs.Mesh, size: int) -> int:
 
 
 @torch.no_grad()
-def validation_loss(model: Model, data: torch.Tensor, mesh: fs.Mesh, *, size: int, context: int, show: Show) -> float:
+def validation_loss(
+    model: Model, data: torch.Tensor, mesh: fs.Mesh, *, size: int, context: int, show: Show
+) -> float:
     """Return the mean loss over windows of held-out bytes.
 
     The result is the same on every rank, and does not depend on the number of ranks.
@@ -45,11 +47,16 @@ def validation_loss(model: Model, data: torch.Tensor, mesh: fs.Mesh, *, size: in
     for number in range(passes(mesh, size)):
         # Why weights: every forward contains collectives, so all ranks run the same number of
         # batches. A rank that has no window left repeats the last one with weight zero.
-        mine = torch.arange(number * size, (number + 1) * size, device="cpu") * mesh.world_size + mesh.rank
+        mine = (
+            torch.arange(number * size, (number + 1) * size, device="cpu") * mesh.world_size
+            + mesh.rank
+        )
         weight = (mine < len(inputs)).to(mesh.device)
         mine = mine.clamp(max=len(inputs) - 1)
         logits = model(inputs[mine].to(mesh.device))
-        losses = F.cross_entropy(logits.transpose(1, 2), targets[mine].to(mesh.device), reduction="none").mean(1)
+        losses = F.cross_entropy(
+            logits.transpose(1, 2), targets[mine].to(mesh.device), reduction="none"
+        ).mean(1)
         total += torch.stack([(losses * weight).sum(), weight.sum()])
         show(number + 1, "")
     loss, count = fs.psum(total, mesh).tolist()
@@ -58,7 +65,14 @@ def validation_loss(model: Model, data: torch.Tensor, mesh: fs.Mesh, *, size: in
 
 @torch.no_grad()
 def sample(
-    model: Model, mesh: fs.Mesh, *, length: int, context: int, seed: int, show: Show, temperature: float = 0.8
+    model: Model,
+    mesh: fs.Mesh,
+    *,
+    length: int,
+    context: int,
+    seed: int,
+    show: Show,
+    temperature: float = 0.8,
 ) -> str:
     """Let the model write ``length`` bytes after a line break; every rank returns the same text.
 

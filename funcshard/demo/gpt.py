@@ -33,7 +33,9 @@ class GPTConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; found {getattr(self, name)}")
         if self.width % self.heads:
-            raise ValueError(f"width must be a multiple of heads; found width {self.width} and {self.heads} heads")
+            raise ValueError(
+                f"width must be a multiple of heads; found width {self.width} and {self.heads} heads"
+            )
 
 
 class Attention(nn.Module):
@@ -47,7 +49,9 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
 
 
 class MLP(nn.Module):
@@ -109,7 +113,10 @@ class GPT(nn.Module):
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)) and not module.weight.is_meta:
                 residual = name.endswith(".out")
-                nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * self.config.layers) if residual else 0.02)
+                nn.init.normal_(
+                    module.weight,
+                    std=0.02 / math.sqrt(2 * self.config.layers) if residual else 0.02,
+                )
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 

@@ -57,7 +57,9 @@ class Stop:
         return self.happened
 
 
-def launch(job: Callable[..., None], args: tuple[Any, ...] = (), *, ranks: int = 2, replicate: int = 1) -> int:
+def launch(
+    job: Callable[..., None], args: tuple[Any, ...] = (), *, ranks: int = 2, replicate: int = 1
+) -> int:
     """Run ``job(mesh, stop, *args)`` on every rank and return the command's exit code.
 
     Under torchrun, this process is one rank of torchrun's world. Otherwise ``launch`` starts
@@ -193,7 +195,13 @@ def _stop_with_parent() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _rank(rank: int, shape: Mapping[str, int], folder: str, job: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int,
+    shape: Mapping[str, int],
+    folder: str,
+    job: Callable[..., None],
+    args: tuple[Any, ...],
+) -> None:
     """Run one rank in a process that ``_spawn`` started."""
     stop = Stop()
     with _on_signal(lambda again: _request(stop, again, alone=False)):
@@ -227,12 +235,17 @@ def _wait(processes: list[Any], folder: Path) -> dict[str, Any] | None:
         if any(process.exitcode not in (None, 0, STOPPED) for process in processes):
             break
     failed = [
-        (rank, process.exitcode) for rank, process in enumerate(processes) if process.exitcode not in (None, 0, STOPPED)
+        (rank, process.exitcode)
+        for rank, process in enumerate(processes)
+        if process.exitcode not in (None, 0, STOPPED)
     ]
     for rank, code in failed:
         if code < 0:  # a killed rank writes no file, and ranks that fail because of it do
             why = f"it was ended by signal {signal.Signals(-code).name}"
-            return {"rank": rank, "why": why + (" (out of memory?)" if -code == signal.SIGKILL else "")}
+            return {
+                "rank": rank,
+                "why": why + (" (out of memory?)" if -code == signal.SIGKILL else ""),
+            }
     reports = [json.loads(path.read_text()) for path in folder.glob("rank*.json")]
     if failed and not reports:
         return {"rank": failed[0][0], "why": f"it ended with exit code {failed[0][1]}"}
@@ -243,14 +256,27 @@ def _failure(rank: int, error: BaseException) -> dict[str, Any]:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{Path(frame.filename).name}:{frame.lineno}, in {frame.name}"
     text = "".join(traceback.format_exception(error))
-    return {"time": time.time_ns(), "rank": rank, "why": f"{type(error).__name__}: {error} ({where})", "traceback": text}
+    return {
+        "time": time.time_ns(),
+        "rank": rank,
+        "why": f"{type(error).__name__}: {error} ({where})",
+        "traceback": text,
+    }
 
 
 def _print_failure(failure: Mapping[str, Any]) -> None:
     if os.environ.get("FUNCSHARD_TRACEBACK") and "traceback" in failure:
         print(failure["traceback"], file=sys.stderr)
-    hint = "" if "traceback" not in failure else "\nFUNCSHARD_TRACEBACK=1 in the environment shows the traceback"
-    print(f"funcshard: rank {failure['rank']} failed: {failure['why']}{hint}", file=sys.stderr, flush=True)
+    hint = (
+        ""
+        if "traceback" not in failure
+        else "\nFUNCSHARD_TRACEBACK=1 in the environment shows the traceback"
+    )
+    print(
+        f"funcshard: rank {failure['rank']} failed: {failure['why']}{hint}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _announce(again: bool) -> None:

@@ -22,7 +22,9 @@ def check_ranks_fit(ranks: int) -> None:
         )
 
 
-def check_model_fits(parameters: int, activations: int, ranks: int, available: int | None = None) -> None:
+def check_model_fits(
+    parameters: int, activations: int, ranks: int, available: int | None = None
+) -> None:
     """Raise unless this machine can hold a model on so many ranks.
 
     Arguments:

@@ -32,7 +32,10 @@ from funcshard.estimate import (
 )
 from funcshard.plan import STRATEGIES
 
-PRECISIONS = {"fp32": None, "bf16": fs.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+PRECISIONS = {
+    "fp32": None,
+    "bf16": fs.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+}
 _LONGEST = 8192  # tokens of a sample by default, if the model takes so many
 _MOST_RANKS = 1_000_000
 _OTHERS = 1024  # tokens of a sample by default for a model that has no context
@@ -46,7 +49,11 @@ def _bucket_bytes(text: str) -> int | str:
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    add_mesh(parser, ranks="ranks to plan for", units="blocks.*; for another --model, the modules in its outermost lists")
+    add_mesh(
+        parser,
+        ranks="ranks to plan for",
+        units="blocks.*; for another --model, the modules in its outermost lists",
+    )
     parser.add_argument(
         "--model", metavar="NAME", default=argparse.SUPPRESS,
         help=f"name of a published decoder, one of {', '.join(DECODERS)}; or MODULE:CALLABLE, a function without arguments "
@@ -61,7 +68,9 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "--precision", choices=[*PRECISIONS], default="fp32",
         help="dtype in which units compute; bf16 reduces gradients in float32",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print the plan alone, as JSON for Plan.from_json")
+    parser.add_argument(
+        "--json", action="store_true", help="print the plan alone, as JSON for Plan.from_json"
+    )
     parser.add_argument(
         "--html", metavar="FILE", default=argparse.SUPPRESS,
         help="write the tables to a web page, with pictures if matplotlib is installed (default: none)",
@@ -76,7 +85,9 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "--budget", metavar="SIZE", default=argparse.SUPPRESS,
         help="memory of a rank, such as 80GiB; a higher peak gives exit code 1 (default: the memory of the hardware)",
     )  # fmt: skip
-    group.add_argument("--batch", type=at_least(1), default=1, metavar="N", help="samples of a rank in one step")
+    group.add_argument(
+        "--batch", type=at_least(1), default=1, metavar="N", help="samples of a rank in one step"
+    )
     group.add_argument(
         "--seq", type=at_least(1), metavar="N", default=argparse.SUPPRESS,
         help=f"tokens of a sample (default: the context of the model, at most {_LONGEST}; {_OTHERS} for a MODULE:CALLABLE)",
@@ -86,8 +97,15 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         help="function of batch and seq that returns the inputs of the model as a tuple (default: tokens of shape [batch, "
         "seq], with cross entropy as the loss)",
     )  # fmt: skip
-    group.add_argument("--optimizer", choices=[*OPTIMIZERS], default="adamw", help="optimizer that updates the shards")
-    group.add_argument("--remat", action="store_true", help="compute all units but the root again in backward")
+    group.add_argument(
+        "--optimizer",
+        choices=[*OPTIMIZERS],
+        default="adamw",
+        help="optimizer that updates the shards",
+    )
+    group.add_argument(
+        "--remat", action="store_true", help="compute all units but the root again in backward"
+    )
     group.add_argument(
         "--auto", action="store_true",
         help="find the fastest plan that fits the budget: mesh, strategies, and units that backward computes again; exit "
@@ -119,16 +137,28 @@ def plan_command(options: argparse.Namespace, gpt: Callable[[], GPTConfig]) -> i
     plans = [each for each in shown if isinstance(each, fs.Plan)]
     print(plans[0].to_json() if options.json and plans else "\n\n".join(map(str, shown)))
     asked = hasattr(options, "budget") or options.auto
-    return 1 if asked and not all(each.fits for each in shown if isinstance(each, Report | Infeasible)) else 0
+    return (
+        1
+        if asked and not all(each.fits for each in shown if isinstance(each, Report | Infeasible))
+        else 0
+    )
 
 
 def _check_together(options: argparse.Namespace) -> None:
-    given = [name for name in ("budget", "compare") if hasattr(options, name)] + (["auto"] if options.auto else [])
+    given = [name for name in ("budget", "compare") if hasattr(options, name)] + (
+        ["auto"] if options.auto else []
+    )
     if given and not hasattr(options, "hardware"):
-        raise BadInputError(f"--{given[0]} belongs to an estimate: add --hardware, such as --hardware h100")
+        raise BadInputError(
+            f"--{given[0]} belongs to an estimate: add --hardware, such as --hardware h100"
+        )
     chosen = {"replicate": 1, "strategy": STRATEGIES[0], "bucket_bytes": "auto", "remat": False}
-    if options.auto and (both := [name for name, default in chosen.items() if getattr(options, name) != default]):
-        raise BadInputError(f"--auto chooses mesh, strategies and remat: leave out --{both[0].replace('_', '-')}")
+    if options.auto and (
+        both := [name for name, default in chosen.items() if getattr(options, name) != default]
+    ):
+        raise BadInputError(
+            f"--auto chooses mesh, strategies and remat: leave out --{both[0].replace('_', '-')}"
+        )
 
 
 def _check_files(options: argparse.Namespace) -> None:
@@ -143,7 +173,9 @@ def _check_files(options: argparse.Namespace) -> None:
         return
     page = Path(options.html)
     if page.is_dir():
-        raise BadInputError(f"--html must be a file; found the folder {page}: add a name, such as {page / 'plan.html'}")
+        raise BadInputError(
+            f"--html must be a file; found the folder {page}: add a name, such as {page / 'plan.html'}"
+        )
     if not page.parent.is_dir():
         raise BadInputError(
             f"--html must be a file in a folder that exists; found {page}: make the folder {page.parent} first"
@@ -158,7 +190,12 @@ def _shown(options: argparse.Namespace, model: nn.Module) -> list[Any]:
     precision = PRECISIONS[options.precision]
     mesh = {"replicate": options.replicate, "shard": options.ranks // options.replicate}
     plan = fs.make_plan(
-        params, mesh, units=units, strategy=options.strategy, bucket_bytes=options.bucket_bytes, precision=precision
+        params,
+        mesh,
+        units=units,
+        strategy=options.strategy,
+        bucket_bytes=options.bucket_bytes,
+        precision=precision,
     )
     if not hasattr(options, "hardware"):
         return [plan]
@@ -190,24 +227,34 @@ def _model(options: argparse.Namespace, gpt: Callable[[], GPTConfig]) -> nn.Modu
     elif spec in DECODERS:
         make = lambda: decoder(spec)  # noqa: E731
     else:
-        remedy = did_you_mean(spec, DECODERS, otherwise="pass one of these, or a function of your own")
-        raise BadInputError(f"--model must be MODULE:CALLABLE, or one of {', '.join(DECODERS)}; found {spec!r}: {remedy}")
+        remedy = did_you_mean(
+            spec, DECODERS, otherwise="pass one of these, or a function of your own"
+        )
+        raise BadInputError(
+            f"--model must be MODULE:CALLABLE, or one of {', '.join(DECODERS)}; found {spec!r}: {remedy}"
+        )
     with torch.device("meta"):
         try:
             model = make()
         except BadInputError:
             raise
         except Exception as error:
-            raise BadInputError(f"--model {spec} failed on the meta device: {type(error).__name__}: {error}") from error
+            raise BadInputError(
+                f"--model {spec} failed on the meta device: {type(error).__name__}: {error}"
+            ) from error
     if not isinstance(model, nn.Module):
-        raise BadInputError(f"--model {spec} must return a torch.nn.Module; it returned {type(model).__name__}")
+        raise BadInputError(
+            f"--model {spec} must return a torch.nn.Module; it returned {type(model).__name__}"
+        )
     return model
 
 
 class _Estimate:
     """Estimates plans of one model; a trace serves all plans of its precision."""
 
-    def __init__(self, options: argparse.Namespace, model: nn.Module, apply: Any, params: Any, buffers: Any) -> None:
+    def __init__(
+        self, options: argparse.Namespace, model: nn.Module, apply: Any, params: Any, buffers: Any
+    ) -> None:
         self.options, self.functional = options, (apply, params, buffers)
         self.hardware = load_hardware(options.hardware)
         config = getattr(model, "config", None)
@@ -218,7 +265,9 @@ class _Estimate:
             with torch.device("meta"):
                 self.inputs = import_callable("--inputs", options.inputs)(*size)
             if not isinstance(self.inputs, tuple):
-                raise TypeError(f"--inputs {options.inputs} must return a tuple; it returned {type(self.inputs).__name__}")
+                raise TypeError(
+                    f"--inputs {options.inputs} must return a tuple; it returned {type(self.inputs).__name__}"
+                )
         else:
             self.inputs = (torch.empty(size, dtype=torch.int64, device="meta"),)
             self.loss, self.targets = _cross_entropy, self.inputs[0]
@@ -226,15 +275,25 @@ class _Estimate:
 
     def profile(self, precision: fs.Plan | fs.MixedPrecision | None) -> Profile:
         """Return the trace of the model in a precision, or in that of a plan."""
-        dtypes = tuple(unit.precision for unit in precision.unit_list) if isinstance(precision, fs.Plan) else precision
+        dtypes = (
+            tuple(unit.precision for unit in precision.unit_list)
+            if isinstance(precision, fs.Plan)
+            else precision
+        )
         if dtypes not in self.profiles:
             try:
                 self.profiles[dtypes] = fs.profile(
-                    *self.functional, *self.inputs, loss=self.loss, targets=self.targets, precision=precision
+                    *self.functional,
+                    *self.inputs,
+                    loss=self.loss,
+                    targets=self.targets,
+                    precision=precision,
                 )
             except Exception as error:  # any error of the user's own model
                 first = str(error).partition("\n")[0]
-                raise BadInputError(f"the model failed on its inputs: {type(error).__name__}: {first}") from error
+                raise BadInputError(
+                    f"the model failed on its inputs: {type(error).__name__}: {first}"
+                ) from error
         return self.profiles[dtypes]
 
     def __call__(self, plan: fs.Plan) -> Report:
@@ -258,9 +317,13 @@ def _listed(model: nn.Module) -> list[str]:
     """Return the names of the modules in the outermost lists of a model, which are its layers."""
     units: list[str] = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{unit}.") for unit in units):
+        if isinstance(module, nn.ModuleList) and not any(
+            name.startswith(f"{unit}.") for unit in units
+        ):
             units += [
-                f"{name}.{child}" for child, below in module.named_children() if next(below.parameters(), None) is not None
+                f"{name}.{child}"
+                for child, below in module.named_children()
+                if next(below.parameters(), None) is not None
             ]
     return units
 
@@ -295,14 +358,23 @@ def _write_page(path: Path, shown: list[Any]) -> None:
     parts = [each._repr_html_() for each in shown]
     if importlib.util.find_spec("matplotlib") is not None:
         pictures = [draw_holdings(each) for each in shown if isinstance(each, fs.Plan)]
-        pictures += [draw(each) for each in shown if isinstance(each, Report) for draw in (draw_memory, draw_timeline)]
+        pictures += [
+            draw(each)
+            for each in shown
+            if isinstance(each, Report)
+            for draw in (draw_memory, draw_timeline)
+        ]
         parts += [_image(figure) for figure in pictures]
     style = "body{font-family:sans-serif;margin:24px;max-width:1200px} img{max-width:100%} body>*{margin-bottom:24px}"
     page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>funcshard plan</title><style>{style}</style>'
     try:
-        path.write_text(page + "".join(f"<div>{part}</div>" for part in parts) + "</html>\n", encoding="utf-8")
+        path.write_text(
+            page + "".join(f"<div>{part}</div>" for part in parts) + "</html>\n", encoding="utf-8"
+        )
     except OSError as error:
-        raise BadInputError(f"--html {path} cannot be written ({error.strerror}): name another file") from error
+        raise BadInputError(
+            f"--html {path} cannot be written ({error.strerror}): name another file"
+        ) from error
 
 
 def _image(figure: Any) -> str:

@@ -61,7 +61,9 @@ class Settings:
 
 def check(settings: Settings, world_size: int) -> fs.Plan:
     """Return the plan; raise ``ValueError`` for settings that would fail on every rank."""
-    plan = plan_of(settings.config, world_size, settings.replicate, settings.units, settings.strategy)
+    plan = plan_of(
+        settings.config, world_size, settings.replicate, settings.units, settings.strategy
+    )
     load_corpus(settings.text, settings.config.context)
     out = Path(settings.out)
     try:
@@ -73,7 +75,9 @@ def check(settings: Settings, world_size: int) -> fs.Plan:
     return plan
 
 
-def plan_of(config: GPTConfig, world_size: int, replicate: int, units: tuple[str, ...], strategy: str) -> fs.Plan:
+def plan_of(
+    config: GPTConfig, world_size: int, replicate: int, units: tuple[str, ...], strategy: str
+) -> fs.Plan:
     """Return the plan of a GPT without allocating its parameters."""
     with torch.device("meta"):
         model = GPT(config)
@@ -103,12 +107,18 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
     del params
     sharded = fs.fully_shard(apply, plan, mesh)
 
-    def loss_fn(shards: Any, buffers: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def loss_fn(
+        shards: Any, buffers: Any, batch: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
         inputs, targets = batch
         return loss_of(sharded(shards, buffers, inputs), targets)
 
     optimizer = fs.torch_optimizer(
-        torch.optim.AdamW, lr=lambda step: _schedule(step, settings), betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        torch.optim.AdamW,
+        lr=lambda step: _schedule(step, settings),
+        betas=(0.9, 0.95),
+        weight_decay=0.1,
+        fused=True,
     )
     step = fs.make_train_step(loss_fn, optimizer, plan, mesh, max_norm=1.0)
     state, losses = step.init(shards, buffers), []
@@ -128,7 +138,10 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
                 corpus.valid, mesh, size=settings.batch, context=config.context, show=show,
             )  # fmt: skip
         if first:
-            say(f"{title}: {loss:.3f} nats per byte ({loss / math.log(2):.3f} bits per byte)", "bold")
+            say(
+                f"{title}: {loss:.3f} nats per byte ({loss / math.log(2):.3f} bits per byte)",
+                "bold",
+            )
         return loss
 
     before = validate("before")
@@ -156,13 +169,18 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
             losses.append(metrics["loss"].item())
             recent.append(time.perf_counter())
             rate = bytes_a_step * (len(recent) - 1) / (recent[-1] - recent[0])
-            show(state.step, f"loss {sum(losses[-10:]) / len(losses[-10:]):.3f}  {rate:,.0f} tokens/s")
+            show(
+                state.step,
+                f"loss {sum(losses[-10:]) / len(losses[-10:]):.3f}  {rate:,.0f} tokens/s",
+            )
             if settings.save_every and state.step % settings.save_every == 0:
                 saving = save(wait=False)
     seconds = time.perf_counter() - started
     if first and stop.happened:
         say(f"Stopped after {state.step} of {settings.steps} steps", "bold yellow")
-    if settings.save_every and state.step > begun:  # first of all, so that a later failure loses no steps
+    if (
+        settings.save_every and state.step > begun
+    ):  # first of all, so that a later failure loses no steps
         if state.step % settings.save_every:
             saving = save(wait=True)
         elif saving is not None:
@@ -195,7 +213,9 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
             "seconds": {"training": seconds, "all": time.perf_counter() - began},
             "sample": text,
         }
-        _write(out / "metrics.json", lambda path: path.write_text(json.dumps(metrics, indent=1) + "\n"))
+        _write(
+            out / "metrics.json", lambda path: path.write_text(json.dumps(metrics, indent=1) + "\n")
+        )
         _conclude(text, before, after, state.step, seconds, rate, out)
 
 
@@ -216,17 +236,24 @@ def _introduce(plan: fs.Plan, mesh: fs.Mesh, settings: Settings, corpus: Corpus)
         f"Ranks   {ranks} on {mesh.device.type}, {threads} thread{'s' * (threads > 1)} each; "
         f"{settings.batch} × {config.context} bytes a rank and step"
     )
-    say(f"Model   GPT of {numel:,} parameters: width {config.width}, layers {config.layers}, heads {config.heads}")
+    say(
+        f"Model   GPT of {numel:,} parameters: width {config.width}, layers {config.layers}, heads {config.heads}"
+    )
     say(f"Text    {corpus.description}")
     say(f"\n{plan}\n")
 
 
-def _conclude(text: str, before: float, after: float, steps: int, seconds: float, rate: float, out: Path) -> None:
+def _conclude(
+    text: str, before: float, after: float, steps: int, seconds: float, rate: float, out: Path
+) -> None:
     say("Sample", "bold")
     lines = (line[i : i + 90] for line in text.split("\n") for i in range(0, max(1, len(line)), 90))
     say("\n".join(f"  │ {line}".rstrip() for line in lines))
     fell = f"validation loss {before:.3f} → {after:.3f} nats per byte"
-    say(f"\n{steps} steps in {seconds:.0f} s, {rate:,.0f} tokens/s; {fell}", "bold green" if after < before else "bold")
+    say(
+        f"\n{steps} steps in {seconds:.0f} s, {rate:,.0f} tokens/s; {fell}",
+        "bold green" if after < before else "bold",
+    )
     say(f"Saved model.pt, plan.json and metrics.json in {out}")
 
 

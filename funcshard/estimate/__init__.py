@@ -47,7 +47,15 @@ from funcshard.estimate.reports import (
     pareto_front,
     tabulate,
 )
-from funcshard.estimate.search import Best, Change, Infeasible, Point, Space, auto_plan, changes_to_fit
+from funcshard.estimate.search import (
+    Best,
+    Change,
+    Infeasible,
+    Point,
+    Space,
+    auto_plan,
+    changes_to_fit,
+)
 from funcshard.estimate.trace import Profile, profile
 from funcshard.estimate.walk import CATEGORIES, LANES, Moment, OptimizerMemory, Runtime, Span
 

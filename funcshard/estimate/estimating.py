@@ -23,8 +23,23 @@ from funcshard.estimate.machine import (
 )
 from funcshard.estimate.reports import Report
 from funcshard.estimate.trace import Profile, Program, Run
-from funcshard.estimate.walk import OptimizerMemory, Runtime, Simulation, check_runtime, simulate_step
-from funcshard.plan import Event, Plan, Reduce, Schedule, check_plan, make_schedule, predict_step, recomputed_modules
+from funcshard.estimate.walk import (
+    OptimizerMemory,
+    Runtime,
+    Simulation,
+    check_runtime,
+    simulate_step,
+)
+from funcshard.plan import (
+    Event,
+    Plan,
+    Reduce,
+    Schedule,
+    check_plan,
+    make_schedule,
+    predict_step,
+    recomputed_modules,
+)
 
 # Optimizers by name. On a GPU torch updates all shards at once, on a CPU one at a time.
 OPTIMIZERS = {
@@ -98,11 +113,15 @@ def estimate(
         True
     """
     if not isinstance(profile, Profile):
-        raise TypeError(f"profile must be the Profile that fs.profile returned; found {type(profile).__name__}")
+        raise TypeError(
+            f"profile must be the Profile that fs.profile returned; found {type(profile).__name__}"
+        )
     check_plan(plan)
     _check_model_axes(plan)
     if not isinstance(schedule, Schedule | None):
-        raise TypeError(f"schedule must be a Schedule or None; found {schedule!r}: make it with make_schedule(plan)")
+        raise TypeError(
+            f"schedule must be a Schedule or None; found {schedule!r}: make it with make_schedule(plan)"
+        )
     micro_batches = check_count("micro_batches", micro_batches, of="micro-batches")
     check_flag("count_embeddings", count_embeddings)
     check_flag("first_step", first_step)
@@ -122,7 +141,9 @@ def estimate(
         )  # fmt: skip
     pools = found.ledger.pools(streams=on_device.streams)
     kept = reserved_band(pools, machine.memory) if on_device.accelerator else (0, 0, "")
-    flops = 3 * profile.forward_flops + (6 * profile.embedded * profile.tokens if count_embeddings else 0)
+    flops = 3 * profile.forward_flops + (
+        6 * profile.embedded * profile.tokens if count_embeddings else 0
+    )
     options = {
         "remat": tuple(names), "micro_batches": micro_batches, "optimizer": optimizer, "reduce": reduce, "runtime": runtime,
         "donate": donate, "clip": clip, "count_embeddings": count_embeddings, "first_step": first_step, "budget": asked,
@@ -148,7 +169,9 @@ def estimate(
             "peak": "calibrated" if on_device.communicators else "traced",
             "traffic": "exact",
             "reserved": reserved_how(machine.name),
-            "step_time": weakest(clock.copied, source_of_sum((span.seconds, span.source) for span in found.spans)),
+            "step_time": weakest(
+                clock.copied, source_of_sum((span.seconds, span.source) for span in found.spans)
+            ),
             "budget": "given" if limit == asked else machine.sources["memory"].how,
         },
         options=options,
@@ -187,11 +210,20 @@ def optimizer_memory(optimizer: str | OptimizerMemory | None) -> OptimizerMemory
     return optimizer
 
 
-def optimizer_on(optimizer: str | OptimizerMemory | None, runtime: Runtime) -> OptimizerMemory | None:
+def optimizer_on(
+    optimizer: str | OptimizerMemory | None, runtime: Runtime
+) -> OptimizerMemory | None:
     """Return the memory of an optimizer on the device of a runtime."""
     found = optimizer_memory(optimizer)
-    if isinstance(optimizer, str) and found is not None and found.temporaries == "all" and not runtime.accelerator:
-        return dataclasses.replace(found, temporaries="largest")  # torch's loop over tensors on the CPU
+    if (
+        isinstance(optimizer, str)
+        and found is not None
+        and found.temporaries == "all"
+        and not runtime.accelerator
+    ):
+        return dataclasses.replace(
+            found, temporaries="largest"
+        )  # torch's loop over tensors on the CPU
     return found
 
 
@@ -216,7 +248,9 @@ def run_step(
     order = tuple(name for name in program.order if name in units)
     backward = tuple((what, name) for what, name in program.backward if name in units)
     followed = dataclasses.replace(given, order=order, backward=backward)
-    reached = program.reached if "" in units else [each for each in program.reached if each.unit in units]
+    reached = (
+        program.reached if "" in units else [each for each in program.reached if each.unit in units]
+    )
     predicted = predict_step(
         plan,
         followed,
@@ -258,7 +292,10 @@ class HardwareClock:
         found = self._known.get(run.work)
         if found is None:
             times = [
-                compute_time(self.hardware, work.flops, work.bytes, work.dtype, kernels=work.kernels) for work in run.work
+                compute_time(
+                    self.hardware, work.flops, work.bytes, work.dtype, kernels=work.kernels
+                )
+                for work in run.work
             ]
             source = source_of_sum((each.seconds, each.source) for each in times)
             found = self._known[run.work] = math.fsum(each.seconds for each in times), source
@@ -271,7 +308,9 @@ class HardwareClock:
             stride = self._strides.get(event.axis, 1)
             if event.ranks < self.mesh_axes.get(event.axis, event.ranks):
                 stride = 1  # neighbours on the axis hold the unit together
-            timed = collective_time(self.hardware, event.kind, event.bytes, event.ranks, stride=stride)
+            timed = collective_time(
+                self.hardware, event.kind, event.bytes, event.ranks, stride=stride
+            )
             found = self._known[key] = timed.seconds, timed.source
         return found
 

@@ -12,7 +12,9 @@ from funcshard.graph.step_graph import starts_and_waits
 from funcshard.graph.storages import GraphStorages, held_until
 
 
-def check_graph(graph: fx.Graph, *, before: fx.Graph | None = None, keeps_order: bool = True) -> None:
+def check_graph(
+    graph: fx.Graph, *, before: fx.Graph | None = None, keeps_order: bool = True
+) -> None:
     """Raise unless a graph may run in place of a step.
 
     Every node has to come after its inputs. Every collective has to be waited for exactly once, and
@@ -40,7 +42,9 @@ def check_graph(graph: fx.Graph, *, before: fx.Graph | None = None, keeps_order:
         if len(waits) != 1:
             raise ValueError(f"{start} is waited for {len(waits)} times, not once")
         if len(start.users) != 1:
-            raise ValueError(f"{start} is used before its wait: by {', '.join(map(str, start.users))}")
+            raise ValueError(
+                f"{start} is used before its wait: by {', '.join(map(str, start.users))}"
+            )
     storages = GraphStorages.find(graph)
     _check_data(graph, storages, position)
     if before is not None:
@@ -53,17 +57,25 @@ def _check_data(graph: fx.Graph, storages: GraphStorages, position: dict[fx.Node
         for storage in written_storages(node, storages):
             writers[storage].append(node)
     for start, (wait,) in starts_and_waits(graph):
-        taken = {storage for each in held_until(wait) for storage in storages.of[each]} | set(storages.of[start])
+        taken = {storage for each in held_until(wait) for storage in storages.of[each]} | set(
+            storages.of[start]
+        )
         for writer in (each for storage in taken for each in writers[storage]):
             if position[start] < position[writer] < position[wait]:
-                raise ValueError(f"{writer} writes to memory of {start}, which has not been waited for")
+                raise ValueError(
+                    f"{writer} writes to memory of {start}, which has not been waited for"
+                )
 
 
 def _check_order(graph: fx.Graph, before: fx.Graph, keeps_order: bool) -> None:
     now = {node.name: number for number, node in enumerate(graph.nodes)}
     if keeps_order:
         _check_kept("collectives", [node.name for node in before.nodes if communicates(node)], now)
-    _check_kept("operations that draw random numbers", [n.name for n in before.nodes if draws_numbers(n)], now)
+    _check_kept(
+        "operations that draw random numbers",
+        [n.name for n in before.nodes if draws_numbers(n)],
+        now,
+    )
     storages = GraphStorages.find(before)
     then = {node: number for number, node in enumerate(before.nodes)}
     for node in before.nodes:
@@ -72,7 +84,9 @@ def _check_order(graph: fx.Graph, before: fx.Graph, keeps_order: bool) -> None:
                 if user.name not in now or user is node:
                     continue
                 if (then[user] < then[node]) != (now[user.name] < now[node.name]):
-                    raise ValueError(f"{node} writes to memory that {user} uses, and no longer runs on the same side of it")
+                    raise ValueError(
+                        f"{node} writes to memory that {user} uses, and no longer runs on the same side of it"
+                    )
 
 
 def _check_kept(what: str, names: list[str], now: dict[str, int]) -> None:

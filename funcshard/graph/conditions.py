@@ -13,7 +13,13 @@ _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Mod: operator.mod, ast.Div: operator.truediv, ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt,
     ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
 }  # fmt: skip
-_FUNCTIONS: dict[str, Callable[..., Any]] = {"min": min, "max": max, "abs": abs, "float": float, "int": int}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "min": min,
+    "max": max,
+    "abs": abs,
+    "float": float,
+    "int": int,
+}
 _LONGEST = 2000  # characters; a condition of torch has some dozens
 
 
@@ -53,7 +59,9 @@ def _parse(text: str) -> ast.expr:
         parsed = ast.parse(text, mode="eval").body
         _check(parsed)
     except (SyntaxError, ValueError, RecursionError) as error:
-        raise ValueError(f"found the condition {text[:60]!r}, which is no comparison of sizes: {error}") from None
+        raise ValueError(
+            f"found the condition {text[:60]!r}, which is no comparison of sizes: {error}"
+        ) from None
     return parsed
 
 
@@ -65,13 +73,17 @@ def _check(node: ast.expr) -> None:
             return
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
             parts = [left, right]
-        case ast.Compare(left=left, ops=ops, comparators=others) if all(type(op) in _OPERATORS for op in ops):
+        case ast.Compare(left=left, ops=ops, comparators=others) if all(
+            type(op) in _OPERATORS for op in ops
+        ):
             parts = [left, *others]
         case ast.BoolOp(values=parts):
             pass
         case ast.UnaryOp(op=ast.Not() | ast.USub(), operand=operand):
             parts = [operand]
-        case ast.Call(func=ast.Name(id=name), args=[_, *_] as parts, keywords=[]) if name in _FUNCTIONS:
+        case ast.Call(func=ast.Name(id=name), args=[_, *_] as parts, keywords=[]) if (
+            name in _FUNCTIONS
+        ):
             pass
         case _:
             raise ValueError(type(node).__name__)

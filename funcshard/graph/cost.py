@@ -57,9 +57,18 @@ class StepCost(Shown):
     collectives: tuple[CollectiveCost, ...]
 
     def _parts(self) -> list[Table]:
-        work = [["FLOPs", table.count(self.flops)], ["bytes read and written", table.size(self.bytes)]]
+        work = [
+            ["FLOPs", table.count(self.flops)],
+            ["bytes read and written", table.size(self.bytes)],
+        ]
         rows = [
-            [each.axis, each.kind, table.count(each.count), table.size(each.bytes), table.size(each.traffic)]
+            [
+                each.axis,
+                each.kind,
+                table.count(each.count),
+                table.size(each.bytes),
+                table.size(each.traffic),
+            ]
             for each in self.collectives
         ]
         return [
@@ -81,13 +90,19 @@ def cost_of(step_graph: StepGraph) -> StepCost:
         totals = found.setdefault((event.axis, event.kind), [0, 0, 0])
         for i, number in enumerate((1, event.bytes, event.traffic)):
             totals[i] += number
-    return StepCost(flops, moved, tuple(CollectiveCost(*key, *totals) for key, totals in sorted(found.items())))
+    return StepCost(
+        flops, moved, tuple(CollectiveCost(*key, *totals) for key, totals in sorted(found.items()))
+    )
 
 
 def _moved(node: fx.Node, args: Any, kwargs: Any) -> int:
     """Return the bytes that an operation reads and writes."""
     known = {storage_id(tensor) for tensor in tensors_in((args, kwargs))}
     new = [tensor for tensor in tensors_in(node.meta["val"]) if storage_id(tensor) not in known]
-    if not new and not writes_inputs(node.target) and operator_name(node.target) != "aten::_local_scalar_dense":
+    if (
+        not new
+        and not writes_inputs(node.target)
+        and operator_name(node.target) != "aten::_local_scalar_dense"
+    ):
         return 0  # a view
     return moved_bytes(node.target, args, kwargs, new)

@@ -54,7 +54,11 @@ class StepDifference(Shown):
         rows = [*_collective_rows(self.before, self.after), *_memory_rows(self)]
         yield Table("Two steps", ["what", "before", "after"], rows)
         for heading, lines in (("Collectives", self.collectives), ("Operations", self.operations)):
-            yield Bullets(heading, _folded(lines)) if lines else f"{heading}: the same, in the same order."
+            yield (
+                Bullets(heading, _folded(lines))
+                if lines
+                else f"{heading}: the same, in the same order."
+            )
 
 
 def _collective_rows(before: StepGraph, after: StepGraph) -> Iterable[list[str]]:
@@ -69,12 +73,17 @@ def _collective_rows(before: StepGraph, after: StepGraph) -> Iterable[list[str]]
 
 def _memory_rows(difference: StepDifference) -> list[list[str]]:
     one, other = memory_of(difference.before), memory_of(difference.after)
-    rows = [("peak", one.peak, other.peak), ("peak gathered", one.peak_gathered, other.peak_gathered)]
+    rows = [
+        ("peak", one.peak, other.peak),
+        ("peak gathered", one.peak_gathered, other.peak_gathered),
+    ]
     return [[what, table.size(first), table.size(second)] for what, first, second in rows]
 
 
 def _lines(graph: fx.Graph) -> list[str]:
-    return [line_without_names(node) for node in graph.nodes if node.op not in ("placeholder", "output")]
+    return [
+        line_without_names(node) for node in graph.nodes if node.op not in ("placeholder", "output")
+    ]
 
 
 def _changes(before: Sequence[str], after: Sequence[str]) -> list[str]:
@@ -92,7 +101,11 @@ def _changes(before: Sequence[str], after: Sequence[str]) -> list[str]:
             found.append((number, f"gone: {line}"))
         count[line] += 1
     scale = len(before) / max(len(after), 1)
-    found += [(number * scale, f"new: {line}") for line, own in places.items() for number in own[count[line] :]]
+    found += [
+        (number * scale, f"new: {line}")
+        for line, own in places.items()
+        for number in own[count[line] :]
+    ]
     kept = _longest_rise([second for _, second in pairs])
     latest = -1
     for first, second in pairs:

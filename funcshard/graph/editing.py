@@ -32,7 +32,11 @@ def form_of(node: fx.Node) -> Any:
     """Return the result of a node without data, from the results of its inputs."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
     assert callable(node.target), "only calls have inputs"
-    with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+    with (
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False),
+    ):
         return node.target(*args, **kwargs)
 
 
@@ -45,7 +49,11 @@ def replace_node(node: fx.Node, new: fx.Node) -> None:
 
 def tensor_storages(node: fx.Node) -> set[int]:
     """Return the identities of the storages of a node's results."""
-    return {storage_id(leaf) for leaf in tree.leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)}
+    return {
+        storage_id(leaf)
+        for leaf in tree.leaves(node.meta.get("val"))
+        if isinstance(leaf, torch.Tensor)
+    }
 
 
 def _follow(users: Iterable[fx.Node], gone: set[int]) -> None:

@@ -13,7 +13,9 @@ from funcshard.graph.storages import GraphStorages, held_until
 
 def communicates(node: fx.Node) -> bool:
     """Return whether a node starts a collective, of a unit or of torch."""
-    return collective_of(node) in STARTS or operator_name(node.target).startswith("_c10d_functional::")
+    return collective_of(node) in STARTS or operator_name(node.target).startswith(
+        "_c10d_functional::"
+    )
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
@@ -46,7 +48,12 @@ def is_pure(node: fx.Node) -> bool:
 
 def is_view(node: fx.Node, storages: GraphStorages) -> bool:
     """Return whether a node makes no memory and writes none: its result is a view, or a part."""
-    if node.op != "call_function" or collective_of(node) or written_by(node) or not storages.of[node]:
+    if (
+        node.op != "call_function"
+        or collective_of(node)
+        or written_by(node)
+        or not storages.of[node]
+    ):
         return False
     return all(storages.made[storage] is not node for storage in storages.of[node])
 

@@ -26,7 +26,9 @@ class Entries:
 
     def __init__(self) -> None:
         self._entries: dict[Signature, Entry] = {}
-        self._served: dict[tuple[Signature, tuple[tuple[str, int], ...]], Entry] = {}  # by arguments, found before
+        self._served: dict[
+            tuple[Signature, tuple[tuple[str, int], ...]], Entry
+        ] = {}  # by arguments, found before
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries.values())
@@ -56,14 +58,20 @@ class Entries:
         key = signature, tuple(sizes.items())
         if key not in self._served:
             for each, entry in self._entries.items():
-                if each._replace(conditions=()) == signature and not entry.step_graph.conditions.failing(sizes):
+                if each._replace(
+                    conditions=()
+                ) == signature and not entry.step_graph.conditions.failing(sizes):
                     self._served[key] = entry
                     break
         return self._served.get(key)
 
     def difference(self, signature: Signature, sizes: Mapping[str, int]) -> str:
         """Return in words why no recording serves arguments; ``""`` if there is no recording."""
-        alike = [entry for each, entry in self._entries.items() if each._replace(conditions=()) == signature]
+        alike = [
+            entry
+            for each, entry in self._entries.items()
+            if each._replace(conditions=()) == signature
+        ]
         if alike:
             failing = alike[-1].step_graph.conditions.failing(sizes)
             return f"found {sizes_text(sizes)}; the recording needs {failing}"

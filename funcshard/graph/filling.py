@@ -19,9 +19,20 @@ from funcshard.graph.signatures import sized
 from funcshard.graph.step_graph import StepGraph, collective_of
 
 # Operations that change the shape of the tensor itself, which is the result of another node too.
-_RELAYOUTS = ("as_strided_", "resize_", "set_", "squeeze_", "swapdims_", "t_", "transpose_", "unsqueeze_")
+_RELAYOUTS = (
+    "as_strided_",
+    "resize_",
+    "set_",
+    "squeeze_",
+    "swapdims_",
+    "t_",
+    "transpose_",
+    "unsqueeze_",
+)
 
-InputMemory = list[list[int]]  # for each tensor: number of its storage, the storage's bytes, offset in elements
+InputMemory = list[
+    list[int]
+]  # for each tensor: number of its storage, the storage's bytes, offset in elements
 
 
 def input_memory(placeholders: Sequence[fx.Node]) -> InputMemory:
@@ -57,7 +68,9 @@ def filled(step_graph: StepGraph, sizes: Mapping[str, int]) -> StepGraph:
     return dataclasses.replace(found, sizes=dict(sizes))
 
 
-def sized_memory(memory: InputMemory, leaves: Sequence[Any], sizes: Mapping[str, int]) -> InputMemory:
+def sized_memory(
+    memory: InputMemory, leaves: Sequence[Any], sizes: Mapping[str, int]
+) -> InputMemory:
     """Return where inputs lie if some sizes are others; an input with names shares no memory."""
     found = []
     for number, (leaf, own) in enumerate(zip(leaves, memory, strict=True)):
@@ -70,7 +83,11 @@ def sized_memory(memory: InputMemory, leaves: Sequence[Any], sizes: Mapping[str,
 
 
 def fill_in(
-    graph: fx.Graph, tensors: Sequence[Any], memory: InputMemory, constants: Mapping[str, torch.Tensor], items: set[fx.Node]
+    graph: fx.Graph,
+    tensors: Sequence[Any],
+    memory: InputMemory,
+    constants: Mapping[str, torch.Tensor],
+    items: set[fx.Node],
 ) -> None:
     """Set ``meta["val"]`` of each node.
 
@@ -84,7 +101,9 @@ def fill_in(
     Raises:
         ValueError: an operation cannot take its arguments.
     """
-    reshapes = any(operator_name(node.target).rpartition("::")[2] in _RELAYOUTS for node in graph.nodes)
+    reshapes = any(
+        operator_name(node.target).rpartition("::")[2] in _RELAYOUTS for node in graph.nodes
+    )
     with recording_tensors() as mode, torch.no_grad():
         inputs = iter(_inputs(tensors, memory))
         for node in graph.nodes:
@@ -96,7 +115,9 @@ def fill_in(
             except Exception as error:
                 name = operator_name(node.target) or str(node.target)
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-                raise ValueError(f"the operation {node.name} = {name} cannot run: {reason[:200]}") from None
+                raise ValueError(
+                    f"the operation {node.name} = {name} cannot run: {reason[:200]}"
+                ) from None
 
 
 def _another(value: Any) -> Any:
@@ -107,7 +128,9 @@ def _another(value: Any) -> Any:
 def _inputs(tensors: Sequence[Any], memory: InputMemory) -> list[torch.Tensor]:
     storages: dict[int, torch.Tensor] = {}
     found = []
-    for (shape, dtype, device, stride, _), (number, size, offset) in zip(tensors, memory, strict=True):
+    for (shape, dtype, device, stride, _), (number, size, offset) in zip(
+        tensors, memory, strict=True
+    ):
         if number not in storages:
             storages[number] = torch.empty(size, dtype=torch.uint8, device=device)
         base = storages[number]
@@ -118,7 +141,9 @@ def _inputs(tensors: Sequence[Any], memory: InputMemory) -> list[torch.Tensor]:
     return found
 
 
-def _result(node: fx.Node, inputs: Any, constants: Mapping[str, torch.Tensor], mode: Any, *, item: bool) -> Any:
+def _result(
+    node: fx.Node, inputs: Any, constants: Mapping[str, torch.Tensor], mode: Any, *, item: bool
+) -> Any:
     if node.op == "placeholder":
         found = next(inputs, None)
         # Why item: it gives a number whose arithmetic is that of the recording.

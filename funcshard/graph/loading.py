@@ -22,7 +22,11 @@ from funcshard.train import TrainStep
 
 
 def load_traced(
-    path: str | os.PathLike[str], mesh: Mesh, *, plan: Plan | None = None, step: TrainStep | None = None
+    path: str | os.PathLike[str],
+    mesh: Mesh,
+    *,
+    plan: Plan | None = None,
+    step: TrainStep | None = None,
 ) -> Traced:
     """Return the traced step that ``Traced.save`` wrote, bound to a mesh.
 
@@ -69,7 +73,9 @@ def load_traced(
     """
     path = check_path("path", path)
     if step is not None and not isinstance(step, TrainStep):
-        raise TypeError(f"step must be the step that make_train_step returned; found {type(step).__name__}")
+        raise TypeError(
+            f"step must be the step that make_train_step returned; found {type(step).__name__}"
+        )
     if plan is not None:
         check_plan(plan)
     contents = _read_together(path, mesh)
@@ -78,7 +84,11 @@ def load_traced(
     kind = contents.kinds[contents.of_rank[mesh.rank]]
     needed = {name for recording in kind for name in recording["numbers"]}
     for name in sorted(needed - schedules.keys()):
-        held = "no step was given" if step is None else f"the step's schedules are {sorted(schedules) or 'none'}"
+        held = (
+            "no step was given"
+            if step is None
+            else f"the step's schedules are {sorted(schedules) or 'none'}"
+        )
         raise ValueError(
             f"{path} computes the option {name!r} by a function of the number of steps, which a file cannot hold; {held}: "
             f"pass load_traced(path, mesh, step=step) with the step that was traced"
@@ -96,7 +106,12 @@ def load_traced(
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} cannot be loaded: {error}") from None
     return Traced.of_graphs(
-        step or LoadedStep(contents.plan, str(path)), mesh, graphs, fixed=fixed, earlier=contents.changes, names=names
+        step or LoadedStep(contents.plan, str(path)),
+        mesh,
+        graphs,
+        fixed=fixed,
+        earlier=contents.changes,
+        names=names,
     )
 
 
@@ -140,7 +155,9 @@ def _read_together(path: Path, mesh: Mesh) -> FileContents:
     for rank, (digest, other) in enumerate(found):
         if digest != contents.digest:
             reason = other or "its checksum differs"
-            raise ValueError(f"rank {rank} reads another file at {path} than rank {mesh.rank}; {reason}")
+            raise ValueError(
+                f"rank {rank} reads another file at {path} than rank {mesh.rank}; {reason}"
+            )
     return contents
 
 
@@ -156,7 +173,9 @@ def _check(contents: FileContents, path: Path, mesh: Mesh, plan: Plan | None) ->
             f"again"
         )
     if len(contents.of_rank) != mesh.world_size:
-        raise ValueError(f"{path} has the graphs of {len(contents.of_rank)} ranks; found {mesh.world_size} ranks")
+        raise ValueError(
+            f"{path} has the graphs of {len(contents.of_rank)} ranks; found {mesh.world_size} ranks"
+        )
     if plan is not None and plan.fingerprint() != contents.plan.fingerprint():
         one, other = (json.loads(each.to_json()) for each in (contents.plan, plan))
         raise ValueError(
@@ -168,13 +187,17 @@ def _check(contents: FileContents, path: Path, mesh: Mesh, plan: Plan | None) ->
 def _first_difference(recorded: Any, found: Any, path: str = "") -> str:
     """Return the first place at which two plans differ, as JSON writes them."""
     if isinstance(recorded, dict) and isinstance(found, dict):
-        pairs: Any = {key: (recorded.get(key), found.get(key)) for key in recorded | found if key != "names"}.items()
+        pairs: Any = {
+            key: (recorded.get(key), found.get(key)) for key in recorded | found if key != "names"
+        }.items()
     elif isinstance(recorded, list) and isinstance(found, list) and len(recorded) == len(found):
         pairs = enumerate(zip(recorded, found, strict=True))
     else:
         return f"`{path}`: recorded {_short(recorded)}, found {_short(found)}"
     key, (one, other) = next((key, pair) for key, pair in pairs if pair[0] != pair[1])
-    return _first_difference(one, other, f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}".lstrip("."))
+    return _first_difference(
+        one, other, f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}".lstrip(".")
+    )
 
 
 def _short(value: Any) -> str:
@@ -190,4 +213,6 @@ def _graph(recording: Any, path: Path, mesh: Mesh, schedules: Mapping[str, Any])
     except ValueError as error:
         raise ValueError(f"{path} cannot be loaded: {error}") from None
     except Exception as error:  # of any kind: torch's operators raise what they meet
-        raise ValueError(f"{path} cannot be loaded, because it is damaged: {type(error).__name__}: {error}") from None
+        raise ValueError(
+            f"{path} cannot be loaded, because it is damaged: {type(error).__name__}: {error}"
+        ) from None

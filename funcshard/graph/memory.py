@@ -54,14 +54,18 @@ def memory_of(step_graph: StepGraph) -> StepMemory:
     gathered = {
         number
         for number, node in storages.made.items()
-        if collective_of(node) == "all_gather" and (event := node.meta.get("event")) is not None and event.unit is not None
+        if collective_of(node) == "all_gather"
+        and (event := node.meta.get("event")) is not None
+        and event.unit is not None
     }
     live = peak = live_gathered = peak_gathered = 0
     at = "the start"
     returned: set[int] = set()
     for node in step_graph.graph.nodes:
         if node.op == "output":
-            returned = {number for each in node.all_input_nodes for number in storages.of.get(each, ())}
+            returned = {
+                number for each in node.all_input_nodes for number in storages.of.get(each, ())
+            }
             break
         own = [number for number in taken.get(node, ()) if number not in given]
         live += sum(storages.bytes[number] for number in own)

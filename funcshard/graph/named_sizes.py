@@ -29,7 +29,9 @@ class NamedSizes:
         self.spec = spec
         for text in _texts(spec):
             _parts(text)
-        self._known: dict[Any, dict[int, str]] = {}  # by form of the arguments, the text of each leaf
+        self._known: dict[
+            Any, dict[int, str]
+        ] = {}  # by form of the arguments, the text of each leaf
 
     def of(self, leaves: Sequence[Any], form: Any) -> dict[int, Names]:
         """Return the names of the dims of each leaf of ``(state, batch)`` that has any.
@@ -103,7 +105,11 @@ def _spread(spec: Any, batch: Any, path: str) -> Iterator[tuple[int, str]]:
 def _shape(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"a dictionary with the keys {sorted(map(str, value))}"
-    return f"a {type(value).__name__} of {len(value)}" if isinstance(value, tuple | list) else "one leaf"
+    return (
+        f"a {type(value).__name__} of {len(value)}"
+        if isinstance(value, tuple | list)
+        else "one leaf"
+    )
 
 
 def _names(text: str, tensor: torch.Tensor) -> Names:

@@ -44,7 +44,9 @@ from funcshard.graph.tidying import tidy
 Step = Callable[[Any, Any], tuple[Any, Any]]
 
 
-def record(step: Step, state: Any, batch: Any, names: Mapping[int, Any] | None = None) -> tuple[StepGraph, Any]:
+def record(
+    step: Step, state: Any, batch: Any, names: Mapping[int, Any] | None = None
+) -> tuple[StepGraph, Any]:
     """Return the graph of one step, and a state after it, without data.
 
     Arguments:
@@ -77,7 +79,9 @@ def record(step: Step, state: Any, batch: Any, names: Mapping[int, Any] | None =
             result = step(*arguments)
         found["donated"] = tuple(i for i in tensors if is_donated(own[i]))
         found["spent"] = tuple(_spent(arguments[0], ()))
-        found["after"] = tree.map(lambda leaf: 1 if isinstance(leaf, torch.SymInt) else leaf, result[0])
+        found["after"] = tree.map(
+            lambda leaf: 1 if isinstance(leaf, torch.SymInt) else leaf, result[0]
+        )
         results, found["form"] = tree.flatten_with_form(result)
         outputs: list[Any] = []
         found["results"] = tuple(_place(each, outputs) for each in results)
@@ -96,7 +100,9 @@ def record(step: Step, state: Any, batch: Any, names: Mapping[int, Any] | None =
     with record_step() as recording:
         try:
             if names:
-                graph, constants, found_conditions = record_sized_graph(flat, examples, [names.get(i, ()) for i in inputs])
+                graph, constants, found_conditions = record_sized_graph(
+                    flat, examples, [names.get(i, ()) for i in inputs]
+                )
             else:
                 graph, constants = record_graph(flat, examples)
         except ValueReadError as error:
@@ -143,7 +149,12 @@ def _usable(conditions: Sequence[tuple[str, str]], sizes: Mapping[str, int]) -> 
     return usable
 
 
-def _fill(graph: fx.Graph, leaves: Sequence[Any], constants: Mapping[str, torch.Tensor], sizes: Mapping[str, int]) -> None:
+def _fill(
+    graph: fx.Graph,
+    leaves: Sequence[Any],
+    constants: Mapping[str, torch.Tensor],
+    sizes: Mapping[str, int],
+) -> None:
     """Give the results of a new graph the forms that ``sizes`` give, in place of symbols."""
     counter = torch.Size(), torch.int64, torch.device("cpu"), (), False
     tensors = [counter if leaf is int else leaf for leaf in leaves]
@@ -154,7 +165,9 @@ def _fill(graph: fx.Graph, leaves: Sequence[Any], constants: Mapping[str, torch.
 def _check_after(state: Any, sizes: Mapping[str, int]) -> None:
     """Raise if the form of the next state depends on the sizes of this batch."""
     for leaf, path in zip(tree.leaves(state), tree.code_paths(state, "state"), strict=True):
-        if isinstance(leaf, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in leaf.shape):
+        if isinstance(leaf, torch.Tensor) and any(
+            isinstance(size, torch.SymInt) for size in leaf.shape
+        ):
             raise ValueError(
                 f"the state after a step has the form of the state before it; found `{path}`, whose size "
                 f"depends on {', '.join(map(repr, sizes))} of the batch: keep such tensors in the aux "
@@ -164,7 +177,11 @@ def _check_after(state: Any, sizes: Mapping[str, int]) -> None:
 
 def _variables(step: Step) -> dict[tuple[str, str, int], Any]:
     """Return the numbers, flags and texts that functions of the step's optimizer captured."""
-    functions = [each for each in captured(getattr(step, "optimizer", None)) if isinstance(each, types.FunctionType)]
+    functions = [
+        each
+        for each in captured(getattr(step, "optimizer", None))
+        if isinstance(each, types.FunctionType)
+    ]
     return {
         (f"{each.__module__}.{each.__qualname__}", name, number): value
         for number, each in enumerate(functions)
@@ -175,10 +192,16 @@ def _variables(step: Step) -> dict[tuple[str, str, int], Any]:
 
 def _where(error: BaseException) -> str:
     """Return the last place outside of torch and this library that an error passed."""
-    libraries = tuple(os.path.dirname(path) + os.sep for path in (str(torch.__file__), os.path.dirname(__file__)))
+    libraries = tuple(
+        os.path.dirname(path) + os.sep for path in (str(torch.__file__), os.path.dirname(__file__))
+    )
     frames = traceback.extract_tb((error.__cause__ or error).__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(libraries)]
-    return f"in {os.path.basename(own[-1].filename)}, line {own[-1].lineno}" if own else f"in torch: {error}"
+    return (
+        f"in {os.path.basename(own[-1].filename)}, line {own[-1].lineno}"
+        if own
+        else f"in torch: {error}"
+    )
 
 
 def _example(leaf: Any) -> torch.Tensor:
@@ -211,13 +234,17 @@ class _Guard(TorchDispatchMode):
     def __init__(self, recording: StepRecording) -> None:
         super().__init__()
         self._recording, self._phase = recording, ""
-        self._set_back = False  # whether the step draws numbers again, from a state that the graph sets
+        self._set_back = (
+            False  # whether the step draws numbers again, from a state that the graph sets
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         values = tree.leaves((args, kwargs or {}))
         given = [value for value in values if isinstance(value, torch.Tensor)]
         if any(is_dtensor(value) for value in given):
-            return NotImplemented  # a DTensor runs the operations of its part, which come here again
+            return (
+                NotImplemented  # a DTensor runs the operations of its part, which come here again
+            )
         self._note_phase(func, given)
         if func is torch.ops.funcshard.set_random_state.default:
             self._set_back = not self._set_back
@@ -255,7 +282,9 @@ class _Guard(TorchDispatchMode):
         elif self._recording.updates:
             phase = "update"
         else:  # a forward of the next micro-batch, or what ends backward
-            differentiates = func is not torch.ops.aten.detach.default and any(each.requires_grad for each in tensors)
+            differentiates = func is not torch.ops.aten.detach.default and any(
+                each.requires_grad for each in tensors
+            )
             again = differentiates or func is torch.ops.funcshard.all_gather.default
             phase = "forward" if again or not self._phase else self._phase
         if phase != self._phase:

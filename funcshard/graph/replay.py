@@ -29,7 +29,9 @@ def bind(step_graph: StepGraph, mesh: Mesh) -> Callable[..., list[Any]]:
     return fx.GraphModule(dict(step_graph.constants), graph).forward
 
 
-def lower(node: fx.Node, own: fx.Node, step_graph: StepGraph, mesh: Mesh, storages: GraphStorages) -> None:
+def lower(
+    node: fx.Node, own: fx.Node, step_graph: StepGraph, mesh: Mesh, storages: GraphStorages
+) -> None:
     """Let the copy of a node call what the node does on a mesh, if it is an operation of ours."""
     kind = collective_of(node)
     if kind == "wait":
@@ -54,7 +56,11 @@ def _is_free(start: fx.Node, storages: GraphStorages) -> bool:
     """Return whether a collective may overwrite its data, because nothing reads it afterwards."""
     data: Any = start.args[0]
     found = storages.of.get(data, ())
-    return len(found) == 1 and storages.made[found[0]].op != "placeholder" and storages.last(found[0]) is start
+    return (
+        len(found) == 1
+        and storages.made[found[0]].op != "placeholder"
+        and storages.last(found[0]) is start
+    )
 
 
 def _wait(pending: Any) -> torch.Tensor:
@@ -124,7 +130,9 @@ class _Start:
         return all_gather_private(self._group, shard, label=self._label)
 
     def _reduce_scatter(self, parts: Sequence[torch.Tensor]) -> Any:
-        out = parts[0].new_empty(sum(part.numel() for part in parts) // self._group.size, dtype=self._given["dtype"])
+        out = parts[0].new_empty(
+            sum(part.numel() for part in parts) // self._group.size, dtype=self._given["dtype"]
+        )
         # Why one: a group copies several parts at once, and reads a single one until it is done.
         held = parts if len(parts) == 1 else None
         return _Pending(self._group.reduce_scatter(out, parts, label=self._label), out, held)
@@ -140,7 +148,9 @@ class _Start:
     def _all_to_all(self, full: torch.Tensor) -> Any:
         out_sizes, sizes = self._given["out_sizes"], self._given["sizes"]
         out = full.new_empty(sum(out_sizes))
-        return _Pending(self._group.all_to_all(out, full, out_sizes, sizes, label=self._label), out, full)
+        return _Pending(
+            self._group.all_to_all(out, full, out_sizes, sizes, label=self._label), out, full
+        )
 
 
 def _group(mesh: Mesh, axis: str, ranks: int) -> Group:

@@ -34,7 +34,9 @@ def graph_text(step_graph: StepGraph) -> str:
     sections = sections_of(step_graph.graph)
     body = [f"\n  ── {_title(section)} ──\n{_body(section, names)}" for section in sections]
     inputs = (f"  {line}" for line in _inputs(step_graph, names))
-    return "\n".join(["step(", *inputs, ")", *_sizes(step_graph), *body, "", _results(step_graph, names)])
+    return "\n".join(
+        ["step(", *inputs, ")", *_sizes(step_graph), *body, "", _results(step_graph, names)]
+    )
 
 
 def graph_html(step_graph: StepGraph) -> str:
@@ -43,7 +45,9 @@ def graph_html(step_graph: StepGraph) -> str:
     inputs = [*_inputs(step_graph, names), *_sizes(step_graph)]
     parts = [("inputs", len(inputs), list[str](), "\n".join(inputs))]
     for section in sections_of(step_graph.graph):
-        lines = [_line(node, names) for node in section.nodes if collective_of(node) in (*_VERBS, "wait")]
+        lines = [
+            _line(node, names) for node in section.nodes if collective_of(node) in (*_VERBS, "wait")
+        ]
         parts.append((_title(section), len(section.nodes), lines, _body(section, names)))
     (output,) = step_graph.graph.find_nodes(op="output")
     parts.append(("return", len(output.args[0]), [], _results(step_graph, names)))
@@ -70,7 +74,10 @@ def _inputs(step_graph: StepGraph, names: dict[fx.Node, str]) -> list[str]:
     """Return a line for each input of a graph."""
     leaves = [step_graph.signature.leaves[i] for i in step_graph.inputs]
     nodes = [node for node in names if node.op == "placeholder"]
-    found = [(f"{names[node]}:{_input_form(node, leaf)}", node) for node, leaf in zip(nodes, leaves, strict=True)]
+    found = [
+        (f"{names[node]}:{_input_form(node, leaf)}", node)
+        for node, leaf in zip(nodes, leaves, strict=True)
+    ]
     width = max((len(text) for text, _ in found), default=0)
     return [f"{text:{width}}  {node.meta.get('path', '')}".rstrip() for text, node in found]
 
@@ -85,7 +92,11 @@ def _input_form(node: fx.Node, leaf: Any) -> str:
 def _sizes(step_graph: StepGraph) -> list[str]:
     """Return a line for the sizes of a graph that serves others too."""
     sizes = ", ".join(f"{name} = {size}" for name, size in step_graph.sizes.items())
-    return [f"shown for {sizes}, and runs for all with {', '.join(step_graph.conditions.texts)}"] if sizes else []
+    return (
+        [f"shown for {sizes}, and runs for all with {', '.join(step_graph.conditions.texts)}"]
+        if sizes
+        else []
+    )
 
 
 def _title(section: Section) -> str:
@@ -109,7 +120,9 @@ def line_without_names(node: fx.Node) -> str:
     if kind == "wait":
         (start,) = node.all_input_nodes
         return f"← {_collective(start, collective_of(start))}"
-    return _line(node, {each: _form(each.meta.get("val")) for each in (node, *node.all_input_nodes)}).partition(":")[2]
+    return _line(
+        node, {each: _form(each.meta.get("val")) for each in (node, *node.all_input_nodes)}
+    ).partition(":")[2]
 
 
 def _line(node: fx.Node, names: dict[fx.Node, str]) -> str:
@@ -121,13 +134,19 @@ def _line(node: fx.Node, names: dict[fx.Node, str]) -> str:
         (start,) = node.all_input_nodes
         return f"{result} = ← {_collective(start, collective_of(start))} {names[start]}"
     operands = [_operand(each, names) for each in node.args]
-    operands += [f"{key}={_operand(value, names)}" for key, value in node.kwargs.items() if value is not None]
+    operands += [
+        f"{key}={_operand(value, names)}" for key, value in node.kwargs.items() if value is not None
+    ]
     return f"{result} = {_operation(node, kind)} {' '.join(operands)}".rstrip()
 
 
 def _operation(node: fx.Node, kind: str) -> str:
     name = kind or operator_name(node.target).partition("::")[2]
-    return name or (str(node.target) if node.op == "get_attr" else getattr(node.target, "__name__", str(node.target)))
+    return name or (
+        str(node.target)
+        if node.op == "get_attr"
+        else getattr(node.target, "__name__", str(node.target))
+    )
 
 
 def _collective(node: fx.Node, kind: str) -> str:
@@ -147,7 +166,13 @@ def _form(value: Any) -> str:
         return f"({', '.join(_form(each) for each in tree.leaves(value))})"
     if isinstance(value, torch.SymInt | int):
         return "int"
-    return "float" if isinstance(value, torch.SymFloat | float) else "bool" if isinstance(value, torch.SymBool) else "none"
+    return (
+        "float"
+        if isinstance(value, torch.SymFloat | float)
+        else "bool"
+        if isinstance(value, torch.SymBool)
+        else "none"
+    )
 
 
 def _operand(value: Any, names: dict[fx.Node, str]) -> str:

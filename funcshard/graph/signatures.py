@@ -29,7 +29,9 @@ class Signature(NamedTuple):
     conditions: tuple[str, ...] = ()
 
 
-def signature_of(leaves: Sequence[Any], form: Any, counters: int, names: Mapping[int, Any] | None = None) -> Signature:
+def signature_of(
+    leaves: Sequence[Any], form: Any, counters: int, names: Mapping[int, Any] | None = None
+) -> Signature:
     """Return the facts about the arguments that a graph depends on.
 
     Arguments:
@@ -38,7 +40,10 @@ def signature_of(leaves: Sequence[Any], form: Any, counters: int, names: Mapping
         counters: number of the leaves of ``state``; the whole numbers among them may change.
         names: for the number of a leaf the names of its dims, ``None`` for a fixed size.
     """
-    autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    autocast = [
+        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+    ]
     modes = torch.is_inference_mode_enabled(), *autocast
     found = [_leaf_signature(leaf, i < counters) for i, leaf in enumerate(leaves)]
     for number, own in (names or {}).items():
@@ -47,7 +52,9 @@ def signature_of(leaves: Sequence[Any], form: Any, counters: int, names: Mapping
 
 
 def _named(tensor: torch.Tensor, names: Sequence[str | None]) -> Hashable:
-    shape = tuple([size if name is None else name for name, size in zip(names, tensor.shape, strict=True)])
+    shape = tuple(
+        [size if name is None else name for name, size in zip(names, tensor.shape, strict=True)]
+    )
     strides = None if tensor.stride() == contiguous_strides(tensor.shape) else tensor.stride()
     return shape, tensor.dtype, tensor.device, strides, tensor.requires_grad
 
@@ -64,7 +71,13 @@ def sized(leaf: Any, sizes: Mapping[str, int]) -> Any:
     """Return the facts about a tensor, with numbers in the place of names and of no strides."""
     shape, dtype, device, strides, requires_grad = leaf
     shape = torch.Size([sizes[size] if isinstance(size, str) else size for size in shape])
-    return shape, dtype, device, contiguous_strides(shape) if strides is None else strides, requires_grad
+    return (
+        shape,
+        dtype,
+        device,
+        contiguous_strides(shape) if strides is None else strides,
+        requires_grad,
+    )
 
 
 def _leaf_signature(leaf: Any, in_state: bool) -> Hashable:
@@ -98,14 +111,20 @@ def difference(recorded: Signature, found: Signature) -> str:
     for name, before, now in zip(names, recorded.modes, found.modes, strict=True):
         if before != now:
             return f"{name}: recorded {_mode(before)}, found {_mode(now)}"
-    differing = [i for i, pair in enumerate(zip(recorded.leaves, found.leaves, strict=True)) if pair[0] != pair[1]]
+    differing = [
+        i
+        for i, pair in enumerate(zip(recorded.leaves, found.leaves, strict=True))
+        if pair[0] != pair[1]
+    ]
     if not differing:
         return ""
     # Why the batch first: other shapes of a batch are the usual reason.
     paths = _paths(found.form)
     first = next((i for i in differing if paths[i].startswith("batch")), differing[0])
     more = len(differing) - 1
-    further = f", and {more} other {'leaf differs' if more == 1 else 'leaves differ'}" if more else ""
+    further = (
+        f", and {more} other {'leaf differs' if more == 1 else 'leaves differ'}" if more else ""
+    )
     before, now = _described(recorded.leaves[first], found.leaves[first])
     return f"leaf `{paths[first]}`: recorded {before}, found {now}{further}"
 
@@ -115,7 +134,9 @@ def _distance(recorded: Signature, found: Signature) -> tuple[int, int]:
     if recorded.form != found.form:
         return 1, len({*_paths(recorded.form)} ^ {*_paths(found.form)})
     differing = sum(one != other for one, other in zip(recorded.leaves, found.leaves, strict=True))
-    return 0, differing + sum(one != other for one, other in zip(recorded.modes, found.modes, strict=True))
+    return 0, differing + sum(
+        one != other for one, other in zip(recorded.modes, found.modes, strict=True)
+    )
 
 
 def _paths(form: Any) -> list[str]:
@@ -125,7 +146,10 @@ def _paths(form: Any) -> list[str]:
 
 
 def _other_form(recorded: list[str], found: list[str]) -> str:
-    for words, paths, others in (("has the new leaf", found, {*recorded}), ("lacks the leaf", recorded, {*found})):
+    for words, paths, others in (
+        ("has the new leaf", found, {*recorded}),
+        ("lacks the leaf", recorded, {*found}),
+    ):
         differing = [path for path in paths if path not in others]
         if differing:
             more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
@@ -135,7 +159,9 @@ def _other_form(recorded: list[str], found: list[str]) -> str:
 
 def _mode(value: Any) -> str:
     enabled, dtype = (value, None) if isinstance(value, bool) else value
-    return ("on" if enabled else "off") + (f" with {dtype_name(dtype)}" if dtype is not None else "")
+    return ("on" if enabled else "off") + (
+        f" with {dtype_name(dtype)}" if dtype is not None else ""
+    )
 
 
 def _described(recorded: Any, found: Any) -> tuple[str, str]:

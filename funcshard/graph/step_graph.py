@@ -77,7 +77,9 @@ class StepGraph:
     @property
     def events(self) -> tuple[Event, ...]:
         """The event of each collective that starts in the graph, in order."""
-        found = [node.meta.get("event") for node in self.graph.nodes if collective_of(node) in STARTS]
+        found = [
+            node.meta.get("event") for node in self.graph.nodes if collective_of(node) in STARTS
+        ]
         return tuple(event for event in found if event is not None)
 
 

@@ -52,10 +52,17 @@ class GraphStorages:
                     own = [*found.of[start]]
                 for storage, tensor in zip(own, tensors, strict=True):
                     if storage not in found.made:
-                        found.made[storage], found.bytes[storage] = node, tensor.untyped_storage().nbytes()
+                        found.made[storage], found.bytes[storage] = (
+                            node,
+                            tensor.untyped_storage().nbytes(),
+                        )
                         found.users[storage] = []
             found.of[node] = tuple(dict.fromkeys(own))
-            touched = {storage for each in (node, *node.all_input_nodes, *held_until(node)) for storage in found.of[each]}
+            touched = {
+                storage
+                for each in (node, *node.all_input_nodes, *held_until(node))
+                for storage in found.of[each]
+            }
             for storage in touched:
                 if found.made[storage] is not node:
                     found.users[storage].append(node)
@@ -67,7 +74,10 @@ class GraphStorages:
         """Add the memory into which a group copies several parts that it reduces."""
         if collective_of(start) == "reduce_scatter" and len(start.all_input_nodes) > 1:
             number = -len(self.made)  # no tensor of the graph lies there
-            size = sum(part.meta["val"].numel() for part in start.all_input_nodes) * wait.meta["val"].itemsize
+            size = (
+                sum(part.meta["val"].numel() for part in start.all_input_nodes)
+                * wait.meta["val"].itemsize
+            )
             self.made[number], self.bytes[number], self.users[number] = start, size, [wait]
 
     def last(self, storage: int) -> fx.Node:
@@ -96,5 +106,8 @@ def held_until(node: fx.Node) -> list[fx.Node]:
     (start,) = node.all_input_nodes
     # Why: a group copies several parts when it starts, and a reduction along one axis replaces its
     # data.
-    reads = collective_of(start) in ("all_gather", "all_to_all", "reduce_scatter") and len(start.all_input_nodes) == 1
+    reads = (
+        collective_of(start) in ("all_gather", "all_to_all", "reduce_scatter")
+        and len(start.all_input_nodes) == 1
+    )
     return start.all_input_nodes if reads else []

@@ -65,7 +65,9 @@ def _drop_copies(graph: fx.Graph) -> None:
     """
     storages = GraphStorages.find(graph)
     position = {node: number for number, node in enumerate(graph.nodes)}
-    moved: dict[int, tuple[int, torch.Tensor]] = {}  # storage of a copy -> its position, and its source
+    moved: dict[
+        int, tuple[int, torch.Tensor]
+    ] = {}  # storage of a copy -> its position, and its source
     for copy in [node for node in graph.nodes if operator_name(node.target) == "aten::copy_"]:
         target, source = copy.args[:2]
         one, other = target.meta["val"], source.meta["val"]
@@ -84,7 +86,9 @@ def _drop_copies(graph: fx.Graph) -> None:
     for node in graph.nodes if moved else ():
         if node.op != "output":
             at = position[node]
-            node.meta["val"] = tree.map(lambda value, at=at: _moved(value, moved, at), node.meta.get("val"))
+            node.meta["val"] = tree.map(
+                lambda value, at=at: _moved(value, moved, at), node.meta.get("val")
+            )
 
 
 def _moved(value: Any, moved: dict[int, tuple[int, torch.Tensor]], position: int) -> Any:
@@ -95,9 +99,13 @@ def _moved(value: Any, moved: dict[int, tuple[int, torch.Tensor]], position: int
     if copied >= position or source.untyped_storage().nbytes() < value.untyped_storage().nbytes():
         return value
     size = value.dtype.itemsize
-    whole = source.as_strided((source.untyped_storage().nbytes() // source.dtype.itemsize,), (1,), 0).view(torch.uint8)
+    whole = source.as_strided(
+        (source.untyped_storage().nbytes() // source.dtype.itemsize,), (1,), 0
+    ).view(torch.uint8)
     whole = whole[: whole.numel() // size * size].view(value.dtype)
-    return _moved(whole.as_strided(value.shape, value.stride(), value.storage_offset()), moved, position)
+    return _moved(
+        whole.as_strided(value.shape, value.stride(), value.storage_offset()), moved, position
+    )
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -105,11 +113,16 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
-def _read_after(copy: fx.Node, storage: int, storages: GraphStorages, position: dict[fx.Node, int]) -> bool:
+def _read_after(
+    copy: fx.Node, storage: int, storages: GraphStorages, position: dict[fx.Node, int]
+) -> bool:
     """Return whether a node after ``copy`` uses its target other than through its result."""
     return any(
         position[user] > position[copy]
-        and any(position[each] < position[copy] and storage in storages.of[each] for each in user.all_input_nodes)
+        and any(
+            position[each] < position[copy] and storage in storages.of[each]
+            for each in user.all_input_nodes
+        )
         for user in storages.users[storage]
     )
 

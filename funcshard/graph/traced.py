@@ -12,7 +12,16 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import DONATED_STATE, Warned, check_count, check_flag, check_path, donate, tree, untraced_with_warning
+from funcshard._utils import (
+    DONATED_STATE,
+    Warned,
+    check_count,
+    check_flag,
+    check_path,
+    donate,
+    tree,
+    untraced_with_warning,
+)
 from funcshard.comm import Mesh
 from funcshard.graph.checking import check_graph
 from funcshard.graph.compiling import Backend, CompilingBind
@@ -87,7 +96,9 @@ def trace(step: TrainStep, state: Any, batch: Any, *, dynamic_shapes: Any = None
     ``jax.export.symbolic_shape``.
     """
     if not isinstance(step, TrainStep):
-        raise TypeError(f"trace takes the step that make_train_step returned; found {type(step).__name__}")
+        raise TypeError(
+            f"trace takes the step that make_train_step returned; found {type(step).__name__}"
+        )
     traced = Traced(step, step.mesh, names=NamedSizes(dynamic_shapes))
     traced.graph_for(state, batch)
     return traced
@@ -150,7 +161,9 @@ class Traced:
         self.warned = Warned()
 
     @classmethod
-    def of_graphs(cls, step: Any, mesh: Mesh, graphs: Iterable[StepGraph], **options: Any) -> Traced:
+    def of_graphs(
+        cls, step: Any, mesh: Mesh, graphs: Iterable[StepGraph], **options: Any
+    ) -> Traced:
         """Return a step with recordings that were made before; ``load_traced`` calls this."""
         found = cls(step, mesh, **options)
         for step_graph in graphs:
@@ -225,7 +238,11 @@ class Traced:
             step_graph = entry.step_graph
             for change in changes[len(self._changes) :]:
                 step_graph = change(step_graph)
-            run = _Later(partial(bind, step_graph, self.mesh)) if later else bind(step_graph, self.mesh)
+            run = (
+                _Later(partial(bind, step_graph, self.mesh))
+                if later
+                else bind(step_graph, self.mesh)
+            )
             entries.add(Entry(step_graph, run))
         return self._like(entries, changes, bind)
 
@@ -301,11 +318,16 @@ class Traced:
         with torch.no_grad():
             outputs = run(*[leaves[i] for i in step_graph.inputs])
             # Why detach: a donated argument and the result that has its memory are two objects.
-            outputs = [each.detach() if isinstance(each, torch.Tensor) else each for each in outputs]
+            outputs = [
+                each.detach() if isinstance(each, torch.Tensor) else each for each in outputs
+            ]
         donate([leaves[i] for i in step_graph.donated])
         for path in step_graph.spent:
             _spend(state, path)
-        results = [outputs[each.number] if isinstance(each, Place) else each.value for each in step_graph.results]
+        results = [
+            outputs[each.number] if isinstance(each, Place) else each.value
+            for each in step_graph.results
+        ]
         state, metrics = tree.build_form(step_graph.form, results)
         return state, metrics
 
@@ -322,11 +344,18 @@ class Traced:
                 self._record(ahead, sizes, names, after, batch, what="the step after it")
         return found, leaves
 
-    def _facts(self, state: Any, batch: Any) -> tuple[list[Any], dict[int, Any], dict[str, int], Signature]:
+    def _facts(
+        self, state: Any, batch: Any
+    ) -> tuple[list[Any], dict[int, Any], dict[str, int], Signature]:
         """Return the leaves of arguments, the names and sizes of dims, and their signature."""
         leaves, form = tree.flatten_with_form((state, batch))
         names = self._names.of(leaves, form)
-        return leaves, names, sizes_of(leaves, names), signature_of(leaves, form, len(tree.leaves(state)), names)
+        return (
+            leaves,
+            names,
+            sizes_of(leaves, names),
+            signature_of(leaves, form, len(tree.leaves(state)), names),
+        )
 
     @property
     def graph(self) -> StepGraph:
@@ -349,7 +378,9 @@ class Traced:
             TypeError: ``other`` is no traced step.
         """
         if not isinstance(other, Traced):
-            raise TypeError(f"diff takes another traced step, such as the result of a pass; found {type(other).__name__}")
+            raise TypeError(
+                f"diff takes another traced step, such as the result of a pass; found {type(other).__name__}"
+            )
         return StepDifference.of(self.graph, other.graph)
 
     def cost(self) -> StepCost:
@@ -396,8 +427,12 @@ class Traced:
             "changes": self._earlier + len(self._changes),
             "dynamic_shapes": self._names.spec,
         }
-        starts = [node for entry in self._entries for node, _ in starts_and_waits(entry.step_graph.graph)]
-        collectives = "\n".join(f"{collective_of(node)} {node.meta.get('event')}" for node in starts)
+        starts = [
+            node for entry in self._entries for node, _ in starts_and_waits(entry.step_graph.graph)
+        ]
+        collectives = "\n".join(
+            f"{collective_of(node)} {node.meta.get('event')}" for node in starts
+        )
         save_together(path, facts, text, collectives, self.mesh, per_rank=per_rank, error=error)
 
     def fingerprint(self) -> str:
@@ -432,7 +467,9 @@ class Traced:
     ) -> tuple[Entry, Any]:
         differs = self._entries.difference(signature, sizes)
         if self._fixed:
-            raise ValueError(f"this traced step has no graph for these arguments ({differs}), and {self._fixed}")
+            raise ValueError(
+                f"this traced step has no graph for these arguments ({differs}), and {self._fixed}"
+            )
         recorded, after = record(self.step, state, batch, names)
         found = self._add(recorded)
         _log.debug(

@@ -108,15 +108,21 @@ class DrawnValues:
     draws: BlockDraws
     shape: tuple[int, ...]
     dtype: torch.dtype
-    steps: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int | None]] = field(default_factory=list)
+    steps: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int | None]] = field(
+        default_factory=list
+    )
     whole: torch.Tensor | None = None
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Note an operation on the tensor, and return whether that was possible."""
-        if self.whole is not None or not all(x is None or isinstance(x, int | float) for x in tree.leaves((args, kwargs))):
+        if self.whole is not None or not all(
+            x is None or isinstance(x, int | float) for x in tree.leaves((args, kwargs))
+        ):
             return False
         if func in _WRITES:
-            kwargs = {key: value for key, value in kwargs.items() if key != "generator"}  # it is None
+            kwargs = {
+                key: value for key, value in kwargs.items() if key != "generator"
+            }  # it is None
             blocks = -(-prod(self.shape) // BLOCK)
             self.steps = [(func, args, kwargs, self.draws.seed(blocks) if _WRITES[func] else None)]
         elif func in _CHANGES and self.steps:
@@ -169,7 +175,11 @@ class DrawnValues:
         origin = slice_offsets(spec.shape, spec.cuts, mesh.position)
         for box in boxes(spec.shape, part.begin, part.end):
             rows, *rest = box.moved(origin).slices
-            values = torch.empty((rows.stop - rows.start, *self.shape[1:]), dtype=self.dtype, device=self.draws.device)
+            values = torch.empty(
+                (rows.stop - rows.start, *self.shape[1:]),
+                dtype=self.dtype,
+                device=self.draws.device,
+            )
             self.write(values.view(-1), rows.start * prod(self.shape[1:]))
             own[: box.numel].view(box.sizes).copy_(values[:, *rest])
             own = own[box.numel :]
@@ -177,7 +187,9 @@ class DrawnValues:
     def digest(self) -> torch.Tensor:
         """Return a tensor that differs on two ranks if their values do."""
         text = repr([(str(func), args, kwargs, seed) for func, args, kwargs, seed in self.steps])
-        return torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8, device="cpu")
+        return torch.tensor(
+            list(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8, device="cpu"
+        )
 
 
 class _Drawn(torch.Tensor):
@@ -187,7 +199,9 @@ class _Drawn(torch.Tensor):
 
     @classmethod
     def of(cls, values: DrawnValues) -> Any:
-        made = wrapper_subclass(cls, values.shape, values.dtype, values.draws.device, requires_grad=False)
+        made = wrapper_subclass(
+            cls, values.shape, values.dtype, values.draws.device, requires_grad=False
+        )
         made.drawn = values
         return made
 

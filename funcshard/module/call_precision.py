@@ -32,23 +32,41 @@ class CallPrecision:
 
     def cast_buffers(self, buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the buffers in the dtypes of the call; ``restore_buffers`` is the inverse."""
-        dtypes = {name: dtype for name, dtype in self.buffer_dtypes.items() if buffers[name].is_floating_point()}
+        dtypes = {
+            name: dtype
+            for name, dtype in self.buffer_dtypes.items()
+            if buffers[name].is_floating_point()
+        }
         return {name: b.to(dtypes[name]) if name in dtypes else b for name, b in buffers.items()}
 
     def cast_outputs(self, out: Any, *, mutable: bool) -> Any:
         """Return the results of the whole model, with outputs but not new buffers cast."""
-        return (cast_outputs(self.root, out[0]), out[1]) if mutable else cast_outputs(self.root, out)
+        return (
+            (cast_outputs(self.root, out[0]), out[1]) if mutable else cast_outputs(self.root, out)
+        )
 
     def restore_buffers(
         self, buffers: dict[str, torch.Tensor], given: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Return the new buffers of a call in the dtypes of the buffers that were given to it."""
-        return {name: b.to(given[name].dtype) if name in self.buffer_dtypes else b for name, b in buffers.items()}
+        return {
+            name: b.to(given[name].dtype) if name in self.buffer_dtypes else b
+            for name, b in buffers.items()
+        }
 
 
-def forward_in_full_precision(module: nn.Module, forward: Callable[[Any, Any], Any], args: Any, kwargs: Any) -> Any:
+def forward_in_full_precision(
+    module: nn.Module, forward: Callable[[Any, Any], Any], args: Any, kwargs: Any
+) -> Any:
     """Run a module that is no unit in the widest dtype of its buffers and inner parameters."""
-    own = [t.dtype for t in (*module.parameters(), *module.buffers(recurse=False)) if t.is_floating_point()]
+    own = [
+        t.dtype
+        for t in (*module.parameters(), *module.buffers(recurse=False))
+        if t.is_floating_point()
+    ]
     return run_in_full_precision(
-        max(own, key=lambda dtype: dtype.itemsize, default=torch.float32), forward, (args, kwargs), {}
+        max(own, key=lambda dtype: dtype.itemsize, default=torch.float32),
+        forward,
+        (args, kwargs),
+        {},
     )

@@ -32,7 +32,10 @@ def check_module(tree: ModuleTree) -> None:
 def _check_parallel(tree: ModuleTree) -> None:
     """Raise for a module whose forward is parallel already, by a wrapper or by hooks of torch."""
     # Why by name: an import of torch.distributed.fsdp for this check takes a while.
-    by_fsdp = lambda cls: any(each.__module__.startswith("torch.distributed.fsdp.") for each in cls.__mro__)  # noqa: E731
+
+    def by_fsdp(cls: type) -> bool:
+        return any(each.__module__.startswith("torch.distributed.fsdp.") for each in cls.__mro__)
+
     wrappers = nn.DataParallel, nn.parallel.DistributedDataParallel
     for name, m in _of(tree, lambda cls: issubclass(cls, wrappers) or by_fsdp(cls)):
         whole = isinstance(m, wrappers)
@@ -49,11 +52,15 @@ def _check_tensors(tree: ModuleTree) -> None:
             if type(tensor) in (nn.Parameter, torch.Tensor):
                 continue  # only for speed
             if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
-                raise ValueError(f"{name!r} of a lazy module has no shape yet; run the module once on a sample input first")
+                raise ValueError(
+                    f"{name!r} of a lazy module has no shape yet; run the module once on a sample input first"
+                )
             check_plain(tensor, f"{kind} {name!r}")
 
 
-def _of(tree: ModuleTree, suspicious: Callable[[type[nn.Module]], bool]) -> list[tuple[str, nn.Module]]:
+def _of(
+    tree: ModuleTree, suspicious: Callable[[type[nn.Module]], bool]
+) -> list[tuple[str, nn.Module]]:
     """Return path and module of the modules of suspicious classes."""
     classes = {cls for cls in tree.classes if suspicious(cls)}
     return [(path, m) for path, m in tree.modules if type(m) in classes] if classes else []
@@ -80,7 +87,10 @@ def _check_compiled(tree: ModuleTree) -> None:
 
 
 def _check_made_by_torch(tree: ModuleTree) -> None:
-    by_torch = lambda cls: cls.__module__ == "torch.export.unflatten" or issubclass(cls, torch.jit.ScriptModule)  # noqa: E731
+    def by_torch(cls: type) -> bool:
+        exported = cls.__module__ == "torch.export.unflatten"
+        return exported or issubclass(cls, torch.jit.ScriptModule)
+
     for name, m in _of(tree, by_torch):
         if type(m).__module__ == "torch.export.unflatten":
             raise TypeError(

@@ -48,7 +48,10 @@ def _feed(value: Any, update: Callable[[bytes], None], seen: dict[int, Any]) -> 
     if kind in _PLAIN or isinstance(value, _OF_TORCH):
         update(f"{kind.__name__} {value!r};".encode())
         return
-    if isinstance(value, (nn.Module, nn.Parameter, types.FunctionType, types.MethodType)) or len(seen) > _MOST:
+    if (
+        isinstance(value, (nn.Module, nn.Parameter, types.FunctionType, types.MethodType))
+        or len(seen) > _MOST
+    ):
         raise _Unknown
     update(f"{kind.__module__}.{kind.__qualname__}:".encode())
     if id(value) in seen:

@@ -52,7 +52,8 @@ class DiscardedChanges:
             (index, key, name)
             for index, spec in enumerate(skeleton.specs)
             for key, name in spec.buffers.items()
-            if name is not None and any(each in skeleton.persistent for each in skeleton.buffers[name])
+            if name is not None
+            and any(each in skeleton.persistent for each in skeleton.buffers[name])
         )
         return cls(skeleton.specs[0].cls.__name__, watched) if watched else None
 
@@ -82,7 +83,9 @@ class DiscardedChanges:
         changed = []
         for index, key, name in self.watched:
             now, own = modules[index]._buffers.get(key), before[name]
-            if (every or now is not own or version(own) != 0) and _differ(now, given[name], own.dtype):
+            if (every or now is not own or version(own) != 0) and _differ(
+                now, given[name], own.dtype
+            ):
                 changed.append(name)
         if changed:
             self.warned = True
@@ -173,7 +176,9 @@ class DiscardedState:
     def _warn(self, changed: Sequence[tuple[int, str]]) -> None:
         self.warned = True
         paths = {index: path for path, index in self.skeleton.paths().items()}
-        names = [f"{paths[index]}.{name}".removeprefix(".") for index, name in dict.fromkeys(changed)]
+        names = [
+            f"{paths[index]}.{name}".removeprefix(".") for index, name in dict.fromkeys(changed)
+        ]
         warnings.warn(
             f"the forward of {self.skeleton.specs[0].cls.__name__} set attributes of the module ({_some(names)}), and the "
             f"call threw them away: the next call begins with the attributes that the module had in make_functional. Run "
@@ -183,7 +188,9 @@ class DiscardedState:
         )
 
 
-def _changes(spec: ModuleSpec, module: nn.Module, modules: Sequence[nn.Module]) -> Iterator[tuple[str, Any, Any]]:
+def _changes(
+    spec: ModuleSpec, module: nn.Module, modules: Sequence[nn.Module]
+) -> Iterator[tuple[str, Any, Any]]:
     """Yield name, old and new value of each attribute of a module that a call changed."""
     for name, child in module._modules.items():
         index = spec.children.get(name)
@@ -192,7 +199,12 @@ def _changes(spec: ModuleSpec, module: nn.Module, modules: Sequence[nn.Module]) 
     attributes = spec.attributes
     for name, new in module.__dict__.items():
         old = attributes.get(name, _MISSING)
-        if old is new or name in TORCH_ATTRIBUTES or name == "forward" or name.startswith("_funcshard"):
+        if (
+            old is new
+            or name in TORCH_ATTRIBUTES
+            or name == "forward"
+            or name.startswith("_funcshard")
+        ):
             continue
         if f"{name}_orig" in spec.parameters or f"{name}_g" in spec.parameters:
             continue  # a hook of torch's old spectral_norm, prune or weight_norm computes it in each call
@@ -219,7 +231,9 @@ def _was_unset(old: Any, new: Any) -> bool:
     before, after = getattr(old, "__dict__", None), getattr(new, "__dict__", None)
     if type(old) is not type(new) or not isinstance(before, dict) or not isinstance(after, dict):
         return False
-    changed = [name for name in after if name not in before or digest(before[name]) != digest(after[name])]
+    changed = [
+        name for name in after if name not in before or digest(before[name]) != digest(after[name])
+    ]
     return bool(changed) and all(_is_unset(before.get(name)) for name in changed)
 
 
@@ -230,4 +244,6 @@ def _not_now() -> bool:
 
 def _some(names: Sequence[str]) -> str:
     """Return the first of some names, for a message."""
-    return ", ".join([repr(name) for name in names[:3]] + [f"{len(names) - 3} more"] * (len(names) > 3))
+    return ", ".join(
+        [repr(name) for name in names[:3]] + [f"{len(names) - 3} more"] * (len(names) > 3)
+    )

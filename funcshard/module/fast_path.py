@@ -22,7 +22,9 @@ def _return_nothing(module: nn.Module, args: Any, result: Any) -> None:
 
 def leave_fast_path(module: nn.Module) -> None:
     """Give a call's module a hook, without which it might take its fast path."""
-    module.__dict__["_forward_hooks"][-1] = _return_nothing  # torch counts the hooks of users from 0
+    module.__dict__["_forward_hooks"][-1] = (
+        _return_nothing  # torch counts the hooks of users from 0
+    )
 
 
 def without_fast_path(skeleton: Skeleton, units: Iterable[str]) -> tuple[int, ...]:
@@ -32,7 +34,11 @@ def without_fast_path(skeleton: Skeleton, units: Iterable[str]) -> tuple[int, ..
         skeleton: the model.
         units: the paths of the units' modules.
     """
-    layers = [index for index, spec in enumerate(skeleton.specs) if issubclass(spec.cls, nn.TransformerEncoderLayer)]
+    layers = [
+        index
+        for index, spec in enumerate(skeleton.specs)
+        if issubclass(spec.cls, nn.TransformerEncoderLayer)
+    ]
     paths = {index: path for path, index in skeleton.paths().items()} if layers else {}
     return tuple(
         index

@@ -41,7 +41,14 @@ from funcshard.module.methods import read_methods
 from funcshard.module.placeholder import placeholder
 from funcshard.module.remedies import absent_of_sharded
 from funcshard.module.skeleton import Skeleton
-from funcshard.module.unit_forward import UnitCall, UnitEntry, UnitMethods, UnitRun, check_order, through_unit
+from funcshard.module.unit_forward import (
+    UnitCall,
+    UnitEntry,
+    UnitMethods,
+    UnitRun,
+    check_order,
+    through_unit,
+)
 from funcshard.module.unit_setup import (
     Compiler,
     call_precision,
@@ -146,14 +153,26 @@ def fully_shard(
     Source: ``torch.distributed.fsdp.fully_shard``.
     """
     if isinstance(apply, FullyShard):
-        raise TypeError("fully_shard was given a function that is sharded already; pass make_functional's apply itself")
+        raise TypeError(
+            "fully_shard was given a function that is sharded already; pass make_functional's apply itself"
+        )
     if not isinstance(apply, Functional):
-        raise TypeError(f"fully_shard takes the apply that make_functional returned; found {_misfit(apply)}")
+        raise TypeError(
+            f"fully_shard takes the apply that make_functional returned; found {_misfit(apply)}"
+        )
     if compiler is not None:
         check_compiler(compiler)
     with without_collection():
         return _sharded(
-            apply, plan, mesh, schedule, cast, remat, compiler, ignored_params, {} if methods is None else methods
+            apply,
+            plan,
+            mesh,
+            schedule,
+            cast,
+            remat,
+            compiler,
+            ignored_params,
+            {} if methods is None else methods,
         )
 
 
@@ -178,7 +197,9 @@ def _sharded(
     }
     check_mesh(plan, mesh, options, "fully_shard")
     shapes = apply.skeleton.shapes
-    ignored = {name: shapes[name] for name in names_under(ignored_params, tuple(shapes), "ignored_params")}
+    ignored = {
+        name: shapes[name] for name in names_under(ignored_params, tuple(shapes), "ignored_params")
+    }
     _check_plan(apply.skeleton, plan, ignored)
     _warn_of_unfrozen(apply.skeleton, plan)
     if apply.late_changes is not None:
@@ -211,7 +232,11 @@ def _sharded(
         for leaf in buffer.leaves
     }
     numbers = {each.path: each.index for run in runs.values() for each in run.modules}
-    forwards = {} if compiler is None else compile_units(apply, numbers, precision.full_precision, compiler)
+    forwards = (
+        {}
+        if compiler is None
+        else compile_units(apply, numbers, precision.full_precision, compiler)
+    )
     compiled = {numbers[path]: forward for path, forward in forwards.items()}
     classes = [spec.cls for spec in apply.skeleton.specs]
     entered: dict[int, UnitMethods] = {
@@ -225,9 +250,13 @@ def _sharded(
         assert isinstance(apply.method_name, str), "compile_units compiles methods of classes"
         entered[0] = {apply.method_name: through_unit(classes[0], apply.method_name, compiled[0])}
     learner = ScheduleLearner(schedule or make_schedule(plan), schedule is not None)
-    slow_path = without_fast_path(apply.skeleton, [each.path for run in runs.values() for each in run.modules])
+    slow_path = without_fast_path(
+        apply.skeleton, [each.path for run in runs.values() for each in run.modules]
+    )
     warned = Warned(already=compiler is not None)
-    return FullyShard(apply, plan, mesh, runs, entered, outside, ignored, precision, slow_path, learner, warned)
+    return FullyShard(
+        apply, plan, mesh, runs, entered, outside, ignored, precision, slow_path, learner, warned
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -273,7 +302,9 @@ class FullyShard:
         "torch.compile compiles nothing of a function of fully_shard, whose collectives run between graphs: compile its "
         "units with fully_shard(compiler=torch.compile), or whole steps with fs.trace(step, state, batch).compile()"
     )
-    def __call__(self, shards: Shards, buffers: Mapping[str, torch.Tensor], /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(
+        self, shards: Shards, buffers: Mapping[str, torch.Tensor], /, *args: Any, **kwargs: Any
+    ) -> Any:
         check_shards(self.plan, shards)
         apply, learner, outside = self.apply, self._learner, self.outside
         if self.ignored:
@@ -285,11 +316,15 @@ class FullyShard:
         modules = apply.skeleton.instantiate(outside, own, training=apply.training)
         call = UnitCall.start(self.runs, shards, learner, self.mesh)
         root = self.runs.get("")
-        entries = [entry for name, run in self.runs.items() if name != "" for entry in run.entries(call)]
+        entries = [
+            entry for name, run in self.runs.items() if name != "" for entry in run.entries(call)
+        ]
         entries += [(number, forward_in_full_precision) for number in self.precision.full_precision]
         if 0 in self.methods:
             entries.append((0, _run_inside))
-        entered = [(modules[number], UnitEntry(enter, self.methods[number])) for number, enter in entries]
+        entered = [
+            (modules[number], UnitEntry(enter, self.methods[number])) for number, enter in entries
+        ]
         for module, entry in entered:
             entry.begin(module)
         for number in self.slow_path:
@@ -381,7 +416,12 @@ def _misfit(apply: Any) -> str:
 
 def _check_buffers_on_meta(buffers: Mapping[str, torch.Tensor], shards: Shards) -> None:
     """Raise ``ValueError`` if buffers are on meta and shards are not."""
-    if all(shard.is_meta for own in shards.values() for shard in own.values() if isinstance(shard, torch.Tensor)):
+    if all(
+        shard.is_meta
+        for own in shards.values()
+        for shard in own.values()
+        if isinstance(shard, torch.Tensor)
+    ):
         return
     name = next(name for name, value in buffers.items() if value.is_meta)
     raise ValueError(
@@ -392,7 +432,13 @@ def _check_buffers_on_meta(buffers: Mapping[str, torch.Tensor], shards: Shards) 
 
 def _warn_of_unfrozen(skeleton: Skeleton, plan: Plan) -> None:
     """Warn if the plan trains every parameter although some were frozen in the module."""
-    trained = {leaf.path for unit in plan.unit_list for buffer in unit.buffers if buffer.trainable for leaf in buffer.leaves}
+    trained = {
+        leaf.path
+        for unit in plan.unit_list
+        for buffer in unit.buffers
+        if buffer.trainable
+        for leaf in buffer.leaves
+    }
     frozen = sorted(skeleton.frozen & trained)
     if frozen and trained == skeleton.shapes.keys():
         warnings.warn(
@@ -424,7 +470,11 @@ def _check_plan(skeleton: Skeleton, plan: Plan, ignored: Mapping[str, Any]) -> N
             )
     for unit in plan.unit_list:
         for leaf in unit.leaves:
-            outside = [name for name in skeleton.parameters[leaf.path] if not tree.is_under_any(name, unit.paths)]
+            outside = [
+                name
+                for name in skeleton.parameters[leaf.path]
+                if not tree.is_under_any(name, unit.paths)
+            ]
             if outside:
                 raise ValueError(
                     f"parameter {leaf.path!r} is tied to {outside[0]!r}, which lies outside unit {unit.title!r} that owns "

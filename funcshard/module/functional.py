@@ -28,7 +28,9 @@ from funcshard.module.unchanged import unchanged
 Tensors = dict[str, torch.Tensor]
 
 
-def make_functional(module: nn.Module, mutable: bool = False) -> tuple[Functional, Tensors, Tensors]:
+def make_functional(
+    module: nn.Module, mutable: bool = False
+) -> tuple[Functional, Tensors, Tensors]:
     """Turn a module into a pure function of its parameters and buffers.
 
     A call of the function changes neither the module nor the call's arguments, and later changes of
@@ -81,7 +83,10 @@ def make_functional(module: nn.Module, mutable: bool = False) -> tuple[Functiona
     if not isinstance(module, nn.Module):
         found, remedy = type(module).__name__, "unshard shards a function of your own"
         if isinstance(module, type) and issubclass(module, nn.Module):
-            found, remedy = f"the class {module.__name__}", f"make a module of it, as in {module.__name__}(...)"
+            found, remedy = (
+                f"the class {module.__name__}",
+                f"make a module of it, as in {module.__name__}(...)",
+            )
         elif isinstance(module, Functional):
             found, remedy = "a function that make_functional returned", "pass it to fully_shard"
         raise TypeError(f"make_functional takes a torch.nn.Module; found {found}: {remedy}")
@@ -100,7 +105,13 @@ def make_functional(module: nn.Module, mutable: bool = False) -> tuple[Functiona
             params[name].funcshard_names = skeleton.state_names  # type: ignore[attr-defined]
     discarded = None if mutable else DiscardedChanges.of(skeleton)
     late_changes = LateChanges.of(module)
-    return Functional(skeleton, mutable, discarded, DiscardedState(skeleton), late_changes=late_changes), params, buffers
+    return (
+        Functional(
+            skeleton, mutable, discarded, DiscardedState(skeleton), late_changes=late_changes
+        ),
+        params,
+        buffers,
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,7 +143,12 @@ class Functional:
     late_changes: LateChanges | None = None
 
     def __call__(
-        self, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], /, *args: Any, **kwargs: Any
+        self,
+        params: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+        /,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         if isinstance(params, Mapping) and len(params) > len(self.skeleton.parameters):
             params = self.without_ties(params)
@@ -173,7 +189,9 @@ class Functional:
         Raises:
             AttributeError: the module has no such method.
         """
-        if isinstance(name, nn.Module) or (not callable(name) and not callable(getattr(self.skeleton.template, name, None))):
+        if isinstance(name, nn.Module) or (
+            not callable(name) and not callable(getattr(self.skeleton.template, name, None))
+        ):
             raise AttributeError(f"{type(self.skeleton.template).__name__} has no method {name!r}")
         return dataclasses.replace(self, method_name=name)
 
@@ -208,7 +226,12 @@ class Functional:
         Raises:
             ValueError: there are different values under two names of a tied parameter.
         """
-        first = {name: names[0] for names in self.ties for name in names[1:] if name in params and names[0] in params}
+        first = {
+            name: names[0]
+            for names in self.ties
+            for name in names[1:]
+            if name in params and names[0] in params
+        }
         for name, other in first.items():
             if params[name] is not params[other] and not torch.equal(params[name], params[other]):
                 raise ValueError(
@@ -268,10 +291,18 @@ class Functional:
     def check_names(what: str, given: Any, expected: Mapping[str, Any]) -> None:
         """Raise unless ``given`` is a dictionary with exactly the expected names."""
         if not isinstance(given, Mapping):
-            remedy = module_remedy(given, f"{what}") or "pass the dictionary that make_functional returned"
-            raise TypeError(f"{what} must be a dictionary {{name: tensor}}; found {type(given).__name__}: {remedy}")
+            remedy = (
+                module_remedy(given, f"{what}")
+                or "pass the dictionary that make_functional returned"
+            )
+            raise TypeError(
+                f"{what} must be a dictionary {{name: tensor}}; found {type(given).__name__}: {remedy}"
+            )
         if given.keys() != expected.keys():
-            missing, unexpected = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
+            missing, unexpected = (
+                sorted(expected.keys() - given.keys()),
+                sorted(given.keys() - expected.keys()),
+            )
             remedy = "pass the dictionary that make_functional returned, or one with its names"
             if is_tree_of_shards(given):
                 remedy = "these are shards: call the function of fully_shard, or fs.gather(shards, plan, mesh) first"
@@ -284,5 +315,10 @@ class Functional:
 def _copies(tensors: Mapping[str, torch.Tensor]) -> Tensors:
     """Return copies of tensors; those of large ones share their memory until it is written to."""
     # Why not below a transform: it has to see the copy, and so has a graph that is recorded.
-    large = torch.clone if torch.compiler.is_compiling() or recording_or_transforming() else late_copy
-    return {name: each.clone() if each.numel() < LARGE else large(each) for name, each in tensors.items()}
+    large = (
+        torch.clone if torch.compiler.is_compiling() or recording_or_transforming() else late_copy
+    )
+    return {
+        name: each.clone() if each.numel() < LARGE else large(each)
+        for name, each in tensors.items()
+    }

@@ -33,11 +33,15 @@ def take_ignored(
         TypeError: ``buffers`` is not a dictionary.
     """
     if not isinstance(buffers, Mapping):
-        raise TypeError(f"buffers must be a dictionary {{name: tensor}}; found {type(buffers).__name__}")
+        raise TypeError(
+            f"buffers must be a dictionary {{name: tensor}}; found {type(buffers).__name__}"
+        )
     for name, shape in ignored.items():
         given = buffers.get(name)
         if not isinstance(given, torch.Tensor) or given.shape != shape:
-            found = str(tuple(given.shape)) if isinstance(given, torch.Tensor) else type(given).__name__
+            found = (
+                str(tuple(given.shape)) if isinstance(given, torch.Tensor) else type(given).__name__
+            )
             found = "nothing" if given is None else found
             raise ValueError(
                 f"buffers must hold a tensor of shape {tuple(shape)} for {name!r}, which is in ignored_params; found "

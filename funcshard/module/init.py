@@ -19,7 +19,15 @@ from torch import nn
 
 from funcshard._utils import check_choice, version
 from funcshard.comm import Mesh, check_same
-from funcshard.core import LeafChecksums, Shards, check_leaf, check_mesh, cut, empty_shard, put_whole
+from funcshard.core import (
+    LeafChecksums,
+    Shards,
+    check_leaf,
+    check_mesh,
+    cut,
+    empty_shard,
+    put_whole,
+)
 from funcshard.module.block_draws import BlockDraws, drawn_values
 from funcshard.module.placeholder import placeholder
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of, innermost_in, own_axes
@@ -33,7 +41,9 @@ _REMEDY = (
 _Location = tuple[UnitPlan, BufferPlan, LeafSpec]
 
 
-def init_shards(init: Callable[[UnitPlan], Mapping[str, torch.Tensor]], plan: Plan, mesh: Mesh) -> Shards:
+def init_shards(
+    init: Callable[[UnitPlan], Mapping[str, torch.Tensor]], plan: Plan, mesh: Mesh
+) -> Shards:
     """Make the shards of new parameters, with the full leaves of only one unit in memory at a time.
 
     Every rank calls ``init`` for every unit, in plan order, keeps its slices of the leaves, and
@@ -198,21 +208,31 @@ def _reset_module(
     """Reset a copy of the module, one unit after another; see ``init_module``."""
     locations = _locate(module, plan)
     new = copy.deepcopy(module)  # cheap: its parameters are meta tensors
-    frozen = {path for path, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
+    frozen = {
+        path
+        for path, parameter in module.named_parameters(remove_duplicate=False)
+        if not parameter.requires_grad
+    }
     blank_buffers = _allocate_buffers(new, mesh.device)
     placeholders: dict[str, Any] = {
         leaf.path: placeholder(leaf, buffer, unit.in_full_precision(), mesh.device)
         for unit, buffer, leaf in dict.fromkeys(locations.values())
     }
     for path, m in new.named_modules():
-        m._parameters.update({key: placeholders[locations[name][2].path] for key, name in _own_parameters(path, m)})
+        m._parameters.update(
+            {key: placeholders[locations[name][2].path] for key, name in _own_parameters(path, m)}
+        )
     shards = {u.name: {b.key: empty_shard(u, b, mesh) for b in u.buffers} for u in plan.unit_list}
     written: set[str] = set()
     later: dict[str, Callable[[], None]] = {}  # a reset may overwrite what it drew before
 
     def reset_together(members: list[tuple[str, nn.Module]]) -> None:
         """Allocate parameters of one unit's modules, reset these, and keep this rank's slices."""
-        own = [(m, key, name, locations[name]) for path, m in members for key, name in _own_parameters(path, m)]
+        own = [
+            (m, key, name, locations[name])
+            for path, m in members
+            for key, name in _own_parameters(path, m)
+        ]
         blank = {
             leaf.path: _blank_parameter(leaf, buffer, mesh.device, name in frozen, draws)
             for _, _, name, (_, buffer, leaf) in own
@@ -244,13 +264,17 @@ def _reset_module(
 
     innermost = innermost_in({unit.name: unit.paths for unit in plan.unit_list})
     with torch.no_grad():
-        for _, members in itertools.groupby(_in_apply_order("", new), lambda item: innermost(item[0]) or ""):
+        for _, members in itertools.groupby(
+            _in_apply_order("", new), lambda item: innermost(item[0]) or ""
+        ):
             reset_together(list(members))
         for path, put_values in later.items():
             try:
                 put_values()
             except Exception as error:
-                error.add_note(f"while parameter {path!r} was drawn in blocks, as its module's reset had asked")
+                error.add_note(
+                    f"while parameter {path!r} was drawn in blocks, as its module's reset had asked"
+                )
                 raise
     written |= later.keys()
     buffers = dict(new.named_buffers())
@@ -279,7 +303,11 @@ def _in_apply_order(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Modu
 
 def _own_parameters(path: str, module: nn.Module) -> list[tuple[str, str]]:
     """Return (key in the module's table, name in the model) of the module's own parameters."""
-    return [(key, f"{path}.{key}".removeprefix(".")) for key, p in module._parameters.items() if p is not None]
+    return [
+        (key, f"{path}.{key}".removeprefix("."))
+        for key, p in module._parameters.items()
+        if p is not None
+    ]
 
 
 def _locate(module: nn.Module, plan: Plan) -> dict[str, _Location]:
@@ -292,7 +320,10 @@ def _locate(module: nn.Module, plan: Plan) -> dict[str, _Location]:
         for name in (leaf.path, *leaf.aliases)
     }
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    missing, unexpected = sorted(parameters.keys() - locations.keys()), sorted(locations.keys() - parameters.keys())
+    missing, unexpected = (
+        sorted(parameters.keys() - locations.keys()),
+        sorted(locations.keys() - parameters.keys()),
+    )
     if missing or unexpected:
         raise ValueError(
             f"the plan was made for another module; it lacks {missing[:3] or 'nothing'} of this one's parameters and has "
@@ -324,7 +355,12 @@ def _blank_parameter(
 
 def _blank(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a tensor that shows whether it was written: it is full of NaN, or its version is 0."""
-    return torch.full(shape, float("nan") if dtype.is_floating_point or dtype.is_complex else 0, dtype=dtype, device=device)
+    return torch.full(
+        shape,
+        float("nan") if dtype.is_floating_point or dtype.is_complex else 0,
+        dtype=dtype,
+        device=device,
+    )
 
 
 def _was_written(value: torch.Tensor | None, blank: torch.Tensor, name: str) -> bool:
@@ -353,7 +389,9 @@ def _allocate_buffers(module: nn.Module, device: torch.device) -> dict[str, torc
         if old.is_meta:
             blank_buffers[name] = replaced[id(old)]
     for m in module.modules():
-        m._buffers.update({key: replaced[id(old)] for key, old in m._buffers.items() if old is not None})
+        m._buffers.update(
+            {key: replaced[id(old)] for key, old in m._buffers.items() if old is not None}
+        )
     return blank_buffers
 
 
@@ -388,4 +426,6 @@ def _check_random_state(mesh: Mesh) -> None:
     if mesh.device.type == "cuda":
         states.append(torch.cuda.get_rng_state(mesh.device))
     digest = hashlib.sha256(b"".join(bytes(state.tolist()) for state in states)).hexdigest()[:16]
-    check_same(mesh, digest, "the state of torch's random number generators, as after torch.manual_seed,")
+    check_same(
+        mesh, digest, "the state of torch's random number generators, as after torch.manual_seed,"
+    )

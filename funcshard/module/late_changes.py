@@ -66,10 +66,16 @@ class LateChanges:
         if module is None or (now := _sums(module)).modules != self.sums.modules:
             return
         if any(parameter.is_meta for parameter in module.parameters()):
-            now = now._replace(versions=self.sums.versions)  # its values were dropped, to free memory
+            now = now._replace(
+                versions=self.sums.versions
+            )  # its values were dropped, to free memory
         if now == self.sums:
             return
-        changes = [words for name, words in _WORDS.items() if getattr(now, name) != getattr(self.sums, name)]
+        changes = [
+            words
+            for name, words in _WORDS.items()
+            if getattr(now, name) != getattr(self.sums, name)
+        ]
         warnings.warn(
             f"{type(module).__name__} was changed after make_functional had copied it: {', and '.join(changes)}. Neither "
             f"apply nor params see that: change the module first, or call make_functional again; for values alone call "
@@ -88,14 +94,20 @@ def _sums(module: nn.Module) -> _Sums:
         tensors += state["_parameters"].values()
         training += state["training"]
         if state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"]:
-            hooks += len(state["_forward_hooks"]) + len(state["_forward_pre_hooks"]) + len(state["_backward_hooks"])
+            hooks += (
+                len(state["_forward_hooks"])
+                + len(state["_forward_pre_hooks"])
+                + len(state["_backward_hooks"])
+            )
         for child in state["_modules"].values():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
                 modules.append(child)
     found = [tensor for tensor in tensors if tensor is not None]
     trainable = sum([tensor.requires_grad for tensor in found])
-    versions = sum([version(tensor) for tensor in found if not tensor.is_inference()])  # such tensors have none
+    versions = sum(
+        [version(tensor) for tensor in found if not tensor.is_inference()]
+    )  # such tensors have none
     return _Sums(len(modules), versions, trainable, training, hooks)
 
 

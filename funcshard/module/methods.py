@@ -17,7 +17,9 @@ from funcshard.module.functional import Functional
 from funcshard.plan import last_match, matches
 
 
-def read_methods(methods: Any, apply: Functional, units: Mapping[str, int]) -> dict[int, tuple[str, ...]]:
+def read_methods(
+    methods: Any, apply: Functional, units: Mapping[str, int]
+) -> dict[int, tuple[str, ...]]:
     """Return the names of the methods by index of the module, after checking them.
 
     Arguments:
@@ -38,7 +40,9 @@ def read_methods(methods: Any, apply: Functional, units: Mapping[str, int]) -> d
     paths = [path for path in units if path]
     for entry, names in methods.items():
         if isinstance(names, str) or not isinstance(names, Iterable):
-            raise TypeError(f"the methods of {entry!r} must be a list of names; found {names!r}: write [{names!r}]")
+            raise TypeError(
+                f"the methods of {entry!r} must be a list of names; found {names!r}: write [{names!r}]"
+            )
         if entry == "":
             raise ValueError(
                 "methods are those of units inside the model; found those of the root '': call "
@@ -74,5 +78,11 @@ def read_methods(methods: Any, apply: Functional, units: Mapping[str, int]) -> d
 
 def _own_methods(cls: type[nn.Module]) -> list[str]:
     """Return the names of the methods that a class has besides those of ``nn.Module``."""
-    names = [name for name in dir(cls) if not name.startswith("_") and name != "forward" and not hasattr(nn.Module, name)]
-    return [name for name in names if isinstance(inspect.getattr_static(cls, name), types.FunctionType)]
+    names = [
+        name
+        for name in dir(cls)
+        if not name.startswith("_") and name != "forward" and not hasattr(nn.Module, name)
+    ]
+    return [
+        name for name in names if isinstance(inspect.getattr_static(cls, name), types.FunctionType)
+    ]

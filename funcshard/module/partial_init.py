@@ -23,7 +23,9 @@ from funcshard.plan import Plan, own_axes
 Reset = Callable[[nn.Module], object]
 
 
-def init_buffers(module: nn.Module, mesh: Mesh, *, reset: Reset | None = None) -> dict[str, torch.Tensor]:
+def init_buffers(
+    module: nn.Module, mesh: Mesh, *, reset: Reset | None = None
+) -> dict[str, torch.Tensor]:
     """Compute the buffers of a module on meta, such as the tables of rotary embeddings.
 
     Each module that holds a buffer on meta is reset, and so are the modules around it, children
@@ -120,7 +122,9 @@ def _reset_parameters(
 def _replace(module: nn.Module, old: Any, new: Any) -> None:
     """Replace one parameter in every table: a tied one stands in several."""
     for m in module.modules():
-        m._parameters.update({key: new for key, parameter in m._parameters.items() if parameter is old})
+        m._parameters.update(
+            {key: new for key, parameter in m._parameters.items() if parameter is old}
+        )
 
 
 def _reset_buffers(module: nn.Module, mesh: Mesh, reset: Reset | None) -> dict[str, torch.Tensor]:
@@ -128,13 +132,19 @@ def _reset_buffers(module: nn.Module, mesh: Mesh, reset: Reset | None) -> dict[s
     replaced: dict[int, torch.Tensor] = {}
     blanks: dict[str, torch.Tensor] = {}
     for name, old in module.named_buffers():
-        replaced[id(old)] = _blank(old, mesh.device) if old.is_meta else old.to(mesh.device, copy=True)
+        replaced[id(old)] = (
+            _blank(old, mesh.device) if old.is_meta else old.to(mesh.device, copy=True)
+        )
         blanks |= {name: replaced[id(old)]} if old.is_meta else {}
     for m in module.modules():
-        m._buffers.update({key: replaced[id(old)] for key, old in m._buffers.items() if old is not None})
+        m._buffers.update(
+            {key: replaced[id(old)] for key, old in m._buffers.items() if old is not None}
+        )
     _reset_around(module, blanks, reset)
     _check_written(
-        {name: holder._buffers[key] for name in blanks for holder, key in [_place(module, name)]}, blanks, "buffer"
+        {name: holder._buffers[key] for name in blanks for holder, key in [_place(module, name)]},
+        blanks,
+        "buffer",
     )
     return dict(module.named_buffers())
 
@@ -150,16 +160,26 @@ def _reset_around(module: nn.Module, blanks: Mapping[str, Any], reset: Reset | N
     }
     modules = dict(module.named_modules())
     with torch.no_grad():
-        for path in sorted(around & modules.keys(), key=lambda path: (-(path.count(".") + bool(path)), path)):
+        for path in sorted(
+            around & modules.keys(), key=lambda path: (-(path.count(".") + bool(path)), path)
+        ):
             chosen = reset or _init_weights_around(module, path)
             if chosen is not None:
                 chosen(modules[path])
         for path, own_blanks in holders.items() if reset is None else ():
             m = modules[path]
-            held = [t for t in (*m._parameters.values(), *m._buffers.values()) if t is not None and not t.is_meta]
+            held = [
+                t
+                for t in (*m._parameters.values(), *m._buffers.values())
+                if t is not None and not t.is_meta
+            ]
             own = getattr(m, "reset_parameters", None) or getattr(m, "_reset_parameters", None)
-            if own is not None and any(_is_blank(tensor) for tensor in held if any(tensor is each for each in own_blanks)):
-                written = [(tensor, tensor.detach().clone()) for tensor in held if not _is_blank(tensor)]
+            if own is not None and any(
+                _is_blank(tensor) for tensor in held if any(tensor is each for each in own_blanks)
+            ):
+                written = [
+                    (tensor, tensor.detach().clone()) for tensor in held if not _is_blank(tensor)
+                ]
                 own()
                 for tensor, value in written:  # _init_weights has decided on these
                     tensor.copy_(value)
@@ -185,7 +205,11 @@ def _blank(old: Any, device: torch.device) -> Any:
     """Return a tensor that shows whether it was written: it is full of NaN, or its version is 0."""
     filler = float("nan") if old.is_floating_point() or old.is_complex() else 0
     blank = torch.full(old.shape, filler, dtype=old.dtype, device=device)
-    return nn.Parameter(blank, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else blank
+    return (
+        nn.Parameter(blank, requires_grad=old.requires_grad)
+        if isinstance(old, nn.Parameter)
+        else blank
+    )
 
 
 def _is_blank(value: torch.Tensor) -> bool:
@@ -196,7 +220,9 @@ def _is_blank(value: torch.Tensor) -> bool:
 
 
 def _check_written(found: Mapping[str, Any], blanks: Mapping[str, Any], what: str) -> None:
-    unwritten = sorted(name for name, value in found.items() if value is blanks[name] and _is_blank(value))
+    unwritten = sorted(
+        name for name, value in found.items() if value is blanks[name] and _is_blank(value)
+    )
     if unwritten:
         raise ValueError(
             f"every {what} on meta must be written by the reset of a module that holds it; no reset wrote "

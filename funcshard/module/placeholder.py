@@ -10,7 +10,9 @@ from funcshard._utils import graph_task_id, no_torch_function, tree, wrapper_sub
 from funcshard.plan import BufferPlan, LeafSpec, UnitPlan
 
 
-def placeholder(leaf: LeafSpec, buffer: BufferPlan, unit: UnitPlan, device: torch.device) -> torch.Tensor:
+def placeholder(
+    leaf: LeafSpec, buffer: BufferPlan, unit: UnitPlan, device: torch.device
+) -> torch.Tensor:
     """Return a tensor with the shape, dtype and device of the gathered leaf, but without values.
 
     Models look at shapes, dtypes and devices of parameters in many places, and that goes on

@@ -43,7 +43,9 @@ class Rebinding:
         cells = list(old.__closure__ or ())
         for number in self.followed:
             cells[number] = types.CellType()
-        new = types.FunctionType(old.__code__, old.__globals__, old.__name__, old.__defaults__, tuple(cells))
+        new = types.FunctionType(
+            old.__code__, old.__globals__, old.__name__, old.__defaults__, tuple(cells)
+        )
         new.__kwdefaults__, new.__qualname__ = old.__kwdefaults__, old.__qualname__
         new.__dict__.update(old.__dict__)
         return new
@@ -51,7 +53,10 @@ class Rebinding:
     def fill(self, new: types.FunctionType, memo: dict[int, Any]) -> None:
         """Give a copy what the function captured, copied: the contents of cells, and defaults."""
         for number in self.followed:
-            old_cell, new_cell = (self.function.__closure__ or ())[number], (new.__closure__ or ())[number]
+            old_cell, new_cell = (
+                (self.function.__closure__ or ())[number],
+                (new.__closure__ or ())[number],
+            )
             new_cell.cell_contents = copied(old_cell.cell_contents, memo)
         if self.defaults:
             new.__defaults__ = copied(self.function.__defaults__, memo)
@@ -82,7 +87,9 @@ def references(values: Iterable[Any], tree: Collection[int]) -> tuple[Rebindings
             if issubclass(type(found), (DeviceMesh, torch.jit.ScriptFunction)):
                 shared[id(found)] = found
             elif isinstance(found, types.FunctionType) and id(found) not in functions:
-                followed = tuple(n for n, cell in enumerate(found.__closure__ or ()) if _leads(cell, tree))
+                followed = tuple(
+                    n for n, cell in enumerate(found.__closure__ or ()) if _leads(cell, tree)
+                )
                 defaults = _leads(found.__defaults__, tree) or _leads(found.__kwdefaults__, tree)
                 if followed or defaults:
                     functions[id(found)] = Rebinding(found, followed, defaults)
@@ -91,7 +98,11 @@ def references(values: Iterable[Any], tree: Collection[int]) -> tuple[Rebindings
     rebound = [
         method
         for method in methods.values()
-        if (id(method.__func__) in functions if isinstance(method.__func__, types.FunctionType) else _leads(method, tree))
+        if (
+            id(method.__func__) in functions
+            if isinstance(method.__func__, types.FunctionType)
+            else _leads(method, tree)
+        )
     ]
     return (*functions.values(), *rebound), tuple(shared.values())
 
@@ -127,7 +138,9 @@ class _MethodsToo(dict[int, Any]):
         found = super().get(key, self)
         if found is self and key in self.methods:
             method = self.methods[key]
-            found = self[key] = types.MethodType(copied(method.__func__, self), copied(method.__self__, self))
+            found = self[key] = types.MethodType(
+                copied(method.__func__, self), copied(method.__self__, self)
+            )
         return default if found is self else found
 
 

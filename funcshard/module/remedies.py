@@ -13,7 +13,11 @@ from torch import nn
 from funcshard._utils import absent
 
 _CASTS = ("to", "cuda", "cpu", "half", "bfloat16", "float", "double")
-_HOOK_METHODS = ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook")
+_HOOK_METHODS = (
+    "register_forward_hook",
+    "register_forward_pre_hook",
+    "register_full_backward_hook",
+)
 _BEFORE = "the function has no parameters of its own: make_functional returned them as params"
 _HOOKS = "register hooks on the module before make_functional"
 _APPLY = {
@@ -47,7 +51,10 @@ _SHARDED = {
     "save_pretrained": "call fs.save_pretrained(folder, apply, shards, plan, mesh)",
     "gradient_checkpointing_enable": _CHECKPOINTING,
     "activation_checkpointing_enable": _CHECKPOINTING,
-    **dict.fromkeys(_CASTS, "shards live where the mesh is: pass device= to init_mesh, and dtypes to make_plan(precision=)"),
+    **dict.fromkeys(
+        _CASTS,
+        "shards live where the mesh is: pass device= to init_mesh, and dtypes to make_plan(precision=)",
+    ),
 }
 
 
@@ -58,7 +65,9 @@ def absent_of_apply(name: str, cls: type | None) -> AttributeError:
         name: the attribute.
         cls: the module's class, if it is known.
     """
-    return absent("a function of make_functional", name, _with_method(_APPLY, name, cls, "apply.method({!r})"))
+    return absent(
+        "a function of make_functional", name, _with_method(_APPLY, name, cls, "apply.method({!r})")
+    )
 
 
 def absent_of_sharded(name: str, cls: type | None) -> AttributeError:
@@ -67,8 +76,15 @@ def absent_of_sharded(name: str, cls: type | None) -> AttributeError:
     return absent("a function of fully_shard", name, _with_method(_SHARDED, name, cls, call))
 
 
-def _with_method(remedies: Mapping[str, str], name: str, cls: type | None, call: str) -> Mapping[str, str]:
+def _with_method(
+    remedies: Mapping[str, str], name: str, cls: type | None, call: str
+) -> Mapping[str, str]:
     """Return the remedies, with one for a method of the module's own class."""
-    if name in remedies or name.startswith("_") or hasattr(nn.Module, name) or not callable(getattr(cls, name, None)):
+    if (
+        name in remedies
+        or name.startswith("_")
+        or hasattr(nn.Module, name)
+        or not callable(getattr(cls, name, None))
+    ):
         return remedies
     return {name: f"it is a method of the module, whose function is {call.format(name)}"}

@@ -57,7 +57,14 @@ from funcshard.module.walking import ModuleTree, walk
 _SHARED_TABLES = tuple(
     (key, kind)
     for key, kind in TORCH_CONTAINERS.items()
-    if key not in (*TABLES, "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if key
+    not in (
+        *TABLES,
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_backward_hooks",
+        "_backward_pre_hooks",
+    )
 )
 
 
@@ -152,9 +159,15 @@ class Skeleton:
             state["_backward_pre_hooks"] = OrderedDict()
             state.update(spec.attributes)
             own, kept, inner = spec.parameters, spec.buffers, spec.children
-            state["_parameters"] = {k: v if v is None else parameters[v] for k, v in own.items()} if own else {}
-            state["_buffers"] = {k: v if v is None else buffers[v] for k, v in kept.items()} if kept else {}
-            state["_modules"] = {k: v if v is None else modules[v] for k, v in inner.items()} if inner else {}
+            state["_parameters"] = (
+                {k: v if v is None else parameters[v] for k, v in own.items()} if own else {}
+            )
+            state["_buffers"] = (
+                {k: v if v is None else buffers[v] for k, v in kept.items()} if kept else {}
+            )
+            state["_modules"] = (
+                {k: v if v is None else modules[v] for k, v in inner.items()} if inner else {}
+            )
             if training is not None:
                 state["training"] = training
             set_state(module, "__dict__", state)
@@ -163,15 +176,21 @@ class Skeleton:
         if self.copied_attributes:
             # Why this memo: deepcopy follows an attribute to the template's modules and empty
             # tensors, and the memo makes the copy refer to the call's modules and tensors instead.
-            memo: dict[int, Any] = {old: modules[index] for old, index in self.module_indices.items()}
+            memo: dict[int, Any] = {
+                old: modules[index] for old, index in self.module_indices.items()
+            }
             memo.update(
-                (old, parameters[name] if name in parameters else buffers[name]) for old, name in self.tensor_names.items()
+                (old, parameters[name] if name in parameters else buffers[name])
+                for old, name in self.tensor_names.items()
             )
             memo.update((id(each), each) for each in self.shared)
             if self.large and not recording_or_transforming():
                 memo.update((id(each), late_copy(each)) for each in self.large)
             # An attribute may be the handle of a hook, which refers to the hook's table.
-            memo.update((id(self.specs[i].attributes[k]), modules[i].__dict__[k]) for i, k in self.hook_tables)
+            memo.update(
+                (id(self.specs[i].attributes[k]), modules[i].__dict__[k])
+                for i, k in self.hook_tables
+            )
             memo, made = rebind(self.rebindings, memo)
             for index, name in self.copied_attributes:
                 modules[index].__dict__[name] = copied(self.specs[index].attributes[name], memo)
@@ -230,7 +249,9 @@ class Skeleton:
         return tuple(found)
 
 
-def make_skeleton(module: nn.Module) -> tuple[Skeleton, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def make_skeleton(
+    module: nn.Module,
+) -> tuple[Skeleton, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Split ``module`` into a skeleton, its parameters and its buffers.
 
     None of them shares memory with ``module``.
@@ -249,14 +270,18 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, dict[str, torch.Tensor],
     names = template.tensor_names
     indices = {id(m): index for index, m in enumerate(template.modules)}
     specs = tuple([_spec(m, names, indices) for m in template.modules])
-    attributes = [(index, key, value) for index, each in enumerate(template.attributes) for key, value in each]
+    attributes = [
+        (index, key, value) for index, each in enumerate(template.attributes) for key, value in each
+    ]
     # Why not torch's own: a hook may refer to any module that its user likes.
     own = [
         (index, key, value)
         for index, key, value in attributes
         if key not in TORCH_ATTRIBUTES and key not in graph_attributes(specs[index].cls)
     ]
-    rebindings, shared = references((value for _, _, value in own if may_refer(value)), indices.keys() | names.keys())
+    rebindings, shared = references(
+        (value for _, _, value in own if may_refer(value)), indices.keys() | names.keys()
+    )
     rebound = {id(each.function) for each in rebindings if isinstance(each, Rebinding)}
     in_state_dict = state_names(module, tree.every, tree.classes)
     known = set(in_state_dict)
@@ -272,34 +297,52 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, dict[str, torch.Tensor],
                 if id(value) in rebound or _needs_copy(specs[index].cls, key, value)
             ]
         ),
-        hook_tables=tuple([(index, key) for index, key, value in attributes if _is_plain_table(key, value)]),
+        hook_tables=tuple(
+            [(index, key) for index, key, value in attributes if _is_plain_table(key, value)]
+        ),
         parameters=tree.parameter_names,
-        frozen=frozenset([name for name, parameter in tree.parameters.items() if not parameter.requires_grad]),
+        frozen=frozenset(
+            [name for name, parameter in tree.parameters.items() if not parameter.requires_grad]
+        ),
         shapes={name: tuple(parameter.shape) for name, parameter in tree.parameters.items()},
         buffers=tree.buffer_names,
-        persistent=frozenset([name for names in tree.buffer_names.values() for name in names if name in known]),
+        persistent=frozenset(
+            [name for names in tree.buffer_names.values() for name in names if name in known]
+        ),
         state_names=in_state_dict,
         rebindings=rebindings,
         shared=shared,
         large=_large_tensors(value for _, _, value in own),
     )
     _check_copies(skeleton, tree, own)
-    parameters = {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in tree.parameters.items()}
+    parameters = {
+        n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in tree.parameters.items()
+    }
     return skeleton, parameters, {n: b.detach().clone() for n, b in tree.buffers.items()}
 
 
-def _spec(m: nn.Module, tensor_names: Mapping[int, str], module_indices: Mapping[int, int]) -> ModuleSpec:
+def _spec(
+    m: nn.Module, tensor_names: Mapping[int, str], module_indices: Mapping[int, int]
+) -> ModuleSpec:
     """Return a module of a template as data."""
-    attributes = {key: value for key, value in m.__dict__.items() if key not in TORCH_CONTAINERS or value}
+    attributes = {
+        key: value for key, value in m.__dict__.items() if key not in TORCH_CONTAINERS or value
+    }
     parameters, buffers, children = [m.__dict__[key] for key in TABLES]
     for key in TABLES:
         attributes.pop(key, None)
     return ModuleSpec(
         class_for_calls(m),
         attributes,
-        {key: None if value is None else tensor_names[id(value)] for key, value in parameters.items()},
+        {
+            key: None if value is None else tensor_names[id(value)]
+            for key, value in parameters.items()
+        },
         {key: None if value is None else tensor_names[id(value)] for key, value in buffers.items()},
-        {key: None if value is None else module_indices[id(value)] for key, value in children.items()},
+        {
+            key: None if value is None else module_indices[id(value)]
+            for key, value in children.items()
+        },
     )
 
 
@@ -310,7 +353,9 @@ def _restored(values: dict[str, Any]) -> Skeleton:
     tensor_names = {}
     for spec, m in zip(values["specs"], unique, strict=True):
         for tensors, names in ((m._parameters, spec.parameters), (m._buffers, spec.buffers)):
-            tensor_names.update({id(tensors[key]): name for key, name in names.items() if name is not None})
+            tensor_names.update(
+                {id(tensors[key]): name for key, name in names.items() if name is not None}
+            )
     return Skeleton(**values | {"module_indices": module_indices, "tensor_names": tensor_names})
 
 
@@ -340,19 +385,36 @@ def _large_tensors(values: Iterable[Any]) -> tuple[torch.Tensor, ...]:
     """Return the large plain tensors among attributes, and inside their lists and dictionaries."""
     tensors: dict[int, torch.Tensor] = {}
     for value in values:
-        inner = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
-        tensors.update((id(each), each) for each in inner if type(each) is torch.Tensor and each.layout is torch.strided)
-    storages = Counter(map(storage_id, tensors.values()))  # of views, deepcopy copies the memory once
+        inner = (
+            value.values()
+            if type(value) is dict
+            else value
+            if type(value) in (list, tuple)
+            else (value,)
+        )
+        tensors.update(
+            (id(each), each)
+            for each in inner
+            if type(each) is torch.Tensor and each.layout is torch.strided
+        )
+    storages = Counter(
+        map(storage_id, tensors.values())
+    )  # of views, deepcopy copies the memory once
     return tuple(
         [
             each
             for each in tensors.values()
-            if each.numel() >= LARGE and not each.requires_grad and storages[storage_id(each)] == 1 and not each.__dict__
+            if each.numel() >= LARGE
+            and not each.requires_grad
+            and storages[storage_id(each)] == 1
+            and not each.__dict__
         ]
     )
 
 
-def _check_copies(skeleton: Skeleton, tree: ModuleTree, attributes: list[tuple[int, str, Any]]) -> None:
+def _check_copies(
+    skeleton: Skeleton, tree: ModuleTree, attributes: list[tuple[int, str, Any]]
+) -> None:
     """Raise if an attribute copied for a call would still lead to a module outside the call.
 
     Arguments:

@@ -29,8 +29,12 @@ from funcshard.module.walking import ModuleTree, walk
 
 TABLES = ("_parameters", "_buffers", "_modules")
 TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__)  # hooks, tables, the training flag
-TORCH_CONTAINERS = {key: type(value) for key, value in nn.Module().__dict__.items() if isinstance(value, dict | set)}
-_GRAPH_ATTRIBUTES = frozenset(fx.GraphModule({}, fx.Graph()).__dict__) - TORCH_ATTRIBUTES  # the graph, its code
+TORCH_CONTAINERS = {
+    key: type(value) for key, value in nn.Module().__dict__.items() if isinstance(value, dict | set)
+}
+_GRAPH_ATTRIBUTES = (
+    frozenset(fx.GraphModule({}, fx.Graph()).__dict__) - TORCH_ATTRIBUTES
+)  # the graph, its code
 Attributes = list[tuple[str, Any]]
 
 
@@ -57,7 +61,11 @@ def make_template(tree: ModuleTree) -> Template:
     empty = torch.empty(0, device="meta", dtype=torch.float32)
     for tensors in (tree.parameters, tree.buffers):
         for name, tensor in tensors.items():
-            own = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty.detach()
+            own = (
+                nn.Parameter(empty, requires_grad=False)
+                if isinstance(tensor, nn.Parameter)
+                else empty.detach()
+            )
             memo[id(tensor)] = own
             tensor_names[id(own)] = name
     modules = [m for _, m in tree.modules]
@@ -79,7 +87,9 @@ def make_template(tree: ModuleTree) -> Template:
                 # deepcopy refuses.
                 if isinstance(found, torch.Tensor) and found.grad_fn is not None:
                     memo[id(found)] = found.detach().clone()
-    of_tree = {id(m) for m in modules} | {id(tensor) for ts in (tree.parameters, tree.buffers) for tensor in ts.values()}
+    of_tree = {id(m) for m in modules} | {
+        id(tensor) for ts in (tree.parameters, tree.buffers) for tensor in ts.values()
+    }
     rebindings, shared = references(captured, of_tree)
     memo.update((id(each), each) for each in shared)
     memo, made = rebind(rebindings, memo)
@@ -96,10 +106,17 @@ def make_template(tree: ModuleTree) -> Template:
         copies = [m for _, m in walk(root).modules]
     for m in copies if made else ():
         state = m.__dict__
-        functions = [key for key, value in state.items() if isinstance(value, types.FunctionType) and id(value) in memo]
+        functions = [
+            key
+            for key, value in state.items()
+            if isinstance(value, types.FunctionType) and id(value) in memo
+        ]
         state.update({key: copied(state[key], memo) for key in functions})
     if plain:  # the copies have the same keys
-        copied_attributes = [[(key, m.__dict__[key]) for key, _ in each] for m, each in zip(copies, follow, strict=True)]
+        copied_attributes = [
+            [(key, m.__dict__[key]) for key, _ in each]
+            for m, each in zip(copies, follow, strict=True)
+        ]
     else:
         copied_attributes = [attributes_to_follow(m) for m in copies]
     return Template(copies, copied_attributes, tensor_names)
@@ -124,21 +141,34 @@ def _copy_by_attributes(modules: Sequence[nn.Module], memo: dict[int, Any]) -> N
         if isinstance(m, fx.GraphModule):
             # Why a class of its own: when the module's graph is edited, the forward of its class is
             # replaced.
-            names = {"forward": cls.forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+            names = {
+                "forward": cls.forward,
+                "__module__": cls.__module__,
+                "__qualname__": cls.__qualname__,
+            }
             memo[id(m)] = object.__new__(type(cls.__name__, (cls,), names))
             found.append(m)
-        elif cls in pickled and _can_copy_attributes(m, memo | {id(each): each for each in modules}):
+        elif cls in pickled and _can_copy_attributes(
+            m, memo | {id(each): each for each in modules}
+        ):
             memo[id(m)] = object.__new__(cls)
             found.append(m)
     for m in found:
         shared = graph_attributes(type(m))
         memo[id(m)].__dict__.update(
-            {key: value if key in shared else copy.deepcopy(value, memo) for key, value in m.__dict__.items()}
+            {
+                key: value if key in shared else copy.deepcopy(value, memo)
+                for key, value in m.__dict__.items()
+            }
         )
 
 
 def _copy_plain_modules(
-    modules: Sequence[nn.Module], follow: Iterable[Attributes], memo: dict[int, Any], *, handles: bool
+    modules: Sequence[nn.Module],
+    follow: Iterable[Attributes],
+    memo: dict[int, Any],
+    *,
+    handles: bool,
 ) -> list[nn.Module]:
     """Put copies of all modules into ``memo``, and return them; see ``_is_copied_as_usual``.
 
@@ -174,7 +204,12 @@ def _copy_plain_modules(
             if state[key] is table:  # a class of its own
                 state[key] = copy.deepcopy(table, memo)
             else:
-                state[key].update([(k, memo[id(v)] if id(v) in memo else copy.deepcopy(v, memo)) for k, v in table.items()])
+                state[key].update(
+                    [
+                        (k, memo[id(v)] if id(v) in memo else copy.deepcopy(v, memo))
+                        for k, v in table.items()
+                    ]
+                )
         if state.keys() >= TORCH_ATTRIBUTES:
             object.__setattr__(new, "__dict__", state)  # that of nn.Module takes longer
         else:  # a module that an old version of torch made
@@ -207,7 +242,11 @@ def _is_copied_as_usual(cls: type[nn.Module], *, pickled_as_usual: bool = True) 
     if pickled_as_usual:
         usual |= {"__getstate__": nn.Module.__getstate__, "__setstate__": nn.Module.__setstate__}
     slots = any(base.__dict__.get("__slots__") for base in cls.__mro__)
-    return not slots and not hasattr(cls, "__deepcopy__") and all(getattr(cls, n) is each for n, each in usual.items())
+    return (
+        not slots
+        and not hasattr(cls, "__deepcopy__")
+        and all(getattr(cls, n) is each for n, each in usual.items())
+    )
 
 
 # --- attributes -----------------------------------------------------------------------------------
@@ -216,7 +255,21 @@ def _is_copied_as_usual(cls: type[nn.Module], *, pickled_as_usual: bool = True) 
 _PLAIN = frozenset({type(None), bool, int, float, str})
 _CONTAINERS = frozenset({dict, OrderedDict, set})
 _IMMUTABLE = (
-    *(type(None), bool, int, float, complex, str, bytes, range, slice, type, enum.Enum, pathlib.PurePath, re.Pattern),
+    *(
+        type(None),
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        range,
+        slice,
+        type,
+        enum.Enum,
+        pathlib.PurePath,
+        re.Pattern,
+    ),
     *(types.FunctionType, types.BuiltinFunctionType, types.ModuleType),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, Mesh, DeviceMesh),
 )

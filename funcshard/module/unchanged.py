@@ -22,8 +22,14 @@ def unchanged(params: Mapping[str, torch.Tensor]) -> Iterator[None]:
         RuntimeError: the block wrote values to a parameter, which only a copy of it could undo.
     """
     tensors = list(params.values())
-    leaves = [tensor for tensor in tensors if tensor.is_leaf]  # torch warns if the grad of others is asked
-    kept, attributes, versions = list(map(_kept, leaves)), [vars(tensor).copy() for tensor in tensors], _versions(tensors)
+    leaves = [
+        tensor for tensor in tensors if tensor.is_leaf
+    ]  # torch warns if the grad of others is asked
+    kept, attributes, versions = (
+        list(map(_kept, leaves)),
+        [vars(tensor).copy() for tensor in tensors],
+        _versions(tensors),
+    )
     try:
         yield
     finally:
@@ -38,7 +44,9 @@ def unchanged(params: Mapping[str, torch.Tensor]) -> Iterator[None]:
                 now.clear()
                 now.update(before)
     if versions != (after := _versions(tensors)):
-        name = next(name for name, old, new in zip(params, versions, after, strict=True) if old != new)
+        name = next(
+            name for name, old, new in zip(params, versions, after, strict=True) if old != new
+        )
         raise RuntimeError(
             f"forward wrote to its parameter {name!r}, which belongs to the caller: compute with a copy, or keep values "
             f"that change in a buffer and pass mutable=True"

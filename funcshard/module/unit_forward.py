@@ -92,7 +92,9 @@ class UnitCall:
     groups: dict[str, tuple[Gathered, set[int]]] = field(default_factory=dict)
 
     @classmethod
-    def start(cls, runs: Mapping[str, UnitRun], shards: Shards, learner: ScheduleLearner, mesh: Mesh) -> UnitCall:
+    def start(
+        cls, runs: Mapping[str, UnitRun], shards: Shards, learner: ScheduleLearner, mesh: Mesh
+    ) -> UnitCall:
         """Return the shared part of a new call."""
         prefetcher = None
         if not transforms_active():
@@ -102,7 +104,9 @@ class UnitCall:
                 known=learner.known,
                 inside=learner.inside,
             )
-        return cls(runs, dict(shards), prefetcher, None if learner.known else mesh, transform_level())
+        return cls(
+            runs, dict(shards), prefetcher, None if learner.known else mesh, transform_level()
+        )
 
     def close_groups(self) -> None:
         """Free the groups of which a module was not called."""
@@ -179,7 +183,9 @@ class UnitRun:
             index = _check_module(unit, path, indices.get(path), skeleton, methods)
             apply = functools.partial(forward_with_leaves, table_entries(unit, path, skeleton))
             f = unshard_list(apply, unit, mesh, comms)
-            found.append(cls(path, index, reshard(f) if unit.reshard_after_forward else f, path in remat))
+            found.append(
+                cls(path, index, reshard(f) if unit.reshard_after_forward else f, path in remat)
+            )
         return dataclasses.replace(found[0], members=tuple(found)) if unit.members else found[0]
 
     @property
@@ -190,13 +196,21 @@ class UnitRun:
     def entries(self, call: UnitCall) -> list[tuple[int, Callable[..., Any]]]:
         """Return the index of each module, and the function by which a call enters it."""
         if not self.members:
-            return [(self.index, functools.partial(self.enter_recomputed if self.remat else self.enter, call))]
+            return [
+                (
+                    self.index,
+                    functools.partial(self.enter_recomputed if self.remat else self.enter, call),
+                )
+            ]
         return [
-            (member.index, functools.partial(self.enter_member, call, number)) for number, member in enumerate(self.members)
+            (member.index, functools.partial(self.enter_member, call, number))
+            for number, member in enumerate(self.members)
         ]
 
     @untraced
-    def enter(self, call: UnitCall, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> Any:
+    def enter(
+        self, call: UnitCall, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs
+    ) -> Any:
         """Gather the unit and run one module of it as part of a call."""
         gathered = self._gather(call, args, kwargs)
         try:
@@ -214,12 +228,20 @@ class UnitRun:
         handles = prefetcher.pre_forward(unit.name, stays=not self.f.freed)
         if not self.f.freed:  # a unit that is gathered again in backward compares for itself
             call.note_used(unit, shard, again=handles is None)
-            handles = self.f.stay_gathered(shard, handles, needed=self._backward_needs(args, kwargs))
+            handles = self.f.stay_gathered(
+                shard, handles, needed=self._backward_needs(args, kwargs)
+            )
         return self.f.open(shard, handles, prefetcher)
 
     @untraced
     def enter_member(
-        self, call: UnitCall, number: int, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs
+        self,
+        call: UnitCall,
+        number: int,
+        module: nn.Module,
+        forward: Forward,
+        args: Args,
+        kwargs: Kwargs,
     ) -> Any:
         """Run one module of a group as part of a call.
 
@@ -255,14 +277,24 @@ class UnitRun:
         if not torch.is_grad_enabled():
             return False
         # Why members: these are the inputs of the first module of a group alone.
-        return self.f.trainable or bool(self.members) or any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
+        return (
+            self.f.trainable
+            or bool(self.members)
+            or any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
+        )
 
     @untraced
-    def enter_recomputed(self, call: UnitCall, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> Any:
+    def enter_recomputed(
+        self, call: UnitCall, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs
+    ) -> Any:
         """Run the unit under ``remat``, as a function of every tensor to differentiate by."""
         # Why buffers: under a transform the call's copies of buffers belong to the transform, so
         # they have to be arguments and results.
-        entries = [] if hooks_allowed() else [(each, name) for each in module.modules() for name in each._buffers]
+        entries = (
+            []
+            if hooks_allowed()
+            else [(each, name) for each in module.modules() for name in each._buffers]
+        )
 
         def unit(shards: dict[str, Any], buffers: list[Any], args: Args, kwargs: Kwargs) -> Any:
             before = call.shards
@@ -274,7 +306,9 @@ class UnitRun:
                 return out, _get_buffers(entries)
             finally:
                 call.shards = before
-                forget_parametrized(module)  # they have no graph in forward, and another one in backward
+                forget_parametrized(
+                    module
+                )  # they have no graph in forward, and another one in backward
 
         below = {
             name: shard
@@ -292,7 +326,9 @@ def check_order(mesh: Mesh, found: str, prefetcher: Prefetcher) -> None:
         "let every rank call the same units in one order, equally often; if generate() stops at different times, ask for "
         "equally many tokens"
     )
-    check_same(mesh, f"{found} at position {len(prefetcher.ran)}", "the order of units", remedy=remedy)
+    check_same(
+        mesh, f"{found} at position {len(prefetcher.ran)}", "the order of units", remedy=remedy
+    )
 
 
 def _get_buffers(entries: list[tuple[nn.Module, str]]) -> list[Any]:
@@ -305,13 +341,25 @@ def _set_buffers(entries: list[tuple[nn.Module, str]], buffers: list[Any]) -> No
 
 
 def _check_module(
-    unit: UnitPlan, path: str, index: int | None, skeleton: Skeleton, methods: Mapping[int, Sequence[str]]
+    unit: UnitPlan,
+    path: str,
+    index: int | None,
+    skeleton: Skeleton,
+    methods: Mapping[int, Sequence[str]],
 ) -> int:
     """Return the index of a module of ``unit``, after checking that it has something to enter."""
     title = repr(unit.title) if not unit.members else f"{unit.title!r}, its module {path!r},"
     own = None if index is None else skeleton.specs[index].cls
-    if index is None or own is None or (path and own.forward is nn.Module.forward and not methods.get(index)):
-        what = "no module of this model" if own is None else f"a {own.__name__}, which has no forward of its own"
+    if (
+        index is None
+        or own is None
+        or (path and own.forward is nn.Module.forward and not methods.get(index))
+    ):
+        what = (
+            "no module of this model"
+            if own is None
+            else f"a {own.__name__}, which has no forward of its own"
+        )
         raise ValueError(
             f"unit {title} is {what}; a unit's parameters are gathered when its forward is called: choose the "
             f"modules that are called, such as its children, or name its methods in fully_shard(methods=...)"
@@ -330,7 +378,9 @@ def _check_module(
 # --- entering a unit ------------------------------------------------------------------------------
 
 
-def through_unit(cls: type[nn.Module], name: str, compiled: Callable[..., Any] | None = None) -> Callable[..., Any]:
+def through_unit(
+    cls: type[nn.Module], name: str, compiled: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
     """Return a method that runs a method of ``cls`` through the unit of the module.
 
     Arguments:
@@ -374,7 +424,9 @@ class UnitEntry:
         """Let the methods of ``module`` enter the unit."""
         state = module.__dict__
         self.hidden = {name: state.pop(name) for name in self.methods if name in state}
-        state.update({name: types.MethodType(method, module) for name, method in self.methods.items()})
+        state.update(
+            {name: types.MethodType(method, module) for name, method in self.methods.items()}
+        )
         state[_ENTRY] = self
 
     def end(self, module: nn.Module) -> None:

@@ -33,15 +33,21 @@ def call_precision(plan: Plan, apply: Functional) -> CallPrecision:
             lower precision owns one of its parameters.
     """
     if plan.precision is None and all(unit.precision is None for unit in plan.unit_list):
-        return CallPrecision(None, {}, frozenset())  # only for speed: a model has thousands of modules
+        return CallPrecision(
+            None, {}, frozenset()
+        )  # only for speed: a model has thousands of modules
     skeleton = apply.skeleton
     units = plan.units
     full_precision: list[int] = []
     innermost = innermost_in({name: unit.paths for name, unit in units.items()})
     full_precision_paths = [unit.name for unit in plan.unit_list if unit.full_precision]
     buffer_dtypes: dict[str, torch.dtype] = {}
-    in_lower = {leaf.path for unit in plan.unit_list if unit.precision is not None for leaf in unit.leaves}
-    cast = [name for path, names in skeleton.parameters.items() if path in in_lower for name in names]
+    in_lower = {
+        leaf.path for unit in plan.unit_list if unit.precision is not None for leaf in unit.leaves
+    }
+    cast = [
+        name for path, names in skeleton.parameters.items() if path in in_lower for name in names
+    ]
     for path, index in skeleton.paths().items():
         owner = innermost(path) or ""
         precision = units[owner].precision if owner in units else plan.precision
@@ -58,10 +64,17 @@ def call_precision(plan: Plan, apply: Functional) -> CallPrecision:
                 )
             full_precision_paths.append(path)
             full_precision.append(index)
-        elif precision.buffer_dtype is not None and _effective_precision(precision, index, apply) is not None:
-            buffer_dtypes.update({name: precision.buffer_dtype for name in spec.buffers.values() if name is not None})
+        elif (
+            precision.buffer_dtype is not None
+            and _effective_precision(precision, index, apply) is not None
+        ):
+            buffer_dtypes.update(
+                {name: precision.buffer_dtype for name in spec.buffers.values() if name is not None}
+            )
     root = units[""].precision if "" in units else plan.precision
-    return CallPrecision(_effective_precision(root, 0, apply), buffer_dtypes, frozenset(full_precision))
+    return CallPrecision(
+        _effective_precision(root, 0, apply), buffer_dtypes, frozenset(full_precision)
+    )
 
 
 def effective_unit(unit: UnitPlan, apply: Functional) -> UnitPlan:
@@ -74,17 +87,32 @@ def effective_unit(unit: UnitPlan, apply: Functional) -> UnitPlan:
     if unit.precision is None:
         return unit
     indices = [apply.skeleton.find(path) or 0 for path in unit.paths]
-    if all(_effective_precision(unit.precision, index, apply) is not unit.precision for index in indices):
+    if all(
+        _effective_precision(unit.precision, index, apply) is not unit.precision
+        for index in indices
+    ):
         return unit.in_full_precision()
     if unit.name == "" and unit.precision is not None and unit.precision.output_dtype is not None:
-        return dataclasses.replace(unit, precision=dataclasses.replace(unit.precision, output_dtype=None))
+        return dataclasses.replace(
+            unit, precision=dataclasses.replace(unit.precision, output_dtype=None)
+        )
     return unit
 
 
-def _effective_precision(precision: MixedPrecision | None, index: int, apply: Functional) -> MixedPrecision | None:
+def _effective_precision(
+    precision: MixedPrecision | None, index: int, apply: Functional
+) -> MixedPrecision | None:
     """Return ``precision``, or ``None`` for full precision if the module evaluates in that."""
-    training = apply.skeleton.specs[index].attributes["training"] if apply.training is None else apply.training
-    return None if precision is None or (precision.full_precision_in_eval and not training) else precision
+    training = (
+        apply.skeleton.specs[index].attributes["training"]
+        if apply.training is None
+        else apply.training
+    )
+    return (
+        None
+        if precision is None or (precision.full_precision_in_eval and not training)
+        else precision
+    )
 
 
 # --- compilation ----------------------------------------------------------------------------------
@@ -115,16 +143,23 @@ def compile_units(
         ``{path: compiled forward}`` for the modules that are compiled; a compiled forward
         takes the module and its inputs.
     """
-    inner = {*units, *(path for path, index in apply.skeleton.paths().items() if index in full_precision)}
+    inner = {
+        *units,
+        *(path for path, index in apply.skeleton.paths().items() if index in full_precision),
+    }
     chosen: dict[str, Callable[..., Any]] = {}
     for name, index in units.items():
         cls = apply.skeleton.specs[index].cls
         chosen_method = "forward" if name else apply.method_name
-        method = None if callable(chosen_method) else inspect.getattr_static(cls, chosen_method, None)
+        method = (
+            None if callable(chosen_method) else inspect.getattr_static(cls, chosen_method, None)
+        )
         innermost = not any(other != name and tree.is_under(other, name) for other in inner)
         if innermost and isinstance(method, types.FunctionType):
             chosen[name] = method
-    functions = {method: _compile_forward(method, compiler) for method in dict.fromkeys(chosen.values())}
+    functions = {
+        method: _compile_forward(method, compiler) for method in dict.fromkeys(chosen.values())
+    }
     return {name: functions[method] for name, method in chosen.items()}
 
 
@@ -132,7 +167,9 @@ def _compile_forward(forward: Callable[..., Any], compiler: Compiler) -> Callabl
     try:
         compiled = compiler(forward)
     except TypeError as error:
-        raise TypeError(f"compiler must be a function such as torch.compile; {compiler!r} raised: {error}") from error
+        raise TypeError(
+            f"compiler must be a function such as torch.compile; {compiler!r} raised: {error}"
+        ) from error
     if not callable(compiled):
         raise TypeError(
             f"compiler must be a function such as torch.compile, which returns a function; {compiler!r} returned "

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-_WALKS = ("named_modules", "named_parameters", "named_buffers", "_named_members", "modules", "parameters", "buffers")
+_WALKS = (
+    "named_modules",
+    "named_parameters",
+    "named_buffers",
+    "_named_members",
+    "modules",
+    "parameters",
+    "buffers",
+)
 Modules = list[tuple[str, nn.Module]]
 Tensors = dict[str, torch.Tensor]
 Names = dict[str, tuple[str, ...]]
@@ -51,7 +59,9 @@ def walk(module: nn.Module) -> ModuleTree:
         first.setdefault(id(found[1]), found)
     modules = list(first.values())
     classes = frozenset([type(each) for _, each in modules])
-    if not all(getattr(cls, name) is getattr(nn.Module, name) for cls in classes for name in _WALKS):
+    if not all(
+        getattr(cls, name) is getattr(nn.Module, name) for cls in classes for name in _WALKS
+    ):
         return _walked_by_torch(module)
     parameters = _named([(path, each._parameters) for path, each in every])
     buffers = _named([(path, each._buffers) for path, each in every])
@@ -67,7 +77,9 @@ def _visit(module: nn.Module, path: str, found: Modules) -> None:
             _visit(child, f"{path}.{name}" if path else name, found)
 
 
-def _named(tables: Iterable[tuple[str, Mapping[str, torch.Tensor | None]]]) -> tuple[Tensors, Names]:
+def _named(
+    tables: Iterable[tuple[str, Mapping[str, torch.Tensor | None]]],
+) -> tuple[Tensors, Names]:
     """Return the tensors of the tables, by their first names, and all names of each."""
     tensors: Tensors = {}
     names: Names = {}
@@ -87,7 +99,10 @@ def _named(tables: Iterable[tuple[str, Mapping[str, torch.Tensor | None]]]) -> t
 
 def _walked_by_torch(module: nn.Module) -> ModuleTree:
     """Return the tree of a module of which a class walks in a way of its own."""
-    modules, every = list(module.named_modules()), list(module.named_modules(remove_duplicate=False))
+    modules, every = (
+        list(module.named_modules()),
+        list(module.named_modules(remove_duplicate=False)),
+    )
     parameters = dict[str, torch.Tensor](module.named_parameters())
     buffers = dict(module.named_buffers())
     return ModuleTree(
@@ -101,7 +116,9 @@ def _walked_by_torch(module: nn.Module) -> ModuleTree:
     )
 
 
-def _all_names(unique: Mapping[str, torch.Tensor], every: Iterable[tuple[str, torch.Tensor]]) -> Names:
+def _all_names(
+    unique: Mapping[str, torch.Tensor], every: Iterable[tuple[str, torch.Tensor]]
+) -> Names:
     """Return all names of each tensor in ``unique``, by its name there."""
     first = {id(tensor): name for name, tensor in unique.items()}
     found: dict[str, list[str]] = {name: [] for name in unique}

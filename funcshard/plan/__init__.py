@@ -32,7 +32,14 @@ from __future__ import annotations
 
 from funcshard.plan import wrap
 from funcshard.plan.cast import Cast, ChooseCast, cast_of
-from funcshard.plan.equal_units import UnitGroup, fold_units, names_text, numbers_text, representatives, unit_class
+from funcshard.plan.equal_units import (
+    UnitGroup,
+    fold_units,
+    names_text,
+    numbers_text,
+    representatives,
+    unit_class,
+)
 from funcshard.plan.events import Event, emit, record_events, record_events_apart, recording
 from funcshard.plan.execution_order import BackwardOrder, ForwardOrder
 from funcshard.plan.leaf_slices import Box, boxes, own_axes, slice_offsets
@@ -44,7 +51,13 @@ from funcshard.plan.planner import make_plan
 from funcshard.plan.precision import MixedPrecision, dtype_name, dtype_of, has_numbers, is_one_of
 from funcshard.plan.predict import Reached, predict_events, predict_step
 from funcshard.plan.recomputed import read_remat, recomputed_modules
-from funcshard.plan.reduce_choice import Reduce, buffer_mode, check_reduce, check_reduce_units, unit_mode
+from funcshard.plan.reduce_choice import (
+    Reduce,
+    buffer_mode,
+    check_reduce,
+    check_reduce_units,
+    unit_mode,
+)
 from funcshard.plan.schedule import Schedule, check_schedule, make_schedule
 from funcshard.plan.show import mesh_text
 from funcshard.plan.stacked import stack, unstack

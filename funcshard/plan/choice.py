@@ -40,9 +40,13 @@ def read_units(units: UnitNames, uses: Sequence[tuple[str, ...]]) -> Choice:
             one of its paths lies inside another.
     """
     if isinstance(units, str):
-        raise TypeError(f"units must be a list of paths or globs; found the string {units!r}: write [{units!r}]")
+        raise TypeError(
+            f"units must be a list of paths or globs; found the string {units!r}: write [{units!r}]"
+        )
     if not isinstance(units, Iterable):
-        raise TypeError(f"units must be a list of paths or globs; found {units!r}{policy_hint(units)}")
+        raise TypeError(
+            f"units must be a list of paths or globs; found {units!r}{policy_hint(units)}"
+        )
     nodes = dict.fromkeys(nodes_of(uses))
     entries = list(units)
     matched = [_matched(entry, nodes) for entry in entries]
@@ -62,7 +66,11 @@ def read_units(units: UnitNames, uses: Sequence[tuple[str, ...]]) -> Choice:
         own = [path for path in found if owner[path] == number]
         if isinstance(entry, str):
             # A path that is written out takes its place among those of a glob before it.
-            paths |= {path: (path,) for path in found if isinstance(entries[owner[path]], str) and path not in paths}
+            paths |= {
+                path: (path,)
+                for path in found
+                if isinstance(entries[owner[path]], str) and path not in paths
+            }
             names[entry] = own or [""] * (entry == "")
         elif len(own) > 1:
             name = _group_name(entry, nodes, paths)
@@ -93,17 +101,23 @@ def _is_written(path: str, entry: str | Sequence[str]) -> bool:
 def _members(group: Sequence[str], nodes: Collection[str]) -> list[str]:
     """Return the paths of a group, in the order given."""
     if not group:
-        raise ValueError("units hold an empty group; name the paths of its modules, or leave it out")
+        raise ValueError(
+            "units hold an empty group; name the paths of its modules, or leave it out"
+        )
     found: dict[str, None] = {}
     for glob in group:
         matched = found_by(glob, nodes, "unit")
         twice = next((path for path in matched if path in found), None)
         if not matched or twice is not None:
             what = "the root ''" if not matched else f"{twice!r} twice"
-            raise ValueError(f"the group {list(group)} of units names {what}; name each path below the root once")
+            raise ValueError(
+                f"the group {list(group)} of units names {what}; name each path below the root once"
+            )
         found |= dict.fromkeys(matched)
     for path in found:
-        outer = next((above for above in tree.upwards(path) if above != path and above in found), None)
+        outer = next(
+            (above for above in tree.upwards(path) if above != path and above in found), None
+        )
         if outer is not None:
             raise ValueError(
                 f"the group {list(group)} of units names {path!r}, which lies inside {outer!r} of the same group; leave the "

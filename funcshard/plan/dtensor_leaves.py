@@ -37,12 +37,26 @@ def _placed(leaf: Leaf, names: Mapping[str, str], mesh_axes: Mapping[str, int]) 
     tensor: Any = leaf.tensor
     device_mesh = tensor.device_mesh
     if leaf.local:
-        _refuse(leaf, "says itself along which axes it is local", "option local", "leave it out of local")
+        _refuse(
+            leaf,
+            "says itself along which axes it is local",
+            "option local",
+            "leave it out of local",
+        )
     if not device_mesh.mesh_dim_names:
-        _refuse(leaf, "must lie on a DeviceMesh whose axes have names", "none", "pass init_device_mesh(mesh_dim_names=...)")
+        _refuse(
+            leaf,
+            "must lie on a DeviceMesh whose axes have names",
+            "none",
+            "pass init_device_mesh(mesh_dim_names=...)",
+        )
     found: dict[str, int | None] = {}
-    for dim, (name, placement) in enumerate(zip(device_mesh.mesh_dim_names, tensor.placements, strict=True)):
-        axis = names.get(name, name.removeprefix("dp_") if name.removeprefix("dp_") in AXES else name)
+    for dim, (name, placement) in enumerate(
+        zip(device_mesh.mesh_dim_names, tensor.placements, strict=True)
+    ):
+        axis = names.get(
+            name, name.removeprefix("dp_") if name.removeprefix("dp_") in AXES else name
+        )
         if axis in AXES:
             _refuse(
                 leaf,
@@ -62,14 +76,26 @@ def _placed(leaf: Leaf, names: Mapping[str, str], mesh_axes: Mapping[str, int]) 
         # Why not is_shard: a placement that deals out slices in another order is a Shard too.
         if type(placement).__name__ not in ("Shard", "Replicate"):
             remedy = "call redistribute on it, with Shard or Replicate along each axis, before make_functional"
-            _refuse(leaf, "must be placed by Shard or Replicate", f"{placement} along axis {name!r}", remedy)
+            _refuse(
+                leaf,
+                "must be placed by Shard or Replicate",
+                f"{placement} along axis {name!r}",
+                remedy,
+            )
         found[axis] = placement.dim % tensor.ndim if placement.is_shard() else None
-    cuts = tuple(LeafCut(axis, dim, mesh_axes[axis]) for axis, dim in found.items() if dim is not None)
+    cuts = tuple(
+        LeafCut(axis, dim, mesh_axes[axis]) for axis, dim in found.items() if dim is not None
+    )
     size_of = list(tensor.shape)
     for cut in cuts:
         if size_of[cut.dim] % cut.ranks:
             remedy = f"choose a size that the {cut.ranks} ranks divide, or leave the module out of the parallel plan"
-            _refuse(leaf, "must be cut into equal slices", f"shape {tuple(tensor.shape)}, cut along dim {cut.dim}", remedy)
+            _refuse(
+                leaf,
+                "must be cut into equal slices",
+                f"shape {tuple(tensor.shape)}, cut along dim {cut.dim}",
+                remedy,
+            )
         size_of[cut.dim] //= cut.ranks
     local = tuple(axis for axis in mesh_axes if found.get(axis) is not None)
     several = tuple(cut for cut in cuts if cut.ranks > 1)

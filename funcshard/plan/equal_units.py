@@ -45,7 +45,9 @@ class UnitGroup:
         return tuple(unit.name for unit in self.units)
 
 
-def fold_units(units: Iterable[UnitPlan], *, key: Callable[[UnitPlan], Hashable] | None = None) -> tuple[UnitGroup, ...]:
+def fold_units(
+    units: Iterable[UnitPlan], *, key: Callable[[UnitPlan], Hashable] | None = None
+) -> tuple[UnitGroup, ...]:
     """Return the groups of equal units, in the order of the first unit of each.
 
     Arguments:
@@ -91,19 +93,39 @@ def representatives(units: Iterable[UnitPlan]) -> dict[str, UnitPlan]:
     first: dict[Hashable, UnitPlan] = {}
     found: dict[str, UnitPlan] = {}
     for unit in units:
-        buffers = tuple([(b.key, b.dtype, b.numel, b.trainable, b.shards, b.local) for b in unit.buffers])
+        buffers = tuple(
+            [(b.key, b.dtype, b.numel, b.trainable, b.shards, b.local) for b in unit.buffers]
+        )
         freed = (unit.reshard_after_forward, unit.reshard_after_backward)
         # Why id: the units of a plan share their precision, and its hash takes long.
-        key = (buffers, unit.strategy, freed, unit.offload, unit.mesh_shape, unit.axes, id(unit.precision))
+        key = (
+            buffers,
+            unit.strategy,
+            freed,
+            unit.offload,
+            unit.mesh_shape,
+            unit.axes,
+            id(unit.precision),
+        )
         found[unit.name] = first.setdefault(key, unit)
     return found
 
 
 def unit_class(unit: UnitPlan) -> Hashable:
     """Return what equal units agree in: all but the numbers in names, and the places of leaves."""
-    options: tuple[Hashable, ...] = (unit.strategy, unit.reshard_after_forward, unit.reshard_after_backward, unit.offload)
+    options: tuple[Hashable, ...] = (
+        unit.strategy,
+        unit.reshard_after_forward,
+        unit.reshard_after_backward,
+        unit.offload,
+    )
     options += (unit.precision, unit.full_precision, unit.mesh_shape, unit.axes)
-    return _pattern(unit.name), len(unit.members), options, tuple(_buffer_class(unit, buffer) for buffer in unit.buffers)
+    return (
+        _pattern(unit.name),
+        len(unit.members),
+        options,
+        tuple(_buffer_class(unit, buffer) for buffer in unit.buffers),
+    )
 
 
 def _buffer_class(unit: UnitPlan, buffer: BufferPlan) -> Hashable:
@@ -111,7 +133,8 @@ def _buffer_class(unit: UnitPlan, buffer: BufferPlan) -> Hashable:
         return _pattern(path) if unit.members else path.removeprefix(unit.name)
 
     leaves = tuple(
-        (relative(leaf.path), leaf.shape, leaf.cuts, leaf.placements, len(leaf.aliases)) for leaf in buffer.leaves
+        (relative(leaf.path), leaf.shape, leaf.cuts, leaf.placements, len(leaf.aliases))
+        for leaf in buffer.leaves
     )
     return buffer.key, buffer.dtype, buffer.trainable, buffer.shards, buffer.local, leaves
 
@@ -130,7 +153,9 @@ def _title(units: Sequence[UnitPlan], *, alone: bool) -> str:
 
 def _glob(names: Sequence[str]) -> str:
     """Return the name that all share, with a star for each number in which they differ."""
-    columns = [set(column) for column in zip(*(_NUMBER.findall(name) for name in names), strict=True)]
+    columns = [
+        set(column) for column in zip(*(_NUMBER.findall(name) for name in names), strict=True)
+    ]
     numbers = iter(column.pop() if len(column) == 1 else "*" for column in columns)
     return _NUMBER.sub(lambda _: next(numbers), names[0])
 
@@ -145,28 +170,42 @@ def names_text(names: Sequence[str]) -> str:
     """
     numbers = [list(map(int, _NUMBER.findall(name))) for name in names]
     alike = len(names) > 1 and len({_pattern(name) for name in names}) == 1
-    varying = [column for column in zip(*numbers, strict=True) if len(set(column)) > 1] if alike else []
-    steps = {after - before for before, after in itertools.pairwise(varying[0])} if len(varying) == 1 else set()
+    varying = (
+        [column for column in zip(*numbers, strict=True) if len(set(column)) > 1] if alike else []
+    )
+    steps = (
+        {after - before for before, after in itertools.pairwise(varying[0])}
+        if len(varying) == 1
+        else set()
+    )
     if len(steps) == 1 and steps != {1} and len(names) > 2:
         return f"{names[0]}, {names[1]} … {names[-1]}"
     runs = _runs(varying[0]) if len(varying) == 1 else [range(i, i + 1) for i in range(len(names))]
     if len(runs) > _MOST_RUNS:
         return f"{names[0]} … {names[-1]}"
     return ", ".join(
-        f"{names[run[0]]} … {names[run[-1]]}" if len(run) > 2 else ", ".join(names[i] for i in run) for run in runs
+        f"{names[run[0]]} … {names[run[-1]]}" if len(run) > 2 else ", ".join(names[i] for i in run)
+        for run in runs
     )
 
 
 def numbers_text(numbers: Sequence[int]) -> str:
     """Return rising numbers as runs, such as ``1–21, 30``."""
     runs = _runs(numbers)
-    texts = [str(numbers[run[0]]) if len(run) == 1 else f"{numbers[run[0]]}–{numbers[run[-1]]}" for run in runs]
+    texts = [
+        str(numbers[run[0]]) if len(run) == 1 else f"{numbers[run[0]]}–{numbers[run[-1]]}"
+        for run in runs
+    ]
     return ", ".join(texts) if len(texts) <= _MOST_RUNS else f"{numbers[0]} … {numbers[-1]}"
 
 
 def _runs(numbers: Sequence[int]) -> list[range]:
     """Return the runs of positions at which the numbers rise by one."""
-    ends = [i for i in range(1, len(numbers) + 1) if i == len(numbers) or numbers[i] != numbers[i - 1] + 1]
+    ends = [
+        i
+        for i in range(1, len(numbers) + 1)
+        if i == len(numbers) or numbers[i] != numbers[i - 1] + 1
+    ]
     return [range(start, end) for start, end in itertools.pairwise([0, *ends])]
 
 

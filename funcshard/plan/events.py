@@ -12,7 +12,9 @@ import torch
 
 _log = logging.getLogger("funcshard.comm")
 
-_recorders: contextvars.ContextVar[tuple[list[Event], ...]] = contextvars.ContextVar("funcshard_recorders", default=())
+_recorders: contextvars.ContextVar[tuple[list[Event], ...]] = contextvars.ContextVar(
+    "funcshard_recorders", default=()
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +108,15 @@ def emit(event: Event) -> None:
     for events in _recorders.get():
         events.append(event)
     if _log.isEnabledFor(logging.DEBUG):
-        owner = "" if event.unit is None else f" of buffer {event.buffer!r} of unit {event.unit or '(root)'!r}"
+        owner = (
+            ""
+            if event.unit is None
+            else f" of buffer {event.buffer!r} of unit {event.unit or '(root)'!r}"
+        )
         where = f"along {event.axis!r}, {event.ranks} ranks"
-        _log.debug("%s%s begins: %d bytes of %s %s", event.kind, owner, event.bytes, event.dtype, where)
+        _log.debug(
+            "%s%s begins: %d bytes of %s %s", event.kind, owner, event.bytes, event.dtype, where
+        )
 
 
 def recording() -> bool:

@@ -67,7 +67,9 @@ class ForwardOrder:
         schedule, position = self._schedule, len(self.ran)
         if not self._follows or not schedule.forward_prefetch:
             return []
-        if schedule.limit == 1 and (position == len(schedule.order) or schedule.order[position] in self._gathered):
+        if schedule.limit == 1 and (
+            position == len(schedule.order) or schedule.order[position] in self._gathered
+        ):
             return []  # only for speed
         return [
             name

@@ -14,7 +14,10 @@ from typing import Any
 from funcshard._utils import check_count, check_flag
 
 # The options, with their defaults.
-FREEING: Mapping[str, bool | int | None] = {"reshard_after_forward": None, "reshard_after_backward": True}
+FREEING: Mapping[str, bool | int | None] = {
+    "reshard_after_forward": None,
+    "reshard_after_backward": True,
+}
 
 
 def check_freeing(options: Mapping[str, Any], strategy: str, unit: str | None = None) -> None:
@@ -39,7 +42,12 @@ def check_freeing(options: Mapping[str, Any], strategy: str, unit: str | None = 
 
 
 def freeing_of(
-    name: str, strategy: str, shards: int, *, reshard_after_forward: bool | int | None, reshard_after_backward: bool
+    name: str,
+    strategy: str,
+    shards: int,
+    *,
+    reshard_after_forward: bool | int | None,
+    reshard_after_backward: bool,
 ) -> tuple[bool | int, bool]:
     """Return whether a unit is freed after forward, and after the backward of every micro-batch.
 
@@ -53,7 +61,11 @@ def freeing_of(
     if strategy == "no_shard":
         return False, True
     # Why the root is not freed: backward would gather it again right after forward.
-    chosen = strategy == "full_shard" and name != "" if reshard_after_forward is None else reshard_after_forward
+    chosen = (
+        strategy == "full_shard" and name != ""
+        if reshard_after_forward is None
+        else reshard_after_forward
+    )
     if not isinstance(chosen, bool):
         chosen = int(chosen)
         if shards % chosen:

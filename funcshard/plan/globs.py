@@ -24,7 +24,9 @@ def matcher(glob: str) -> Callable[[str], bool]:
     parts = [part for part in re.split(r"(\*\*\.|\.\*\*|\*\*|\*)", glob) if part]
     stars = [part for part in parts if part in _STEPS]
     if len(stars) <= 1:  # a regular expression is quick, and tries one way only
-        pattern = re.compile("".join(_PATTERNS.get(part, re.escape(part)) for part in parts), re.DOTALL)
+        pattern = re.compile(
+            "".join(_PATTERNS.get(part, re.escape(part)) for part in parts), re.DOTALL
+        )
         return lambda path: pattern.fullmatch(path) is not None
     begin = parts[0] if parts[0] not in _STEPS else ""
     end = parts[-1] if parts[-1] not in _STEPS else ""
@@ -36,7 +38,11 @@ def matcher(glob: str) -> Callable[[str], bool]:
         ends, dots, size = 1, _occurrences(".", path), len(path)
         for part in parts:
             step = _STEPS.get(part)
-            ends = (ends & _occurrences(part, path)) << len(part) if step is None else step(ends, dots, size)
+            ends = (
+                (ends & _occurrences(part, path)) << len(part)
+                if step is None
+                else step(ends, dots, size)
+            )
             if not ends:
                 return False
         return bool(ends >> size & 1)
@@ -59,7 +65,9 @@ def _from_first(ends: int, size: int) -> int:
 
 
 def _component(ends: int, dots: int, size: int) -> int:
-    others = ((1 << size) - 1) & ~dots  # the carry of a sum runs through neighbours that are no dots
+    others = (
+        (1 << size) - 1
+    ) & ~dots  # the carry of a sum runs through neighbours that are no dots
     return ends | (((ends & others) + others) ^ others)
 
 

@@ -43,7 +43,9 @@ def check_container(kind: str, meta: Any, entries: Sequence[Any], path: str) -> 
             f"{_PLAIN}, which JSON gives back; let its flatten function return names or numbers"
         )
     if any(type(entry) is str and not entry for entry in entries):
-        raise ValueError(f"a key of the container {where} is empty; a path joins keys with dots: name the key")
+        raise ValueError(
+            f"a key of the container {where} is empty; a path joins keys with dots: name the key"
+        )
 
 
 def check_paths(paths: Iterable[str]) -> None:

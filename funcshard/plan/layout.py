@@ -15,7 +15,14 @@ from funcshard._utils import cutter, tree
 from funcshard.plan.leaves import Leaf
 from funcshard.plan.mesh_axes import AXES
 from funcshard.plan.precision import dtype_name
-from funcshard.plan.unit_plan import BufferPlan, LeafCut, LeafSpec, Placements, innermost_in, owners_of
+from funcshard.plan.unit_plan import (
+    BufferPlan,
+    LeafCut,
+    LeafSpec,
+    Placements,
+    innermost_in,
+    owners_of,
+)
 
 
 class Layout(NamedTuple):
@@ -45,7 +52,9 @@ class _Form(NamedTuple):
     placements: Placements
 
 
-def lay_out(structure: tree.Structure, leaves: Sequence[Leaf], paths: dict[str, tuple[str, ...]]) -> dict[str, Layout]:
+def lay_out(
+    structure: tree.Structure, leaves: Sequence[Leaf], paths: dict[str, tuple[str, ...]]
+) -> dict[str, Layout]:
     """Return the layout of each unit that owns a leaf, by name.
 
     Arguments:
@@ -66,16 +75,24 @@ def lay_out(structure: tree.Structure, leaves: Sequence[Leaf], paths: dict[str, 
 # Why few: a layout holds every leaf of its model.
 @functools.lru_cache(maxsize=4)
 def _laid_out(
-    structure: tree.Structure, forms: tuple[_Form, ...], named: tuple[tuple[str, tuple[str, ...]], ...]
+    structure: tree.Structure,
+    forms: tuple[_Form, ...],
+    named: tuple[tuple[str, tuple[str, ...]], ...],
 ) -> tuple[tuple[str, Layout], ...]:
     paths = dict(named)
     owned: dict[str, list[_Form]] = {name: [] for name in paths}
     owners, innermost = owners_of(paths), innermost_in(paths)
     for form in forms:
         name = innermost(form.paths[0])
-        if len(form.paths) > 1:  # a tied leaf belongs to the innermost unit that holds all of its uses
+        if (
+            len(form.paths) > 1
+        ):  # a tied leaf belongs to the innermost unit that holds all of its uses
             around = (owners[node] for node in tree.upwards(form.paths[0]) if node in owners)
-            name = next(name for name in around if all(tree.is_under_any(path, paths[name]) for path in form.paths))
+            name = next(
+                name
+                for name in around
+                if all(tree.is_under_any(path, paths[name]) for path in form.paths)
+            )
         assert name is not None, "the root holds every leaf"
         owned[name].append(form)
     cut = cutter(structure)
@@ -87,7 +104,9 @@ def _laid_out(
             keep = {index: position for position, index in enumerate(order)}
             # Why only some: a group enters a module for the leaves that it owns there.
             used = [path for form in own for path in form.paths] if len(paths[name]) > 1 else []
-            members = tuple(path for path in paths[name] if any(tree.is_under(use, path) for use in used))
+            members = tuple(
+                path for path in paths[name] if any(tree.is_under(use, path) for use in used)
+            )
             found.append((name, Layout(members, cut(members or name, keep), buffers)))
     return tuple(found)
 
@@ -103,7 +122,19 @@ def _buffer(forms: Sequence[_Form], local: tuple[str, ...], frozen: bool, dtype:
     specs: list[LeafSpec] = []
     offset = 0
     for form in forms:
-        specs.append(LeafSpec(form.paths[0], form.shape, offset, form.number, form.paths[1:], form.cuts, form.placements))
+        specs.append(
+            LeafSpec(
+                form.paths[0],
+                form.shape,
+                offset,
+                form.number,
+                form.paths[1:],
+                form.cuts,
+                form.placements,
+            )
+        )
         offset += math.prod(form.shape)
     suffix = "" if not local else ".local" if local == AXES else f".local_{'_'.join(local)}"
-    return BufferPlan(dtype + ".frozen" * frozen + suffix, dtype, not frozen, tuple(specs), 1, local)
+    return BufferPlan(
+        dtype + ".frozen" * frozen + suffix, dtype, not frozen, tuple(specs), 1, local
+    )

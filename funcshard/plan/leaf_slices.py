@@ -32,11 +32,15 @@ class Box(NamedTuple):
     @property
     def slices(self) -> tuple[slice, ...]:
         """The index that takes the box out of the tensor."""
-        return tuple(slice(begin, begin + size) for begin, size in zip(self.offsets, self.sizes, strict=True))
+        return tuple(
+            slice(begin, begin + size) for begin, size in zip(self.offsets, self.sizes, strict=True)
+        )
 
     def moved(self, by: Sequence[int]) -> Box:
         """Return the box at offsets that are larger by ``by``."""
-        return Box(tuple(begin + more for begin, more in zip(self.offsets, by, strict=True)), self.sizes)
+        return Box(
+            tuple(begin + more for begin, more in zip(self.offsets, by, strict=True)), self.sizes
+        )
 
     def overlap(self, other: Box) -> Box | None:
         """Return the box of the elements that lie in both boxes, if there are any."""
@@ -59,7 +63,9 @@ def own_axes(local: Iterable[str], cuts: Iterable[LeafCut]) -> tuple[str, ...]:
     return tuple(axis for axis in local if axis not in cut)
 
 
-def slice_offsets(shape: Sequence[int], cuts: Sequence[LeafCut], position: Mapping[str, int]) -> tuple[int, ...]:
+def slice_offsets(
+    shape: Sequence[int], cuts: Sequence[LeafCut], position: Mapping[str, int]
+) -> tuple[int, ...]:
     """Return where a slice begins in the whole tensor, in each dimension.
 
     Arguments:

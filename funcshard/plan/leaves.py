@@ -52,7 +52,9 @@ class Leaf:
             return tuple(self.tensor.shape)
         shape = list(self.tensor.shape)
         for axis, dim, ranks in self.cuts:
-            assert shape[dim] % ranks == 0, f"axis {axis} cuts leaf {self.paths[0]} into unequal slices"
+            assert shape[dim] % ranks == 0, (
+                f"axis {axis} cuts leaf {self.paths[0]} into unequal slices"
+            )
             shape[dim] //= ranks
         return tuple(shape)
 
@@ -116,10 +118,17 @@ def names_in_order(params: Any, leaves: Sequence[Leaf]) -> tuple[str, ...]:
 
 def _groups(ties: Any) -> list[tuple[str, ...]]:
     """Return groups of ties as they were passed, or raise ``TypeError``."""
-    listed = isinstance(ties, Iterable) and not isinstance(ties, str | bytes | Mapping | torch.Tensor)
-    groups = [each if isinstance(each, list | tuple | set | frozenset) else (None,) for each in (ties if listed else (0,))]
+    listed = isinstance(ties, Iterable) and not isinstance(
+        ties, str | bytes | Mapping | torch.Tensor
+    )
+    groups = [
+        each if isinstance(each, list | tuple | set | frozenset) else (None,)
+        for each in (ties if listed else (0,))
+    ]
     if not all(isinstance(path, str) for group in groups for path in group):
-        raise TypeError(f"ties must be a list of groups of paths, such as [('embed.weight', 'head.weight')]; found {ties!r}")
+        raise TypeError(
+            f"ties must be a list of groups of paths, such as [('embed.weight', 'head.weight')]; found {ties!r}"
+        )
     return [tuple(group) for group in groups]
 
 
@@ -182,10 +191,17 @@ def _trainable(tensors: Sequence[torch.Tensor]) -> list[bool]:
     """Return, for each tensor, whether it gets a gradient; see ``make_plan``."""
     # Why not one rule for all: a module whose parameters are all frozen says so by requires_grad,
     # and plain tensors, as in JAX, say nothing by it unless one of them requires a gradient.
-    plain = [not hasattr(tensor, "funcshard_modules") and not isinstance(tensor, torch.nn.Parameter) for tensor in tensors]
-    silent = not any(tensor.requires_grad for tensor, each in zip(tensors, plain, strict=True) if each)
+    plain = [
+        not hasattr(tensor, "funcshard_modules") and not isinstance(tensor, torch.nn.Parameter)
+        for tensor in tensors
+    ]
+    silent = not any(
+        tensor.requires_grad for tensor, each in zip(tensors, plain, strict=True) if each
+    )
     return [
-        tensor.is_floating_point() or tensor.is_complex() if each and silent else tensor.requires_grad
+        tensor.is_floating_point() or tensor.is_complex()
+        if each and silent
+        else tensor.requires_grad
         for tensor, each in zip(tensors, plain, strict=True)
     ]
 
@@ -210,7 +226,9 @@ def _check_leaf(leaf: Any, path: str) -> None:
             f"leaf.view(torch.uint8), and view them inside the model"
         )
     if leaf.layout != torch.strided:
-        raise TypeError(f"leaf {path!r} must be a dense tensor; found layout {leaf.layout}: call .to_dense() on it")
+        raise TypeError(
+            f"leaf {path!r} must be a dense tensor; found layout {leaf.layout}: call .to_dense() on it"
+        )
     check_plain(leaf, f"leaf {path!r}")
 
 
@@ -232,9 +250,13 @@ def match(globs: Iterable[str], uses: Sequence[tuple[str, ...]], noun: str) -> d
         ValueError: a glob matches no node.
     """
     if isinstance(globs, str):
-        raise TypeError(f"{noun}s must be a list of paths or globs; found the string {globs!r}: write [{globs!r}]")
+        raise TypeError(
+            f"{noun}s must be a list of paths or globs; found the string {globs!r}: write [{globs!r}]"
+        )
     if not isinstance(globs, Iterable) or isinstance(globs, torch.Tensor):
-        raise TypeError(f"{noun}s must be a list of paths or globs; found {globs!r}{policy_hint(globs)}")
+        raise TypeError(
+            f"{noun}s must be a list of paths or globs; found {globs!r}{policy_hint(globs)}"
+        )
     globs = list(globs)
     nodes = dict.fromkeys(nodes_of(uses) if globs else [])
     chosen: dict[str, str] = {}
@@ -245,7 +267,11 @@ def match(globs: Iterable[str], uses: Sequence[tuple[str, ...]], noun: str) -> d
 
 def last_match(globs: Iterable[str], name: str) -> str | None:
     """Return the path or glob that counts for a name, by the rule of ``match``."""
-    return name if name in globs else next((glob for glob in reversed([*globs]) if matches(glob, name)), None)
+    return (
+        name
+        if name in globs
+        else next((glob for glob in reversed([*globs]) if matches(glob, name)), None)
+    )
 
 
 def matches(glob: str, path: str) -> bool:
@@ -289,16 +315,26 @@ def found_by(glob: Any, nodes: Collection[str], noun: str) -> list[str]:
     ``nodes`` is a dictionary of nodes, or another collection that finds one without a search.
     """
     if not isinstance(glob, str):
-        raise TypeError(f"{noun}s must be a list of paths or globs; found {glob!r} in it{policy_hint(glob)}")
+        raise TypeError(
+            f"{noun}s must be a list of paths or globs; found {glob!r} in it{policy_hint(glob)}"
+        )
     found = list(filter(matcher(glob), nodes)) if "*" in glob else [glob] if glob in nodes else []
     if not found and glob != "":
         above, _, last = glob.rpartition(".")
         if last.isdecimal() and above in nodes:
             remedy = f"; if {above!r} holds stacked layers, call unstack(params, {above!r}) first"
         else:
-            names = [re.sub(r"(?<![^.])\d+(?![^.])", "*", node) for node in nodes] if "*" in glob else nodes
-            deeper = next((name for name in names if name.endswith(f".{glob}")), "")  # under a prefix, as peft's
-            question = f"did you mean {deeper!r}?" if deeper else did_you_mean(glob, names, otherwise="")
+            names = (
+                [re.sub(r"(?<![^.])\d+(?![^.])", "*", node) for node in nodes]
+                if "*" in glob
+                else nodes
+            )
+            deeper = next(
+                (name for name in names if name.endswith(f".{glob}")), ""
+            )  # under a prefix, as peft's
+            question = (
+                f"did you mean {deeper!r}?" if deeper else did_you_mean(glob, names, otherwise="")
+            )
             remedy = question and f": {question}"
         raise ValueError(
             f"{noun} {glob!r} matches no part of the tree; {noun}s are paths or globs of nodes that hold leaves, such "
@@ -318,14 +354,24 @@ def names_under(globs: Any, names: Sequence[str], option: str) -> list[str]:
     Raises:
         TypeError: ``globs`` is not a list of strings.
     """
-    given = list(globs) if isinstance(globs, Iterable) and not isinstance(globs, str) else [globs, None]
+    given = (
+        list(globs) if isinstance(globs, Iterable) and not isinstance(globs, str) else [globs, None]
+    )
     if not all(isinstance(glob, str) for glob in given):
-        raise TypeError(f"{option} must be a list of paths or globs; found {globs!r}: write {option}=['experts.**']")
+        raise TypeError(
+            f"{option} must be a list of paths or globs; found {globs!r}: write {option}=['experts.**']"
+        )
     matchers = [matcher(glob) for glob in given]
-    nodes = {node for node in nodes_of((name,) for name in names) if any(matched(node) for matched in matchers)}
+    nodes = {
+        node
+        for node in nodes_of((name,) for name in names)
+        if any(matched(node) for matched in matchers)
+    }
     return [name for name in names if not nodes.isdisjoint(tree.upwards(name))]
 
 
 def some(paths: Sequence[str], most: int = 4) -> str:
     """Return the first few paths and the number of the rest, as text for an error message."""
-    return ", ".join(repr(p) for p in paths[:most]) + (f" and {len(paths) - most} more" if len(paths) > most else "")
+    return ", ".join(repr(p) for p in paths[:most]) + (
+        f" and {len(paths) - most} more" if len(paths) > most else ""
+    )

@@ -31,11 +31,15 @@ def with_local_axes(leaves: Sequence[Leaf], local: Any, mesh_axes: Mapping[str, 
     uses = [leaf.paths for leaf in leaves]
     nodes: dict[str, dict[str, int | None]] = {}
     for node, glob in match(local, uses, "local node").items():
-        nodes[node] = _axes(glob, local[glob] if isinstance(local, Mapping) else tuple(mesh_axes), mesh_axes)
+        nodes[node] = _axes(
+            glob, local[glob] if isinstance(local, Mapping) else tuple(mesh_axes), mesh_axes
+        )
     return [_with_axes(leaf, nodes, mesh_axes) for leaf in leaves] if nodes else list(leaves)
 
 
-def _with_axes(leaf: Leaf, nodes: Mapping[str, dict[str, int | None]], mesh_axes: Mapping[str, int]) -> Leaf:
+def _with_axes(
+    leaf: Leaf, nodes: Mapping[str, dict[str, int | None]], mesh_axes: Mapping[str, int]
+) -> Leaf:
     found = [nodes[node] for path in leaf.paths for node in tree.upwards(path) if node in nodes]
     if not found:
         return leaf
@@ -66,11 +70,17 @@ def _axes(glob: str, given: Any, mesh_axes: Mapping[str, int]) -> dict[str, int 
         found = dict(given)
     elif isinstance(given, str | Iterable):
         found = dict.fromkeys((given,) if isinstance(given, str) else given)
-    whole = all(dim is None or (isinstance(dim, Integral) and not isinstance(dim, bool)) for dim in found.values())
+    whole = all(
+        dim is None or (isinstance(dim, Integral) and not isinstance(dim, bool))
+        for dim in found.values()
+    )
     if not found or found.keys() - mesh_axes.keys() or not whole:
         raise ValueError(
             f"local node {glob!r} must be local along one or several axes of the mesh, {list(mesh_axes)}; found {given!r}: "
             f"pass names of axes, or the dimension that each axis cuts, as in {{'shard': 0}}"
         )
     data = [axis for axis in AXES if axis in found]
-    return {axis: found[axis] for axis in [*data, *(axis for axis in mesh_axes if axis in found and axis not in AXES)]}
+    return {
+        axis: found[axis]
+        for axis in [*data, *(axis for axis in mesh_axes if axis in found and axis not in AXES)]
+    }

@@ -37,15 +37,23 @@ def mesh_axes_of(mesh: Any, name: str = "mesh") -> dict[str, int]:
             f'{name} must be a number of ranks, a shape such as {{"replicate": R, "shard": S}}, or a funcshard.Mesh; found '
             f"{mesh!r}: pass one of these; an axis has a name of letters, such as 'tensor'"
         )
-    if not all(isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= 1 for n in sizes.values()):
+    if not all(
+        isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= 1 for n in sizes.values()
+    ):
         raise ValueError(
             f"{name} axes must be whole numbers of ranks, at least one each; found {dict(sizes)}: leave out an axis of "
             f"one rank"
         )
     # A data axis of one rank gives the same order of ranks wherever it stands, so it stands first;
     # and both do if one of them has one rank and there is no other axis.
-    found = {axis: 1 for axis in AXES if sizes.get(axis, 1) == 1} | {axis: int(size) for axis, size in sizes.items()}
-    return {axis: found[axis] for axis in AXES} if found.keys() == set(AXES) and 1 in found.values() else found
+    found = {axis: 1 for axis in AXES if sizes.get(axis, 1) == 1} | {
+        axis: int(size) for axis, size in sizes.items()
+    }
+    return (
+        {axis: found[axis] for axis in AXES}
+        if found.keys() == set(AXES) and 1 in found.values()
+        else found
+    )
 
 
 def _is_name(axis: Any) -> bool:
@@ -81,7 +89,10 @@ def axes_text(axes: Mapping[str, int], *, ones: Iterable[str] = AXES) -> str:
         ones: the axes that are named even if they have one rank.
     """
     named = set(ones)
-    return " × ".join(f"{size} {axis}" for axis, size in axes.items() if size > 1 or axis in named) or "1 shard"
+    return (
+        " × ".join(f"{size} {axis}" for axis, size in axes.items() if size > 1 or axis in named)
+        or "1 shard"
+    )
 
 
 def world_size_of(axes: Mapping[str, int]) -> int:

@@ -69,7 +69,9 @@ class _Reads(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         read = [tensor for tensor in tensors_in((args, kwargs)) if id(tensor) in self.holders]
         # Why the results: a shape or a device is no tensor, and a placeholder has them too.
-        if read and any(all(result is not tensor for tensor in read) for result in tensors_in((out,))):
+        if read and any(
+            all(result is not tensor for tensor in read) for result in tensors_in((out,))
+        ):
             for tensor in read:
                 self.outside |= self.holders[id(tensor)].difference(self.running)
         return out

@@ -17,7 +17,13 @@ from typing import Any, NamedTuple
 
 from funcshard._utils import Shown, Table, file_data, tree
 from funcshard.plan.mesh_axes import AXES, Axes, model_axes_of, world_size_of
-from funcshard.plan.plan_data import axes_from, precision_from, shape_from, structure_from, unit_from
+from funcshard.plan.plan_data import (
+    axes_from,
+    precision_from,
+    shape_from,
+    structure_from,
+    unit_from,
+)
 from funcshard.plan.precision import MixedPrecision, dtype_name, stored_precision
 from funcshard.plan.show import plan_table
 from funcshard.plan.small_units import joined_name
@@ -75,7 +81,9 @@ class Plan(Shown):
     def __post_init__(self) -> None:
         for unit in self.unit_list:
             if (unit.mesh_shape, unit.axes) != (self.mesh_shape, self.axes):
-                raise ValueError(f"unit {unit.name} was planned for mesh {unit.mesh_axes}; found {self.mesh_axes}")
+                raise ValueError(
+                    f"unit {unit.name} was planned for mesh {unit.mesh_axes}; found {self.mesh_axes}"
+                )
         indices = sorted([leaf.index for leaf in self.leaves])
         if indices != list(range(len(indices))):
             raise ValueError("every leaf must be in exactly one unit")
@@ -89,7 +97,9 @@ class Plan(Shown):
     def buckets(self) -> tuple[tuple[str, ...], ...]:
         """The groups that ``bucket_bytes`` made: the paths of the small units in each of them."""
         return tuple(
-            unit.members for unit in self.unit_list if unit.members and unit.name.startswith(joined_name(unit.members))
+            unit.members
+            for unit in self.unit_list
+            if unit.members and unit.name.startswith(joined_name(unit.members))
         )
 
     @property
@@ -116,13 +126,19 @@ class Plan(Shown):
     def ordered_structure(self) -> tree.Structure:
         """The structure with the keys of dictionaries in the order of ``names``."""
         known = {name: position for position, name in enumerate(self.names)}
-        positions = {leaf.index: known.get(leaf.path, len(known) + leaf.index) for leaf in self.leaves}
-        return tree.with_dicts_in_order(self.structure, [positions[index] for index in range(len(positions))])
+        positions = {
+            leaf.index: known.get(leaf.path, len(known) + leaf.index) for leaf in self.leaves
+        }
+        return tree.with_dicts_in_order(
+            self.structure, [positions[index] for index in range(len(positions))]
+        )
 
     def in_order(self, named: Mapping[str, Any]) -> dict[str, Any]:
         """Return a dictionary of leaves or buffers in the order of ``names``, unknown keys last."""
         order = dict.fromkeys(name for name in self.names if name in named)
-        return {name: named[name] for name in (*order, *(name for name in named if name not in order))}
+        return {
+            name: named[name] for name in (*order, *(name for name in named if name not in order))
+        }
 
     def in_full_precision(self) -> Plan:
         """Return the same plan without a precision.
@@ -163,7 +179,9 @@ class Plan(Shown):
         The digits do not depend on the process or on the version of Python.
         """
         if not self._digest:
-            object.__setattr__(self, "_digest", hashlib.sha256(self._text().encode()).hexdigest()[:16])
+            object.__setattr__(
+                self, "_digest", hashlib.sha256(self._text().encode()).hexdigest()[:16]
+            )
         return self._digest
 
     def _parts(self) -> list[Table]:
@@ -178,18 +196,26 @@ def plan_from_data(data: Any) -> Plan:
     """
     found = data.get("format") if isinstance(data, dict) else type(data).__name__
     if found != _FORMAT:
-        raise ValueError(f"expected JSON written by Plan.to_json with format {_FORMAT!r}; found {file_data.shown(found)}")
+        raise ValueError(
+            f"expected JSON written by Plan.to_json with format {_FORMAT!r}; found {file_data.shown(found)}"
+        )
     try:
         return _plan_from(data)
     except ValueError as error:
-        raise ValueError(f"the plan is damaged, or of a later version of funcshard: {error}: make the plan again") from None
+        raise ValueError(
+            f"the plan is damaged, or of a later version of funcshard: {error}: make the plan again"
+        ) from None
 
 
 def _plan_from(data: dict[str, Any]) -> Plan:
     file_data.table("a plan", data, ("mesh_shape", "structure", "unit_list"), _LATER, others=False)
     shape = shape_from(data["mesh_shape"])
-    stored = [file_data.table("a unit", unit) for unit in file_data.listed("unit_list", data["unit_list"])]
-    units = tuple([unit_from({_NAMES.get(key, key): value for key, value in unit.items()}) for unit in stored])
+    stored = [
+        file_data.table("a unit", unit) for unit in file_data.listed("unit_list", data["unit_list"])
+    ]
+    units = tuple(
+        [unit_from({_NAMES.get(key, key): value for key, value in unit.items()}) for unit in stored]
+    )
     leaves = [leaf.path for unit in units for leaf in unit.leaves]
     if len({unit.name for unit in units}) < len(units) or len({*leaves}) < len(leaves):
         raise ValueError("its units and its leaves must have different names")
@@ -206,11 +232,15 @@ def _plan_from(data: dict[str, Any]) -> Plan:
 def check_plan(plan: Any) -> None:
     """Raise ``TypeError`` unless ``plan`` is a plan."""
     if not isinstance(plan, Plan):
-        raise TypeError(f"plan must be the Plan that make_plan returned; found {type(plan).__name__}")
+        raise TypeError(
+            f"plan must be the Plan that make_plan returned; found {type(plan).__name__}"
+        )
 
 
 def _canonical(data: Any) -> str:
-    return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=dtype_name)
+    return json.dumps(
+        data, sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=dtype_name
+    )
 
 
 class _Fields(NamedTuple):
@@ -231,11 +261,22 @@ class _Fields(NamedTuple):
     @classmethod
     def of(cls, each: Any) -> _Fields:
         """Return the fields of a class."""
-        stored = {name: _STORED_NAMES.get(name, name) for name in each.__slots__ if name not in _NOT_STORED}
+        stored = {
+            name: _STORED_NAMES.get(name, name)
+            for name in each.__slots__
+            if name not in _NOT_STORED
+        }
         always = [name for name, key in stored.items() if key not in _LATER_FIELDS]
-        later = [(name, key, _LATER_FIELDS[key]) for name, key in stored.items() if key in _LATER_FIELDS]
+        later = [
+            (name, key, _LATER_FIELDS[key]) for name, key in stored.items() if key in _LATER_FIELDS
+        ]
         parts = next((name for name in ("unit_list", "buffers", "leaves") if name in stored), None)
-        return cls(tuple(stored[name] for name in always), operator.attrgetter(*always), tuple(later), parts)
+        return cls(
+            tuple(stored[name] for name in always),
+            operator.attrgetter(*always),
+            tuple(later),
+            parts,
+        )
 
 
 _FIELDS = {cls: _Fields.of(cls) for cls in (Plan, UnitPlan, BufferPlan, LeafSpec)}

@@ -15,7 +15,14 @@ from funcshard.plan.precision import MixedPrecision
 from funcshard.plan.unit_plan import BufferPlan, LeafCut, LeafSpec, Placements, UnitPlan
 
 _UNIT = ("name", "strategy", "reshard_after_forward", "mesh_shape", "structure", "buffers")
-_LATER_UNIT = ("offload", "precision", "full_precision", "reshard_after_backward", "members", "axes")
+_LATER_UNIT = (
+    "offload",
+    "precision",
+    "full_precision",
+    "reshard_after_backward",
+    "members",
+    "axes",
+)
 _BUFFER, _LATER_BUFFER = ("key", "dtype", "trainable", "leaves", "shards"), ("local",)
 _LEAF, _LATER_LEAF = ("path", "shape", "offset", "index"), ("aliases", "cuts", "placements")
 _MOST_RANKS = 2**31 - 1
@@ -24,7 +31,9 @@ _MOST_ELEMENTS = file_data.MOST // 16  # the largest elements have 16 bytes
 
 def shape_from(data: Any) -> tuple[int, int]:
     """Return the sizes of the data axes."""
-    replicate, shard = file_data.numbers("mesh_shape", file_data.listed("mesh_shape", data, 2), 1, _MOST_RANKS)
+    replicate, shard = file_data.numbers(
+        "mesh_shape", file_data.listed("mesh_shape", data, 2), 1, _MOST_RANKS
+    )
     return replicate, shard
 
 
@@ -33,12 +42,21 @@ def axes_from(data: Any, shape: tuple[int, int]) -> Axes:
     found = []
     for axis in file_data.listed("axes", data):
         name, size = file_data.listed("an axis", axis, 2)
-        found.append((file_data.text("the name of an axis", name), file_data.whole("the size of an axis", size, 1)))
+        found.append(
+            (
+                file_data.text("the name of an axis", name),
+                file_data.whole("the size of an axis", size, 1),
+            )
+        )
     axes = dict(found or zip(AXES, shape, strict=True))
     if tuple(map(axes.get, AXES)) != shape or len(axes) < len(found):
-        raise ValueError(f"axes must have the data axes of mesh_shape {shape}; found {file_data.shown(data)}")
+        raise ValueError(
+            f"axes must have the data axes of mesh_shape {shape}; found {file_data.shown(data)}"
+        )
     if world_size_of(mesh_axes_of(axes, "axes")) > _MOST_RANKS:
-        raise ValueError(f"axes must have at most {_MOST_RANKS} ranks; found {file_data.shown(data)}")
+        raise ValueError(
+            f"axes must have at most {_MOST_RANKS} ranks; found {file_data.shown(data)}"
+        )
     return tuple(found)
 
 
@@ -57,7 +75,9 @@ def precision_from(data: Any) -> MixedPrecision | None:
     try:
         return MixedPrecision.from_data(file_data.table("precision", data))
     except (KeyError, TypeError) as error:
-        raise ValueError(f"precision must be a MixedPrecision; found {file_data.shown(data)}: {error}") from None
+        raise ValueError(
+            f"precision must be a MixedPrecision; found {file_data.shown(data)}: {error}"
+        ) from None
 
 
 def unit_from(data: Any) -> UnitPlan:
@@ -67,7 +87,9 @@ def unit_from(data: Any) -> UnitPlan:
     axes = axes_from(fields.get("axes", []), shape)
     known = dict(axes or zip(AXES, shape, strict=True))
     freed = fields["reshard_after_forward"]
-    buffers = tuple([_buffer_from(buffer, known) for buffer in file_data.listed("buffers", fields["buffers"])])
+    buffers = tuple(
+        [_buffer_from(buffer, known) for buffer in file_data.listed("buffers", fields["buffers"])]
+    )
     if len({buffer.key for buffer in buffers}) < len(buffers):
         raise ValueError("the buffers of a unit must have different keys")
     return UnitPlan(
@@ -91,8 +113,15 @@ def _buffer_from(data: Any, axes: dict[str, int]) -> BufferPlan:
     local = file_data.texts("local", fields.get("local", []))
     if not {*local} <= axes.keys() or len({*local}) < len(local):
         raise ValueError(f"local must name axes of the mesh {axes}; found {file_data.shown(local)}")
-    leaves = tuple([_leaf_from(leaf, axes) for leaf in file_data.listed("leaves", fields["leaves"])])
-    file_data.whole("the number of elements of a buffer", sum([leaf.numel for leaf in leaves]), 0, _MOST_ELEMENTS)
+    leaves = tuple(
+        [_leaf_from(leaf, axes) for leaf in file_data.listed("leaves", fields["leaves"])]
+    )
+    file_data.whole(
+        "the number of elements of a buffer",
+        sum([leaf.numel for leaf in leaves]),
+        0,
+        _MOST_ELEMENTS,
+    )
     return BufferPlan(
         file_data.text("the key of a buffer", fields["key"]),
         file_data.text("dtype", fields["dtype"]),
@@ -131,8 +160,12 @@ def cuts_from(data: Any, shape: tuple[int, ...], axes: dict[str, int]) -> tuple[
     for cut in file_data.listed("cuts", data) if data else ():
         axis, dim, ranks = file_data.listed("a cut", cut, 3)
         file_data.whole("the dim of a cut", dim, 0, len(shape) - 1)
-        if axes.get(file_data.text("the axis of a cut", axis)) != file_data.whole("the ranks of a cut", ranks, 1):
-            raise ValueError(f"a cut must be along an axis of the mesh {axes}; found {file_data.shown(cut)}")
+        if axes.get(file_data.text("the axis of a cut", axis)) != file_data.whole(
+            "the ranks of a cut", ranks, 1
+        ):
+            raise ValueError(
+                f"a cut must be along an axis of the mesh {axes}; found {file_data.shown(cut)}"
+            )
         found.append(LeafCut(axis, dim, ranks))
     numel = math.prod(shape) * math.prod([cut.ranks for cut in found])
     file_data.whole("the number of elements of a tensor", numel, 0, _MOST_ELEMENTS)
@@ -144,6 +177,15 @@ def _placements_from(data: Any, shape: tuple[int, ...], axes: dict[str, int]) ->
     for placement in file_data.listed("placements", data):
         axis, dim = file_data.listed("a placement", placement, 2)
         if file_data.text("the axis of a placement", axis) not in axes:
-            raise ValueError(f"a placement must be along an axis of the mesh {axes}; found {file_data.shown(placement)}")
-        found.append((axis, None if dim is None else file_data.whole("the dim of a placement", dim, 0, len(shape) - 1)))
+            raise ValueError(
+                f"a placement must be along an axis of the mesh {axes}; found {file_data.shown(placement)}"
+            )
+        found.append(
+            (
+                axis,
+                None
+                if dim is None
+                else file_data.whole("the dim of a placement", dim, 0, len(shape) - 1),
+            )
+        )
     return tuple(found)

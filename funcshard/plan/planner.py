@@ -180,14 +180,18 @@ def make_plan(
         leaves = with_placements(with_local_axes(leaves, local, mesh_axes), mesh, mesh_axes)
         uses = [leaf.paths for leaf in leaves]
         choice = read_units(units, uses)
-        freeing = {"reshard_after_forward": reshard_after_forward, "reshard_after_backward": reshard_after_backward}
+        freeing = {
+            "reshard_after_forward": reshard_after_forward,
+            "reshard_after_backward": reshard_after_backward,
+        }
         check_freeing(freeing, strategy)
         names, overrides = list(choice.paths), _overrides(choice, strategy)
         # Why without: the output_dtype of a plan's precision is that of the whole model's outputs.
         inner = precision and dataclasses.replace(precision, output_dtype=None)
         defaults = {"strategy": strategy, "offload": offload, **freeing}
         options: dict[str, dict[str, Any]] = {
-            name: {**defaults, "precision": inner if name else precision, **overrides.get(name, {})} for name in ("", *names)
+            name: {**defaults, "precision": inner if name else precision, **overrides.get(name, {})}
+            for name in ("", *names)
         }
         precisions = {name: each["precision"] for name, each in options.items()}
         ignored = _full_precision_modules(leaves, precisions, choice.paths)
@@ -199,12 +203,18 @@ def make_plan(
             # A module that was inserted has no options of its own.
             own = chosen[name] = dict(options.get(name, {**options[""], **freeing}))
             around = full_precision.intersection(tree.upwards(paths[name][0]))
-            inside = any(all(tree.is_under(path, module) for path in paths[name]) for module in around)
+            inside = any(
+                all(tree.is_under(path, module) for path in paths[name]) for module in around
+            )
             if name in full_precision or (inside and "precision" not in overrides.get(name, {})):
                 own["precision"] = None
             own["full_precision"] = name in full_precision
             planned.append(_plan_unit(name, layout, mesh_shape, axes, **own))
-        undecided = {unit.name for unit in planned if options.get(unit.name, freeing)["reshard_after_forward"] is None}
+        undecided = {
+            unit.name
+            for unit in planned
+            if options.get(unit.name, freeing)["reshard_after_forward"] is None
+        }
         modules = {leaf.index for leaf in leaves if leaf.of_module}
         groups = small_groups(planned, limit, undecided, modules)
         if groups:
@@ -214,7 +224,9 @@ def make_plan(
                 for name, layout in lay_out(structure, leaves, paths).items()
             ]
         names_of_tree = names_in_order(params, leaves)
-        plan = Plan(mesh_shape, structure, tuple(planned), options[""]["precision"], axes, names_of_tree)
+        plan = Plan(
+            mesh_shape, structure, tuple(planned), options[""]["precision"], axes, names_of_tree
+        )
     _warn_of_one_large_unit(plan)
     if _log.isEnabledFor(logging.DEBUG):
         sizes = len(plan.unit_list), len(plan.leaves), plan.world_size
@@ -229,12 +241,19 @@ def _warn_of_one_large_unit(plan: Plan) -> None:
     """Warn of a plan that gathers a large model at once: it has no units, or one for all layers."""
     if plan.mesh_shape[1] == 1 or not plan.unit_list:
         return
-    sizes = [sum(b.padded_numel * b.itemsize for b in unit.buffers if b.shards > 1) for unit in plan.unit_list]
+    sizes = [
+        sum(b.padded_numel * b.itemsize for b in unit.buffers if b.shards > 1)
+        for unit in plan.unit_list
+    ]
     size = max(sizes)
     if size < _LARGE or 2 * size <= sum(sizes):
         return
     name = plan.unit_list[sizes.index(size)].name
-    inside = (leaf.path.removeprefix(f"{name}.") for leaf in plan.leaves if leaf.path.startswith(f"{name}."))
+    inside = (
+        leaf.path.removeprefix(f"{name}.")
+        for leaf in plan.leaves
+        if leaf.path.startswith(f"{name}.")
+    )
     children = {path.partition(".")[0] for path in inside}
     if name and len(children) > 1 and all(child.isdecimal() for child in children):
         warnings.warn(
@@ -266,12 +285,30 @@ def _plan_unit(
     shards = 1 if strategy == "no_shard" else mesh_shape[1]
     if shards > 1:
         buffers = tuple(
-            BufferPlan(each.key, each.dtype, each.trainable, each.leaves, 1 if "shard" in each.local else shards, each.local)
+            BufferPlan(
+                each.key,
+                each.dtype,
+                each.trainable,
+                each.leaves,
+                1 if "shard" in each.local else shards,
+                each.local,
+            )
             for each in buffers
         )
     forward, backward = freeing_of(name, strategy, mesh_shape[1], **freeing)
     return UnitPlan(
-        name, strategy, forward, mesh_shape, part, buffers, offload, precision, full_precision, backward, members, axes
+        name,
+        strategy,
+        forward,
+        mesh_shape,
+        part,
+        buffers,
+        offload,
+        precision,
+        full_precision,
+        backward,
+        members,
+        axes,
     )
 
 
@@ -330,7 +367,9 @@ def _check_precision(precision: Any) -> None:
 
 
 def _full_precision_modules(
-    leaves: Sequence[Leaf], precisions: Mapping[str, MixedPrecision | None], paths: Mapping[str, Sequence[str]]
+    leaves: Sequence[Leaf],
+    precisions: Mapping[str, MixedPrecision | None],
+    paths: Mapping[str, Sequence[str]],
 ) -> list[str]:
     """Return the paths of the outermost modules whose class the precision of their unit ignores.
 
@@ -341,7 +380,12 @@ def _full_precision_modules(
     """
     found: dict[str, str] = {}
     # Why first: most models have no module of these classes, and few classes.
-    ignored = {name for precision in precisions.values() if precision is not None for name in precision.ignored_classes}
+    ignored = {
+        name
+        for precision in precisions.values()
+        if precision is not None
+        for name in precision.ignored_classes
+    }
     around = {classes for leaf in leaves for classes in leaf.classes()} if ignored else set()
     if not any(is_one_of(cls, ignored) for cls in {cls for classes in around for cls in classes}):
         return []
@@ -382,11 +426,19 @@ def _inserted(
                 first.setdefault(node, number)
     # A module that leaves its group becomes a unit.
     alone = set(modules)
-    groups = {name: tuple(path for path in nodes if path not in alone) for name, nodes in units.items() if nodes != (name,)}
-    inserted = [(name, groups.get(name, nodes)) for name, nodes in units.items() if groups.get(name, nodes)]
+    groups = {
+        name: tuple(path for path in nodes if path not in alone)
+        for name, nodes in units.items()
+        if nodes != (name,)
+    }
+    inserted = [
+        (name, groups.get(name, nodes)) for name, nodes in units.items() if groups.get(name, nodes)
+    ]
     # The highest first leaf of the units up to each one: it rises, so a place is found without a
     # search, before the first unit that begins after the module.
-    highest = list(itertools.accumulate((min(first[node] for node in nodes) for _, nodes in inserted), max))
+    highest = list(
+        itertools.accumulate((min(first[node] for node in nodes) for _, nodes in inserted), max)
+    )
     for module in modules:
         if module not in units:
             place = bisect.bisect_right(highest, first[module])

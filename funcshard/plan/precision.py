@@ -88,26 +88,36 @@ class MixedPrecision:
     def __post_init__(self) -> None:
         for field in _DTYPES:
             dtype = getattr(self, field)
-            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise ValueError(f"{field} must be a floating-point torch.dtype, or None for no cast; found {dtype!r}")
+            if dtype is not None and not (
+                isinstance(dtype, torch.dtype) and dtype.is_floating_point
+            ):
+                raise ValueError(
+                    f"{field} must be a floating-point torch.dtype, or None for no cast; found {dtype!r}"
+                )
         for flag in _FLAGS:
             check_flag(flag, getattr(self, flag))
         given: Any = self.ignored_classes
         if not isinstance(given, Iterable) or isinstance(given, str):
-            raise TypeError(f"ignored_classes must be a tuple of module classes; found {given!r}: write ({given!r},)")
+            raise TypeError(
+                f"ignored_classes must be a tuple of module classes; found {given!r}: write ({given!r},)"
+            )
         object.__setattr__(self, "ignored_classes", tuple(class_name(each) for each in given))
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> MixedPrecision:
         """Return the value for fields as JSON holds them, with dtypes by name."""
         data = {**_LATER, **data}
-        dtypes = {field: None if data[field] is None else dtype_of(data[field]) for field in _DTYPES}
+        dtypes = {
+            field: None if data[field] is None else dtype_of(data[field]) for field in _DTYPES
+        }
         return cls(**{**data, **dtypes, "ignored_classes": tuple(data["ignored_classes"])})
 
 
 def stored_precision(data: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return the fields of a precision as a plan's JSON holds them; ``from_data`` reads them."""
-    return data and {name: value for name, value in data.items() if name not in _LATER or value != _LATER[name]}
+    return data and {
+        name: value for name, value in data.items() if name not in _LATER or value != _LATER[name]
+    }
 
 
 def class_name(cls: Any) -> str:
@@ -123,13 +133,17 @@ def class_name(cls: Any) -> str:
             )
         return cls
     if not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)):
-        raise TypeError(f"ignored_classes must be subclasses of torch.nn.Module, or their qualified names; found {cls!r}")
+        raise TypeError(
+            f"ignored_classes must be subclasses of torch.nn.Module, or their qualified names; found {cls!r}"
+        )
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def is_one_of(cls: type, names: Iterable[str]) -> bool:
     """Return whether ``cls`` is one of the named classes, or a subclass of one."""
-    return not set(names).isdisjoint(f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__)
+    return not set(names).isdisjoint(
+        f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__
+    )
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -149,7 +163,9 @@ def dtype_of(name: str) -> torch.dtype:
     # Why not getattr: torch imports modules in its __getattr__, and a file may give the name.
     dtype = _NAMED.get(name) if isinstance(name, str) else None
     if dtype is None:
-        raise ValueError(f"{name!r} is not the name of a torch dtype; found in a plan, so the plan is damaged")
+        raise ValueError(
+            f"{name!r} is not the name of a torch dtype; found in a plan, so the plan is damaged"
+        )
     return dtype
 
 

@@ -19,7 +19,13 @@ from funcshard.plan.events import Event
 from funcshard.plan.execution_order import BackwardOrder, ForwardOrder
 from funcshard.plan.plan import Plan, check_plan
 from funcshard.plan.precision import dtype_name, dtype_of
-from funcshard.plan.reduce_choice import Reduce, buffer_mode, check_reduce, check_reduce_units, unit_mode
+from funcshard.plan.reduce_choice import (
+    Reduce,
+    buffer_mode,
+    check_reduce,
+    check_reduce_units,
+    unit_mode,
+)
 from funcshard.plan.schedule import Schedule, check_schedule, make_schedule
 from funcshard.plan.unit_plan import BufferPlan, UnitPlan
 
@@ -138,15 +144,24 @@ def predict_step(
     check_plan(plan)
     micro_batches = check_reduce(micro_batches, reduce)
     check_reduce_units(reduce, plan.units)
-    forwards = check_count("forwards", forwards, of="forwards", remedy="pass 1 if the loss function calls the model once")
+    forwards = check_count(
+        "forwards",
+        forwards,
+        of="forwards",
+        remedy="pass 1 if the loss function calls the model once",
+    )
     for option, given in (("not_saved", not_saved), ("recomputed", recomputed)):
         if isinstance(given, str):
-            raise TypeError(f"{option} must be a list of unit names; found the text {given!r}: pass [{given!r}]")
+            raise TypeError(
+                f"{option} must be a list of unit names; found the text {given!r}: pass [{given!r}]"
+            )
     schedule = order if isinstance(order, Schedule) else make_schedule(plan, order)
     check_schedule(schedule, plan)
     checkpoints = [(each,) if isinstance(each, str) else tuple(each) for each in recomputed]
     spared = frozenset(not_saved)
-    make_schedule(plan, [*sorted(spared), *(name for names in checkpoints for name in names)])  # raises for unknown names
+    make_schedule(
+        plan, [*sorted(spared), *(name for names in checkpoints for name in names)]
+    )  # raises for unknown names
     by_last = {names[-1]: names for names in checkpoints if names}
 
     collectives = _Collectives(plan, cast)
@@ -159,7 +174,11 @@ def predict_step(
             found += _forward(collectives, schedule, spared, kept)
         for _ in range(forwards):
             backward = _Backward(collectives, schedule, spared, kept)
-            found += backward.expected(by_last, reductions) if reached is None else backward.followed(reached, reductions)
+            found += (
+                backward.expected(by_last, reductions)
+                if reached is None
+                else backward.followed(reached, reductions)
+            )
         found += reductions.late
         kept = {name for name in kept if not collectives.units[name].reshard_after_backward}
     return found
@@ -202,7 +221,9 @@ class _Collectives:
             unit = self._kinds[name]
             if (unit.name, buffer.key) not in self._reductions:
                 self._reductions[unit.name, buffer.key] = _reduction(unit, buffer)
-            found = self._reductions[name, buffer.key] = _named(self._reductions[unit.name, buffer.key], name)
+            found = self._reductions[name, buffer.key] = _named(
+                self._reductions[unit.name, buffer.key], name
+            )
         return found
 
     def reduced(self, name: str) -> Sequence[BufferPlan]:
@@ -217,7 +238,10 @@ def _named(events: Sequence[Event], name: str) -> Sequence[Event]:
     """Return the same events of another unit."""
     if not events or events[0].unit == name:
         return events
-    return [Event(each.kind, name, each.buffer, each.dtype, each.bytes, each.axis, each.ranks) for each in events]
+    return [
+        Event(each.kind, name, each.buffer, each.dtype, each.bytes, each.axis, each.ranks)
+        for each in events
+    ]
 
 
 def _forward(
@@ -246,7 +270,9 @@ class _Backward:
         kept: the units that stay gathered.
     """
 
-    def __init__(self, collectives: _Collectives, schedule: Schedule, spared: frozenset[str], kept: set[str]) -> None:
+    def __init__(
+        self, collectives: _Collectives, schedule: Schedule, spared: frozenset[str], kept: set[str]
+    ) -> None:
         self._collectives = collectives
         self._units = units = collectives.units
         self._gathers = gathers = collectives.gathers
@@ -256,12 +282,17 @@ class _Backward:
         self._again = {
             moment: name
             for moment, (what, name) in enumerate(self._expected)
-            if what == "gather" and units[name].reshard_after_forward and name not in spared and gathers(name)
+            if what == "gather"
+            and units[name].reshard_after_forward
+            and name not in spared
+            and gathers(name)
         }
         self._order = BackwardOrder(schedule, self._again)
         self._order.expect([(moment, moment) for moment in self._again])
 
-    def expected(self, recomputed: Mapping[str, tuple[str, ...]], reductions: _Reductions) -> Iterator[Event | Reached]:
+    def expected(
+        self, recomputed: Mapping[str, tuple[str, ...]], reductions: _Reductions
+    ) -> Iterator[Event | Reached]:
         """Yield what backward does if it follows the schedule.
 
         Arguments:
@@ -281,17 +312,27 @@ class _Backward:
                 continue
             if checkpoint and name not in here:
                 yield from self._recomputation(checkpoint)
-                yield from self._prefetch(moment) if self._early and self._units[name].reshard_after_forward else ()
+                yield from (
+                    self._prefetch(moment)
+                    if self._early and self._units[name].reshard_after_forward
+                    else ()
+                )
             here.discard(name)
             yield from self._reduce(name, moment, reductions)
 
-    def followed(self, reached: Sequence[Reached], reductions: _Reductions) -> Iterator[Event | Reached]:
+    def followed(
+        self, reached: Sequence[Reached], reductions: _Reductions
+    ) -> Iterator[Event | Reached]:
         """Yield what backward does at known places; it gathers ahead as the schedule says."""
         ends: dict[str, list[int]] = {}  # by unit: the moments at which its calls are reduced
         for moment, (what, name) in enumerate(self._expected):
             if what == "reduce":
                 ends.setdefault(name, []).append(moment)
-        uses = {end: moment for moment, name in self._again.items() for end in [_after(ends.get(name, ()), moment)]}
+        uses = {
+            end: moment
+            for moment, name in self._again.items()
+            for end in [_after(ends.get(name, ()), moment)]
+        }
         yield from self._begin()
         for each in reached:
             yield each
@@ -370,7 +411,9 @@ class _Reductions:
         self._reduce = reduce
         self._last = last
         # How many gradients of each unit are still to come.
-        self._awaited = Counter(name for what, name in schedule.backward_order() * forwards if what == "reduce")
+        self._awaited = Counter(
+            name for what, name in schedule.backward_order() * forwards if what == "reduce"
+        )
 
     def add(self, name: str) -> Iterator[Event]:
         """Yield the reductions that start when the gradient of a unit has come."""
@@ -403,9 +446,13 @@ def _gathers(unit: UnitPlan, cast: ChooseCast | None) -> list[Event]:
                 pair = cast_of(cast, unit, buffer)
                 dtype, numel = unit.gathered_dtype(buffer), buffer.shard_numel
                 if pair is not None:
-                    sent = pair.pre_all_gather(torch.zeros(numel, dtype=dtype_of(buffer.dtype), device="cpu"))
+                    sent = pair.pre_all_gather(
+                        torch.zeros(numel, dtype=dtype_of(buffer.dtype), device="cpu")
+                    )
                     dtype, numel = sent.dtype, sent.numel()
-                events.append(_event("all_gather", unit, buffer, dtype, numel * ranks, "shard", ranks))
+                events.append(
+                    _event("all_gather", unit, buffer, dtype, numel * ranks, "shard", ranks)
+                )
     return events
 
 
@@ -414,7 +461,15 @@ def _gathers_of_slices(unit: UnitPlan) -> list[Event]:
     ranks = unit.post_forward_ranks
     assert ranks is not None, f"unit {unit.name}: nothing is cut into slices"
     return [
-        _event("all_gather", unit, buffer, unit.gathered_dtype(buffer), buffer.padded_numel, "shard", ranks)
+        _event(
+            "all_gather",
+            unit,
+            buffer,
+            unit.gathered_dtype(buffer),
+            buffer.padded_numel,
+            "shard",
+            ranks,
+        )
         for buffer in unit.buffers
         if buffer.numel and "shard" not in buffer.local
     ]
@@ -435,9 +490,21 @@ def _reduction(unit: UnitPlan, buffer: BufferPlan) -> list[Event]:
         events.append(_event(kind, unit, buffer, dtype, buffer.padded_numel, "shard", shard))
     for axis, ranks in (("replicate", unit.mesh_shape[0]), *unit.model_axes):
         if ranks > 1 and axis not in buffer.local:
-            events.append(_event("all_reduce", unit, buffer, dtype, buffer.shard_numel, axis, ranks))
+            events.append(
+                _event("all_reduce", unit, buffer, dtype, buffer.shard_numel, axis, ranks)
+            )
     return events
 
 
-def _event(kind: str, unit: UnitPlan, buffer: BufferPlan, dtype: torch.dtype, numel: int, axis: str, ranks: int) -> Event:
-    return Event(kind, unit.name, buffer.key, dtype_name(dtype), numel * dtype.itemsize, axis, ranks)
+def _event(
+    kind: str,
+    unit: UnitPlan,
+    buffer: BufferPlan,
+    dtype: torch.dtype,
+    numel: int,
+    axis: str,
+    ranks: int,
+) -> Event:
+    return Event(
+        kind, unit.name, buffer.key, dtype_name(dtype), numel * dtype.itemsize, axis, ranks
+    )

@@ -17,7 +17,9 @@ def read_remat(remat: Iterable[str] | bool) -> tuple[str, ...] | bool:
     """
     if isinstance(remat, bool):
         return remat
-    names: tuple[Any, ...] = tuple(remat) if isinstance(remat, Iterable) and not isinstance(remat, str) else (None,)
+    names: tuple[Any, ...] = (
+        tuple(remat) if isinstance(remat, Iterable) and not isinstance(remat, str) else (None,)
+    )
     if not all(isinstance(name, str) for name in names):
         raise TypeError(
             f"remat must be a list of names or globs of units, True or False; found {remat!r}: write "

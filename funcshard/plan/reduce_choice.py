@@ -35,7 +35,9 @@ def check_reduce(micro_batches: Any, reduce: Any, name: str = "micro_batches") -
             check_choice(f"reduce[{glob!r}]", mode, _MODES)
     else:
         check_choice("reduce", reduce, _MODES)
-    return check_count(name, micro_batches, of="micro-batches", remedy="pass 1 for the whole batch at once")
+    return check_count(
+        name, micro_batches, of="micro-batches", remedy="pass 1 for the whole batch at once"
+    )
 
 
 def check_reduce_units(reduce: Reduce, units: Iterable[str]) -> None:
@@ -55,7 +57,9 @@ def unit_mode(reduce: Reduce, unit: str) -> str:
         return reduce
     if unit in reduce:
         return reduce[unit]
-    return next((mode for glob, mode in reversed([*reduce.items()]) if _chooses(glob, unit)), "each")
+    return next(
+        (mode for glob, mode in reversed([*reduce.items()]) if _chooses(glob, unit)), "each"
+    )
 
 
 def buffer_mode(mode: str, *, cut: bool, repeated: bool) -> str:

@@ -51,7 +51,9 @@ class Schedule(Shown):
         check_flag("forward_prefetch", self.forward_prefetch)
         check_choice("backward_prefetch", self.backward_prefetch, BACKWARD)
         remedy = "to gather no unit ahead pass forward_prefetch=False and backward_prefetch=None"
-        object.__setattr__(self, "limit", check_count("limit", self.limit, of="units", remedy=remedy))
+        object.__setattr__(
+            self, "limit", check_count("limit", self.limit, of="units", remedy=remedy)
+        )
 
     def _parts(self) -> list[Table]:
         title = (
@@ -64,12 +66,20 @@ class Schedule(Shown):
         needs = _counted([name for what, name in self.backward_order() if what == "gather"])
         then = dict(itertools.pairwise(needs)) if self.backward_prefetch else {}
         before = [then.get(each, ("", 0))[0] for each in reversed(_counted(self.order[::-1]))]
-        ahead, before = ([n if n not in self.on_demand else "" for n in column] for column in (ahead, before))
+        ahead, before = (
+            [n if n not in self.on_demand else "" for n in column] for column in (ahead, before)
+        )
         rows = [
             [str(i), name or "(root)", after, earlier]
             for i, (name, after, earlier) in enumerate(zip(self.order, ahead, before, strict=True))
         ]
-        return [Table(title, ["position", "unit", "forward gathers next", "backward gathers next"], fold_rows(rows))]
+        return [
+            Table(
+                title,
+                ["position", "unit", "forward gathers next", "backward gathers next"],
+                fold_rows(rows),
+            )
+        ]
 
     def backward_order(self) -> tuple[tuple[str, str], ...]:
         """Return what backward reaches, in order; see ``backward``."""
@@ -128,13 +138,21 @@ def make_schedule(
     check_plan(plan)
     for option, given in (("order", order), ("on_demand", on_demand)):
         if isinstance(given, str):
-            raise TypeError(f"{option} must be a list of unit names; found the text {given!r}: pass [{given!r}]")
+            raise TypeError(
+                f"{option} must be a list of unit names; found the text {given!r}: pass [{given!r}]"
+            )
     units = plan.units
-    names = [name for name in units if name != ""] if order is None else [name for name in order if name != ""]
+    names = (
+        [name for name in units if name != ""]
+        if order is None
+        else [name for name in order if name != ""]
+    )
     spared = tuple(sorted(on_demand))
     for name in (*names, *spared):
         if name not in units:
-            raise ValueError(f"the plan has no unit {name!r} to put in order; its units are {[n for n in units if n][:6]}")
+            raise ValueError(
+                f"the plan has no unit {name!r} to put in order; its units are {[n for n in units if n][:6]}"
+            )
     root = [""] if "" in units else []
     return Schedule((*root, *names), forward_prefetch, backward_prefetch, limit, spared)
 

@@ -53,15 +53,27 @@ def _strategy(unit: UnitPlan, buffer: BufferPlan) -> str:
     elif unit.post_forward_ranks is not None:
         strategy += f", over {unit.post_forward_ranks} ranks after forward"
     elif unit.reshard_after_forward != (strategy == "full_shard"):
-        strategy += ", freed after forward" if unit.reshard_after_forward else ", kept until backward"
+        strategy += (
+            ", freed after forward" if unit.reshard_after_forward else ", kept until backward"
+        )
     if buffer.local:
-        strategy = "local to a rank" if buffer.local == AXES else f"local along {', '.join(buffer.local)}"
+        strategy = (
+            "local to a rank" if buffer.local == AXES else f"local along {', '.join(buffer.local)}"
+        )
         strategy += "" if "shard" in buffer.local else f", {unit.strategy} along shard"
     strategy += ", offload" if unit.offload else ""
-    own, gathered, reduced = dtype_of(buffer.dtype), unit.gathered_dtype(buffer), unit.reduced_dtype(buffer)
+    own, gathered, reduced = (
+        dtype_of(buffer.dtype),
+        unit.gathered_dtype(buffer),
+        unit.reduced_dtype(buffer),
+    )
     if len({own, gathered, reduced}) > 1:
         strategy += f", in {dtype_name(gathered)}"
-        strategy += f", reduced in {dtype_name(reduced)}" if buffer.trainable and reduced != gathered else ""
+        strategy += (
+            f", reduced in {dtype_name(reduced)}"
+            if buffer.trainable and reduced != gathered
+            else ""
+        )
     if unit.precision is not None and unit.precision.output_dtype is not None:
         strategy += f", outputs in {dtype_name(unit.precision.output_dtype)}"
     return strategy + (", full precision" if unit.full_precision else "")

@@ -56,11 +56,16 @@ def check_bucket_bytes(value: Any) -> int | None:
     """Return ``bucket_bytes`` as a number, ``None`` for ``"auto"``; raise if it is neither."""
     if isinstance(value, str) and value == "auto":
         return None
-    return check_count("bucket_bytes", value, 0, of="bytes", remedy='pass 0 for no groups, or "auto"')
+    return check_count(
+        "bucket_bytes", value, 0, of="bytes", remedy='pass 0 for no groups, or "auto"'
+    )
 
 
 def small_groups(
-    units: Sequence[UnitPlan], limit: int | None, undecided: Collection[str], modules: Collection[int]
+    units: Sequence[UnitPlan],
+    limit: int | None,
+    undecided: Collection[str],
+    modules: Collection[int],
 ) -> list[SmallGroup]:
     """Return the groups that small units of a plan form.
 
@@ -77,8 +82,14 @@ def small_groups(
     sized = [_SizedUnit(unit, _gathered_bytes(unit), _key(unit, undecided)) for unit in units]
     if limit is not None:
         return [SmallGroup(names) for names in _filled(sized, limit)]
-    alike = itertools.groupby(sized, key=lambda each: each.key if _is_small(each, modules) else None)
-    runs = [members for key, run in alike if key is not None and len(members := list(run)) >= _LEAST_UNITS]
+    alike = itertools.groupby(
+        sized, key=lambda each: each.key if _is_small(each, modules) else None
+    )
+    runs = [
+        members
+        for key, run in alike
+        if key is not None and len(members := list(run)) >= _LEAST_UNITS
+    ]
     if sum(each.size for run in runs for each in run) > _GROUP_BYTES:
         return [SmallGroup(names) for run in runs for names in _filled(run, _GROUP_BYTES)]
     return [
@@ -89,14 +100,18 @@ def small_groups(
 
 
 def _gathered_bytes(unit: UnitPlan) -> int:
-    return sum(buffer.padded_numel * unit.gathered_dtype(buffer).itemsize for buffer in unit.buffers)
+    return sum(
+        buffer.padded_numel * unit.gathered_dtype(buffer).itemsize for buffer in unit.buffers
+    )
 
 
 def _key(unit: UnitPlan, undecided: Collection[str]) -> tuple[Any, ...] | None:
     """Return all in which the units of a group agree; ``None`` for a unit that joins none."""
     if unit.name == "" or unit.members:
         return None
-    kinds = tuple([(buffer.key, buffer.dtype, buffer.trainable, buffer.local) for buffer in unit.buffers])
+    kinds = tuple(
+        [(buffer.key, buffer.dtype, buffer.trainable, buffer.local) for buffer in unit.buffers]
+    )
     freeing = (unit.reshard_after_forward, unit.name in undecided, unit.reshard_after_backward)
     return unit.strategy, freeing, unit.offload, unit.precision, unit.full_precision, kinds
 

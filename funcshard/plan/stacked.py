@@ -97,11 +97,20 @@ def _stacked(node: Any, path: str) -> Any:
             f"stack takes the path of a list of layers, as unstack makes it; found {type(node).__name__} at {path!r}, "
             f"{'empty' if isinstance(node, (list, tuple)) else 'which is no list'}"
         )
-    first = [(name, _kind(leaf)) for name, leaf in zip(tree.paths(node[0]), tree.leaves(node[0]), strict=True)]
+    first = [
+        (name, _kind(leaf))
+        for name, leaf in zip(tree.paths(node[0]), tree.leaves(node[0]), strict=True)
+    ]
     for i, layer in enumerate(node):
-        own = [(name, _kind(leaf)) for name, leaf in zip(tree.paths(layer), tree.leaves(layer), strict=True)]
+        own = [
+            (name, _kind(leaf))
+            for name, leaf in zip(tree.paths(layer), tree.leaves(layer), strict=True)
+        ]
         if own != first:
-            wrong = next(iter([item for item in [*own, *first] if (item in own) != (item in first)]), ("order", ""))
+            wrong = next(
+                iter([item for item in [*own, *first] if (item in own) != (item in first)]),
+                ("order", ""),
+            )
             raise ValueError(
                 f"all layers at {path!r} must have the same leaves, of one shape and dtype; layer {i} differs "
                 f"from layer 0 in {wrong[0]!r}: stack equal layers alone"
@@ -110,7 +119,9 @@ def _stacked(node: Any, path: str) -> Any:
 
 
 def _kind(leaf: Any) -> Any:
-    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+    return (
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+    )
 
 
 def _changed(name: str, params: Any, path: str, change: Callable[[Any], Any]) -> Any:
@@ -122,13 +133,21 @@ def _changed(name: str, params: Any, path: str, change: Callable[[Any], Any]) ->
         if not keys:
             return change(node)
         key, *rest = keys
-        if isinstance(node, Mapping) and (found := next((k for k in node if str(k) == key), None)) is not None:
+        if (
+            isinstance(node, Mapping)
+            and (found := next((k for k in node if str(k) == key), None)) is not None
+        ):
             new = {k: visit(value, rest) if k is found else value for k, value in node.items()}
             return new if type(node) is dict else type(node)(new)  # type: ignore[call-arg]
         fields = getattr(node, "_fields", None)
         if fields and key in fields:
             return node._replace(**{key: visit(getattr(node, key), rest)})
-        if isinstance(node, (list, tuple)) and not fields and key.isdecimal() and int(key) < len(node):
+        if (
+            isinstance(node, (list, tuple))
+            and not fields
+            and key.isdecimal()
+            and int(key) < len(node)
+        ):
             items = [visit(value, rest) if i == int(key) else value for i, value in enumerate(node)]
             return items if isinstance(node, list) else tuple(items)
         known = (
@@ -136,6 +155,8 @@ def _changed(name: str, params: Any, path: str, change: Callable[[Any], Any]) ->
             if isinstance(node, Mapping)
             else list(fields or range(len(node)) if isinstance(node, (list, tuple)) else [])
         )
-        raise ValueError(f"{name} found no node {path!r} in the tree: {key!r} is none of {known[:6]}")
+        raise ValueError(
+            f"{name} found no node {path!r} in the tree: {key!r} is none of {known[:6]}"
+        )
 
     return visit(params, path.split(".") if path else [])

@@ -154,11 +154,15 @@ class BufferPlan:
         dtype_of(self.dtype)
         data = tuple(axis for axis in AXES if axis in self.local)
         if self.local[: len(data)] != data:
-            raise ValueError(f"buffer {self.key} must name data axes first; found that it is local to {self.local}")
+            raise ValueError(
+                f"buffer {self.key} must name data axes first; found that it is local to {self.local}"
+            )
         end = 0
         for leaf in self.leaves:
             if leaf.offset != end:
-                raise ValueError(f"leaf {leaf.path} must lie at {end}, because padding is at the end; found {leaf.offset}")
+                raise ValueError(
+                    f"leaf {leaf.path} must lie at {end}, because padding is at the end; found {leaf.offset}"
+                )
             end += leaf.numel
 
     @property
@@ -260,19 +264,27 @@ class UnitPlan:
     def __post_init__(self) -> None:
         check_strategy(self.strategy)
         if tuple(map(self.mesh_axes.get, AXES)) != self.mesh_shape:
-            raise ValueError(f"unit {self.name}: {self.axes} must have the data axes {self.mesh_shape}")
+            raise ValueError(
+                f"unit {self.name}: {self.axes} must have the data axes {self.mesh_shape}"
+            )
         if self.full_precision and self.precision:
-            raise ValueError(f"unit {self.name}: a full-precision unit computes in the dtype of its leaves")
+            raise ValueError(
+                f"unit {self.name}: a full-precision unit computes in the dtype of its leaves"
+            )
         shards = self.mesh_shape[1] if self.sharded else 1
         for buffer in self.buffers:
             wanted = 1 if "shard" in buffer.local else shards
             if buffer.shards != wanted:
-                raise ValueError(f"unit {self.name}: buffer {buffer.key} must have {wanted} shards; found {buffer.shards}")
+                raise ValueError(
+                    f"unit {self.name}: buffer {buffer.key} must have {wanted} shards; found {buffer.shards}"
+                )
         if self.reshard_after_forward and not self.sharded:
             raise ValueError(f"unit {self.name}: nothing to reshard")
         ranks = self.post_forward_ranks
         if ranks is not None and not (1 < ranks < shards and shards % ranks == 0):
-            raise ValueError(f"unit {self.name}: reshard_after_forward must divide {shards} ranks; found {ranks}")
+            raise ValueError(
+                f"unit {self.name}: reshard_after_forward must divide {shards} ranks; found {ranks}"
+            )
         if not self.reshard_after_backward and (not self.sharded or self.reshard_after_forward):
             raise ValueError(f"unit {self.name}: nothing stays gathered")
 
@@ -321,7 +333,9 @@ class UnitPlan:
     def reduced_dtype(self, buffer: BufferPlan) -> torch.dtype:
         """Return the dtype in which a buffer's gradient is reduced."""
         own = dtype_of(buffer.dtype)
-        return (self.precision and own.is_floating_point and self.precision.reduce_dtype) or self.gathered_dtype(buffer)
+        return (
+            self.precision and own.is_floating_point and self.precision.reduce_dtype
+        ) or self.gathered_dtype(buffer)
 
     def in_full_precision(self) -> UnitPlan:
         """Return the same unit without a precision; see ``Plan.in_full_precision``."""

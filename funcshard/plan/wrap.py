@@ -40,7 +40,9 @@ class Units(list[Any]):
     """
 
     def __init__(
-        self, paths: Iterable[str | Sequence[str]] = (), overrides: Mapping[Any, Mapping[str, Any]] | None = None
+        self,
+        paths: Iterable[str | Sequence[str]] = (),
+        overrides: Mapping[Any, Mapping[str, Any]] | None = None,
     ) -> None:
         super().__init__(paths)
         self.overrides = dict(overrides or {})
@@ -76,8 +78,13 @@ def by_class(*classes: type[nn.Module]) -> Policy:
 
     Source: ``torch.distributed.fsdp.wrap.ModuleWrapPolicy``.
     """
-    if not classes or not all(isinstance(cls, type) and issubclass(cls, nn.Module) for cls in classes):
-        wrong = next((cls for cls in classes if not (isinstance(cls, type) and issubclass(cls, nn.Module))), None)
+    if not classes or not all(
+        isinstance(cls, type) and issubclass(cls, nn.Module) for cls in classes
+    ):
+        wrong = next(
+            (cls for cls in classes if not (isinstance(cls, type) and issubclass(cls, nn.Module))),
+            None,
+        )
         found = f"the class {wrong.__name__}" if isinstance(wrong, type) else type(wrong).__name__
         found = "none" if not classes else repr(wrong) if isinstance(wrong, str | list) else found
         raise TypeError(
@@ -90,7 +97,9 @@ def by_class(*classes: type[nn.Module]) -> Policy:
         if not units:
             names = ", ".join(cls.__name__ for cls in classes)
             present = ", ".join(sorted({type(m).__name__ for m in module.modules()})[:8])
-            raise ValueError(f"by_class({names}) found no such module with parameters; the model is made of {present}")
+            raise ValueError(
+                f"by_class({names}) found no such module with parameters; the model is made of {present}"
+            )
         return units
 
     return policy
@@ -135,14 +144,26 @@ def by_size(
     Source: ``torch.distributed.fsdp.wrap.size_based_auto_wrap_policy``.
     """
 
-    min_numel = check_count("min_numel", min_numel, 0, of="elements", remedy="pass 0 to choose every module with parameters")
+    min_numel = check_count(
+        "min_numel",
+        min_numel,
+        0,
+        of="elements",
+        remedy="pass 0 to choose every module with parameters",
+    )
     for option, classes in (("exclude", exclude), ("force_leaf", force_leaf)):
         if not isinstance(classes, tuple) or not all(isinstance(cls, type) for cls in classes):
-            raise TypeError(f"{option} must be a tuple of module classes; found {classes!r}: write (torch.nn.Linear,)")
+            raise TypeError(
+                f"{option} must be a tuple of module classes; found {classes!r}: write (torch.nn.Linear,)"
+            )
 
     def policy(module: nn.Module, example_inputs: Any = None) -> Units:
         names = {id(m): name for name, m in _named_modules(module)}
-        apart = {id(module)} if example_inputs is None else {id(module), *read_outside(module, example_inputs)}
+        apart = (
+            {id(module)}
+            if example_inputs is None
+            else {id(module), *read_outside(module, example_inputs)}
+        )
         chosen: dict[int, None] = {}
 
         def visit(m: nn.Module) -> int:
@@ -151,7 +172,11 @@ def by_size(
             taken = 0
             if total >= min_numel and not isinstance(m, force_leaf):
                 taken = sum(visit(child) for child in dict.fromkeys(m.children()))
-            if total - taken >= max(min_numel, 1) and not isinstance(m, (*exclude, *force_leaf)) and id(m) not in apart:
+            if (
+                total - taken >= max(min_numel, 1)
+                and not isinstance(m, (*exclude, *force_leaf))
+                and id(m) not in apart
+            ):
                 chosen[id(m)] = None
                 return total
             return taken
@@ -232,16 +257,24 @@ def any_of(*policies: Policy) -> Policy:
 
     for given in policies:
         if not callable(given):
-            raise TypeError(f"any_of takes policies, each an argument of its own; found {given!r}: write any_of(*policies)")
+            raise TypeError(
+                f"any_of takes policies, each an argument of its own; found {given!r}: write any_of(*policies)"
+            )
 
     def policy(module: nn.Module) -> Units:
         chosen = [choose(module) for choose in policies]
         names = {name for units in chosen for name in units if isinstance(name, str)}
-        groups = dict.fromkeys(tuple(each) for units in chosen for each in units if not isinstance(each, str))
+        groups = dict.fromkeys(
+            tuple(each) for units in chosen for each in units if not isinstance(each, str)
+        )
         overrides: dict[str, Mapping[str, Any]] = {}
         for units in reversed(chosen):
-            overrides.update(getattr(units, "overrides", {}))  # a policy of one's own may return a plain list
-        return Units([*(name for name, _ in _named_modules(module) if name in names), *groups], overrides)
+            overrides.update(
+                getattr(units, "overrides", {})
+            )  # a policy of one's own may return a plain list
+        return Units(
+            [*(name for name, _ in _named_modules(module) if name in names), *groups], overrides
+        )
 
     return policy
 

@@ -49,7 +49,9 @@ def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -
 
     Source: ``torch.nn.utils.get_total_norm``.
     """
-    check_number("norm_type", norm_type, above=0, infinite=True, remedy="pass 2.0 for the Euclidean norm")
+    check_number(
+        "norm_type", norm_type, above=0, infinite=True, remedy="pass 2.0 for the Euclidean norm"
+    )
     if isinstance(norm_type, int):
         norm_type = float(norm_type)  # torch takes no whole number of more than 64 bits
     check_fits(plan, mesh)
@@ -64,7 +66,9 @@ def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -
         for buffer in unit.buffers:
             leaf = grads[unit.name][buffer.key]
             if leaf is not None and leaf.numel():
-                if leaf.dtype.itemsize < 2 or not (leaf.dtype.is_floating_point or leaf.dtype.is_complex):
+                if leaf.dtype.itemsize < 2 or not (
+                    leaf.dtype.is_floating_point or leaf.dtype.is_complex
+                ):
                     raise TypeError(
                         f"a norm needs floating-point or complex numbers of two bytes or more; found {leaf.dtype} for leaf "
                         f"{buffer.leaves[0].path!r}: pass None for shard {buffer.key!r} of unit {unit.title!r}, or cast it"
@@ -87,7 +91,13 @@ def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -
 
 @untraced
 def clip_by_global_norm(
-    grads: Shards, plan: Plan, mesh: Mesh, max_norm: float, norm_type: float = 2.0, *, donate: bool = False
+    grads: Shards,
+    plan: Plan,
+    mesh: Mesh,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    donate: bool = False,
 ) -> tuple[Shards, torch.Tensor]:
     """Scale the gradient so that the norm of the whole gradient is at most ``max_norm``.
 
@@ -134,7 +144,9 @@ def clip_by_global_norm(
     leaves, unflatten = tree.flatten(grads)
     scales = {device: scale.to(device) for device in {leaf.device for leaf in leaves}}
     if donate:
-        return unflatten([leaf.mul_(scales[leaf.device].to(leaf)) for leaf in donated(leaves)]), norm
+        return unflatten(
+            [leaf.mul_(scales[leaf.device].to(leaf)) for leaf in donated(leaves)]
+        ), norm
     return unflatten([leaf * scales[leaf.device].to(leaf) for leaf in leaves]), norm
 
 
@@ -143,7 +155,9 @@ def _norm(leaves: list[torch.Tensor], norm_type: float, mesh: Mesh) -> torch.Ten
     wide = {leaf.dtype: torch.promote_types(leaf.dtype, torch.float32) for leaf in leaves}
     # Why from all leaves: a rank that has nothing but padding of one must send its norm in the same
     # dtype as the ranks that hold its elements.
-    dtype = functools.reduce(torch.promote_types, (each.to_real() for each in wide.values()), torch.float32)
+    dtype = functools.reduce(
+        torch.promote_types, (each.to_real() for each in wide.values()), torch.float32
+    )
     filled = [leaf for leaf in leaves if leaf.numel()]
     if not filled:
         return torch.zeros((), dtype=dtype, device=mesh.device)
@@ -153,8 +167,15 @@ def _norm(leaves: list[torch.Tensor], norm_type: float, mesh: Mesh) -> torch.Ten
         norms.setdefault(leaf.device, []).append(norm)
     # Why one by device: the gradients of offloaded units lie on the CPU, and the host waits for
     # each copy from there.
-    of_devices = [torch.linalg.vector_norm(torch.stack(each), norm_type).to(mesh.device, dtype) for each in norms.values()]
-    return of_devices[0] if len(of_devices) == 1 else torch.linalg.vector_norm(torch.stack(of_devices), norm_type)
+    of_devices = [
+        torch.linalg.vector_norm(torch.stack(each), norm_type).to(mesh.device, dtype)
+        for each in norms.values()
+    ]
+    return (
+        of_devices[0]
+        if len(of_devices) == 1
+        else torch.linalg.vector_norm(torch.stack(of_devices), norm_type)
+    )
 
 
 def norm_of_rows(x: torch.Tensor, norm_type: float, dtype: torch.dtype) -> torch.Tensor:
@@ -178,7 +199,9 @@ def norm_of_rows(x: torch.Tensor, norm_type: float, dtype: torch.dtype) -> torch
         # Why no dim: before torch 2.13 the norm of a fake tensor of one element keeps it.
         return torch.linalg.vector_norm(x, norm_type, dim=None if x.dim() == 1 else -1, dtype=dtype)
     whole = x.shape[-1] // PIECE * PIECE
-    pieces = torch.linalg.vector_norm(x[..., :whole].unflatten(-1, (-1, PIECE)), norm_type, dim=-1, dtype=dtype)
+    pieces = torch.linalg.vector_norm(
+        x[..., :whole].unflatten(-1, (-1, PIECE)), norm_type, dim=-1, dtype=dtype
+    )
     norm = norm_of_rows(pieces, norm_type, dtype)
     if whole == x.shape[-1]:
         return norm

@@ -73,7 +73,9 @@ def torch_schedule(make: Callable[..., Any], /, *, lr: float, **options: Any) ->
 _REMEDIES = {
     "step": "leave it out; the optimizer asks for the rate of each step",
     **dict.fromkeys(("get_last_lr", "get_lr"), "metrics['lr'] is the rate that a step took"),
-    **dict.fromkeys(("state_dict", "load_state_dict"), "the number of steps is part of the optimizer's state"),
+    **dict.fromkeys(
+        ("state_dict", "load_state_dict"), "the number of steps is part of the optimizer's state"
+    ),
 }
 
 
@@ -87,7 +89,9 @@ class TorchSchedule:
         try:
             scheduler = make(self._optimizer, **options)
         except TypeError as error:
-            raise TypeError(f"torch_schedule cannot call {name} with the options {sorted(options)}: {error}") from error
+            raise TypeError(
+                f"torch_schedule cannot call {name} with the options {sorted(options)}: {error}"
+            ) from error
         except ValueError as error:
             if "momentum" not in str(error):
                 raise
@@ -154,11 +158,17 @@ def rate_of(optimizer: Any) -> Any:
     step: Any = optimizer.step if isinstance(optimizer, TorchOptimizer) else None
     if step is None or not hasattr(step, "options"):
         return None
-    options, cls = (step.options[0], step.cls) if isinstance(step.options, tuple) else (step.options, torch.optim.Muon)
+    options, cls = (
+        (step.options[0], step.cls)
+        if isinstance(step.options, tuple)
+        else (step.options, torch.optim.Muon)
+    )
     if "lr" in options:
         return plain_number(options["lr"])
     default = inspect.signature(cls).parameters.get("lr")
-    return None if default is None or default.default is inspect.Parameter.empty else default.default
+    return (
+        None if default is None or default.default is inspect.Parameter.empty else default.default
+    )
 
 
 def rate_now(rate: Any, schedules: Mapping[str, Any], opt_state: Any) -> Any:
@@ -174,7 +184,9 @@ def rate_now(rate: Any, schedules: Mapping[str, Any], opt_state: Any) -> Any:
     recording = current_recording()
     # Why by name: a file of graphs has the names of schedules.
     return (
-        schedules["lr"](opt_state["steps"]) if recording is None else recording.number(schedules["lr"], opt_state["steps"])
+        schedules["lr"](opt_state["steps"])
+        if recording is None
+        else recording.number(schedules["lr"], opt_state["steps"])
     )
 
 

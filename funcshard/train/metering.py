@@ -57,7 +57,9 @@ def make_meter(
         True
     """
     if not isinstance(mesh, Mesh):
-        raise TypeError(f"make_meter takes a mesh; found {type(mesh).__name__}: call make_meter(mesh, tokens=...)")
+        raise TypeError(
+            f"make_meter takes a mesh; found {type(mesh).__name__}: call make_meter(mesh, tokens=...)"
+        )
     if tokens is not None:
         tokens = check_count("tokens", tokens, of="tokens", none="for no count")
     last_step, last_time = check_count("step", step, 0, of="steps"), time.perf_counter()

@@ -83,28 +83,46 @@ def assign_owners(plan: Plan, matrices: Iterable[str] | None = None) -> Owners:
     ranks = plan.mesh_shape[1]
     cut = {each.axis for _, _, leaf in found for each in leaf.cuts if each.ranks > 1}
     axes = {axis: size for axis, size in plan.mesh_axes.items() if axis == "shard" or axis in cut}
-    load = [0] * math.prod(axes.values())  # of each rank along these axes; ranks along others repeat it
+    load = [0] * math.prod(
+        axes.values()
+    )  # of each rank along these axes; ranks along others repeat it
     candidates: dict[tuple[str, ...], list[_Candidate]] = {}
     assigned = []
     for unit, buffer, leaf in sorted(found, key=lambda each: (-_work(each[2]), each[2].index)):
         cuts = tuple(each for each in reversed(leaf.cuts) if each.ranks > 1)
         joined = {each.axis for each in cuts}
-        chosen = tuple(axis for axis in axes if axis in joined or (axis == "shard" and "shard" not in buffer.local))
+        chosen = tuple(
+            axis
+            for axis in axes
+            if axis in joined or (axis == "shard" and "shard" not in buffer.local)
+        )
         if chosen not in candidates:
-            candidates[chosen] = [(0, *group) for group in enumerate(_ranks_by_index(chosen, axes).items())]
+            candidates[chosen] = [
+                (0, *group) for group in enumerate(_ranks_by_index(chosen, axes).items())
+            ]
         best, ranks_of_best = _least_loaded(candidates[chosen], load)
         for rank in ranks_of_best if chosen else ():
             load[rank] += _work(leaf)
         at = dict(zip(chosen, best, strict=True))
         owner = None if "shard" in buffer.local else at["shard"]
-        assigned.append(Matrix(unit.name, buffer, leaf, owner, tuple((each.axis, at[each.axis]) for each in cuts)))
-    return Owners(ranks, tuple(sorted(assigned, key=lambda matrix: matrix.leaf.index)), tuple(axes.items()))
+        assigned.append(
+            Matrix(
+                unit.name, buffer, leaf, owner, tuple((each.axis, at[each.axis]) for each in cuts)
+            )
+        )
+    return Owners(
+        ranks, tuple(sorted(assigned, key=lambda matrix: matrix.leaf.index)), tuple(axes.items())
+    )
 
 
-_Candidate = tuple[int, int, tuple[tuple[int, ...], list[int]]]  # its load when seen last, its number, index and ranks
+_Candidate = tuple[
+    int, int, tuple[tuple[int, ...], list[int]]
+]  # its load when seen last, its number, index and ranks
 
 
-def _least_loaded(candidates: list[_Candidate], load: Sequence[int]) -> tuple[tuple[int, ...], list[int]]:
+def _least_loaded(
+    candidates: list[_Candidate], load: Sequence[int]
+) -> tuple[tuple[int, ...], list[int]]:
     """Return the first group of ranks with the least load, from a heap.
 
     Loads only grow, so the load that the heap has for a group is never too large. The first group
@@ -123,7 +141,9 @@ def _positions(axes: Mapping[str, int]) -> list[dict[str, int]]:
     return [position_of(rank, axes) for rank in range(math.prod(axes.values()))]
 
 
-def _ranks_by_index(chosen: Iterable[str], axes: Mapping[str, int]) -> dict[tuple[int, ...], list[int]]:
+def _ranks_by_index(
+    chosen: Iterable[str], axes: Mapping[str, int]
+) -> dict[tuple[int, ...], list[int]]:
     """Return the ranks of a grid by their index along the chosen axes."""
     found: dict[tuple[int, ...], list[int]] = {}
     for rank, position in enumerate(_positions(axes)):
@@ -311,18 +331,35 @@ class Owners(Shown):
     def join(self, axis: str, position: Mapping[str, int]) -> Join:
         """Return the part of the rank at ``position`` in joining slices along ``axis``."""
         size = dict(self.axes)[axis]
-        held = [each for each in self.matrices if axis in dict(each.joiners) and each.owns(position, axis)]
+        held = [
+            each
+            for each in self.matrices
+            if axis in dict(each.joiners) and each.owns(position, axis)
+        ]
         numel = {each.leaf.path: math.prod(each.joined_shape(axis)) for each in held}
-        sent = [[each for each in held if dict(each.joiners)[axis] == other] for other in range(size)]
+        sent = [
+            [each for each in held if dict(each.joiners)[axis] == other] for other in range(size)
+        ]
         sizes = tuple(sum(numel[each.leaf.path] for each in own) for own in sent)
         mine = tuple(sent[position[axis]])
         joined = sum(numel[each.leaf.path] for each in mine)
-        return Join(axis, tuple(each for own in sent for each in own), sizes, mine, (joined,) * size, self._join_event(axis))
+        return Join(
+            axis,
+            tuple(each for own in sent for each in own),
+            sizes,
+            mine,
+            (joined,) * size,
+            self._join_event(axis),
+        )
 
     def _join_event(self, axis: str) -> Event | None:
         """Return the all-to-all along an axis; it counts the busiest rank."""
         axes = dict(self.axes)
-        size, sent, received = axes[axis], [0] * math.prod(axes.values()), [0] * math.prod(axes.values())
+        size, sent, received = (
+            axes[axis],
+            [0] * math.prod(axes.values()),
+            [0] * math.prod(axes.values()),
+        )
         for matrix in self.matrices:
             joiners = dict(matrix.joiners)
             if axis not in joiners:
@@ -336,7 +373,11 @@ class Owners(Shown):
                     sent[rank] += numel
         most = max(*sent, *received)
         itemsize = dtype_of(_SENT_DTYPE).itemsize
-        return Event("all_to_all", None, "", _SENT_DTYPE, most * itemsize, axis, size) if most else None
+        return (
+            Event("all_to_all", None, "", _SENT_DTYPE, most * itemsize, axis, size)
+            if most
+            else None
+        )
 
     def to_owners(self, rank: int) -> AllToAll:
         """Return the part of ``rank`` in the all-to-all that brings the updates to the owners."""
@@ -361,7 +402,9 @@ class Owners(Shown):
                 if found := elements(matrix, *between):
                     parts.append((other, MatrixPart(matrix, found)))
 
-        def ordered(parts: list[tuple[int, MatrixPart]]) -> tuple[tuple[MatrixPart, ...], tuple[int, ...]]:
+        def ordered(
+            parts: list[tuple[int, MatrixPart]],
+        ) -> tuple[tuple[MatrixPart, ...], tuple[int, ...]]:
             sizes = [0] * self.ranks
             for other, part in parts:
                 sizes[other] += len(part.elements)
@@ -371,11 +414,16 @@ class Owners(Shown):
 
     def _event(self, elements: Elements) -> Event | None:
         size = self._busiest(elements) * dtype_of(_SENT_DTYPE).itemsize
-        return Event("all_to_all", None, "", _SENT_DTYPE, size, "shard", self.ranks) if size else None
+        return (
+            Event("all_to_all", None, "", _SENT_DTYPE, size, "shard", self.ranks) if size else None
+        )
 
     def _busiest(self, elements: Elements) -> int:
         """Return the most elements that any one rank sends to, or receives from, other ranks."""
-        owned, held = [0] * self.ranks, [0] * self.ranks  # what crosses at a rank, as an owner and as a holder
+        owned, held = (
+            [0] * self.ranks,
+            [0] * self.ranks,
+        )  # what crosses at a rank, as an owner and as a holder
         steps = [0] * (self.ranks + 1)  # from the number of one rank to that of the next one
         for matrix in self.matrices:
             if matrix.owner is None or (elements is Matrix.sent and matrix.buffer.shards == 1):
@@ -390,7 +438,9 @@ class Owners(Shown):
                 held[rank] += len(matrix.held(rank))
             at_owner = len(matrix.held(matrix.owner))
             held[matrix.owner] -= at_owner
-            owned[matrix.owner] += (numel if matrix.buffer.shards > 1 else numel * self.ranks) - at_owner
+            owned[matrix.owner] += (
+                numel if matrix.buffer.shards > 1 else numel * self.ranks
+            ) - at_owner
         return max(*owned, *map(operator.add, held, itertools.accumulate(steps)))
 
     def _parts(self) -> list[Table]:
@@ -399,7 +449,11 @@ class Owners(Shown):
         rows = []
         for position in _positions(axes):
             owned = [matrix.leaf for matrix in self.matrices if matrix.owns(position, None)]
-            numbers = [len(owned), sum(math.prod(leaf.whole_shape) for leaf in owned), sum(map(_work, owned))]
+            numbers = [
+                len(owned),
+                sum(math.prod(leaf.whole_shape) for leaf in owned),
+                sum(map(_work, owned)),
+            ]
             rows.append([" × ".join(map(str, position.values())), *map(table.count, numbers)])
         traffic = table.size(sum(event.traffic for event in self.events))
         return [Table(f"Owners of {len(self.matrices)} matrices, {traffic} a step", header, rows)]

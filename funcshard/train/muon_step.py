@@ -23,7 +23,14 @@ from funcshard.comm import Mesh, current_recording, in_graph
 from funcshard.core import check_fits, check_shards
 from funcshard.plan import Event, Plan, emit, recording
 from funcshard.train.learning_rate import plain_number
-from funcshard.train.muon_assignment import AllToAll, Join, Matrix, MatrixPart, Owners, assign_owners
+from funcshard.train.muon_assignment import (
+    AllToAll,
+    Join,
+    Matrix,
+    MatrixPart,
+    Owners,
+    assign_owners,
+)
 from funcshard.train.optimizer_pair import TorchOptimizer
 from funcshard.train.optimizers import Schedule, TorchStep, grouped_step, schedules_in
 from funcshard.train.param_groups import ParamGroupLayout, trainable_buffers
@@ -93,15 +100,22 @@ def muon(
             f'adamw must be a dictionary of options of torch.optim.AdamW, as {{"lr": 3e-4}}; found {type(adamw).__name__}'
         )
     check_names(torch.optim.Muon, (options,))
-    check_names(torch.optim.AdamW, ({key: value for key, value in (adamw or {}).items() if key != "groups"},))
+    check_names(
+        torch.optim.AdamW,
+        ({key: value for key, value in (adamw or {}).items() if key != "groups"},),
+    )
     owners = assign_owners(plan, matrices)
-    now = {key: plain_number(value(0)) if callable(value) else value for key, value in options.items()}
+    now = {
+        key: plain_number(value(0)) if callable(value) else value for key, value in options.items()
+    }
     check_values(now, "")
     _with_defaults(now)
     me = mesh.shard.rank
     layout = ParamGroupLayout({matrix.leaf.path: 0 for matrix in owners.matrices}, 1, me)
     others = dict(adamw or {})
-    rest = grouped_step(torch.optim.AdamW, others, others.pop("groups", ()), plan, mesh, left_out=layout.group_of)
+    rest = grouped_step(
+        torch.optim.AdamW, others, others.pop("groups", ()), plan, mesh, left_out=layout.group_of
+    )
     numels = {
         (unit.name, buffer.key): sum(each.numel for each in layout.ranges(buffer))
         for unit, buffer in trainable_buffers(plan)
@@ -177,7 +191,9 @@ class MuonStep:
         for unit, buffer in trainable_buffers(self.plan):
             shard = params[unit.name][buffer.key]
             numel = self.numels[unit.name, buffer.key]
-            momentum[unit.name][buffer.key] = torch.zeros(numel, dtype=shard.dtype, device=shard.device)
+            momentum[unit.name][buffer.key] = torch.zeros(
+                numel, dtype=shard.dtype, device=shard.device
+            )
             rest[unit.name][buffer.key] = {}
         return {"steps": 0, "momentum": momentum, "adamw": {"steps": 0, "leaves": rest}}
 
@@ -190,20 +206,28 @@ class MuonStep:
         params, adamw_state = self.adamw(grads, state["adamw"], params)
         local = self._update_momentum(grads, state["momentum"], options)
         # The parts of the updates go to their matrices' owners.
-        received = self._run(self.to_owners, [local[part.matrix.leaf.path] for part in self.to_owners.sent])
+        received = self._run(
+            self.to_owners, [local[part.matrix.leaf.path] for part in self.to_owners.sent]
+        )
         whole = self._joined(_whole_updates(received))
         whole = {path: _orthogonalise(update, options) for path, update in whole.items()}
         whole = {path: update.reshape(-1) for path, update in self._handed_back(whole).items()}
         # The parts of the orthogonalised updates come back to the ranks that hold them.
-        returned = [whole[part.matrix.leaf.path][_slice(part.elements)] for part in self.from_owners.sent]
+        returned = [
+            whole[part.matrix.leaf.path][_slice(part.elements)] for part in self.from_owners.sent
+        ]
         for (matrix, _), update in self._run(self.from_owners, returned):
             if grads[matrix.unit][matrix.buffer.key] is None:
                 continue  # as torch.optim.Muon leaves such a parameter as it is
-            target = params[matrix.unit][matrix.buffer.key][self.local_parts[matrix.leaf.path].in_shard]
+            target = params[matrix.unit][matrix.buffer.key][
+                self.local_parts[matrix.leaf.path].in_shard
+            ]
             target.mul_(1 - options["lr"] * options["weight_decay"])
             target.add_(
                 update.to(target.device),
-                alpha=-_adjusted_lr(options["lr"], options["adjust_lr_fn"], matrix.leaf.whole_shape),
+                alpha=-_adjusted_lr(
+                    options["lr"], options["adjust_lr_fn"], matrix.leaf.whole_shape
+                ),
             )
         if params is given:  # AdamW has no leaf to update
             leaves, unflatten = tree.flatten(params)
@@ -214,22 +238,37 @@ class MuonStep:
     @property
     def schedules(self) -> dict[str, Schedule]:
         """The options that are functions of the number of steps; AdamW's begin with ``adamw.``."""
-        return schedules_in(self.options) | {f"adamw.{name}": each for name, each in self.adamw.schedules.items()}
+        return schedules_in(self.options) | {
+            f"adamw.{name}": each for name, each in self.adamw.schedules.items()
+        }
 
     def param_groups(self, steps: int) -> list[dict[str, Any]]:
         """Return Muon's options as ``torch.optim`` writes them, with the paths of the matrices."""
-        return [{**self._options_at(steps), "params": list(self.owners.of)}] if self.owners.matrices else []
+        return (
+            [{**self._options_at(steps), "params": list(self.owners.of)}]
+            if self.owners.matrices
+            else []
+        )
 
     def _options_at(self, steps: int) -> dict[str, Any]:
         recording = current_recording()
         # Why not now: a graph that fs.trace records asks the schedules each time it runs.
         at = steps if recording is None else 0
-        now = {key: plain_number(value(at)) if callable(value) else value for key, value in self.options.items()}
+        now = {
+            key: plain_number(value(at)) if callable(value) else value
+            for key, value in self.options.items()
+        }
         check_values(now, f" at step {at}")
         options = _with_defaults(now)
         if recording is not None:
-            options |= {key: recording.number(each, steps) for key, each in schedules_in(self.options).items()}
-        return {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in options.items()}
+            options |= {
+                key: recording.number(each, steps)
+                for key, each in schedules_in(self.options).items()
+            }
+        return {
+            key: value.item() if isinstance(value, torch.Tensor) else value
+            for key, value in options.items()
+        }
 
     def _check_state(self, state: Any) -> None:
         """Raise ``ValueError`` unless ``state`` is one of this optimizer."""
@@ -242,14 +281,22 @@ class MuonStep:
         for (unit, key), numel in self.numels.items():
             found = state["momentum"].get(unit, {}).get(key)
             if not isinstance(found, torch.Tensor) or found.shape != (numel,):
-                held = "nothing" if found is None else tuple(found.shape) if isinstance(found, torch.Tensor) else found
+                held = (
+                    "nothing"
+                    if found is None
+                    else tuple(found.shape)
+                    if isinstance(found, torch.Tensor)
+                    else found
+                )
                 raise ValueError(
                     f"muon's momentum of buffer {key!r} of unit {unit or '(root)'!r} must have shape ({numel},), the "
                     f"elements of matrices in this shard; found {held}, of another plan, number of ranks or choice of "
                     f"matrices: {REMEDY}"
                 )
 
-    def _update_momentum(self, grads: Any, momentum: Any, options: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def _update_momentum(
+        self, grads: Any, momentum: Any, options: Mapping[str, Any]
+    ) -> dict[str, torch.Tensor]:
         """Update momentum in place; return this rank's part of each matrix's update, by path."""
         updates: dict[tuple[str, str], torch.Tensor] = {}
         for unit, buffer in trainable_buffers(self.plan):
@@ -258,37 +305,62 @@ class MuonStep:
                 continue
             if grads[unit.name][buffer.key] is None:
                 # Why zeros are sent: every step runs the same collectives.
-                updates[unit.name, buffer.key] = own.new_zeros(own.shape, dtype=torch.bfloat16, device=self.mesh.device)
+                updates[unit.name, buffer.key] = own.new_zeros(
+                    own.shape, dtype=torch.bfloat16, device=self.mesh.device
+                )
                 continue
             grad = self.layout.pick(grads[unit.name][buffer.key], buffer).to(own.dtype)
             own.lerp_(grad, 1 - options["momentum"])
             update = grad.lerp(own, options["momentum"]) if options["nesterov"] else own
             updates[unit.name, buffer.key] = update.to(self.mesh.device, torch.bfloat16)
         return {
-            matrix.leaf.path: updates[matrix.unit, matrix.buffer.key][self.local_parts[matrix.leaf.path].in_momentum]
+            matrix.leaf.path: updates[matrix.unit, matrix.buffer.key][
+                self.local_parts[matrix.leaf.path].in_momentum
+            ]
             for matrix in self.owners.matrices
             if matrix.leaf.path in self.local_parts
         }
 
-    def _run(self, exchange: AllToAll, sent: list[torch.Tensor]) -> list[tuple[MatrixPart, torch.Tensor]]:
+    def _run(
+        self, exchange: AllToAll, sent: list[torch.Tensor]
+    ) -> list[tuple[MatrixPart, torch.Tensor]]:
         """Run an all-to-all; return the parts that this rank receives, each with its tensor.
 
         ``sent`` holds one flat tensor for each part of ``exchange.sent``.
         """
-        out = self._all_to_all("shard", sent, exchange.send_sizes, exchange.receive_sizes, exchange.event)
-        return list(zip(exchange.received, out.split([len(part.elements) for part in exchange.received]), strict=True))
+        out = self._all_to_all(
+            "shard", sent, exchange.send_sizes, exchange.receive_sizes, exchange.event
+        )
+        return list(
+            zip(
+                exchange.received,
+                out.split([len(part.elements) for part in exchange.received]),
+                strict=True,
+            )
+        )
 
     def _all_to_all(
-        self, axis: str, sent: list[torch.Tensor], sizes: Sequence[int], out_sizes: Sequence[int], event: Event | None
+        self,
+        axis: str,
+        sent: list[torch.Tensor],
+        sizes: Sequence[int],
+        out_sizes: Sequence[int],
+        event: Event | None,
     ) -> torch.Tensor:
         """Send slices of the concatenation of ``sent`` along an axis; return what is received."""
-        full = torch.cat(sent) if sent else torch.empty(0, dtype=torch.bfloat16, device=self.mesh.device)
+        full = (
+            torch.cat(sent)
+            if sent
+            else torch.empty(0, dtype=torch.bfloat16, device=self.mesh.device)
+        )
         if event is None:
             return full  # every rank sends to itself only
         out = full.new_empty(sum(out_sizes))
         if recording():
             emit(event)
-        in_graph(self.mesh.groups[axis], axis).all_to_all(out, full, out_sizes, sizes, label="matrices").wait()
+        in_graph(self.mesh.groups[axis], axis).all_to_all(
+            out, full, out_sizes, sizes, label="matrices"
+        ).wait()
         return out
 
     def _joined(self, updates: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -298,7 +370,10 @@ class MuonStep:
             out = self._all_to_all(join.axis, sent, join.sizes, join.joined_sizes, join.event)
             # Each rank along the axis sends one slice of each of these matrices.
             shapes = [matrix.joined_shape(join.axis) for matrix in join.joined]
-            rows = [row.split([math.prod(shape) for shape in shapes]) for row in out.split(join.joined_sizes)]
+            rows = [
+                row.split([math.prod(shape) for shape in shapes])
+                for row in out.split(join.joined_sizes)
+            ]
             for number, (matrix, shape) in enumerate(zip(join.joined, shapes, strict=True)):
                 slices = [row[number].view(shape) for row in rows]
                 updates[matrix.leaf.path] = torch.cat(slices, _dim(matrix, join.axis))
@@ -308,11 +383,16 @@ class MuonStep:
         """Return this rank's slices of the matrices; the inverse of ``_joined``."""
         for join in reversed(self.joins):
             size = self.mesh.groups[join.axis].size
-            cut = [updates.pop(matrix.leaf.path).chunk(size, _dim(matrix, join.axis)) for matrix in join.joined]
+            cut = [
+                updates.pop(matrix.leaf.path).chunk(size, _dim(matrix, join.axis))
+                for matrix in join.joined
+            ]
             sent = [slices[rank].reshape(-1) for rank in range(size) for slices in cut]
             out = self._all_to_all(join.axis, sent, join.joined_sizes, join.sizes, join.event)
             shapes = [matrix.joined_shape(join.axis) for matrix in join.sent]
-            for matrix, shape, part in zip(join.sent, shapes, out.split([math.prod(s) for s in shapes]), strict=True):
+            for matrix, shape, part in zip(
+                join.sent, shapes, out.split([math.prod(s) for s in shapes]), strict=True
+            ):
                 updates[matrix.leaf.path] = part.view(shape)
         return updates
 

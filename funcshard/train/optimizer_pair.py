@@ -87,7 +87,9 @@ def refusal(cls: Any) -> Exception:
 
 def check_optimizer(optimizer: Any, plan: Plan) -> None:
     """Raise unless ``optimizer`` is a pair of functions, made for shards that ``plan`` cuts."""
-    if not isinstance(optimizer, TorchOptimizer) and not (isinstance(optimizer, tuple) and len(optimizer) == 2):
+    if not isinstance(optimizer, TorchOptimizer) and not (
+        isinstance(optimizer, tuple) and len(optimizer) == 2
+    ):
         raise TypeError(
             f"optimizer must be a pair (init, update), as TorchOpt's are, or torch_optimizer(torch.optim.AdamW, lr=...); "
             f"found {_misfit(optimizer)}"
@@ -98,8 +100,12 @@ def check_optimizer(optimizer: Any, plan: Plan) -> None:
             "optimizer must be the pair that torch_optimizer or muon returned; found a plain tuple of its functions, which "
             "stands for a pair (init, update) as TorchOpt's are: pass the pair itself"
         )
-    own: Plan | None = getattr(optimizer[1], "plan", None) if isinstance(optimizer, TorchOptimizer) else None
-    if own is not None and [(u.name, u.buffers) for u in own.unit_list] != [(u.name, u.buffers) for u in plan.unit_list]:
+    own: Plan | None = (
+        getattr(optimizer[1], "plan", None) if isinstance(optimizer, TorchOptimizer) else None
+    )
+    if own is not None and [(u.name, u.buffers) for u in own.unit_list] != [
+        (u.name, u.buffers) for u in plan.unit_list
+    ]:
         raise ValueError(
             f"the optimizer's groups or matrices lie elsewhere in these shards: it was made with plan {own.fingerprint()}; "
             f"found plan {plan.fingerprint()} here: make the optimizer and the step with one plan"

@@ -13,13 +13,27 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcshard._utils import DONATED_STATE, address, check_flag, check_not_donated, donate, tree, with_plain_factories
+from funcshard._utils import (
+    DONATED_STATE,
+    address,
+    check_flag,
+    check_not_donated,
+    donate,
+    tree,
+    with_plain_factories,
+)
 from funcshard.comm import Mesh, current_recording
 from funcshard.core import check_fits, check_shards
 from funcshard.plan import Plan
 from funcshard.train.learning_rate import plain_number
 from funcshard.train.optimizer_pair import ELEMENTWISE, TorchOptimizer, refusal
-from funcshard.train.param_groups import GroupRange, ParamGroupLayout, check_groups, group_leaves, trainable_buffers
+from funcshard.train.param_groups import (
+    GroupRange,
+    ParamGroupLayout,
+    check_groups,
+    group_leaves,
+    trainable_buffers,
+)
 from funcshard.train.state_checks import (
     KnownEntries,
     check_dtypes,
@@ -97,11 +111,15 @@ def torch_optimizer(
         ... )
     """
     if elementwise is not None:
-        check_flag("elementwise", elementwise, "pass one of the two, or None if torch's own class says it")
+        check_flag(
+            "elementwise", elementwise, "pass one of the two, or None if torch's own class says it"
+        )
     known = isinstance(cls, type) and issubclass(cls, ELEMENTWISE)
     if not (known if elementwise is None else elementwise):
         raise refusal(cls)
-    check_names(cls, (options, *(group for group in check_groups(groups) if isinstance(group, Mapping))))
+    check_names(
+        cls, (options, *(group for group in check_groups(groups) if isinstance(group, Mapping)))
+    )
     if not groups:
         return TorchOptimizer(_init, _torch_step(cls, (options,), None, None, [0]))
     if plan is None or mesh is None:
@@ -144,7 +162,9 @@ def _torch_step(
     """
     if cls in ELEMENTWISE:
         check_options(cls, options)
-    return TorchStep(cls, options, plan, layout, learn_entries(cls, options, members, cls in ELEMENTWISE))
+    return TorchStep(
+        cls, options, plan, layout, learn_entries(cls, options, members, cls in ELEMENTWISE)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,20 +197,28 @@ class TorchStep:
         leaves, unflatten = tree.flatten(params)
         try:
             check_not_donated(state["leaves"])
-            leaf_states, leaf_grads = tree.leaves_up_to(params, state["leaves"]), tree.leaves_up_to(params, grads)
+            leaf_states, leaf_grads = (
+                tree.leaves_up_to(params, state["leaves"]),
+                tree.leaves_up_to(params, grads),
+            )
         except (KeyError, TypeError, ValueError):
             check_trees(grads, state, params, self.title)
             raise
         views = self._views(params, leaves, leaf_grads)
         if not self._fits(leaf_states, leaves, views):
-            sizes = [leaf.shape if self.layout is None else _size(own) for leaf, own in zip(leaves, views, strict=True)]
+            sizes = [
+                leaf.shape if self.layout is None else _size(own)
+                for leaf, own in zip(leaves, views, strict=True)
+            ]
             groups = 1 if self.layout is None else self.layout.count
             check_entries(self.known, leaf_states, sizes, groups, params, self.title)
         if not any(views):  # another optimizer updates every leaf
             return params, {**state, "steps": state["steps"] + 1}
         optimizer = self._optimizer([view for each in views for view in each], state["steps"])
         for leaf_views, leaf_state in zip(views, leaf_states, strict=True):
-            for view, view_state in zip(leaf_views, _split_state(leaf_state, leaf_views, self.layout), strict=True):
+            for view, view_state in zip(
+                leaf_views, _split_state(leaf_state, leaf_views, self.layout), strict=True
+            ):
                 if view_state:  # a class may have made the state of the first step already
                     optimizer.state[view.parameter] = view_state
         with with_plain_factories():
@@ -201,7 +229,12 @@ class TorchStep:
                 check_dtypes(leaves, params, self.title)
                 raise
         new = [
-            _merge_state(leaf_state, leaf_views, [optimizer.state.pop(v.parameter, {}) for v in leaf_views], self.layout)
+            _merge_state(
+                leaf_state,
+                leaf_views,
+                [optimizer.state.pop(v.parameter, {}) for v in leaf_views],
+                self.layout,
+            )
             for leaf_views, leaf_state in zip(views, leaf_states, strict=True)
         ]
         state["leaves"] = DONATED_STATE
@@ -228,7 +261,9 @@ class TorchStep:
             paths: the trainable leaves, in the order in which the groups shall list them.
         """
         empty = [
-            _View(torch.nn.Parameter(torch.empty(0, dtype=torch.float32, device="cpu")), group, 0, 0)
+            _View(
+                torch.nn.Parameter(torch.empty(0, dtype=torch.float32, device="cpu")), group, 0, 0
+            )
             for group in range(len(self.options))
         ]
         group_of = dict.fromkeys(paths, 0) if self.layout is None else self.layout.group_of
@@ -237,11 +272,16 @@ class TorchStep:
             for number, options in enumerate(self._optimizer(empty, steps).param_groups)
         ]
 
-    def _views(self, params: Any, leaves: list[torch.Tensor], grads: list[Any]) -> list[list[_View]]:
+    def _views(
+        self, params: Any, leaves: list[torch.Tensor], grads: list[Any]
+    ) -> list[list[_View]]:
         """Return the views of each leaf of ``params`` that the class shall update."""
         if self.plan is None or self.layout is None:
             try:
-                return [[_whole_view(leaf.detach(), grad)] for leaf, grad in zip(leaves, grads, strict=True)]
+                return [
+                    [_whole_view(leaf.detach(), grad)]
+                    for leaf, grad in zip(leaves, grads, strict=True)
+                ]
             except (AttributeError, RuntimeError, TypeError):
                 check_gradients(grads, leaves, params)  # names the leaf
                 raise
@@ -254,10 +294,17 @@ class TorchStep:
         groups = frozenset(self.layout.group_of.values())
         return [
             _range_views(leaf.detach(), grad, each, groups)
-            for leaf, grad, each in zip(leaves, grads, tree.leaves_up_to(params, ranges), strict=True)
+            for leaf, grad, each in zip(
+                leaves, grads, tree.leaves_up_to(params, ranges), strict=True
+            )
         ]
 
-    def _fits(self, leaf_states: Sequence[Any], leaves: Sequence[torch.Tensor], views: Sequence[Sequence[_View]]) -> bool:
+    def _fits(
+        self,
+        leaf_states: Sequence[Any],
+        leaves: Sequence[torch.Tensor],
+        views: Sequence[Sequence[_View]],
+    ) -> bool:
         """Return whether the state is one of this class, as far as a look at each leaf tells.
 
         ``check_entries`` looks closer. Without groups, the first leaf that has a state speaks for
@@ -272,11 +319,17 @@ class TorchStep:
         for leaf_state, leaf, own in zip(leaf_states, leaves, views, strict=True):
             if not leaf_state:
                 continue
-            size, groups = (leaf.shape, 1) if self.layout is None else (_size(own), self.layout.count)
+            size, groups = (
+                (leaf.shape, 1) if self.layout is None else (_size(own), self.layout.count)
+            )
             fits = (
                 leaf_state.keys() == entries.keys()
                 and (flat is None or getattr(leaf_state[flat], "shape", None) == size)
-                and (scalar is None or (len(leaf_state[scalar]) if type(leaf_state[scalar]) is tuple else 1) == groups)
+                and (
+                    scalar is None
+                    or (len(leaf_state[scalar]) if type(leaf_state[scalar]) is tuple else 1)
+                    == groups
+                )
             )
             if not fits or self.layout is None:
                 return fits
@@ -287,13 +340,18 @@ class TorchStep:
         recording = current_recording()
         # Why not now: a graph that fs.trace records asks the schedules each time it runs.
         at = steps if recording is None else 0
-        now = [{k: plain_number(v(at)) if callable(v) else v for k, v in o.items()} for o in self.options]
+        now = [
+            {k: plain_number(v(at)) if callable(v) else v for k, v in o.items()}
+            for o in self.options
+        ]
         for options in now:
             rates = options.get("lr", 0.0), options.get("weight_decay", 0.0)
             bad_rate = any(type(v) is not float or not 0.0 <= v < math.inf for v in rates)
             if bad_rate or any(isinstance(v, float) and v != v for v in options.values()):
                 check_values(options, f" at step {at}")
-        members = [[view.parameter for view in views if view.group == group] for group in range(len(now))]
+        members = [
+            [view.parameter for view in views if view.group == group] for group in range(len(now))
+        ]
         if len(now) == 1:
             optimizer = self.cls(members[0], **now[0])
         else:
@@ -330,7 +388,11 @@ class Schedule:
 
 def schedules_in(options: Mapping[str, Any], prefix: str = "") -> dict[str, Schedule]:
     """Return the options that are functions of the number of steps, by name with a prefix."""
-    return {f"{prefix}{name}": Schedule(name, value) for name, value in options.items() if callable(value)}
+    return {
+        f"{prefix}{name}": Schedule(name, value)
+        for name, value in options.items()
+        if callable(value)
+    }
 
 
 class _View(NamedTuple):
@@ -356,7 +418,10 @@ def _whole_view(leaf: torch.Tensor, grad: torch.Tensor | None) -> _View:
 
 
 def _range_views(
-    leaf: torch.Tensor, grad: torch.Tensor | None, ranges: tuple[GroupRange, ...], groups: frozenset[int]
+    leaf: torch.Tensor,
+    grad: torch.Tensor | None,
+    ranges: tuple[GroupRange, ...],
+    groups: frozenset[int],
 ) -> list[_View]:
     grad = None if grad is None else grad.to(leaf.dtype)  # it may be of lower precision
     # Why empty views: a group without elements in this shard still counts its steps. Its scalars
@@ -392,16 +457,26 @@ def _split_state(
                 state[name] = value[view.start : view.stop]
             continue
         for group, scalar in enumerate(value if isinstance(value, tuple) else (value,)):
-            members = [state for state, view in zip(states, views, strict=True) if view.group == group]
+            members = [
+                state for state, view in zip(states, views, strict=True) if view.group == group
+            ]
             if not members:
                 continue  # no leaf belongs to this group
-            if scalar is None and isinstance(value, tuple) and any(each is not None for each in value):
+            if (
+                scalar is None
+                and isinstance(value, tuple)
+                and any(each is not None for each in value)
+            ):
                 anew += members
                 continue
             # The class counts steps in place, once for each view, so two views cannot share a
             # scalar.
             further = len(members) - 1
-            copies = scalar.expand(further).clone().unbind() if isinstance(scalar, torch.Tensor) else [scalar] * further
+            copies = (
+                scalar.expand(further).clone().unbind()
+                if isinstance(scalar, torch.Tensor)
+                else [scalar] * further
+            )
             for state, copy in zip(members, [scalar, *copies], strict=True):
                 state[name] = copy
     for state in anew:
@@ -410,7 +485,10 @@ def _split_state(
 
 
 def _merge_state(
-    leaf_state: Mapping[str, Any], views: Sequence[_View], states: list[dict[str, Any]], layout: ParamGroupLayout | None
+    leaf_state: Mapping[str, Any],
+    views: Sequence[_View],
+    states: list[dict[str, Any]],
+    layout: ParamGroupLayout | None,
 ) -> dict[str, Any]:
     """Return the state of a leaf, given the states of its views after the step.
 
@@ -423,7 +501,9 @@ def _merge_state(
         values = [state.pop(name, None) for state in states]
         first = next((value for value in values if value is not None), None)
         if not isinstance(first, torch.Tensor) or not first.ndim:
-            of_group = {view.group: value for view, value in reversed(list(zip(views, values, strict=True)))}
+            of_group = {
+                view.group: value for view, value in reversed(list(zip(views, values, strict=True)))
+            }
             scalars = tuple(of_group.get(group) for group in range(layout.count))
             merged[name] = scalars if layout.count > 1 else scalars[0]
             continue
@@ -453,5 +533,9 @@ def apply_optimizer(optimizer: Any, grads: Any, state: Any, params: Any) -> tupl
     accepted = inspect.signature(update).parameters
     by_keyword = "params" in accepted and accepted["params"].kind is inspect.Parameter.KEYWORD_ONLY
     extra: dict[str, Any] = {"inplace": False} if "inplace" in accepted else {}
-    updates, state = update(grads, state, params=params, **extra) if by_keyword else update(grads, state, params, **extra)
+    updates, state = (
+        update(grads, state, params=params, **extra)
+        if by_keyword
+        else update(grads, state, params, **extra)
+    )
     return tree.map(lambda leaf, change: leaf + change.to(leaf.dtype), params, updates), state

@@ -112,7 +112,9 @@ def group_leaves(
         groups: ``{"paths": [paths or globs of nodes], option: value, ...}`` for each group.
         left_out: paths of leaves that belong to no group, not even to group 0.
     """
-    paths = {leaf.path for _, buffer in trainable_buffers(plan) for leaf in buffer.leaves} - set(left_out)
+    paths = {leaf.path for _, buffer in trainable_buffers(plan) for leaf in buffer.leaves} - set(
+        left_out
+    )
     group_of = dict.fromkeys(sorted(paths), 0)
     options: list[dict[str, Any]] = [{}]
     for number, group in enumerate(groups, start=1):
@@ -166,9 +168,13 @@ def leaves_under(plan: Plan, globs: Iterable[str], kind: str) -> list[str]:
         keys = path.split(".")
         return any(".".join(keys[:n]) in chosen for n in range(1, len(keys) + 1))
 
-    return [leaf.path for leaf, paths in zip(leaves, uses, strict=True) if any(map(is_under, paths))]
+    return [
+        leaf.path for leaf, paths in zip(leaves, uses, strict=True) if any(map(is_under, paths))
+    ]
 
 
 def trainable_buffers(plan: Plan) -> list[tuple[UnitPlan, BufferPlan]]:
     """Return every flat buffer that has gradients, with its unit, in plan order."""
-    return [(unit, buffer) for unit in plan.unit_list for buffer in unit.buffers if buffer.trainable]
+    return [
+        (unit, buffer) for unit in plan.unit_list for buffer in unit.buffers if buffer.trainable
+    ]

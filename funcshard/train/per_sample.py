@@ -18,7 +18,16 @@ import torch
 
 from funcshard._utils import check_count, check_number, untraced
 from funcshard.comm import Mesh, Topology, check_same
-from funcshard.core import BufferComm, Shards, check_callable, check_mesh, check_shard, check_shards, psum, start_reduce
+from funcshard.core import (
+    BufferComm,
+    Shards,
+    check_callable,
+    check_mesh,
+    check_shard,
+    check_shards,
+    psum,
+    start_reduce,
+)
 from funcshard.plan import AXES, Box, BufferPlan, Plan, own_axes, rank_at, slice_offsets
 from funcshard.train.sample_sums import OnSampleGrads, UnitBuffer, model_axes, sum_of_samples
 
@@ -116,9 +125,13 @@ def per_sample_grad(
             )
 
     @untraced
-    def run(shards: Shards, /, *rest: Any, **kwargs: Any) -> tuple[tuple[torch.Tensor, torch.Tensor], Shards]:
+    def run(
+        shards: Shards, /, *rest: Any, **kwargs: Any
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], Shards]:
         if not rest:
-            raise TypeError("the function takes (shards, *rest, batch), the batch as its last positional argument")
+            raise TypeError(
+                "the function takes (shards, *rest, batch), the batch as its last positional argument"
+            )
         *first, batch = rest
         check_shards(plan, shards)
         for unit in plan.unit_list:
@@ -128,15 +141,28 @@ def per_sample_grad(
             check_same(mesh, state, "the state of per_sample_grad's generator")
         call = lambda local, sample: loss_fn(local, *first, sample, **kwargs)  # noqa: E731
         found = sum_of_samples(
-            call, shards, batch, buffers, mesh, max_norm=max_norm, chunk_size=chunk_size, on_grads=on_grads
+            call,
+            shards,
+            batch,
+            buffers,
+            mesh,
+            max_norm=max_norm,
+            chunk_size=chunk_size,
+            on_grads=on_grads,
         )
         losses, norms, sums = found.losses, found.norms, found.sums
         trained = [each for each in buffers if each.buffer.trainable]
-        pending = [start_reduce(sums.pop(0), _over_data_axes(each, mesh), donated=True) for each in trained]
+        pending = [
+            start_reduce(sums.pop(0), _over_data_axes(each, mesh), donated=True) for each in trained
+        ]
         divisor = batch_size
         if divisor is None:
             divisor = max(
-                psum(torch.full((), float(len(losses)), dtype=torch.float32, device=mesh.device), mesh).item(), 1.0
+                psum(
+                    torch.full((), float(len(losses)), dtype=torch.float32, device=mesh.device),
+                    mesh,
+                ).item(),
+                1.0,
             )
         result: dict[str, dict[str, Any]] = {
             unit.name: {buffer.key: None for buffer in unit.buffers} for unit in plan.unit_list
@@ -151,7 +177,9 @@ def per_sample_grad(
     return run
 
 
-def _noise(each: UnitBuffer, grad: torch.Tensor, deviation: float, generator: torch.Generator, mesh: Mesh) -> torch.Tensor:
+def _noise(
+    each: UnitBuffer, grad: torch.Tensor, deviation: float, generator: torch.Generator, mesh: Mesh
+) -> torch.Tensor:
     """Return this rank's shard of the noise for a buffer, with zeros on the padding."""
     # Why every rank draws noise for the whole buffer: an element's noise then does not depend
     # on how many ranks share the buffer.
@@ -165,11 +193,15 @@ def _noise(each: UnitBuffer, grad: torch.Tensor, deviation: float, generator: to
     return whole.view(buffer.shards, -1)[shard].to(grad.device)
 
 
-def _draw_slices(buffer: BufferPlan, out: torch.Tensor, deviation: float, generator: torch.Generator, mesh: Mesh) -> None:
+def _draw_slices(
+    buffer: BufferPlan, out: torch.Tensor, deviation: float, generator: torch.Generator, mesh: Mesh
+) -> None:
     """Draw noise for the whole tensors of local leaves; put this rank's slices into ``out``."""
     for leaf in buffer.leaves:
         own = {axis: mesh.shape.get(axis, 1) for axis in own_axes(buffer.local, leaf.cuts)}
-        drawn = out.new_empty(math.prod(own.values()), *leaf.whole_shape).normal_(0.0, deviation, generator=generator)
+        drawn = out.new_empty(math.prod(own.values()), *leaf.whole_shape).normal_(
+            0.0, deviation, generator=generator
+        )
         mine = drawn[rank_at({axis: mesh.position.get(axis, 0) for axis in own}, own)]
         within = Box(slice_offsets(leaf.shape, leaf.cuts, mesh.position), leaf.shape)
         out[leaf.offset : leaf.offset + leaf.numel] = mine[within.slices].reshape(-1)
@@ -192,7 +224,13 @@ def _check_options(
     chunk_size: int | None,
 ) -> None:
     if max_norm is not None:
-        check_number("max_norm", max_norm, above=0, none="for no clipping", remedy="pass None for the norms alone")
+        check_number(
+            "max_norm",
+            max_norm,
+            above=0,
+            none="for no clipping",
+            remedy="pass None for the norms alone",
+        )
     check_number("noise_multiplier", noise_multiplier, least=0, remedy="pass 0.0 for no noise")
     if noise_multiplier and max_norm is None:
         raise ValueError(
@@ -206,4 +244,6 @@ def _check_options(
         none = "for the number of samples"
         check_number("batch_size", batch_size, above=0, none=none, remedy=f"pass None {none}")
     if chunk_size is not None:
-        check_count("chunk_size", chunk_size, of="samples", none="for all", remedy="pass None for all")
+        check_count(
+            "chunk_size", chunk_size, of="samples", none="for all", remedy="pass None for all"
+        )

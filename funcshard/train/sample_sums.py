@@ -125,16 +125,23 @@ def sum_of_samples(
     count = _count(samples)
     _check_samples(count, chunk_size, mesh)
     trained = [each for each in buffers if each.buffer.trainable]
-    whole = {each.name: start_gather(each.shard_in(shards), each.comm, read_only=True).finish() for each in buffers}
+    whole = {
+        each.name: start_gather(each.shard_in(shards), each.comm, read_only=True).finish()
+        for each in buffers
+    }
     gathered = {each.name: views(whole[each.name], each.buffer) for each in buffers}
     writes = {name: version(full) for name, full in whole.items()}
 
-    def loss_of(leaves: list[list[torch.Tensor]], probes: list[torch.Tensor], sample: list[torch.Tensor]) -> torch.Tensor:
+    def loss_of(
+        leaves: list[list[torch.Tensor]], probes: list[torch.Tensor], sample: list[torch.Tensor]
+    ) -> torch.Tensor:
         given = gathered | {each.name: own for each, own in zip(trained, leaves, strict=True)}
         traced = {name: dict(shard) for name, shard in shards.items()}
         for each, probe in zip(trained, probes, strict=True):
             traced[each.unit.name][each.buffer.key] = _Watch.apply(each.shard_in(shards), probe)
-        with activate(GradReducer([traced[unit][key] for unit, key in given], gathered=[*given.values()])):
+        with activate(
+            GradReducer([traced[unit][key] for unit, key in given], gathered=[*given.values()])
+        ):
             loss = call(traced, unflatten_sample(sample))
         if leaves and isinstance(loss, torch.Tensor) and not loss.requires_grad:
             raise ValueError(
@@ -144,19 +151,29 @@ def sum_of_samples(
             )
         return loss
 
-    of_samples = torch.vmap(torch.func.grad_and_value(loss_of, argnums=(0, 1)), (None, None, 0), randomness="different")
+    of_samples = torch.vmap(
+        torch.func.grad_and_value(loss_of, argnums=(0, 1)), (None, None, 0), randomness="different"
+    )
     leaves = [gathered[each.name] for each in trained]
-    probes = [torch.zeros((), device=each.shard_in(shards).device, dtype=torch.float32) for each in trained]
+    probes = [
+        torch.zeros((), device=each.shard_in(shards).device, dtype=torch.float32)
+        for each in trained
+    ]
     # The sums have the dtype of the shards, also in a unit that computes in a narrower dtype.
     make = torch.empty_like if count else torch.zeros_like  # the first chunk fills the sums
     sums = [make(whole[each.name], dtype=each.shard_in(shards).dtype) for each in trained]
     losses: list[torch.Tensor] = []
     norms: list[torch.Tensor] = []
     for begin, end in _chunks(count, chunk_size):
-        (grads, direct), values = of_samples(leaves, probes, [sample[begin:end] for sample in samples])
+        (grads, direct), values = of_samples(
+            leaves, probes, [sample[begin:end] for sample in samples]
+        )
         _check_unchanged(buffers, whole, writes)
         _check_direct(trained, direct)
-        grads = [_own(_over_model_axes(own, each, mesh)) for each, own in zip(trained, grads, strict=True)]
+        grads = [
+            _own(_over_model_axes(own, each, mesh))
+            for each, own in zip(trained, grads, strict=True)
+        ]
         if on_grads is not None:
             _show(trained, grads, on_grads)
         losses.append(values.detach())
@@ -185,7 +202,9 @@ def _over_model_axes(grads: Grads, each: UnitBuffer, mesh: Mesh) -> Grads:
     shared = [axis for axis in axes if axis not in each.buffer.local]
     if shared:
         flat = torch.cat([grad.flatten(1) for grad in grads], 1)
-        flat = all_reduce_flat(flat, mesh, local=tuple(axis for axis in mesh.groups if axis not in shared))
+        flat = all_reduce_flat(
+            flat, mesh, local=tuple(axis for axis in mesh.groups if axis not in shared)
+        )
         parts = flat.split([leaf.numel for leaf in each.buffer.leaves], 1)
         grads = [part.reshape(grad.shape) for part, grad in zip(parts, grads, strict=True)]
     ranks = math.prod(mesh.groups[axis].size for axis in axes)
@@ -213,7 +232,9 @@ def _norms(grads: Sequence[Grads], trained: Sequence[UnitBuffer], mesh: Mesh) ->
             # The rest of these buffers lies on the ranks along these axes.
             held = [number for number, each in enumerate(trained) if each.buffer.local == local]
             squares = torch.stack([norms[number].square() for number in held]).sum(0)
-            squares = all_reduce_flat(squares, mesh, local=tuple(axis for axis in mesh.groups if axis not in along))
+            squares = all_reduce_flat(
+                squares, mesh, local=tuple(axis for axis in mesh.groups if axis not in along)
+            )
             for number in held:
                 norms[number] = squares.sqrt() if number == held[0] else torch.zeros_like(squares)
     return torch.linalg.vector_norm(torch.stack(norms), dim=0)
@@ -225,7 +246,9 @@ def _norm(grads: Grads) -> torch.Tensor:
     rows = [grad.reshape(len(grad), -1) for grad in grads if grad.numel()]
     if not rows:
         return grads[0].new_zeros(len(grads[0]), dtype=wide.to_real())
-    return torch.linalg.vector_norm(torch.stack([norm_of_rows(row, 2.0, wide) for row in rows]), dim=0)
+    return torch.linalg.vector_norm(
+        torch.stack([norm_of_rows(row, 2.0, wide) for row in rows]), dim=0
+    )
 
 
 def _add(
@@ -253,7 +276,9 @@ def _add(
         for leaf, grad in zip(each.buffer.leaves, own, strict=True):
             if leaf.numel:
                 rows = grad.reshape(len(grad), -1).to(total.dtype)
-                total.narrow(0, leaf.offset, leaf.numel).addmv_(rows.t(), weights, beta=0 if first else 1)
+                total.narrow(0, leaf.offset, leaf.numel).addmv_(
+                    rows.t(), weights, beta=0 if first else 1
+                )
         if first:
             total[each.buffer.numel :] = 0  # the padding
 
@@ -266,7 +291,10 @@ def _chunks(count: int, size: int | None) -> Iterator[tuple[int, int]]:
 def _count(samples: list[Any]) -> int:
     """Return the number of samples, the one size of dim 0 of the batch's tensors."""
     sizes = {
-        sample.shape[0] if isinstance(sample, torch.Tensor) and sample.ndim else type(sample).__name__ for sample in samples
+        sample.shape[0]
+        if isinstance(sample, torch.Tensor) and sample.ndim
+        else type(sample).__name__
+        for sample in samples
     }
     size = next(iter(sizes), None)
     if len(sizes) != 1 or not isinstance(size, int):
@@ -282,7 +310,9 @@ def _check_samples(count: int, chunk_size: int | None, mesh: Mesh) -> None:
     axes = model_axes(mesh)
     if not axes:
         return
-    found = all_gather_texts(mesh, f"{count} in chunks of {chunk_size}" if chunk_size else str(count), "samples")
+    found = all_gather_texts(
+        mesh, f"{count} in chunks of {chunk_size}" if chunk_size else str(count), "samples"
+    )
     first: dict[tuple[int, ...], int] = {}
     for rank, text in enumerate(found):
         position = position_of(rank, mesh.shape)
@@ -296,7 +326,9 @@ def _check_samples(count: int, chunk_size: int | None, mesh: Mesh) -> None:
 
 
 def _check_unchanged(
-    buffers: Sequence[UnitBuffer], whole: dict[tuple[str, str], torch.Tensor], writes: dict[tuple[str, str], int]
+    buffers: Sequence[UnitBuffer],
+    whole: dict[tuple[str, str], torch.Tensor],
+    writes: dict[tuple[str, str], int],
 ) -> None:
     """Raise ``RuntimeError`` if a gathered buffer was written to since it came."""
     for each in buffers:
@@ -307,7 +339,9 @@ def _check_unchanged(
 def _check_direct(trained: Sequence[UnitBuffer], direct: Sequence[torch.Tensor]) -> None:
     """Raise ``ValueError`` if a gradient reached a shard other than by gathering its unit."""
     # Why one tensor: the host waits once for the device, and not once for each shard.
-    reached = torch.stack([grad.any().to(direct[0].device) for grad in direct]).tolist() if direct else []
+    reached = (
+        torch.stack([grad.any().to(direct[0].device) for grad in direct]).tolist() if direct else []
+    )
     for each, found in zip(trained, reached, strict=True):
         if found:
             raise ValueError(

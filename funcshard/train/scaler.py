@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from funcshard._utils import absent, check_count, check_flag, check_number, transforms_active, tree, unscale_in_place
+from funcshard._utils import (
+    absent,
+    check_count,
+    check_flag,
+    check_number,
+    transforms_active,
+    tree,
+    unscale_in_place,
+)
 from funcshard._utils import donate as donated
 from funcshard.comm import Mesh, current_recording
 from funcshard.core import check_cut, check_fits, psum_world
@@ -33,7 +41,9 @@ class ScalerState(NamedTuple):
     growth_tracker: torch.Tensor
 
 
-_STEP = "make_train_step(..., scaler=) does it; by hand, call scale, unscale and update with the state"
+_STEP = (
+    "make_train_step(..., scaler=) does it; by hand, call scale, unscale and update with the state"
+)
 _STATE = "the scale is in the state that init and update return, state.scaler in a training step"
 # Methods of torch's GradScaler, with their remedies.
 _REMEDIES = {
@@ -84,10 +94,18 @@ class GradScaler:
     def __post_init__(self) -> None:
         # Why bounds: the scale is a float32, and unscale multiplies by its reciprocal.
         float32 = torch.finfo(torch.float32)
-        check_number("init_scale", self.init_scale, least=float32.tiny, below=float32.max, remedy="65536.0 is usual")
+        check_number(
+            "init_scale",
+            self.init_scale,
+            least=float32.tiny,
+            below=float32.max,
+            remedy="65536.0 is usual",
+        )
         check_number("growth_factor", self.growth_factor, above=1, remedy="2.0 is usual")
         check_number("backoff_factor", self.backoff_factor, above=0, below=1, remedy="0.5 is usual")
-        interval = check_count("growth_interval", self.growth_interval, of="steps", remedy="2000 is usual")
+        interval = check_count(
+            "growth_interval", self.growth_interval, of="steps", remedy="2000 is usual"
+        )
         object.__setattr__(self, "growth_interval", interval)
         for name in ("init_scale", "growth_factor", "backoff_factor"):  # of NumPy or torch, maybe
             object.__setattr__(self, name, float(getattr(self, name)))
@@ -106,11 +124,19 @@ class GradScaler:
     def scale(self, loss: torch.Tensor, state: ScalerState) -> torch.Tensor:
         """Return ``loss`` times the scale, differentiably, in float32 or a wider dtype."""
         if not isinstance(state, ScalerState) or not isinstance(state.scale, torch.Tensor):
-            raise TypeError(f"state must be a ScalerState of tensors; found {state!r}: make it with scaler.init(mesh)")
+            raise TypeError(
+                f"state must be a ScalerState of tensors; found {state!r}: make it with scaler.init(mesh)"
+            )
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * state.scale.to(loss.device)
 
     def unscale(
-        self, grads: Any, state: ScalerState, mesh: Mesh, *, donate: bool = False, plan: Plan | None = None
+        self,
+        grads: Any,
+        state: ScalerState,
+        mesh: Mesh,
+        *,
+        donate: bool = False,
+        plan: Plan | None = None,
     ) -> tuple[Any, torch.Tensor]:
         """Divide gradients by the scale, and report whether any rank found an infinity or NaN.
 
@@ -147,15 +173,25 @@ class GradScaler:
         for number, leaf in enumerate(leaves):
             if leaf.dtype.itemsize < 2:
                 path = tree.describe(grads)[2][number]
-                raise TypeError(f"the gradient of leaf {path!r} must be float16 or wider; found {leaf.dtype}: cast it first")
+                raise TypeError(
+                    f"the gradient of leaf {path!r} must be float16 or wider; found {leaf.dtype}: cast it first"
+                )
         wide = [(leaf, torch.promote_types(leaf.dtype, torch.float32)) for leaf in leaves]
-        if transforms_active() or current_recording() is not None or any(leaf.requires_grad for leaf in leaves):
+        if (
+            transforms_active()
+            or current_recording() is not None
+            or any(leaf.requires_grad for leaf in leaves)
+        ):
             # Why not the kernel: a graph can fuse arithmetic, and transforms know no rule for the
             # kernel.
             new = [leaf.to(dtype) * inverses[leaf.device].to(dtype) for leaf, dtype in wide]
-            found = {device: torch.zeros((), device=device, dtype=torch.float32) for device in inverses}
+            found = {
+                device: torch.zeros((), device=device, dtype=torch.float32) for device in inverses
+            }
             for leaf in _first(leaves, sizes):
-                found[leaf.device] = torch.maximum(found[leaf.device], leaf.isfinite().all().logical_not().float())
+                found[leaf.device] = torch.maximum(
+                    found[leaf.device], leaf.isfinite().all().logical_not().float()
+                )
         else:
             new = [leaf.to(dtype, copy=not donate) for leaf, dtype in wide]
             found = unscale_in_place(_first(new, sizes), inverses)

@@ -70,8 +70,14 @@ def check_names(cls: type, options: Iterable[Mapping[str, Any]]) -> None:
             check_no_scheduler(name, value)
         wrong = [name for name in own if name not in names and not (number and name == "paths")]
         if wrong and not (number and "paths" not in own):
-            where = f"group {number} has options that {cls.__name__} does not take" if number else f"{cls.__name__} has no"
-            remedy = _USUAL.get(wrong[0]) or did_you_mean(wrong[0], names, otherwise=f"it takes {', '.join(names)}")
+            where = (
+                f"group {number} has options that {cls.__name__} does not take"
+                if number
+                else f"{cls.__name__} has no"
+            )
+            remedy = _USUAL.get(wrong[0]) or did_you_mean(
+                wrong[0], names, otherwise=f"it takes {', '.join(names)}"
+            )
             raise TypeError(f"{where}{':' if number else ''} option {wrong[0]!r}: {remedy}")
 
 
@@ -101,14 +107,18 @@ def check_options(cls: type[torch.optim.Optimizer], options: Sequence[Mapping[st
         merged = {**options[0], **own}
         where = f" of group {number}" if number else ""
         check_values({name: value for name, value in merged.items() if not callable(value)}, where)
-        if any(callable(value) for name, value in merged.items() if name not in ("lr", "weight_decay")):
+        if any(
+            callable(value) for name, value in merged.items() if name not in ("lr", "weight_decay")
+        ):
             continue  # the class checks the values of a schedule in each step
         try:
             cls([_tiny()], **{name: value for name, value in merged.items() if not callable(value)})
         except (TypeError, ValueError) as error:
             if not number:
                 raise
-            raise type(error)(f"group {number} has options that {cls.__name__} does not take: {error}") from error
+            raise type(error)(
+                f"group {number} has options that {cls.__name__} does not take: {error}"
+            ) from error
 
 
 def check_values(options: Mapping[str, Any], when: str) -> None:
@@ -123,7 +133,12 @@ def check_values(options: Mapping[str, Any], when: str) -> None:
     for name, value in options.items():
         if name not in ("lr", "weight_decay"):
             if isinstance(value, float) and value != value:
-                check_number(f"{name}{when}", value, infinite=True, remedy="pass a number, or mend the schedule")
+                check_number(
+                    f"{name}{when}",
+                    value,
+                    infinite=True,
+                    remedy="pass a number, or mend the schedule",
+                )
         elif type(value) is not float or not 0.0 <= value < float("inf"):  # the usual case, quickly
             if isinstance(value, torch.Tensor):
                 if value.numel() != 1:
@@ -134,11 +149,19 @@ def check_values(options: Mapping[str, Any], when: str) -> None:
                 if value.device.type != "cpu":
                     continue  # reading the value would wait for the device
                 value = value.reshape(())
-            check_number(f"{name}{when}", value, least=0, remedy="pass 0.0 for no effect, or mend the schedule")
+            check_number(
+                f"{name}{when}",
+                value,
+                least=0,
+                remedy="pass 0.0 for no effect, or mend the schedule",
+            )
 
 
 def learn_entries(
-    cls: type[torch.optim.Optimizer], options: Sequence[Mapping[str, Any]], members: Collection[int], own_class: bool
+    cls: type[torch.optim.Optimizer],
+    options: Sequence[Mapping[str, Any]],
+    members: Collection[int],
+    own_class: bool,
 ) -> KnownEntries | None:
     """Return what a class keeps of a leaf; ``None`` if that cannot be learned here.
 
@@ -154,11 +177,19 @@ def learn_entries(
         for group in sorted(members):
             merged = {**options[0], **options[group]}
             exact = exact and not any(callable(merged.get(name)) for name in _DECISIVE)
-            now = {name: v(0) if callable(v) else v for name, v in merged.items() if name not in _IGNORED}
+            now = {
+                name: v(0) if callable(v) else v
+                for name, v in merged.items()
+                if name not in _IGNORED
+            }
             parameter = _tiny()
             rate: dict[str, Any] = {"lr": 0.0} if "lr" in merged else {}
             # A class may draw random numbers, and the caller's must not change.
-            with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), with_plain_factories():
+            with (
+                torch.random.fork_rng(devices=[]),
+                warnings.catch_warnings(),
+                with_plain_factories(),
+            ):
                 warnings.simplefilter("ignore")
                 optimizer: Any = cls([parameter], **now, **rate)
                 optimizer.step()
@@ -176,7 +207,9 @@ def check_trees(grads: Any, state: Any, params: Any, title: str) -> None:
     """
     if not isinstance(state, Mapping) or not {"steps", "leaves"} <= state.keys():
         found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
-        raise ValueError(f"a state of {title} must hold 'steps' and 'leaves'; found {found}, of another optimizer: {REMEDY}")
+        raise ValueError(
+            f"a state of {title} must hold 'steps' and 'leaves'; found {found}, of another optimizer: {REMEDY}"
+        )
     if not _same_structure(params, state["leaves"]):
         raise ValueError(
             f"a state of {title} must have the units and buffers of the shards; found "
@@ -231,7 +264,12 @@ def check_size(shard: Any, buffer: BufferPlan, unit: UnitPlan) -> None:
 
 
 def check_entries(
-    known: KnownEntries | None, states: Sequence[Any], sizes: Sequence[Any], groups: int, params: Any, title: str
+    known: KnownEntries | None,
+    states: Sequence[Any],
+    sizes: Sequence[Any],
+    groups: int,
+    params: Any,
+    title: str,
 ) -> None:
     """Raise ``ValueError`` unless each leaf's state has the entries and sizes that it must have.
 
@@ -272,8 +310,13 @@ def _difference(wanted: Any, found: Any, where: str = "") -> str:
         return f"{type(found).__name__}{where}"
     if wanted.keys() == found.keys():
         inner = ((wanted[key], found[key], f" at {key!r}") for key in wanted)
-        return next((_difference(*each) for each in inner if not _alike(each[0], each[1])), "another structure")
-    missing, unexpected = (sorted(map(str, a.keys() - b.keys()))[:3] for a, b in ((wanted, found), (found, wanted)))
+        return next(
+            (_difference(*each) for each in inner if not _alike(each[0], each[1])),
+            "another structure",
+        )
+    missing, unexpected = (
+        sorted(map(str, a.keys() - b.keys()))[:3] for a, b in ((wanted, found), (found, wanted))
+    )
     return f"a tree without {missing or 'nothing'} and with {unexpected or 'nothing'} more{where}"
 
 

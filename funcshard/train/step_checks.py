@@ -22,13 +22,21 @@ def texts_of_optimizer(optimizer: Any) -> dict[str, str]:
     if isinstance(step, MuonStep):
         own = {f"{name} of muon": text_of(value) for name, value in sorted(step.options.items())}
         matrices = {f"the optimizer of leaf {path!r}": "muon" for path in sorted(step.owners.of)}
-        rest = {f"{name}, for other leaves": text for name, text in texts_of_optimizer((None, step.adamw)).items()}
+        rest = {
+            f"{name}, for other leaves": text
+            for name, text in texts_of_optimizer((None, step.adamw)).items()
+        }
         return {"the optimizer": "muon", **own, **matrices, **rest}
     if not isinstance(step, TorchStep):
         return {"the optimizer": text_of(step)}
-    texts = {"the optimizer": text_of(step.cls)} | {f"{k} of the optimizer": text_of(v) for k, v in step.options[0].items()}
+    texts = {"the optimizer": text_of(step.cls)} | {
+        f"{k} of the optimizer": text_of(v) for k, v in step.options[0].items()
+    }
     for number, options in enumerate(step.options[1:], 1):
-        texts |= {f"{name} of group {number} of the optimizer": text_of(value) for name, value in options.items()}
+        texts |= {
+            f"{name} of group {number} of the optimizer": text_of(value)
+            for name, value in options.items()
+        }
     groups = {} if step.layout is None else step.layout.group_of
     return texts | {f"the group of leaf {path!r}": str(groups[path]) for path in sorted(groups)}
 
@@ -60,7 +68,11 @@ def check_loss_fn(loss_fn: Any) -> None:
             f"sharded = fs.fully_shard(apply, plan, mesh), and sharded(shards, buffers, ...) inside loss_fn"
         )
     if not callable(loss_fn):
-        remedy = "the optimizer comes after it" if isinstance(loss_fn, TorchOptimizer) else "pass a function"
+        remedy = (
+            "the optimizer comes after it"
+            if isinstance(loss_fn, TorchOptimizer)
+            else "pass a function"
+        )
         raise TypeError(f"{rule}; found {type(loss_fn).__name__}: {remedy}")
     try:
         signature = inspect.signature(loss_fn)
@@ -81,6 +93,8 @@ def found_as_state(value: Any) -> str:
     if isinstance(value, Mapping):
         inner = [name for name, each in value.items() if isinstance(each, TrainState)]
         return (
-            f"{found}: pass its entry {inner[0]!r}" if inner else f"{found}: make the state with step.init(shards, buffers)"
+            f"{found}: pass its entry {inner[0]!r}"
+            if inner
+            else f"{found}: make the state with step.init(shards, buffers)"
         )
     return found

@@ -17,8 +17,13 @@ _REMEDIES = {
     **dict.fromkeys(("params", "parameters", "model"), "the parameters are state.shards"),
     "optimizer": "the optimizer's state is state.opt_state",
     "state_dict": "call fs.save(path, state, plan, mesh), or fs.to_state_dict(state.shards, plan, mesh)",
-    **dict.fromkeys(("to", "cpu", "cuda"), "shards live where the mesh is: pass device= to init_mesh"),
-    **dict.fromkeys(("replace", "apply_gradients"), "call state, metrics = step(state, batch), or state._replace(...)"),
+    **dict.fromkeys(
+        ("to", "cpu", "cuda"), "shards live where the mesh is: pass device= to init_mesh"
+    ),
+    **dict.fromkeys(
+        ("replace", "apply_gradients"),
+        "call state, metrics = step(state, batch), or state._replace(...)",
+    ),
 }
 
 

@@ -48,7 +48,12 @@ from funcshard.train.learning_rate import rate_now, rate_of
 from funcshard.train.optimizer_pair import TorchOptimizer, check_optimizer
 from funcshard.train.optimizers import apply_optimizer
 from funcshard.train.scaler import GradScaler, ScalerState
-from funcshard.train.step_checks import check_loss_fn, check_scaler, found_as_state, texts_of_optimizer
+from funcshard.train.step_checks import (
+    check_loss_fn,
+    check_scaler,
+    found_as_state,
+    texts_of_optimizer,
+)
 from funcshard.train.train_state import TrainState, copy
 
 _log = logging.getLogger("funcshard.train")
@@ -185,7 +190,9 @@ def make_train_step(
         check_flag(name, flag)
     if max_norm is not None:
         remedy = "pass math.inf for the norm alone"
-        check_number("max_norm", max_norm, above=0, infinite=True, none="for no clipping", remedy=remedy)
+        check_number(
+            "max_norm", max_norm, above=0, infinite=True, none="for no clipping", remedy=remedy
+        )
     if not any(buffer.trainable for unit in plan.unit_list for buffer in unit.buffers):
         raise ValueError(
             f"a training step needs a trainable leaf; found none in the plan, such as {plan.leaves[0].path!r}, which is "
@@ -197,7 +204,9 @@ def make_train_step(
         "has_aux": has_aux, "mutable": mutable, "max_norm": max_norm, "accumulate": micro_batches or 1,
         "reduce": options.reduce, "weighted": weighted, "divisor": options.divisor, "scaler": scaler, "donate": donate,
     }  # fmt: skip
-    texts = texts_of_optimizer(optimizer) | {name: text_of(value) for name, value in compared.items()}
+    texts = texts_of_optimizer(optimizer) | {
+        name: text_of(value) for name, value in compared.items()
+    }
     check_all_same(mesh, {"the plan": plan.fingerprint(), **texts}, "make_train_step")
     inner = dataclasses.replace(options, mesh=mesh, has_aux=True)
 
@@ -205,11 +214,17 @@ def make_train_step(
         shards: Shards, buffers: dict[str, torch.Tensor], batch: Any, scaling: ScalerState | None
     ) -> tuple[tuple[Any, ...], Shards]:
         """Return losses, weights, buffers and aux, and the gradient; losses and gradient scaled."""
-        current_buffers, own_weight, own_total = buffers, 0.0, torch.zeros((), dtype=torch.float32, device="cpu")
+        current_buffers, own_weight, own_total = (
+            buffers,
+            0.0,
+            torch.zeros((), dtype=torch.float32, device="cpu"),
+        )
 
         def loss_and_rest(shards: Shards, batch: Any) -> Any:
             nonlocal current_buffers, own_weight, own_total
-            results = _named_results(function.loss_fn(shards, current_buffers, batch), has_aux, mutable, weighted)
+            results = _named_results(
+                function.loss_fn(shards, current_buffers, batch), has_aux, mutable, weighted
+            )
             # A batch of weight zero is no data, so running statistics must not see it either.
             weight = check_weight(results["weight"]) if weighted else 1.0
             if weight > 0:
@@ -231,7 +246,13 @@ def make_train_step(
             run = accumulating_function(loss_and_rest, micro_batches, inner)
         result, grads = run(shards, batch)
         loss, weight, aux = result if weighted else (result[0], None, result[1])
-        own_loss = loss if not weighted else own_total / own_weight if own_weight > 0 else torch.zeros_like(loss)
+        own_loss = (
+            loss
+            if not weighted
+            else own_total / own_weight
+            if own_weight > 0
+            else torch.zeros_like(loss)
+        )
         return (loss, own_loss, weight, own_weight, current_buffers, aux), grads
 
     hooked = options.on_grads is not None or options.on_reduce_scattered is not None
@@ -268,8 +289,14 @@ def _gradient_function(loss_fn: Any, mesh: Mesh, keywords: GradientKeywords) -> 
 
 def _check_names(new_buffers: Any, buffers: Any) -> None:
     """Raise unless the new buffers are a dictionary with the names of the old ones."""
-    if isinstance(buffers, Mapping) and (not isinstance(new_buffers, Mapping) or new_buffers.keys() != buffers.keys()):
-        found = sorted(map(str, new_buffers))[:4] if isinstance(new_buffers, Mapping) else type(new_buffers).__name__
+    if isinstance(buffers, Mapping) and (
+        not isinstance(new_buffers, Mapping) or new_buffers.keys() != buffers.keys()
+    ):
+        found = (
+            sorted(map(str, new_buffers))[:4]
+            if isinstance(new_buffers, Mapping)
+            else type(new_buffers).__name__
+        )
         raise TypeError(
             f"with mutable=True loss_fn must return the new buffers, under the names {sorted(buffers)[:4]}; found {found}: "
             f"the order of its results is (loss, weight, new_buffers, aux)"
@@ -357,12 +384,18 @@ class TrainStep:
         """Return the state before the first step."""
         check_cut(self.plan, shards)
         scaling = None if self.scaler is None else self.scaler.init(self.mesh)
-        return TrainState(shards, buffers, self.optimizer[0](_trainable(shards, self.plan)), 0, scaling)
+        return TrainState(
+            shards, buffers, self.optimizer[0](_trainable(shards, self.plan)), 0, scaling
+        )
 
     @property
     def schedules(self) -> dict[str, Callable[[int], Any]]:
         """The optimizer's options that are functions of the number of steps, by name."""
-        return dict(getattr(self.optimizer[1], "schedules", {})) if isinstance(self.optimizer, TorchOptimizer) else {}
+        return (
+            dict(getattr(self.optimizer[1], "schedules", {}))
+            if isinstance(self.optimizer, TorchOptimizer)
+            else {}
+        )
 
     def _check(self, state: Any) -> None:
         """Raise unless ``state`` is a training state, with a state of loss scaling if need be."""
@@ -397,10 +430,16 @@ class TrainStep:
             recording.updates = True
         metrics: dict[str, Any] = {}
         if self.rate is not None:
-            metrics["lr"] = self.rate if type(self.rate) is float else rate_now(self.rate, self.schedules, state.opt_state)
+            metrics["lr"] = (
+                self.rate
+                if type(self.rate) is float
+                else rate_now(self.rate, self.schedules, state.opt_state)
+            )
         if scaler is not None and scaling is not None:
             loss, own_loss = (each / scaling.scale.to(each.device) for each in (loss, own_loss))
-            grads, metrics["found_inf"] = scaler.unscale(grads, scaling, mesh, donate=self.owns_grads, plan=plan)
+            grads, metrics["found_inf"] = scaler.unscale(
+                grads, scaling, mesh, donate=self.owns_grads, plan=plan
+            )
             metrics["scale"] = scaling.scale
             scaling = scaler.update(scaling, metrics["found_inf"])
         metrics |= (
@@ -414,14 +453,20 @@ class TrainStep:
                 metrics["grad_norm"] = global_norm(grads, plan, mesh)
             else:
                 owned = scaler is not None  # unscaled gradients have memory of their own
-                grads, metrics["grad_norm"] = clip_by_global_norm(grads, plan, mesh, self.max_norm, donate=owned)
+                grads, metrics["grad_norm"] = clip_by_global_norm(
+                    grads, plan, mesh, self.max_norm, donate=owned
+                )
         if self.has_aux:
             metrics["aux"] = aux
         recorded = recording is not None
-        if weight is not None and not recorded and not _has_data(weight):  # the world's sum, so every rank returns here
+        if (
+            weight is not None and not recorded and not _has_data(weight)
+        ):  # the world's sum, so every rank returns here
             return state, metrics
         if self.mutable:
-            buffers = _broadcast(buffers, mesh, 0 if weight is None else _first_rank_with(own_weight, mesh))
+            buffers = _broadcast(
+                buffers, mesh, 0 if weight is None else _first_rank_with(own_weight, mesh)
+            )
         if not recorded and metrics.get("found_inf", False):
             return state._replace(buffers=buffers, scaler=scaling), metrics
         skips = recorded and (weight is not None or scaler is not None)
@@ -429,14 +474,22 @@ class TrainStep:
             trainable, opt_state = _trainable(state.shards, plan), state.opt_state
             if (skips or not self.donate) and isinstance(self.optimizer, TorchOptimizer):
                 trainable, opt_state = copy((trainable, opt_state))
-            new, opt_state = apply_optimizer(self.optimizer, _trainable(grads, plan), opt_state, trainable)
+            new, opt_state = apply_optimizer(
+                self.optimizer, _trainable(grads, plan), opt_state, trainable
+            )
         _log.debug("step %d ends", state.step + 1)
         shards = {name: {**state.shards[name], **new.get(name, {})} for name in state.shards}
         after = TrainState(shards, buffers, opt_state, state.step + 1, scaling)
-        return self._chosen(state, after, weight, metrics.get("found_inf")) if skips else after, metrics
+        return self._chosen(
+            state, after, weight, metrics.get("found_inf")
+        ) if skips else after, metrics
 
     def _chosen(
-        self, before: TrainState, after: TrainState, weight: torch.Tensor | None, found_inf: torch.Tensor | None
+        self,
+        before: TrainState,
+        after: TrainState,
+        weight: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
     ) -> TrainState:
         """Return one of two states, for a graph, in which Python cannot branch.
 
@@ -447,11 +500,15 @@ class TrainStep:
             found_inf: whether to skip the update.
         """
         no_data = None if weight is None else weight <= 0
-        skipped = found_inf if no_data is None else no_data if found_inf is None else no_data | found_inf
+        skipped = (
+            found_inf if no_data is None else no_data if found_inf is None else no_data | found_inf
+        )
         recording = current_recording()
         assert recording is not None, "a step that runs returns early"
         assert skipped is not None, "a step that cannot be skipped has nothing to choose"
-        if not same_form(before, after):  # the optimizer made its state, and a skipped step has none
+        if not same_form(
+            before, after
+        ):  # the optimizer made its state, and a skipped step has none
             recording.replayable = False
             return after
         chosen = choose_tree(skipped, before, after)
@@ -462,7 +519,9 @@ class TrainStep:
 def _trainable(shards: Shards, plan: Plan) -> Shards:
     """Return the shards of a tree that have gradients."""
     return {
-        unit.name: {buffer.key: shards[unit.name][buffer.key] for buffer in unit.buffers if buffer.trainable}
+        unit.name: {
+            buffer.key: shards[unit.name][buffer.key] for buffer in unit.buffers if buffer.trainable
+        }
         for unit in plan.unit_list
     }
 
@@ -474,7 +533,9 @@ def _has_data(weight: torch.Tensor) -> bool:
 
 def _first_rank_with(weight: float, mesh: Mesh) -> int:
     """Return the first rank whose ``weight`` is not zero; at least one rank's must not be."""
-    has_data = at_own_rank(torch.full((), 1.0 if weight > 0 else 0.0, dtype=torch.float32, device=mesh.device), mesh)
+    has_data = at_own_rank(
+        torch.full((), 1.0 if weight > 0 else 0.0, dtype=torch.float32, device=mesh.device), mesh
+    )
     first: int = all_reduce_flat(has_data, mesh).argmax().item()  # type: ignore[assignment]
     return first
 

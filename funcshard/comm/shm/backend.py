@@ -54,22 +54,35 @@ class SharedMemoryBackend:
         blocks: the shared memory of this rank.
     """
 
-    def __init__(self, rank: int, connections: Mapping[int, socket.socket], desync: DesyncDetector, timeout: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        connections: Mapping[int, socket.socket],
+        desync: DesyncDetector,
+        timeout: float,
+    ) -> None:
         self._rank, self._size = rank, len(connections) + 1
         self.exchange = Exchange(rank, connections, desync, timeout)
         self.blocks = self.exchange.blocks
-        self._early: list[weakref.ref[_CollectiveWork]] = []  # reductions that ``poll`` reads once all is there
+        self._early: list[
+            weakref.ref[_CollectiveWork]
+        ] = []  # reductions that ``poll`` reads once all is there
         self._output_tensors: dict[int, int] = {}  # live tensors in each shared output, by number
         # Other threads may append to these two lists: Python collects garbage on any thread.
         self._abandoned: list[int] = []  # collectives that were not waited for
-        self._freed_tensors: list[int] = []  # the number of a shared output, once for each tensor gone
+        self._freed_tensors: list[
+            int
+        ] = []  # the number of a shared output, once for each tensor gone
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, number: int) -> Work:
         """See ``Group``."""
         key, exchange = self._contribute(number, 0, shard), self.exchange
 
         def read() -> None:
-            rows, shards = out.view(self._size, -1), exchange.all_contributions(key, shard.numel(), out.dtype)
+            rows, shards = (
+                out.view(self._size, -1),
+                exchange.all_contributions(key, shard.numel(), out.dtype),
+            )
             for row, theirs in zip(rows, shards, strict=True):
                 row.copy_(theirs)
 
@@ -82,9 +95,14 @@ class SharedMemoryBackend:
         self._output_tensors[number] = 0
         if not self._rank:
             size = shard.nbytes * self._size
-            exchange.contributions[-number] = (self.blocks.take_or_wait(size, self._busy_outputs, exchange.receive), 0)
+            exchange.contributions[-number] = (
+                self.blocks.take_or_wait(size, self._busy_outputs, exchange.receive),
+                0,
+            )
         output = self._output(key)
-        if output is None:  # this rank is ahead of rank 0; _read_output copies the shard to the output
+        if (
+            output is None
+        ):  # this rank is ahead of rank 0; _read_output copies the shard to the output
             exchange.publish(key, shard, self.blocks.take(shard.nbytes))
         else:
             if shard.ndim == 1:
@@ -92,9 +110,13 @@ class SharedMemoryBackend:
             else:
                 whole = output[: shard.nbytes * self._size].view(dtype)
                 _slices(whole, shard.shape, self._size)[self._rank].copy_(shard.flatten(0, -2))
-            exchange.announce(key, IN_OUTPUT, None if self._rank else exchange.contributions[-number][0])
+            exchange.announce(
+                key, IN_OUTPUT, None if self._rank else exchange.contributions[-number][0]
+            )
         gathered: list[torch.Tensor] = []
-        work = _CollectiveWork(self, key, lambda: gathered.append(self._read_output(number, shape, dtype)))
+        work = _CollectiveWork(
+            self, key, lambda: gathered.append(self._read_output(number, shape, dtype))
+        )
         return _SharedOutputWork(work, gathered)
 
     def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], number: int) -> Work:
@@ -105,7 +127,11 @@ class SharedMemoryBackend:
         block, offset = self.blocks.reserve(numel * own.itemsize)
         written = block.tensor(numel, own.dtype, offset=offset)
         # The slices of the peers go into the block. This rank's slice goes to ``out``.
-        for target, begin in ((written[: rank * n], 0), (own, rank * n), (written[rank * n :], (rank + 1) * n)):
+        for target, begin in (
+            (written[: rank * n], 0),
+            (own, rank * n),
+            (written[rank * n :], (rank + 1) * n),
+        ):
             if len(target):
                 concatenate(slice_parts(parts, begin, begin + len(target)), target)
         exchange.contributions[key] = (block, offset)
@@ -115,14 +141,19 @@ class SharedMemoryBackend:
             # A contribution leaves out the slice of the rank that wrote it. So this rank's slice
             # comes one position earlier in the contributions of lower ranks.
             peers = [r for r in range(self._size) if r != rank]
-            slices = [exchange.contribution(key, r, (rank + (r > rank)) * n, own.dtype)[-n:] for r in peers]
+            slices = [
+                exchange.contribution(key, r, (rank + (r > rank)) * n, own.dtype)[-n:]
+                for r in peers
+            ]
             # Why clone: the first addition overwrites ``own``, so a slice that is added later must
             # lie elsewhere.
             slices.insert(rank, own.clone() if rank > 1 else own)
             sum_in_rank_order(own, slices)
 
         work = _CollectiveWork(self, key, read, adds_in_place=True)
-        if not out.is_inference():  # an inference tensor cannot be written to outside inference mode
+        if (
+            not out.is_inference()
+        ):  # an inference tensor cannot be written to outside inference mode
             self._early.append(weakref.ref(work))
         return work
 
@@ -145,7 +176,9 @@ class SharedMemoryBackend:
             contributions = exchange.all_contributions(key, begin + mine.numel(), flat.dtype)
             sum_in_rank_order(mine, [theirs[begin:] for theirs in contributions])
             second = key + 1
-            if second not in exchange.contributions:  # else an earlier wait was interrupted after this
+            if (
+                second not in exchange.contributions
+            ):  # else an earlier wait was interrupted after this
                 self._contribute(number, 1, mine)
             Arrival(exchange, second).wait_and_compare()
             for rank, part in enumerate(parts):
@@ -215,7 +248,11 @@ class SharedMemoryBackend:
             return block.tensor(len(block.memory), torch.uint8)
         first = exchange.peers.all[0]
         message = first.received.get(key)
-        if message is None or message.offset != IN_OUTPUT or message.history != exchange.in_progress[number]:
+        if (
+            message is None
+            or message.offset != IN_OUTPUT
+            or message.history != exchange.in_progress[number]
+        ):
             return None
         return first.blocks[message.block]
 
@@ -229,16 +266,24 @@ class SharedMemoryBackend:
         gathered = tracked_view(output, self._size * numel, dtype, lambda _: freed.append(number))
         rows = _slices(gathered, shape, self._size)
         if key in exchange.contributions:  # this rank was ahead of rank 0
-            rows[self._rank].copy_(exchange.contribution(key, self._rank, numel, dtype).view(rows[0].shape))
+            rows[self._rank].copy_(
+                exchange.contribution(key, self._rank, numel, dtype).view(rows[0].shape)
+            )
             # The message names the block once more: Exchange.finish on the peers then knows that a
             # block waits for their release.
             exchange.announce(key, IN_OUTPUT, exchange.contributions[key][0])
         # Peers that were ahead of rank 0 too may have copied their shards by now.
-        while any(peer.received[key].offset != IN_OUTPUT for peer in peers) and exchange.receive(0.0):
+        while any(peer.received[key].offset != IN_OUTPUT for peer in peers) and exchange.receive(
+            0.0
+        ):
             pass
         for peer in peers:
-            if peer.received[key].offset != IN_OUTPUT:  # several ranks may copy it, with the same bytes
-                rows[peer.rank].copy_(exchange.contribution(key, peer.rank, numel, dtype).view(rows[0].shape))
+            if (
+                peer.received[key].offset != IN_OUTPUT
+            ):  # several ranks may copy it, with the same bytes
+                rows[peer.rank].copy_(
+                    exchange.contribution(key, peer.rank, numel, dtype).view(rows[0].shape)
+                )
         gathered = gathered if len(shape) == 1 else gathered.view(*shape[:-1], -1)
         # Why a copy: inference tensors have no version counter, so a write to memory that all ranks
         # share would go unnoticed.
@@ -253,7 +298,9 @@ class SharedMemoryBackend:
     def _busy_outputs(self) -> list[Block]:
         """Return the output blocks that only other ranks still need."""
         contributions, tensors = self.exchange.contributions, self._output_tensors
-        return [block for key, (block, _) in contributions.items() if key < 0 and -key not in tensors]
+        return [
+            block for key, (block, _) in contributions.items() if key < 0 and -key not in tensors
+        ]
 
 
 class _CollectiveWork:
@@ -266,10 +313,23 @@ class _CollectiveWork:
         adds_in_place: whether ``read`` must not run twice, because it adds to the output.
     """
 
-    __slots__ = ("__weakref__", "_adds_in_place", "_arrival", "_backend", "_broken", "_key", "_read")
+    __slots__ = (
+        "__weakref__",
+        "_adds_in_place",
+        "_arrival",
+        "_backend",
+        "_broken",
+        "_key",
+        "_read",
+    )
 
     def __init__(
-        self, backend: SharedMemoryBackend, key: int, read: Callable[[], object], *, adds_in_place: bool = False
+        self,
+        backend: SharedMemoryBackend,
+        key: int,
+        read: Callable[[], object],
+        *,
+        adds_in_place: bool = False,
     ) -> None:
         self._backend, self._key, self._adds_in_place = backend, key, adds_in_place
         self._read: Callable[[], object] | None = read
@@ -283,7 +343,11 @@ class _CollectiveWork:
 
     def finish_if_arrived(self) -> bool:
         """Read now if every rank has contributed; return whether there is nothing left to do."""
-        if self._read is not None and not self._broken and self._backend.exchange.first_without(self._key) is None:
+        if (
+            self._read is not None
+            and not self._broken
+            and self._backend.exchange.first_without(self._key) is None
+        ):
             self._finish(self._read)
         return self._read is None
 

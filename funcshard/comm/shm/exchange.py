@@ -83,10 +83,18 @@ class Exchange:
             output blocks, by minus the number of their collective.
     """
 
-    def __init__(self, rank: int, connections: Mapping[int, socket.socket], desync: DesyncDetector, timeout: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        connections: Mapping[int, socket.socket],
+        desync: DesyncDetector,
+        timeout: float,
+    ) -> None:
         self.rank, self.size = rank, len(connections) + 1
         self.desync, self.timeout = desync, timeout
-        self.peers = Peers(connections, timeout, lambda: desync.look(desync.number), desync.patience)
+        self.peers = Peers(
+            connections, timeout, lambda: desync.look(desync.number), desync.patience
+        )
         self.blocks = SharedBlocks()
         self.in_progress: dict[int, int] = {}
         self.contributions: dict[int, tuple[Block, int]] = {}
@@ -112,7 +120,9 @@ class Exchange:
         number, file = (0, None) if block is None else (block.number, block.file)
         dropped = self.blocks.dropped.pop() if self.blocks.dropped else 0
         released = [self._unannounced.pop(0) if self._unannounced else 0 for _ in range(2)]
-        message = Message(key, self.in_progress.get(key >> 1, 0), number, offset, dropped, *released)
+        message = Message(
+            key, self.in_progress.get(key >> 1, 0), number, offset, dropped, *released
+        )
         self.peers.send(message, file, self.receive)
         if block is not None:
             block.close()
@@ -129,7 +139,9 @@ class Exchange:
             if message is None:
                 continue
             number = message.key >> 1
-            if number > self._latest or number in self.in_progress:  # else this rank has finished it
+            if (
+                number > self._latest or number in self.in_progress
+            ):  # else this rank has finished it
                 peer.received[message.key] = message
             peer.latest = max(peer.latest, number)
             for released in filter(None, (message.released, message.also_released)):
@@ -156,7 +168,11 @@ class Exchange:
     def first_without(self, key: int) -> Peer | None:
         """Return the first peer that has not announced ``key`` with this rank's history."""
         history = self.in_progress[key >> 1]
-        found = (peer for peer in self.peers.all if key not in peer.received or peer.received[key].history != history)
+        found = (
+            peer
+            for peer in self.peers.all
+            if key not in peer.received or peer.received[key].history != history
+        )
         return next(found, None)
 
     def contribution(self, key: int, rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -170,7 +186,9 @@ class Exchange:
         # shared one, its shard lies in an output block that this rank must not read.
         if message.offset == IN_OUTPUT:
             self.desync.raise_desync(key >> 1, rank, peer.latest)
-        return peer.blocks[message.block][message.offset : message.offset + numel * dtype.itemsize].view(dtype)
+        return peer.blocks[message.block][
+            message.offset : message.offset + numel * dtype.itemsize
+        ].view(dtype)
 
     def all_contributions(self, key: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """Return the first ``numel`` elements of every rank's contribution, in order of ranks."""
@@ -186,10 +204,19 @@ class Exchange:
         if self.in_progress.pop(number, None) is None:
             return
         keys = (2 * number, 2 * number + 1)
-        received = {peer.rank: peer.received.pop(key) for peer in self.peers.all for key in keys if key in peer.received}
+        received = {
+            peer.rank: peer.received.pop(key)
+            for peer in self.peers.all
+            for key in keys
+            if key in peer.received
+        }
         # Whether the peers have large blocks in this collective. In most collectives their blocks
         # are as large as this rank's. In an all_gather_shared only ranks ahead of rank 0 have one.
-        large = any(len(self.contributions[key][0].memory) > SLAB_BYTES for key in keys if key in self.contributions)
+        large = any(
+            len(self.contributions[key][0].memory) > SLAB_BYTES
+            for key in keys
+            if key in self.contributions
+        )
         if shared_output:
             large = any(message.block for rank, message in received.items() if rank)
         self.release(number)
@@ -244,13 +271,19 @@ class Arrival:
             RuntimeError: ``patience`` or the group's timeout is over, or the process of a peer has
                 ended.
         """
-        end = self._end if patience is None else min(self._end, time.monotonic() + patience.total_seconds())
+        end = (
+            self._end
+            if patience is None
+            else min(self._end, time.monotonic() + patience.total_seconds())
+        )
         while not self._exchange.has_arrived(self._key):
             left = end - time.monotonic()
             # Why receive once more after the end: this thread may have spent the time elsewhere
             # while the messages came.
             if not self._exchange.receive(max(left, 0.0)) and left <= 0:
-                raise RuntimeError(f"Timed out waiting {self._exchange.timeout:g} s for the ranks of one machine")
+                raise RuntimeError(
+                    f"Timed out waiting {self._exchange.timeout:g} s for the ranks of one machine"
+                )
 
     def is_completed(self) -> bool:
         """Return whether waiting longer changes nothing."""

@@ -27,7 +27,9 @@ from dataclasses import dataclass
 
 import torch
 
-_SMALL_BYTES = 1 << 16  # a block of less than twice as many bytes serves every size that it can hold
+_SMALL_BYTES = (
+    1 << 16
+)  # a block of less than twice as many bytes serves every size that it can hold
 _IDLE_TAKES = 200  # a pool drops a free block that was not needed while this many blocks were taken
 
 SLAB_BYTES = 1 << 16  # size of a slab, a block that holds many tiny contributions
@@ -58,7 +60,12 @@ class Block:
     idle_since: int = 0
 
     def tensor(
-        self, numel: int, dtype: torch.dtype, on_free: Callable[[Block], object] | None = None, *, offset: int = 0
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        on_free: Callable[[Block], object] | None = None,
+        *,
+        offset: int = 0,
     ) -> torch.Tensor:
         """Return a 1-D tensor over the block's bytes from ``offset`` on.
 
@@ -216,7 +223,9 @@ class SharedBlocks:
         block.uses = 1
         return block
 
-    def take_or_wait(self, size: int, busy: Callable[[], Iterable[Block]], receive: Callable[[float], object]) -> Block:
+    def take_or_wait(
+        self, size: int, busy: Callable[[], Iterable[Block]], receive: Callable[[float], object]
+    ) -> Block:
         """Take a block; first wait a short while if a busy block would spare making one.
 
         Arguments:
@@ -248,7 +257,10 @@ class SharedBlocks:
         if slab is None or self._slab_end + size > SLAB_BYTES:
             if slab is not None:
                 self.release(slab)
-            slab, self._slab_end = self.take(SLAB_BYTES), 0  # the slab that is being filled has one use more
+            slab, self._slab_end = (
+                self.take(SLAB_BYTES),
+                0,
+            )  # the slab that is being filled has one use more
             self._slab = slab
         offset = self._slab_end
         self._slab_end += -(-size // _SLAB_ALIGNMENT) * _SLAB_ALIGNMENT

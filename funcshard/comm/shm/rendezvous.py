@@ -66,10 +66,14 @@ def connect(
     secret = secrets.token_hex(_HASH) if rank == 0 else ""
     answers = None
     try:
-        answers = [json.loads(text) for text in all_gather_text(json.dumps([machine, name, secret]))]
+        answers = [
+            json.loads(text) for text in all_gather_text(json.dumps([machine, name, secret]))
+        ]
         if listener is None or any(other != machine for other, _, _ in answers):
             return {}
-        meeting = _Meeting(rank, listener, bytes.fromhex(answers[0][2]), [address for _, address, _ in answers])
+        meeting = _Meeting(
+            rank, listener, bytes.fromhex(answers[0][2]), [address for _, address, _ in answers]
+        )
         try:
             # Why two exchanges: a rank that fails to call would be waited for in the next step.
             for step in (meeting.call, meeting.prove):
@@ -123,13 +127,17 @@ class _Meeting:
         proven: a socket to each other rank that has proven itself, by rank.
     """
 
-    def __init__(self, rank: int, listener: socket.socket, secret: bytes, addresses: list[str]) -> None:
+    def __init__(
+        self, rank: int, listener: socket.socket, secret: bytes, addresses: list[str]
+    ) -> None:
         self.proven: dict[int, socket.socket] = {}
         self._rank, self._secret, self._addresses = rank, secret, addresses
         self._listener = listener
         self._called: dict[int, _Call] = {}  # lower ranks that this rank has called, by rank
         self._calls: dict[int, _Call] = {}  # calls from others by file, the oldest first
-        self._lost: list[int] = []  # lower ranks that have hung up, as one does that strangers flood
+        self._lost: list[
+            int
+        ] = []  # lower ranks that have hung up, as one does that strangers flood
         listener.setblocking(False)
 
     def call(self, end: float) -> bool:
@@ -212,7 +220,10 @@ class _Meeting:
 
     def _hang_up_one(self) -> bool:
         """Hang up one call that is not proven; return whether there was one."""
-        file = next((file for file, call in self._calls.items() if call.caller is None), next(iter(self._calls), None))
+        file = next(
+            (file for file, call in self._calls.items() if call.caller is None),
+            next(iter(self._calls), None),
+        )
         if file is not None:
             self._calls.pop(file).connection.close()
         return file is not None
@@ -228,7 +239,9 @@ class _Meeting:
                     call.caller, call.own = caller, secrets.token_bytes(_NUMBER)
                     call.connection.send(call.own + self._proof("called", caller, self._rank, call))
                     return
-            elif call.caller is not None and hmac.compare_digest(data, self._proof("caller", call.caller, self._rank, call)):
+            elif call.caller is not None and hmac.compare_digest(
+                data, self._proof("caller", call.caller, self._rank, call)
+            ):
                 call.connection.send(_WELCOME)
                 known = self.proven.pop(call.caller, None)
                 if known is not None:  # an earlier call of the same rank, which it has given up
@@ -263,7 +276,9 @@ class _Meeting:
 
     def _proof(self, side: str, caller: int, called: int, call: _Call) -> bytes:
         """Return the keyed hash by which one side of a call proves that it knows the secret."""
-        message = b"".join([struct.pack("<8s2q", side.encode(), caller, called), call.theirs, call.own])
+        message = b"".join(
+            [struct.pack("<8s2q", side.encode(), caller, called), call.theirs, call.own]
+        )
         return hmac.digest(self._secret, message, "sha256")
 
 
@@ -284,7 +299,13 @@ def _machine() -> str:
     try:
         os.close(os.memfd_create("funcshard"))
         spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "user")]
-        return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *spaces, str(os.geteuid())])
+        return " ".join(
+            [
+                Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+                *spaces,
+                str(os.geteuid()),
+            ]
+        )
     except OSError:
         return ""
 
@@ -305,5 +326,7 @@ def _listen(name: str, queue: int) -> socket.socket | None:
 
 def _user(connection: socket.socket) -> int:
     """Return the user whose process is at the far end of a connection."""
-    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    _, user, _ = struct.unpack(
+        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    )
     return int(user)

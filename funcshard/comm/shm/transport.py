@@ -131,7 +131,9 @@ class Peers:
         for peer in self.all:
             self._send(peer, data, file, receive)
 
-    def _send(self, peer: Peer, data: bytes, file: int | None, receive: Callable[[float], bool]) -> None:
+    def _send(
+        self, peer: Peer, data: bytes, file: int | None, receive: Callable[[float], bool]
+    ) -> None:
         end = next_look = 0.0
         while peer.open:
             try:
@@ -141,13 +143,17 @@ class Peers:
                     peer.connection.send(data, socket.MSG_NOSIGNAL)
                 return
             except OSError as error:
-                if error.errno not in _FULL:  # the peer has gone; a wait for its next message will raise
+                if (
+                    error.errno not in _FULL
+                ):  # the peer has gone; a wait for its next message will raise
                     return
                 now = time.monotonic()
                 if not end:
                     end, next_look = now + self._timeout, now + self._patience
                 if now > end:
-                    raise RuntimeError(f"Timed out waiting {self._timeout:g} s for rank {peer.rank} to read") from None
+                    raise RuntimeError(
+                        f"Timed out waiting {self._timeout:g} s for rank {peer.rank} to read"
+                    ) from None
                 if now > next_look:
                     self._look()
                     next_look = now + self._patience / 8
@@ -166,7 +172,9 @@ class Peers:
         for file, _ in self._poll.poll(seconds * 1000):
             peer = self._by_file[file]
             try:
-                data, files, _, _ = socket.recv_fds(peer.connection, _NUMBERS.size, 1, socket.MSG_CMSG_CLOEXEC)
+                data, files, _, _ = socket.recv_fds(
+                    peer.connection, _NUMBERS.size, 1, socket.MSG_CMSG_CLOEXEC
+                )
             except (BlockingIOError, ConnectionResetError):
                 # A reset means that the peer ended with unread messages. Its own messages can still
                 # be read by the next calls.
@@ -200,7 +208,10 @@ if hasattr(os, "register_at_fork"):
 
 
 # Why a block cannot be mapped, and the remedy, by the system's error.
-_NO_FILES = ("this process, or the machine, has reached its limit of open files", "raise the limit (ulimit -n)")
+_NO_FILES = (
+    "this process, or the machine, has reached its limit of open files",
+    "raise the limit (ulimit -n)",
+)
 _REFUSALS = {
     errno.EMFILE: _NO_FILES,
     errno.ENFILE: _NO_FILES,
@@ -208,8 +219,14 @@ _REFUSALS = {
         "this process has no room for it in memory or in its address space",
         "raise the limit of address space (ulimit -v) or of mappings (sysctl vm.max_map_count), or run fewer ranks",
     ),
-    errno.ENOENT: ("/proc, through which it is opened, is not there", "mount /proc in the container"),
-    errno.EACCES: ("the system does not let this process open it", "allow the ranks to open each other's memory files"),
+    errno.ENOENT: (
+        "/proc, through which it is opened, is not there",
+        "mount /proc in the container",
+    ),
+    errno.EACCES: (
+        "the system does not let this process open it",
+        "allow the ranks to open each other's memory files",
+    ),
 }
 _UNKNOWN = ("the system refuses it", "look at the error of the system")
 

@@ -17,9 +17,20 @@ from __future__ import annotations
 from funcshard.estimate.machine.calibration import calibrate
 from funcshard.estimate.machine.hardware import Hardware, Link, hardware_names, load_hardware
 from funcshard.estimate.machine.reference import Reference
-from funcshard.estimate.machine.reserved import RESERVED_RUNS, ReservedRun, reserved_band, reserved_how
+from funcshard.estimate.machine.reserved import (
+    RESERVED_RUNS,
+    ReservedRun,
+    reserved_band,
+    reserved_how,
+)
 from funcshard.estimate.machine.sources import SOURCES, Source, source_of_sum, weakest
-from funcshard.estimate.machine.timing import Timed, collective_time, compute_time, offload_time, update_time
+from funcshard.estimate.machine.timing import (
+    Timed,
+    collective_time,
+    compute_time,
+    offload_time,
+    update_time,
+)
 
 __all__ = [
     "Hardware", "Link", "RESERVED_RUNS", "Reference", "ReservedRun", "SOURCES", "Source", "Timed", "calibrate",

@@ -71,20 +71,30 @@ def calibrate(
         >>> def main():  # about half a minute
         ...     return calibrate("this-machine.json", ranks=2)
     """
-    ranks = check_count("ranks", ranks, 2, remedy="pass at least 2, since one rank issues no collectives")
+    ranks = check_count(
+        "ranks", ranks, 2, remedy="pass at least 2, since one rank issues no collectives"
+    )
     check_flag("shared_memory", shared_memory)
     sizes = sorted({check_count("sizes", each, 4 * ranks, of="bytes") for each in sizes})
     if len(sizes) < 2:
-        raise ValueError(f"sizes must hold at least 2 sizes, for a latency and a bandwidth; found {sizes}: add one")
+        raise ValueError(
+            f"sizes must hold at least 2 sizes, for a latency and a bandwidth; found {sizes}: add one"
+        )
     path = None if path is None else check_path("path", path)
     if path is not None and not path.parent.is_dir():
-        raise ValueError(f"path must lie in a folder that exists; found {os.fspath(path)!r}: create {path.parent}")
+        raise ValueError(
+            f"path must lie in a folder that exists; found {os.fspath(path)!r}: create {path.parent}"
+        )
     say = progress or _say
     way = "shared memory" if shared_memory else "gloo"
-    say(f"Measuring {ranks} ranks over {way}: about {_expected(len(sizes), seconds):.0f} s on an idle machine …")
+    say(
+        f"Measuring {ranks} ranks over {way}: about {_expected(len(sizes), seconds):.0f} s on an idle machine …"
+    )
     with tempfile.TemporaryDirectory(prefix="funcshard-calibrate-") as folder:
         torch.multiprocessing.spawn(
-            _rank, (ranks, folder, shared_memory, sizes, seconds, reference or Reference()), nprocs=ranks
+            _rank,
+            (ranks, folder, shared_memory, sizes, seconds, reference or Reference()),
+            nprocs=ranks,
         )
         found = [torch.load(Path(folder, f"rank{rank}.pt")) for rank in range(ranks)]
     hardware = _describe(found, ranks, shared_memory)
@@ -111,7 +121,9 @@ def fit_link(kind: str, size: int, times: Mapping[int, float], source: Source) -
         >>> f"{link.latency:.1e} s, {link.bandwidth:.1e} B/s"
         '1.0e-06 s, 1.0e+09 B/s'
     """
-    points = [(nbytes, seconds, 1 / seconds**2) for nbytes, seconds in times.items()]  # with their weights
+    points = [
+        (nbytes, seconds, 1 / seconds**2) for nbytes, seconds in times.items()
+    ]  # with their weights
 
     def total(term: Callable[[float, float], float]) -> float:
         return sum(weight * term(nbytes, seconds) for nbytes, seconds, weight in points)
@@ -132,12 +144,20 @@ def _say(text: str) -> None:
 
 
 def _expected(sizes: int, seconds: float) -> float:
-    runs = PASSES * ROUNDS * (len(KINDS) * sizes * 0.01 + 2 * 0.4)  # a collective with its sweep; two steps
+    runs = (
+        PASSES * ROUNDS * (len(KINDS) * sizes * 0.01 + 2 * 0.4)
+    )  # a collective with its sweep; two steps
     return 10 + runs + seconds * (len(PRODUCTS) + 2 + len(TENSORS) + 1)
 
 
 def _rank(
-    rank: int, ranks: int, folder: str, shared_memory: bool, sizes: Sequence[int], seconds: float, reference: Reference
+    rank: int,
+    ranks: int,
+    folder: str,
+    shared_memory: bool,
+    sizes: Sequence[int],
+    seconds: float,
+    reference: Reference,
 ) -> None:
     """Measure on one rank and leave the times in a file of ``folder``."""
     torch.set_num_threads(1)
@@ -161,13 +181,23 @@ def _describe(found: Sequence[_Times], ranks: int, shared_memory: bool) -> Hardw
     def mean(figure: str) -> float:
         return statistics.mean(each[figure] for each in found)
 
-    runs = {key: zip(*(each["collectives"][key] for each in found), strict=True) for key in found[0]["collectives"]}
+    runs = {
+        key: zip(*(each["collectives"][key] for each in found), strict=True)
+        for key in found[0]["collectives"]
+    }
     times = {key: min(map(statistics.mean, ranks_times)) for key, ranks_times in runs.items()}
     links = tuple(
-        fit_link(kind, ranks, {size: taken for (each, size), taken in times.items() if each == kind}, source)
+        fit_link(
+            kind,
+            ranks,
+            {size: taken for (each, size), taken in times.items() if each == kind},
+            source,
+        )
         for kind in KINDS
     )
-    flops = {name: statistics.mean(each["flops"][name] for each in found) for name in found[0]["flops"]}
+    flops = {
+        name: statistics.mean(each["flops"][name] for each in found) for name in found[0]["flops"]
+    }
     bandwidth = mean("memory_bandwidth")
     rates = StepRates(*map(statistics.mean, zip(*(each["rates"] for each in found), strict=True)))
     step = Source(f"{source.text}, in a training step of a transformer")
@@ -204,7 +234,10 @@ def _cpu() -> str:
     name = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").is_file():
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+        name = next(
+            (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+            name,
+        )
     return f"{name} with {cores()} cores"
 
 

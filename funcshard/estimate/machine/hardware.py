@@ -15,7 +15,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from funcshard._utils import check_choice, check_count, check_number, did_you_mean, file_data, read_regular
+from funcshard._utils import (
+    check_choice,
+    check_count,
+    check_number,
+    did_you_mean,
+    file_data,
+    read_regular,
+)
 from funcshard.estimate.machine.sources import Source
 
 ALL_KINDS = "any"  # a Link of this kind serves every kind of collective
@@ -66,9 +73,13 @@ class SizeFactor:
 
     def __post_init__(self) -> None:
         check_count("bytes of a size factor", self.bytes)
-        check_number("factor", self.factor, above=0, remedy="pass a share of the bandwidth, such as 0.87")
+        check_number(
+            "factor", self.factor, above=0, remedy="pass a share of the bandwidth, such as 0.87"
+        )
         if self.factor > 1:
-            raise ValueError(f"factor must be at most 1, a share of the bandwidth; found {self.factor!r}: pass at most 1")
+            raise ValueError(
+                f"factor must be at most 1, a share of the bandwidth; found {self.factor!r}: pass at most 1"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +140,9 @@ class Hardware:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
-            raise ValueError(f"name of a hardware description must be a text; found {self.name!r}: pass a name")
+            raise ValueError(
+                f"name of a hardware description must be a text; found {self.name!r}: pass a name"
+            )
         # Why copies: a description is immutable, also if the caller's dictionaries change.
         object.__setattr__(self, "flops", MappingProxyType(dict(self.flops)))
         object.__setattr__(self, "sources", MappingProxyType(dict(self.sources)))
@@ -139,15 +152,26 @@ class Hardware:
         check_count("memory", self.memory, of="bytes")
         check_count("ranks_per_node", self.ranks_per_node, of="ranks")
         if not self.flops:
-            raise ValueError(f"flops of {self.name!r} must name at least one dtype; found none: add 'float32'")
+            raise ValueError(
+                f"flops of {self.name!r} must name at least one dtype; found none: add 'float32'"
+            )
         for name, value in self._numbers().items():
             free = name == "kernel_overhead"
-            check_number(f"{name} of {self.name!r}", value, least=0 if free else None, above=None if free else 0)
+            check_number(
+                f"{name} of {self.name!r}",
+                value,
+                least=0 if free else None,
+                above=None if free else 0,
+            )
             if name not in self.sources:
-                raise ValueError(f"every figure of {self.name!r} must have a source; found none for {name}: add one")
+                raise ValueError(
+                    f"every figure of {self.name!r} must have a source; found none for {name}: add one"
+                )
         for name in ("flops_efficiency", "memory_efficiency", "optimizer_efficiency"):
             if (getattr(self, name) or 0) > 1:
-                raise ValueError(f"{name} must be at most 1, a share of the peak; found {getattr(self, name)!r}")
+                raise ValueError(
+                    f"{name} must be at most 1, a share of the peak; found {getattr(self, name)!r}"
+                )
         if self.ranks_per_node > 1 and not self.node:
             raise ValueError(
                 f"{self.name!r} has {self.ranks_per_node} ranks in a node, so it must have links of a node; found none: "
@@ -155,18 +179,33 @@ class Hardware:
             )
         sizes = [each.bytes for each in self.size_factors]
         if sizes != sorted(set(sizes)):
-            raise ValueError(f"size_factors must stand in order of their bytes; found {sizes}: sort them")
+            raise ValueError(
+                f"size_factors must stand in order of their bytes; found {sizes}: sort them"
+            )
 
     def __hash__(self) -> int:
-        return hash((self.name, self.memory, self.flops_efficiency, self.memory_efficiency, self.node, self.network))
+        return hash(
+            (
+                self.name,
+                self.memory,
+                self.flops_efficiency,
+                self.memory_efficiency,
+                self.node,
+                self.network,
+            )
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:  # mapping proxies cannot be pickled
         return Hardware.from_json, (self.to_json(),)
 
     def _numbers(self) -> dict[str, Any]:
         """Return every figure that is no link by the key of its source."""
-        names = _FIGURES if self.optimizer_efficiency is None else (*_FIGURES, "optimizer_efficiency")
-        return {name: getattr(self, name) for name in names} | {f"flops.{name}": each for name, each in self.flops.items()}
+        names = (
+            _FIGURES if self.optimizer_efficiency is None else (*_FIGURES, "optimizer_efficiency")
+        )
+        return {name: getattr(self, name) for name in names} | {
+            f"flops.{name}": each for name, each in self.flops.items()
+        }
 
     def to_json(self) -> str:
         """Return the description as JSON; ``from_json`` is the inverse."""
@@ -177,15 +216,22 @@ class Hardware:
             if not name.startswith("flops.")
         }
         figures["flops"] = {
-            name: {"value": value, **_source_data(self.sources[f"flops.{name}"])} for name, value in self.flops.items()
+            name: {"value": value, **_source_data(self.sources[f"flops.{name}"])}
+            for name, value in self.flops.items()
         }
         figures["offload"] = _link_data(self.offload)
         figures["node"] = [_link_data(each) for each in self.node]
         figures["network"] = [_link_data(each) for each in self.network]
         figures["size_factors"] = [
-            {"bytes": each.bytes, "factor": each.factor, **_source_data(each.source)} for each in self.size_factors
+            {"bytes": each.bytes, "factor": each.factor, **_source_data(each.source)}
+            for each in self.size_factors
         ]
-        head = {"name": self.name, "aliases": list(self.aliases), "about": self.about, "device": self.device}
+        head = {
+            "name": self.name,
+            "aliases": list(self.aliases),
+            "about": self.about,
+            "device": self.device,
+        }
         return json.dumps(head | figures, indent=2, ensure_ascii=False) + "\n"
 
     @classmethod
@@ -199,9 +245,13 @@ class Hardware:
         try:
             data = file_data.parse(text)
         except ValueError as error:
-            raise ValueError(f"a hardware description must be JSON; found {text[:40]!r} …: {error}") from None
+            raise ValueError(
+                f"a hardware description must be JSON; found {text[:40]!r} …: {error}"
+            ) from None
         if not isinstance(data, dict):
-            raise ValueError(f"a hardware description must be a JSON object; found {text[:40]!r} …: see the shipped files")
+            raise ValueError(
+                f"a hardware description must be a JSON object; found {text[:40]!r} …: see the shipped files"
+            )
         try:
             return _from_data(data)
         except TypeError as error:  # a figure is no number
@@ -224,9 +274,13 @@ def _from_data(data: dict[str, Any]) -> Hardware:
         values["flops"][dtype], sources[f"flops.{dtype}"] = _figure(f"flops.{dtype}", each)
     values["offload"] = _link("offload", _part(data, "offload", data))
     for name in ("node", "network"):
-        values[name] = tuple(_link(name, each) for each in file_data.listed(name, data.get(name, [])))
+        values[name] = tuple(
+            _link(name, each) for each in file_data.listed(name, data.get(name, []))
+        )
     values["size_factors"] = tuple(
-        SizeFactor(_part(each, "bytes", each), _part(each, "factor", each), _source("size_factors", each))
+        SizeFactor(
+            _part(each, "bytes", each), _part(each, "factor", each), _source("size_factors", each)
+        )
         for each in file_data.listed("size_factors", data.get("size_factors", []))
     )
     head = {
@@ -237,7 +291,14 @@ def _from_data(data: dict[str, Any]) -> Hardware:
     return Hardware(name=_part(data, "name", data), sources=sources, **head, **values)
 
 
-_FIGURES = ("memory", "memory_bandwidth", "flops_efficiency", "memory_efficiency", "kernel_overhead", "ranks_per_node")
+_FIGURES = (
+    "memory",
+    "memory_bandwidth",
+    "flops_efficiency",
+    "memory_efficiency",
+    "kernel_overhead",
+    "ranks_per_node",
+)
 
 
 def load_hardware(hardware: str | os.PathLike[str] | Hardware) -> Hardware:
@@ -260,7 +321,9 @@ def load_hardware(hardware: str | os.PathLike[str] | Hardware) -> Hardware:
     if isinstance(hardware, Hardware):
         return hardware
     if not isinstance(hardware, str | os.PathLike):
-        raise TypeError(f"hardware must be a name, a path or a Hardware; found {hardware!r}: pass 'h100-8x400gbps'")
+        raise TypeError(
+            f"hardware must be a name, a path or a Hardware; found {hardware!r}: pass 'h100-8x400gbps'"
+        )
     text = os.fspath(hardware)
     if isinstance(hardware, str) and text in _names():
         return _shipped(_names()[text])
@@ -269,12 +332,16 @@ def load_hardware(hardware: str | os.PathLike[str] | Hardware) -> Hardware:
         raise ValueError(
             f"hardware must be one of {', '.join(hardware_names())}, one of their short names "
             f"{', '.join(sorted(set(_names()) - set(hardware_names())))}, or the path of a JSON file; found {text!r}: "
-            + did_you_mean(text, _names(), otherwise="python -m funcshard calibrate writes such a file")
+            + did_you_mean(
+                text, _names(), otherwise="python -m funcshard calibrate writes such a file"
+            )
         )
     try:
         return Hardware.from_json(read_regular(path).decode())
     except UnicodeDecodeError:
-        raise ValueError(f"{path}: a hardware description must be JSON; found bytes that are no text") from None
+        raise ValueError(
+            f"{path}: a hardware description must be JSON; found bytes that are no text"
+        ) from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -296,7 +363,9 @@ def _names() -> Mapping[str, str]:
     found: dict[str, str] = {}
     for path in sorted(_FOLDER.glob("*.json")):
         found[path.stem] = path.stem
-        found |= dict.fromkeys(json.loads(path.read_text(encoding="utf-8")).get("aliases", ()), path.stem)
+        found |= dict.fromkeys(
+            json.loads(path.read_text(encoding="utf-8")).get("aliases", ()), path.stem
+        )
     return MappingProxyType(found)
 
 
@@ -307,19 +376,25 @@ def _shipped(name: str) -> Hardware:
 
 def _part(data: Any, name: str, whole: Any) -> Any:
     if not isinstance(data, Mapping) or name not in data:
-        raise ValueError(f"a hardware description must have {name!r}; found {_short(whole)}: add it")
+        raise ValueError(
+            f"a hardware description must have {name!r}; found {_short(whole)}: add it"
+        )
     return data[name]
 
 
 def _figure(name: str, data: Any) -> tuple[Any, Source]:
     if not isinstance(data, Mapping) or "value" not in data:
-        raise ValueError(f"{name} must be written as {{'value': …, 'source': …}}; found {_short(data)}: add the source")
+        raise ValueError(
+            f"{name} must be written as {{'value': …, 'source': …}}; found {_short(data)}: add the source"
+        )
     return data["value"], _source(name, data)
 
 
 def _source(name: str, data: Mapping[str, Any]) -> Source:
     if "source" not in data:
-        raise ValueError(f"every figure must have a source; found none for {name}: add 'source' beside {_short(data)}")
+        raise ValueError(
+            f"every figure must have a source; found none for {name}: add 'source' beside {_short(data)}"
+        )
     return Source(data["source"], data.get("how", "calibrated"))
 
 
@@ -337,7 +412,12 @@ def _source_data(source: Source) -> dict[str, str]:
 
 def _link_data(link: Link) -> dict[str, Any]:
     kind = {} if link.kind == ALL_KINDS else {"kind": link.kind}
-    return {**kind, "size": link.size, "latency": link.latency, "bandwidth": link.bandwidth} | _source_data(link.source)
+    return {
+        **kind,
+        "size": link.size,
+        "latency": link.latency,
+        "bandwidth": link.bandwidth,
+    } | _source_data(link.source)
 
 
 def _short(data: Any) -> str:

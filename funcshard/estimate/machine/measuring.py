@@ -21,11 +21,22 @@ from typing import Any
 import torch
 
 from funcshard.comm import Group, Mesh
-from funcshard.estimate.machine.reference import CLOCK, Reference, rates_of, reference_step, times_of
+from funcshard.estimate.machine.reference import (
+    CLOCK,
+    Reference,
+    rates_of,
+    reference_step,
+    times_of,
+)
 from funcshard.estimate.machine.timing import KINDS
 from funcshard.plan import dtype_name
 
-PRODUCTS = ((512, 384, 1536), (512, 1536, 384), (512, 384, 8192), (384, 512, 1536))  # m, k, n in float32
+PRODUCTS = (
+    (512, 384, 1536),
+    (512, 1536, 384),
+    (512, 384, 8192),
+    (384, 512, 1536),
+)  # m, k, n in float32
 SMALL = ((128, 384, 384),)  # for other dtypes, which many CPUs multiply a hundred times slower
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 KERNELS = 50  # small products in a row; forward and backward have a kernel for each
@@ -101,7 +112,8 @@ def measure(
     return {
         "collectives": links,
         "flops": {
-            name: count / sum(taken for key, taken in best.items() if key[0] == name) for name, count in flops.items()
+            name: count / sum(taken for key, taken in best.items() if key[0] == name)
+            for name, count in flops.items()
         },
         "memory_bandwidth": 3 * sum(TENSORS) / sum(best["add", size] for size in TENSORS),
         "copy": TENSORS[-1] / best["copy"],
@@ -123,14 +135,20 @@ def _collective(group: Group, kind: str, size: int) -> Callable[[], Any]:
     if kind == "all_gather":
         return lambda: group.all_gather_shared(shard).wait()
     if kind == "reduce_scatter":
-        return functools.partial(_reduce, group.reduce_scatter, group.size, lambda: (torch.empty_like(shard), grads))
+        return functools.partial(
+            _reduce, group.reduce_scatter, group.size, lambda: (torch.empty_like(shard), grads)
+        )
     if kind == "all_reduce":
         return functools.partial(_reduce, group.all_reduce, group.size, lambda: (torch.cat(grads),))
     if kind == "broadcast":
         return lambda: group.broadcast(whole, 0).wait()
     # Exchanges: a rank sends `size` bytes to others, in equal parts or all to the next rank.
     part = size // 4 // (ranks - 1) if kind == "all_to_all" else size // 4
-    others = [rank for rank in range(ranks) if rank != me] if kind == "all_to_all" else [(me + 1) % ranks]
+    others = (
+        [rank for rank in range(ranks) if rank != me]
+        if kind == "all_to_all"
+        else [(me + 1) % ranks]
+    )
     givers = others if kind == "all_to_all" else [(me - 1) % ranks]
     sent = [part if rank in others else 0 for rank in range(ranks)]
     received = [part if rank in givers else 0 for rank in range(ranks)]
@@ -160,7 +178,9 @@ def _count(run: Callable[[], Any], group: Group, seconds: float) -> int:
     return max(1, min(1000, int(seconds / max(float(once) / group.size, 1e-6))))
 
 
-def _clock(run: Callable[[], Any], *, times: int = 1, now: Callable[[], float] = time.perf_counter) -> float:
+def _clock(
+    run: Callable[[], Any], *, times: int = 1, now: Callable[[], float] = time.perf_counter
+) -> float:
     """Return the seconds of one ``run``, as the mean of several."""
     start = now()
     for _ in range(times):

@@ -20,7 +20,9 @@ from torch import nn
 from funcshard._utils import TorchDispatchMode, count_flops, storage_id, tensors_in, writes_inputs
 
 # Processor time, so that other programs do not count; on Windows it is too coarse for a kernel.
-CLOCK = time.thread_time if time.get_clock_info("thread_time").resolution < 1e-5 else time.perf_counter
+CLOCK = (
+    time.thread_time if time.get_clock_info("thread_time").resolution < 1e-5 else time.perf_counter
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,9 @@ class KernelTimes(TorchDispatchMode):
         seconds = CLOCK() - start
         inputs, results = list(tensors_in((args, kwargs))), list(tensors_in(out))
         known = {storage_id(tensor) for tensor in inputs}
-        if results and (writes_inputs(func) or any(storage_id(tensor) not in known for tensor in results)):
+        if results and (
+            writes_inputs(func) or any(storage_id(tensor) not in known for tensor in results)
+        ):
             moved = sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *results))
             self.kernels.append(KernelTime(count_flops(func, args, kwargs, out), moved, seconds))
         return out
@@ -100,9 +104,12 @@ class _Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norms[0](x)
         q, k, v = (
-            each(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in (self.queries, self.keys, self.values)
+            each(y).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for each in (self.queries, self.keys, self.values)
         )
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        x = x + self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.down(F.gelu(self.up(self.norms[1](x))))
 
 
@@ -117,7 +124,10 @@ def reference_step(reference: Reference) -> tuple[Callable[[], None], Callable[[
         >>> update()
     """
     width, size = reference.width, (reference.batch, reference.length)
-    embedding, head = nn.Embedding(reference.vocabulary, width), nn.Linear(width, reference.vocabulary)
+    embedding, head = (
+        nn.Embedding(reference.vocabulary, width),
+        nn.Linear(width, reference.vocabulary),
+    )
     blocks = nn.ModuleList(_Block(width, reference.heads) for _ in range(reference.layers))
     norm = nn.LayerNorm(width)
     params = [*nn.ModuleList([embedding, blocks, norm, head]).parameters()]
@@ -146,7 +156,9 @@ def times_of(run: Callable[[], object]) -> list[KernelTime]:
     return times.kernels
 
 
-def rates_of(runs: Sequence[Sequence[KernelTime]], seconds: float, kernel_overhead: float) -> StepRates:
+def rates_of(
+    runs: Sequence[Sequence[KernelTime]], seconds: float, kernel_overhead: float
+) -> StepRates:
     """Return the rates with which the estimate of a computation is as long as the measurement.
 
     The times of the kernels say how the time is shared between kernels with and without FLOPs. The
@@ -161,8 +173,14 @@ def rates_of(runs: Sequence[Sequence[KernelTime]], seconds: float, kernel_overhe
         >>> rates_of([[KernelTime(600, 10, 3.0), KernelTime(0, 20, 1.0)]], 8.0, kernel_overhead=0.0)
         StepRates(flops=100.0, bandwidth=10.0)
     """
-    typical = [each[0]._replace(seconds=statistics.median(one.seconds for one in each)) for each in zip(*runs, strict=True)]
-    computing, moving = [each for each in typical if each.flops], [each for each in typical if not each.flops]
+    typical = [
+        each[0]._replace(seconds=statistics.median(one.seconds for one in each))
+        for each in zip(*runs, strict=True)
+    ]
+    computing, moving = (
+        [each for each in typical if each.flops],
+        [each for each in typical if not each.flops],
+    )
     # Why a least: tiny kernels take no longer than their overhead.
     left = max(seconds - kernel_overhead * len(typical), 0.1 * seconds)
     scale = left / sum(each.seconds for each in typical)

@@ -41,7 +41,9 @@ class Timed:
         check_choice("source", self.source, SOURCES)
 
 
-def collective_time(hardware: Hardware, event_kind: str, nbytes: int, ranks: int, *, stride: int = 1) -> Timed:
+def collective_time(
+    hardware: Hardware, event_kind: str, nbytes: int, ranks: int, *, stride: int = 1
+) -> Timed:
     """Return the time of one collective along a mesh axis.
 
     Inside a node, the time comes from the node's links. Across nodes it comes from the network's,
@@ -96,7 +98,9 @@ def collective_time(hardware: Hardware, event_kind: str, nbytes: int, ranks: int
     return _inside_node(hardware, event_kind, nbytes, ranks)
 
 
-def compute_time(hardware: Hardware, flops: int, nbytes: int, dtype: str | torch.dtype, *, kernels: int = 0) -> Timed:
+def compute_time(
+    hardware: Hardware, flops: int, nbytes: int, dtype: str | torch.dtype, *, kernels: int = 0
+) -> Timed:
     """Return the time of a computation on one rank.
 
     It is the larger of ``flops / (peak · flops_efficiency)`` and
@@ -124,7 +128,10 @@ def compute_time(hardware: Hardware, flops: int, nbytes: int, dtype: str | torch
         True
     """
     flops = check_count("flops", flops, 0)
-    nbytes, kernels = check_count("nbytes", nbytes, 0, of="bytes"), check_count("kernels", kernels, 0)
+    nbytes, kernels = (
+        check_count("nbytes", nbytes, 0, of="bytes"),
+        check_count("kernels", kernels, 0),
+    )
     name = dtype if isinstance(dtype, str) else dtype_name(dtype)
     computing = 0.0
     if flops:
@@ -135,7 +142,11 @@ def compute_time(hardware: Hardware, flops: int, nbytes: int, dtype: str | torch
             )
         computing = flops / (hardware.flops[name] * hardware.flops_efficiency)
     moving = nbytes / (hardware.memory_bandwidth * hardware.memory_efficiency)
-    used = (f"flops.{name}", "flops_efficiency") if computing > moving else ("memory_bandwidth", "memory_efficiency")
+    used = (
+        (f"flops.{name}", "flops_efficiency")
+        if computing > moving
+        else ("memory_bandwidth", "memory_efficiency")
+    )
     parts = {used: max(computing, moving), ("kernel_overhead",): kernels * hardware.kernel_overhead}
     largest = max(parts, key=lambda names: parts[names])
     how = [hardware.sources[each].how for each in largest if parts[largest]]
@@ -155,7 +166,9 @@ def update_time(hardware: Hardware, nbytes: int) -> Timed:
         0.0
     """
     name = "memory_efficiency" if hardware.optimizer_efficiency is None else "optimizer_efficiency"
-    seconds = check_count("nbytes", nbytes, 0, of="bytes") / (hardware.memory_bandwidth * getattr(hardware, name))
+    seconds = check_count("nbytes", nbytes, 0, of="bytes") / (
+        hardware.memory_bandwidth * getattr(hardware, name)
+    )
     used = ("memory_bandwidth", name) if nbytes else ()
     return Timed(seconds, weakest(*(hardware.sources[each].how for each in used)))
 
@@ -216,7 +229,9 @@ def _node_links(hardware: Hardware, kind: str) -> list[Link]:
 def _across_nodes(hardware: Hardware, kind: str, nbytes: int, ranks: int, nodes: int) -> Timed:
     full = hardware.ranks_per_node
     here = 2 if kind == "ppermute" else nodes  # nodes that one message crosses
-    latency, bandwidth, how = _at(_of_kind(hardware.network, kind) or _shared(hardware.network), here)
+    latency, bandwidth, how = _at(
+        _of_kind(hardware.network, kind) or _shared(hardware.network), here
+    )
     rank_share = ranks / nodes / full  # of the node's cards
     # Why: the links are those of a ring through all ranks of each node. A ring through fewer ranks
     # has fewer steps there.
@@ -255,8 +270,14 @@ def _at(links: Sequence[Link], size: int) -> tuple[float, float, str]:
     if index == len(links):
         other = links[-2] if len(links) > 1 else None
         base = (other.size, other.latency) if other else (1, 0.0)
-        slope = (before.latency - base[1]) / (before.size - base[0]) if before.size > base[0] else 0.0
-        return before.latency + max(slope, 0.0) * (size - before.size), before.bandwidth, "extrapolated"
+        slope = (
+            (before.latency - base[1]) / (before.size - base[0]) if before.size > base[0] else 0.0
+        )
+        return (
+            before.latency + max(slope, 0.0) * (size - before.size),
+            before.bandwidth,
+            "extrapolated",
+        )
     after = links[index]
     part = (size - before.size) / (after.size - before.size)
     log_part = math.log(size / before.size) / math.log(after.size / before.size)
@@ -276,4 +297,6 @@ def _size_factor(hardware: Hardware, nbytes: int) -> tuple[float, str]:
         return near.factor, near.source.how
     before, after = factors[index - 1], factors[index]
     part = math.log(nbytes / before.bytes) / math.log(after.bytes / before.bytes)
-    return before.factor + part * (after.factor - before.factor), weakest(before.source.how, after.source.how)
+    return before.factor + part * (after.factor - before.factor), weakest(
+        before.source.how, after.source.how
+    )

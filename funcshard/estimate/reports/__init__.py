@@ -14,7 +14,13 @@ from __future__ import annotations
 
 from funcshard.estimate.reports.comparing import Comparison, UnitPair, compare
 from funcshard.estimate.reports.holding_map import Held, Holding, Holdings, holdings
-from funcshard.estimate.reports.pictures import draw_holdings, draw_memory, draw_pareto, draw_timeline, pareto_front
+from funcshard.estimate.reports.pictures import (
+    draw_holdings,
+    draw_memory,
+    draw_pareto,
+    draw_timeline,
+    pareto_front,
+)
 from funcshard.estimate.reports.report import Report
 from funcshard.estimate.reports.show import left_text, memory_table, moment_text
 from funcshard.estimate.reports.tabulating import ReportTable, tabulate

@@ -65,8 +65,17 @@ class Comparison(Shown):
         return [
             Bullets("Changes", self.changes or ("none",)),
             self._table(),
-            _moves(f"Memory at the peak, in the {place}", [each.by_category for each in both], table.size),
-            _moves("Time of a step", [*map(_times, both)], table.duration, [each.step_time for each in both]),
+            _moves(
+                f"Memory at the peak, in the {place}",
+                [each.by_category for each in both],
+                table.size,
+            ),
+            _moves(
+                "Time of a step",
+                [*map(_times, both)],
+                table.duration,
+                [each.step_time for each in both],
+            ),
             _moves("Traffic of a rank in a step", [*map(_traffic, both)], table.size),
         ]
 
@@ -79,10 +88,17 @@ class Comparison(Shown):
             [pair.title, *(cell for column, text in columns for cell in _cells(*column[i], text))]
             for i, pair in enumerate(self.units)
         ]
-        sums = [(sum(old for old, _ in column), sum(new for _, new in column), text) for column, text in columns]
+        sums = [
+            (sum(old for old, _ in column), sum(new for _, new in column), text)
+            for column, text in columns
+        ]
         total = ["total", *(cell for old, new, text in sums for cell in _cells(old, new, text))]
-        titles = f"{self.after.plan.fingerprint()} compared with plan {self.before.plan.fingerprint()}"
-        return Table(f"Plan {titles}; a row n × has the sum over n equal units", header, rows, total)
+        titles = (
+            f"{self.after.plan.fingerprint()} compared with plan {self.before.plan.fingerprint()}"
+        )
+        return Table(
+            f"Plan {titles}; a row n × has the sum over n equal units", header, rows, total
+        )
 
 
 _COLUMNS: tuple[tuple[str, Callable[[UnitUse], Any], Callable[[Any], str]], ...] = (
@@ -121,7 +137,9 @@ def compare(before: Report, after: Report) -> Comparison:
     """
     for name, report in (("before", before), ("after", after)):
         if not isinstance(report, Report):
-            raise TypeError(f"{name} must be a Report that estimate returned; found {type(report).__name__}")
+            raise TypeError(
+                f"{name} must be a Report that estimate returned; found {type(report).__name__}"
+            )
     return Comparison(before, after, _pairs(before, after), differences_between(before, after))
 
 
@@ -130,7 +148,10 @@ def _pairs(before: Report, after: Report) -> tuple[UnitPair, ...]:
     again = recomputed_units(before), recomputed_units(after)
     units = before.plan.units, after.plan.units
     known: dict[str, Hashable] = {
-        name: tuple((unit_class(plan[name]), name in names) for plan, names in zip(units, again, strict=True))
+        name: tuple(
+            (unit_class(plan[name]), name in names)
+            for plan, names in zip(units, again, strict=True)
+        )
         for name in both
     }
 
@@ -145,13 +166,21 @@ def _cells(old: Any, new: Any, text: Callable[[Any], str]) -> list[str]:
     return [text(new), table.signed(new - old, text)]
 
 
-def _moves(title: str, values: Sequence[Mapping[str, Any]], text: Callable[[Any], str], total: Sequence[Any] = ()) -> Table:
+def _moves(
+    title: str,
+    values: Sequence[Mapping[str, Any]],
+    text: Callable[[Any], str],
+    total: Sequence[Any] = (),
+) -> Table:
     """Return the table of numbers before and after; its last row is ``total``, or the sums."""
 
     def row(name: str, old: Any, new: Any) -> list[str]:
         return [name, text(old), text(new), table.signed(new - old, text)]
 
-    rows = [row(name, *(each.get(name, 0) for each in values)) for name in dict.fromkeys((*values[0], *values[1]))]
+    rows = [
+        row(name, *(each.get(name, 0) for each in values))
+        for name in dict.fromkeys((*values[0], *values[1]))
+    ]
     last = row("total", *(total or [sum(each.values()) for each in values]))
     return Table(title, ["", "before", "after", "±"], rows, last)
 

@@ -10,7 +10,15 @@ from typing import Any
 from funcshard._utils import table
 from funcshard.estimate.reports.report import Report
 from funcshard.estimate.reports.unit_use import recomputed_units
-from funcshard.plan import MixedPrecision, Plan, Schedule, UnitPlan, dtype_name, fold_units, mesh_text
+from funcshard.plan import (
+    MixedPrecision,
+    Plan,
+    Schedule,
+    UnitPlan,
+    dtype_name,
+    fold_units,
+    mesh_text,
+)
 
 _DTYPES = {"param": "parameters", "reduce": "reductions", "buffer": "buffers", "output": "outputs"}
 _UNSEEN = "the profile, the plan or the description of the hardware differs in what this list does not show"
@@ -21,8 +29,16 @@ def differences_between(before: Report, after: Report) -> tuple[str, ...]:
 
     If several units differ in the same way, that is one difference.
     """
-    found = (*_of_whole(before, after), *_of_units(before, after), *_of_options(before, after), *_of_profile(before, after))
-    same = all(getattr(before, field.name) == getattr(after, field.name) for field in dataclasses.fields(Report))
+    found = (
+        *_of_whole(before, after),
+        *_of_units(before, after),
+        *_of_options(before, after),
+        *_of_profile(before, after),
+    )
+    same = all(
+        getattr(before, field.name) == getattr(after, field.name)
+        for field in dataclasses.fields(Report)
+    )
     return found if found or same else (_UNSEEN,)
 
 
@@ -39,7 +55,9 @@ def _of_whole(before: Report, after: Report) -> Iterable[str]:
         yield f"the model has {'other parameters' if numbers[0] == numbers[1] else others}"
     elif old.units.keys() != new.units.keys():
         counts = len(new.units), len(old.units)
-        others = f"the plan has {counts[0]} unit{'s' if counts[0] > 1 else ''} instead of {counts[1]}"
+        others = (
+            f"the plan has {counts[0]} unit{'s' if counts[0] > 1 else ''} instead of {counts[1]}"
+        )
         yield "the plan cuts other units" if counts[0] == counts[1] else others
     settings: Mapping[str, Callable[[Schedule], Any]] = {
         "forward prefetch": lambda each: "on" if each.forward_prefetch else "off",
@@ -65,10 +83,22 @@ def _of_units(before: Report, after: Report) -> Iterable[str]:
     for change in dict.fromkeys(change for texts in by_name.values() for change in texts):
         units = [unit for unit in both if change in by_name[unit.name]]
         changed = {unit.name for unit in units}
-        groups = [group for group in fold_units(both, key=lambda unit: unit.name in changed) if group.first.name in changed]
-        whose = "all units" if len(units) == len(both) > 1 else " and ".join(group.title for group in groups)
+        groups = [
+            group
+            for group in fold_units(both, key=lambda unit: unit.name in changed)
+            if group.first.name in changed
+        ]
+        whose = (
+            "all units"
+            if len(units) == len(both) > 1
+            else " and ".join(group.title for group in groups)
+        )
         many = len(units) > 1
-        words = {"is": "are" if many else "is", "has": "have" if many else "has", "use": "use" if many else "uses"}
+        words = {
+            "is": "are" if many else "is",
+            "has": "have" if many else "has",
+            "use": "use" if many else "uses",
+        }
         yield f"{whose} {change.format(**words)}"
 
 
@@ -78,8 +108,14 @@ def _of_unit(old: UnitPlan, new: UnitPlan) -> Iterable[str]:
     if old.reshard_after_forward != new.reshard_after_forward and old.strategy == new.strategy:
         yield f"{{is}} {_freed(new)} instead of {_freed(old)}"
     if old.reshard_after_backward != new.reshard_after_backward:
-        yield "{is} freed after each backward" if new.reshard_after_backward else "{is} kept over micro-batches"
-    same = {leaf.path for leaf in old.leaves} == {leaf.path for leaf in new.leaves}  # or other units have the rest
+        yield (
+            "{is} freed after each backward"
+            if new.reshard_after_backward
+            else "{is} kept over micro-batches"
+        )
+    same = {leaf.path for leaf in old.leaves} == {
+        leaf.path for leaf in new.leaves
+    }  # or other units have the rest
     if same and _dtypes(old) != _dtypes(new):
         yield f"{{has}} leaves in {_dtypes(new)} instead of {_dtypes(old)}"
     if same and _trainable(old) != _trainable(new):
@@ -92,7 +128,9 @@ def _of_unit(old: UnitPlan, new: UnitPlan) -> Iterable[str]:
             yield f"{{use}} {name}={after[name]!r} instead of {before[name]!r}"
     if old.offload != new.offload:
         yield f"{{is}} {'' if new.offload else 'not '}offloaded to the CPU"
-    if same and {buffer.local for buffer in old.buffers} != {buffer.local for buffer in new.buffers}:
+    if same and {buffer.local for buffer in old.buffers} != {
+        buffer.local for buffer in new.buffers
+    }:
         yield "{has} other local leaves"
 
 

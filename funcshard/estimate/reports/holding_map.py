@@ -108,7 +108,9 @@ class Holding:
     def held(self, shard: int) -> int:
         """Return the bytes of leaves, without padding, at an index on the shard axis."""
         first = shard * self.buffer.shard_numel if self.buffer.shards > 1 else 0
-        return max(min(self.buffer.numel - first, self.buffer.shard_numel), 0) * self.buffer.itemsize
+        return (
+            max(min(self.buffer.numel - first, self.buffer.shard_numel), 0) * self.buffer.itemsize
+        )
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -133,13 +135,19 @@ class Holdings(Shown):
         """
         world_size = self.plan.world_size
         if not 0 <= rank < world_size:
-            raise ValueError(f"rank must be one of the plan's {world_size} ranks; found {rank}: pass 0 to {world_size - 1}")
+            raise ValueError(
+                f"rank must be one of the plan's {world_size} ranks; found {rank}: pass 0 to {world_size - 1}"
+            )
         shard = position_of(rank, self.plan.mesh_axes)["shard"]
         found = []
         for unit in self.plan.unit_list:
             for buffer in unit.buffers:
                 parts = [(leaf.path, buffer.part(leaf, shard)) for leaf in buffer.leaves]
-                found += [Held(unit.name, path, part, part.numel * buffer.itemsize) for path, part in parts if part.numel]
+                found += [
+                    Held(unit.name, path, part, part.numel * buffer.itemsize)
+                    for path, part in parts
+                    if part.numel
+                ]
         return tuple(found)
 
     def bytes_of(self, rank: int) -> int:
@@ -149,7 +157,14 @@ class Holdings(Shown):
 
     def _parts(self) -> list[Table]:
         shown = _shown(self.ranks)
-        header = ["unit", "buffer", "gathered", "parts", "copies", *(group.title for group in shown)]
+        header = [
+            "unit",
+            "buffer",
+            "gathered",
+            "parts",
+            "copies",
+            *(group.title for group in shown),
+        ]
         rows = [
             [
                 row.group.title, row.buffer.key, table.size(row.gathered), _parts_text(row), str(row.copies),
@@ -158,11 +173,21 @@ class Holdings(Shown):
             for row in self.rows
         ]  # fmt: skip
         gathered = sum(row.gathered * len(row.group.units) for row in self.rows)
-        sums = [sum(row.held(group.begin) * len(row.group.units) for row in self.rows) for group in shown]
+        sums = [
+            sum(row.held(group.begin) * len(row.group.units) for row in self.rows)
+            for group in shown
+        ]
         left_out = len(self.ranks) - len(shown)
         title = f"Holdings of {mesh_text(self.plan.mesh_axes)}, bytes without padding of one unit and rank"
         title += f"; {left_out} groups of ranks with other padding are left out" if left_out else ""
-        return [Table(title, header, rows, ["total", "", table.size(gathered), "", "", *map(table.size, sums)])]
+        return [
+            Table(
+                title,
+                header,
+                rows,
+                ["total", "", table.size(gathered), "", "", *map(table.size, sums)],
+            )
+        ]
 
 
 def holdings(plan: Plan) -> Holdings:
@@ -191,9 +216,13 @@ def holdings(plan: Plan) -> Holdings:
     check_plan(plan)
     axes = tuple(plan.mesh_axes.items())
     rows = tuple(_rows(plan, axes))
-    bounds = sorted({0, plan.mesh_shape[1], *(bound for row in rows for bound in _bounds(row.buffer))})
+    bounds = sorted(
+        {0, plan.mesh_shape[1], *(bound for row in rows for bound in _bounds(row.buffer))}
+    )
     others = plan.world_size // plan.mesh_shape[1]
-    groups = [RankGroup(begin, end, (end - begin) * others) for begin, end in itertools.pairwise(bounds)]
+    groups = [
+        RankGroup(begin, end, (end - begin) * others) for begin, end in itertools.pairwise(bounds)
+    ]
     return Holdings(plan, rows, tuple(groups))
 
 
@@ -202,7 +231,13 @@ def _rows(plan: Plan, axes: tuple[tuple[str, int], ...]) -> Iterator[Holding]:
         for buffer in group.first.buffers:
             own = {*buffer.local, *(["shard"] if buffer.shards > 1 else [])}
             cut = tuple(axis for axis, size in axes if axis in own and size > 1)
-            yield Holding(group, buffer, axes, cut, buffer.padded_numel * group.first.gathered_dtype(buffer).itemsize)
+            yield Holding(
+                group,
+                buffer,
+                axes,
+                cut,
+                buffer.padded_numel * group.first.gathered_dtype(buffer).itemsize,
+            )
 
 
 def _bounds(buffer: BufferPlan) -> list[int]:
@@ -219,4 +254,8 @@ def _shown(groups: tuple[RankGroup, ...]) -> tuple[RankGroup, ...]:
 
 
 def _parts_text(row: Holding) -> str:
-    return axes_text({axis: size for axis, size in row.axes if axis in row.cut}, ones=()) if row.cut else "whole"
+    return (
+        axes_text({axis: size for axis, size in row.axes if axis in row.cut}, ones=())
+        if row.cut
+        else "whole"
+    )

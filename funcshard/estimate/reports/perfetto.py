@@ -54,7 +54,13 @@ def trace_events(report: Step) -> Iterator[dict[str, Any]]:
     tracks = tracks_of(report)
     for thread, track in enumerate(tracks):
         yield {"ph": "M", "name": "thread_name", **here, "tid": thread, "args": {"name": track}}
-        yield {"ph": "M", "name": "thread_sort_index", **here, "tid": thread, "args": {"sort_index": thread}}
+        yield {
+            "ph": "M",
+            "name": "thread_sort_index",
+            **here,
+            "tid": thread,
+            "args": {"sort_index": thread},
+        }
     for thread, spans in enumerate(tracks.values()):
         for span in spans:
             yield {
@@ -71,8 +77,17 @@ def _counters(report: Step, here: dict[str, int]) -> Iterator[dict[str, Any]]:
     names = [*(each for each in CATEGORIES if each in used), *sorted(used.difference(CATEGORIES))]
     before: dict[str, int] = {}
     for moment in report.timeline:
-        now = {TOTAL: moment.total, **{f"{TOTAL}: {name}": moment.memory.get(name, 0) for name in names}}
+        now = {
+            TOTAL: moment.total,
+            **{f"{TOTAL}: {name}": moment.memory.get(name, 0) for name in names},
+        }
         for name, size in now.items():
             if before.get(name) != size:
-                yield {"ph": "C", "name": name, **here, "ts": moment.seconds * _MICROSECONDS, "args": {"bytes": size}}
+                yield {
+                    "ph": "C",
+                    "name": name,
+                    **here,
+                    "ts": moment.seconds * _MICROSECONDS,
+                    "args": {"bytes": size},
+                }
         before = now

@@ -53,7 +53,9 @@ def draw_memory(report: Report, *, path: str | Path | None = None) -> Figure:
         path: the file to save, ``.png``, ``.svg`` or ``.pdf``; ``None`` saves none.
     """
     figure, axes = _figure(9.0, 4.2)
-    used = {category for moment in report.timeline for category, size in moment.memory.items() if size}
+    used = {
+        category for moment in report.timeline for category, size in moment.memory.items() if size
+    }
     names = [*(name for name in CATEGORIES if name in used), *sorted(used.difference(CATEGORIES))]
     last = max(report.step_time, report.timeline[-1].seconds)
     second, unit = _scale(last, _TIMES)
@@ -64,7 +66,9 @@ def draw_memory(report: Report, *, path: str | Path | None = None) -> Figure:
     colours = [_COLOURS.get(name, _OTHER) for name in names]
     layers = axes.stackplot(times, stacks, colors=colours, step="post", **_edges(len(moments)))
     peak = report.peak_moment
-    axes.plot([peak.seconds / second], [peak.total / byte], marker="o", color=_INK, markersize=5, zorder=5)
+    axes.plot(
+        [peak.seconds / second], [peak.total / byte], marker="o", color=_INK, markersize=5, zorder=5
+    )
     top = peak.total / byte
     if report.budget is not None:
         line, text = report.budget / byte, f"budget {table.size(report.budget)}"
@@ -81,14 +85,21 @@ def draw_memory(report: Report, *, path: str | Path | None = None) -> Figure:
     axes.set_ylim(0, 1.15 * top)
     axes.set_xlabel(f"time in the step ({unit})")
     axes.set_ylabel(f"memory of rank {report.rank} ({size_unit})")
-    axes.set_title(f"Memory of a step on {report.hardware}, {mesh_text(report.plan.mesh_axes)}", loc="left")
-    labels = [f"{name}  {table.size(peak.memory[name]) if peak.memory.get(name) else '-'}" for name in names]
+    axes.set_title(
+        f"Memory of a step on {report.hardware}, {mesh_text(report.plan.mesh_axes)}", loc="left"
+    )
+    labels = [
+        f"{name}  {table.size(peak.memory[name]) if peak.memory.get(name) else '-'}"
+        for name in names
+    ]
     where = f"peak {table.size(peak.total)} (dot)\nin the {moment_text(peak)}\n"
     _legend(axes, layers[::-1], labels[::-1], where)
     return _saved(figure, path)
 
 
-def draw_timeline(report: Report, *, begin: float = 0.0, end: float | None = None, path: str | Path | None = None) -> Figure:
+def draw_timeline(
+    report: Report, *, begin: float = 0.0, end: float | None = None, path: str | Path | None = None
+) -> Figure:
     """Draw the lanes of a step: when units compute, and when collectives run.
 
     Arguments:
@@ -101,13 +112,29 @@ def draw_timeline(report: Report, *, begin: float = 0.0, end: float | None = Non
     last = report.step_time if end is None else end
     second, unit = _scale(last, _TIMES)
     tracks = {name: spans for name, spans in tracks_of(report).items() if spans}
-    rows = [[span for span in spans if span.end > begin and span.begin < last] for spans in tracks.values()]
-    shown = sorted(((span, row) for row, spans in enumerate(rows) for span in spans), key=lambda each: each[0].begin)
-    colours = {what: _PHASES.get(what, _OTHER) for what in dict.fromkeys(span.what for span, _ in shown)}
+    rows = [
+        [span for span in spans if span.end > begin and span.begin < last]
+        for spans in tracks.values()
+    ]
+    shown = sorted(
+        ((span, row) for row, spans in enumerate(rows) for span in spans),
+        key=lambda each: each[0].begin,
+    )
+    colours = {
+        what: _PHASES.get(what, _OTHER) for what in dict.fromkeys(span.what for span, _ in shown)
+    }
     for what, row in itertools.product(colours, range(len(rows))):
-        found = [(span.begin / second, span.seconds / second) for span in rows[row] if span.what == what]
+        found = [
+            (span.begin / second, span.seconds / second) for span in rows[row] if span.what == what
+        ]
         if found:
-            axes.broken_barh(found, (row - 0.38, 0.76), facecolors=colours[what], snap=False, **_edges(len(shown)))
+            axes.broken_barh(
+                found,
+                (row - 0.38, 0.76),
+                facecolors=colours[what],
+                snap=False,
+                **_edges(len(shown)),
+            )
     for span, row in shown:
         if span.seconds > 0.06 * (last - begin):
             name = span.unit or "(root)"
@@ -127,7 +154,11 @@ def draw_timeline(report: Report, *, begin: float = 0.0, end: float | None = Non
     axes.grid(visible=False, axis="y")
     from matplotlib.patches import Patch
 
-    _legend(axes, [Patch(color=colour) for colour in colours.values()], [what.replace("_", "-") for what in colours])
+    _legend(
+        axes,
+        [Patch(color=colour) for colour in colours.values()],
+        [what.replace("_", "-") for what in colours],
+    )
     return _saved(figure, path)
 
 
@@ -144,26 +175,55 @@ def draw_pareto(reports: Mapping[str, Report], *, path: str | Path | None = None
         ValueError: there is no report.
     """
     if not reports:
-        raise ValueError("draw_pareto needs at least one report; found none: pass a dictionary of names and reports")
+        raise ValueError(
+            "draw_pareto needs at least one report; found none: pass a dictionary of names and reports"
+        )
     figure, axes = _figure(8.0, 4.6)
     byte, size_unit = _scale(max(report.peak for report in reports.values()), _SIZES)
     second, unit = _scale(max(report.step_time for report in reports.values()), _TIMES)
-    points = {name: (report.peak / byte, report.step_time / second) for name, report in reports.items()}
+    points = {
+        name: (report.peak / byte, report.step_time / second) for name, report in reports.items()
+    }
     front = pareto_front(reports)
     others = [points[name] for name in reports if name not in front]
     if others:
-        axes.scatter(*zip(*others, strict=True), color="#bbbbbb", s=26, label="beaten in time and memory", zorder=2)
+        axes.scatter(
+            *zip(*others, strict=True),
+            color="#bbbbbb",
+            s=26,
+            label="beaten in time and memory",
+            zorder=2,
+        )
     line = [points[name] for name in front]
-    axes.plot(*zip(*line, strict=True), color="#332288", marker="o", drawstyle="steps-post", linewidth=1.3, label="front")
+    axes.plot(
+        *zip(*line, strict=True),
+        color="#332288",
+        marker="o",
+        drawstyle="steps-post",
+        linewidth=1.3,
+        label="front",
+    )
     budgets = {report.budget for report in reports.values()} - {None}
     width = max(x for x, _ in points.values())
     if len(budgets) == 1 and (budget := budgets.pop()) is not None:
         near = budget / byte <= _FAR * width
         if near:
             width = max(width, budget / byte)
-            axes.axvline(budget / byte, color=_ALARM, linestyle="--", linewidth=1.2, label=f"budget {table.size(budget)}")
+            axes.axvline(
+                budget / byte,
+                color=_ALARM,
+                linestyle="--",
+                linewidth=1.2,
+                label=f"budget {table.size(budget)}",
+            )
         else:
-            axes.plot([], [], color=_ALARM, linestyle="--", label=f"budget {table.size(budget)}, off the right edge")
+            axes.plot(
+                [],
+                [],
+                color=_ALARM,
+                linestyle="--",
+                label=f"budget {table.size(budget)}, off the right edge",
+            )
     axes.set_xlim(0, 1.08 * width)
     axes.set_ylim(0, 1.2 * max(y for _, y in points.values()))
     for number, name in enumerate(front, start=1):
@@ -173,10 +233,15 @@ def draw_pareto(reports: Mapping[str, Report], *, path: str | Path | None = None
         )  # fmt: skip
     axes.set_xlabel(f"peak memory of a rank ({size_unit})")
     axes.set_ylabel(f"step time ({unit})")
-    axes.set_title(f"Time against memory of {len(reports)} plans; {len(front)} on the front", loc="left")
+    axes.set_title(
+        f"Time against memory of {len(reports)} plans; {len(front)} on the front", loc="left"
+    )
     handles, labels = axes.get_legend_handles_labels()
     listed = [f"{number}  {name}" for number, name in enumerate(front, start=1)]
-    more = [*listed[:_MOST_NAMES], *([f"and {len(listed) - _MOST_NAMES} more"] if len(listed) > _MOST_NAMES else [])]
+    more = [
+        *listed[:_MOST_NAMES],
+        *([f"and {len(listed) - _MOST_NAMES} more"] if len(listed) > _MOST_NAMES else []),
+    ]
     from matplotlib.lines import Line2D
 
     _legend(axes, [*handles, *(Line2D([], [], linestyle="") for _ in more)], [*labels, *more])
@@ -196,7 +261,9 @@ def pareto_front(reports: Mapping[str, Report]) -> list[str]:
     return front
 
 
-def draw_holdings(plan: Plan, *, ranks: Sequence[int] | None = None, path: str | Path | None = None) -> Figure:
+def draw_holdings(
+    plan: Plan, *, ranks: Sequence[int] | None = None, path: str | Path | None = None
+) -> Figure:
     """Draw which rank holds which part of each unit: a cell a unit and rank, a colour a part.
 
     Ranks with the same colour in a row hold the same part. Equal units are one row.
@@ -211,18 +278,25 @@ def draw_holdings(plan: Plan, *, ranks: Sequence[int] | None = None, path: str |
     found = holdings(plan)
     chosen = list(range(min(plan.world_size, _MOST_RANKS)) if ranks is None else ranks)
     rows = [row for row in found.rows if row.buffer.numel]
-    parts = np.array([[_shade(row, rank) for rank in chosen] for row in rows]).reshape(len(rows), len(chosen))
+    parts = np.array([[_shade(row, rank) for rank in chosen] for row in rows]).reshape(
+        len(rows), len(chosen)
+    )
     figure, axes = _figure(max(5.0, min(12.0, 3.2 + 0.32 * len(chosen))), 1.3 + 0.36 * len(rows))
     axes.pcolormesh(parts, cmap="cividis", vmin=0, vmax=1, edgecolors="white", linewidth=1.0)
     axes.set_ylim(len(rows), 0)
     kinds = len({row.buffer.key for row in rows}) > 1
     axes.set_yticks(
-        [i + 0.5 for i in range(len(rows))], [f"{row.group.title}{f'  {row.buffer.key}' if kinds else ''}" for row in rows]
+        [i + 0.5 for i in range(len(rows))],
+        [f"{row.group.title}{f'  {row.buffer.key}' if kinds else ''}" for row in rows],
     )
     every = max(1, len(chosen) // 16)
-    axes.set_xticks([i + 0.5 for i in range(0, len(chosen), every)], [str(rank) for rank in chosen[::every]])
+    axes.set_xticks(
+        [i + 0.5 for i in range(0, len(chosen), every)], [str(rank) for rank in chosen[::every]]
+    )
     for i, row in enumerate(rows):
-        text = f"{table.size(row.bytes)} a rank, {row.parts} {'part' if row.parts == 1 else 'parts'}"
+        text = (
+            f"{table.size(row.bytes)} a rank, {row.parts} {'part' if row.parts == 1 else 'parts'}"
+        )
         text += f" × {row.copies} copies" if row.copies > 1 else ""
         axes.text(len(chosen) + 0.25, i + 0.5, text, va="center", fontsize=8, color=_INK)
     axes.set_xlabel("rank")
@@ -265,7 +339,9 @@ def _edges(number: int) -> dict[str, Any]:
     return {"edgecolor": "white", "linewidth": 0.3} if number <= 60 else {"linewidth": 0}
 
 
-def _legend(axes: Any, handles: Sequence[Any], labels: Sequence[str], title: str | None = None) -> None:
+def _legend(
+    axes: Any, handles: Sequence[Any], labels: Sequence[str], title: str | None = None
+) -> None:
     axes.legend(
         handles, labels, title=title, loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=8,
         title_fontsize=8, alignment="left", borderaxespad=0.0,

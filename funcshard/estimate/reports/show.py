@@ -13,7 +13,16 @@ from funcshard.plan import mesh_text
 
 # The sources of numbers that a report does not name itself. Sizes of leaves, collectives and
 # states follow from the plan; all other sizes come from the trace.
-_EXACT = ("shards", "optimizer", "gathered", "gradients", "reduction", "gradient shards", "traffic", "budget")
+_EXACT = (
+    "shards",
+    "optimizer",
+    "gathered",
+    "gradients",
+    "reduction",
+    "gradient shards",
+    "traffic",
+    "budget",
+)
 _OF_TIME = ("step_time", "exposed", "tokens_per_second", "mfu")
 
 # Moments of the whole step; every other moment is one of a unit.
@@ -34,7 +43,10 @@ def report_parts(report: Step) -> Iterator[Part]:
     yield _units(report)
     if any(report.reserved) and report.reserved_source:
         yield f"Reserved memory: {report.reserved_source}."
-    if any(unit.offload for unit in report.plan.unit_list) and report.options.get("optimizer") is not None:
+    if (
+        any(unit.offload for unit in report.plan.unit_list)
+        and report.options.get("optimizer") is not None
+    ):
         yield "Offload: the optimizer's update of offloaded shards runs on the host, and the step time leaves it out."
     asked = report.options.get("budget")
     if isinstance(asked, int) and report.budget is not None and asked > report.budget:
@@ -58,10 +70,22 @@ def source_of(report: Step, name: str) -> str:
     if name in report.sources:
         return report.sources[name]
     if name in _OF_TIME:
-        return source_of_sum((span.seconds, span.source) for span in report.spans) if report.spans else "traced"
+        return (
+            source_of_sum((span.seconds, span.source) for span in report.spans)
+            if report.spans
+            else "traced"
+        )
     if name == "peak":
-        return max((source_of(report, category) for category in report.by_category), key=SOURCES.index)
-    return "exact" if name in _EXACT else "calibrated" if name in ("communicators", "reserved") else "traced"
+        return max(
+            (source_of(report, category) for category in report.by_category), key=SOURCES.index
+        )
+    return (
+        "exact"
+        if name in _EXACT
+        else "calibrated"
+        if name in ("communicators", "reserved")
+        else "traced"
+    )
 
 
 def moment_text(moment: Moment) -> str:
@@ -86,7 +110,11 @@ def left_text(budget: int | None, peak: int) -> str:
 def memory_table(report: Step, title: str) -> Table:
     """Return the table of the memory at the peak, by category."""
     peak, found = report.peak_moment, report.by_category
-    others = {category: size for category, size in peak.memory.items() if category not in CATEGORIES and size}
+    others = {
+        category: size
+        for category, size in peak.memory.items()
+        if category not in CATEGORIES and size
+    }
     rows = [
         [category, table.size(size), table.share(size, report.peak), source_of(report, category)]
         for category, size in (found | others).items()
@@ -108,7 +136,9 @@ def binds_text(report: Step) -> str:
             f"{table.size(over)} over the budget; {largest} take {table.share(size, report.peak)} of it."
         )
     waits = f"the rank waits for collectives in {table.share(report.exposed, report.step_time)} of the step"
-    resource = "Communication" if report.exposed > _SHARE_THAT_BINDS * report.step_time else "Compute"
+    resource = (
+        "Communication" if report.exposed > _SHARE_THAT_BINDS * report.step_time else "Compute"
+    )
     return f"{resource} binds: {waits}."
 
 
@@ -125,23 +155,53 @@ def _summary(report: Step) -> Table:
     row("peak", table.size(report.peak), moment_text(report.peak_moment), source_of(report, "peak"))
     if report.reserved != (0, 0):
         low, high = map(table.size, report.reserved)
-        row("reserved", f"{low} – {high}", "held by a caching allocator", source_of(report, "reserved"))
+        row(
+            "reserved",
+            f"{low} – {high}",
+            "held by a caching allocator",
+            source_of(report, "reserved"),
+        )
     if report.budget is not None:
         source, note = report.sources.get("budget", "given"), left_text(report.budget, report.peak)
-        row("budget", table.size(report.budget), note if source == "given" else f"the device's memory, {note}", source)
+        row(
+            "budget",
+            table.size(report.budget),
+            note if source == "given" else f"the device's memory, {note}",
+            source,
+        )
     row("step time", table.duration(report.step_time), "", source_of(report, "step_time"))
-    row("exposed", table.duration(report.exposed), _of_step(report.exposed, report), source_of(report, "exposed"))
+    row(
+        "exposed",
+        table.duration(report.exposed),
+        _of_step(report.exposed, report),
+        source_of(report, "exposed"),
+    )
     for track, spans in tracks_of(report).items():
         busy = sum(span.seconds for span in spans)
         if busy:
-            row(f"{track} lane", table.duration(busy), _of_step(busy, report), source_of(report, "step_time"))
+            row(
+                f"{track} lane",
+                table.duration(busy),
+                _of_step(busy, report),
+                source_of(report, "step_time"),
+            )
     if report.tokens:
         tokens = f"{table.count(report.tokens)} a rank and step"
         row("tokens per second", rate_text(report), tokens, source_of(report, "tokens_per_second"))
     if report.mfu:
-        row("MFU", f"{100 * report.mfu:.1f} %", "model FLOPs of the hardware's peak", source_of(report, "mfu"))
+        row(
+            "MFU",
+            f"{100 * report.mfu:.1f} %",
+            "model FLOPs of the hardware's peak",
+            source_of(report, "mfu"),
+        )
     for axis, size in report.traffic.items():
-        row(f"traffic along {axis}", table.size(size), "sent by a rank in a step", source_of(report, "traffic"))
+        row(
+            f"traffic along {axis}",
+            table.size(size),
+            "sent by a rank in a step",
+            source_of(report, "traffic"),
+        )
     title = f"Report of plan {plan.fingerprint()} for {mesh_text(plan.mesh_axes)}, {report.hardware}; rank {report.rank}"
     return Table(f"{title}. {binds_text(report)}", ["quantity", "value", "note", "source"], rows)
 
@@ -157,10 +217,20 @@ def _memory(report: Step) -> Table:
 def _units(report: Step) -> Table:
     uses = by_unit(report)
 
-    def cells(title: str, size: int, traffic: int, compute: float, communication: float) -> list[str]:
-        return [title, table.size(size), table.size(traffic), table.duration(compute), table.duration(communication)]
+    def cells(
+        title: str, size: int, traffic: int, compute: float, communication: float
+    ) -> list[str]:
+        return [
+            title,
+            table.size(size),
+            table.size(traffic),
+            table.duration(compute),
+            table.duration(communication),
+        ]
 
-    rows = [cells(use.title, use.bytes, use.traffic, use.compute, use.communication) for use in uses]
+    rows = [
+        cells(use.title, use.bytes, use.traffic, use.compute, use.communication) for use in uses
+    ]
     total = cells(
         "total",
         sum(use.bytes for use in uses),
@@ -169,4 +239,9 @@ def _units(report: Step) -> Table:
         sum(use.communication for use in uses),
     )
     header = ["unit", "at the peak", "traffic", "compute", "collectives"]
-    return Table("By unit, memory that belongs to units; a row n × has the sum over n equal units", header, rows, total)
+    return Table(
+        "By unit, memory that belongs to units; a row n × has the sum over n equal units",
+        header,
+        rows,
+        total,
+    )

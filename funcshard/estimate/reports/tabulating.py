@@ -22,7 +22,18 @@ class ReportTable(Shown):
     reports: Mapping[str, Report]
 
     def _parts(self) -> list[Table]:
-        header = ["", "mesh", "peak", "budget", "peak in the", "step time", "waits", "tokens per second", "MFU", "sent"]
+        header = [
+            "",
+            "mesh",
+            "peak",
+            "budget",
+            "peak in the",
+            "step time",
+            "waits",
+            "tokens per second",
+            "MFU",
+            "sent",
+        ]
         rows = []
         for name, report in self.reports.items():
             rows.append([
@@ -38,7 +49,9 @@ class ReportTable(Shown):
                 table.size(sum(report.traffic.values())),
             ])  # fmt: skip
         machines = dict.fromkeys(report.hardware for report in self.reports.values())
-        return [Table(f"{len(rows)} reports of one rank and step, {', '.join(machines)}", header, rows)]
+        return [
+            Table(f"{len(rows)} reports of one rank and step, {', '.join(machines)}", header, rows)
+        ]
 
 
 def tabulate(reports: Mapping[str, Report]) -> ReportTable:
@@ -61,10 +74,16 @@ def tabulate(reports: Mapping[str, Report]) -> ReportTable:
         [['1', 'ranks'], ['8', 'ranks']]
     """
     if not isinstance(reports, Mapping):
-        raise TypeError(f"reports must be a dictionary of names and reports; found {type(reports).__name__}")
+        raise TypeError(
+            f"reports must be a dictionary of names and reports; found {type(reports).__name__}"
+        )
     if not reports:
-        raise ValueError("reports must hold at least one report; found none: pass a dictionary of names and reports")
+        raise ValueError(
+            "reports must hold at least one report; found none: pass a dictionary of names and reports"
+        )
     for name, report in reports.items():
         if not isinstance(report, Report):
-            raise TypeError(f"reports must hold what estimate returned; found {type(report).__name__} at {name!r}")
+            raise TypeError(
+                f"reports must hold what estimate returned; found {type(report).__name__} at {name!r}"
+            )
     return ReportTable(reports)

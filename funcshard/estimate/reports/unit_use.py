@@ -60,14 +60,22 @@ def by_unit(report: Step, key: Callable[[UnitPlan], Hashable] | None = None) -> 
         seconds = compute if span.lane == "compute" else communication
         seconds[_NO_UNIT if whole else span.unit] += span.seconds
     again = recomputed_units(report)
-    groups = fold_units(report.plan.unit_list, key=lambda unit: (unit.name in again, key and key(unit)))
+    groups = fold_units(
+        report.plan.unit_list, key=lambda unit: (unit.name in again, key and key(unit))
+    )
     found = [(group.title, group.names) for group in groups]
     known = {*report.plan.units}
-    found += [(name, (name,)) for name in dict.fromkeys((*traffic, *compute, *communication)) if name not in known]
+    found += [
+        (name, (name,))
+        for name in dict.fromkeys((*traffic, *compute, *communication))
+        if name not in known
+    ]
 
     def use(title: str, names: tuple[str, ...]) -> UnitUse:
         memory: defaultdict[str, int] = defaultdict(int)
-        for category, size in itertools.chain.from_iterable(report.unit_memory.get(name, {}).items() for name in names):
+        for category, size in itertools.chain.from_iterable(
+            report.unit_memory.get(name, {}).items() for name in names
+        ):
             memory[category] += size
         seconds = [sum(times[name] for name in names) for times in (compute, communication)]
         return UnitUse(title, names, dict(memory), sum(traffic[name] for name in names), *seconds)
@@ -78,7 +86,13 @@ def by_unit(report: Step, key: Callable[[UnitPlan], Hashable] | None = None) -> 
 def recomputed_units(report: Step) -> set[str]:
     """Return the names of the units of which backward computes modules again."""
     remat = report.options.get("remat") or ()
-    given: Iterable[object] = (remat,) if isinstance(remat, str) else remat if isinstance(remat, Iterable) else ()
+    given: Iterable[object] = (
+        (remat,) if isinstance(remat, str) else remat if isinstance(remat, Iterable) else ()
+    )
     nested = ((name,) if isinstance(name, str) else name for name in given)
     modules = {str(name) for names in nested if isinstance(names, Iterable) for name in names}
-    return {unit.name for unit in report.plan.unit_list if modules.intersection((unit.name, *unit.members))}
+    return {
+        unit.name
+        for unit in report.plan.unit_list
+        if modules.intersection((unit.name, *unit.members))
+    }

@@ -26,7 +26,14 @@ from funcshard.estimate.machine import Hardware, load_hardware
 from funcshard.estimate.reports import Report, left_text
 from funcshard.estimate.search.infeasible import Infeasible, changes_to_fit
 from funcshard.estimate.search.scoring import Score, Scorer
-from funcshard.estimate.search.space import MOST_RUNGS, Candidate, Space, UnitClass, ladders, unit_classes
+from funcshard.estimate.search.space import (
+    MOST_RUNGS,
+    Candidate,
+    Space,
+    UnitClass,
+    ladders,
+    unit_classes,
+)
 from funcshard.estimate.trace import Profile
 from funcshard.estimate.walk import OptimizerMemory, Runtime, check_runtime
 from funcshard.plan import Plan, Schedule, make_plan
@@ -86,12 +93,21 @@ class Best(Shown):
         if report.budget is not None:
             peak += f" of {table.size(report.budget)}"
         rows = [
-            [each.text, table.duration(each.seconds), table.size(each.peak), left_text(report.budget, each.peak)]
+            [
+                each.text,
+                table.duration(each.seconds),
+                table.size(each.peak),
+                left_text(report.budget, each.peak),
+            ]
             for each in self.pareto
         ]
         return [
             f"Best of {self.considered:,} plans: {self.text}. {table.duration(report.step_time)} a step, {peak}.",
-            Table("Plans of which none is faster and smaller", ["plan", "step", "peak", "budget"], rows),
+            Table(
+                "Plans of which none is faster and smaller",
+                ["plan", "step", "peak", "budget"],
+                rows,
+            ),
         ]
 
 
@@ -150,10 +166,16 @@ def auto_plan(
     ranks = check_count("ranks", ranks, of="ranks")
     space = Space() if space is None else space
     if not isinstance(space, Space):
-        raise TypeError(f"space must be a Space, or None for the usual one; found {space!r}: pass Space(...)")
+        raise TypeError(
+            f"space must be a Space, or None for the usual one; found {space!r}: pass Space(...)"
+        )
     check_runtime(runtime)
     for each in units.values() if isinstance(units, Mapping) else ():
-        if chosen := [name for name in ("strategy", "reshard_after_forward", "offload") if name in (each or {})]:
+        if chosen := [
+            name
+            for name in ("strategy", "reshard_after_forward", "offload")
+            if name in (each or {})
+        ]:
             raise ValueError(
                 f"auto_plan chooses the options of units itself; found {chosen[0]!r}: leave it out, or "
                 f"say in Space(...) which values to try"
@@ -174,7 +196,10 @@ def auto_plan(
     runtime = Runtime.on(machine.device) if runtime is None else runtime
     scorer = Scorer(profiles, make, classes, machine, optimizer_on(optimizer, runtime), runtime)
     found = _search(scorer, space, ranks, limit)
-    if found.best is not None and _report(scorer, found.best, optimizer, limit).peak != found.scores[found.best].peak:
+    if (
+        found.best is not None
+        and _report(scorer, found.best, optimizer, limit).peak != found.scores[found.best].peak
+    ):
         # The programs of some remat sets were spliced, and units that look equal are not.
         scorer = dataclasses.replace(scorer, exact=True, _programs={}, _seconds={})
         found = _search(scorer, space, ranks, limit)
@@ -186,7 +211,9 @@ def auto_plan(
             schedule=report.schedule, remat=scorer.remat(lean), micro_batches=scorer.profiles[lean.profile][0],
             runtime=runtime, local=local,
         )  # fmt: skip
-        return Infeasible(limit, report, described(lean, classes, scorer), found.considered, changes)
+        return Infeasible(
+            limit, report, described(lean, classes, scorer), found.considered, changes
+        )
     report = _report(scorer, found.best, optimizer, budget)
     micro_batches, own = scorer.profiles[found.best.profile]
     return Best(
@@ -214,7 +241,9 @@ class _Found:
 
 def _search(scorer: Scorer, space: Space, ranks: int, budget: int) -> _Found:
     """Return the candidate of least time, peak and position among those that fit."""
-    found = list(ladders(space, ranks, scorer.classes, len(scorer.profiles), splices=scorer.splices()))
+    found = list(
+        ladders(space, ranks, scorer.classes, len(scorer.profiles), splices=scorer.splices())
+    )
     assert found, "a space has at least one plan"
     fixed = [scorer.fixed(each.first) for each in found]
     least = [scorer.least_seconds(each.first, own) for each, own in zip(found, fixed, strict=True)]
@@ -242,7 +271,11 @@ def _search(scorer: Scorer, space: Space, ranks: int, budget: int) -> _Found:
         if len(rungs) > MOST_RUNGS:
             # Why the first one before: most ladders end there, as slower than the best plan.
             steps = rungs[:-1]
-            first = 0 if ends(i, 0) else bisect.bisect_left(steps, True, 1, key=functools.partial(ends, i))
+            first = (
+                0
+                if ends(i, 0)
+                else bisect.bisect_left(steps, True, 1, key=functools.partial(ends, i))
+            )
             rungs = rungs[first : first + 1]
         for rung in rungs:
             own = score(i, rung)
@@ -257,7 +290,9 @@ def _search(scorer: Scorer, space: Space, ranks: int, budget: int) -> _Found:
     return _Found(winner, lean, scores, sum(len(each.counts) for each in found))
 
 
-def _report(scorer: Scorer, candidate: Candidate, optimizer: Any, budget: int | str | None) -> Report:
+def _report(
+    scorer: Scorer, candidate: Candidate, optimizer: Any, budget: int | str | None
+) -> Report:
     micro_batches, profile = scorer.profiles[candidate.profile]
     plan = scorer.plan(candidate)
     return estimate(
@@ -278,12 +313,18 @@ def _profiles(given: Profiles) -> Iterator[tuple[int, Profile]]:
                 )
             yield check_count("micro-batches", count, of="micro-batches"), own
         if not several:
-            raise ValueError("profile must hold at least one Profile; found an empty sequence: pass fs.profile(...)")
+            raise ValueError(
+                "profile must hold at least one Profile; found an empty sequence: pass fs.profile(...)"
+            )
     if isinstance(given, Mapping) and not given:
-        raise ValueError("profile must hold at least one Profile; found an empty dictionary: pass fs.profile(...)")
+        raise ValueError(
+            "profile must hold at least one Profile; found an empty dictionary: pass fs.profile(...)"
+        )
 
 
-def _pareto(scores: Mapping[Candidate, Score], classes: Sequence[UnitClass], scorer: Scorer) -> Iterator[Point]:
+def _pareto(
+    scores: Mapping[Candidate, Score], classes: Sequence[UnitClass], scorer: Scorer
+) -> Iterator[Point]:
     least: int | None = None
     for candidate, score in sorted(scores.items(), key=lambda each: each[1]):
         if least is None or score.peak < least:
@@ -298,7 +339,11 @@ def described(candidate: Candidate, classes: Sequence[UnitClass], scorer: Scorer
     micro_batches, profile = scorer.profiles[candidate.profile]
     if len(scorer.profiles) > 1:
         dtype = getattr(profile.precision, "param_dtype", None)
-        parts.append(f"{micro_batches} micro-batches" if dtype is None else f"{micro_batches} micro-batches in {dtype}")
+        parts.append(
+            f"{micro_batches} micro-batches"
+            if dtype is None
+            else f"{micro_batches} micro-batches in {dtype}"
+        )
     for units, choice in zip(classes, candidate.choices, strict=True):
         most = len(units.names)
         for count, verb in (

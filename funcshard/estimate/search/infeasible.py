@@ -41,7 +41,9 @@ class Change:
     def __str__(self) -> str:
         sign = "−" if self.peak < 0 else "+"
         fits = "" if self.fits else " (not enough)"
-        return f"{self.text}: {sign}{table.size(abs(self.peak))}, {self.share:+.0%} step time{fits}".replace("-", "−")
+        return f"{self.text}: {sign}{table.size(abs(self.peak))}, {self.share:+.0%} step time{fits}".replace(
+            "-", "−"
+        )
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -78,7 +80,11 @@ class Infeasible(Shown):
         return [
             f"None of {self.considered:,} plans fits {table.size(self.budget)}. {leanest}",
             memory_table(report, "Memory at its peak"),
-            Table("Changes of it that the space does not hold", ["change", "peak", "step", "share", "budget"], rows),
+            Table(
+                "Changes of it that the space does not hold",
+                ["change", "peak", "step", "share", "budget"],
+                rows,
+            ),
         ]
 
 
@@ -140,7 +146,9 @@ def changes_to_fit(
         for text, after in _changed(profile, plan, remat, optimizer, local, estimated)
         if after.peak < before.peak
     ]  # fmt: skip
-    return tuple(sorted(found, key=lambda each: (not each.fits, each.seconds if each.fits else each.peak)))
+    return tuple(
+        sorted(found, key=lambda each: (not each.fits, each.seconds if each.fits else each.peak))
+    )
 
 
 def _changed(
@@ -158,17 +166,29 @@ def _changed(
         count, report = _fewest(len(rest), lambda count: estimated(plan, [*remat, *rest[:count]]))
         yield f"remat {count} more of the {len(names)} units", report
 
-    def made(mesh: tuple[int, int], change: Callable[[UnitPlan], dict[str, Any]] = lambda unit: {}) -> Plan:
+    def made(
+        mesh: tuple[int, int], change: Callable[[UnitPlan], dict[str, Any]] = lambda unit: {}
+    ) -> Plan:
         return _remade(profile, plan, mesh, local, change)
 
     replicate, shard = plan.mesh_shape
-    kept = [unit for unit in plan.unit_list if unit.sharded and not unit.reshard_after_forward and unit.name]
+    kept = [
+        unit
+        for unit in plan.unit_list
+        if unit.sharded and not unit.reshard_after_forward and unit.name
+    ]
     if kept and shard > 1:
-        freed = {"strategy": "full_shard", "reshard_after_forward": True, "reshard_after_backward": True}
+        freed = {
+            "strategy": "full_shard",
+            "reshard_after_forward": True,
+            "reshard_after_backward": True,
+        }
         chosen = [unit.name for unit in kept]
 
         def resharded(count: int) -> Report:
-            return estimated(made((replicate, shard), lambda unit: freed if unit.name in chosen[:count] else {}))
+            return estimated(
+                made((replicate, shard), lambda unit: freed if unit.name in chosen[:count] else {})
+            )
 
         count, report = _fewest(len(kept), resharded)
         yield f"reshard {count} more units after forward", report
@@ -176,11 +196,17 @@ def _changed(
     if whole and replicate * shard > 1:
         sharded = {"strategy": "full_shard", "reshard_after_forward": None}
         mesh = (replicate, shard) if shard > 1 else (1, replicate)
-        yield "shard all units", estimated(made(mesh, lambda unit: sharded if not unit.sharded else {}))
+        yield (
+            "shard all units",
+            estimated(made(mesh, lambda unit: sharded if not unit.sharded else {})),
+        )
     if replicate > 1 and shard > 1:
         yield f"shard over all {replicate * shard} ranks", estimated(made((1, replicate * shard)))
     if not all(unit.offload for unit in plan.unit_list):
-        yield "offload shards to the host", estimated(made((replicate, shard), lambda unit: {"offload": True}))
+        yield (
+            "offload shards to the host",
+            estimated(made((replicate, shard), lambda unit: {"offload": True})),
+        )
     if optimizer == "adamw":
         yield "a fused optimizer", estimated(plan, chosen="adamw_fused")
     ranks = _first(_MORE_RANKS, lambda power: estimated(made((replicate, shard * 2**power))))
@@ -212,7 +238,11 @@ def _first(most: int, report: Callable[[int], Report]) -> tuple[int, Report]:
 
 
 def _remade(
-    profile: Profile, plan: Plan, mesh: tuple[int, int], local: Any, change: Callable[[UnitPlan], dict[str, Any]]
+    profile: Profile,
+    plan: Plan,
+    mesh: tuple[int, int],
+    local: Any,
+    change: Callable[[UnitPlan], dict[str, Any]],
 ) -> Plan:
     """Return a plan for another mesh, or with other options of its units."""
     options: dict[Any, dict[str, Any]] = {}
@@ -228,8 +258,19 @@ def _remade(
         options[unit.members or unit.name] = {**own, **change(unit)}
     axes = {"replicate": mesh[0], "shard": mesh[1]}
     made = make_plan(
-        profile.forms, axes, units=options, ties=profile.ties, local=local, precision=plan.precision, bucket_bytes=0
+        profile.forms,
+        axes,
+        units=options,
+        ties=profile.ties,
+        local=local,
+        precision=plan.precision,
+        bucket_bytes=0,
     )
-    names = {unit.members: unit.name for unit in plan.unit_list if unit.members}  # those of groups of small units
-    units = tuple(dataclasses.replace(unit, name=names.get(unit.members, unit.name)) for unit in made.unit_list)
+    names = {
+        unit.members: unit.name for unit in plan.unit_list if unit.members
+    }  # those of groups of small units
+    units = tuple(
+        dataclasses.replace(unit, name=names.get(unit.members, unit.name))
+        for unit in made.unit_list
+    )
     return dataclasses.replace(made, unit_list=units)

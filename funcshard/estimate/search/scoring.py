@@ -54,7 +54,9 @@ class _Base(NamedTuple):
     resident: Mapping[str, int]  # bytes between steps
     gathered: Mapping[str, int]  # bytes that stay until backward if the unit is not freed
     updated: Mapping[str, int]  # bytes that the optimizer updates on the device
-    seconds: Mapping[str, tuple[float, float, float]]  # of gathers, reductions, and all-reduces apart
+    seconds: Mapping[
+        str, tuple[float, float, float]
+    ]  # of gathers, reductions, and all-reduces apart
 
 
 @dataclass(slots=True, eq=False)
@@ -87,9 +89,13 @@ class Scorer:
         """Return the plan of a candidate."""
         number, mesh = candidate.profile, candidate.mesh
         modes = self._modes(candidate)
-        plans = {mode: self._base(number, mesh, mode).plan for mode in dict.fromkeys(modes.values())}
+        plans = {
+            mode: self._base(number, mesh, mode).plan for mode in dict.fromkeys(modes.values())
+        }
         first = next(iter(plans.values()))
-        units = tuple(plans[modes[unit.name]].unit_list[i] for i, unit in enumerate(first.unit_list))
+        units = tuple(
+            plans[modes[unit.name]].unit_list[i] for i, unit in enumerate(first.unit_list)
+        )
         return dataclasses.replace(first, unit_list=units)
 
     def _modes(self, candidate: Candidate) -> dict[str, _Mode]:
@@ -135,7 +141,9 @@ class Scorer:
         updated, gathers, reductions, apart = 0, 0.0, 0.0, 0.0
         for name, mode in self._modes(candidate).items():
             base = self._base(candidate.profile, candidate.mesh, mode)
-            held += base.resident[name] + (base.gathered[name] if mode.strategy == "shard_grad_op" else 0)
+            held += base.resident[name] + (
+                base.gathered[name] if mode.strategy == "shard_grad_op" else 0
+            )
             updated += base.updated[name]
             gathers += base.seconds[name][0]
             reductions += base.seconds[name][1]
@@ -153,8 +161,12 @@ class Scorer:
         key = self._key(candidate)
         if key not in self._seconds:
             runs = [step for step in self.program(candidate).steps if isinstance(step, Run)]
-            self._seconds[key] = math.fsum(self._clock(candidate.mesh).compute(run)[0] for run in runs)
-        return (max(self._seconds[key] * micro_batches, fixed.communicating) + fixed.updating) * _LESS
+            self._seconds[key] = math.fsum(
+                self._clock(candidate.mesh).compute(run)[0] for run in runs
+            )
+        return (
+            max(self._seconds[key] * micro_batches, fixed.communicating) + fixed.updating
+        ) * _LESS
 
     # --- shared by candidates --------------------------------------------------------------------
 
@@ -163,7 +175,9 @@ class Scorer:
         key = _, counts = self._key(candidate)
         if key not in self._programs:
             found = None if self.exact else self._spliced(candidate, counts)
-            self._programs[key] = found if found is not None else self._traced(candidate.profile, counts)
+            self._programs[key] = (
+                found if found is not None else self._traced(candidate.profile, counts)
+            )
         return self._programs[key]
 
     def _key(self, candidate: Candidate) -> tuple[int, tuple[int, ...]]:
@@ -171,7 +185,9 @@ class Scorer:
 
     def _spliced(self, candidate: Candidate, counts: tuple[int, ...]) -> Program | None:
         """Return the program from that of another number of units, of the largest class."""
-        largest = max(range(len(counts)), key=lambda i: (self.classes[i].repeated, len(self.classes[i].names)))
+        largest = max(
+            range(len(counts)), key=lambda i: (self.classes[i].repeated, len(self.classes[i].names))
+        )
         names = self.classes[largest].names
         middle = len(names) // 2
         if not self.classes[largest].repeated or counts[largest] == middle:
@@ -184,26 +200,34 @@ class Scorer:
 
     def _traced(self, number: int, counts: tuple[int, ...]) -> Program:
         _, profile = self.profiles[number]
-        names = [name for units, k in zip(self.classes, counts, strict=True) for name in units.again[:k]]
+        names = [
+            name for units, k in zip(self.classes, counts, strict=True) for name in units.again[:k]
+        ]
         return profile.program(self._single(number), remat=names)
 
     def _clock(self, mesh: tuple[int, int]) -> HardwareClock:
         if mesh not in self._clocks:
-            self._clocks[mesh] = HardwareClock(self.hardware, {"replicate": mesh[0], "shard": mesh[1]})
+            self._clocks[mesh] = HardwareClock(
+                self.hardware, {"replicate": mesh[0], "shard": mesh[1]}
+            )
         return self._clocks[mesh]
 
     def _single(self, number: int) -> Plan:
         """Return the plan for one rank."""
         if number not in self._singles:
             profile = self.profiles[number][1]
-            self._singles[number] = make_plan(profile.forms, 1, ties=profile.ties, precision=profile.precision, **self.make)
+            self._singles[number] = make_plan(
+                profile.forms, 1, ties=profile.ties, precision=profile.precision, **self.make
+            )
         return self._singles[number]
 
     def _base(self, number: int, mesh: tuple[int, int], mode: _Mode) -> _Base:
         """Return the plan in which all units have the same options."""
         key = (number, mesh, mode)
         if key not in self._bases:
-            self._bases[key] = self._measured(number, _on_mesh(self._single(number), mesh, mode), mesh)
+            self._bases[key] = self._measured(
+                number, _on_mesh(self._single(number), mesh, mode), mesh
+            )
         return self._bases[key]
 
     def _measured(self, number: int, plan: Plan, mesh: tuple[int, int]) -> _Base:
@@ -215,7 +239,8 @@ class Scorer:
         known: dict[Any, tuple[int, int, int]] = {}
         for unit in plan.unit_list:
             forms = tuple(
-                (each.key, each.numel, each.dtype, each.trainable, each.shards, each.local) for each in unit.buffers
+                (each.key, each.numel, each.dtype, each.trainable, each.shards, each.local)
+                for each in unit.buffers
             )
             if (key := (forms, unit.precision, unit.reshard_after_forward)) not in known:
                 sizes = sizes_of(unit, accelerator=self.runtime.accelerator)
@@ -227,12 +252,20 @@ class Scorer:
             resident[unit.name], gathered[unit.name], updated[unit.name] = known[key]
         program = self._traced(number, (0,) * len(self.classes))
         units, clock = plan.units, self._clock(mesh)
-        for event in predict_events(plan, [name for name in program.order if name in units], not_saved=program.not_saved):
+        for event in predict_events(
+            plan, [name for name in program.order if name in units], not_saved=program.not_saved
+        ):
             lane = int(event.kind != "all_gather")
             if self.runtime.replicates_apart and event.kind == "all_reduce":
                 lane = 2
             seconds[event.unit or ""][lane] += clock.collective(event)[0]
-        return _Base(plan, resident, gathered, updated, {name: (a, b, c) for name, (a, b, c) in seconds.items()})
+        return _Base(
+            plan,
+            resident,
+            gathered,
+            updated,
+            {name: (a, b, c) for name, (a, b, c) in seconds.items()},
+        )
 
 
 def _on_mesh(plan: Plan, mesh: tuple[int, int], mode: _Mode) -> Plan:
@@ -240,8 +273,13 @@ def _on_mesh(plan: Plan, mesh: tuple[int, int], mode: _Mode) -> Plan:
     shards = 1 if mode.strategy == "no_shard" else mesh[1]
     units = []
     for unit in plan.unit_list:
-        buffers = tuple(dataclasses.replace(each, shards=1 if "shard" in each.local else shards) for each in unit.buffers)
-        freed = (mode.slices or True) if mode.strategy == "full_shard" and unit.name != "" else False
+        buffers = tuple(
+            dataclasses.replace(each, shards=1 if "shard" in each.local else shards)
+            for each in unit.buffers
+        )
+        freed = (
+            (mode.slices or True) if mode.strategy == "full_shard" and unit.name != "" else False
+        )
         units.append(
             dataclasses.replace(
                 unit, strategy=mode.strategy, reshard_after_forward=freed, mesh_shape=mesh, buffers=buffers,

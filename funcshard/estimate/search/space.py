@@ -63,17 +63,23 @@ class Space:
     def __post_init__(self) -> None:
         for name in ("strategies", "offload", "slices", "limits"):
             if isinstance(found := getattr(self, name), str) or not isinstance(found, Sequence):
-                raise TypeError(f"{name} must be a tuple of values to try; found {found!r}: write ({found!r},)")
+                raise TypeError(
+                    f"{name} must be a tuple of values to try; found {found!r}: write ({found!r},)"
+                )
         for mesh in self.meshes or ():
             if not isinstance(mesh, Sequence) or len(mesh) != 2:
-                raise ValueError(f"meshes must hold pairs (replicate, shard); found {mesh!r}: write ((1, 8),)")
+                raise ValueError(
+                    f"meshes must hold pairs (replicate, shard); found {mesh!r}: write ((1, 8),)"
+                )
             for size in mesh:
                 check_count("size of a mesh axis", size, of="ranks")
         for strategy in self.strategies:
             check_choice("strategy", strategy, STRATEGIES)
         for name in ("strategies", "offload", "limits"):
             if not getattr(self, name):
-                raise ValueError(f"{name} must hold at least one value to try; found {getattr(self, name)!r}")
+                raise ValueError(
+                    f"{name} must hold at least one value to try; found {getattr(self, name)!r}"
+                )
         for flag in self.offload:
             check_flag("offload", flag)
         check_count("kept", self.kept, 0, of="parts")
@@ -158,7 +164,9 @@ class UnitClass(NamedTuple):
     title: str
 
 
-def unit_classes(plan: Plan, program: Program, seconds: Callable[[Run], float]) -> tuple[UnitClass, ...]:
+def unit_classes(
+    plan: Plan, program: Program, seconds: Callable[[Run], float]
+) -> tuple[UnitClass, ...]:
     """Return the classes of equal units, and last the class of all units without an equal one.
 
     Units are equal if their buffers, their precision and the FLOPs of their forward are.
@@ -177,7 +185,9 @@ def unit_classes(plan: Plan, program: Program, seconds: Callable[[Run], float]) 
     order = {name: position for position, name in enumerate(dict.fromkeys(program.order))}
     groups: dict[Any, list[str]] = {}
     for unit in sorted(plan.unit_list, key=lambda unit: order.get(unit.name, len(order))):
-        forms = tuple((each.key, each.numel, each.dtype, each.trainable, each.local) for each in unit.buffers)
+        forms = tuple(
+            (each.key, each.numel, each.dtype, each.trainable, each.local) for each in unit.buffers
+        )
         key = (unit.name == "", unit.members == (), forms, unit.precision, flops.get(unit.name, 0))
         groups.setdefault(key, []).append(unit.name)
     units = plan.units
@@ -191,12 +201,18 @@ def unit_classes(plan: Plan, program: Program, seconds: Callable[[Run], float]) 
             found.append(UnitClass(tuple(names), again, True, title))
     single = tuple(names[0] for names in groups.values() if len(names) == 1)
     title = "other units" if len(single) > 1 else "".join(single) or "the root"
-    costs = {name: times.get(name, 0.0) / max(program.saved.get(name, 0), 1) for name in single if name in modules}
+    costs = {
+        name: times.get(name, 0.0) / max(program.saved.get(name, 0), 1)
+        for name in single
+        if name in modules
+    }
     again = tuple(sorted(costs, key=lambda name: costs[name]))
     return (*found, UnitClass(single, again, False, title)) if single else tuple(found)
 
 
-def ladders(space: Space, ranks: int, classes: Sequence[UnitClass], profiles: int, *, splices: bool) -> Iterator[Ladder]:
+def ladders(
+    space: Space, ranks: int, classes: Sequence[UnitClass], profiles: int, *, splices: bool
+) -> Iterator[Ladder]:
     """Yield all plans of a space in ladders, always in the same order.
 
     Arguments:
@@ -214,7 +230,10 @@ def ladders(space: Space, ranks: int, classes: Sequence[UnitClass], profiles: in
     if space.remat is None and (able[climbed] <= _FEW or (splices and classes[climbed].repeated)):
         counts[climbed] = _fine_counts(able[climbed])
     for profile, mesh, limit in itertools.product(range(profiles), pairs, space.limits):
-        options = [_choices(space, mesh, each, counts[i] if i != climbed else [0]) for i, each in enumerate(classes)]
+        options = [
+            _choices(space, mesh, each, counts[i] if i != climbed else [0])
+            for i, each in enumerate(classes)
+        ]
         for choices in itertools.product(*options):
             yield Ladder(Candidate(profile, mesh, limit, choices), climbed, tuple(counts[climbed]))
 
@@ -225,7 +244,9 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // each for each in small)}, reverse=True)
 
 
-def _choices(space: Space, mesh: tuple[int, int], units: UnitClass, remat: Sequence[int]) -> list[Choice]:
+def _choices(
+    space: Space, mesh: tuple[int, int], units: UnitClass, remat: Sequence[int]
+) -> list[Choice]:
     """Return the choices of one class."""
     found = []
     for strategy, offload in itertools.product(space.strategies, space.offload):
@@ -235,8 +256,12 @@ def _choices(space: Space, mesh: tuple[int, int], units: UnitClass, remat: Seque
         gathered = strategy == "full_shard" and mesh[1] > 1
         for kept in _counts(len(units.names), space.kept) if gathered else [0]:
             freed = gathered and any(units.names[: len(units.names) - kept])
-            slices = [each for each in space.slices if freed and each < mesh[1] and mesh[1] % each == 0]
-            found += [Choice(strategy, kept, k, offload, each) for each in (0, *slices) for k in remat]
+            slices = [
+                each for each in space.slices if freed and each < mesh[1] and mesh[1] % each == 0
+            ]
+            found += [
+                Choice(strategy, kept, k, offload, each) for each in (0, *slices) for k in remat
+            ]
     return found
 
 

@@ -48,7 +48,11 @@ def splice(program: Program, units: Sequence[str], made: int, wanted: int) -> Pr
         if name in own and source[name] != name:
             _, begin, taken = parts[own[source[name]][own[name].index(i)]]
         more = Memory(*(here - there for here, there in zip(now, begin, strict=True)))
-        taken = [_moved(step, name, more) for step in taken] if any(more) or taken is not part[2] else taken
+        taken = (
+            [_moved(step, name, more) for step in taken]
+            if any(more) or taken is not part[2]
+            else taken
+        )
         steps += taken
         now = next((step.end for step in reversed(taken) if isinstance(step, Run)), now)
     spared = {name for name in program.not_saved if name not in own} | {

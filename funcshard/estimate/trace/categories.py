@@ -26,7 +26,12 @@ def categories_of(events: Sequence[Any]) -> dict[int, int]:
                 backward.add(position)
         elif isinstance(event, Free):
             begin = made.get(event.storage)
-            if begin is not None and found[begin] == TEMPORARY and phase != "forward" and begin not in backward:
+            if (
+                begin is not None
+                and found[begin] == TEMPORARY
+                and phase != "forward"
+                and begin not in backward
+            ):
                 found[begin] = ACTIVATION
         elif isinstance(event, Grad):
             begin = made.get(event.storage)

@@ -118,7 +118,9 @@ class Region(TorchDispatchMode):
                 self.recorder.pack(each.tensor)
         for each in candidates:
             number = self._number(each.tensor)
-            roots = {key: root for key, root in self.roots[number].items() if not self._is_param(root)}
+            roots = {
+                key: root for key, root in self.roots[number].items() if not self._is_param(root)
+            }
             more = {key: root for key, root in roots.items() if key not in kept}
             if number in kept or sum(map(_nbytes, more.values())) > _nbytes(each.tensor):
                 kept.add(number)
@@ -142,7 +144,9 @@ class Region(TorchDispatchMode):
         if packed.tensor is not None:
             return packed.tensor
         return self.recorder.unseen(
-            lambda: torch.empty_strided(packed.form[0], packed.form[1], dtype=packed.form[2], device="cpu")
+            lambda: torch.empty_strided(
+                packed.form[0], packed.form[1], dtype=packed.form[2], device="cpu"
+            )
         )
 
 

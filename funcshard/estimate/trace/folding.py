@@ -64,7 +64,10 @@ def fold_log(log: Log, paths: Sequence[str]) -> Tape:
     folder.check_backwards(paths)
     folds = []
     for number, path in enumerate(paths):
-        parts = {phase: tuple(folder.completed(part)) for phase, part in folder.parts.get(number, {}).items()}
+        parts = {
+            phase: tuple(folder.completed(part))
+            for phase, part in folder.parts.get(number, {}).items()
+        }
         folds.append(Fold(path, parts))
     return Tape(tuple(folder.completed(events)), tuple(folds))
 
@@ -93,9 +96,15 @@ class _Folder:
 
     def __init__(self, log: Log) -> None:
         self.parts: dict[int, dict[str, tuple[Event, ...]]] = {}
-        self._sizes = {event.storage: event.bytes for _, _, event in log if isinstance(event, Alloc)}
-        self._exchanged: dict[int, dict[int, int]] = {}  # by number of a call: storage outside -> inside
-        self._left: dict[int | None, list[int]] = {}  # by fold: bytes of storages that backward leaves
+        self._sizes = {
+            event.storage: event.bytes for _, _, event in log if isinstance(event, Alloc)
+        }
+        self._exchanged: dict[
+            int, dict[int, int]
+        ] = {}  # by number of a call: storage outside -> inside
+        self._left: dict[
+            int | None, list[int]
+        ] = {}  # by fold: bytes of storages that backward leaves
         self._own: dict[int, set[int]] = {}  # by number of a call: storages that its forward made
         # By fold and path: what each backward leaves and takes, and the forms of gradients.
         self._backwards: dict[int, dict[str, set[Hashable]]] = {}
@@ -114,7 +123,13 @@ class _Folder:
         for frame, phase, event in log:
             folded = _outermost_fold(frame, root)
             if folded is not None:
-                part = "forward" if phase != "backward" else "recompute" if folded.again else "backward"
+                part = (
+                    "forward"
+                    if phase != "backward"
+                    else "recompute"
+                    if folded.again
+                    else "backward"
+                )
                 window = windows.get((folded.number, part))
                 if window is None:
                     window = windows[folded.number, part] = _Window(folded, part)
@@ -156,7 +171,9 @@ class _Folder:
                 backwards.add((sizes, more, tuple(frame.grad_forms)))
         else:
             inputs = next((event.inputs for event in own if isinstance(event, Enter)), ())
-            outputs = next((event.outputs for event in reversed(own) if isinstance(event, Exit)), ())
+            outputs = next(
+                (event.outputs for event in reversed(own) if isinstance(event, Exit)), ()
+            )
             _number(exchanged, _INPUTS, inputs)
             _number(exchanged, _OUTPUTS, outputs)
             mine.update(each for each in made if each not in exchanged)
@@ -164,9 +181,14 @@ class _Folder:
             events = tuple(_exchanging(event, exchanged) for event in self.level(window.log, frame))
             self.parts.setdefault(frame.fold, {})[window.phase] = events
         pairs = tuple((inside, outside) for outside, inside in exchanged.items())
-        outside = [each for each in freed if each not in mine and (each in exchanged or each not in made)]
+        outside = [
+            each for each in freed if each not in mine and (each in exchanged or each not in made)
+        ]
         gone = tuple(exchanged[each] for each in freed if each in exchanged)
-        return [Call(frame.fold, frame.path[prefix:], window.phase, frame.number, pairs, gone), *map(Free, outside)]
+        return [
+            Call(frame.fold, frame.path[prefix:], window.phase, frame.number, pairs, gone),
+            *map(Free, outside),
+        ]
 
     def check_backwards(self, paths: Sequence[str]) -> None:
         """Raise unless the backward of each module is that of the one that stands for it.
@@ -249,7 +271,9 @@ def _relative(event: Event, prefix: int) -> Event:
         return event
     if isinstance(event, (Enter, Exit, Ask)):
         return event._replace(path=event.path[prefix:])
-    return event._replace(name=event.name[prefix:]) if isinstance(event, (Grad, UseParam)) else event
+    return (
+        event._replace(name=event.name[prefix:]) if isinstance(event, (Grad, UseParam)) else event
+    )
 
 
 def _exchanging(event: Event, exchanged: Mapping[int, int]) -> Event:
@@ -265,5 +289,7 @@ def _exchanging(event: Event, exchanged: Mapping[int, int]) -> Event:
     if isinstance(event, Exit):
         return event._replace(outputs=tuple(map(inside, event.outputs)))
     if isinstance(event, Call):
-        return event._replace(exchanged=tuple((own, inside(storage)) for own, storage in event.exchanged))
+        return event._replace(
+            exchanged=tuple((own, inside(storage)) for own, storage in event.exchanged)
+        )
     return event

@@ -58,7 +58,9 @@ def kinds_of(skeleton: Any, form: Callable[[str], Hashable], marked: Collection[
     known: dict[type, frozenset[str] | None] = {}
     for index in reversed(range(len(skeleton.specs))):  # children come after their parents
         spec = skeleton.specs[index]
-        children = tuple([(key, None if child is None else kinds[child]) for key, child in spec.children.items()])
+        children = tuple(
+            [(key, None if child is None else kinds[child]) for key, child in spec.children.items()]
+        )
         tensors = tuple([
             (key, None if name is None else form(name))
             for table in (spec.parameters, spec.buffers)
@@ -79,7 +81,9 @@ def kinds_of(skeleton: Any, form: Callable[[str], Hashable], marked: Collection[
 
     @functools.cache
     def owners() -> dict[int, nn.Module]:
-        return {skeleton.module_indices[id(module)]: module for module in skeleton.template.modules()}
+        return {
+            skeleton.module_indices[id(module)]: module for module in skeleton.template.modules()
+        }
 
     differing: dict[int, dict[str, Hashable]] = {}
     for group in groups.values():
@@ -98,20 +102,28 @@ def _fixed(cls: type[nn.Module], known: dict[type, frozenset[str] | None]) -> fr
     ``None`` stands for all attributes.
     """
     if cls not in known:
-        as_usual = cls.__getattr__ is nn.Module.__getattr__ and cls.__getattribute__ is object.__getattribute__
+        as_usual = (
+            cls.__getattr__ is nn.Module.__getattr__
+            and cls.__getattribute__ is object.__getattribute__
+        )
         known[cls] = _TORCH.union(*map(vars, cls.__mro__)) if as_usual else None
     return known[cls]
 
 
 def _differing(
-    tables: Mapping[int, Mapping[str, Any]], fixed: Collection[str], owners: Callable[[], Mapping[int, nn.Module]]
+    tables: Mapping[int, Mapping[str, Any]],
+    fixed: Collection[str],
+    owners: Callable[[], Mapping[int, nn.Module]],
 ) -> Iterator[tuple[str, dict[int, Hashable]]]:
     """Yield each attribute in which the modules of a kind differ, with its values."""
     for key, first in next(iter(tables.values())).items():
         if key in fixed:
             continue
         kind = type(first) if is_plain(first) else None
-        if all(table[key] is first or (type(table[key]) is kind and table[key] == first) for table in tables.values()):
+        if all(
+            table[key] is first or (type(table[key]) is kind and table[key] == first)
+            for table in tables.values()
+        ):
             continue
         values = {index: value_of(table[key], owners()[index]) for index, table in tables.items()}
         if len(set(values.values())) > 1:
@@ -129,7 +141,10 @@ def _foldable(skeleton: Any, kinds: Mapping[int, int]) -> dict[int, int]:
         runs = spec.cls.forward is not nn.Module.forward or "forward" in spec.attributes
         if not path or not spec.children or not runs:
             continue
-        within = [tuple(name[len(path) + 1 :] for name in names if tree.is_under(name, path)) for names in tied]
+        within = [
+            tuple(name[len(path) + 1 :] for name in names if tree.is_under(name, path))
+            for names in tied
+        ]
         if all(len(names) in (0, len(every)) for names, every in zip(within, tied, strict=True)):
             shared = tuple(names for names in within if names)
             found[index] = numbers.setdefault((kinds[index], shared), len(numbers))

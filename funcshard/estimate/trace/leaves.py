@@ -81,7 +81,9 @@ class Table(dict[str, Any]):
 
     def __contains__(self, key: object) -> bool:
         # Why the caller: a module must not set an attribute that has the name of a parameter.
-        return super().__contains__(key) or (key in self.watched and sys._getframe(1).f_code is not _SETATTR)  # noqa: SLF001
+        return super().__contains__(key) or (
+            key in self.watched and sys._getframe(1).f_code is not _SETATTR  # noqa: SLF001
+        )
 
     def __iter__(self) -> Iterator[str]:  # with it, dict(table) reads the values one by one
         return super().__iter__()
@@ -111,7 +113,12 @@ class Leaves(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, recorder: Recorder, call: int, names: list[str], anchor: torch.Tensor, *params: torch.Tensor
+        ctx: Any,
+        recorder: Recorder,
+        call: int,
+        names: list[str],
+        anchor: torch.Tensor,
+        *params: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.recorder, ctx.call, ctx.names = recorder, call, names
         ctx.set_materialize_grads(False)

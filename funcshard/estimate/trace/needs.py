@@ -60,9 +60,13 @@ class Needs:
         self._held: set[str] = set()  # the outermost modules inside checkpoints
         self._gathered: set[str] = set()
         self._lent: set[str] = set()  # units that lend their leaves to a forward that runs again
-        self._again: list[tuple[str, bool]] = []  # the units that run again, and whether they are gathered for that
+        self._again: list[
+            tuple[str, bool]
+        ] = []  # the units that run again, and whether they are gathered for that
         self._moments: list[tuple[str, str]] = []  # the moments of forward, as (kind, unit)
-        self._last: list[tuple[str, int]] = []  # of each call of a unit: the moment of its last use, or -1
+        self._last: list[
+            tuple[str, int]
+        ] = []  # of each call of a unit: the moment of its last use, or -1
         self._calls: dict[str, int] = {}  # position of the last call of each unit in ``_last``
         self._left: dict[str, int] = {}  # calls of each unit whose gradients are not complete
 
@@ -103,7 +107,11 @@ class Needs:
 
     def use(self, unit: str, path: str) -> Iterator[tuple[str, str]]:
         """Backward, or a forward that runs again, uses a leaf of a unit in a module."""
-        known = any(name == unit for name, _ in self._again) if self._again else not self._sees(unit, path)
+        known = (
+            any(name == unit for name, _ in self._again)
+            if self._again
+            else not self._sees(unit, path)
+        )
         if not known:
             yield from self._need(unit)
 
@@ -113,7 +121,9 @@ class Needs:
         That checkpoint may ask another one around it for its inputs. The outermost unit in each of
         them lends its leaves.
         """
-        found = [[unit for unit in units if unit in self._resharded] for units in self._checkpoints(path)]
+        found = [
+            [unit for unit in units if unit in self._resharded] for units in self._checkpoints(path)
+        ]
         self._lent = {units[-1] for units in found if units}
         first = next((units[0] for units in found if units), None)
         if first in self.used:

@@ -81,11 +81,18 @@ class Profile(Shown):
         paths = {unit.name: unit.paths for unit in plan.unit_list}
         stays: frozenset[str] = frozenset()
         if self._nests(paths):  # only then it matters which units stay gathered
-            stays = frozenset(unit.name for unit in plan.unit_list if not unit.reshard_after_forward)
+            stays = frozenset(
+                unit.name for unit in plan.unit_list if not unit.reshard_after_forward
+            )
         key = (tuple(paths.items()), frozenset(remat), stays)
         if key not in self._programs:
             repeated = self._repeated()
-            apart = [path for nodes in paths.values() for path in nodes if path in repeated and len(nodes) == 1]
+            apart = [
+                path
+                for nodes in paths.values()
+                for path in nodes
+                if path in repeated and len(nodes) == 1
+            ]
             with without_collection():
                 self._programs[key] = make_program(self.tape(remat, apart), paths, stays=stays)
         found: Program = self._programs[key]
@@ -120,7 +127,11 @@ class Profile(Shown):
     def compute_dtype(self) -> str:
         """Name of the dtype in which forward has the most FLOPs, such as ``"bfloat16"``."""
         flops = self._forward_flops()
-        return max(flops, key=lambda dtype: flops[dtype]) if flops else next(iter(self.dtypes.values()), "float32")
+        return (
+            max(flops, key=lambda dtype: flops[dtype])
+            if flops
+            else next(iter(self.dtypes.values()), "float32")
+        )
 
     @property
     def saved(self) -> int:
@@ -244,10 +255,20 @@ def profile(
     apply.check_names("buffers", buffers, apply.skeleton.buffers)
     _check_plain(params)
     with without_collection():
-        plan = precision if isinstance(precision, Plan) else make_plan(params, 1, precision=precision)
+        plan = (
+            precision if isinstance(precision, Plan) else make_plan(params, 1, precision=precision)
+        )
     _check_names(params, plan)
-    chosen = match(compiled, [tuple(names) for names in apply.skeleton.parameters.values()], "compiled module")
-    trained = {leaf.path for unit in plan.unit_list for each in unit.buffers if each.trainable for leaf in each.leaves}
+    chosen = match(
+        compiled, [tuple(names) for names in apply.skeleton.parameters.values()], "compiled module"
+    )
+    trained = {
+        leaf.path
+        for unit in plan.unit_list
+        for each in unit.buffers
+        if each.trainable
+        for leaf in each.leaves
+    }
     forms = {name: _form(param, name in trained) for name, param in params.items()}
 
     autocast = _autocast()
@@ -297,7 +318,11 @@ def profile(
 
 def _autocast() -> torch.dtype | None:
     """Return the dtype of the autocast that is active, on any device; ``None`` without one."""
-    found = [torch.get_autocast_dtype(kind) for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
+    found = [
+        torch.get_autocast_dtype(kind)
+        for kind in ("cuda", "cpu")
+        if torch.is_autocast_enabled(kind)
+    ]
     return found[0] if found else None
 
 

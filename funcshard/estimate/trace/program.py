@@ -19,7 +19,20 @@ from funcshard._utils import tree
 from funcshard.estimate.trace.categories import ACTIVATION, GRADIENT, categories_of
 from funcshard.estimate.trace.needs import Needs, Owners
 from funcshard.estimate.trace.stretches import Counts, Stretch, add_operation, compact
-from funcshard.estimate.trace.tape import LOSS, Alloc, Ask, At, Enter, Event, Exit, Free, Grad, Op, Tape, UseParam
+from funcshard.estimate.trace.tape import (
+    LOSS,
+    Alloc,
+    Ask,
+    At,
+    Enter,
+    Event,
+    Exit,
+    Free,
+    Grad,
+    Op,
+    Tape,
+    UseParam,
+)
 from funcshard.plan import Reached
 
 
@@ -108,11 +121,17 @@ class Program:
 
     def __post_init__(self) -> None:
         # Why here: many plans share a program.
-        found = (step for step in self.steps if isinstance(step, Mark) and step.what in ("need", "again", "reduce", "leave"))
+        found = (
+            step
+            for step in self.steps
+            if isinstance(step, Mark) and step.what in ("need", "again", "reduce", "leave")
+        )
         object.__setattr__(self, "reached", tuple(Reached(mark.what, mark.unit) for mark in found))
 
 
-def make_program(tape: Tape, paths: Mapping[str, Sequence[str]], *, stays: Collection[str] = ()) -> Program:
+def make_program(
+    tape: Tape, paths: Mapping[str, Sequence[str]], *, stays: Collection[str] = ()
+) -> Program:
     """Return the program of a tape for the units of a plan.
 
     Arguments:
@@ -122,11 +141,15 @@ def make_program(tape: Tape, paths: Mapping[str, Sequence[str]], *, stays: Colle
             others, and all of these inside a checkpoint.
     """
     units = Owners(paths)
-    return _Builder(list(compact(tape, units.of_path)), units, frozenset(paths).difference(stays)).program()
+    return _Builder(
+        list(compact(tape, units.of_path)), units, frozenset(paths).difference(stays)
+    ).program()
 
 
 class _Builder:
-    def __init__(self, events: list[Event | Stretch], units: Owners, resharded: Collection[str]) -> None:
+    def __init__(
+        self, events: list[Event | Stretch], units: Owners, resharded: Collection[str]
+    ) -> None:
         self.events = events
         self.units = units
         self.needs = Needs(units, resharded)
@@ -146,11 +169,15 @@ class _Builder:
     def program(self) -> Program:
         """Return the program of the events."""
         categories = categories_of(self.events)
-        owners: dict[tuple[str, int], int] = {}  # number of gradients that each call of a unit still awaits
+        owners: dict[
+            tuple[str, int], int
+        ] = {}  # number of gradients that each call of a unit still awaits
         param_unit: dict[str, str] = {}
         for event in self.events:
             if isinstance(event, Grad):
-                unit = param_unit.setdefault(event.name, self.units.owner(event.name.rpartition(".")[0]))
+                unit = param_unit.setdefault(
+                    event.name, self.units.owner(event.name.rpartition(".")[0])
+                )
                 owners[unit, event.call] = owners.get((unit, event.call), 0) + 1
             elif isinstance(event, Stretch):
                 for path, call, count, _ in event.grads:
@@ -261,7 +288,11 @@ class _Builder:
         Autograd runs nodes in the opposite order of forward. The node that reduces a unit was made
         when forward called the unit, so it runs after the nodes of all modules inside.
         """
-        inside = set() if path is None else {self.units.of_path.get(each) for each in ("", *tree.upwards(path))}
+        inside = (
+            set()
+            if path is None
+            else {self.units.of_path.get(each) for each in ("", *tree.upwards(path))}
+        )
         left = [each for each in self.complete if each[0] not in inside]
         self.complete = [each for each in self.complete if each[0] in inside]
         for unit, storages, size in sorted(left, key=lambda each: -self.needs.position(each[0])):
@@ -286,7 +317,11 @@ class _Builder:
         """Leave the root after the last computation of its own, if it has no gradients."""
         if "" not in self.lent:
             return
-        last = next(i for i, step in reversed([*enumerate(self.steps)]) if isinstance(step, Run) and not step.unit)
+        last = next(
+            i
+            for i, step in reversed([*enumerate(self.steps)])
+            if isinstance(step, Run) and not step.unit
+        )
         need = self.steps.index(Mark("need", ""))
         self.steps.insert(max(last, need) + 1, Mark("leave", ""))
 
@@ -315,7 +350,9 @@ class _Builder:
         """End the current run."""
         if self.work or self.highest is not None:
             now = Memory(*self.memory)
-            highest = now if self.highest is None or self.highest[0] <= self.total else self.highest[1]
+            highest = (
+                now if self.highest is None or self.highest[0] <= self.total else self.highest[1]
+            )
             work = tuple([Work(dtype, *counts) for (dtype, _), counts in self.work.items()])
             work = self.works.setdefault(work, work)
             self.steps.append(Run(self.unit, self.what, work, highest, now))

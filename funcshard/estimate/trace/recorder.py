@@ -92,9 +92,13 @@ class Recorder(TorchDispatchMode):
         self._callers: list[Frame] = [root]
         self._running: int | None = None
         self._inside: set[int] = set()  # results that stay inside a fused kernel, by number
-        self._region: tuple[int, str] | None = None  # the call of a compiled module that they are of
+        self._region: tuple[int, str] | None = (
+            None  # the call of a compiled module that they are of
+        )
         self._used: dict[int, list[str]] = {}  # the parameters that each autograd node needs
-        self._asks: set[int] = set()  # the nodes whose tensors a checkpoint around their module keeps
+        self._asks: set[int] = (
+            set()
+        )  # the nodes whose tensors a checkpoint around their module keeps
 
     # --- calls ------------------------------------------------------------------------------------
 
@@ -109,7 +113,9 @@ class Recorder(TorchDispatchMode):
         before = self.frame
         parent = self._caller(path) if again else self._stack[-1]
         self._frames += 1
-        frame = Frame(path, parent, self._frames, again=again or parent.again, compiled=parent.compiled)
+        frame = Frame(
+            path, parent, self._frames, again=again or parent.again, compiled=parent.compiled
+        )
         if frame.again:
             frame.number = self._last[path].number if path in self._last else frame.number
         else:
@@ -180,11 +186,15 @@ class Recorder(TorchDispatchMode):
             frame.output_grads.update(map(self.number, parts))
             frame.grad_forms.append(tuple(map(_form, grads)))
 
-        for node in dict.fromkeys(tensor.grad_fn for tensor in tensors_in(out) if tensor.grad_fn is not None):
+        for node in dict.fromkeys(
+            tensor.grad_fn for tensor in tensors_in(out) if tensor.grad_fn is not None
+        ):
             node.register_prehook(note)
         for place, tensor in enumerate(inputs):
             if tensor.requires_grad:
-                tensor.register_hook(lambda grad, place=place: frame.grad_forms.append((place, _form(grad))))
+                tensor.register_hook(
+                    lambda grad, place=place: frame.grad_forms.append((place, _form(grad)))
+                )
 
     # --- storages ---------------------------------------------------------------------------------
 
@@ -230,7 +240,9 @@ class Recorder(TorchDispatchMode):
         self.params[storage_id(param)] = name
         if param.requires_grad:
             # Why None: the calls of a module may take all gradients of its parameters.
-            param.register_hook(lambda grad: None if grad is None else self.emit(Grad(name, self.number(grad))))
+            param.register_hook(
+                lambda grad: None if grad is None else self.emit(Grad(name, self.number(grad)))
+            )
 
     def complete(self, name: str, grad: torch.Tensor, call: int) -> None:
         """Note that a parameter's gradient of one call of its module is complete."""
@@ -253,7 +265,9 @@ class Recorder(TorchDispatchMode):
         """Return the tensors with the data of ``tensors``: several of a sparse one."""
         before, self.paused = self.paused, True
         try:
-            parts = [[each] if each.layout is torch.strided else stored_parts(each) for each in tensors]
+            parts = [
+                [each] if each.layout is torch.strided else stored_parts(each) for each in tensors
+            ]
             return [part for found in parts for part in found if storage_id(part)]
         finally:
             self.paused = before
@@ -294,7 +308,9 @@ class Recorder(TorchDispatchMode):
                 self.emit(Op(flops, moved, str(outputs[0].dtype).removeprefix("torch.")))
         return out
 
-    def _fused_bytes(self, func: Any, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> int:
+    def _fused_bytes(
+        self, func: Any, inputs: list[torch.Tensor], results: list[torch.Tensor]
+    ) -> int:
         """Return the bytes that an operation moves if a compiler fuses it with its neighbours."""
         root = self.frame
         while root.parent is not None and root.parent.compiled:
@@ -302,13 +318,17 @@ class Recorder(TorchDispatchMode):
         if self._region != (root.number, self.phase):  # each module is compiled by itself
             self._region = root.number, self.phase
             self._inside.clear()
-        outside = [tensor for tensor in inputs if self.number(tensor, known=True) not in self._inside]
+        outside = [
+            tensor for tensor in inputs if self.number(tensor, known=True) not in self._inside
+        ]
         moved = sum(map(_nbytes, outside))
         if is_fused(func):
             self._inside.update(map(self.number, results))
             return moved
         moved += sum(map(_nbytes, results))
-        if not is_reduction(func):  # it reads what is in memory, so the fused kernel before it wrote it
+        if not is_reduction(
+            func
+        ):  # it reads what is in memory, so the fused kernel before it wrote it
             written = [tensor for tensor in inputs if self.number(tensor) in self._inside]
             moved += 2 * sum(map(_nbytes, written))
             self._inside.difference_update(map(self.number, written))

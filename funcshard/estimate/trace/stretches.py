@@ -86,7 +86,11 @@ def compact(tape: Tape, paths: Collection[str]) -> Iterator[Event | Stretch]:
         if event.instance not in waiting:
             life = lives[event.instance]
             units = frozenset(unit[len(event.path) + 1 :] for unit in inside.get(event.path, ()))
-            key = (event.fold, units, tuple((each.phase, _inner(each), frozenset(each.freed)) for each in life))
+            key = (
+                event.fold,
+                units,
+                tuple((each.phase, _inner(each), frozenset(each.freed)) for each in life),
+            )
             if key not in known:
                 known[key] = _summarised(tape, life, units)
             waiting[event.instance] = iter(known[key])
@@ -104,7 +108,9 @@ def _outer(event: Event | Stretch, path: str, outside: Mapping[int, int]) -> Eve
     if isinstance(event, Stretch):
         if not event.grads:
             return event
-        return event._replace(grads=tuple((joined(path, each[0]), *each[1:]) for each in event.grads))
+        return event._replace(
+            grads=tuple((joined(path, each[0]), *each[1:]) for each in event.grads)
+        )
     if isinstance(event, (At, Enter, Exit, Ask)):
         return event._replace(path=joined(path, event.path))
     if isinstance(event, UseParam):
@@ -115,7 +121,9 @@ def _outer(event: Event | Stretch, path: str, outside: Mapping[int, int]) -> Eve
     return event._replace(storage=outside[event.storage])
 
 
-def _summarised(tape: Tape, life: Sequence[Call], units: Collection[str]) -> tuple[tuple[Event | Stretch, ...], ...]:
+def _summarised(
+    tape: Tape, life: Sequence[Call], units: Collection[str]
+) -> tuple[tuple[Event | Stretch, ...], ...]:
     """Return the events of one call of a fold, phase by phase, with stretches.
 
     Arguments:
@@ -124,17 +132,26 @@ def _summarised(tape: Tape, life: Sequence[Call], units: Collection[str]) -> tup
         units: paths of units below the module, and ``""`` if it is one itself.
     """
     # Why such calls: storages that the caller knows keep the numbers that they have inside.
-    own = [call._replace(path="", exchanged=tuple((number, number) for number, _ in call.exchanged)) for call in life]
+    own = [
+        call._replace(path="", exchanged=tuple((number, number) for number, _ in call.exchanged))
+        for call in life
+    ]
     phases = list(tape.expanded_calls(own))
     # Why a moment first: a storage may be freed before the first operation.
     begins = [At("", "forward" if call.phase == "forward" else "backward") for call in life]
-    every = [event for begin, events in zip(begins, phases, strict=True) for event in (begin, *events)]
+    every = [
+        event for begin, events in zip(begins, phases, strict=True) for event in (begin, *events)
+    ]
     categories = categories_of(every)
     summary = _Summary(units)
     found, position = [], 0
     for events in phases:
         position += 1
-        found.append(tuple(summary.phase(events, [categories.get(position + i, 0) for i in range(len(events))])))
+        found.append(
+            tuple(
+                summary.phase(events, [categories.get(position + i, 0) for i in range(len(events))])
+            )
+        )
         position += len(events)
     return tuple(found)
 
@@ -162,11 +179,16 @@ class _Sum:
         """Yield the stretch, unless it is empty."""
         if self.work or self.highest is not None or any(self.now) or self.grads:
             yield Stretch(
-                tuple((key, (flops, moved, kernels)) for key, (flops, moved, kernels) in self.work.items()),
+                tuple(
+                    (key, (flops, moved, kernels))
+                    for key, (flops, moved, kernels) in self.work.items()
+                ),
                 None if self.highest is None else self.highest[1],
                 tuple(self.now),
                 self.saved,
-                tuple((path, call, count, size) for (path, call), (count, size) in self.grads.items()),
+                tuple(
+                    (path, call, count, size) for (path, call), (count, size) in self.grads.items()
+                ),
             )
 
 
@@ -187,16 +209,26 @@ class _Summary:
     def owner(self, path: str) -> str | None:
         """Return the innermost unit here that contains a module; ``None`` if the caller's does."""
         if path not in self._owners:
-            self._owners[path] = next((node for node in tree.upwards(path) if node in self.units), None)
+            self._owners[path] = next(
+                (node for node in tree.upwards(path) if node in self.units), None
+            )
         return self._owners[path]
 
     def _place(self, path: str) -> object:
         """Return the innermost unit and the innermost checkpoint around a module."""
-        return self.owner(path), next((node for node in tree.upwards(path) if node in self._held), None)
+        return self.owner(path), next(
+            (node for node in tree.upwards(path) if node in self._held), None
+        )
 
-    def phase(self, events: Sequence[Event], categories: Sequence[int]) -> Iterator[Event | Stretch]:
+    def phase(
+        self, events: Sequence[Event], categories: Sequence[int]
+    ) -> Iterator[Event | Stretch]:
         """Yield the events that act on units or on storages of the caller, and stretches."""
-        last = {(self.owner(_module(each.name)), each.call): i for i, each in enumerate(events) if isinstance(each, Grad)}
+        last = {
+            (self.owner(_module(each.name)), each.call): i
+            for i, each in enumerate(events)
+            if isinstance(each, Grad)
+        }
         at: object = None
         forward = False
         before: set[object] = set()  # uses and asks that change nothing if they come again

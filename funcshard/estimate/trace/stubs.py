@@ -32,8 +32,14 @@ class Form:
 
     def gradient(self) -> torch.Tensor:
         """Return a new tensor of the form of a gradient, which has no gaps in memory."""
-        span = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
-        return self.empty() if span == math.prod(self.shape) else torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        span = 1 + sum(
+            (size - 1) * step for size, step in zip(self.shape, self.stride, strict=True)
+        )
+        return (
+            self.empty()
+            if span == math.prod(self.shape)
+            else torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,8 +75,12 @@ class Stub(torch.autograd.Function):
         ctx: Any, traced: Traced, recorder: Recorder, anchor: torch.Tensor, *inputs: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         outs = tuple(form.empty() for form in traced.outputs)
-        ctx.save_for_backward(*(inputs[i] for i in traced.kept_inputs), *(outs[i] for i in traced.kept_outputs))
-        ctx.mark_non_differentiable(*(out for out, form in zip(outs, traced.outputs, strict=True) if not form.requires_grad))
+        ctx.save_for_backward(
+            *(inputs[i] for i in traced.kept_inputs), *(outs[i] for i in traced.kept_outputs)
+        )
+        ctx.mark_non_differentiable(
+            *(out for out, form in zip(outs, traced.outputs, strict=True) if not form.requires_grad)
+        )
         ctx.set_materialize_grads(False)
         ctx.forms, ctx.recorder = [Form.of(tensor) for tensor in inputs], recorder
         return outs

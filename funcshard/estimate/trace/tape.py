@@ -168,14 +168,23 @@ class Tape:
 
     def forward_flops(self) -> Mapping[str, int]:
         """Return the floating-point operations of forward by dtype, without those of the loss."""
-        return _forward_flops(self.events, [fold.parts.get("forward", ()) for fold in self.folds], {})
+        return _forward_flops(
+            self.events, [fold.parts.get("forward", ()) for fold in self.folds], {}
+        )
 
     def repeated(self) -> frozenset[str]:
         """Return the paths of modules that one forward calls several times."""
-        return frozenset(_repeated(self.events, [fold.parts.get("forward", ()) for fold in self.folds], {}))
+        return frozenset(
+            _repeated(self.events, [fold.parts.get("forward", ()) for fold in self.folds], {})
+        )
 
     def _call(
-        self, call: Call, prefix: str, outer: Callable[[int], int], calls: dict[int, _Instance], numbers: Iterator[int]
+        self,
+        call: Call,
+        prefix: str,
+        outer: Callable[[int], int],
+        calls: dict[int, _Instance],
+        numbers: Iterator[int],
     ) -> Iterator[Event]:
         own = calls.setdefault(call.instance, _Instance({}, {}))
         own.storages.update((inside, outer(outside)) for inside, outside in call.exchanged)
@@ -232,7 +241,9 @@ def _forward_flops(
     return found
 
 
-def _repeated(events: tuple[Event, ...], forwards: list[tuple[Event, ...]], known: dict[int, set[str]]) -> set[str]:
+def _repeated(
+    events: tuple[Event, ...], forwards: list[tuple[Event, ...]], known: dict[int, set[str]]
+) -> set[str]:
     counts, calls = Counter[str](), dict[str, int]()
     for event in events:
         if isinstance(event, At) and event.phase != "forward":

@@ -108,7 +108,9 @@ def _forward(module: weakref.ref[nn.Module], *args: Any, **kwargs: Any) -> Any:
     return type(own).forward(own, *args, **kwargs)
 
 
-def _recomputed(module: weakref.ref[nn.Module], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _recomputed(
+    module: weakref.ref[nn.Module], call: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     own = module()  # a checkpoint holds the module until backward
 
     def held(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -167,7 +169,9 @@ class _Tracer:
             for leaf in buffer.leaves
         }
         self.modules: list[nn.Module] = []
-        self.checkpoint: Callable[[], Any] = _nothing  # the hook of the checkpoint in which a module of a kind ran last
+        self.checkpoint: Callable[[], Any] = (
+            _nothing  # the hook of the checkpoint in which a module of a kind ran last
+        )
         self.paths = self.skeleton.paths()
         again = {self.paths[path] for path in remat | compiled if path in self.paths}
         found = kinds_of(self.skeleton, self._form_of, again)
@@ -176,9 +180,13 @@ class _Tracer:
         self.differing, self.below = found.differing, found.below
         self.names = {index: path for path, index in self.paths.items()}
         self.making = False
-        self.roots: dict[int, list[str]] = {}  # index of a module -> paths of those around it that may be folded
+        self.roots: dict[
+            int, list[str]
+        ] = {}  # index of a module -> paths of those around it that may be folded
         self.outside: set[str] = set()  # those of them whose parameters code outside of them reads
-        self.reading: list[set[tuple[int, str]]] = []  # attributes that modules read which may stand for others
+        self.reading: list[
+            set[tuple[int, str]]
+        ] = []  # attributes that modules read which may stand for others
         self.nested = depth > 1
         self.inside: dict[str, Counter[int]] = {}  # by path of a folded module: the kinds inside it
         # Why not inside compiled modules: tensors that a module makes there live until they return.
@@ -186,26 +194,38 @@ class _Tracer:
         # call is over.
         around = {each for path in apart for each in tree.upwards(path)}
         for path, index in self.paths.items() if compiled or apart or whole else ():
-            inside = compiled.intersection([*tree.upwards(path)][1:]) or apart.intersection(tree.upwards(path))
+            inside = compiled.intersection([*tree.upwards(path)][1:]) or apart.intersection(
+                tree.upwards(path)
+            )
             if inside or path in around or path in whole:
                 self.kinds.pop(index, None)
         self.anchor = torch.empty((), requires_grad=True, dtype=torch.float32, device="cpu")
 
     def _form_of(self, name: str) -> Hashable:
         tensor = self.forms.get(name)
-        return None if tensor is None else (tuple(tensor.shape), *self.dtypes.get(name, (tensor.dtype, None)))
+        return (
+            None
+            if tensor is None
+            else (tuple(tensor.shape), *self.dtypes.get(name, (tensor.dtype, None)))
+        )
 
     def know(self, tensors: Any) -> None:
         """Note tensors whose memory is no part of the tape."""
         for part in self.recorder.parts(tensors_in(tensors)):
             self.recorder.number(part, known=True)
 
-    def run(self, buffers: dict[str, torch.Tensor], args: Any, kwargs: Any, loss: Loss | None) -> Tape:
+    def run(
+        self, buffers: dict[str, torch.Tensor], args: Any, kwargs: Any, loss: Loss | None
+    ) -> Tape:
         """Trace one forward, the loss and backward."""
         recorder, apply = self.recorder, self.apply
         precision = self.plan.precision
         self.know((args, kwargs, self.anchor, buffers))
-        with recorder, saved_tensors_hooks(recorder.pack, lambda tensor: tensor), warnings.catch_warnings():
+        with (
+            recorder,
+            saved_tensors_hooks(recorder.pack, lambda tensor: tensor),
+            warnings.catch_warnings(),
+        ):
             # Why: from torch 2.15 on, a selective checkpoint warns of hooks around it, even these.
             warnings.filterwarnings("ignore", "A saved_tensors_hooks context", FutureWarning)
             modules = self._modules(apply.copies(buffers))
@@ -277,7 +297,9 @@ class _Tracer:
             return
         elif index not in self.roots:
             path = self.names[index]
-            self.roots[index] = [each for each in tree.upwards(path) if self.paths.get(each) in self.kinds]
+            self.roots[index] = [
+                each for each in tree.upwards(path) if self.paths.get(each) in self.kinds
+            ]
         for path in self.roots[index] if name is None else ():
             if not self.recorder.runs(path):
                 self.outside.add(path)
@@ -299,7 +321,9 @@ class _Tracer:
         if name not in self.params:
             form, (dtype, trainable) = self.forms[name], self.dtypes[name]
             self.recorder.paused = True
-            param = torch.empty(tuple(form.shape), dtype=dtype, device="cpu", requires_grad=trainable)
+            param = torch.empty(
+                tuple(form.shape), dtype=dtype, device="cpu", requires_grad=trainable
+            )
             self.recorder.paused = False
             self.recorder.watch_param(name, param)
             self.params[name] = param
@@ -315,7 +339,11 @@ class _Tracer:
         form = self._described(args, kwargs)
         if form is None or self._hooked(index):
             return self._run(path, forward, args, kwargs, inputs)[0]
-        if recorder.phase == "backward" and path not in self.ran and (path, form) not in self.stubbed:
+        if (
+            recorder.phase == "backward"
+            and path not in self.ran
+            and (path, form) not in self.stubbed
+        ):
             # A checkpoint around it runs it again; in forward it ran as a part of another one.
             return self._run(path, forward, args, kwargs, inputs)[0]
         if path in self.ran:
@@ -324,7 +352,14 @@ class _Tracer:
             return self._run(path, forward, args, kwargs, inputs, fold)[0]
         self._check_checkpoint()
         cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        key = (self.kinds[index], torch.is_grad_enabled(), cast, self._hooks_are_own(), form, around is None)
+        key = (
+            self.kinds[index],
+            torch.is_grad_enabled(),
+            cast,
+            self._hooks_are_own(),
+            form,
+            around is None,
+        )
         known = self.stubbed.get((path, form)) or self._standing(index, self.traced.get(key, ()))
         if known is not None:
             self.stubbed[path, form] = known
@@ -349,7 +384,11 @@ class _Tracer:
         out, frame = self._run(path, forward, args, kwargs, inputs, fold)
         reads = self.reading.pop()
         recorder.watch_grads(frame, inputs, out)
-        found = self._traced(index, fold, out, inputs, begin, reads) if before == self._state(index, args, kwargs) else None
+        found = (
+            self._traced(index, fold, out, inputs, begin, reads)
+            if before == self._state(index, args, kwargs)
+            else None
+        )
         if found is None:
             self.never.add(key)
             self.ran[path] = frame.fold = None
@@ -361,14 +400,19 @@ class _Tracer:
         """Return the module that ran with the values of the attributes that it read."""
         below, differing = self.below(index), self.differing
         for each in candidates:
-            if all(differing.get(below[place], {}).get(name) == value for place, name, value in each.reads):
+            if all(
+                differing.get(below[place], {}).get(name) == value
+                for place, name, value in each.reads
+            ):
                 return each
         return None
 
     def _hooked(self, index: int) -> bool:
         """Return whether a module below another one got a hook during the call."""
         modules, hooks = self.modules, ("_forward_hooks", "_forward_pre_hooks")
-        return bool(modules) and any(modules[each].__dict__[name] for each in self.below(index)[1:] for name in hooks)
+        return bool(modules) and any(
+            modules[each].__dict__[name] for each in self.below(index)[1:] for name in hooks
+        )
 
     def _state(self, index: int, args: Any, kwargs: Any) -> Any:
         """Return what a module may change besides its outputs, as a value."""
@@ -382,7 +426,11 @@ class _Tracer:
             for module in [self.modules[each]]
         ]
         values = tree.leaves((args, kwargs))
-        tensors = [(storage_id(value), version(value)) for value in values if isinstance(value, torch.Tensor)]
+        tensors = [
+            (storage_id(value), version(value))
+            for value in values
+            if isinstance(value, torch.Tensor)
+        ]
         return state, tensors, self._described(args, kwargs)
 
     def _described(self, args: Any, kwargs: Any) -> Hashable | None:
@@ -417,18 +465,28 @@ class _Tracer:
         if around not in self.inside:
             paths = self.paths.items()
             self.inside[around] = Counter(
-                self.kinds[i] for path, i in paths if i in self.kinds and tree.is_under(path, around)
+                self.kinds[i]
+                for path, i in paths
+                if i in self.kinds and tree.is_under(path, around)
             )
         return self.inside[around][self.kinds[index]] >= _NESTED
 
     def _run(
-        self, path: str, forward: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], fold: int | None = None
+        self,
+        path: str,
+        forward: Any,
+        args: Any,
+        kwargs: Any,
+        inputs: list[torch.Tensor],
+        fold: int | None = None,
     ) -> tuple[Any, Frame]:
         """Run a module; return its result and its call."""
         recorder = self.recorder
         with recorder.call(path) as frame, self._watch_checkpoint() as held:
             frame.compiled = frame.compiled or path in self.compiled
-            inside_own_backward = frame.again and frame.parent is not None and frame.parent.path == path
+            inside_own_backward = (
+                frame.again and frame.parent is not None and frame.parent.path == path
+            )
             frame.fold = None if inside_own_backward else fold
             recorder.emit(Enter(path, tuple(map(recorder.number, inputs)), held))
             del inputs
@@ -450,7 +508,10 @@ class _Tracer:
         if unit is None:
             return forward(*args, **kwargs)
         if unit.full_precision:
-            dtype = max((dtype_of(buffer.dtype) for buffer in unit.buffers), key=lambda dtype: dtype.itemsize)
+            dtype = max(
+                (dtype_of(buffer.dtype) for buffer in unit.buffers),
+                key=lambda dtype: dtype.itemsize,
+            )
             return run_in_full_precision(dtype, forward, args, kwargs)
         args, kwargs = cast_inputs(unit.precision, False, args, kwargs)
         return cast_outputs(unit.precision, forward(*args, **kwargs))
@@ -472,7 +533,13 @@ class _Tracer:
         trained = {name: self._param(name) for _, _, name in tables if self.dtypes[name][1]}
         before = [table[key] for table, key, _ in tables]
         leaves = dict(
-            zip(trained, Leaves.apply(self.recorder, frame.number, [*trained], self.anchor, *trained.values()), strict=True)
+            zip(
+                trained,
+                Leaves.apply(
+                    self.recorder, frame.number, [*trained], self.anchor, *trained.values()
+                ),
+                strict=True,
+            )
         )
         for table, key, name in tables:
             if name in leaves:
@@ -505,7 +572,9 @@ class _Tracer:
         hooks = outer_saved_tensors_hooks()
         before = self.checkpoint()
         # Why weak: the hook holds the inputs of its checkpoint.
-        self.checkpoint = _nothing if hooks is None or self._hooks_are_own() else weakref.ref(hooks[0])
+        self.checkpoint = (
+            _nothing if hooks is None or self._hooks_are_own() else weakref.ref(hooks[0])
+        )
         if before is not None and self.checkpoint() is before:
             raise CannotFoldError(0)
 
@@ -515,15 +584,27 @@ class _Tracer:
         return hooks is None or hooks[0] == self.recorder.pack
 
     def _traced(
-        self, index: int, fold: int, out: Any, inputs: list[torch.Tensor], begin: int, reads: set[tuple[int, str]]
+        self,
+        index: int,
+        fold: int,
+        out: Any,
+        inputs: list[torch.Tensor],
+        begin: int,
+        reads: set[tuple[int, str]],
     ) -> Traced | None:
         """Return how a stub repeats a module that ran, or ``None`` if no stub can."""
         values, build = tree.flatten(out)
         places = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
         outs = [values[i] for i in places]
         storages = [storage_id(tensor) for tensor in outs]
-        fresh = len(set(storages)) == len(storages) and not {*storages} & {storage_id(tensor) for tensor in inputs}
-        if not fresh or len(storages) != len(list(tensors_in(out))) or any(id_ in self.recorder.params for id_ in storages):
+        fresh = len(set(storages)) == len(storages) and not {*storages} & {
+            storage_id(tensor) for tensor in inputs
+        }
+        if (
+            not fresh
+            or len(storages) != len(list(tensors_in(out)))
+            or any(id_ in self.recorder.params for id_ in storages)
+        ):
             return None
         if not all(isinstance(value, torch.Tensor) or is_plain(value) for value in values):
             return None  # such as a cache
@@ -536,13 +617,17 @@ class _Tracer:
             return build(filled)
 
         numbers = self.recorder.number
-        saved = {event.storage for _, _, event in self.recorder.log[begin:] if isinstance(event, Save)}
+        saved = {
+            event.storage for _, _, event in self.recorder.log[begin:] if isinstance(event, Save)
+        }
         if not self._hooks_are_own():
             saved = set(map(numbers, inputs))  # a checkpoint hides what it saves
         kept = tuple(i for i, tensor in enumerate(inputs) if numbers(tensor) in saved)
         kept_outputs = tuple(i for i, tensor in enumerate(outs) if numbers(tensor) in saved)
         place = {each: number for number, each in enumerate(self.below(index))}
-        own = [(place[each], name, self.differing[each][name]) for each, name in reads if each in place]
+        own = [
+            (place[each], name, self.differing[each][name]) for each, name in reads if each in place
+        ]
         return Traced(fold, tuple(map(Form.of, outs)), rebuilt, kept, kept_outputs, tuple(own))
 
 
@@ -564,4 +649,8 @@ def _loss_of(out: Any, loss: Loss | None) -> torch.Tensor:
         raise ValueError(
             "the model's outputs require no gradient, so there is no backward to trace; pass trainable parameters"
         )
-    return found[0] if len(found) == 1 and found[0].dim() == 0 else torch.stack([each.sum() for each in found]).sum()
+    return (
+        found[0]
+        if len(found) == 1 and found[0].dim() == 0
+        else torch.stack([each.sum() for each in found]).sum()
+    )

@@ -42,7 +42,9 @@ def value_of(value: Any, owner: Any = None) -> Any:
 class _Values:
     def __init__(self, owner: Any) -> None:
         self.owner = owner
-        self.seen: dict[int, int] = {}  # id of each object -> its place, for objects that refer to themselves
+        self.seen: dict[
+            int, int
+        ] = {}  # id of each object -> its place, for objects that refer to themselves
         self.kept: list[Any] = []  # objects made on the way, whose ids must not come again
 
     def of(self, value: Any) -> Any:
@@ -52,7 +54,13 @@ class _Values:
         if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
             return type(value), id(value)
         if isinstance(value, torch.Tensor):
-            return "tensor", tuple(value.shape), tuple(value.stride()), value.dtype, value.requires_grad
+            return (
+                "tensor",
+                tuple(value.shape),
+                tuple(value.stride()),
+                value.dtype,
+                value.requires_grad,
+            )
         if value is self.owner:
             return "owner"
         if id(value) in self.seen:
@@ -77,7 +85,8 @@ class _Values:
         builtin = next(
             base
             for base in kind.__mro__
-            if not base.__flags__ & _HEAP or type(base.__dict__.get("__new__")) is types.BuiltinFunctionType
+            if not base.__flags__ & _HEAP
+            or type(base.__dict__.get("__new__")) is types.BuiltinFunctionType
         )
         parts: list[Any] = [kind]
         if issubclass(builtin, dict):

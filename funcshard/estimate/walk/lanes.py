@@ -45,17 +45,24 @@ class Lanes:
         self._reducing = 0.0  # when the lane of reductions is free
         self._replicating = 0.0  # when the lane of all-reduces is free, if they have their own
         # Why the id: a work's hash takes longer than the rest, and most runs share their works.
-        self._costs: dict[int, tuple[float, str, int, int]] = {}  # of runs, by the id of their works
+        self._costs: dict[
+            int, tuple[float, str, int, int]
+        ] = {}  # of runs, by the id of their works
 
     def compute(self, run: Run) -> None:
         """Run a computation."""
         found = self._costs.get(id(run.work))
         if found is None:
-            moved, flops = sum(work.bytes for work in run.work), sum(work.flops for work in run.work)
+            moved, flops = (
+                sum(work.bytes for work in run.work),
+                sum(work.flops for work in run.work),
+            )
             found = self._costs[id(run.work)] = (*self._clock.compute(run), moved, flops)
         seconds, source, moved, flops = found
         if seconds:
-            self.spans.append(Span("compute", run.what, run.unit, self.now, seconds, moved, flops, source))
+            self.spans.append(
+                Span("compute", run.what, run.unit, self.now, seconds, moved, flops, source)
+            )
         self.now += seconds
 
     def move(self, what: str, nbytes: int) -> None:
@@ -79,18 +86,26 @@ class Lanes:
         if runtime.replicates_apart and kind == "all_reduce":
             begin = max(self.now, self._reducing, self._replicating)
             self._replicating = begin + seconds
-            self.spans.append(Span(lane, kind, event.unit or "", begin, seconds, event.bytes, 0, source))
+            self.spans.append(
+                Span(lane, kind, event.unit or "", begin, seconds, event.bytes, 0, source)
+            )
             if not runtime.overlaps:
                 self.wait(begin + seconds)
             return 0.0
         own = self._gathering if lane == "gather" else self._reducing
-        begin = max(self.now, self._gathering, self._reducing) if runtime.one_lane else max(self.now, own)
+        begin = (
+            max(self.now, self._gathering, self._reducing)
+            if runtime.one_lane
+            else max(self.now, own)
+        )
         end = begin + seconds
         if lane == "gather":
             self._gathering = end
         else:
             self._reducing = end
-        self.spans.append(Span(lane, kind, event.unit or "", begin, seconds, event.bytes, 0, source))
+        self.spans.append(
+            Span(lane, kind, event.unit or "", begin, seconds, event.bytes, 0, source)
+        )
         if not runtime.overlaps:
             self.wait(end)
         return end

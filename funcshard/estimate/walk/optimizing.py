@@ -28,7 +28,11 @@ def optimize(walk: Walk, *, donate: bool, clip: bool) -> None:
     """Clip the gradients, and run the optimizer on all shards."""
     if clip:
         for host in (False, True):
-            kept = sum(walk.sizes[n].by_key[key].kept for n, key in walk.graded if walk.sizes[n].offload == host)
+            kept = sum(
+                walk.sizes[n].by_key[key].kept
+                for n, key in walk.graded
+                if walk.sizes[n].offload == host
+            )
             walk.ledger.add("gradient shards", kept, host=host)
             walk.note("clip", "")
             walk.ledger.free("gradient shards", kept, host=host)
@@ -49,7 +53,10 @@ def optimize(walk: Walk, *, donate: bool, clip: bool) -> None:
         if walk.first_step:
             for host, size in trained:
                 walk.ledger.add("optimizer", states * size, host=host)
-        temporaries = {host: _temporaries(walk.optimizer, [s for h, s in trained if h == host]) for host in (False, True)}
+        temporaries = {
+            host: _temporaries(walk.optimizer, [s for h, s in trained if h == host])
+            for host in (False, True)
+        }
         for host, size in temporaries.items():
             walk.ledger.add("temporaries", size, host=host)
         moved = sum(size for host, size in trained if not host) * (3 + 2 * states)

@@ -94,7 +94,9 @@ class Runtime:
         Source: ``foreach_all_gather``, ``wait_for_unshard`` and ``post_backward`` in
         https://github.com/pytorch/pytorch/tree/v2.7.0/torch/distributed/fsdp/_fully_shard
         """
-        return cls(sent_lives=False, copies_out=True, frees_first=True, streams=True, replicates_apart=True)
+        return cls(
+            sent_lives=False, copies_out=True, frees_first=True, streams=True, replicates_apart=True
+        )
 
     @classmethod
     def fsdp1(cls) -> Runtime:
@@ -114,4 +116,6 @@ class Runtime:
 def check_runtime(runtime: Any) -> None:
     """Raise ``TypeError`` unless ``runtime`` is a runtime or ``None``."""
     if runtime is not None and not isinstance(runtime, Runtime):
-        raise TypeError(f"runtime must be a Runtime, such as Runtime.fsdp2(), or None; found {runtime!r}")
+        raise TypeError(
+            f"runtime must be a Runtime, such as Runtime.fsdp2(), or None; found {runtime!r}"
+        )

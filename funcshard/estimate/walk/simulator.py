@@ -31,7 +31,16 @@ from funcshard.estimate.walk.optimizing import optimize
 from funcshard.estimate.walk.runtime import OptimizerMemory, Runtime
 from funcshard.estimate.walk.sizes import BufferSizes, UnitSizes, sizes_of
 from funcshard.estimate.walk.step import Span
-from funcshard.plan import Event, Plan, Reached, Reduce, UnitPlan, buffer_mode, representatives, unit_mode
+from funcshard.plan import (
+    Event,
+    Plan,
+    Reached,
+    Reduce,
+    UnitPlan,
+    buffer_mode,
+    representatives,
+    unit_mode,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +90,32 @@ def simulate_step(
         clip: whether gradients are clipped before, which makes a second tree of them.
     """
     runtime, lanes = runtime or Runtime(), Lanes(clock, runtime or Runtime())
-    walk = _Walk(plan, lanes, optimizer, runtime, first_step, micro_batches, reduce, program.not_saved, plan.units)
+    walk = _Walk(
+        plan,
+        lanes,
+        optimizer,
+        runtime,
+        first_step,
+        micro_batches,
+        reduce,
+        program.not_saved,
+        plan.units,
+    )
     walk.start(buffers, inputs)
     walk.reductions = Counter(unit for what, unit in program.reached if what == "reduce")
     steps = itertools.chain.from_iterable(itertools.repeat(program.steps, micro_batches))
     walk.run(steps, predicted)
     optimize(walk, donate=donate, clip=clip)
     events, ledger = tuple(each for each in predicted if isinstance(each, Event)), walk.ledger
-    return Simulation(ledger, tuple(lanes.spans), events, lanes.now, lanes.exposed, walk.unit_memory(), ledger.peak)
+    return Simulation(
+        ledger,
+        tuple(lanes.spans),
+        events,
+        lanes.now,
+        lanes.exposed,
+        walk.unit_memory(),
+        ledger.peak,
+    )
 
 
 @dataclass(slots=True)
@@ -125,16 +152,30 @@ class _Walk:
     # A unit that is called several times may be held for several calls at a time.
     held: dict[str, int] = field(default_factory=dict)  # bytes of the gathered buffers, by unit
     sent: dict[str, int] = field(default_factory=dict)  # bytes of casts on their way, by unit
-    ready: dict[str, list[float]] = field(default_factory=dict)  # when the gathers of a unit are over
-    arrived: bool = True  # whether the rank has waited for the unit that it has reached, or need not
-    left: Counter[str] = field(default_factory=Counter)  # reductions still to come in this backward, by unit
+    ready: dict[str, list[float]] = field(
+        default_factory=dict
+    )  # when the gathers of a unit are over
+    arrived: bool = (
+        True  # whether the rank has waited for the unit that it has reached, or need not
+    )
+    left: Counter[str] = field(
+        default_factory=Counter
+    )  # reductions still to come in this backward, by unit
     reductions: Counter[str] = field(default_factory=Counter)  # reductions of one backward, by unit
-    again: dict[str, int] = field(default_factory=dict)  # bytes gathered for a forward that runs again, by unit
-    slices: dict[str, int] = field(default_factory=dict)  # bytes of slices kept after forward, by unit
-    summed: set[tuple[str, str]] = field(default_factory=set)  # buffers that later micro-batches add to
+    again: dict[str, int] = field(
+        default_factory=dict
+    )  # bytes gathered for a forward that runs again, by unit
+    slices: dict[str, int] = field(
+        default_factory=dict
+    )  # bytes of slices kept after forward, by unit
+    summed: set[tuple[str, str]] = field(
+        default_factory=set
+    )  # buffers that later micro-batches add to
     running: deque[_Reduction] = field(default_factory=deque)
     graded: set[tuple[str, str]] = field(default_factory=set)  # buffers with a reduced gradient
-    held_changes: list[tuple[int, str, int]] = field(default_factory=list)  # moments before, unit, bytes
+    held_changes: list[tuple[int, str, int]] = field(
+        default_factory=list
+    )  # moments before, unit, bytes
     copied: int = 0  # bytes of a gathered buffer that was copied out and is not freed yet
     lingering: list[int] = field(default_factory=list)  # bytes of freed units that still count
 
@@ -221,7 +262,9 @@ class _Walk:
             return
         name = event.unit
         # Why ready: the unit may be gathered for its next call, while it is there for this one.
-        ahead = reached.unit != name or reached.what == "backward" or bool(self.ready.get(reached.unit))
+        ahead = (
+            reached.unit != name or reached.what == "backward" or bool(self.ready.get(reached.unit))
+        )
         if ahead and not self.runtime.accelerator and not self.arrived:
             self._await_unit(reached)
         sizes = self.sizes[name]
@@ -360,7 +403,11 @@ class _Walk:
 
     def _mode(self, name: str, buffer: BufferSizes) -> str:
         mode = unit_mode(self.reduce, name)
-        return buffer_mode(mode, cut=buffer.cut, repeated=buffer.repeated) if mode == "shard_each" else mode
+        return (
+            buffer_mode(mode, cut=buffer.cut, repeated=buffer.repeated)
+            if mode == "shard_each"
+            else mode
+        )
 
     def _join(self, name: str, buffer: BufferSizes) -> int:
         """Join the gradients of a unit into a buffer that waits for those of later micro-batches.
@@ -419,7 +466,10 @@ class _Walk:
             self.ledger.add("gradient shards", buffer.kept, host=host)
         if host:
             self.lanes.copy("reduce", buffer.reduced)
-        if (name, buffer.key) in self.graded:  # it is added to the gradient of the micro-batch before
+        if (
+            name,
+            buffer.key,
+        ) in self.graded:  # it is added to the gradient of the micro-batch before
             self.note("accumulate", name)
             self.ledger.free("gradient shards", buffer.kept, host=host)
         self.graded.add((name, buffer.key))

@@ -98,7 +98,9 @@ def sizes_of(unit: UnitPlan, *, accelerator: bool) -> UnitSizes:
         cast = unit.gathered_dtype(buffer) != _stored(unit, buffer.key)
         moved = unit.offload and accelerator
         trained = buffer.trainable
-        axes = [axis for axis, size in unit.mesh_axes.items() if size > 1 and axis not in buffer.local]
+        axes = [
+            axis for axis, size in unit.mesh_axes.items() if size > 1 and axis not in buffer.local
+        ]
         cast_grads = trained and unit.reduced_dtype(buffer) != unit.gathered_dtype(buffer)
         found.append(
             BufferSizes(

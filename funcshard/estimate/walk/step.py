@@ -83,7 +83,9 @@ class Timeline(Sequence[Moment]):
         return _moment(self._rows[index])
 
     def __eq__(self, other: object) -> bool:
-        return tuple(self) == tuple(other) if isinstance(other, Timeline | tuple) else NotImplemented
+        return (
+            tuple(self) == tuple(other) if isinstance(other, Timeline | tuple) else NotImplemented
+        )
 
     __hash__ = None  # type: ignore[assignment]  # a moment holds a dictionary
 
@@ -93,7 +95,12 @@ class Timeline(Sequence[Moment]):
 
 def _moment(row: Row) -> Moment:
     seconds, what, unit, sizes = row
-    return Moment(seconds, what, unit, {name: size for name, size in zip(CATEGORIES, sizes, strict=True) if size})
+    return Moment(
+        seconds,
+        what,
+        unit,
+        {name: size for name, size in zip(CATEGORIES, sizes, strict=True) if size},
+    )
 
 
 class Span(NamedTuple):
@@ -208,7 +215,11 @@ class Step:
     @property
     def mfu(self) -> float:
         """Model FLOPs utilization: FLOPs of the model in a second ÷ the hardware's peak."""
-        return self.flops / (self.step_time * self.peak_flops) if self.step_time and self.peak_flops else 0.0
+        return (
+            self.flops / (self.step_time * self.peak_flops)
+            if self.step_time and self.peak_flops
+            else 0.0
+        )
 
     @property
     def fits(self) -> bool:

@@ -45,7 +45,9 @@ class Compiled:
     @property
     def events(self) -> tuple[Event, ...]:
         """The event of each collective that starts, in order."""
-        return tuple(node.meta["event"] for node in self.graph.nodes if node.meta.get("event") is not None)
+        return tuple(
+            node.meta["event"] for node in self.graph.nodes if node.meta.get("event") is not None
+        )
 
     def __call__(self, *inputs: Any) -> list[Any]:
         return self._run(*inputs)
@@ -86,7 +88,10 @@ class CompilingBind:
         graphs = {text: graph for graph, text in codes.values()}
         for text in texts[begin:] + texts[:begin]:
             self._compile(text, graphs[text])
-        calls = {region: CompiledRegion(self._compiled[text], text) for region, (_, text) in codes.items()}
+        calls = {
+            region: CompiledRegion(self._compiled[text], text)
+            for region, (_, text) in codes.items()
+        }
         return Compiled(_schedule(step_graph, mesh, cut, calls), dict(step_graph.constants))
 
     def _compile(self, text: str, graph: fx.Graph) -> None:
@@ -98,12 +103,20 @@ class CompilingBind:
             like = [node.meta["val"] for node in graph.nodes if node.op == "placeholder"]
             backend = self.backend
             self._compiled[text] = (
-                inductor(module, like) if isinstance(backend, str) else compile_with(backend, module, like)
+                inductor(module, like)
+                if isinstance(backend, str)
+                else compile_with(backend, module, like)
             )
-            _log.debug("compile: a region of %d operations took %.1f s", len(graph.nodes), time.perf_counter() - start)
+            _log.debug(
+                "compile: a region of %d operations took %.1f s",
+                len(graph.nodes),
+                time.perf_counter() - start,
+            )
 
 
-def _schedule(step_graph: StepGraph, mesh: Mesh, cut: Cut, calls: dict[Region, CompiledRegion]) -> fx.Graph:
+def _schedule(
+    step_graph: StepGraph, mesh: Mesh, cut: Cut, calls: dict[Region, CompiledRegion]
+) -> fx.Graph:
     """Return the graph of all calls of a step."""
     storages = GraphStorages.find(step_graph.graph)
     graph = fx.Graph()
@@ -132,8 +145,16 @@ def _view(node: fx.Node, cut: Cut, graph: fx.Graph, value: Callable[[fx.Node], f
     """Return a view for an ordinary call, with as few operations as possible."""
     base = cut.behind(node)
     own, whole = node.meta["val"], base.meta["val"]
-    if isinstance(own, torch.Tensor) and isinstance(whole, torch.Tensor) and own.dtype == whole.dtype:
-        if (own.shape, own.stride(), own.storage_offset()) == (whole.shape, whole.stride(), whole.storage_offset()):
+    if (
+        isinstance(own, torch.Tensor)
+        and isinstance(whole, torch.Tensor)
+        and own.dtype == whole.dtype
+    ):
+        if (own.shape, own.stride(), own.storage_offset()) == (
+            whole.shape,
+            whole.stride(),
+            whole.storage_offset(),
+        ):
             return value(base)
         if own.is_contiguous() and whole.is_contiguous() and own.numel() == whole.numel():
             return graph.call_function(torch.ops.aten.view.default, (value(base), list(own.shape)))

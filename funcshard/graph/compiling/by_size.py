@@ -56,7 +56,11 @@ class BySize:
         run = self._made.get(sizes)
         if run is None:
             named = {name: size for (name, _), size in zip(self._where, sizes, strict=True)}
-            _log.debug("compile compiles a step for %s; it has compiled %d sizes", named, len(self._made) + 1)
+            _log.debug(
+                "compile compiles a step for %s; it has compiled %d sizes",
+                named,
+                len(self._made) + 1,
+            )
             run = self._made[sizes] = self._make(fixed(self._step_graph, named))
         found: list[Any] = run(*inputs)
         return found
@@ -68,7 +72,11 @@ def fixed(step_graph: StepGraph, sizes: dict[str, int]) -> StepGraph:
     graph = found.graph
     for node in list(graph.nodes):
         value = node.meta.get("val")
-        if node.op == "call_function" and type(value) in (int, float, bool) and not collective_of(node):
+        if (
+            node.op == "call_function"
+            and type(value) in (int, float, bool)
+            and not collective_of(node)
+        ):
             put_number(node, value)
             graph.erase_node(node)
     return dataclasses.replace(found, sizes={}, conditions=Conditions())

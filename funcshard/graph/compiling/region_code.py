@@ -41,10 +41,18 @@ def region_text(graph: fx.Graph) -> str:
         names[node] = f"%{len(names)}"
         if node.op == "placeholder":
             value = node.meta["val"]
-            form = value.dtype, tuple(value.shape), value.stride(), value.storage_offset(), value.device
+            form = (
+                value.dtype,
+                tuple(value.shape),
+                value.stride(),
+                value.storage_offset(),
+                value.device,
+            )
             lines.append(f"{names[node]} = {form}")
         else:
-            lines.append(f"{names[node]} = {node.target} {_operand(node.args, names)} {_operand(node.kwargs, names)}")
+            lines.append(
+                f"{names[node]} = {node.target} {_operand(node.args, names)} {_operand(node.kwargs, names)}"
+            )
     return "\n".join(lines)
 
 

@@ -27,7 +27,14 @@ from funcshard.graph.storages import GraphStorages
 _FUSED = ("aten::_fused_adamw_", "aten::_fused_adam_", "aten::_fused_sgd_", "aten::_fused_adagrad_")
 # Sums in the order of an index, which compilers give to several threads in no fixed order.
 # Parts of their names, because each of them has variants that write in place or check nothing.
-_SCATTERED = ("embedding_dense_backward", "index_put", "index_add", "index_reduce", "scatter_add", "scatter_reduce")
+_SCATTERED = (
+    "embedding_dense_backward",
+    "index_put",
+    "index_add",
+    "index_reduce",
+    "scatter_add",
+    "scatter_reduce",
+)
 _LEAST = 2  # operations; a single one runs as it is
 
 
@@ -133,7 +140,11 @@ class _Cutter:
         if target is operator.getitem:
             return True
         name = operator_name(target)
-        if not name.startswith(("aten::", "prims::")) or name in _FUSED or any(each in name for each in _SCATTERED):
+        if (
+            not name.startswith(("aten::", "prims::"))
+            or name in _FUSED
+            or any(each in name for each in _SCATTERED)
+        ):
             return False
         if {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape} & set(target.tags):
             return False
@@ -182,24 +193,40 @@ class _Cutter:
                     yield node
 
     def _touched(self, node: fx.Node) -> set[int]:
-        return {storage for each in (node, *node.all_input_nodes) for storage in self.storages.of[each]}
+        return {
+            storage for each in (node, *node.all_input_nodes) for storage in self.storages.of[each]
+        }
 
     def _written(self, node: fx.Node) -> set[int]:
         return self._touched(node) if writes(node) else set()
 
     def _find_inputs(self, region: Region) -> None:
         inside = set(region.nodes)
-        found = (self.found.behind(each) for node in region.nodes for each in node.all_input_nodes if each not in inside)
+        found = (
+            self.found.behind(each)
+            for node in region.nodes
+            for each in node.all_input_nodes
+            if each not in inside
+        )
         region.inputs = list(dict.fromkeys(each for each in found if each not in inside))
 
     def _is_worth(self, region: Region) -> bool:
         storages = [storage for node in region.inputs for storage in self.storages.of[node]]
         alone = len(set(storages)) == len(storages)
         tensors = all(isinstance(node.meta.get("val"), torch.Tensor) for node in region.inputs)
-        return alone and tensors and sum(node.target is not operator.getitem for node in region.nodes) >= _LEAST
+        return (
+            alone
+            and tensors
+            and sum(node.target is not operator.getitem for node in region.nodes) >= _LEAST
+        )
 
     def _find_outputs(self) -> None:
-        region_of = {node: step for step in self.found.steps if isinstance(step, Region) for node in step.nodes}
+        region_of = {
+            node: step
+            for step in self.found.steps
+            if isinstance(step, Region)
+            for node in step.nodes
+        }
         used: dict[fx.Node, None] = {}
         for node in self.graph.nodes:
             own = region_of.get(node)
@@ -207,7 +234,9 @@ class _Cutter:
                 continue  # each user makes the view itself
             for each in node.all_input_nodes:
                 base = each
-                while base in self.found.views and not (own is not None and region_of.get(base) is own):
+                while base in self.found.views and not (
+                    own is not None and region_of.get(base) is own
+                ):
                     base = self.found.views[base]
                 if base in region_of and region_of[base] is not own:
                     used[base] = None

@@ -31,7 +31,12 @@ class CompiledRegion:
 
 
 # Methods cost a third of the call of an operator.
-_METHODS = {"aten::view": "view", "aten::t": "t", "aten::as_strided": "as_strided", "aten::transpose": "transpose"}
+_METHODS = {
+    "aten::view": "view",
+    "aten::t": "t",
+    "aten::as_strided": "as_strided",
+    "aten::transpose": "transpose",
+}
 
 
 def as_function(graph: fx.Graph, constants: dict[str, torch.Tensor]) -> Callable[..., list[Any]]:
@@ -55,14 +60,18 @@ class _Writer:
             if node.op == "placeholder":
                 inputs.append(name)
             elif node.op == "output":
-                self.lines.append(f"return [{', '.join(self._operand(each) for each in node.args[0])}]")
+                self.lines.append(
+                    f"return [{', '.join(self._operand(each) for each in node.args[0])}]"
+                )
                 break
             elif node.op == "get_attr":
                 self.lines.append(f"{name} = {self._global(self.constants[str(node.target)])}")
             elif isinstance(node.target, CompiledRegion):
                 self._region(node, free)
                 continue
-            elif not (node.target is operator.getitem and isinstance(node.args[0].target, CompiledRegion)):
+            elif not (
+                node.target is operator.getitem and isinstance(node.args[0].target, CompiledRegion)
+            ):
                 self.lines.append(f"{name} = {self._call(node)}")
             self._free(free[node])
         body = "\n".join(f"    {line}" for line in self.lines)

@@ -10,7 +10,9 @@ from funcshard.graph.tidying import drop_unused_nodes
 from funcshard.graph.traced import Traced
 
 
-def applied(traced: Traced, edit: Callable[[StepGraph], None], name: str, *, keeps_order: bool = True) -> Traced:
+def applied(
+    traced: Traced, edit: Callable[[StepGraph], None], name: str, *, keeps_order: bool = True
+) -> Traced:
     """Return a traced step whose graphs are changed by ``edit``, now and when it records again.
 
     Arguments:
@@ -23,7 +25,9 @@ def applied(traced: Traced, edit: Callable[[StepGraph], None], name: str, *, kee
         TypeError: ``traced`` is no traced step.
     """
     if not isinstance(traced, Traced):
-        raise TypeError(f"{name} takes the traced step that fs.trace returned; found {type(traced).__name__}")
+        raise TypeError(
+            f"{name} takes the traced step that fs.trace returned; found {type(traced).__name__}"
+        )
 
     def change(step_graph: StepGraph) -> StepGraph:
         new = step_graph.copy()

@@ -70,7 +70,9 @@ def bucket(traced: Traced, *, bucket_bytes: int | str) -> Traced:
     Source: the buckets of DistributedDataParallel.
     """
     limit = check_bytes("bucket_bytes", bucket_bytes, example="4MiB")
-    return applied(traced, lambda step_graph: _bucket(step_graph, limit), "bucket", keeps_order=False)
+    return applied(
+        traced, lambda step_graph: _bucket(step_graph, limit), "bucket", keeps_order=False
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -102,8 +104,17 @@ class _Member:
     @property
     def key(self) -> Hashable:
         """All in which the members of a bucket agree."""
-        dtype: Any = self.start.args[1] if self.kind == "reduce_scatter" else self.data[0].meta["val"].dtype
-        return self.kind, self.event.buffer, self.event.dtype, self.event.axis, self.event.ranks, dtype
+        dtype: Any = (
+            self.start.args[1] if self.kind == "reduce_scatter" else self.data[0].meta["val"].dtype
+        )
+        return (
+            self.kind,
+            self.event.buffer,
+            self.event.dtype,
+            self.event.axis,
+            self.event.ranks,
+            dtype,
+        )
 
 
 def _bucket(step_graph: StepGraph, limit: int) -> None:
@@ -121,7 +132,9 @@ def _bucket(step_graph: StepGraph, limit: int) -> None:
             for member in members:
                 graph.erase_node(member.wait)
                 graph.erase_node(member.start)
-        if found and kind != "all_gather":  # the users of a reduction's result come after the bucket's
+        if (
+            found and kind != "all_gather"
+        ):  # the users of a reduction's result come after the bucket's
             _sort(graph, needed)
 
 
@@ -143,7 +156,10 @@ def _assign(graph: fx.Graph, limit: int) -> dict[str, int]:
     last, size, number = None, 0, 0
     for unit, events in buffers.items():
         own = sum(event.bytes for event in events.values())
-        key = {(event.kind, event.buffer, event.dtype, event.axis, event.ranks) for event in events.values()}
+        key = {
+            (event.kind, event.buffer, event.dtype, event.axis, event.ranks)
+            for event in events.values()
+        }
         if own > limit:
             last = None
             continue
@@ -155,13 +171,19 @@ def _assign(graph: fx.Graph, limit: int) -> dict[str, int]:
 
 
 def _find(
-    step_graph: StepGraph, kind: str, bucket_of: Mapping[str, int], storages: GraphStorages, needed: Needed
+    step_graph: StepGraph,
+    kind: str,
+    bucket_of: Mapping[str, int],
+    storages: GraphStorages,
+    needed: Needed,
 ) -> list[list[_Member]]:
     """Return the collectives of a kind that become one, in the order of the step."""
     graph = step_graph.graph
     forward = forward_nodes(step_graph)
     position = {node: number for number, node in enumerate(graph.nodes)}
-    gathered = {each.start: each for each in gathered_buffers(graph, storages) if each.base is each.wait}
+    gathered = {
+        each.start: each for each in gathered_buffers(graph, storages) if each.base is each.wait
+    }
     found: list[list[_Member]] = []
     growing: dict[Hashable, list[_Member]] = {}
     phase = False
@@ -171,13 +193,17 @@ def _find(
             growing.clear()
             continue
         wait = waits[start]
-        if start in gathered and phase != (phase := any(use in forward for use in uses_of(wait, storages))):
+        if start in gathered and phase != (
+            phase := any(use in forward for use in uses_of(wait, storages))
+        ):
             growing.clear()
         event = start.meta.get("event")
         if event is None or event.kind != kind or event.unit not in bucket_of:
             continue
         member = _Member(start, wait, event, gathered.get(start))
-        if (kind == "all_gather" and member.gathered is None) or any(node.meta["val"].ndim != 1 for node in member.data):
+        if (kind == "all_gather" and member.gathered is None) or any(
+            node.meta["val"].ndim != 1 for node in member.data
+        ):
             continue
         key = bucket_of[event.unit], member.key
         own = growing.get(key, [])
@@ -191,12 +217,18 @@ def _find(
 
 
 def _may_join(
-    own: list[_Member], member: _Member, storages: GraphStorages, position: dict[fx.Node, int], needed: Needed
+    own: list[_Member],
+    member: _Member,
+    storages: GraphStorages,
+    position: dict[fx.Node, int],
+    needed: Needed,
 ) -> bool:
     """Return whether all members have their data when the bucket starts, and keep it."""
     if member.gathered is not None:
         inputs = [each for node in member.gathered.payload_nodes() for each in node.all_input_nodes]
-        return not _is_written([*member.data, *inputs], own[0].start, member.start, storages, position)
+        return not _is_written(
+            [*member.data, *inputs], own[0].start, member.start, storages, position
+        )
     if any(_is_written(each.data, each.start, member.start, storages, position) for each in own):
         return False
     first, waits = position[own[0].start], {each.wait for each in own}
@@ -213,13 +245,18 @@ def _may_join(
 
 
 def _is_written(
-    nodes: Sequence[fx.Node], start: fx.Node, end: fx.Node, storages: GraphStorages, position: dict[fx.Node, int]
+    nodes: Sequence[fx.Node],
+    start: fx.Node,
+    end: fx.Node,
+    storages: GraphStorages,
+    position: dict[fx.Node, int],
 ) -> bool:
     """Return whether memory of nodes is written to between two others."""
     taken = {storage for node in nodes for storage in storages.of[node]}
     users = [(storage, user) for storage in taken for user in storages.users[storage]]
     return any(
-        position[start] < position[user] < position[end] and storage in written_storages(user, storages)
+        position[start] < position[user] < position[end]
+        and storage in written_storages(user, storages)
         for storage, user in users
     )
 
@@ -243,8 +280,14 @@ def _join_gathers(members: list[_Member], in_order: list[_Member]) -> None:
         start = _start(first, in_order, add_node(graph, _ATEN.cat.default, payloads), True)
     with graph.inserting_before(first.wait):
         rows = add_node(graph, _ATEN.view.default, add_node(graph, _WAIT, start), [ranks, -1])
-        fulls = [add_node(graph, _ATEN.new_empty.default, rows, [ranks * size], pin_memory=False) for size in sizes]
-        outs = [add_node(graph, _ATEN.view.default, full, [ranks, size]) for full, size in zip(fulls, sizes, strict=True)]
+        fulls = [
+            add_node(graph, _ATEN.new_empty.default, rows, [ranks * size], pin_memory=False)
+            for size in sizes
+        ]
+        outs = [
+            add_node(graph, _ATEN.view.default, full, [ranks, size])
+            for full, size in zip(fulls, sizes, strict=True)
+        ]
         add_node(graph, _ATEN.split_with_sizes_copy.out, rows, sizes, 1, out=outs)
     for member, full in zip(in_order, fulls, strict=True):
         replace_node(member.wait, full)
@@ -259,7 +302,10 @@ def _join_reductions(members: list[_Member], in_order: list[_Member]) -> None:
         wholes = [_whole(member) for member in in_order]
         if cut:
             # Why by rank: each rank receives its slice of every unit, one after another.
-            rows = [add_node(graph, _ATEN.view.default, whole, [last.event.ranks, -1]) for whole in wholes]
+            rows = [
+                add_node(graph, _ATEN.view.default, whole, [last.event.ranks, -1])
+                for whole in wholes
+            ]
             joined = add_node(graph, _ATEN.cat.default, rows, 1)
             data: Any = [add_node(graph, _ATEN.view.default, joined, [-1])]
             start = _start(last, in_order, data, last.start.args[1])
@@ -267,7 +313,9 @@ def _join_reductions(members: list[_Member], in_order: list[_Member]) -> None:
             start = _start(last, in_order, add_node(graph, _ATEN.cat.default, wholes))
     with graph.inserting_before(last.wait):
         sizes = [member.wait.meta["val"].numel() for member in in_order]
-        split = add_node(graph, _ATEN.split_with_sizes_copy.default, add_node(graph, _WAIT, start), sizes)
+        split = add_node(
+            graph, _ATEN.split_with_sizes_copy.default, add_node(graph, _WAIT, start), sizes
+        )
         for number, member in enumerate(in_order):
             replace_node(member.wait, add_node(graph, operator.getitem, split, number))
 
@@ -275,16 +323,24 @@ def _join_reductions(members: list[_Member], in_order: list[_Member]) -> None:
 def _whole(member: _Member) -> fx.Node:
     """Add the data of a reduction as one tensor, in the dtype of the sum."""
     graph = member.start.graph
-    found = member.data[0] if len(member.data) == 1 else add_node(graph, _ATEN.cat.default, member.data)
+    found = (
+        member.data[0] if len(member.data) == 1 else add_node(graph, _ATEN.cat.default, member.data)
+    )
     dtype = member.wait.meta["val"].dtype
-    return found if found.meta["val"].dtype == dtype else add_node(graph, conversion(), found, dtype=dtype)
+    return (
+        found
+        if found.meta["val"].dtype == dtype
+        else add_node(graph, conversion(), found, dtype=dtype)
+    )
 
 
 def _start(like: _Member, in_order: list[_Member], data: Any, *more: Any) -> fx.Node:
     """Add the start of the collective of several members."""
     units = [member.event.unit or "" for member in in_order]
     label = f"buffer {like.event.buffer!r} of units {' + '.join(map(repr, units))}"
-    event = dataclasses.replace(like.event, unit=" + ".join(units), bytes=sum(member.event.bytes for member in in_order))
+    event = dataclasses.replace(
+        like.event, unit=" + ".join(units), bytes=sum(member.event.bytes for member in in_order)
+    )
     given = operator_arguments(like.start.target, like.start.args, like.start.kwargs)
     where = (event.unit, event.buffer, given["axis"], given["ranks"], label)
     start = add_node(like.start.graph, like.start.target, data, *more, *where)

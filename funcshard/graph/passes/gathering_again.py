@@ -56,7 +56,9 @@ def gather_again(traced: Traced, *, units: Sequence[str] | None = None) -> Trace
     Source: ``reshard_after_forward=True`` of FSDP2.
     """
     if units is not None and (isinstance(units, str) or not isinstance(units, Iterable)):
-        raise TypeError(f"units must be a list of names of units; found {units!r}: write ['blocks.0', 'blocks.1']")
+        raise TypeError(
+            f"units must be a list of names of units; found {units!r}: write ['blocks.0', 'blocks.1']"
+        )
     names = None if units is None else list(units)
     return applied(traced, lambda step_graph: _gather_again(step_graph, names), "gather_again")
 
@@ -85,13 +87,23 @@ def _gather_again(step_graph: StepGraph, units: list[str] | None) -> None:
     for unit in units or ():
         if unit not in names:
             known = ", ".join(map(repr, sorted(names)[:4])) or "no unit"
-            hint = did_you_mean(str(unit), sorted(names), otherwise=f"it gathers {known}" + " and others" * (len(names) > 4))
-            raise ValueError(f"gather_again takes names of units that the step gathers; found {unit!r}: {hint}")
+            hint = did_you_mean(
+                str(unit),
+                sorted(names),
+                otherwise=f"it gathers {known}" + " and others" * (len(names) > 4),
+            )
+            raise ValueError(
+                f"gather_again takes names of units that the step gathers; found {unit!r}: {hint}"
+            )
     chosen = names - {""} if units is None else {*units}
     forward = forward_nodes(step_graph)
     order = list(graph.nodes)
     position = {node: number for number, node in enumerate(order)}
-    uses = [_Use(position[node], node, each, node in forward) for each in gathered for node in uses_of(each.base, storages)]
+    uses = [
+        _Use(position[node], node, each, node in forward)
+        for each in gathered
+        for node in uses_of(each.base, storages)
+    ]
     uses.sort(key=lambda use: use.position)
     new: dict[Gathered, _Copies] = {}
     last: dict[Gathered, _Use] = {}
@@ -100,7 +112,9 @@ def _gather_again(step_graph: StepGraph, units: list[str] | None) -> None:
         if own.unit not in chosen or _is_written(own, storages):
             continue
         if not use.forward and own in last and last[own].forward:
-            new[own] = _Copies.gather(own, _place_ahead(uses[:number], use, order, forward), use.node)
+            new[own] = _Copies.gather(
+                own, _place_ahead(uses[:number], use, order, forward), use.node
+            )
         last[own] = use
         if own in new:
             new[own].give(use.node, storages)
@@ -108,10 +122,14 @@ def _gather_again(step_graph: StepGraph, units: list[str] | None) -> None:
 
 def _is_written(gathered: Gathered, storages: GraphStorages) -> bool:
     (storage,) = storages.of[gathered.base]
-    return any(storage in written_storages(user, storages) for user in uses_of(gathered.base, storages))
+    return any(
+        storage in written_storages(user, storages) for user in uses_of(gathered.base, storages)
+    )
 
 
-def _place_ahead(earlier: list[_Use], use: _Use, order: list[fx.Node], forward: set[fx.Node]) -> fx.Node:
+def _place_ahead(
+    earlier: list[_Use], use: _Use, order: list[fx.Node], forward: set[fx.Node]
+) -> fx.Node:
     """Return the node before which the gather for a use starts.
 
     It is the first operation of the unit that backward reaches before; at the begin of backward,
@@ -125,7 +143,9 @@ def _place_ahead(earlier: list[_Use], use: _Use, order: list[fx.Node], forward: 
             place = before
     if place is not None:
         return place.node
-    return order[next(number for number in range(use.position - 1, -1, -1) if order[number] in forward) + 1]
+    return order[
+        next(number for number in range(use.position - 1, -1, -1) if order[number] in forward) + 1
+    ]
 
 
 class _Copies:
@@ -147,7 +167,9 @@ class _Copies:
             payload = copies.get(gathered.payload, gathered.payload)
             given = (payload, old.args[1], gathered.unit, gathered.buffer, *old.args[4:6], label)
             start = add_node(graph, old.target, *given)
-            start.meta["event"] = dataclasses.replace(old.meta["event"], unit=gathered.unit, bytes=gathered.bytes)
+            start.meta["event"] = dataclasses.replace(
+                old.meta["event"], unit=gathered.unit, bytes=gathered.bytes
+            )
         with graph.inserting_before(use):
             return cls(gathered.base, add_node(graph, torch.ops.funcshard.wait.default, start))
 
@@ -160,7 +182,11 @@ class _Copies:
 
     def _copy(self, node: fx.Node, storages: GraphStorages) -> fx.Node:
         if node not in self._copies:
-            inputs = {each: self._copy(each, storages) for each in node.all_input_nodes if self._is_ours(each, storages)}
+            inputs = {
+                each: self._copy(each, storages)
+                for each in node.all_input_nodes
+                if self._is_ours(each, storages)
+            }
             self._copies[node] = clone_node(self._graph, node, inputs)
         return self._copies[node]
 

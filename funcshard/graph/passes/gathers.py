@@ -65,10 +65,16 @@ class Gathered:
         """Return how an argument is computed; equal for equal computations of the same inputs."""
         if isinstance(value, fx.Node):
             value = self.part if value is self.whole else value
-            return (value.target, self._value_of(value.args), self._value_of(value.kwargs)) if is_pure(value) else value
+            return (
+                (value.target, self._value_of(value.args), self._value_of(value.kwargs))
+                if is_pure(value)
+                else value
+            )
         if isinstance(value, Mapping):
             return tuple((key, self._value_of(each)) for key, each in value.items())
-        found: Hashable = tuple(map(self._value_of, value)) if isinstance(value, tuple | list) else value
+        found: Hashable = (
+            tuple(map(self._value_of, value)) if isinstance(value, tuple | list) else value
+        )
         return found
 
 
@@ -77,7 +83,11 @@ def gathered_buffers(graph: fx.Graph, storages: GraphStorages) -> list[Gathered]
 
     A gather is left out if its data comes from another one, as with ``reshard_after_forward=n``.
     """
-    return [each for start, (wait,) in starts_and_waits(graph) for each in _buffers_of(start, wait, storages)]
+    return [
+        each
+        for start, (wait,) in starts_and_waits(graph)
+        for each in _buffers_of(start, wait, storages)
+    ]
 
 
 def _buffers_of(start: fx.Node, wait: fx.Node, storages: GraphStorages) -> Iterator[Gathered]:
@@ -90,7 +100,17 @@ def _buffers_of(start: fx.Node, wait: fx.Node, storages: GraphStorages) -> Itera
     units, split = event.unit.split(" + "), _split_of(wait)
     if split is None:
         (storage,) = storages.of[wait]
-        yield Gathered(event.unit, event.buffer, start, wait, payload, payload, payload, wait, storages.bytes[storage])
+        yield Gathered(
+            event.unit,
+            event.buffer,
+            start,
+            wait,
+            payload,
+            payload,
+            payload,
+            wait,
+            storages.bytes[storage],
+        )
         return
     outs: Any = split.kwargs["out"]
     whole = payload
@@ -100,7 +120,9 @@ def _buffers_of(start: fx.Node, wait: fx.Node, storages: GraphStorages) -> Itera
     for unit, part, out in zip(units, parts, outs, strict=True):
         (base,) = out.all_input_nodes
         (storage,) = storages.of[base]
-        yield Gathered(unit, event.buffer, start, wait, payload, part, whole, base, storages.bytes[storage])
+        yield Gathered(
+            unit, event.buffer, start, wait, payload, part, whole, base, storages.bytes[storage]
+        )
 
 
 def _is_from_inputs(payload: fx.Node, storages: GraphStorages) -> bool:
@@ -110,7 +132,11 @@ def _is_from_inputs(payload: fx.Node, storages: GraphStorages) -> bool:
         node = waiting.pop()
         if node.op == "call_function":
             own = {storage for storage in storages.of[node] if storages.made[storage] is node}
-            written = any(written_storages(user, storages) & own for storage in own for user in storages.users[storage])
+            written = any(
+                written_storages(user, storages) & own
+                for storage in own
+                for user in storages.users[storage]
+            )
             if written or not is_pure(node):
                 return False
             waiting += node.all_input_nodes

@@ -102,7 +102,13 @@ def _candidates(graph: fx.Graph, storages: GraphStorages) -> list[_Candidate]:
     """Return the gathers of data that was gathered before, and that no operation writes to."""
     position = {node: number for number, node in enumerate(graph.nodes)}
     # Why by collectives, and not by operations: their number is the same on all ranks.
-    moment = dict(zip(position, accumulate((collective_of(node) in STARTS for node in position), initial=0), strict=False))
+    moment = dict(
+        zip(
+            position,
+            accumulate((collective_of(node) in STARTS for node in position), initial=0),
+            strict=False,
+        )
+    )
     collectives: dict[fx.Node, list[Gathered]] = defaultdict(list)
     for each in gathered_buffers(graph, storages):
         collectives[each.start].append(each)
@@ -111,19 +117,34 @@ def _candidates(graph: fx.Graph, storages: GraphStorages) -> list[_Candidate]:
     for start, seconds in collectives.items():
         firsts = [last[each.key] for each in seconds if each.key in last]
         last |= {each.key: each for each in seconds}
-        if len(firsts) < len(seconds) or any(map(partial(_written, storages, position), firsts, seconds)):
+        if len(firsts) < len(seconds) or any(
+            map(partial(_written, storages, position), firsts, seconds)
+        ):
             continue
         uses = [user for first in firsts for user in (first.wait, *uses_of(first.base, storages))]
-        found.append(_Candidate(firsts, seconds, range(max(map(moment.__getitem__, uses)), moment[start] + 1)))
+        found.append(
+            _Candidate(
+                firsts, seconds, range(max(map(moment.__getitem__, uses)), moment[start] + 1)
+            )
+        )
     return found
 
 
-def _written(storages: GraphStorages, position: dict[fx.Node, int], one: Gathered, other: Gathered) -> bool:
+def _written(
+    storages: GraphStorages, position: dict[fx.Node, int], one: Gathered, other: Gathered
+) -> bool:
     """Return whether a node writes to a gathered buffer, or to the shard between two gathers."""
     for each in (one, other):
-        if any(storages.of[each.base][0] in written_storages(user, storages) for user in uses_of(each.base, storages)):
+        if any(
+            storages.of[each.base][0] in written_storages(user, storages)
+            for user in uses_of(each.base, storages)
+        ):
             return True
-    inputs = {each for node in (other.part, *other.payload_nodes()) for each in (node, *node.all_input_nodes)}
+    inputs = {
+        each
+        for node in (other.part, *other.payload_nodes())
+        for each in (node, *node.all_input_nodes)
+    }
     for storage in {storage for node in inputs for storage in storages.of[node]}:
         for user in storages.users[storage]:
             between = position[one.start] < position[user] < position[other.start]

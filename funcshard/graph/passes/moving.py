@@ -13,7 +13,9 @@ from funcshard.graph.storages import held_until
 from funcshard.graph.traced import Traced
 
 
-def gather_earlier(traced: Traced, *, by: int | None = None, budget: int | str | None = None) -> Traced:
+def gather_earlier(
+    traced: Traced, *, by: int | None = None, budget: int | str | None = None
+) -> Traced:
     """Start gathers of units earlier, so that more of the step runs while data is on its way.
 
     All collectives stay in their order. A gather starts as early as the collective before it and
@@ -57,7 +59,9 @@ def gather_earlier(traced: Traced, *, by: int | None = None, budget: int | str |
     if by is not None:
         check_count("by", by, of="units")
     limit = None if budget is None else check_bytes("budget", budget, example="1GiB")
-    return applied(traced, lambda step_graph: _gather_earlier(step_graph, by, limit), "gather_earlier")
+    return applied(
+        traced, lambda step_graph: _gather_earlier(step_graph, by, limit), "gather_earlier"
+    )
 
 
 def wait_later(traced: Traced, *, budget: int | str | None = None) -> Traced:
@@ -112,7 +116,12 @@ def _gather_earlier(step_graph: StepGraph, by: int | None, budget: int | None) -
     for start, (wait,) in list(starts_and_waits(step_graph.graph)):
         if _is_unit_gather(start):
             units = start.meta["event"].unit.split(" + ")
-            _move_start(timeline, start, [each for each in (before, *map(freed.get, units)) if each is not None], by)
+            _move_start(
+                timeline,
+                start,
+                [each for each in (before, *map(freed.get, units)) if each is not None],
+                by,
+            )
             freed |= dict.fromkeys(units, timeline.last[timeline.storages.of[wait][0]])
         before = start
 
@@ -130,14 +139,25 @@ def _move_start(timeline: Timeline, start: fx.Node, before: list[fx.Node], by: i
     inputs = sum(node.op == "placeholder" for node in order)
     floor = max(map(position.__getitem__, before), default=inputs - 1)
     # Why also here: collectives of torch, as of DTensors, are no unit's.
-    floor = max((number for number in range(floor + 1, position[start]) if communicates(order[number])), default=floor)
+    floor = max(
+        (number for number in range(floor + 1, position[start]) if communicates(order[number])),
+        default=floor,
+    )
     for node in (*group, start):
         for each in node.all_input_nodes:
             if each not in group:
                 floor = max(floor, position[each])
             for storage in timeline.storages.of[each]:
-                writers = [user for user in timeline.storages.users[storage] if position[user] < position[start]]
-                writes = [position[user] for user in writers if storage in written_storages(user, timeline.storages)]
+                writers = [
+                    user
+                    for user in timeline.storages.users[storage]
+                    if position[user] < position[start]
+                ]
+                writes = [
+                    position[user]
+                    for user in writers
+                    if storage in written_storages(user, timeline.storages)
+                ]
                 floor = max(floor, *writes, -1)
     moved = sorted((*group, start), key=position.__getitem__)
     place, held, overtaken = position[start], 0, 0
@@ -185,12 +205,21 @@ def _move_wait(timeline: Timeline, wait: fx.Node) -> None:
             (moved if views else uses).append(user)
     end = min(map(position.__getitem__, uses), default=position[wait])
     (start,) = wait.all_input_nodes
-    data = {storage for node in held_until(wait) for storage in storages.of[node] if storage in timeline.last}
-    data |= {storage for storage in timeline.made[start] if storage not in storages.of[start]}  # a copy that is sent
+    data = {
+        storage
+        for node in held_until(wait)
+        for storage in storages.of[node]
+        if storage in timeline.last
+    }
+    data |= {
+        storage for storage in timeline.made[start] if storage not in storages.of[start]
+    }  # a copy that is sent
     place = position[wait] + 1
     for number in range(position[wait] + 1, end):
         node = timeline.order[number]
-        held = sum(storages.bytes[storage] for storage in data if position[timeline.last[storage]] < number)
+        held = sum(
+            storages.bytes[storage] for storage in data if position[timeline.last[storage]] < number
+        )
         if timeline.live[node] + held > timeline.limit:
             break
         place = number + 1

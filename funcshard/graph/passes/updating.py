@@ -80,7 +80,9 @@ def _update_early(step_graph: StepGraph) -> None:
         if len({arrivals[each] for each in awaited[node]}) > 1:
             reasons.append(_joint(node, needed, awaited, arrivals))
         elif stop is not None:
-            reasons.append(f"a collective, {stop.name!r}, on which the update of {_names(arrivals[place])} depends")
+            reasons.append(
+                f"a collective, {stop.name!r}, on which the update of {_names(arrivals[place])} depends"
+            )
         else:
             for each in sorted(group, key=position.__getitem__):
                 ends.get(place, place).append(each)
@@ -98,7 +100,11 @@ def _arrivals(graph: fx.Graph) -> dict[fx.Node, Units]:
     last: dict[tuple[str, str], fx.Node] = {}
     for start, (wait,) in starts_and_waits(graph):
         event = start.meta.get("event")
-        if event is not None and event.unit is not None and event.kind in ("reduce_scatter", "all_reduce"):
+        if (
+            event is not None
+            and event.unit is not None
+            and event.kind in ("reduce_scatter", "all_reduce")
+        ):
             last |= {(unit, event.buffer): wait for unit in event.unit.split(" + ")}
     found: dict[fx.Node, Units] = {}
     for (unit, _), wait in last.items():
@@ -126,7 +132,9 @@ def _updates(step_graph: StepGraph, storages: GraphStorages) -> list[fx.Node]:
     places = step_graph.results[: len(tree.leaves(state))]
     found = {outputs[place.number]: None for place in places if isinstance(place, Place)}
     given = {number for number, node in storages.made.items() if node.op == "placeholder"}
-    found |= {node: None for node in step_graph.graph.nodes if written_storages(node, storages) & given}
+    found |= {
+        node: None for node in step_graph.graph.nodes if written_storages(node, storages) & given
+    }
     return [node for node in found if node.op == "call_function"]
 
 
@@ -155,7 +163,9 @@ def _joint(
     arrivals: Mapping[fx.Node, Units],
 ) -> str:
     """Return words for the first operation on which a node depends and that joins several units."""
-    while larger := [each for each in needed[node] if len({arrivals[wait] for wait in awaited[each]}) > 1]:
+    while larger := [
+        each for each in needed[node] if len({arrivals[wait] for wait in awaited[each]}) > 1
+    ]:
         node = larger[0]
     units = frozenset().union(*(arrivals[each] for each in awaited[node]))
     return f"{operator_name(node.target) or node.name}, which joins gradients of {_names(units)}"
@@ -163,7 +173,9 @@ def _joint(
 
 def _names(units: Iterable[str]) -> str:
     names = sorted(unit or "(root)" for unit in units)
-    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return ", ".join(map(repr, names[:3])) + (
+        f" and {len(names) - 3} more" if len(names) > 3 else ""
+    )
 
 
 # --- operations on lists --------------------------------------------------------------------------
@@ -189,10 +201,14 @@ def _split_list(graph: fx.Graph, node: fx.Node) -> None:
     results: dict[int, fx.Node] = {}
     with graph.inserting_before(node):
         for number in range(count):
-            own = {name: [value[number]] if name in names else value for name, value in given.items()}
+            own = {
+                name: [value[number]] if name in names else value for name, value in given.items()
+            }
             args = [own.pop(name) for name in list(own)[: len(node.args)]]
             part = add_node(graph, node.target, *args, **own)
-            if any(user.target is operator.getitem and user.args[1] == number for user in node.users):
+            if any(
+                user.target is operator.getitem and user.args[1] == number for user in node.users
+            ):
                 results[number] = add_node(graph, operator.getitem, part, 0)
     for user in list(node.users):
         place: Any = user.args[1]

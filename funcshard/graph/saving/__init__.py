@@ -13,4 +13,12 @@ from funcshard.graph.saving.agreement import save_together
 from funcshard.graph.saving.graph_file import FileContents, read_file, recordings_text, text_digest
 from funcshard.graph.saving.recordings import graph_from, graph_to
 
-__all__ = ["FileContents", "graph_from", "graph_to", "read_file", "recordings_text", "save_together", "text_digest"]
+__all__ = [
+    "FileContents",
+    "graph_from",
+    "graph_to",
+    "read_file",
+    "recordings_text",
+    "save_together",
+    "text_digest",
+]

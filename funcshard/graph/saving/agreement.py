@@ -14,7 +14,14 @@ _SHOWN = 90  # characters of a line in an error
 
 
 def save_together(
-    path: Path, facts: dict[str, Any], text: str, collectives: str, mesh: Mesh, *, per_rank: bool, error: str = ""
+    path: Path,
+    facts: dict[str, Any],
+    text: str,
+    collectives: str,
+    mesh: Mesh,
+    *,
+    per_rank: bool,
+    error: str = "",
 ) -> None:
     """Write one file for all ranks; every rank of the mesh has to call this.
 
@@ -37,7 +44,11 @@ def save_together(
     found = [json.loads(each) for each in all_gather_texts(mesh, json.dumps(own), "a saved step")]
     for rank, each in enumerate(found):
         if each["error"]:
-            raise ValueError(each["error"] if each["error"] == error else f"rank {rank} cannot save: {each['error']}")
+            raise ValueError(
+                each["error"]
+                if each["error"] == error
+                else f"rank {rank} cannot save: {each['error']}"
+            )
     for rank, each in enumerate(found):
         if (each["facts"], each["per_rank"]) != (found[0]["facts"], found[0]["per_rank"]):
             raise ValueError(
@@ -45,17 +56,23 @@ def save_together(
                 f"the number of passes or per_rank"
             )
     digests = [each["text"] for each in found]
-    firsts = [digests.index(digest) for digest in dict.fromkeys(digests)]  # the first rank of each kind
+    firsts = [
+        digests.index(digest) for digest in dict.fromkeys(digests)
+    ]  # the first rank of each kind
     texts = {0: text}
     if len(firsts) > 1:
         here = text if mesh.rank in firsts else ""
-        sent = all_gather_texts(mesh, json.dumps([here, collectives if here else ""]), "the graphs of a saved step")
+        sent = all_gather_texts(
+            mesh, json.dumps([here, collectives if here else ""]), "the graphs of a saved step"
+        )
         both = {rank: json.loads(sent[rank]) for rank in firsts}
         texts = {rank: text for rank, (text, _) in both.items()}
         for rank in firsts[1:]:
             if both[rank][1] != both[0][1]:
                 where = _first_difference(both[0][1], both[rank][1])
-                raise ValueError(f"the collectives of ranks 0 and {rank} differ, so a run would wait for ever: {where}")
+                raise ValueError(
+                    f"the collectives of ranks 0 and {rank} differ, so a run would wait for ever: {where}"
+                )
             if not per_rank:
                 where = _first_difference(texts[0], texts[rank])
                 raise ValueError(
@@ -80,7 +97,14 @@ def _first_difference(one: str, other: str) -> str:
     lines: Sequence[tuple[str, str]] = list(zip(one.splitlines(), other.splitlines(), strict=False))
     for number, (first, second) in enumerate(lines, 1):
         if first != second:
-            same = next((i for i, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), 0)
+            same = next(
+                (
+                    i
+                    for i, pair in enumerate(zip(first, second, strict=False))
+                    if pair[0] != pair[1]
+                ),
+                0,
+            )
             begin = max(0, same - _SHOWN // 2)
             return f"line {number} is {first[begin : begin + _SHOWN]!r} and {second[begin : begin + _SHOWN]!r}"
     return f"one has {len(one.splitlines())} lines, the other {len(other.splitlines())}"

@@ -35,7 +35,9 @@ def _plain(value: Any) -> Any:
         return [_plain(each) for each in value]
     if value is None or isinstance(value, bool | int | str | float):
         return value
-    raise ValueError(f"a file of graphs describes trees as data; found the key or metadata {value!r}")
+    raise ValueError(
+        f"a file of graphs describes trees as data; found the key or metadata {value!r}"
+    )
 
 
 def form_from(data: Any) -> Any:
@@ -52,7 +54,12 @@ def signature_to(signature: Signature) -> Any:
     inference, *autocast = signature.modes
     modes = [inference, *([enabled, dtype_name(dtype)] for enabled, dtype in autocast)]
     leaves = [_leaf_to(leaf) for leaf in signature.leaves]
-    return {"form": form_to(signature.form), "modes": modes, "conditions": list(signature.conditions), "leaves": leaves}
+    return {
+        "form": form_to(signature.form),
+        "modes": modes,
+        "conditions": list(signature.conditions),
+        "leaves": leaves,
+    }
 
 
 def signature_from(data: Any, device: torch.device) -> Signature:
@@ -75,7 +82,13 @@ def _leaf_to(leaf: Any) -> Any:
             )
         return {"value": encoded(value, {})}
     shape, dtype, device, stride, requires_grad = leaf
-    return [dtype_name(dtype), list(shape), None if stride is None else list(stride), device.type, requires_grad]
+    return [
+        dtype_name(dtype),
+        list(shape),
+        None if stride is None else list(stride),
+        device.type,
+        requires_grad,
+    ]
 
 
 def _leaf_from(data: Any, device: torch.device) -> Hashable:
@@ -88,10 +101,19 @@ def _leaf_from(data: Any, device: torch.device) -> Hashable:
         return type(value), value
     dtype, shape, stride, kind, requires_grad = data
     numbers = (*(size for size in shape if type(size) is not str), *(stride or ()))
-    if not all(type(each) is int and 0 <= each < MOST for each in numbers) or type(requires_grad) is not bool:
+    if (
+        not all(type(each) is int and 0 <= each < MOST for each in numbers)
+        or type(requires_grad) is not bool
+    ):
         raise ValueError(f"found a tensor of shape {shape} and stride {stride}")
     named = len(numbers) < len(shape) + len(stride or ())
     if not named and stride is None:
         raise ValueError(f"found a tensor of shape {shape} without strides")
     strides = None if stride is None else tuple(stride)
-    return tuple(shape) if named else torch.Size(shape), dtype_of(dtype), device_from(kind, device), strides, requires_grad
+    return (
+        tuple(shape) if named else torch.Size(shape),
+        dtype_of(dtype),
+        device_from(kind, device),
+        strides,
+        requires_grad,
+    )

@@ -62,7 +62,14 @@ def _recording_text(recording: dict[str, Any]) -> str:
 
 
 def _object(value: dict[str, Any]) -> str:
-    return "{" + ",\n".join(f"{json.dumps(k)}: {_lines(v) if k == 'leaves' else _short(v)}" for k, v in value.items()) + "}"
+    return (
+        "{"
+        + ",\n".join(
+            f"{json.dumps(k)}: {_lines(v) if k == 'leaves' else _short(v)}"
+            for k, v in value.items()
+        )
+        + "}"
+    )
 
 
 def _lines(values: list[Any]) -> str:
@@ -106,13 +113,17 @@ def read_file(path: Path) -> FileContents:
     try:
         head = file_data.table("its first line", file_data.parse(first), ("format",))
     except ValueError:
-        raise ValueError(f"{path} is not a file of Traced.save; found {first[:40]!r} in its first line") from None
+        raise ValueError(
+            f"{path} is not a file of Traced.save; found {first[:40]!r} in its first line"
+        ) from None
     if head["format"] != FORMAT:
         found = file_data.shown(head["format"])
         raise ValueError(f"{path} is of format {found}; this version of funcshard reads {FORMAT!r}")
     digest = hashlib.sha256(rest).hexdigest()
     if head.get("sha256") != digest:
-        raise ValueError(f"{path} is damaged: its checksum is not the one that was saved; save the traced step again")
+        raise ValueError(
+            f"{path} is damaged: its checksum is not the one that was saved; save the traced step again"
+        )
     try:
         facts, _, kinds = rest.partition(b"\n")
         return _contents(file_data.parse(facts), file_data.parse(kinds), digest)
@@ -121,10 +132,14 @@ def read_file(path: Path) -> FileContents:
 
 
 def _contents(facts: Any, kinds: Any, digest: str) -> FileContents:
-    file_data.table("its second line", facts, ("torch", "mesh", "plan", "changes", "dynamic_shapes", "of_rank"))
+    file_data.table(
+        "its second line", facts, ("torch", "mesh", "plan", "changes", "dynamic_shapes", "of_rank")
+    )
     for kind in file_data.listed("the graphs", kinds):
         for recording in file_data.listed("the graphs of a rank", kind):
-            file_data.texts("numbers", file_data.table("a graph", recording, ("numbers",))["numbers"])
+            file_data.texts(
+                "numbers", file_data.table("a graph", recording, ("numbers",))["numbers"]
+            )
     mesh = file_data.table("the mesh", facts["mesh"])
     return FileContents(
         file_data.text("torch", facts["torch"]),

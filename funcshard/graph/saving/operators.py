@@ -52,7 +52,9 @@ def target_name(target: Any) -> str:
     try:
         return _NAMES[target]
     except (KeyError, TypeError):
-        raise ValueError(_outside(f"{getattr(target, '__module__', '?')}.{getattr(target, '__name__', target)}")) from None
+        raise ValueError(
+            _outside(f"{getattr(target, '__module__', '?')}.{getattr(target, '__name__', target)}")
+        ) from None
 
 
 def operator_of(name: str) -> Any:

@@ -41,7 +41,9 @@ def graph_to(step_graph: StepGraph, schedules: Mapping[str, Callable[..., Any]])
     """
     nodes = list(step_graph.graph.nodes)
     names = {node: f"%{node.name}" for node in nodes}
-    constants = {old: f"_tensor_constant{number}" for number, old in enumerate(sorted(step_graph.constants))}
+    constants = {
+        old: f"_tensor_constant{number}" for number, old in enumerate(sorted(step_graph.constants))
+    }
     return {
         "signature": signature_to(step_graph.signature),
         "sizes": dict(step_graph.sizes),
@@ -59,7 +61,10 @@ def graph_to(step_graph: StepGraph, schedules: Mapping[str, Callable[..., Any]])
 
 
 def graph_from(
-    data: Any, device: torch.device, ranks: Mapping[str, int], schedules: Mapping[str, Callable[[int], float]]
+    data: Any,
+    device: torch.device,
+    ranks: Mapping[str, int],
+    schedules: Mapping[str, Callable[[int], float]],
 ) -> StepGraph:
     """Return the graph that ``graph_to`` wrote.
 
@@ -76,7 +81,10 @@ def graph_from(
     inputs = tuple(data["inputs"])
     leaves = [signature.leaves[i] for i in inputs if _index(i, len(signature.leaves))]
     tensors = [leaf for leaf in leaves if leaf is not int]
-    if any(not isinstance(leaf, tuple) or len(leaf) != 5 for leaf in tensors) or int in leaves[: len(tensors)]:
+    if (
+        any(not isinstance(leaf, tuple) or len(leaf) != 5 for leaf in tensors)
+        or int in leaves[: len(tensors)]
+    ):
         raise ValueError("an input of the graph is neither a tensor nor a counter")
     sizes, conditions = _sizes_from(data["sizes"], tensors), Conditions(signature.conditions)
     if failing := conditions.failing(sizes):
@@ -88,13 +96,17 @@ def graph_from(
     graph, items = _nodes_from(data["nodes"], device, ranks, constants)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     if len(placeholders) != len(inputs):
-        raise ValueError(f"the graph has {len(placeholders)} inputs, and the file describes {len(inputs)}")
+        raise ValueError(
+            f"the graph has {len(placeholders)} inputs, and the file describes {len(inputs)}"
+        )
     fill_in(graph, [sized(leaf, sizes) for leaf in tensors], data["memory"], constants, items)
     _check_sizes(graph)
     outputs, form = len(graph.output_node().args[0]), form_from(data["form"])  # type: ignore[arg-type]
     results = tuple(_result_from(each, outputs, device) for each in data["results"])
     if form.num_leaves != len(results):
-        raise ValueError(f"the results have {form.num_leaves} leaves, and the file describes {len(results)}")
+        raise ValueError(
+            f"the results have {form.num_leaves} leaves, and the file describes {len(results)}"
+        )
     donated = tuple(i for i in data["donated"] if _index(i, len(signature.leaves)))
     spent = tuple(tuple(path) for path in data["spent"])
     if not all(path and all(type(key) in (str, int) for key in path) for path in spent):
@@ -113,7 +125,9 @@ def graph_from(
 def _sizes_from(data: Any, leaves: Sequence[Any]) -> dict[str, int]:
     """Return the size of each name among the inputs of a graph."""
     names = {size for leaf in leaves for size in leaf[0] if isinstance(size, str)}
-    if data.keys() != names or not all(type(size) is int and 0 <= size < MOST for size in data.values()):
+    if data.keys() != names or not all(
+        type(size) is int and 0 <= size < MOST for size in data.values()
+    ):
         raise ValueError(f"found the sizes {data} for the names {sorted(names)}")
     return dict(data)
 
@@ -121,7 +135,9 @@ def _sizes_from(data: Any, leaves: Sequence[Any]) -> dict[str, int]:
 # --- operations -----------------------------------------------------------------------------------
 
 
-def _nodes_to(nodes: Sequence[fx.Node], names: Mapping[fx.Node, str], constants: Mapping[str, str]) -> Iterator[list[Any]]:
+def _nodes_to(
+    nodes: Sequence[fx.Node], names: Mapping[fx.Node, str], constants: Mapping[str, str]
+) -> Iterator[list[Any]]:
     phase = ""
     for node in nodes:
         if node.meta.get("phase", phase) != phase:
@@ -130,9 +146,15 @@ def _nodes_to(nodes: Sequence[fx.Node], names: Mapping[fx.Node, str], constants:
         yield _node_to(node, names, constants)
 
 
-def _node_to(node: fx.Node, names: Mapping[fx.Node, str], constants: Mapping[str, str]) -> list[Any]:
+def _node_to(
+    node: fx.Node, names: Mapping[fx.Node, str], constants: Mapping[str, str]
+) -> list[Any]:
     if node.op == "placeholder":
-        return [names[node], "input", {key: node.meta[key] for key in _OF_INPUTS if node.meta.get(key) is not None}]
+        return [
+            names[node],
+            "input",
+            {key: node.meta[key] for key in _OF_INPUTS if node.meta.get(key) is not None},
+        ]
     if node.op == "get_attr":
         return [names[node], "constant", constants[str(node.target)]]
     if node.op == "output":
@@ -167,7 +189,12 @@ def _nodes_from(
         if name == "phase":
             phase = _text(operation)
             continue
-        if name in nodes or not _NODE.fullmatch(name[1:]) or keyword.iskeyword(name[1:]) or name[0] != "%":
+        if (
+            name in nodes
+            or not _NODE.fullmatch(name[1:])
+            or keyword.iskeyword(name[1:])
+            or name[0] != "%"
+        ):
             raise ValueError(f"found an operation that is named {name!r}")
         node = nodes[name] = _node_from(graph, name[1:], operation, rest, nodes, device, constants)
         if operation == _ITEM:
@@ -233,7 +260,9 @@ def _check_collective(node: fx.Node, sizes: Mapping[str, int]) -> None:
     if collective_of(node) and "axis" in names:
         axis, ranks = (cast(Any, node.args[names.index(name)]) for name in ("axis", "ranks"))
         if axis not in sizes or type(ranks) is not int or ranks < 1 or sizes[axis] % ranks:
-            raise ValueError(f"{node.name} runs along {axis!r} on {ranks} ranks; the mesh has {dict(sizes)}")
+            raise ValueError(
+                f"{node.name} runs along {axis!r} on {ranks} ranks; the mesh has {dict(sizes)}"
+            )
 
 
 def _check_sizes(graph: fx.Graph) -> None:

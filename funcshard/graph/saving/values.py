@@ -20,7 +20,8 @@ _LARGEST = 2**63  # of torch's integers
 
 _LAYOUTS = {"strided": torch.strided}
 _FORMATS = {
-    name: getattr(torch, name) for name in ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")
+    name: getattr(torch, name)
+    for name in ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")
 }
 
 
