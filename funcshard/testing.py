@@ -57,7 +57,8 @@ def delayed(mesh: Mesh, kind: str, seconds: float) -> Mesh:
     """
     if kind not in KINDS:
         raise ValueError(
-            f"kind must be one of {', '.join(KINDS)}; found {kind!r}: for several kinds nest the calls"
+            f"kind must be one of {', '.join(KINDS)}; found {kind!r}: for several kinds nest the "
+            "calls"
         )
     check_number("seconds", seconds, least=0, remedy="pass 0.0 for no delay")
     return remade(

@@ -130,8 +130,9 @@ def _merge(one: Structure, other: Structure, path: str) -> Structure:
         isinstance(node, tuple) and node[0] in ("dict", "ordered_dict") for node in (one, other)
     ):
         raise ValueError(
-            f"a tree that mixes nested containers and dotted keys under one path can be cut there only if all of them "
-            f"are dictionaries; found another node at {path!r}: nest the whole tree, or flatten it"
+            "a tree that mixes nested containers and dotted keys under one path can be cut there "
+            f"only if all of them are dictionaries; found another node at {path!r}: nest the whole "
+            "tree, or flatten it"
         )
     return ("dict", (*one[1], *other[1]), (*one[2], *other[2]))
 

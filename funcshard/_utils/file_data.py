@@ -31,7 +31,8 @@ def parse(data: str | bytes) -> Any:
     """
     if not isinstance(data, str | bytes):
         raise TypeError(
-            f"JSON must be text or bytes; found {type(data).__name__}: pass the contents of the file"
+            f"JSON must be text or bytes; found {type(data).__name__}: pass the contents of the "
+            "file"
         )
     try:
         found = json.loads(

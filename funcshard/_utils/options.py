@@ -68,8 +68,8 @@ def check_bytes(name: str, value: Any, *, example: str = "5GB") -> int:
     found = re.fullmatch(r"(\d+) *([KMGT]i?B)", value.strip(), re.IGNORECASE)
     if found is None or not int(found[1]):
         raise ValueError(
-            f"{name} must be a number of bytes, or text such as '500MB' or {example!r}; found {value!r}: write a whole "
-            f"number and one of {', '.join(_UNITS)}"
+            f"{name} must be a number of bytes, or text such as '500MB' or {example!r}; found "
+            f"{value!r}: write a whole number and one of {', '.join(_UNITS)}"
         )
     return int(found[1]) * {unit.upper(): size for unit, size in _UNITS.items()}[found[2].upper()]
 
@@ -176,7 +176,8 @@ def check_path(name: str, value: Any) -> Path:
         )
     if "\0" in text:
         raise ValueError(
-            f"{name} must be a path, which holds no character of number zero; found {text!r}: leave it out"
+            f"{name} must be a path, which holds no character of number zero; found {text!r}: "
+            "leave it out"
         )
     return Path(text)
 

@@ -91,7 +91,8 @@ def read_regular(
         size = os.fstat(file.fileno()).st_size
         if most is not None and size > most:
             raise ValueError(
-                f"{os.fspath(path)} has {size} bytes, and such a file has at most {most}: it is damaged"
+                f"{os.fspath(path)} has {size} bytes, and such a file has at most {most}: it is "
+                "damaged"
             )
         return file.read()
 
@@ -102,7 +103,8 @@ def regular_size(
     """Return the number of bytes of a regular file, which is not opened; see ``open_regular``."""
     if "\0" in os.fspath(path):
         raise ValueError(
-            f"{os.fspath(path)!r} must be the path of a file; found a zero byte in it: name another file"
+            f"{os.fspath(path)!r} must be the path of a file; found a zero byte in it: name "
+            "another file"
         )
     found = os.stat(path, dir_fd=folder, follow_symlinks=links)
     _check(path, found.st_mode)

@@ -21,7 +21,8 @@ def check_structure(structure: Any) -> int:
         elif node is not None:
             if not (type(node) is tuple and len(node) == 3 and type(node[2]) is tuple):
                 raise ValueError(
-                    f"a tree must hold leaves and containers; found {str(node)[:40]}, which is no container"
+                    f"a tree must hold leaves and containers; found {str(node)[:40]}, which is no "
+                    "container"
                 )
             _check_container(*node)
             nodes.extend(node[2])
@@ -47,6 +48,6 @@ def _check_container(kind: Any, meta: Any, children: tuple[Any, ...]) -> None:
         )
     if not right:
         raise ValueError(
-            f"a tree must name the keys or the class of each container; found a {str(kind)[:20]!r} of {len(children)} "
-            f"children with {str(meta)[:40]}"
+            f"a tree must name the keys or the class of each container; found a {str(kind)[:20]!r} "
+            f"of {len(children)} children with {str(meta)[:40]}"
         )

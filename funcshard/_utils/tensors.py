@@ -138,9 +138,9 @@ def check_plain(tensor: torch.Tensor, title: str) -> None:
     if fake or (cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and function in plain):
         return
     raise TypeError(
-        f"{title} is a {cls.__name__}, a tensor class with operations of its own ({name}); shards hold plain tensors, "
-        f"which would lose what the class adds: convert it to a plain tensor first, or hold the plain tensors of which "
-        f"it consists as parameters of their own"
+        f"{title} is a {cls.__name__}, a tensor class with operations of its own ({name}); shards "
+        "hold plain tensors, which would lose what the class adds: convert it to a plain tensor "
+        "first, or hold the plain tensors of which it consists as parameters of their own"
     )
 
 

@@ -55,8 +55,8 @@ def find_backend(backend: str | Callable[..., Any]) -> str | Callable[..., Any]:
 
     if backend not in torch.compiler.list_backends(exclude_tags=()):
         raise ValueError(
-            f"compile takes the name of a backend of torch.compile, or a function; found {backend!r}: "
-            f"torch.compiler.list_backends() lists the names"
+            "compile takes the name of a backend of torch.compile, or a function; found "
+            f"{backend!r}: torch.compiler.list_backends() lists the names"
         )
     found: Callable[..., Any] = lookup_backend(backend)
     return found
@@ -79,8 +79,8 @@ def compile_with(
         run = backend(module, [_fake_like(mode, tensor) for tensor in like])
     if not callable(run):
         raise TypeError(
-            f"a backend returns a function; found {type(run).__name__} for a region of {len(module.graph.nodes)} "
-            f"operations: return module.forward to run it as it is"
+            f"a backend returns a function; found {type(run).__name__} for a region of "
+            f"{len(module.graph.nodes)} operations: return module.forward to run it as it is"
         )
 
     return _boxed(run)

@@ -51,8 +51,8 @@ def look_up(name: str) -> Any:
 def lacks(name: str, feature: str) -> RuntimeError:
     """Return the error about a private name that torch does not have."""
     return RuntimeError(
-        f"{feature} needs {name}, which torch {torch.__version__} lacks: install a torch that funcshard was tested with, "
-        f"such as 2.13, or do without"
+        f"{feature} needs {name}, which torch {torch.__version__} lacks: install a torch that "
+        "funcshard was tested with, such as 2.13, or do without"
     )
 
 

@@ -163,8 +163,9 @@ def count_flops(operation: Any, args: Any, kwargs: Any, out: Any) -> int:
         return _grouped_flops(*args[:2])
     if _is_uncounted(name) and torch.Tag.pointwise not in operation.tags:
         warnings.warn(
-            f"no FLOPs are counted for {name}, because torch has no rule for it, so a step is estimated to be faster "
-            f"than it is: register one with torch.utils.flop_counter.register_flop_formula",
+            f"no FLOPs are counted for {name}, because torch has no rule for it, so a step is "
+            "estimated to be faster than it is: register one with "
+            "torch.utils.flop_counter.register_flop_formula",
             stacklevel=2,
         )
     return 0

@@ -270,9 +270,10 @@ def _check_loop(name: str) -> None:
     right = loops.keys() == {level} and loops[level].name == name
     if not right or [each.numel() for each in loops[level].arguments] != [2] * (name == _JACFWD):
         raise RuntimeError(
-            f"over shards, {name} and functions made of it need to know how torch runs them, and torch {torch.__version__} "
-            f"runs them in a way unknown to this library: call torch.func.jvp or vjp along vectors of your own, or use a "
-            f"release of torch that the documentation lists"
+            f"over shards, {name} and functions made of it need to know how torch runs them, and "
+            f"torch {torch.__version__} runs them in a way unknown to this library: call "
+            "torch.func.jvp or vjp along vectors of your own, or use a release of torch that the "
+            "documentation lists"
         )
     _known_loops.add(name)
 
@@ -590,8 +591,8 @@ def check_thread(what: str) -> None:
     elsewhere = threading.current_thread() is not threading.main_thread()
     if torch.__version__ < "2.13" and elsewhere and not torch.cuda.is_available():
         raise RuntimeError(
-            f"torch before 2.13 crashes the process when several threads compile or record, as simulated ranks do; found "
-            f"{torch.__version__}: {what}, or install a newer torch"
+            "torch before 2.13 crashes the process when several threads compile or record, as "
+            f"simulated ranks do; found {torch.__version__}: {what}, or install a newer torch"
         )
 
 

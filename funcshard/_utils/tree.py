@@ -88,16 +88,18 @@ def class_of(kind: str, name: str) -> Any:
     cls: Any = loaded_class(name)
     if cls is None:
         raise ValueError(
-            f"the tree has a {name!r}, which no loaded module has as a class: import the module first, and define the "
-            f"class at its top level"
+            f"the tree has a {name!r}, which no loaded module has as a class: import the module "
+            "first, and define the class at its top level"
         )
     if kind == "namedtuple" and not optree.is_namedtuple_class(cls):
         raise ValueError(
-            f"the tree has a {name!r}, which is no namedtuple: make the plan again, or register the class"
+            f"the tree has a {name!r}, which is no namedtuple: make the plan again, or register "
+            "the class"
         )
     if kind == "custom" and optree.register_pytree_node.get(cls) is None:
         raise ValueError(
-            f"the tree has a {name!r}, which is no registered container: register it with optree first"
+            f"the tree has a {name!r}, which is no registered container: register it with optree "
+            "first"
         )
     return cls
 
@@ -182,8 +184,8 @@ def describe(
     if len(set(paths)) != len(paths):
         twice = next(p for p, uses in Counter(paths).items() if uses > 1)
         raise ValueError(
-            f"two leaves of the tree have the path {twice!r}; paths join keys with dots, and every leaf needs a path "
-            f"of its own: rename one of the keys"
+            f"two leaves of the tree have the path {twice!r}; paths join keys with dots, and every "
+            "leaf needs a path of its own: rename one of the keys"
         )
     return structure, found, paths
 
@@ -327,14 +329,16 @@ def _kind(node: Any, metadata: Any, path: str) -> tuple[str, Any]:
         return "namedtuple", _name_of(cls, where)
     if optree.is_structseq(node):
         raise TypeError(
-            f"the {cls.__name__} {where} cannot be part of a plan; convert it to a plain tuple first"
+            f"the {cls.__name__} {where} cannot be part of a plan; convert it to a plain tuple "
+            "first"
         )
     try:
         hash(metadata)
     except TypeError:
         raise TypeError(
-            f"the {cls.__name__} {where} cannot be part of a plan: a plan is data, and its metadata {metadata!r} "
-            f"cannot be hashed; convert it to a dict, list, tuple or namedtuple first"
+            f"the {cls.__name__} {where} cannot be part of a plan: a plan is data, and its "
+            f"metadata {metadata!r} cannot be hashed; convert it to a dict, list, tuple or "
+            "namedtuple first"
         ) from None
     if isinstance(node, dict):
         raise TypeError(
@@ -355,8 +359,8 @@ def _name_of(cls: type, where: str) -> str:
     name = f"{cls.__module__}:{cls.__qualname__}"
     if loaded_class(name) is not cls:
         raise TypeError(
-            f"the {cls.__name__} {where} cannot be part of a plan, because its class is not found as {name!r}: define "
-            f"the class at the top of a module"
+            f"the {cls.__name__} {where} cannot be part of a plan, because its class is not found "
+            f"as {name!r}: define the class at the top of a module"
         )
     return name
 

@@ -78,9 +78,9 @@ def adapter_reset(module: nn.Module) -> Callable[[nn.Module], None]:
         fits = drawn if kind == "LORA" else kind == "IA3" and config.init_ia3_weights
         if not fits:
             raise ValueError(
-                f"from_pretrained initialises adapters of IA3, and those of LoRA that do not depend "
-                f"on the weights; found {type(config).__name__}: call get_peft_model on a model "
-                f"with values, and shard its params"
+                "from_pretrained initialises adapters of IA3, and those of LoRA that do not "
+                f"depend on the weights; found {type(config).__name__}: call get_peft_model on a "
+                "model with values, and shard its params"
             )
 
     def reset(m: Any) -> None:

@@ -252,7 +252,8 @@ def read_slices(
                 good = False
             except FileNotFoundError:
                 raise ValueError(
-                    f"{folder / file} is missing, so the checkpoint is not complete; restore another checkpoint"
+                    f"{folder / file} is missing, so the checkpoint is not complete; restore "
+                    "another checkpoint"
                 ) from None
             if not good:
                 raise _damaged(folder, region)
@@ -365,8 +366,8 @@ def check_region(folder: Path, region: Region, at: int | None = None) -> None:
 
 def _damaged(folder: Path, region: Region) -> ValueError:
     return ValueError(
-        f"{folder / region.file} is damaged: the bytes of {region.name!r} at {region.offset} are not those that were "
-        f"saved; restore another checkpoint"
+        f"{folder / region.file} is damaged: the bytes of {region.name!r} at {region.offset} are "
+        "not those that were saved; restore another checkpoint"
     )
 
 

@@ -101,7 +101,8 @@ def import_dcp(
         )
     if buffers is not None and not isinstance(buffers, Mapping):
         raise TypeError(
-            f"buffers must be a dictionary {{name: tensor}}, or None; found {type(buffers).__name__}"
+            f"buffers must be a dictionary {{name: tensor}}, or None; found "
+            f"{type(buffers).__name__}"
         )
     check_mesh(
         plan,
@@ -207,15 +208,15 @@ def _prefix(stored: Mapping[str, StoredTensor], plan: Plan, key: str | None, fol
         return whole[0]
     if whole:
         raise ValueError(
-            f"{folder} holds the leaves of the plan under each of {[start.rstrip('.') for start in whole]}: pass one of "
-            f"them as key"
+            f"{folder} holds the leaves of the plan under each of "
+            f"{[start.rstrip('.') for start in whole]}: pass one of them as key"
         )
     start = max(held, key=lambda start: len(held[start]), default="")
     missing = [path for path in paths if path not in held.get(start, ())]
     under = f" under {start.rstrip('.')!r}" if start else "" if key is None else f" under {key!r}"
     raise ValueError(
-        f"{folder} must hold every leaf of the plan{under}; missing: {missing[:3]}; it holds {sorted(stored)[:3]}: it is of "
-        f"another model"
+        f"{folder} must hold every leaf of the plan{under}; missing: {missing[:3]}; it holds "
+        f"{sorted(stored)[:3]}: it is of another model"
     )
 
 
@@ -229,8 +230,9 @@ def _check(
         if tensor.shape == leaf.whole_shape and can_cast(tensor.dtype, wanted):
             remedy = "pass cast=True to convert it"
         raise ValueError(
-            f"leaf {leaf.path!r} of {folder} must have shape {leaf.whole_shape} and dtype {buffer.dtype}, as planned; found "
-            f"{tensor.shape} and {str(tensor.dtype).removeprefix('torch.')}: {remedy}"
+            f"leaf {leaf.path!r} of {folder} must have shape {leaf.whole_shape} and dtype "
+            f"{buffer.dtype}, as planned; found {tensor.shape} and "
+            f"{str(tensor.dtype).removeprefix('torch.')}: {remedy}"
         )
 
 
@@ -260,7 +262,8 @@ def _read_run(
             done += shared
     if done != part.numel:
         raise ValueError(
-            f"{folder} holds {done} of {part.numel} needed elements of {leaf.path!r}: it is incomplete"
+            f"{folder} holds {done} of {part.numel} needed elements of {leaf.path!r}: it is "
+            "incomplete"
         )
 
 
@@ -346,7 +349,8 @@ def _optimizer_state(
             )
     if not state and any(buffer.trainable for _, buffer, _ in _leaves(plan)):
         raise ValueError(
-            f"{folder} holds no optimizer state by name, such as 'optim.state.{plan.leaves[0].path}.exp_avg'; it holds "
-            f"{sorted(stored)[:3]}: leave optimizer out, and begin with optimizer.init(shards)"
+            f"{folder} holds no optimizer state by name, such as "
+            f"'optim.state.{plan.leaves[0].path}.exp_avg'; it holds {sorted(stored)[:3]}: leave "
+            "optimizer out, and begin with optimizer.init(shards)"
         )
     return state

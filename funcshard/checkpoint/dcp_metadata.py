@@ -130,8 +130,8 @@ def _chunk(name: str, data: Any, infos: Mapping[tuple[int, ...] | None, Any]) ->
         raise ValueError(f"it does not say where the part of {name!r} at {box.offsets} lies")
     if transforms := _field(info, "transform_descriptors", None):
         raise ValueError(
-            f"it holds tensors that were transformed by {file_data.shown(transforms)}: load them with "
-            f"torch.distributed.checkpoint.load, and pass the state dict to from_state_dict"
+            f"it holds tensors that were transformed by {file_data.shown(transforms)}: load them "
+            "with torch.distributed.checkpoint.load, and pass the state dict to from_state_dict"
         )
     file = file_data.own_name(f"the file of {name!r}", _field(info, "relative_path"))
     offset, length = (
@@ -145,7 +145,8 @@ def _check_boxes(name: str, size: tuple[int, ...], chunks: Sequence[Box]) -> Non
     for box in chunks:
         if not len(box.offsets) == len(box.sizes) == len(size):
             raise ValueError(
-                f"a part of {name!r} must have {len(size)} dimensions; found {file_data.shown(box.offsets)}"
+                f"a part of {name!r} must have {len(size)} dimensions; found "
+                f"{file_data.shown(box.offsets)}"
             )
         if any(begin + length > most for begin, length, most in zip(*box, size, strict=True)):
             raise ValueError(
@@ -234,8 +235,9 @@ class _Reader(pickle.Unpickler):
         if isinstance(dtype, torch.dtype):
             return dtype
         raise pickle.UnpicklingError(
-            f"it names {module}.{name}, and a pickle could run that; nothing of it was run. If you trust the file, load it "
-            f"with torch.distributed.checkpoint.load, and pass the state dict to from_state_dict"
+            f"it names {module}.{name}, and a pickle could run that; nothing of it was run. If you "
+            "trust the file, load it with torch.distributed.checkpoint.load, and pass the state "
+            "dict to from_state_dict"
         )
 
     def persistent_load(self, pid: Any) -> Any:

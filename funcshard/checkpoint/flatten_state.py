@@ -100,8 +100,8 @@ def _described(state: Any, above: str = "", depth: int = 0) -> tuple[tree.Struct
 
 def _unstorable(path: str, found: str, remedy: str = "convert it") -> TypeError:
     return TypeError(
-        f"leaf {path!r} of the state cannot be stored; it must be a dense tensor, an int, float, bool, str or None; "
-        f"found {found}: {remedy}, or leave it out of the state"
+        f"leaf {path!r} of the state cannot be stored; it must be a dense tensor, an int, float, "
+        f"bool, str or None; found {found}: {remedy}, or leave it out of the state"
     )
 
 
@@ -142,12 +142,13 @@ class _Flattener:
         if not self.in_per_rank and kind == "dict" and _look_like_shards(children):
             if not self.plan.unit_list:
                 raise ValueError(
-                    f"{path!r} of the state holds shards, and no plan has the key of this part of the state: pass a plan "
-                    f"for every entry that holds shards"
+                    f"{path!r} of the state holds shards, and no plan has the key of this part of "
+                    "the state: pass a plan for every entry that holds shards"
                 )
             raise ValueError(
-                f"the shards at {path!r} of the state do not match the plan: they have units {list(meta)[:4]}, the plan "
-                f"has units {list(self.plan.units)[:4]}, or the buffers of a unit differ; pass the plan that cut them"
+                f"the shards at {path!r} of the state do not match the plan: they have units "
+                f"{list(meta)[:4]}, the plan has units {list(self.plan.units)[:4]}, or the buffers "
+                "of a unit differ; pass the plan that cut them"
             )
         lists = {} if self.in_per_rank else self._lists_of_shards(children)
         entries = _entries(kind, meta, len(children), path)
@@ -165,8 +166,8 @@ class _Flattener:
                 inner.append(self.node(child, below, depth + 1, in_optimizer=inside))
         if kind == "custom" and not _is_json(meta[1]):
             raise TypeError(
-                f"the {meta[0]} at {path!r} of the state cannot be stored: its metadata {meta[1]!r} cannot be written as "
-                f"JSON; convert it to a dictionary"
+                f"the {meta[0]} at {path!r} of the state cannot be stored: its metadata "
+                f"{meta[1]!r} cannot be written as JSON; convert it to a dictionary"
             )
         return _container(kind, entries, meta, inner)
 
@@ -346,8 +347,9 @@ class _Flattener:
         if isinstance(value, PerRank):
             where = join(prefix, unit.name, buffer.key, suffix)
             raise TypeError(
-                f"{where!r} of the state is a PerRank inside a tree of shards, which no other plan could cut: store the "
-                f"shard itself, because every rank stores its own, or put the PerRank beside the tree"
+                f"{where!r} of the state is a PerRank inside a tree of shards, which no other plan "
+                "could cut: store the shard itself, because every rank stores its own, or put the "
+                "PerRank beside the tree"
             )
         if not isinstance(value, torch.Tensor):
             return self._leaf(value, name)
@@ -359,9 +361,10 @@ class _Flattener:
             and not (value.numel() == 1 and not value.is_floating_point())
         ):
             raise ValueError(
-                f"shard {buffer.key!r} of unit {unit.title!r} at {prefix!r} of the state must have {buffer.shard_numel} "
-                f"elements under the plan; found {value.numel()}: pass the plan that made it. For the state of muon, "
-                f"which is kept by name, save optimizer_to_state_dict(opt_state, optimizer, plan, mesh) instead"
+                f"shard {buffer.key!r} of unit {unit.title!r} at {prefix!r} of the state must have "
+                f"{buffer.shard_numel} elements under the plan; found {value.numel()}: pass the "
+                "plan that made it. For the state of muon, which is kept by name, save "
+                "optimizer_to_state_dict(opt_state, optimizer, plan, mesh) instead"
             )
         if (
             buffer.shards > 1
@@ -370,9 +373,10 @@ class _Flattener:
             and not suffix
         ):
             raise ValueError(
-                f"shard {buffer.key!r} of unit {unit.title!r} at {prefix!r} of the state must have the shape "
-                f"({buffer.shard_numel},); found {tuple(value.shape)}, a stack of the shards of several models: save a list "
-                f"of trees of shards, one for each model, {{unit: {{buffer: stack[i]}}}}"
+                f"shard {buffer.key!r} of unit {unit.title!r} at {prefix!r} of the state must have "
+                f"the shape ({buffer.shard_numel},); found {tuple(value.shape)}, a stack of the "
+                "shards of several models: save a list of trees of shards, one for each model, "
+                f"{{unit: {{buffer: stack[i]}}}}"
             )
         return self._whole(value, name, join(prefix, "*", suffix))
 
@@ -434,9 +438,10 @@ def _two_of(name: str) -> ValueError:
 
 def _undecided(path: str) -> ValueError:
     return ValueError(
-        f"the list at {path!r} of the state has one tensor of a shard's size for each buffer of the plan, and may hold "
-        f"shards, or tensors that are the same on every rank: keep an optimizer's state as the opt_state of a TrainState, "
-        f"shards as {{unit: {{buffer: tensor}}}}, and other tensors in a dictionary"
+        f"the list at {path!r} of the state has one tensor of a shard's size for each buffer of "
+        "the plan, and may hold shards, or tensors that are the same on every rank: keep an "
+        f"optimizer's state as the opt_state of a TrainState, shards as {{unit: {{buffer: "
+        f"tensor}}}}, and other tensors in a dictionary"
     )
 
 
@@ -483,8 +488,8 @@ def _entries(kind: str, meta: Any, number: int, path: str) -> list[Any]:
         for key in meta:
             if type(key) not in (str, int):
                 raise TypeError(
-                    f"the keys of a dictionary in a state must be str or int; found {key!r} at {path!r} of the state: "
-                    f"convert it to a str"
+                    f"the keys of a dictionary in a state must be str or int; found {key!r} at "
+                    f"{path!r} of the state: convert it to a str"
                 )
         return list(meta)
     if kind == "namedtuple":

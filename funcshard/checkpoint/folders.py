@@ -97,8 +97,8 @@ def check_replaceable(path: Path) -> None:
     """Raise ``ValueError`` if ``path`` holds something that a checkpoint must not replace."""
     if not path.name or path.name.startswith("."):
         raise ValueError(
-            f"path must end in a name without a dot at its front, because latest passes over others; found {path.name!r} "
-            f"in {path}: choose another name"
+            "path must end in a name without a dot at its front, because latest passes over "
+            f"others; found {path.name!r} in {path}: choose another name"
         )
     found = ""
     if path.is_symlink():
@@ -114,7 +114,8 @@ def check_replaceable(path: Path) -> None:
         found = f"a folder that holds {names[0]!r}" if names else ""
     if found:
         raise ValueError(
-            f"path must be free, or name a checkpoint, which is then replaced; found {found} at {path}: choose another path"
+            f"path must be free, or name a checkpoint, which is then replaced; found {found} at "
+            f"{path}: choose another path"
         )
 
 

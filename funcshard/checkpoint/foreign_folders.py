@@ -14,7 +14,8 @@ _LIBRARIES: tuple[tuple[str, Callable[[set[str]], bool], str], ...] = (
     (
         "orbax",
         lambda names: bool(names & {"_CHECKPOINT_METADATA", "manifest.ocdbt"}) or {"_METADATA", "d"} <= names,
-        f"restore it with orbax.checkpoint, convert its arrays with torch.from_numpy, and call {_SHARDS}",
+        ("restore it with orbax.checkpoint, convert its arrays with torch.from_numpy, and call "
+        f"{_SHARDS}"),
     ),
     (
         "DeepSpeed",
@@ -29,17 +30,20 @@ _LIBRARIES: tuple[tuple[str, Callable[[set[str]], bool], str], ...] = (
     (
         "Lightning",
         lambda names: any(name.endswith(".ckpt") for name in names),
-        f"read a file with state_dict = torch.load(file, weights_only=True)['state_dict'], and call {_SHARDS}",
+        ("read a file with state_dict = torch.load(file, weights_only=True)['state_dict'], and "
+        f"call {_SHARDS}"),
     ),
     (
         "torch.distributed.checkpoint",
         lambda names: ".metadata" in names and "sizes.json" not in names,  # save writes both
-        "import_dcp(path, plan, mesh) reads the parameters and the optimizer state of such a checkpoint",
+        ("import_dcp(path, plan, mesh) reads the parameters and the optimizer state of such a "
+        "checkpoint"),
     ),
     (
         "Hugging Face",
         lambda names: "config.json" in names and any(name.endswith(".safetensors") for name in names),
-        "from_pretrained(path, mesh) reads the model, and import_safetensors(path, plan, mesh) its parameters",
+        ("from_pretrained(path, mesh) reads the model, and import_safetensors(path, plan, mesh) "
+        "its parameters"),
     ),
     (
         "safetensors",

@@ -46,8 +46,9 @@ def build_on_meta(folder: Path, model: Any, dtype: torch.dtype | None) -> nn.Mod
         real = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
         if real:
             raise ValueError(
-                f"model must have all parameters on meta; found {real[0]!r} with values: build it under "
-                f"torch.device('meta'), or shard its own values with shard(params, plan, mesh)"
+                f"model must have all parameters on meta; found {real[0]!r} with values: build it "
+                "under torch.device('meta'), or shard its own values with shard(params, plan, "
+                "mesh)"
             )
         return _in_dtype(copy.deepcopy(model), dtype).eval()
     if folder.is_file():
@@ -56,8 +57,8 @@ def build_on_meta(folder: Path, model: Any, dtype: torch.dtype | None) -> nn.Mod
         )
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"there is no folder {folder}; from_pretrained reads local folders: download a model of the hub first, as in "
-            f"huggingface_hub.snapshot_download(name)"
+            f"there is no folder {folder}; from_pretrained reads local folders: download a model "
+            "of the hub first, as in huggingface_hub.snapshot_download(name)"
         )
     if not (folder / "config.json").exists():
         of_a_model = any(folder.glob("model*.safetensors*"))
@@ -72,9 +73,10 @@ def build_on_meta(folder: Path, model: Any, dtype: torch.dtype | None) -> nn.Mod
     config = _read_config(transformers, folder)
     if getattr(config, "quantization_config", None):
         raise ValueError(
-            f"the weights in {folder} are quantized, and shards hold no quantized tensors: load the model with transformers "
-            f"under a quantization_config with dequantize=True (fp8, mxfp4), or call model.dequantize() (bitsandbytes), and "
-            f"write it with model.save_pretrained(another_folder)"
+            f"the weights in {folder} are quantized, and shards hold no quantized tensors: load "
+            "the model with transformers under a quantization_config with dequantize=True (fp8, "
+            "mxfp4), or call model.dequantize() (bitsandbytes), and write it with "
+            "model.save_pretrained(another_folder)"
         )
     cls = model or _class_of(transformers, config, folder)
     try:
@@ -100,7 +102,8 @@ def _read_config(transformers: Any, folder: Path) -> Any:
     # Why a bound: a model is built layer by layer, and damage may have changed their number.
     if not isinstance(layers, int) or layers > _MOST_LAYERS:
         raise ValueError(
-            f"{folder / 'config.json'} must have at most {_MOST_LAYERS} layers; found {layers}: download it again"
+            f"{folder / 'config.json'} must have at most {_MOST_LAYERS} layers; found {layers}: "
+            "download it again"
         )
     return config
 
@@ -109,8 +112,8 @@ def _unfit(folder: Path, cls: Any, error: Exception) -> str:
     name = cls if isinstance(cls, str) else cls.__name__
     reason = (str(error).strip().splitlines() or [""])[-1]
     return (
-        f"{folder / 'config.json'} is no configuration that {name} takes ({type(error).__name__}: {reason}): download the "
-        f"folder again, or pass model="
+        f"{folder / 'config.json'} is no configuration that {name} takes ({type(error).__name__}: "
+        f"{reason}): download the folder again, or pass model="
     )
 
 
@@ -132,8 +135,9 @@ def _class_of(transformers: Any, config: Any, folder: Path) -> Any:
     cls = getattr(transformers, name, None) if isinstance(name, str) else None
     if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
         raise ValueError(
-            f"{folder / 'config.json'} must name a class of transformers among its architectures; found {names}: pass "
-            f"model=, a class such as transformers.AutoModel's, or the model on meta"
+            f"{folder / 'config.json'} must name a class of transformers among its architectures; "
+            f"found {names}: pass model=, a class such as transformers.AutoModel's, or the model "
+            "on meta"
         )
     return cls
 

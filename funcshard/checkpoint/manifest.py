@@ -193,7 +193,8 @@ def latest(folder: str | os.PathLike[str], *, thorough: bool = False) -> Path | 
     folder = check_path("folder", folder)
     if has_our_index(folder):
         raise ValueError(
-            f"latest takes the folder that checkpoints are saved in; found a checkpoint itself, {folder}"
+            "latest takes the folder that checkpoints are saved in; found a checkpoint itself, "
+            f"{folder}"
         )
     # Why the time alone: an index may have some hundred MiB. One without a time is damaged, and
     # _look says how.
@@ -321,7 +322,8 @@ def _check_listing(file: Path, digest: str, at: int | None) -> None:
         found = "nothing"
     if found != digest:
         raise ValueError(
-            f"{file} is damaged: its bytes are not those that were saved; restore another checkpoint"
+            f"{file} is damaged: its bytes are not those that were saved; restore another "
+            "checkpoint"
         )
 
 

@@ -197,15 +197,18 @@ def check_replicated(summaries: Sequence[dict[str, Any]]) -> None:
             if json.dumps(one) != json.dumps(two):
                 shown, differs = shortened(one, two)
                 raise ValueError(
-                    f"{path!r} of the state is {shown} on rank 0 and {differs} on rank {rank}: {remedy}"
+                    f"{path!r} of the state is {shown} on rank 0 and {differs} on rank {rank}: "
+                    f"{remedy}"
                 )
         for name in first["tensors"].keys() & other["tensors"].keys():
             if first["tensors"][name] != other["tensors"][name]:
                 raise ValueError(
-                    f"tensor {name!r} of the state is not the same on rank 0 and rank {rank}: {remedy}"
+                    f"tensor {name!r} of the state is not the same on rank 0 and rank {rank}: "
+                    f"{remedy}"
                 )
         raise ValueError(
-            f"the state must have the same structure on every rank; rank {rank}'s differs from rank 0's: {remedy}"
+            f"the state must have the same structure on every rank; rank {rank}'s differs from "
+            f"rank 0's: {remedy}"
         )
 
 
@@ -298,8 +301,9 @@ def find_class(name: str) -> type:
     if found is None:
         module, _, qualname = public_class_name(name).partition(":")
         raise ValueError(
-            f"the state contains a {qualname}, so that class must be at the top level of the loaded module {module!r}; "
-            f"found none: import the module first, or store a dictionary instead"
+            f"the state contains a {qualname}, so that class must be at the top level of the "
+            f"loaded module {module!r}; found none: import the module first, or store a dictionary "
+            "instead"
         )
     return found
 
@@ -332,8 +336,9 @@ def by_entry(root: Any, plans: Plans) -> list[tuple[str, Any, Plan]]:
         keys = root[-2]
     if missing := [key for key in plans if key not in keys]:
         raise ValueError(
-            f"with several plans, the state must be a dictionary with an entry for each of them; found none for the plan "
-            f"of {missing[0]!r}: give the plan the key of its part of the state"
+            "with several plans, the state must be a dictionary with an entry for each of them; "
+            f"found none for the plan of {missing[0]!r}: give the plan the key of its part of the "
+            "state"
         )
     plan = any_plan(plans)
     no_units = dataclasses.replace(

@@ -22,14 +22,14 @@ def check_opt_state(opt_state: Any, optimizer: Any, plan: Plan) -> None:
         return
     if not isinstance(opt_state, Mapping):
         raise TypeError(
-            f"opt_state must be the optimizer's own state; found {type(opt_state).__name__}: pass state.opt_state of a "
-            f"TrainState"
+            f"opt_state must be the optimizer's own state; found {type(opt_state).__name__}: pass "
+            "state.opt_state of a TrainState"
         )
     leaves = opt_state.get("leaves")
     if isinstance(leaves, Mapping) and not leaves.keys() <= plan.units.keys():
         raise ValueError(
-            f"opt_state must hold the units of the plan, {list(plan.units)[:6]}; found {list(leaves)[:6]}: pass the plan "
-            f"that the state was made with"
+            f"opt_state must hold the units of the plan, {list(plan.units)[:6]}; found "
+            f"{list(leaves)[:6]}: pass the plan that the state was made with"
         )
 
 
@@ -80,7 +80,8 @@ def check_names(by_path: dict[str, LeafState], step: Any) -> None:
         )
         if missing or unexpected:
             raise ValueError(
-                f"the optimizer's state dict must hold {sorted(of_group[group].flat) or 'nothing'} of leaf {path!r}, as "
-                f"this optimizer keeps; found {sorted(own)}: it is of another optimizer, or of other options; make the "
-                f"optimizer as it was made then, or begin with its init"
+                f"the optimizer's state dict must hold {sorted(of_group[group].flat) or 'nothing'} "
+                f"of leaf {path!r}, as this optimizer keeps; found {sorted(own)}: it is of another "
+                "optimizer, or of other options; make the optimizer as it was made then, or begin "
+                "with its init"
             )

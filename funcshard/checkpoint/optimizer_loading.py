@@ -215,7 +215,8 @@ def _state_on_shards(
     def per_shard(path: str) -> ByBuffer:
         if path not in by_name:
             raise ValueError(
-                f"the optimizer's state dict must hold {path!r}; found {names}: the state dict is of another optimizer"
+                f"the optimizer's state dict must hold {path!r}; found {names}: the state dict is "
+                "of another optimizer"
             )
         found: dict[str, dict[str, Any]] = {unit: {} for unit in by_name[path]}
         for unit, buffer in trainable_buffers(plan):
@@ -244,20 +245,22 @@ def _by_path(
     leaves = [leaf for _, buffer in trainable_buffers(plan) for leaf in buffer.leaves]
     if not isinstance(state_dict, Mapping):
         raise TypeError(
-            f"an optimizer's state dict must be a dictionary; found {type(state_dict).__name__}: pass what "
-            f"optimizer_to_state_dict returned, or torch.load(path, weights_only=True)"
+            f"an optimizer's state dict must be a dictionary; found {type(state_dict).__name__}: "
+            "pass what optimizer_to_state_dict returned, or torch.load(path, weights_only=True)"
         )
     if not state_dict and leaves:
         raise ValueError(
-            "an optimizer's state dict must have 'state' and 'param_groups'; found an empty one, as rank0_only leaves it on "
-            "all ranks but one: pass src=0 to take the state dict of rank 0, or take it without rank0_only"
+            "an optimizer's state dict must have 'state' and 'param_groups'; found an empty one, "
+            "as rank0_only leaves it on all ranks but one: pass src=0 to take the state dict of "
+            "rank 0, or take it without rank0_only"
         )
     if not {"state", "param_groups"} <= state_dict.keys():
         state_dict = _unflattened(state_dict, leaves)
     state, groups = state_dict["state"], state_dict["param_groups"]
     if any(isinstance(name, int) for name in state):
         raise ValueError(
-            "an optimizer's state dict must name parameters; found numbers, as in optimizer.state_dict(): get it with "
+            "an optimizer's state dict must name parameters; found numbers, as in "
+            "optimizer.state_dict(): get it with "
             "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer)"
         )
     options = {key: value for key, value in groups[0].items() if key != "params"} if groups else {}
@@ -281,9 +284,9 @@ def _check_no_more(state: Mapping[str, Any], leaves: Sequence[LeafSpec]) -> None
     known = {path for leaf in leaves for path in (leaf.path, *leaf.aliases)}
     if more := [name for name, own in state.items() if own and name not in known]:
         raise ValueError(
-            f"the optimizer's state dict must hold state of the trainable leaves only; found state of {more[:3]}"
-            f"{f' and {len(more) - 3} more' if len(more) > 3 else ''}, which are frozen now, or not in the plan: "
-            f"strict=False leaves it out"
+            "the optimizer's state dict must hold state of the trainable leaves only; found state "
+            f"of {more[:3]}{f' and {len(more) - 3} more' if len(more) > 3 else ''}, which are "
+            "frozen now, or not in the plan: strict=False leaves it out"
         )
 
 
@@ -291,8 +294,9 @@ def _unflattened(flat: Mapping[str, Any], leaves: Sequence[LeafSpec]) -> dict[st
     """Return a flat dictionary as a state dict; the inverse of ``_flattened``."""
     if flat and not any(str(name).startswith(("state.", "param_groups.")) for name in flat):
         raise ValueError(
-            f"an optimizer's state dict must have 'state' and 'param_groups', or names that begin with them; found "
-            f"{list(flat)[:3]}: get it with optimizer_to_state_dict, or torch's get_optimizer_state_dict"
+            "an optimizer's state dict must have 'state' and 'param_groups', or names that begin "
+            f"with them; found {list(flat)[:3]}: get it with optimizer_to_state_dict, or torch's "
+            "get_optimizer_state_dict"
         )
     state: dict[str, LeafState] = {}
     options: dict[str, Any] = {}
@@ -426,9 +430,10 @@ def _check_groups(
         peer = next((peer for peer in begun if _group(peer, layout) == _group(path, layout)), None)
         if peer is not None:
             raise ValueError(
-                f"leaf {path!r} has no state and begins anew, but it shares a flat buffer and a parameter group with "
-                f"{peer!r}, which has state: they would share one count of steps, and dampening would apply to both: give "
-                f"it a unit of its own in make_plan, or, without dampening, a group of its own, as in "
+                f"leaf {path!r} has no state and begins anew, but it shares a flat buffer and a "
+                f"parameter group with {peer!r}, which has state: they would share one count of "
+                "steps, and dampening would apply to both: give it a unit of its own in "
+                "make_plan, or, without dampening, a group of its own, as in "
                 f'groups=[{{"paths": [{path!r}]}}]'
             )
 
@@ -475,8 +480,9 @@ def _scalars(
         before, first = found.setdefault(group, (path, value))
         if path in values and float(value) != float(first):
             raise ValueError(
-                f"{name!r} must be the same for all leaves of a flat buffer that have the same options; found "
-                f"{float(first)} for {before!r} and {float(value)} for {path!r}: give one a group of its own, in groups="
+                f"{name!r} must be the same for all leaves of a flat buffer that have the same "
+                f"options; found {float(first)} for {before!r} and {float(value)} for {path!r}: "
+                "give one a group of its own, in groups="
             )
     count = 1 if layout is None else layout.count
     scalars = tuple(
@@ -511,8 +517,9 @@ def _steps(
         return int(max(counts))
     if by_path and any(callable(value) for each in options for value in each.values()):
         raise ValueError(
-            "an option of this optimizer is a function of the number of steps taken, which this state dict does not hold: "
-            "pass steps=, such as the step of the TrainState that it belongs to"
+            "an option of this optimizer is a function of the number of steps taken, which this "
+            "state dict does not hold: pass steps=, such as the step of the TrainState that it "
+            "belongs to"
         )
     return 0
 

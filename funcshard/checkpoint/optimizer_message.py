@@ -56,8 +56,8 @@ def _encode(value: Any, what: str, shape: tuple[int, ...] | None) -> list[Any]:
         return [value]
     if not is_full(value):
         raise ValueError(
-            f"with src the optimizer's state dict must hold full tensors and numbers; found {type(value).__name__} for "
-            f"{what}: leave src out, and pass every rank's state dict"
+            "with src the optimizer's state dict must hold full tensors and numbers; found "
+            f"{type(value).__name__} for {what}: leave src out, and pass every rank's state dict"
         )
     if shape is not None and shape != () and value.ndim:
         return [dtype_name(value.dtype), list(value.shape)]

@@ -119,8 +119,9 @@ def optimizer_to_state_dict(
                         found[leaf.path][entry.name] = part
             elif isinstance(value, torch.Tensor) and value.ndim == 1 and value.numel() > 1:
                 raise ValueError(
-                    f"the entry {entry.name!r} of unit {unit.title!r} must have {buffer.shard_numel} elements, as the shard "
-                    f"has under the plan; found {value.numel()}: pass the plan that the state was made with"
+                    f"the entry {entry.name!r} of unit {unit.title!r} must have "
+                    f"{buffer.shard_numel} elements, as the shard has under the plan; found "
+                    f"{value.numel()}: pass the plan that the state was made with"
                 )
             elif value is not None:
                 for leaf in filter(entry.has, buffer.leaves):
@@ -191,8 +192,8 @@ def _entries_and_groups(
     wanted = {"steps", "momentum", "adamw"} if isinstance(step, MuonStep) else {"steps", "leaves"}
     if missing := wanted - opt_state.keys():
         raise ValueError(
-            f"opt_state must be a state of the optimizer, which has {sorted(wanted)}; found no {sorted(missing)}: pass "
-            f"state.opt_state, or what optimizer.init returned"
+            f"opt_state must be a state of the optimizer, which has {sorted(wanted)}; found no "
+            f"{sorted(missing)}: pass state.opt_state, or what optimizer.init returned"
         )
     check_not_donated(opt_state.get("momentum", opt_state.get("leaves")))
     if isinstance(step, MuonStep):

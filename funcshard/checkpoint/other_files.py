@@ -18,9 +18,10 @@ def what_it_holds(folder: Path) -> str:
     if "adapter_config.json" in names:
         base = _json(folder / "adapter_config.json").get("base_model_name_or_path")
         return (
-            f"it holds an adapter of peft{f' for {base!r}' if base else ''}, and not the model under it: to go on training "
-            f"the adapter, give peft.PeftModel.from_pretrained(model, folder, is_trainable=True) to make_functional; for "
-            f"one model, call its merge_and_unload().save_pretrained(another_folder)"
+            f"it holds an adapter of peft{f' for {base!r}' if base else ''}, and not the model "
+            "under it: to go on training the adapter, give peft.PeftModel.from_pretrained(model, "
+            "folder, is_trainable=True) to make_functional; for one model, call its "
+            "merge_and_unload().save_pretrained(another_folder)"
         )
     if has_our_index(folder):
         return "save wrote this checkpoint: restore(path, plan, mesh) reads it"

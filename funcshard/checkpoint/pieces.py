@@ -113,8 +113,8 @@ def check_pieces(
         _check_piece(piece, leaf, buffer, where, cast)
     if "shard" in own_axes(buffer.local, leaf.cuts) and len(pieces) != 1:
         raise ValueError(
-            f"leaf {leaf.path!r} is local to each rank, so {where} must hold this rank's own piece of it; found "
-            f"{len(pieces)} pieces"
+            f"leaf {leaf.path!r} is local to each rank, so {where} must hold this rank's own piece "
+            f"of it; found {len(pieces)} pieces"
         )
     part = buffer.part(leaf, mesh.shard.rank)
     done = part.begin
@@ -132,9 +132,9 @@ def check_pieces(
         origin = slice_offsets(leaf.shape, leaf.cuts, mesh.position)
         of = f" of its slice at {origin}" if leaf.whole_shape != leaf.shape else ""
         raise ValueError(
-            f"pieces of leaf {leaf.path!r} of {where} must cover elements {part.begin} to {part.end}{of}, this rank's part "
-            f"under the plan; no piece holds element {done}: pass the pieces of all ranks, as in "
-            f"{{name: [pieces of each rank]}}"
+            f"pieces of leaf {leaf.path!r} of {where} must cover elements {part.begin} to "
+            f"{part.end}{of}, this rank's part under the plan; no piece holds element {done}: pass "
+            f"the pieces of all ranks, as in {{name: [pieces of each rank]}}"
         )
 
 
@@ -147,9 +147,10 @@ def _check_piece(
         or piece.tensor.ndim != 1
     ):
         raise ValueError(
-            f"a piece of leaf {leaf.path!r} of {where} must be (tensor, offset, shape): a 1-D tensor, the index of its "
-            f"first element in the raveled leaf, and the shape of the whole leaf; found a tensor of "
-            f"{piece.tensor.ndim} dimensions, {piece.offset!r} and {piece.shape!r}"
+            f"a piece of leaf {leaf.path!r} of {where} must be (tensor, offset, shape): a 1-D "
+            "tensor, the index of its first element in the raveled leaf, and the shape of the "
+            f"whole leaf; found a tensor of {piece.tensor.ndim} dimensions, {piece.offset!r} and "
+            f"{piece.shape!r}"
         )
     wanted, found = dtype_of(buffer.dtype), piece.tensor.dtype
     if tuple(piece.shape) != leaf.whole_shape or not (
@@ -159,16 +160,18 @@ def _check_piece(
             ": pass cast=True to convert them" if cast is False and can_cast(found, wanted) else ""
         )
         raise ValueError(
-            f"pieces of leaf {leaf.path!r} of {where} must be of shape {leaf.whole_shape} and dtype {buffer.dtype}, as "
-            f"planned; found {tuple(piece.shape)} and {str(found).removeprefix('torch.')}{remedy}"
+            f"pieces of leaf {leaf.path!r} of {where} must be of shape {leaf.whole_shape} and "
+            f"dtype {buffer.dtype}, as planned; found {tuple(piece.shape)} and "
+            f"{str(found).removeprefix('torch.')}{remedy}"
         )
     sides = list(zip(piece.within, piece.shape, strict=False))
     if len(piece.within) not in (0, len(piece.shape)) or not all(
         b >= 0 and n >= 0 and b + n <= side for (b, n), side in sides
     ):
         raise ValueError(
-            f"a piece of leaf {leaf.path!r} of {where} must have a slice inside the whole leaf of shape {leaf.whole_shape}; "
-            f"found {piece.within!r}: pass the first index and the length of each dimension, or () for the whole leaf"
+            f"a piece of leaf {leaf.path!r} of {where} must have a slice inside the whole leaf of "
+            f"shape {leaf.whole_shape}; found {piece.within!r}: pass the first index and the "
+            "length of each dimension, or () for the whole leaf"
         )
     within = _slice_of(piece)
     if not 0 <= piece.offset <= within.numel - piece.tensor.numel():

@@ -170,18 +170,21 @@ def from_pretrained(
         or (isinstance(model, type) and issubclass(model, nn.Module))
     ):
         raise TypeError(
-            f"model must be a class of modules, a module on meta, or None; found {model!r}: pass the model's own class, "
-            f"such as transformers.LlamaForCausalLM, or leave it out for the class that config.json names"
+            f"model must be a class of modules, a module on meta, or None; found {model!r}: pass "
+            "the model's own class, such as transformers.LlamaForCausalLM, or leave it out for "
+            "the class that config.json names"
         )
     own = ["model", "dtype", "mutable", "plan", *list(inspect.signature(make_plan).parameters)[2:]]
     if unknown := sorted(options.keys() - set(own)):
         others = "its own are model, dtype, mutable and plan, all others make_plan's"
         raise TypeError(
-            f"from_pretrained has no option {unknown[0]!r}: {did_you_mean(unknown[0], own, otherwise=others)}"
+            f"from_pretrained has no option {unknown[0]!r}: "
+            f"{did_you_mean(unknown[0], own, otherwise=others)}"
         )
     if plan is not None and options:
         raise TypeError(
-            f"from_pretrained takes a plan or options of make_plan; found a plan and {sorted(options)[0]!r}"
+            "from_pretrained takes a plan or options of make_plan; found a plan and "
+            f"{sorted(options)[0]!r}"
         )
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a Mesh, as from init_mesh(); found {type(mesh).__name__}")
@@ -221,8 +224,8 @@ def from_pretrained(
     checksums.start(fault).finish()
     if missing:
         warnings.warn(
-            f"{path} lacks {len(missing)} of the model's {len(plan.leaves)} parameters, such as {missing[:3]}: they begin "
-            f"with the model's initial values",
+            f"{path} lacks {len(missing)} of the model's {len(plan.leaves)} parameters, such as "
+            f"{missing[:3]}: they begin with the model's initial values",
             stacklevel=callers_level(),
         )
         init_missing(module, plan, mesh, shards, missing)
@@ -233,8 +236,8 @@ def from_pretrained(
         for (unit, buffer, rows), tensor in grown.values():
             put_whole(shards[unit.name][buffer.key], tensor, rows, buffer, mesh)
         warnings.warn(
-            f"{path} has fewer tokens than the model: the rows of the others in {[*grown]} begin with the model's initial "
-            f"values",
+            f"{path} has fewer tokens than the model: the rows of the others in {[*grown]} begin "
+            "with the model's initial values",
             stacklevel=callers_level(),
         )
     return Pretrained(apply, shards, buffers, plan)
@@ -244,8 +247,8 @@ def _check_plan(plan: Plan, params: Mapping[str, torch.Tensor]) -> None:
     wrong = sorted({leaf.path for leaf in plan.leaves} ^ params.keys())
     if wrong:
         raise ValueError(
-            f"the plan was made for another model, which differs in {wrong[:3]}: make it from make_functional's params of "
-            f"this model on meta, or leave plan out"
+            f"the plan was made for another model, which differs in {wrong[:3]}: make it from "
+            "make_functional's params of this model on meta, or leave plan out"
         )
 
 
@@ -291,8 +294,9 @@ def _read(
                 first, value = tied.setdefault(leaf.path, (name, tensor))
                 if first != name and not torch.equal(value, tensor):
                     raise ValueError(
-                        f"{folder} holds different values of {first!r} and {name!r}, which the model ties: set "
-                        f"tie_word_embeddings to false in config.json, or pass a model that does not tie them"
+                        f"{folder} holds different values of {first!r} and {name!r}, which the "
+                        "model ties: set tie_word_embeddings to false in config.json, or pass a "
+                        "model that does not tie them"
                     )
             if adds_rows:
                 grown[leaf.path] = (unit, buffer, rows), tensor
@@ -305,8 +309,8 @@ def _read(
     missing = [leaf.path for leaf in plan.leaves if leaf.path not in read]
     if missing and not read:
         raise ValueError(
-            f"{folder} holds no parameter of {type(module).__name__}; it has {sorted(tensors)[:3]}, and the model "
-            f"{missing[:3]}: it is of another model"
+            f"{folder} holds no parameter of {type(module).__name__}; it has "
+            f"{sorted(tensors)[:3]}, and the model {missing[:3]}: it is of another model"
         )
     return missing, grown, buffers
 
@@ -430,8 +434,8 @@ def _stored_entries(module: nn.Module, plan: Plan) -> list[list[Entry]]:
     wrong = sorted(name for name, tensor in meant.items() if found.get(name) != tuple(tensor.shape))
     if wrong:
         raise ValueError(
-            f"the files hold {wrong[0]!r} as one tensor, whose parts lie in several units of the plan: save under a plan of "
-            f"whole layers, which from_pretrained makes by default"
+            f"the files hold {wrong[0]!r} as one tensor, whose parts lie in several units of the "
+            "plan: save under a plan of whole layers, which from_pretrained makes by default"
         )
     return groups
 

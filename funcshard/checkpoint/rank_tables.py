@@ -162,7 +162,8 @@ def check_size(file: Path, size: int, at: int | None = None) -> None:
         raise _missing(file) from None
     if found != size:
         raise ValueError(
-            f"{file} is damaged: it has {found} bytes and was saved with {size}; restore another checkpoint"
+            f"{file} is damaged: it has {found} bytes and was saved with {size}; restore another "
+            "checkpoint"
         )
 
 
@@ -201,7 +202,8 @@ def read_text(path: Path, at: int | None = None) -> tuple[bytes, str]:
     digest = hashlib.sha256(text).hexdigest()
     if head.get("sha256") != digest:
         raise ValueError(
-            f"{path} is damaged: its checksum is not the one that was saved; restore another checkpoint"
+            f"{path} is damaged: its checksum is not the one that was saved; restore another "
+            "checkpoint"
         )
     return text, digest
 

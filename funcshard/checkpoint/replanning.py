@@ -67,12 +67,13 @@ def replan(states: Sequence[Any], old: Plan, new: Plan) -> list[Any]:
             )
     if isinstance(states, str | Mapping) or not isinstance(states, Sequence):
         raise TypeError(
-            f"states must be a list of the states of all ranks; found {type(states).__name__}: put them into a list, in "
-            f"order of ranks"
+            f"states must be a list of the states of all ranks; found {type(states).__name__}: put "
+            "them into a list, in order of ranks"
         )
     if len(states) != old.world_size:
         raise ValueError(
-            f"there must be one state per rank of the old plan, {old.world_size}; found {len(states)}"
+            f"there must be one state per rank of the old plan, {old.world_size}; found "
+            f"{len(states)}"
         )
     device = _device_of(states)
     flat = [flatten_state(state, old, rank, device.type) for rank, state in enumerate(states)]

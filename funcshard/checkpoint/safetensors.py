@@ -143,8 +143,8 @@ def export_safetensors(
     check_no_leaf(buffers, plan)
     if (local := find_local_leaf(plan)) is not None:
         raise ValueError(
-            f"leaf {local!r} is local to each rank, and a file would hold rank 0's alone; export shards under a plan "
-            f"in which no leaf is local"
+            f"leaf {local!r} is local to each rank, and a file would hold rank 0's alone; export "
+            "shards under a plan in which no leaf is local"
         )
     entries = [
         Entry(s.path, s.whole_shape, dtype_of(b.dtype))
@@ -156,7 +156,8 @@ def export_safetensors(
     for name, tensor in extra.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
-                f"buffers must hold tensors; found {type(tensor).__name__} under {name!r}: leave it out"
+                f"buffers must hold tensors; found {type(tensor).__name__} under {name!r}: leave "
+                "it out"
             )
     entries += [Entry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in extra.items()]
     return write_tensors(path, entries, _full_tensors(shards, plan, mesh, extra), mesh, most, dtype)
@@ -188,11 +189,13 @@ def write_tensors(
     for entry in entries:
         if entry.dtype not in _NAMES:
             raise ValueError(
-                f"{entry.name!r} is of {entry.dtype}, which safetensors files cannot hold; convert it first"
+                f"{entry.name!r} is of {entry.dtype}, which safetensors files cannot hold; convert "
+                "it first"
             )
         if entry.dtype == torch.float4_e2m1fn_x2 and not entry.shape:
             raise ValueError(
-                f"{entry.name!r} is a scalar of {entry.dtype}, which is two numbers in the file; give it a dimension"
+                f"{entry.name!r} is a scalar of {entry.dtype}, which is two numbers in the file; "
+                "give it a dimension"
             )
     single = path.suffix == ".safetensors"
     folder = path.absolute().parent if single else path.absolute()
@@ -282,7 +285,8 @@ def check_floating(name: str, dtype: Any) -> None:
     """Raise ``TypeError`` unless an option is a floating-point dtype, or ``None``."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(
-            f"{name} must be a floating-point dtype, such as torch.bfloat16, or None; found {dtype!r}"
+            f"{name} must be a floating-point dtype, such as torch.bfloat16, or None; found "
+            f"{dtype!r}"
         )
 
 
@@ -320,7 +324,8 @@ def _write(
     target = folder / (names[0] if single else "safetensors")
     if (lock := take_soon(target)) is None:
         raise OSError(
-            f"another export to it is running, by {holder_of(target)}: wait for it, or choose another path"
+            f"another export to it is running, by {holder_of(target)}: wait for it, or choose "
+            "another path"
         )
     with ExitStack() as stack:
         stack.callback(lock.release)
@@ -433,7 +438,8 @@ def _find_leaves(path: Path, plan: Plan) -> dict[str, torch.Tensor]:
         name = name_in(by_name, leaf)
         if name is None:
             raise ValueError(
-                f"{path} has no tensor named {leaf.path!r}; it has {sorted(by_name)[:3]} …: it is of another model"
+                f"{path} has no tensor named {leaf.path!r}; it has {sorted(by_name)[:3]} …: it is "
+                "of another model"
             )
         found[leaf.path] = by_name[name]
         check_tie(leaf, by_name, str(path))
@@ -471,7 +477,8 @@ def _open(file: Path, token: str | None) -> dict[str, torch.Tensor]:
         first = opened.read(8)
         if first == b"version ":
             raise ValueError(
-                f"{file} is a pointer of Git LFS, and not the file itself: run git lfs pull in its folder"
+                f"{file} is a pointer of Git LFS, and not the file itself: run git lfs pull in its "
+                "folder"
             )
         length = int.from_bytes(first, "little")
         try:
@@ -480,7 +487,8 @@ def _open(file: Path, token: str | None) -> dict[str, torch.Tensor]:
             header = file_data.table("the header", file_data.parse(opened.read(length)))
         except ValueError as error:
             raise ValueError(
-                f"{file} is damaged, or is not a safetensors file: its header cannot be read ({error})"
+                f"{file} is damaged, or is not a safetensors file: its header cannot be read "
+                f"({error})"
             ) from None
         # Why: another file may have taken the name meanwhile.
         same = f"/proc/self/fd/{opened.fileno()}"
@@ -490,8 +498,9 @@ def _open(file: Path, token: str | None) -> dict[str, torch.Tensor]:
     metadata = header.get("__metadata__")
     if token is not None and (not isinstance(metadata, dict) or metadata.get("export") != token):
         raise ValueError(
-            f"{file} is of another export than {_INDEX} beside it: the export into that folder was interrupted, or is "
-            f"running, or the file was replaced; export again, or remove 'export' from the index if they belong together"
+            f"{file} is of another export than {_INDEX} beside it: the export into that folder was "
+            "interrupted, or is running, or the file was replaced; export again, or remove "
+            "'export' from the index if they belong together"
         )
     tensors: dict[str, torch.Tensor] = {}
     reached = 0
@@ -504,8 +513,8 @@ def _open(file: Path, token: str | None) -> dict[str, torch.Tensor]:
             or (dtype is not None and end - begin != math.prod(shape) * dtype.itemsize)
         ):
             raise ValueError(
-                f"{file} is damaged: {name!r} of shape {shape} is said to lie in bytes {begin} to {end} of {size}, or in "
-                f"those of another tensor"
+                f"{file} is damaged: {name!r} of shape {shape} is said to lie in bytes {begin} to "
+                f"{end} of {size}, or in those of another tensor"
             )
         reached = max(reached, end)
         if dtype is None:
@@ -542,7 +551,8 @@ def _entries(
         if code == "F4":
             if not shape or shape[-1] % 2:
                 raise ValueError(
-                    f"{file} holds {name!r} of F4 and shape {list(shape)}; torch holds two of them in a byte"
+                    f"{file} holds {name!r} of F4 and shape {list(shape)}; torch holds two of them "
+                    "in a byte"
                 )
             shape = (*shape[:-1], shape[-1] // 2)
         found[name] = (_CODES.get(code), shape, begin, end)
@@ -565,7 +575,8 @@ def _files(path: Path) -> tuple[list[Path], str | None]:
             names = sorted({file_data.text("a file of weight_map", name) for name in named})
         except ValueError as error:
             raise ValueError(
-                f"{index} is damaged: it is not JSON with a 'weight_map' of names and files ({error})"
+                f"{index} is damaged: it is not JSON with a 'weight_map' of names and files "
+                f"({error})"
             ) from None
         if bad := [name for name in names if Path(name).name != name or not (path / name).exists()]:
             raise ValueError(f"{index} names the file {bad[0]!r}, which is not beside it")

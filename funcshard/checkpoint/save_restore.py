@@ -295,16 +295,16 @@ def restore(
     """
     if path is None:
         raise ValueError(
-            "restore takes the path of a checkpoint; found None, which latest returns for a folder without a complete "
-            "checkpoint: start from the beginning in that case"
+            "restore takes the path of a checkpoint; found None, which latest returns for a "
+            "folder without a complete checkpoint: start from the beginning in that case"
         )
     path = check_path("path", path)
     if plan is None and mesh is None:
         return read_contents(path)
     if plan is None or mesh is None:
         raise ValueError(
-            f"restore takes a path alone, to describe the checkpoint, or a path, a plan and a mesh, to restore it; found "
-            f"no {'plan' if plan is None else 'mesh'}"
+            "restore takes a path alone, to describe the checkpoint, or a path, a plan and a "
+            f"mesh, to restore it; found no {'plan' if plan is None else 'mesh'}"
         )
     check_flag("cast", cast)
     _check_plans(plan, mesh, {"the options of restore": f"cast={cast!r}"})
@@ -365,8 +365,8 @@ def _have_one(
         return False
     raise_on_every_rank(mesh, fault)
     raise ValueError(
-        f"ranks found different checkpoints at {path}: it was replaced meanwhile, or ranks do not share a file system; "
-        f"restore again, from a path that no process is saving to"
+        f"ranks found different checkpoints at {path}: it was replaced meanwhile, or ranks do not "
+        "share a file system; restore again, from a path that no process is saving to"
     )
 
 
@@ -378,8 +378,8 @@ def _read_state(contents: Contents, folder: OpenFolder, plan: Plans, mesh: Mesh,
 
     if _keys(contents.plan) != _keys(plan):
         raise ValueError(
-            f"the checkpoint {contents.path} was saved under {_keys(contents.plan)}; found {_keys(plan)}: pass plans with "
-            f"the same keys"
+            f"the checkpoint {contents.path} was saved under {_keys(contents.plan)}; found "
+            f"{_keys(plan)}: pass plans with the same keys"
         )
     source = contents.table(mesh.rank % contents.world_size)
     items = {**contents.shared, **source.items}
@@ -413,8 +413,8 @@ def _check_plans(
     ):
         kinds = {key: type(entry_plan).__name__ for key, entry_plan in plan.items()}
         raise TypeError(
-            f"plan must be a plan, or a dictionary of plans by keys of the state; found a dictionary of {kinds}: pass what "
-            f"make_plan returned"
+            "plan must be a plan, or a dictionary of plans by keys of the state; found a "
+            f"dictionary of {kinds}: pass what make_plan returned"
         )
     fingerprints = {key: entry_plan.fingerprint() for key, entry_plan in sorted(plan.items())}
     check_all_same(mesh, {"the plans": json.dumps(fingerprints), **options})
@@ -432,13 +432,15 @@ def _check_path(path: Path) -> None:
     # Why before the lock is tried, which this process has then: these words help more.
     if thread_name(path, 0) in [thread.name for thread in threading.enumerate()]:
         raise ValueError(
-            f"a checkpoint is already being saved to {path}: pass the Saving that save returned as after="
+            f"a checkpoint is already being saved to {path}: pass the Saving that save returned as "
+            "after="
         )
     check_replaceable(path)
     if is_overwritten(path):
         raise ValueError(
-            f"path must be free, or name a checkpoint, which is then replaced; found one over which another program wrote "
-            f"its own .metadata, as torch.distributed.checkpoint does, at {path}: choose another path"
+            "path must be free, or name a checkpoint, which is then replaced; found one over "
+            "which another program wrote its own .metadata, as torch.distributed.checkpoint does, "
+            f"at {path}: choose another path"
         )
 
 
@@ -450,8 +452,9 @@ def _begin(path: Path, token: str, undo: ExitStack) -> PathLock:
         raise OSError(f"checkpoint {path} is not saved: {error}") from error
     if lock is None:
         raise ValueError(
-            f"a checkpoint is already being saved to {path}, by {holder_of(path)}: end that job, or choose another path; if "
-            f"that host is gone and the file system keeps its lock, remove {lock_file(path)}"
+            f"a checkpoint is already being saved to {path}, by {holder_of(path)}: end that job, "
+            "or choose another path; if that host is gone and the file system keeps its lock, "
+            f"remove {lock_file(path)}"
         )
     undo.callback(lock.release)
     undo.callback(discard, part_of(path, token))
@@ -460,8 +463,8 @@ def _begin(path: Path, token: str, undo: ExitStack) -> PathLock:
 
 def _unseen(part: Path) -> OSError:
     return OSError(
-        f"rank 0 made the folder {part}, and this rank does not see it: save to a folder on a file system that all machines "
-        f"of the job share"
+        f"rank 0 made the folder {part}, and this rank does not see it: save to a folder on a file "
+        "system that all machines of the job share"
     )
 
 

@@ -100,8 +100,8 @@ def to_state_dict(
     check_flags(rank0_only=rank0_only, offload=offload, sharded=sharded)
     if sharded and (rank0_only or offload):
         raise ValueError(
-            "sharded=True gives each rank the pieces that it holds, as views of its shards; found rank0_only or offload "
-            "with it: leave them out"
+            "sharded=True gives each rank the pieces that it holds, as views of its shards; found "
+            "rank0_only or offload with it: leave them out"
         )
     options = {"the options of to_state_dict": f"rank0_only={rank0_only!r}, sharded={sharded!r}"}
     check_all_shards(shards, plan, mesh, options, none_if_frozen=True)
@@ -247,13 +247,14 @@ def check_no_leaf(buffers: Any, plan: Plan) -> None:
     """Raise unless ``buffers`` is ``None`` or a dictionary without the name of a leaf."""
     if buffers is not None and not isinstance(buffers, Mapping):
         raise TypeError(
-            f"buffers must be a dictionary {{name: tensor}}, or None; found {type(buffers).__name__}"
+            f"buffers must be a dictionary {{name: tensor}}, or None; found "
+            f"{type(buffers).__name__}"
         )
     leaf = next((leaf.path for leaf in plan.leaves if leaf.path in (buffers or ())), None)
     if leaf is not None:
         raise ValueError(
-            f"buffers must hold no parameter; found {leaf!r}, a leaf of the plan, whose values come from the shards: pass "
-            f"apply.persistent(buffers)"
+            f"buffers must hold no parameter; found {leaf!r}, a leaf of the plan, whose values "
+            "come from the shards: pass apply.persistent(buffers)"
         )
 
 
@@ -261,8 +262,9 @@ def check_no_local_leaf(plan: Plan) -> None:
     """Raise ``ValueError`` if a leaf is local to each rank: no rank has a full state dict then."""
     if (path := find_local_leaf(plan)) is not None:
         raise ValueError(
-            f"leaf {path!r} is local to each rank, and rank 0's state dict alone would lose the values of the other ranks; "
-            f"take every rank's state dict, with rank0_only=False or sharded=True"
+            f"leaf {path!r} is local to each rank, and rank 0's state dict alone would lose the "
+            "values of the other ranks; take every rank's state dict, with rank0_only=False or "
+            "sharded=True"
         )
 
 
@@ -376,8 +378,8 @@ def _check_value(
     if pieces is None:
         if not isinstance(value, torch.Tensor):
             raise ValueError(
-                f"leaf {leaf.path!r} of {where} must be a tensor, a DTensor, a Piece or a list of pieces; found "
-                f"{type(value).__name__}"
+                f"leaf {leaf.path!r} of {where} must be a tensor, a DTensor, a Piece or a list of "
+                f"pieces; found {type(value).__name__}"
             )
         check_leaf(value, leaf, buffer, where, dtensor=True, whole=True, cast=cast)
         return
@@ -403,7 +405,8 @@ def find_leaves(
         elif isinstance(state_dict, str | os.PathLike):
             remedy = "pass torch.load(path, weights_only=True), or call import_safetensors(path, plan, mesh)"
         raise TypeError(
-            f"a state dict must be a dictionary {{name: tensor}}; found {type(state_dict).__name__}: {remedy}"
+            f"a state dict must be a dictionary {{name: tensor}}; found "
+            f"{type(state_dict).__name__}: {remedy}"
         )
     found: dict[str, Any] = {}
     missing = []
@@ -430,8 +433,9 @@ def _remedy(state_dict: Mapping[str, Any], missing: list[str]) -> str:
     prefix = next((p for p in longer if all(p + path in state_dict for path in missing)), None)
     if prefix is not None:
         return (
-            f"it holds them under names that carry the prefix {prefix!r} that has to be removed: call "
-            f"torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, {prefix!r}) first"
+            f"it holds them under names that carry the prefix {prefix!r} that has to be removed: "
+            "call torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, "
+            f"{prefix!r}) first"
         )
     inner = next(
         (
@@ -470,8 +474,9 @@ def _warn_of_unknown(state_dict: Mapping[str, Any], plan: Plan) -> None:
     if unknown:
         more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
         warnings.warn(
-            f"the state dict holds {unknown[:3]}{more}, which are no leaves of the plan and were left out: if they should "
-            f"be loaded, make the plan from the params of the same module; else delete them from the state dict",
+            f"the state dict holds {unknown[:3]}{more}, which are no leaves of the plan and were "
+            "left out: if they should be loaded, make the plan from the params of the same "
+            "module; else delete them from the state dict",
             stacklevel=callers_level(),
         )
 
@@ -493,8 +498,9 @@ def _from_rank(
                 for leaf in buffer.leaves:
                     if not is_full(leaves[leaf.path]):
                         raise ValueError(
-                            f"with src the state dict must hold full tensors, and {leaf.path!r} is none; found "
-                            f"{type(leaves[leaf.path]).__name__}: leave src out, and pass every rank's state dict"
+                            f"with src the state dict must hold full tensors, and {leaf.path!r} is "
+                            f"none; found {type(leaves[leaf.path]).__name__}: leave src out, and "
+                            "pass every rank's state dict"
                         )
                     check_leaf(leaves[leaf.path], leaf, buffer, where, whole=True, cast=cast)
         except Exception as error:  # of any kind, because other ranks wait

@@ -47,7 +47,8 @@ def _item_from(name: str, data: Any, axes: Mapping[str, int], rank: int | None) 
     sizes = file_data.numbers(f"the shape of {name!r}", shape)
     if len(sizes) > _LONGEST_SHAPE:
         raise ValueError(
-            f"the shape of {name!r} must have at most {_LONGEST_SHAPE} dimensions; found {len(sizes)}"
+            f"the shape of {name!r} must have at most {_LONGEST_SHAPE} dimensions; found "
+            f"{len(sizes)}"
         )
     word, *along = file_data.text(f"the kind of {name!r}", kind).split(" ")
     known = (
@@ -58,7 +59,8 @@ def _item_from(name: str, data: Any, axes: Mapping[str, int], rank: int | None) 
     )
     if not known or (rank is not None and word != "rank"):
         raise ValueError(
-            f"the kind of {name!r} must be {', '.join(_KINDS)} along axes; found {file_data.shown(kind)}"
+            f"the kind of {name!r} must be {', '.join(_KINDS)} along axes; found "
+            f"{file_data.shown(kind)}"
         )
     if word == "rank":  # the tensors of one rank are stored as name@rank
         number = name.rpartition("@")[2]
@@ -133,13 +135,13 @@ def _region_from(
     )
     if not inside or begin + region.numel > stored.numel or begin != _place(low, stored.shape):
         raise ValueError(
-            f"{where} must lie inside of its shape {stored.shape}; found {region.numel} elements at {begin}, the box of "
-            f"sizes {extent} at {low}"
+            f"{where} must lie inside of its shape {stored.shape}; found {region.numel} elements "
+            f"at {begin}, the box of sizes {extent} at {low}"
         )
     if offset + length > size or region.numel * dtype_of(stored.dtype).itemsize > length:
         raise ValueError(
-            f"{where} must lie inside of {file}, which has {size} bytes; found {length} bytes at {offset} for "
-            f"{region.numel} elements of {stored.dtype}"
+            f"{where} must lie inside of {file}, which has {size} bytes; found {length} bytes at "
+            f"{offset} for {region.numel} elements of {stored.dtype}"
         )
     return region
 
@@ -189,26 +191,30 @@ def check_outline(
                 in_shards and parts[0] is None
             ):
                 raise ValueError(
-                    f"a value of the state must be a number or a text; found {file_data.shown(parts[0])}"
+                    "a value of the state must be a number or a text; found "
+                    f"{file_data.shown(parts[0])}"
                 )
         elif kind == "tensor" and len(parts) == 1:
             stored = items.get(file_data.text("the name of a tensor", parts[0]))
             if stored is None or not (in_shards or stored.kind == kind_outside):
                 raise ValueError(
-                    f"the state must name tensors of the checkpoint; found {file_data.shown(parts[0])}"
+                    "the state must name tensors of the checkpoint; found "
+                    f"{file_data.shown(parts[0])}"
                 )
         elif kind == "rank" and len(parts) == 1:
             file_data.whole("the number of a PerRank", parts[0], 0, most)
         elif kind == "shards" and len(parts) == 2 and not in_shards and per_rank is None:
             if parts[0] not in _FORMS:
                 raise ValueError(
-                    f"a tree of shards must be one of {', '.join(_FORMS)}; found {file_data.shown(parts[0])}"
+                    f"a tree of shards must be one of {', '.join(_FORMS)}; found "
+                    f"{file_data.shown(parts[0])}"
                 )
             for pair in file_data.listed("a tree of shards", parts[1]):
                 path, below = file_data.listed("a leaf of shards", pair, 2)
                 if file_data.text("the path of a leaf", path) not in leaves:
                     raise ValueError(
-                        f"a tree of shards must name leaves of the plan; found {file_data.shown(path)}"
+                        "a tree of shards must name leaves of the plan; found "
+                        f"{file_data.shown(path)}"
                     )
                 nodes.append((below, True, ()))
         else:
@@ -244,7 +250,8 @@ def _children(kind: Any, parts: list[Any]) -> list[Any]:
     """Return the children of a container, of any kind, after a look at its keys."""
     if len(parts) != 3 or type(kind) is not str or kind in _NO_CONTAINERS:
         raise ValueError(
-            f"a node of the state must be a value, a tensor or a container; found {file_data.shown(kind)}"
+            "a node of the state must be a value, a tensor or a container; found "
+            f"{file_data.shown(kind)}"
         )
     fields, meta, children = parts
     try:
@@ -258,13 +265,15 @@ def _children(kind: Any, parts: list[Any]) -> list[Any]:
         children
     ):
         raise ValueError(
-            f"a {kind} must have a field for each of its {len(children)} children; found {len(fields)}"
+            f"a {kind} must have a field for each of its {len(children)} children; found "
+            f"{len(fields)}"
         )
     if kind in ("dict", "ordered_dict"):
         keys = file_data.listed("the keys of a dictionary", meta, len(children))
         if not all(type(key) in (str, int) for key in keys) or len({*keys}) < len(keys):
             raise ValueError(
-                f"the keys of a dictionary must be different texts and numbers; found {file_data.shown(keys)}"
+                "the keys of a dictionary must be different texts and numbers; found "
+                f"{file_data.shown(keys)}"
             )
     if kind == "namedtuple" and (type(meta) is not str or fields is None):
         raise ValueError(

@@ -175,7 +175,8 @@ class _Unflattener:
         if kind == "rank":
             if spec[1] >= len(self.rank_specs):
                 raise ValueError(
-                    f"the state has {len(self.rank_specs)} PerRank values of this rank; found number {spec[1]}"
+                    f"the state has {len(self.rank_specs)} PerRank values of this rank; found "
+                    f"number {spec[1]}"
                 )
             return PerRank(self.node(self.rank_specs[spec[1]]))
         if kind == "shards":
@@ -235,9 +236,10 @@ class _Unflattener:
                 if len(present) < len(names):
                     absent = buffer.leaves[names.index(None)].path
                     raise ValueError(
-                        f"the plan puts leaves {present[0]!r} and {absent!r} into one buffer, and a tree of shards in the "
-                        f"state holds the first but not the second: the state is of another model, or other leaves were "
-                        f"trainable; make the plan as it was made then"
+                        f"the plan puts leaves {present[0]!r} and {absent!r} into one buffer, and "
+                        "a tree of shards in the state holds the first but not the second: the "
+                        "state is of another model, or other leaves were trainable; make the plan "
+                        "as it was made then"
                     )
                 used.update(present)
                 found[unit.name, buffer.key] = self._below(
@@ -255,8 +257,9 @@ class _Unflattener:
         for path, other in zip(paths, specs, strict=True):
             if _form(other) != _form(first):
                 raise ValueError(
-                    f"the plan puts leaves {paths[0]!r} and {path!r} into one buffer of unit {unit.title!r}, and the state "
-                    f"holds values of different structure for them: keep them in separate units"
+                    f"the plan puts leaves {paths[0]!r} and {path!r} into one buffer of unit "
+                    f"{unit.title!r}, and the state holds values of different structure for them: "
+                    "keep them in separate units"
                 )
             if other is not None and other[0] == "value" and other != first:
                 raise _disagreement(unit.title, paths[0], path, first[1], other[1])
@@ -279,8 +282,9 @@ class _Unflattener:
         for name, other in zip(names, stored, strict=True):
             if (other.dtype, _sort(other)) != (first.dtype, _sort(first)):
                 raise ValueError(
-                    f"the plan puts {names[0]!r} and {name!r} into one buffer of unit {unit.title!r}, and they are stored "
-                    f"as {first.kind} {first.dtype} and as {other.kind} {other.dtype}: keep them in separate units"
+                    f"the plan puts {names[0]!r} and {name!r} into one buffer of unit "
+                    f"{unit.title!r}, and they are stored as {first.kind} {first.dtype} and as "
+                    f"{other.kind} {other.dtype}: keep them in separate units"
                 )
         if first.kind in ("whole", "rank"):
             tensors = [self._whole(name) for name in names]
@@ -317,8 +321,8 @@ class _Unflattener:
             ", or pass cast=True" if self.cast is False else ""
         )
         raise ValueError(
-            f"{self.where} holds {name!r} in {dtype_name(shard.dtype)}, and leaf {leaf.path!r} is of {buffer.dtype} in the "
-            f"plan: {remedy}"
+            f"{self.where} holds {name!r} in {dtype_name(shard.dtype)}, and leaf {leaf.path!r} is "
+            f"of {buffer.dtype} in the plan: {remedy}"
         )
 
     def _clear_padding(self, shard: torch.Tensor, buffer: BufferPlan) -> None:
@@ -344,15 +348,16 @@ class _Unflattener:
     ) -> None:
         if metadata.own_axes != own_axes(buffer.local, leaf.cuts):
             raise ValueError(
-                f"{name!r} is local to ranks under only one of the two plans; make the new plan with the same local. A "
-                f"leaf that ranks hold in slices must say which dimension they cut, as in local={{{leaf.path!r}: "
-                f"{{'tensor': 0}}}}"
+                f"{name!r} is local to ranks under only one of the two plans; make the new plan "
+                "with the same local. A leaf that ranks hold in slices must say which dimension "
+                f"they cut, as in local={{{leaf.path!r}: {{'tensor': 0}}}}"
             )
         if metadata.whole_shape != leaf.whole_shape:
             whole = " as a whole" if leaf.cuts or metadata.cuts else ""
             raise ValueError(
-                f"leaf {leaf.path!r} has shape {leaf.whole_shape}{whole} in the plan; found {metadata.whole_shape} stored "
-                f"as {name!r}: the plan is of another model, or cuts another dimension"
+                f"leaf {leaf.path!r} has shape {leaf.whole_shape}{whole} in the plan; found "
+                f"{metadata.whole_shape} stored as {name!r}: the plan is of another model, or cuts "
+                "another dimension"
             )
         position = position_of(self.rank, self.plan.mesh_axes)
         part = buffer.part(leaf, position["shard"])
@@ -428,19 +433,20 @@ def _container(spec: TreeSpec, children: list[Any]) -> Any:
     kind, fields, meta, _ = spec
     if kind not in _CONTAINERS:
         raise ValueError(
-            f"the state contains a container of unknown kind {kind!r}: a newer version of funcshard stored it, or it is "
-            f"damaged"
+            f"the state contains a container of unknown kind {kind!r}: a newer version of "
+            "funcshard stored it, or it is damaged"
         )
     if kind == "namedtuple":
         cls: Any = find_class(meta)
         if not issubclass(cls, tuple) or not hasattr(cls, "_fields"):
             raise ValueError(
-                f"the state contains a namedtuple {meta!r}; found another kind of class there: define it again"
+                f"the state contains a namedtuple {meta!r}; found another kind of class there: "
+                "define it again"
             )
         if unknown := set(fields) - set(cls._fields):
             raise ValueError(
-                f"the stored {meta} has the field {sorted(unknown)[0]!r}; found the fields {cls._fields} in the class: add "
-                f"the field to the class again"
+                f"the stored {meta} has the field {sorted(unknown)[0]!r}; found the fields "
+                f"{cls._fields} in the class: add the field to the class again"
             )
         try:
             return cls(**dict(zip(fields, children, strict=True)))
@@ -475,6 +481,7 @@ def _shown(tensor: torch.Tensor, at: int) -> str:
 
 def _disagreement(where: str, one: str, other: str, here: Any, there: Any) -> ValueError:
     return ValueError(
-        f"the plan puts leaves {one!r} and {other!r} into one buffer of unit {where!r}, and a value that the state keeps "
-        f"once per buffer is {here} for the first and {there} for the second: keep them in separate units"
+        f"the plan puts leaves {one!r} and {other!r} into one buffer of unit {where!r}, and a "
+        f"value that the state keeps once per buffer is {here} for the first and {there} for the "
+        "second: keep them in separate units"
     )

@@ -297,8 +297,9 @@ class DesyncDetector:
         raise RuntimeError(
             difference
             or f"ranks issue different collectives: {self._title(self._rank)} has reached number {number} on mesh axis "
-            f"{self._axis!r}, {self._describe(number)}, after other collectives than {self._title(rank)}, which is at "
-            f"number {latest}; every rank has to issue the same ones in the same order"
+            f"{self._axis!r}, {self._describe(number)}, after other collectives than "
+            f"{self._title(rank)}, which is at number {latest}; every rank has to issue the same "
+            "ones in the same order"
         )
 
     def _knows_enough(self) -> bool:
@@ -308,8 +309,9 @@ class DesyncDetector:
         if not self._warned:
             self._warned = True
             _log.warning(
-                "mesh axis %r: the program has issued its collectives in %d orders, and goes on with new ones; from here on "
-                "funcshard compares the ranks every %d collectives only, so it may name a desync later",
+                "mesh axis %r: the program has issued its collectives in %d orders, and goes on "
+                "with new ones; from here on funcshard compares the ranks every %d collectives "
+                "only, so it may name a desync later",
                 self._axis,
                 MOST_CONTEXTS,
                 COMPARE_EVERY,
@@ -397,9 +399,10 @@ class DesyncDetector:
                 own, other = self._describe(at), names[at - other_first]
                 if own != other:
                     return (
-                        f"ranks issue different collectives: number {at} on mesh axis {self._axis!r} is {own} on "
-                        f"{self._title(self._rank)} and {other} on {self._title(rank)}; every rank has to issue the same "
-                        f"ones in the same order"
+                        f"ranks issue different collectives: number {at} on mesh axis "
+                        f"{self._axis!r} is {own} on {self._title(self._rank)} and {other} on "
+                        f"{self._title(rank)}; every rank has to issue the same ones in the same "
+                        "order"
                     )
         return ""
 
@@ -456,9 +459,10 @@ class DesyncDetector:
         check_process(self._process, self._ranks[self._rank])
         if not dist.is_initialized():
             raise RuntimeError(
-                f"{self._title(self._rank)} began {self._describe(number)} on mesh axis {self._axis!r} after "
-                f"torch.distributed.destroy_process_group(), which ended the mesh: call init_mesh anew, or destroy the "
-                f"groups last. Communication ended with: {error}"
+                f"{self._title(self._rank)} began {self._describe(number)} on mesh axis "
+                f"{self._axis!r} after torch.distributed.destroy_process_group(), which ended the "
+                "mesh: call init_mesh anew, or destroy the groups last. Communication ended with: "
+                f"{error}"
             ) from error
         difference = self.heart.finding() if self.heart is not None else ""
         difference = difference or self._find_difference_within(min(self.patience, 1.0))
@@ -483,8 +487,9 @@ class DesyncDetector:
             else "all ranks have reached it"
         )
         raise RuntimeError(
-            f"{self._title(self._rank)} waited for {self._describe(number)}, collective number {number} on mesh axis "
-            f"{self._axis!r}, which failed; {where}. Communication ended with: {error}"
+            f"{self._title(self._rank)} waited for {self._describe(number)}, collective number "
+            f"{number} on mesh axis {self._axis!r}, which failed; {where}. Communication ended "
+            f"with: {error}"
         ) from error
 
     def _find_circle(self, number: int, serial: int | None, *, failed: bool = False) -> str:

@@ -35,8 +35,8 @@ def launched_ranks() -> int | None:
     world, rank = _number("WORLD_SIZE", 1), _number("RANK", 0)
     if rank >= world:
         raise ValueError(
-            f"the environment variable RANK must be less than WORLD_SIZE, {world}; found {rank}: start the program with "
-            f"torchrun, or unset both for one rank alone"
+            f"the environment variable RANK must be less than WORLD_SIZE, {world}; found {rank}: "
+            "start the program with torchrun, or unset both for one rank alone"
         )
     return world
 
@@ -55,8 +55,9 @@ def start(kind: str, world: int, *, timeout: float, patience: float, give_up: fl
     )
     if not address:
         raise ValueError(
-            "the environment variable MASTER_ADDR must name the machine of rank 0, because RANK and WORLD_SIZE are set; "
-            "found none: start the program with torchrun, or unset RANK and WORLD_SIZE for one rank alone"
+            "the environment variable MASTER_ADDR must name the machine of rank 0, because RANK "
+            "and WORLD_SIZE are set; found none: start the program with torchrun, or unset RANK "
+            "and WORLD_SIZE for one rank alone"
         )
     if kind == "cuda" and "LOCAL_RANK" in os.environ:
         _choose_gpu(_number("LOCAL_RANK", 0))
@@ -79,9 +80,10 @@ def start(kind: str, world: int, *, timeout: float, patience: float, give_up: fl
         raise RuntimeError(str(lost)) from None
     except (RuntimeError, OSError) as error:
         raise RuntimeError(
-            f"rank {rank} of {world} cannot join the job at {address}:{port} within {timeout:g} s: every process has to "
-            f"call init_mesh, and the address of rank 0 must be reachable; read the logs of the other ranks, and see "
-            f"MASTER_ADDR and MASTER_PORT. Communication ended with: {error}"
+            f"rank {rank} of {world} cannot join the job at {address}:{port} within {timeout:g} s: "
+            "every process has to call init_mesh, and the address of rank 0 must be reachable; "
+            "read the logs of the other ranks, and see MASTER_ADDR and MASTER_PORT. Communication "
+            f"ended with: {error}"
         ) from error
 
 
@@ -168,8 +170,9 @@ def check_gpu(kind: str) -> None:
         and not (is_started() and dist.get_backend() == "fake")
     ):
         raise ValueError(
-            "device='cuda' needs a GPU, and torch finds none here: see nvidia-smi and CUDA_VISIBLE_DEVICES, install a torch "
-            "that is built for CUDA, or pass init_mesh(device='cpu')"
+            "device='cuda' needs a GPU, and torch finds none here: see nvidia-smi and "
+            "CUDA_VISIBLE_DEVICES, install a torch that is built for CUDA, or pass "
+            "init_mesh(device='cpu')"
         )
 
 
@@ -188,8 +191,9 @@ def _choose_gpu(number: int) -> None:
     found = torch.cuda.device_count()
     if number >= found:
         raise ValueError(
-            f"each process of a machine needs a GPU of its own; found process number {number} (LOCAL_RANK) and {found} "
-            f"GPUs: start torchrun with --nproc-per-node={found}, or pass init_mesh(device='cpu')"
+            f"each process of a machine needs a GPU of its own; found process number {number} "
+            f"(LOCAL_RANK) and {found} GPUs: start torchrun with --nproc-per-node={found}, or pass "
+            "init_mesh(device='cpu')"
         )
     torch.cuda.set_device(number)
 
@@ -199,8 +203,9 @@ def _number(name: str, least: int) -> int:
     text = os.environ.get(name, "")
     if not text.isdecimal() or int(text) < least:
         raise ValueError(
-            f"the environment variable {name} must be a whole number of at least {least}, as torchrun sets it; found "
-            f"{text!r}: start the program with torchrun, or unset RANK and WORLD_SIZE for one rank alone"
+            f"the environment variable {name} must be a whole number of at least {least}, as "
+            f"torchrun sets it; found {text!r}: start the program with torchrun, or unset RANK and "
+            "WORLD_SIZE for one rank alone"
         )
     return int(text)
 

@@ -395,12 +395,13 @@ def _blocker(note: _Note, circle: dict[int, _Note]) -> int | None:
 
 def _message(circle: dict[int, _Note]) -> str:
     lines = [
-        f"rank {rank} waits for {note.wait.what}, which rank {_blocker(note, circle)} has not reached"
+        f"rank {rank} waits for {note.wait.what}, which rank {_blocker(note, circle)} has not "
+        "reached"
         for rank, note in list(circle.items())[:_MOST_DESCRIBED]
     ]
     if len(circle) > _MOST_DESCRIBED:
         lines.append(f"and {len(circle) - _MOST_DESCRIBED} more ranks")
     return (
-        f"ranks wait for each other in collectives of different axes or meshes, and none can go on: {'; '.join(lines)}; "
-        f"every rank has to issue the same ones in the same order"
+        "ranks wait for each other in collectives of different axes or meshes, and none can go "
+        f"on: {'; '.join(lines)}; every rank has to issue the same ones in the same order"
     )

@@ -237,9 +237,10 @@ class Heart:
             if self._silence < give_up:
                 return ""
             return (
-                f"the store of the job has not answered rank {self._rank} for {self._silence:.0f} s (give_up={give_up:g}): "
-                f"the process that holds it, which is rank 0 or the launcher, is suspended, or its machine hangs; look at "
-                f"that process, then start the job again from its last checkpoint"
+                f"the store of the job has not answered rank {self._rank} for {self._silence:.0f} "
+                f"s (give_up={give_up:g}): the process that holds it, which is rank 0 or the "
+                "launcher, is suspended, or its machine hangs; look at that process, then start "
+                "the job again from its last checkpoint"
             )
         except (RuntimeError, ValueError):  # the process that holds the store has ended
             return ""
@@ -350,8 +351,9 @@ def check_process(process: int, rank: int) -> None:
     """
     if os.getpid() != process:
         raise RuntimeError(
-            f"process {os.getpid()} was forked from process {process}, which is rank {rank}, and cannot take part in its "
-            f"collectives: keep the mesh out of forked workers, such as those of a DataLoader"
+            f"process {os.getpid()} was forked from process {process}, which is rank {rank}, and "
+            "cannot take part in its collectives: keep the mesh out of forked workers, such as "
+            "those of a DataLoader"
         )
 
 
@@ -491,11 +493,12 @@ def _message(lost: dict[int, str], rank: int, give_up: float) -> str:
     )
     if all(_LEFT in reason for reason in lost.values()):
         return (
-            f"{'; '.join(reasons)}: rank {rank} waited for it to make a mesh; every rank has to make the same meshes in the "
-            f"same order, so read the log of that rank first"
+            f"{'; '.join(reasons)}: rank {rank} waited for it to make a mesh; every rank has to "
+            "make the same meshes in the same order, so read the log of that rank first"
         )
     return (
-        f"{'; '.join(reasons)}: rank {rank} waited for it and gives it up (give_up={give_up:g}); read the log of that rank "
-        f"and the system's log of its machine first: it was killed or suspended, or its machine or disk hangs; then start "
-        f"the job again from its last checkpoint, or pass a larger give_up to init_mesh if such a pause is to be waited for"
+        f"{'; '.join(reasons)}: rank {rank} waited for it and gives it up (give_up={give_up:g}); "
+        "read the log of that rank and the system's log of its machine first: it was killed or "
+        "suspended, or its machine or disk hangs; then start the job again from its last "
+        "checkpoint, or pass a larger give_up to init_mesh if such a pause is to be waited for"
     )

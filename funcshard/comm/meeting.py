@@ -68,8 +68,9 @@ def meet(
         raise RuntimeError(str(late)) from None
     except RuntimeError as error:
         raise RuntimeError(
-            f"rank {journal.rank} cannot reach the store of the job in {call}: the process that holds it, rank 0 or the "
-            f"launcher, has ended; read its log first. Communication ended with: {error}"
+            f"rank {journal.rank} cannot reach the store of the job in {call}: the process that "
+            "holds it, rank 0 or the launcher, has ended; read its log first. Communication ended "
+            f"with: {error}"
         ) from error
     if difference:
         raise ValueError(difference)
@@ -185,7 +186,8 @@ class _Meeting:
             away += [rank for rank in self.ranks if not self.store.check([self.key(rank)])]
         named = ", ".join(map(str, away[:_MOST_NAMED])) + ", and others" * (len(away) > _MOST_NAMED)
         return (
-            f"rank {self.journal.rank} waited {self.timeout:g} s in {self.call}, which is number {self.number} of these "
-            f"ranks, and rank {named or self.ranks[0]} has not come: every rank has to make the same meshes in the same "
-            f"order; read the log of the rank that is missing, or pass a larger timeout if it is slow"
+            f"rank {self.journal.rank} waited {self.timeout:g} s in {self.call}, which is number "
+            f"{self.number} of these ranks, and rank {named or self.ranks[0]} has not come: every "
+            "rank has to make the same meshes in the same order; read the log of the rank that is "
+            "missing, or pass a larger timeout if it is slow"
         )

@@ -127,9 +127,9 @@ class Mesh:
         for axis, group in groups.items() if isinstance(groups, Mapping) else ((None, groups),):
             if axis is None or not hasattr(group, "all_gather"):
                 raise TypeError(
-                    f"Mesh takes the group of this rank along each axis, {{axis: group}}; found {group!r} for {axis!r}: "
-                    f"init_mesh() makes the mesh of a process, simulate passes one to each rank, and fs.Mesh() is one rank "
-                    f"alone"
+                    f"Mesh takes the group of this rank along each axis, {{axis: group}}; found "
+                    f"{group!r} for {axis!r}: init_mesh() makes the mesh of a process, simulate "
+                    "passes one to each rank, and fs.Mesh() is one rank alone"
                 )
         sizes = mesh_axes_of({axis: group.size for axis, group in groups.items()} or {"shard": 1})
         groups = {axis: groups[axis] if axis in groups else LocalGroup() for axis in sizes}
@@ -173,8 +173,8 @@ class Mesh:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "a mesh cannot be pickled, because it holds this rank's connections: call fs.init_mesh() in the other process, "
-            "and leave the mesh out of what you save"
+            "a mesh cannot be pickled, because it holds this rank's connections: call "
+            "fs.init_mesh() in the other process, and leave the mesh out of what you save"
         )
 
     def __copy__(self) -> Mesh:
@@ -216,8 +216,9 @@ class Mesh:
         known = all(isinstance(name, str) and name in self.groups for name in names)
         if not names or not known or len(set(names)) < len(names):
             raise ValueError(
-                f"axis must name one axis of the mesh, or several different ones in a tuple; found {axes!r}: the mesh has "
-                f"{', '.join(map(repr, self.groups))}; name others in init_mesh({{...}})"
+                "axis must name one axis of the mesh, or several different ones in a tuple; found "
+                f"{axes!r}: the mesh has {', '.join(map(repr, self.groups))}; name others in "
+                f"init_mesh({{...}})"
             )
         return names
 
@@ -303,8 +304,9 @@ class Mesh:
         _check_options(patience, shared_memory, give_up)
         if not isinstance(device_mesh, DeviceMesh):
             raise TypeError(
-                f"device_mesh must be a torch.distributed DeviceMesh; found {type(device_mesh).__name__}: make one with "
-                f"init_device_mesh, or call init_mesh() without one"
+                "device_mesh must be a torch.distributed DeviceMesh; found "
+                f"{type(device_mesh).__name__}: make one with init_device_mesh, or call "
+                "init_mesh() without one"
             )
         ours = _names_of(device_mesh, names)
         sizes = dict(zip(ours, device_mesh.shape, strict=True))
@@ -540,8 +542,9 @@ def _sizes(shape: Mapping[str, int], world: int) -> dict[str, int]:
     sizes = mesh_axes_of(shape or {"shard": 1}, "a mesh shape:")
     if math.prod(sizes.values()) != world:
         raise ValueError(
-            f"mesh shape {dict(shape)} must have as many ranks as the world: {world}; found {axes_text(sizes)}: pass whole "
-            f"numbers whose product is {world}, or no shape for one axis"
+            f"mesh shape {dict(shape)} must have as many ranks as the world: {world}; found "
+            f"{axes_text(sizes)}: pass whole numbers whose product is {world}, or no shape for one "
+            "axis"
         )
     return sizes
 
@@ -569,8 +572,9 @@ def _names_of(device_mesh: DeviceMesh, names: Mapping[str, str] | None) -> list[
         rule = f"one of several axes must be 'shard' or 'replicate'; found {ours}"
     if rule:
         raise ValueError(
-            f"device_mesh has {device_mesh.ndim} axes named {device_mesh.mesh_dim_names}: {rule}; pass "
-            f"init_device_mesh(mesh_dim_names=...), or say which is which, as in names={{'dp': 'shard', 'tp': 'tensor'}}"
+            f"device_mesh has {device_mesh.ndim} axes named {device_mesh.mesh_dim_names}: {rule}; "
+            "pass init_device_mesh(mesh_dim_names=...), or say which is which, as in "
+            f"names={{'dp': 'shard', 'tp': 'tensor'}}"
         )
     return ours
 

@@ -110,8 +110,8 @@ def simulate(
     sizes = mesh_axes_of(world_size, "world_size")
     if (ranks := math.prod(sizes.values())) > _MOST_RANKS:
         raise ValueError(
-            f"world_size must be at most {_MOST_RANKS:,} ranks, because each is a thread of this process; found {ranks:,}: "
-            f"pass fewer ranks"
+            f"world_size must be at most {_MOST_RANKS:,} ranks, because each is a thread of this "
+            f"process; found {ranks:,}: pass fewer ranks"
         )
     if threads is not None:
         threads = check_count(
@@ -119,8 +119,9 @@ def simulate(
         )
     if transforms_active():
         raise RuntimeError(
-            "simulate was called inside a torch.func transform; its ranks are threads, which the transform does not reach, "
-            "so derivatives would be lost: call the transform inside the function that is simulated"
+            "simulate was called inside a torch.func transform; its ranks are threads, which the "
+            "transform does not reach, so derivatives would be lost: call the transform inside "
+            "the function that is simulated"
         )
     device = check_device(device)
     world = _World(ranks)
@@ -234,8 +235,9 @@ class _World:
         if self.failure is None:
             if isinstance(error, RuntimeError) and "Nested forward mode AD" in str(error):
                 error.add_note(
-                    "torch has one level of forward-mode differentiation, which the simulated ranks share: call "
-                    "torch.func.jvp for each tangent in place of torch.func.linearize or torch.autograd.forward_ad"
+                    "torch has one level of forward-mode differentiation, which the simulated "
+                    "ranks share: call torch.func.jvp for each tangent in place of "
+                    "torch.func.linearize or torch.autograd.forward_ad"
                 )
             if rank is not None:
                 error.add_note(f"raised on rank {rank} of {self.size} simulated ranks")
@@ -269,8 +271,9 @@ class _World:
                 [(ranks[first], str(collective.what)), (ranks[position], str(what))]
             )
             raise RuntimeError(
-                f"ranks issue different collectives: number {number} on mesh axis {what.axis!r} is {one} on rank {low} and "
-                f"{another} on rank {high}; every rank has to issue the same ones in the same order"
+                f"ranks issue different collectives: number {number} on mesh axis {what.axis!r} is "
+                f"{one} on rank {low} and {another} on rank {high}; every rank has to issue the "
+                "same ones in the same order"
             )
         collective.arguments[position] = arguments
         if len(collective.arguments) == len(ranks):
@@ -296,8 +299,9 @@ class _World:
                 else f"it is used {used}"
             )
             raise RuntimeError(
-                f"a simulated mesh belongs to one rank of one simulation; found the mesh of rank {rank}, and {found}: use "
-                f"the mesh that simulate passes to the function, and what that function made with it"
+                "a simulated mesh belongs to one rank of one simulation; found the mesh of rank "
+                f"{rank}, and {found}: use the mesh that simulate passes to the function, and what "
+                "that function made with it"
             )
 
     def wait(self, rank: int, collective: _Collective) -> None:

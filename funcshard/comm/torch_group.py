@@ -148,9 +148,10 @@ class TorchGroup:
                 )
             except (OSError, struct.error) as error:
                 raise RuntimeError(
-                    f"rank {dist.get_rank()} cannot reach the ranks {ranks} of {where} through the memory of their machine: "
-                    f"one of them has ended, or another process of this user disturbs them; read the log of the rank that "
-                    f"failed first, or pass shared_memory=False to init_mesh. Communication ended with: {error}"
+                    f"rank {dist.get_rank()} cannot reach the ranks {ranks} of {where} through the "
+                    "memory of their machine: one of them has ended, or another process of this "
+                    "user disturbs them; read the log of the rank that failed first, or pass "
+                    f"shared_memory=False to init_mesh. Communication ended with: {error}"
                 ) from error
         desync = DesyncDetector(
             axis,
@@ -389,8 +390,8 @@ def connected(
         raise RuntimeError(str(lost)) from None
     except RuntimeError as error:
         raise RuntimeError(
-            f"rank {journal.rank} cannot connect to the ranks {[*ranks]} of {where} over {backend} within "
-            f"{timeout.total_seconds():g} s: one of them has ended, or its address cannot be reached; read the log of the "
-            f"rank that failed first, and set GLOO_SOCKET_IFNAME on machines with several networks. Communication ended "
-            f"with: {error}"
+            f"rank {journal.rank} cannot connect to the ranks {[*ranks]} of {where} over {backend} "
+            f"within {timeout.total_seconds():g} s: one of them has ended, or its address cannot "
+            "be reached; read the log of the rank that failed first, and set GLOO_SOCKET_IFNAME "
+            f"on machines with several networks. Communication ended with: {error}"
         ) from error

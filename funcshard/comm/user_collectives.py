@@ -98,8 +98,8 @@ class Collectives:
         """Return how many rows of ``tensor`` each rank gets."""
         if tensor.ndim == 0 or tensor.shape[0] % self.size:
             raise ValueError(
-                f"dim 0 of the tensor must have a part for each of {self.size} ranks; found shape {tuple(tensor.shape)}: "
-                f"pad it to a multiple of {self.size}"
+                f"dim 0 of the tensor must have a part for each of {self.size} ranks; found shape "
+                f"{tuple(tensor.shape)}: pad it to a multiple of {self.size}"
             )
         return tensor.shape[0] // self.size
 
@@ -172,7 +172,8 @@ def with_collectives(
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(
-            f"with_collectives takes a mesh; found {type(mesh).__name__}: pass that of init_mesh or simulate"
+            f"with_collectives takes a mesh; found {type(mesh).__name__}: pass that of init_mesh "
+            "or simulate"
         )
     if not isinstance(axis, str) or axis not in mesh.groups:
         raise ValueError(
@@ -182,12 +183,13 @@ def with_collectives(
     for kind, start in given.items():
         if start is not None and not callable(start):
             raise TypeError(
-                f"{kind} must be a function start(tensor, collectives), or None for the plain collective; found {start!r}"
+                f"{kind} must be a function start(tensor, collectives), or None for the plain "
+                f"collective; found {start!r}"
             )
         if start is not None and axis != "shard" and kind != "all_reduce":
             raise ValueError(
-                f"units run all_gather and reduce_scatter along 'shard' only; found {kind} for {axis!r}: pass all_reduce "
-                f"for this axis"
+                f"units run all_gather and reduce_scatter along 'shard' only; found {kind} for "
+                f"{axis!r}: pass all_reduce for this axis"
             )
     group = mesh.groups[axis]
     if isinstance(group, LocalGroup):
@@ -254,8 +256,8 @@ class CustomGroup(WrappedGroup):
             wait = start(tensor, Collectives(self.inner, label))
         if not callable(wait):
             raise TypeError(
-                f"{where} must return a function that waits and returns the result; found {type(wait).__name__}: return "
-                f"lambda: result"
+                f"{where} must return a function that waits and returns the result; found "
+                f"{type(wait).__name__}: return lambda: result"
             )
         dtype = tensor.dtype
 
@@ -272,7 +274,8 @@ class CustomGroup(WrappedGroup):
                     f"{tuple(found.shape)} and {found.dtype}" if tensors else type(found).__name__
                 )
                 raise ValueError(
-                    f"{where} must give a tensor of shape ({numel},) and {dtype}; found {held}: cast it back"
+                    f"{where} must give a tensor of shape ({numel},) and {dtype}; found {held}: "
+                    "cast it back"
                 )
             return found
 

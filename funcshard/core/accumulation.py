@@ -119,7 +119,8 @@ def accumulating_function(
     def run(shards: Any, /, *rest: Any, **kwargs: Any) -> tuple[Any, Any]:
         if not rest:
             raise TypeError(
-                "the function takes (shards, *rest, batch), the batch as its last positional argument"
+                "the function takes (shards, *rest, batch), the batch as its last positional "
+                "argument"
             )
         *first, batch = rest
         take = (
@@ -162,8 +163,8 @@ def _stream(batches: Iterator[Any], micro_batches: int) -> Callable[[], Any]:
     """Return a function that takes the next micro-batch from an iterator."""
     if current_recording() is not None:
         raise ValueError(
-            "trace records a step on one batch, and its graph cannot ask an iterator for micro-batches; found an iterator: "
-            "pass the whole batch, which accumulate splits"
+            "trace records a step on one batch, and its graph cannot ask an iterator for "
+            "micro-batches; found an iterator: pass the whole batch, which accumulate splits"
         )
     numbers = itertools.count()
 
@@ -173,8 +174,9 @@ def _stream(batches: Iterator[Any], micro_batches: int) -> Callable[[], Any]:
             return next(batches)
         except StopIteration:
             raise ValueError(
-                f"an iterator must hold the {micro_batches} micro-batches of every call, on every rank; found {number}: "
-                f"leave out the incomplete rest of an epoch, or continue with batches of weight zero (weighted=True)"
+                f"an iterator must hold the {micro_batches} micro-batches of every call, on every "
+                f"rank; found {number}: leave out the incomplete rest of an epoch, or continue "
+                "with batches of weight zero (weighted=True)"
             ) from None
 
     return take
@@ -198,13 +200,14 @@ def _split_batch(batch: Any, micro_batches: int) -> list[Any]:
         isinstance(each, str) or each != size for each in sizes
     ):
         raise ValueError(
-            f"the batch must be a pytree of tensors with one size of dim 0, along which it is split into micro-batches; "
-            f"found {sorted({*map(str, sizes)}) or 'no leaves'}: {_remedy(leaves)}"
+            "the batch must be a pytree of tensors with one size of dim 0, along which it is "
+            f"split into micro-batches; found {sorted({*map(str, sizes)}) or 'no leaves'}: "
+            f"{_remedy(leaves)}"
         )
     if size == 0 or size % micro_batches:
         raise ValueError(
-            f"dim 0 of the batch must be a multiple of the {micro_batches} micro-batches; found {size}: choose a divisor, "
-            f"or pad the batch and weigh the samples (weighted=True)"
+            f"dim 0 of the batch must be a multiple of the {micro_batches} micro-batches; found "
+            f"{size}: choose a divisor, or pad the batch and weigh the samples (weighted=True)"
         )
     split = [leaf.split([size // micro_batches] * micro_batches) for leaf in leaves]
     return [unflatten(list(part)) for part in zip(*split, strict=True)]

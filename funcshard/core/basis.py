@@ -39,8 +39,8 @@ _known: contextvars.ContextVar[Loops] = contextvars.ContextVar("funcshard_basis_
 
 
 _REMEDY = (
-    "take torch.func.jvp(torch.func.grad(loss), ...), or torch.func.jvp(f, ...), along a basis of the whole parameters, as "
-    "docs/transforms.md, 'Columns', does"
+    "take torch.func.jvp(torch.func.grad(loss), ...), or torch.func.jvp(f, ...), along a basis of "
+    "the whole parameters, as docs/transforms.md, 'Columns', does"
 )
 
 
@@ -93,9 +93,9 @@ def refuse_columns(comm: BufferComm, loop: BasisLoop | None) -> None:
     """Raise if an all-gather of tangents would add unit vectors of all ranks' shards."""
     if loop is not None and comm.topology.cut:
         raise RuntimeError(
-            f"{_caller(loop)} would mix columns at {_unit(comm)}, cut over {comm.mesh.shard.size} ranks: every rank "
-            f"pushes the unit vectors of its own shard at the same time, so column k would be the sum of column k of every "
-            f"rank's slice; {_REMEDY}"
+            f"{_caller(loop)} would mix columns at {_unit(comm)}, cut over {comm.mesh.shard.size} "
+            "ranks: every rank pushes the unit vectors of its own shard at the same time, so "
+            f"column k would be the sum of column k of every rank's slice; {_REMEDY}"
         )
 
 
@@ -103,9 +103,10 @@ def refuse_rows(comm: BufferComm, loop: BasisLoop | None) -> None:
     """Raise if an all-gather of cotangents would add unit vectors of all ranks' gradients."""
     if loop is not None and comm.topology.cut:
         raise RuntimeError(
-            f"{_caller(loop)} would mix rows at the gradient of {_unit(comm)}, cut over {comm.mesh.shard.size} ranks: "
-            f"every rank pulls back the unit vectors of its own slice at the same time, so row i would be the sum of "
-            f"row i of every rank's slice; {_REMEDY}"
+            f"{_caller(loop)} would mix rows at the gradient of {_unit(comm)}, cut over "
+            f"{comm.mesh.shard.size} ranks: every rank pulls back the unit vectors of its own "
+            "slice at the same time, so row i would be the sum of row i of every rank's slice; "
+            f"{_REMEDY}"
         )
 
 
@@ -123,9 +124,10 @@ def refuse_mixed_sum(comm: BufferComm, loop: BasisLoop | None) -> None:
     texts = all_gather_texts(comm.mesh, digest.hexdigest(), "the tensors of a basis")
     if comm.topology.cut or any(text != texts[0] for text in texts):
         raise RuntimeError(
-            f"{_caller(loop)} would mix columns at the gradient of {_unit(comm)}: the {comm.mesh.world_size} ranks "
-            f"differentiate by tensors of their own at the same time, and the reduction would add column k of every rank; "
-            f"call torch.func.jvp along a tangent of your own, which is zero on all ranks but one"
+            f"{_caller(loop)} would mix columns at the gradient of {_unit(comm)}: the "
+            f"{comm.mesh.world_size} ranks differentiate by tensors of their own at the same time, "
+            "and the reduction would add column k of every rank; call torch.func.jvp along a "
+            "tangent of your own, which is zero on all ranks but one"
         )
 
 
@@ -138,10 +140,11 @@ def refuse_mixed_ranks(comm: AxisComm | SumComm, loop: BasisLoop | None) -> None
         ("columns", "arguments", "jvp") if loop.arguments else ("rows", "outputs", "vjp")
     )
     raise RuntimeError(
-        f"{_caller(loop)} would mix {what} at {comm.title} on {comm.ranks} ranks: every rank takes the unit vectors of its "
-        f"own {of} at the same time, and {name} would {'add' if name == 'psum' else 'mix'} the derivatives along them; take "
-        f"{name if name == 'psum' else 'it'} of the transform's result, call torch.func.grad if the function returns one "
-        f"number, or torch.func.{call} with vectors of your own"
+        f"{_caller(loop)} would mix {what} at {comm.title} on {comm.ranks} ranks: every rank takes "
+        f"the unit vectors of its own {of} at the same time, and {name} would "
+        f"{'add' if name == 'psum' else 'mix'} the derivatives along them; take "
+        f"{name if name == 'psum' else 'it'} of the transform's result, call torch.func.grad if "
+        f"the function returns one number, or torch.func.{call} with vectors of your own"
     )
 
 

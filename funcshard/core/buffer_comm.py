@@ -191,9 +191,10 @@ class AllGatherHandle:
         full = cast.post_all_gather(out.view(ranks, -1))
         if full.ndim != 1 or full.numel() < self.numel or full.dtype != self.comm.dtypes.gathered:
             raise ValueError(
-                f"the cast of buffer {self.comm.buffer!r} of unit {self.comm.unit or '(root)'!r} must return, after "
-                f"gathering, a 1-D tensor of {self.numel} elements and {self.comm.dtypes.gathered}, its param_dtype; found "
-                f"{tuple(full.shape)} and {full.dtype}"
+                f"the cast of buffer {self.comm.buffer!r} of unit {self.comm.unit or '(root)'!r} "
+                f"must return, after gathering, a 1-D tensor of {self.numel} elements and "
+                f"{self.comm.dtypes.gathered}, its param_dtype; found {tuple(full.shape)} and "
+                f"{full.dtype}"
             )
         return full[: self.numel]
 
@@ -269,8 +270,8 @@ def start_gather(
         if not isinstance(sent, torch.Tensor) or sent.ndim != 1:
             found = tuple(sent.shape) if isinstance(sent, torch.Tensor) else type(sent).__name__
             raise ValueError(
-                f"the cast of buffer {comm.buffer!r} of unit {comm.unit or '(root)'!r} must return, before gathering, a 1-D "
-                f"tensor, the data to send; found {found}"
+                f"the cast of buffer {comm.buffer!r} of unit {comm.unit or '(root)'!r} must "
+                f"return, before gathering, a 1-D tensor, the data to send; found {found}"
             )
     copied: Work = DONE
     if (
@@ -452,14 +453,16 @@ def live_group(
         # collective.
         if current_recording() is None:
             raise RuntimeError(
-                f"make_fx, which torch.func.linearize uses, records tensor operations only, and would leave out "
-                f"{_what(comm)}: call torch.func.jvp(f, primals, tangents) for each tangent instead"
+                "make_fx, which torch.func.linearize uses, records tensor operations only, and "
+                f"would leave out {_what(comm)}: call torch.func.jvp(f, primals, tangents) for "
+                "each tangent instead"
             )
         return in_graph(group, axis, unit, buffer)
     if is_legacy_batched(tensor):
         raise RuntimeError(
-            f"is_grads_batched=True, which torch.autograd.functional uses for vectorize=True, cannot batch {_what(comm)}: "
-            f"use torch.vmap over the cotangents of torch.func.vjp; docs/transforms.md, 'Columns', says which make a matrix"
+            "is_grads_batched=True, which torch.autograd.functional uses for vectorize=True, "
+            f"cannot batch {_what(comm)}: use torch.vmap over the cotangents of torch.func.vjp; "
+            "docs/transforms.md, 'Columns', says which make a matrix"
         )
     return group
 

@@ -33,8 +33,8 @@ def check_fits(plan: Plan, mesh: Mesh) -> None:
     _check_types(plan, mesh)
     if not same_axes(plan.mesh_axes, mesh):
         raise ValueError(
-            f"the plan was made for a mesh of {axes_text(plan.mesh_axes)} ranks; found {mesh.shape}: make the plan with "
-            f"make_plan(params, mesh)"
+            f"the plan was made for a mesh of {axes_text(plan.mesh_axes)} ranks; found "
+            f"{mesh.shape}: make the plan with make_plan(params, mesh)"
         )
 
 
@@ -51,7 +51,8 @@ def check_shards(plan: Plan, shards: Any) -> None:
     if not isinstance(shards, Mapping) or shards.keys() != set(names):
         found = list(shards)[:6] if isinstance(shards, Mapping) else type(shards).__name__
         raise ValueError(
-            f"shards must hold the units of the plan, {names[:6]}; found {found}: {_cause(plan, shards)}"
+            f"shards must hold the units of the plan, {names[:6]}; found {found}: "
+            f"{_cause(plan, shards)}"
         )
 
 
@@ -80,8 +81,8 @@ def _cause(plan: Plan, found: Any) -> str:
 def _check_types(plan: Any, mesh: Any) -> None:
     if not isinstance(plan, Plan) or not isinstance(mesh, Mesh):
         raise TypeError(
-            f"the arguments plan and mesh must be the Plan that make_plan returned and a Mesh, in this order; found "
-            f"{type(plan).__name__} and {type(mesh).__name__}"
+            "the arguments plan and mesh must be the Plan that make_plan returned and a Mesh, in "
+            f"this order; found {type(plan).__name__} and {type(mesh).__name__}"
         )
 
 
@@ -97,8 +98,10 @@ def check_cut(plan: Plan, shards: Any) -> None:
         held = own.keys() if isinstance(own, Mapping) else type(own).__name__
         if held != {buffer.key for buffer in unit.buffers}:
             raise ValueError(
-                f"the shard of unit {unit.title!r} must hold the buffers {[b.key for b in unit.buffers]}; found "
-                f"{held if isinstance(held, str) else list(held)}: make the shards with shard(params, plan, mesh)"
+                f"the shard of unit {unit.title!r} must hold the buffers "
+                f"{[b.key for b in unit.buffers]}; found "
+                f"{held if isinstance(held, str) else list(held)}: make the shards with "
+                "shard(params, plan, mesh)"
             )
         for buffer in unit.buffers:
             local = own[buffer.key]
@@ -112,9 +115,10 @@ def check_cut(plan: Plan, shards: Any) -> None:
                 else type(local).__name__
             )
             raise ValueError(
-                f"shard {buffer.key!r} of unit {unit.title!r} must have {buffer.shard_numel} elements, one of "
-                f"{buffer.shards} shards; found {found}: it was cut by another plan, for another number of ranks, or not at "
-                f"all; make it with shard(params, plan, mesh)"
+                f"shard {buffer.key!r} of unit {unit.title!r} must have {buffer.shard_numel} "
+                f"elements, one of {buffer.shards} shards; found {found}: it was cut by another "
+                "plan, for another number of ranks, or not at all; make it with shard(params, "
+                "plan, mesh)"
             )
 
 
@@ -127,8 +131,9 @@ def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh, *, none_if_frozen: bool 
     if not isinstance(shard, Mapping) or shard.keys() != {buffer.key for buffer in unit.buffers}:
         held = list(shard) if isinstance(shard, Mapping) else type(shard).__name__
         raise ValueError(
-            f"the shard of unit {unit.title!r} must hold the buffers {[b.key for b in unit.buffers]}; found {held}: pass "
-            f"shards[{unit.name!r}] of shards made with this plan"
+            f"the shard of unit {unit.title!r} must hold the buffers "
+            f"{[b.key for b in unit.buffers]}; found {held}: pass shards[{unit.name!r}] of shards "
+            "made with this plan"
         )
     for buffer in unit.buffers:
         local = shard[buffer.key]
@@ -136,30 +141,35 @@ def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh, *, none_if_frozen: bool 
             continue
         if not isinstance(local, torch.Tensor):
             raise ValueError(
-                f"shard {buffer.key!r} of unit {unit.title!r} must be a tensor; found {type(local).__name__}: a tree of "
-                f"gradients holds None for frozen shards alone; put zeros there to compute with it"
+                f"shard {buffer.key!r} of unit {unit.title!r} must be a tensor; found "
+                f"{type(local).__name__}: a tree of gradients holds None for frozen shards alone; "
+                "put zeros there to compute with it"
             )
         wanted, found = (buffer.shard_numel,), tuple(local.shape)
         if wanted != found:
             raise ValueError(
-                f"shard {buffer.key!r} of unit {unit.title!r} must have shape {wanted}, one of {buffer.shards} shards; "
-                f"found {found}: it was {'donated to a training step, or ' if found == (0,) else ''}made with another plan "
-                f"or for another number of ranks; make it with shard(params, plan, mesh)"
+                f"shard {buffer.key!r} of unit {unit.title!r} must have shape {wanted}, one of "
+                f"{buffer.shards} shards; found {found}: it was "
+                f"{'donated to a training step, or ' if found == (0,) else ''}made with another "
+                "plan or for another number of ranks; make it with shard(params, plan, mesh)"
             )
         if local.dtype != dtype_of(buffer.dtype):
             raise ValueError(
-                f"shard {buffer.key!r} of unit {unit.title!r} must have dtype {buffer.dtype}; found {local.dtype}: a plan "
-                f"fixes the dtypes of its leaves; make a new plan from params of other dtypes"
+                f"shard {buffer.key!r} of unit {unit.title!r} must have dtype {buffer.dtype}; "
+                f"found {local.dtype}: a plan fixes the dtypes of its leaves; make a new plan from "
+                "params of other dtypes"
             )
         if unit.offload and local.device.type != "cpu":
             raise ValueError(
-                f"shard {buffer.key!r} of unit {unit.title!r} must be on the CPU, because the plan offloads the unit; found "
-                f"{local.device}: make it with shard(params, plan, mesh), or make a plan without offload"
+                f"shard {buffer.key!r} of unit {unit.title!r} must be on the CPU, because the plan "
+                f"offloads the unit; found {local.device}: make it with shard(params, plan, mesh), "
+                "or make a plan without offload"
             )
         if not unit.offload and local.device.type != mesh.device.type:
             raise ValueError(
-                f"shard {buffer.key!r} of unit {unit.title!r} must be on the mesh's device, {mesh.device}; found "
-                f"{local.device}: move the shards with .to(mesh.device), or build the mesh on that device"
+                f"shard {buffer.key!r} of unit {unit.title!r} must be on the mesh's device, "
+                f"{mesh.device}; found {local.device}: move the shards with .to(mesh.device), or "
+                "build the mesh on that device"
             )
 
 
@@ -189,13 +199,14 @@ def check_leaf(
     """
     if not isinstance(leaf, torch.Tensor):
         raise TypeError(
-            f"leaf {spec.path!r} of {where} must be a tensor; found {type(leaf).__name__}: convert it"
+            f"leaf {spec.path!r} of {where} must be a tensor; found {type(leaf).__name__}: convert "
+            "it"
         )
     # Why hasattr: it tells a DTensor without importing torch.distributed.tensor.
     if hasattr(leaf, "full_tensor") and not dtensor:
         raise TypeError(
-            f"leaf {spec.path!r} of {where} is a DTensor, of which this rank holds a part; pass its full_tensor(), or, in a "
-            f"state dict, call from_state_dict without src"
+            f"leaf {spec.path!r} of {where} is a DTensor, of which this rank holds a part; pass "
+            "its full_tensor(), or, in a state dict, call from_state_dict without src"
         )
     wanted = spec.whole_shape if whole else spec.shape
     right = leaf.dtype == dtype_of(buffer.dtype) or (
@@ -221,13 +232,14 @@ def check_leaf(
         ):
             remedy = "pass cast=True to convert them to the plan's dtypes, or make a new plan"
         raise ValueError(
-            f"leaf {spec.path!r} of {where} must have shape {shape} and dtype {buffer.dtype}, as planned; "
-            f"found {tuple(leaf.shape)} and {str(leaf.dtype).removeprefix('torch.')}: {remedy}"
+            f"leaf {spec.path!r} of {where} must have shape {shape} and dtype {buffer.dtype}, as "
+            f"planned; found {tuple(leaf.shape)} and {str(leaf.dtype).removeprefix('torch.')}: "
+            f"{remedy}"
         )
     if leaf.is_meta and not meta:
         raise ValueError(
-            f"leaf {spec.path!r} of {where} is on the meta device and has no values to cut; initialise it first, "
-            f"as in init_module(module, plan, mesh)"
+            f"leaf {spec.path!r} of {where} is on the meta device and has no values to cut; "
+            "initialise it first, as in init_module(module, plan, mesh)"
         )
 
 

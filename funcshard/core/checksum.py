@@ -170,9 +170,9 @@ def _raise_difference(checksums: LeafChecksums) -> None:
         else ""
     )
     raise ValueError(
-        f"leaf {name!r} of {checksums.what} must have the same values on {sharing}; found {len(groups)} different ones, on "
-        f"{found} ({len({each for each, *_ in differing})} of {len(local_axes)} leaves differ): {checksums.remedy}"
-        f"{local_remedy}"
+        f"leaf {name!r} of {checksums.what} must have the same values on {sharing}; found "
+        f"{len(groups)} different ones, on {found} ({len({each for each, *_ in differing})} of "
+        f"{len(local_axes)} leaves differ): {checksums.remedy}{local_remedy}"
     )
 
 
@@ -204,8 +204,9 @@ def check_tie(spec: LeafSpec, by_path: Mapping[str, Any], where: str) -> None:
         ):
             continue
         raise ValueError(
-            f"{first!r} and {path!r} of {where} are one leaf under the plan, because they were tied when it was made; found "
-            f"different values under them: tie them, or make a new plan"
+            f"{first!r} and {path!r} of {where} are one leaf under the plan, because they were "
+            "tied when it was made; found different values under them: tie them, or make a new "
+            "plan"
         )
 
 

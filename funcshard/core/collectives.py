@@ -141,7 +141,8 @@ def pmax(x: T, mesh: Mesh, *, axis: Axis = None) -> T:
     if any(leaf.is_complex() for leaf in tree.leaves(x)):
         found = next(leaf.dtype for leaf in tree.leaves(x) if leaf.is_complex())
         raise TypeError(
-            f"pmax compares, and complex numbers have no order; found {found}: pass x.abs(), or real and imaginary part"
+            f"pmax compares, and complex numbers have no order; found {found}: pass x.abs(), or "
+            "real and imaginary part"
         )
     return _mapped(
         "pmax", x, mesh, lambda leaf, names: _gather(leaf, mesh, names, "pmax").amax(0), axis
@@ -426,8 +427,8 @@ def _split(caller: str, leaf: torch.Tensor, dim: int, ranks: int, tiled: bool) -
             else f"as large as the number of ranks, {ranks}"
         )
         raise ValueError(
-            f"{caller} cuts dim {dim} of its tensor into one slice for each rank, so it must be {rule}; found the shape "
-            f"{tuple(leaf.shape)}: pad it"
+            f"{caller} cuts dim {dim} of its tensor into one slice for each rank, so it must be "
+            f"{rule}; found the shape {tuple(leaf.shape)}: pad it"
             + ("" if tiled or size % ranks else ", or pass tiled=True")
         )
     if not tiled:
@@ -463,8 +464,8 @@ def _mapped(
 def _names(mesh: Mesh, axis: Axis) -> tuple[str, ...]:
     if not isinstance(mesh, Mesh):
         raise TypeError(
-            f"a collective takes a tensor, or a tree of them, and then the mesh; found {mesh!r} in place of the mesh: name "
-            f"the axis by keyword, as in psum(x, mesh, axis='tensor')"
+            f"a collective takes a tensor, or a tree of them, and then the mesh; found {mesh!r} in "
+            "place of the mesh: name the axis by keyword, as in psum(x, mesh, axis='tensor')"
         )
     return AXES if axis is None else mesh.names(axis)
 
@@ -478,8 +479,8 @@ def _check_sum(caller: str, x: Any) -> None:
     for leaf in tree.leaves(x):
         if leaf.dtype == torch.bool:
             raise TypeError(
-                f"{caller} adds, and a sum of bool tensors is no bool; found torch.bool: count with psum(x.int(), mesh); "
-                f"psum(x.int(), mesh) > 0 says whether any rank has it"
+                f"{caller} adds, and a sum of bool tensors is no bool; found torch.bool: count "
+                "with psum(x.int(), mesh); psum(x.int(), mesh) > 0 says whether any rank has it"
             )
 
 
@@ -491,8 +492,9 @@ def _check_tensors(caller: str, x: Any) -> None:
             if isinstance(leaf, Mesh):
                 remedy = f"the tensor comes before the mesh, as in {caller}(x, mesh)"
             raise TypeError(
-                f"{'psum and pmean take' if caller == 'psum' else f'{caller} takes'} a tensor, or a tree of tensors; found "
-                f"{type(leaf).__name__}{f' at {path!r}' if path else ''}: {remedy}"
+                f"{'psum and pmean take' if caller == 'psum' else f'{caller} takes'} a tensor, or "
+                f"a tree of tensors; found {type(leaf).__name__}{f' at {path!r}' if path else ''}: "
+                f"{remedy}"
             )
 
 
@@ -504,7 +506,8 @@ def _dim(caller: str, name: str, leaf: torch.Tensor, dim: int, extra: int = 0) -
         rule = f"the number of a dimension, from {-ndim} to {ndim - 1}, of its {'result' if extra else 'tensor'}"
         rule = rule if ndim else "a dimension of its tensor, which has none"
         raise (ValueError if whole else TypeError)(
-            f"{name} of {caller} must be {rule}; found {dim!r}: the shape of the tensor is {tuple(leaf.shape)}"
+            f"{name} of {caller} must be {rule}; found {dim!r}: the shape of the tensor is "
+            f"{tuple(leaf.shape)}"
         )
     return int(dim) % ndim
 
@@ -519,7 +522,8 @@ def _pairs(perm: Any, ranks: int, names: Sequence[str]) -> list[tuple[int, int]]
     inside = all(0 <= index < ranks for index in (*sources, *targets))
     if not inside or len(set(sources)) < len(pairs) or len(set(targets)) < len(pairs):
         raise ValueError(
-            f"perm must be pairs (source, target) of indices along {', '.join(names)}, from 0 to {ranks - 1}, each source "
-            f"and each target once; found {perm!r}: a ring is [(i, (i + 1) % {ranks}) for i in range({ranks})]"
+            f"perm must be pairs (source, target) of indices along {', '.join(names)}, from 0 to "
+            f"{ranks - 1}, each source and each target once; found {perm!r}: a ring is [(i, (i + "
+            f"1) % {ranks}) for i in range({ranks})]"
         )
     return pairs

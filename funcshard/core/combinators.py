@@ -71,18 +71,19 @@ def unshard(
     """
     if isinstance(apply, nn.Module) and next(apply.parameters(), None) is not None:
         raise TypeError(
-            f"unshard takes a function of leaves; found a module with parameters of its own, {type(apply).__name__}: "
-            f"{module_remedy(apply, 'apply')}"
+            "unshard takes a function of leaves; found a module with parameters of its own, "
+            f"{type(apply).__name__}: {module_remedy(apply, 'apply')}"
         )
     if not callable(apply) or not isinstance(unit, UnitPlan) or not isinstance(mesh, Mesh):
         raise TypeError(
-            f"unshard takes a function of leaves, a unit and a mesh; found {type(apply).__name__}, {type(unit).__name__} "
-            f"and {type(mesh).__name__}: a unit is plan.units[name], and its name for the root is ''"
+            f"unshard takes a function of leaves, a unit and a mesh; found {type(apply).__name__}, "
+            f"{type(unit).__name__} and {type(mesh).__name__}: a unit is plan.units[name], and its "
+            "name for the root is ''"
         )
     if not same_axes(unit.mesh_axes, mesh):
         raise ValueError(
-            f"unit {unit.title!r} was planned for a mesh of {axes_text(unit.mesh_axes)} ranks; found {mesh.shape}: make "
-            f"the plan with make_plan(params, mesh)"
+            f"unit {unit.title!r} was planned for a mesh of {axes_text(unit.mesh_axes)} ranks; "
+            f"found {mesh.shape}: make the plan with make_plan(params, mesh)"
         )
     return _unshard(apply, unit, mesh, unit_comms(unit, mesh, cast), listed=False)
 
@@ -168,7 +169,8 @@ def reshard(f: Unshard) -> Unshard:
     """
     if not isinstance(f, Unshard) or f.freed:
         raise TypeError(
-            f"reshard takes what unshard returned; found {f!r}: write reshard(unshard(apply, unit, mesh))"
+            f"reshard takes what unshard returned; found {f!r}: write reshard(unshard(apply, unit, "
+            "mesh))"
         )
     return dataclasses.replace(f, freed=True, slices=slice_comms(f.unit, f.mesh, f.comms))
 

@@ -112,9 +112,10 @@ def part_as_planned(leaf: LeafSpec, value: Any, mesh: Mesh, where: str) -> Any:
         form.shape,
     ):
         raise ValueError(
-            f"leaf {leaf.path!r} of {where} must be a DTensor of shape {tuple(form.shape)}, placed by {form.placements} on "
-            f"{form.device_mesh}, as planned; found {tuple(value.shape)}, {value.placements} on {value.device_mesh}: pass "
-            f"the params that the plan was made for, and make the mesh from their DeviceMesh"
+            f"leaf {leaf.path!r} of {where} must be a DTensor of shape {tuple(form.shape)}, placed "
+            f"by {form.placements} on {form.device_mesh}, as planned; found {tuple(value.shape)}, "
+            f"{value.placements} on {value.device_mesh}: pass the params that the plan was made "
+            "for, and make the mesh from their DeviceMesh"
         )
     return local_part(value.detach())
 
@@ -133,8 +134,8 @@ def as_dtensors(
     if transforms_active():
         path = next(form.path for form in forms if form is not None)
         raise RuntimeError(
-            f"leaf {path!r} is a DTensor, and DTensors do not run inside torch.func transforms: use value_and_grad, or a "
-            f"model without DTensors, whose forward calls psum"
+            f"leaf {path!r} is a DTensor, and DTensors do not run inside torch.func transforms: "
+            "use value_and_grad, or a model without DTensors, whose forward calls psum"
         )
     return [
         leaf if form is None else _AsDTensor.apply(leaf, form)

@@ -21,7 +21,8 @@ def gradient_hook(on_grads: OnGrads) -> OnGrad:
     """Return the function through which a ``GradReducer`` calls ``on_grads`` before a reduction."""
     if not callable(on_grads):
         raise TypeError(
-            f"on_grads must be a function of a unit's name and its gradients, or None; found {on_grads!r}"
+            "on_grads must be a function of a unit's name and its gradients, or None; found "
+            f"{on_grads!r}"
         )
     return functools.partial(_call_on_grads, on_grads)
 
@@ -30,8 +31,8 @@ def scattered_hook(on_reduce_scattered: OnReduceScattered) -> OnGrad:
     """Return the function through which a ``GradReducer`` calls ``on_reduce_scattered``."""
     if not callable(on_reduce_scattered):
         raise TypeError(
-            f"on_reduce_scattered must be a function of a unit's name, the key of a buffer and a 1-D tensor, or None; found "
-            f"{on_reduce_scattered!r}"
+            "on_reduce_scattered must be a function of a unit's name, the key of a buffer and a "
+            f"1-D tensor, or None; found {on_reduce_scattered!r}"
         )
     return functools.partial(_call_on_reduce_scattered, on_reduce_scattered)
 
@@ -51,16 +52,16 @@ def _call_on_grads(on_grads: OnGrads, unit: str, buffer: BufferPlan, full: torch
                 else type(replaced).__name__
             )
             raise ValueError(
-                f"on_grads must return None, or a dictionary from paths of unit {title!r} to gradients; found {found}, the "
-                f"paths are {list(grads)[:6]}"
+                f"on_grads must return None, or a dictionary from paths of unit {title!r} to "
+                f"gradients; found {found}, the paths are {list(grads)[:6]}"
             )
         for path, grad in replaced.items():
             if grad is grads[path]:
                 continue
             if grad.shape != grads[path].shape:
                 raise ValueError(
-                    f"on_grads must return gradients of their leaves' shapes; for {path!r} of unit {title!r} found "
-                    f"{tuple(grad.shape)} instead of {tuple(grads[path].shape)}"
+                    f"on_grads must return gradients of their leaves' shapes; for {path!r} of unit "
+                    f"{title!r} found {tuple(grad.shape)} instead of {tuple(grads[path].shape)}"
                 )
             grads[path].copy_(grad)
 
@@ -80,7 +81,8 @@ def _call_on_reduce_scattered(
                 else type(replaced).__name__
             )
             raise ValueError(
-                f"on_reduce_scattered must return None, or a tensor of the shape that it got; for buffer {buffer.key!r} of "
-                f"unit {unit or '(root)'!r} found {found} instead of {tuple(partial.shape)}"
+                "on_reduce_scattered must return None, or a tensor of the shape that it got; for "
+                f"buffer {buffer.key!r} of unit {unit or '(root)'!r} found {found} instead of "
+                f"{tuple(partial.shape)}"
             )
         partial.copy_(replaced)

@@ -313,9 +313,11 @@ class GradReducer:
             return True
         if self._hook and self._task is not None:
             raise ValueError(
-                f"{self._hook} sees the gradients that the backward of value_and_grad computes; found a backward inside it "
-                f"that reduces gradients of shards, as in torchdiffeq.odeint_adjoint or an autograd Function that calls "
-                f"torch.autograd.grad: leave {self._hook} out, and change the gradients that value_and_grad returns"
+                f"{self._hook} sees the gradients that the backward of value_and_grad computes; "
+                "found a backward inside it that reduces gradients of shards, as in "
+                "torchdiffeq.odeint_adjoint or an autograd Function that calls "
+                f"torch.autograd.grad: leave {self._hook} out, and change the gradients that "
+                "value_and_grad returns"
             )
         return False
 

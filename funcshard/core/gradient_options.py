@@ -38,7 +38,8 @@ class GradientOptions:
     def __post_init__(self) -> None:
         if self.mesh is not None and not isinstance(self.mesh, Mesh):
             raise TypeError(
-                f"mesh must be a Mesh, or None; found {type(self.mesh).__name__}: pass the result of init_mesh, by name"
+                f"mesh must be a Mesh, or None; found {type(self.mesh).__name__}: pass the result "
+                "of init_mesh, by name"
             )
         check_flag("has_aux", self.has_aux)
         check_flag("weighted", self.weighted)

@@ -145,8 +145,8 @@ def check_callable(caller: str, loss_fn: Any) -> None:
     rule = f"{caller} takes a function loss_fn(shards, ...) that returns a loss"
     if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
         raise TypeError(
-            f"{rule}; found a module with parameters of its own, {type(loss_fn).__name__}, which are no shards: call the "
-            f"function of fully_shard inside loss_fn"
+            f"{rule}; found a module with parameters of its own, {type(loss_fn).__name__}, which "
+            "are no shards: call the function of fully_shard inside loss_fn"
         )
     if not callable(loss_fn):
         remedy = (
@@ -197,9 +197,10 @@ class GradientFunction:
         self.loss_fn, self.options, self.micro_batches = loss_fn, options, micro_batches
 
     @untraced_with_warning(
-        "torch.compile compiles nothing of a function of value_and_grad or accumulate, which calls backward and starts "
-        "collectives between graphs: compile units with fully_shard(compiler=torch.compile), or whole steps with "
-        "fs.trace(step, state, batch).compile()"
+        "torch.compile compiles nothing of a function of value_and_grad or accumulate, which "
+        "calls backward and starts collectives between graphs: compile units with "
+        "fully_shard(compiler=torch.compile), or whole steps with fs.trace(step, state, "
+        "batch).compile()"
     )
     def __call__(self, shards: Any, /, *rest: Any, **kwargs: Any) -> tuple[Any, Any]:
         return self._run(shards, *rest, **kwargs)
@@ -246,8 +247,9 @@ def evaluate(
     """
     if transforms_active():
         raise RuntimeError(
-            "value_and_grad stands on torch.autograd.grad, and cannot run inside a torch.func transform; use "
-            "torch.func.grad there, which adds gradients over ranks, and divide them by mesh.world_size"
+            "value_and_grad stands on torch.autograd.grad, and cannot run inside a torch.func "
+            "transform; use torch.func.grad there, which adds gradients over ranks, and divide "
+            "them by mesh.world_size"
         )
     outer = current_reducer()
     leaves, unflatten = tree.flatten(shards)
@@ -350,8 +352,8 @@ def _backward(
         except RuntimeError as error:
             if "backward through the graph a second time" in str(error):
                 error.add_note(
-                    "If loss_fn calls loss.backward(), leave that out: value_and_grad computes the gradients of the loss "
-                    "that loss_fn returns"
+                    "If loss_fn calls loss.backward(), leave that out: value_and_grad computes "
+                    "the gradients of the loss that loss_fn returns"
                 )
             raise
         finally:
@@ -366,9 +368,10 @@ def _backward(
 
 
 _CONSTANT = (
-    "loss_fn must return a loss that depends on a trainable shard of its argument; found a loss that no gradient leaves: it "
-    "was computed under no_grad, from detached tensors, from frozen leaves only, or from a module or shards that are not in "
-    "the argument; compute it from the shards that loss_fn is called with, or pass allow_constant=True for zeros"
+    "loss_fn must return a loss that depends on a trainable shard of its argument; found a loss "
+    "that no gradient leaves: it was computed under no_grad, from detached tensors, from frozen "
+    "leaves only, or from a module or shards that are not in the argument; compute it from the "
+    "shards that loss_fn is called with, or pass allow_constant=True for zeros"
 )
 
 
@@ -414,18 +417,19 @@ def _world(reducer: GradReducer) -> Mesh:
             else f"meshes of {sizes} ranks"
         )
         raise ValueError(
-            f"value_and_grad takes the mean over one mesh, to which the units inside loss_fn belong; found {found}: run the "
-            f"units of another mesh outside loss_fn and pass their results in, or, if only psum or pmean runs over a part "
-            f"of the ranks, pass mesh="
+            "value_and_grad takes the mean over one mesh, to which the units inside loss_fn "
+            f"belong; found {found}: run the units of another mesh outside loss_fn and pass their "
+            "results in, or, if only psum or pmean runs over a part of the ranks, pass mesh="
         )
     if given is not None:
         return given
     ranks = ranks_of_job()
     if not sizes and ranks > 1:
         raise ValueError(
-            f"value_and_grad takes the mean over a mesh, but loss_fn ran no unit and no collective that tells which, and "
-            f"this is a job of {ranks} ranks: if these are copies of one model, shard them, with strategy='no_shard' for "
-            f"copies; pass mesh=mesh if each rank's tensors are variables of their own, mesh=fs.Mesh() for this rank alone"
+            "value_and_grad takes the mean over a mesh, but loss_fn ran no unit and no collective "
+            f"that tells which, and this is a job of {ranks} ranks: if these are copies of one "
+            "model, shard them, with strategy='no_shard' for copies; pass mesh=mesh if each "
+            "rank's tensors are variables of their own, mesh=fs.Mesh() for this rank alone"
         )
     return next(iter(reducer.worlds.values()), Mesh())
 
@@ -466,7 +470,8 @@ def _check_result(result: Any, has_aux: bool, weighted: bool) -> tuple[torch.Ten
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         found = _found_as_loss(loss, alone=len(names) == 1)
         raise TypeError(
-            f"loss_fn must return a floating-point scalar, the mean over this rank's batch; found {found}"
+            "loss_fn must return a floating-point scalar, the mean over this rank's batch; found "
+            f"{found}"
         )
     return loss, check_weight(values["weight"]) if weighted else 1.0, values.get("aux")
 
@@ -491,12 +496,14 @@ def check_weight(weight: Any) -> float:
     """Return a weight as a number, or raise."""
     if isinstance(weight, torch.Tensor) and current_recording() is not None:
         raise RuntimeError(
-            "trace takes a weight that is a number of Python, such as the length of the batch; found a tensor, which has no "
-            "value while a step is recorded: return a number, or run the step itself"
+            "trace takes a weight that is a number of Python, such as the length of the batch; "
+            "found a tensor, which has no value while a step is recorded: return a number, or run "
+            "the step itself"
         )
     if isinstance(weight, torch.Tensor) and weight.requires_grad:
         raise ValueError(
-            "a weight must be a constant; found a tensor that requires a gradient: return weight.detach()"
+            "a weight must be a constant; found a tensor that requires a gradient: return "
+            "weight.detach()"
         )
     if isinstance(weight, torch.SymInt | torch.SymFloat):  # fs.trace records, and sizes are symbols
         return torch.sym_float(weight)
@@ -506,7 +513,8 @@ def check_weight(weight: Any) -> float:
         number = math.nan
     if not 0 <= number < math.inf:
         raise ValueError(
-            f"a weight must be one number, finite and not negative: zero for no data; found {weight!r}"
+            "a weight must be one number, finite and not negative: zero for no data; found "
+            f"{weight!r}"
         )
     return number
 

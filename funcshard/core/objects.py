@@ -59,7 +59,8 @@ def _check(value: Any, path: str) -> None:
         for key, inner in value.items():
             if type(key) is not str:
                 raise TypeError(
-                    f"the keys of {path} must be strings, as JSON has no others; found {key!r}: convert it"
+                    f"the keys of {path} must be strings, as JSON has no others; found {key!r}: "
+                    "convert it"
                 )
             _check(inner, f"{path}[{key!r}]")
     elif type(value) is list:
@@ -72,6 +73,6 @@ def _check(value: Any, path: str) -> None:
             else "convert it, or send a tensor with psum or shard"
         )
         raise TypeError(
-            f"{path} must be None, a bool, an int, a float, a str, or a list or dict of these, which JSON holds exactly; "
-            f"found {type(value).__name__}: {remedy}"
+            f"{path} must be None, a bool, an int, a float, a str, or a list or dict of these, "
+            f"which JSON holds exactly; found {type(value).__name__}: {remedy}"
         )

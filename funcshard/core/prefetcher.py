@@ -364,8 +364,9 @@ class UnitSource:
             changed = zip(self.shards, self._versions, self._unit.buffers, strict=True)
             key = next(buffer.key for local, before, buffer in changed if version(local) != before)
             raise RuntimeError(
-                f"the shard {key!r} of unit {self._unit.title!r} was modified in place between forward and backward, which "
-                f"would gather other values than forward used; update shards after backward"
+                f"the shard {key!r} of unit {self._unit.title!r} was modified in place between "
+                "forward and backward, which would gather other values than forward used; update "
+                "shards after backward"
             )
         return list(zip(self.shards, self._comms, strict=True))
 
@@ -634,8 +635,8 @@ class _PackedTensor:
         # Why here: autograd checks versions itself only for tensors that no hook packed.
         if version(self.tensor) != self.version:
             raise RuntimeError(
-                f"a tensor of shape {tuple(self.tensor.shape)} that unit {unit!r} needs for its gradients was modified in "
-                f"place after forward had saved it; modify a copy"
+                f"a tensor of shape {tuple(self.tensor.shape)} that unit {unit!r} needs for its "
+                "gradients was modified in place after forward had saved it; modify a copy"
             )
         return self.tensor
 

@@ -86,7 +86,8 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
 
     if not callable(f):
         raise TypeError(
-            f"remat takes a function, and returns one; found {f!r}: call the result with the arguments of f"
+            f"remat takes a function, and returns one; found {f!r}: call the result with the "
+            "arguments of f"
         )
 
     @functools.wraps(f)
@@ -399,16 +400,17 @@ class _Outputs:
 
 
 _CHANGED = (
-    "a tensor in the arguments of a function under fs.remat was modified in place, or got other data, between forward and "
-    "backward, which computes the function again and would use other values than forward did; modify a copy, and update "
-    "shards after backward"
+    "a tensor in the arguments of a function under fs.remat was modified in place, or got other "
+    "data, between forward and backward, which computes the function again and would use other "
+    "values than forward did; modify a copy, and update shards after backward"
 )
 
 # --- captured tensors, which _Remat cannot differentiate ------------------------------------------
 
 _CAPTURED = (
-    "a function under fs.remat captured a tensor that a torch.func transform differentiates or maps over, or that requires "
-    "a gradient; under transforms it is differentiated with respect to its arguments only: pass the tensor as an argument"
+    "a function under fs.remat captured a tensor that a torch.func transform differentiates or "
+    "maps over, or that requires a gradient; under transforms it is differentiated with respect "
+    "to its arguments only: pass the tensor as an argument"
 )
 
 

@@ -41,8 +41,9 @@ class ScheduleLearner:
             pairs = itertools.zip_longest(ran, self.schedule.order)
             position = next(i for i, (real, planned) in enumerate(pairs) if real != planned)
             warnings.warn(
-                f"units ran in another order than the schedule's, from position {position} on: forward gathered the rest of "
-                f"that call on demand, which is correct but not ahead; this is said once",
+                f"units ran in another order than the schedule's, from position {position} on: "
+                "forward gathered the rest of that call on demand, which is correct but not "
+                "ahead; this is said once",
                 stacklevel=callers_level(),
             )
         # Why by the number: the first call does not know what checkpoints inside units need.

@@ -155,13 +155,15 @@ def _by_path(value: Any, plan: Plan) -> dict[str, torch.Tensor]:
         if not isinstance(leaf, torch.Tensor):
             place = f" at {path!r}" if path else ""
             raise TypeError(
-                f"broadcast_to_shards takes a tensor, or a tree of them; found {type(leaf).__name__}{place}: make it one "
-                f"with torch.tensor(..., device=mesh.device)"
+                "broadcast_to_shards takes a tensor, or a tree of them; found "
+                f"{type(leaf).__name__}{place}: make it one with torch.tensor(..., "
+                "device=mesh.device)"
             )
     if missing or unexpected:
         raise ValueError(
-            f"a tree for broadcast_to_shards must have the leaves of the params; missing: {missing[:3] or 'nothing'}, "
-            f"unexpected: {unexpected[:3] or 'nothing'}: for one value for all shards, pass a tensor"
+            "a tree for broadcast_to_shards must have the leaves of the params; missing: "
+            f"{missing[:3] or 'nothing'}, unexpected: {unexpected[:3] or 'nothing'}: for one value "
+            "for all shards, pass a tensor"
         )
     return by_path
 
@@ -181,6 +183,6 @@ def _expanded(value: torch.Tensor, leaf: LeafSpec) -> torch.Tensor:
         return value.expand(leaf.shape)
     except RuntimeError as error:
         raise ValueError(
-            f"leaf {leaf.path!r} of a tree for broadcast_to_shards must expand to the shape {leaf.shape}; found the shape "
-            f"{tuple(value.shape)}: one number needs the shape ()"
+            f"leaf {leaf.path!r} of a tree for broadcast_to_shards must expand to the shape "
+            f"{leaf.shape}; found the shape {tuple(value.shape)}: one number needs the shape ()"
         ) from error

@@ -146,8 +146,8 @@ def _by_path(params: Any, plan: Plan, *, none_if_frozen: bool) -> dict[str, Any]
                 by_path |= dict.fromkeys(own)
             elif own and (given := [leaf.path for leaf in buffer.leaves if leaf.path in by_path]):
                 raise ValueError(
-                    f"frozen leaves that share a flat buffer must be all None or all tensors; found None for {own[0]!r}, "
-                    f"and a tensor for {given[0]!r}: pass zeros for None"
+                    "frozen leaves that share a flat buffer must be all None or all tensors; "
+                    f"found None for {own[0]!r}, and a tensor for {given[0]!r}: pass zeros for None"
                 )
     known = {path for leaf in plan.leaves for path in (leaf.path, *leaf.aliases)}
     missing = sorted(leaf.path for leaf in plan.leaves if leaf.path not in by_path)
@@ -157,8 +157,8 @@ def _by_path(params: Any, plan: Plan, *, none_if_frozen: bool) -> dict[str, Any]
         if isinstance(params, Mapping) and params.keys() == plan.units.keys():
             remedy = "these are shards already; gather(shards, plan, mesh) returns full parameters, to cut by another plan"
         raise ValueError(
-            f"params must be the tree that the plan was made for; missing: {missing[:3] or 'nothing'}, unexpected: "
-            f"{unexpected[:3] or 'nothing'}: {remedy}"
+            "params must be the tree that the plan was made for; missing: "
+            f"{missing[:3] or 'nothing'}, unexpected: {unexpected[:3] or 'nothing'}: {remedy}"
         )
     return by_path
 

@@ -299,7 +299,8 @@ class Unshard:
             )
             if argument or ("inplace" in text and refused):
                 raise RuntimeError(
-                    f"the forward of unit {self.unit.title!r} modified a leaf in place; {_READ_ONLY}"
+                    f"the forward of unit {self.unit.title!r} modified a leaf in place; "
+                    f"{_READ_ONLY}"
                 ) from error
             raise
         _check_unchanged(before, gathered, self.unit)
@@ -476,8 +477,9 @@ def run_in_full_precision(
 
 
 _READ_ONLY = (
-    "gathered leaves are read-only, because ranks may share their memory and the change would be lost: modify a copy, keep "
-    "values that change in a buffer of the module, or change the shards between steps"
+    "gathered leaves are read-only, because ranks may share their memory and the change would be "
+    "lost: modify a copy, keep values that change in a buffer of the module, or change the shards "
+    "between steps"
 )
 
 
@@ -514,7 +516,8 @@ def modified_leaf(unit: UnitPlan, buffer: BufferPlan) -> RuntimeError:
         [repr(leaf.path) for leaf in buffer.leaves[:3]] + ["…"] * (len(buffer.leaves) > 3)
     )
     return RuntimeError(
-        f"the forward of unit {unit.title!r} modified a leaf in place, one of buffer {buffer.key!r} ({paths}); {_READ_ONLY}"
+        f"the forward of unit {unit.title!r} modified a leaf in place, one of buffer "
+        f"{buffer.key!r} ({paths}); {_READ_ONLY}"
     )
 
 

@@ -58,19 +58,21 @@ class UnshardHandle:
         title = f"the handle of unit {self.unit.title!r}"
         if unit != self.unit or comms != self._comms:
             raise ValueError(
-                f"{title} was passed to a function of unit {unit.title!r}; pass it to the function whose start made it"
+                f"{title} was passed to a function of unit {unit.title!r}; pass it to the function "
+                "whose start made it"
             )
         if transforms_active():
             return self.shard, None if freed else self._handles
         if torch.is_grad_enabled() and current_reducer() is not self._reducer:
             raise ValueError(
-                f"{title} was started outside of this call of value_and_grad, which would lose the gradient of its shard; "
-                f"call start inside loss_fn, on the shards that loss_fn is called with"
+                f"{title} was started outside of this call of value_and_grad, which would lose the "
+                "gradient of its shard; call start inside loss_fn, on the shards that loss_fn is "
+                "called with"
             )
         if [version(local) for local in self.shard.values()] != self._versions:
             raise RuntimeError(
-                f"a shard of unit {self.unit.title!r} was modified in place after its gather had started; call start after "
-                f"the change"
+                f"a shard of unit {self.unit.title!r} was modified in place after its gather had "
+                "started; call start after the change"
             )
         handles = self._handles
         if freed and graph_task_id() != -1:
@@ -80,8 +82,9 @@ class UnshardHandle:
             )  # a checkpoint that runs the call again in backward gathers for itself
         if freed and self._used:
             raise ValueError(
-                f"{title} was used before, and a function from reshard frees the leaves after each call; call start for "
-                f"each call, or use the function from unshard to keep the leaves"
+                f"{title} was used before, and a function from reshard frees the leaves after each "
+                "call; call start for each call, or use the function from unshard to keep the "
+                "leaves"
             )
         if freed:
             self._handles, self._used = None, True

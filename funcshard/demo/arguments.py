@@ -80,7 +80,8 @@ def import_callable(option: str, spec: str) -> Callable[..., Any]:
     name, _, attribute = spec.partition(":")
     if not name or not attribute:
         raise BadInputError(
-            f"{option} must be MODULE:CALLABLE, such as my_package.models:make_model; found {spec!r}"
+            f"{option} must be MODULE:CALLABLE, such as my_package.models:make_model; found "
+            f"{spec!r}"
         )
     try:
         found: Any = importlib.import_module(name)

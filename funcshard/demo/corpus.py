@@ -60,9 +60,9 @@ def load_corpus(text: str | os.PathLike[str] | None, context: int) -> Corpus:
     shortest = min(len(train), len(valid))
     if shortest < context + 1:
         raise ValueError(
-            f"the text is too short: {what} has {total:,} bytes, of which {shortest:,} are left for its smaller part "
-            f"(training or validation), and a context of {context} needs {context + 1:,}: pass a longer text, or a smaller "
-            f"--context"
+            f"the text is too short: {what} has {total:,} bytes, of which {shortest:,} are left "
+            f"for its smaller part (training or validation), and a context of {context} needs "
+            f"{context + 1:,}: pass a longer text, or a smaller --context"
         )
     return Corpus(_tensor(train), _tensor(valid), f"{what}, {total / 2**20:.1f} MiB, {held}")
 
@@ -102,7 +102,8 @@ def _standard_library() -> tuple[dict[str, Path], str]:
     files = _walk(root, suffix=".py")
     if not files:
         raise ValueError(
-            f"the standard library at {root} has no .py files: give a text of your own with --text PATH"
+            f"the standard library at {root} has no .py files: give a text of your own with --text "
+            "PATH"
         )
     return files, f"standard library of Python {platform.python_version()}"
 

@@ -62,8 +62,8 @@ class ExpertSizes:
         _check_positive(self, ("shared", "dense_layers"), least=0)
         if self.per_token > self.count:
             raise ValueError(
-                f"per_token must be at most count, the number of experts; found per_token {self.per_token} and count "
-                f"{self.count}"
+                "per_token must be at most count, the number of experts; found per_token "
+                f"{self.per_token} and count {self.count}"
             )
         if self.scores not in ("softmax", "sigmoid"):
             raise ValueError(f"scores must be 'softmax' or 'sigmoid'; found {self.scores!r}")
@@ -129,20 +129,23 @@ class DecoderConfig:
             )
         if self.heads % self.groups:
             raise ValueError(
-                f"heads must be a multiple of kv_heads; found {self.heads} heads and {self.groups} kv_heads"
+                f"heads must be a multiple of kv_heads; found {self.heads} heads and {self.groups} "
+                "kv_heads"
             )
         if self.family == "gpt" and (self.latent or self.experts or self.groups != self.heads):
             raise ValueError(
-                "a decoder of the family 'gpt' has neither latent, nor experts, nor fewer kv_heads than heads: leave them "
-                "out, or pass family='llama'"
+                "a decoder of the family 'gpt' has neither latent, nor experts, nor fewer "
+                "kv_heads than heads: leave them out, or pass family='llama'"
             )
         if self.family == "llama" and self.latent is None and self.head_dim % 2:
             raise ValueError(
-                f"dim / heads must be even, because rotation turns pairs of numbers; found {self.head_dim}"
+                "dim / heads must be even, because rotation turns pairs of numbers; found "
+                f"{self.head_dim}"
             )
         if self.experts and self.experts.dense_layers > self.layers:
             raise ValueError(
-                f"dense_layers must be at most layers, {self.layers}; found {self.experts.dense_layers}"
+                f"dense_layers must be at most layers, {self.layers}; found "
+                f"{self.experts.dense_layers}"
             )
 
     @property
@@ -226,7 +229,8 @@ def _check_positive(sizes: object, names: tuple[str, ...], least: int = 1) -> No
     for name in names:
         if getattr(sizes, name) < least:
             raise ValueError(
-                f"{'kv_heads' if name == 'groups' else name} must be at least {least}; found {getattr(sizes, name)}"
+                f"{'kv_heads' if name == 'groups' else name} must be at least {least}; found "
+                f"{getattr(sizes, name)}"
             )
 
 

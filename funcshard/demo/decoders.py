@@ -84,7 +84,8 @@ class Decoder(nn.Module):
         if config.family == "gpt":
             if length > config.context:
                 raise ValueError(
-                    f"tokens hold {length} positions, and the model has {config.context}: build it with context={length}"
+                    f"tokens hold {length} positions, and the model has {config.context}: build it "
+                    f"with context={length}"
                 )
             x = x + self.position(torch.arange(length, device=tokens.device))
         else:

@@ -34,7 +34,8 @@ class GPTConfig:
                 raise ValueError(f"{name} must be at least 1; found {getattr(self, name)}")
         if self.width % self.heads:
             raise ValueError(
-                f"width must be a multiple of heads; found width {self.width} and {self.heads} heads"
+                f"width must be a multiple of heads; found width {self.width} and {self.heads} "
+                "heads"
             )
 
 

@@ -18,7 +18,8 @@ def check_ranks_fit(ranks: int) -> None:
     if ranks > most:
         raise BadInputError(
             f"--ranks must be at most {most:,} here, because each rank is a process of about "
-            f"{PROCESS_BYTES // 2**20} MiB; found {ranks:,}: python -m funcshard plan takes any number of ranks"
+            f"{PROCESS_BYTES // 2**20} MiB; found {ranks:,}: python -m funcshard plan takes any "
+            "number of ranks"
         )
 
 
@@ -39,8 +40,9 @@ def check_model_fits(
     needed = 4 * (parameters * (ranks + 4) + 8 * activations * ranks)
     if available is not None and needed > available:
         raise BadInputError(
-            f"a model of {parameters:,} parameters needs about {needed / 2**30:,.1f} GiB on {ranks} ranks, and this machine "
-            f"has {available / 2**30:,.1f} GiB: choose a smaller --width, --layers, --context or --batch, or fewer --ranks"
+            f"a model of {parameters:,} parameters needs about {needed / 2**30:,.1f} GiB on "
+            f"{ranks} ranks, and this machine has {available / 2**30:,.1f} GiB: choose a smaller "
+            "--width, --layers, --context or --batch, or fewer --ranks"
         )
 
 

@@ -165,7 +165,8 @@ def _check_files(options: argparse.Namespace) -> None:
     """Raise for a number of ranks or a file that would fail after the work is done."""
     if options.ranks > _MOST_RANKS:
         raise BadInputError(
-            f"--ranks must be at most {_MOST_RANKS:,}; found {options.ranks:,}: no machine has more, pass the ranks of yours"
+            f"--ranks must be at most {_MOST_RANKS:,}; found {options.ranks:,}: no machine has "
+            "more, pass the ranks of yours"
         )
     if hasattr(options, "compare"):
         _read(options.compare)
@@ -174,11 +175,13 @@ def _check_files(options: argparse.Namespace) -> None:
     page = Path(options.html)
     if page.is_dir():
         raise BadInputError(
-            f"--html must be a file; found the folder {page}: add a name, such as {page / 'plan.html'}"
+            f"--html must be a file; found the folder {page}: add a name, such as "
+            f"{page / 'plan.html'}"
         )
     if not page.parent.is_dir():
         raise BadInputError(
-            f"--html must be a file in a folder that exists; found {page}: make the folder {page.parent} first"
+            f"--html must be a file in a folder that exists; found {page}: make the folder "
+            f"{page.parent} first"
         )
 
 
@@ -231,7 +234,8 @@ def _model(options: argparse.Namespace, gpt: Callable[[], GPTConfig]) -> nn.Modu
             spec, DECODERS, otherwise="pass one of these, or a function of your own"
         )
         raise BadInputError(
-            f"--model must be MODULE:CALLABLE, or one of {', '.join(DECODERS)}; found {spec!r}: {remedy}"
+            f"--model must be MODULE:CALLABLE, or one of {', '.join(DECODERS)}; found {spec!r}: "
+            f"{remedy}"
         )
     with torch.device("meta"):
         try:
@@ -266,7 +270,8 @@ class _Estimate:
                 self.inputs = import_callable("--inputs", options.inputs)(*size)
             if not isinstance(self.inputs, tuple):
                 raise TypeError(
-                    f"--inputs {options.inputs} must return a tuple; it returned {type(self.inputs).__name__}"
+                    f"--inputs {options.inputs} must return a tuple; it returned "
+                    f"{type(self.inputs).__name__}"
                 )
         else:
             self.inputs = (torch.empty(size, dtype=torch.int64, device="meta"),)
@@ -307,8 +312,9 @@ def _cross_entropy(logits: Any, targets: torch.Tensor) -> torch.Tensor:
     if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != targets.shape:
         found = list(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
         raise ValueError(
-            f"the model must return logits [batch, seq, vocabulary] for tokens of shape {list(targets.shape)}; found "
-            f"{found}: give --inputs, and let the model return its loss"
+            "the model must return logits [batch, seq, vocabulary] for tokens of shape "
+            f"{list(targets.shape)}; found {found}: give --inputs, and let the model return its "
+            "loss"
         )
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
 
@@ -336,8 +342,9 @@ def _other(path: str, plan: fs.Plan) -> fs.Plan:
     if name is not None:
         shapes = [list(each[name]) if name in each else "missing" for each in (there, here)]
         raise BadInputError(
-            f"--compare must be a plan of the same model; found {path}: {name!r} is {shapes[0]} there and {shapes[1]} here; "
-            f"pass the options of the model with which that plan was made"
+            f"--compare must be a plan of the same model; found {path}: {name!r} is {shapes[0]} "
+            f"there and {shapes[1]} here; pass the options of the model with which that plan was "
+            "made"
         )
     return found
 
@@ -350,7 +357,8 @@ def _read(path: str) -> fs.Plan:
     except ValueError as error:
         found = f"{path}, which holds no plan ({error})"
     raise BadInputError(
-        f"--compare must be a file with a plan; found {found}: write one with python -m funcshard plan --json > other.json"
+        f"--compare must be a file with a plan; found {found}: write one with python -m funcshard "
+        "plan --json > other.json"
     )
 
 

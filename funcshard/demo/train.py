@@ -237,7 +237,8 @@ def _introduce(plan: fs.Plan, mesh: fs.Mesh, settings: Settings, corpus: Corpus)
         f"{settings.batch} × {config.context} bytes a rank and step"
     )
     say(
-        f"Model   GPT of {numel:,} parameters: width {config.width}, layers {config.layers}, heads {config.heads}"
+        f"Model   GPT of {numel:,} parameters: width {config.width}, layers {config.layers}, heads "
+        f"{config.heads}"
     )
     say(f"Text    {corpus.description}")
     say(f"\n{plan}\n")

@@ -120,7 +120,8 @@ def estimate(
     _check_model_axes(plan)
     if not isinstance(schedule, Schedule | None):
         raise TypeError(
-            f"schedule must be a Schedule or None; found {schedule!r}: make it with make_schedule(plan)"
+            f"schedule must be a Schedule or None; found {schedule!r}: make it with "
+            "make_schedule(plan)"
         )
     micro_batches = check_count("micro_batches", micro_batches, of="micro-batches")
     check_flag("count_embeddings", count_embeddings)
@@ -190,10 +191,11 @@ def _check_model_axes(plan: Plan) -> None:
     local = {axis for unit in plan.unit_list for buffer in unit.buffers for axis in buffer.local}
     if axes and local.isdisjoint(axes):
         raise ValueError(
-            f"estimate needs a plan that cuts leaves along its model axes; found mesh axes {dict(plan.mesh_axes)}, and no "
-            f"leaf that is local along {' or '.join(map(repr, axes))}: trace one rank's part of the model, and pass "
-            f"make_plan(..., local={{'path': {{{axes[0]!r}: 0}}}}). If these ranks hold whole leaves and split the batch or "
-            f"sequence, plan them as ranks of the 'replicate' axis"
+            "estimate needs a plan that cuts leaves along its model axes; found mesh axes "
+            f"{dict(plan.mesh_axes)}, and no leaf that is local along "
+            f"{' or '.join(map(repr, axes))}: trace one rank's part of the model, and pass "
+            f"make_plan(..., local={{'path': {{{axes[0]!r}: 0}}}}). If these ranks hold whole "
+            "leaves and split the batch or sequence, plan them as ranks of the 'replicate' axis"
         )
 
 
@@ -204,8 +206,9 @@ def optimizer_memory(optimizer: str | OptimizerMemory | None) -> OptimizerMemory
         return OPTIMIZERS[optimizer]
     if not isinstance(optimizer, OptimizerMemory | None):
         raise TypeError(
-            f"optimizer must be a name, one of {', '.join(map(repr, OPTIMIZERS))}, an OptimizerMemory or None; found "
-            f"{optimizer!r}: describe its memory with OptimizerMemory(states=...)"
+            f"optimizer must be a name, one of {', '.join(map(repr, OPTIMIZERS))}, an "
+            f"OptimizerMemory or None; found {optimizer!r}: describe its memory with "
+            "OptimizerMemory(states=...)"
         )
     return optimizer
 

@@ -85,7 +85,8 @@ def _check_order(graph: fx.Graph, before: fx.Graph, keeps_order: bool) -> None:
                     continue
                 if (then[user] < then[node]) != (now[user.name] < now[node.name]):
                     raise ValueError(
-                        f"{node} writes to memory that {user} uses, and no longer runs on the same side of it"
+                        f"{node} writes to memory that {user} uses, and no longer runs on the same "
+                        "side of it"
                     )
 
 

@@ -90,8 +90,9 @@ def load_traced(
             else f"the step's schedules are {sorted(schedules) or 'none'}"
         )
         raise ValueError(
-            f"{path} computes the option {name!r} by a function of the number of steps, which a file cannot hold; {held}: "
-            f"pass load_traced(path, mesh, step=step) with the step that was traced"
+            f"{path} computes the option {name!r} by a function of the number of steps, which a "
+            f"file cannot hold; {held}: pass load_traced(path, mesh, step=step) with the step that "
+            "was traced"
         )
     graphs = [_graph(recording, Path(path), mesh, schedules) for recording in kind]
     fixed = (
@@ -135,8 +136,9 @@ class LoadedStep:
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Raise, because only the step itself can run what its graph cannot."""
         raise ValueError(
-            f"the first step with a GradScaler or weights runs without its graph, and {self.path} was loaded without its "
-            f"step: pass load_traced(path, mesh, step=step), or begin with a state whose optimizer has taken a step"
+            f"the first step with a GradScaler or weights runs without its graph, and {self.path} "
+            "was loaded without its step: pass load_traced(path, mesh, step=step), or begin with "
+            "a state whose optimizer has taken a step"
         )
 
 
@@ -164,13 +166,13 @@ def _read_together(path: Path, mesh: Mesh) -> FileContents:
 def _check(contents: FileContents, path: Path, mesh: Mesh, plan: Plan | None) -> None:
     if contents.torch != torch_version():
         raise ValueError(
-            f"{path} was recorded with torch {contents.torch}, whose operations may differ; found torch {torch_version()}: "
-            f"trace the step again"
+            f"{path} was recorded with torch {contents.torch}, whose operations may differ; found "
+            f"torch {torch_version()}: trace the step again"
         )
     if list(contents.mesh.items()) != list(mesh.shape.items()):
         raise ValueError(
-            f"{path} was recorded on a mesh of {axes_text(contents.mesh)}; found {axes_text(mesh.shape)}: trace the step "
-            f"again"
+            f"{path} was recorded on a mesh of {axes_text(contents.mesh)}; found "
+            f"{axes_text(mesh.shape)}: trace the step again"
         )
     if len(contents.of_rank) != mesh.world_size:
         raise ValueError(
@@ -179,8 +181,9 @@ def _check(contents: FileContents, path: Path, mesh: Mesh, plan: Plan | None) ->
     if plan is not None and plan.fingerprint() != contents.plan.fingerprint():
         one, other = (json.loads(each.to_json()) for each in (contents.plan, plan))
         raise ValueError(
-            f"{path} was recorded with plan {contents.plan.fingerprint()}; found plan {plan.fingerprint()}, which differs "
-            f"in {_first_difference(one, other)}: trace the step again"
+            f"{path} was recorded with plan {contents.plan.fingerprint()}; found plan "
+            f"{plan.fingerprint()}, which differs in {_first_difference(one, other)}: trace the "
+            "step again"
         )
 
 

@@ -61,8 +61,8 @@ def _texts(spec: Any) -> Iterator[str]:
             yield from _texts(each)
     elif spec is not None:
         raise TypeError(
-            f"dynamic_shapes is a text such as 'b, ...', or a tree of texts and None in the form of the batch; found "
-            f"{type(spec).__name__}"
+            "dynamic_shapes is a text such as 'b, ...', or a tree of texts and None in the form "
+            f"of the batch; found {type(spec).__name__}"
         )
 
 
@@ -74,8 +74,9 @@ def _parts(text: str) -> tuple[list[str | None], bool]:
     for name in names:
         if not name.isidentifier() or keyword.iskeyword(name):
             raise ValueError(
-                f"dynamic_shapes names the sizes that may change: 'b, ...' for dim 0, 'b, t' for two dims, with _ for a "
-                f"fixed one and ... at the end for all further ones; found {text!r}"
+                "dynamic_shapes names the sizes that may change: 'b, ...' for dim 0, 'b, t' for "
+                "two dims, with _ for a fixed one and ... at the end for all further ones; found "
+                f"{text!r}"
             )
     return [None if name == "_" else name for name in names], more
 
@@ -95,8 +96,8 @@ def _spread(spec: Any, batch: Any, path: str) -> Iterator[tuple[int, str]]:
         keys = range(len(spec))
     if not fits:
         raise ValueError(
-            f"dynamic_shapes has the form of the batch, with a text or None for each part; found {_shape(spec)} for "
-            f"`{path}`, which is {_shape(batch)}"
+            "dynamic_shapes has the form of the batch, with a text or None for each part; found "
+            f"{_shape(spec)} for `{path}`, which is {_shape(batch)}"
         )
     for key in keys:
         yield from _spread(spec[key], batch[key], f"{path}[{key!r}]")
@@ -116,9 +117,9 @@ def _names(text: str, tensor: torch.Tensor) -> Names:
     names, more = _parts(text)
     if len(names) > tensor.ndim or (len(names) < tensor.ndim and not more):
         raise ValueError(
-            f"dynamic_shapes={text!r} names {len(names)} dims; found a tensor of shape {list(tensor.shape)} in the batch: "
-            f"pass a tree of texts in the form of the batch, with None for tensors of fixed shapes, and '...' for further "
-            f"dims"
+            f"dynamic_shapes={text!r} names {len(names)} dims; found a tensor of shape "
+            f"{list(tensor.shape)} in the batch: pass a tree of texts in the form of the batch, "
+            "with None for tensors of fixed shapes, and '...' for further dims"
         )
     return tuple(names) + (None,) * (tensor.ndim - len(names))
 
@@ -134,7 +135,7 @@ def sizes_of(leaves: Sequence[Any], names: Mapping[int, Names]) -> dict[str, int
         for name, size in zip(own, leaves[number].shape, strict=True):
             if name is not None and found.setdefault(name, size) != size:
                 raise ValueError(
-                    f"dynamic_shapes gives the name {name!r} to dims of one size; found the sizes {found[name]} and {size} "
-                    f"in the batch: give them two names"
+                    f"dynamic_shapes gives the name {name!r} to dims of one size; found the sizes "
+                    f"{found[name]} and {size} in the batch: give them two names"
                 )
     return found

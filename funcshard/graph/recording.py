@@ -90,8 +90,9 @@ def record(
     names, sizes = names or {}, sizes_of(leaves, names or {})
     if names and any(isinstance(leaf, torch.Tensor) and is_dtensor(leaf) for leaf in leaves):
         raise ValueError(
-            "dynamic_shapes takes plain tensors, because sizes of a DTensor belong to a whole that no rank holds; found a "
-            "DTensor in the state or the batch: leave out dynamic_shapes"
+            "dynamic_shapes takes plain tensors, because sizes of a DTensor belong to a whole "
+            "that no rank holds; found a DTensor in the state or the batch: leave out "
+            "dynamic_shapes"
         )
     found_conditions: list[tuple[str, str]] = []
     paths = tree.code_paths(state, "state") + tree.code_paths(batch, "batch")
@@ -107,15 +108,17 @@ def record(
                 graph, constants = record_graph(flat, examples)
         except ValueReadError as error:
             raise RuntimeError(
-                f"trace records operations on tensors, and cannot follow Python code that depends on their values, such as "
-                f"float(loss) or `if loss > 1`; found such code {_where(error)}: use torch.where, or keep a tensor"
+                "trace records operations on tensors, and cannot follow Python code that depends "
+                "on their values, such as float(loss) or `if loss > 1`; found such code "
+                f"{_where(error)}: use torch.where, or keep a tensor"
             ) from error
     for name, value in _variables(step).items():
         if variables.get(name, value) != value:
             raise RuntimeError(
-                f"trace records an optimizer that keeps its state in opt_state; found one that changed its variable "
-                f"{name[1]!r}, of {name[0]}, which a graph cannot see: use fs.torch_optimizer, or take a step before trace "
-                f"if the optimizer does something else in its first step only"
+                "trace records an optimizer that keeps its state in opt_state; found one that "
+                f"changed its variable {name[1]!r}, of {name[0]}, which a graph cannot see: use "
+                "fs.torch_optimizer, or take a step before trace if the optimizer does something "
+                "else in its first step only"
             )
     for (start, _), event in zip(starts_and_waits(graph), recording.started, strict=True):
         start.meta["event"] = event
@@ -169,9 +172,9 @@ def _check_after(state: Any, sizes: Mapping[str, int]) -> None:
             isinstance(size, torch.SymInt) for size in leaf.shape
         ):
             raise ValueError(
-                f"the state after a step has the form of the state before it; found `{path}`, whose size "
-                f"depends on {', '.join(map(repr, sizes))} of the batch: keep such tensors in the aux "
-                f"(has_aux=True), or leave out dynamic_shapes"
+                f"the state after a step has the form of the state before it; found `{path}`, "
+                f"whose size depends on {', '.join(map(repr, sizes))} of the batch: keep such "
+                "tensors in the aux (has_aux=True), or leave out dynamic_shapes"
             )
 
 
@@ -250,28 +253,32 @@ class _Guard(TorchDispatchMode):
             self._set_back = not self._set_back
         elif graph_task_id() != -1 and not self._set_back and is_random(func, args, kwargs or {}):
             raise RuntimeError(
-                f"trace cannot record random numbers that torch.utils.checkpoint draws again in backward; found {func}: "
-                f"recompute whole units, with fully_shard(remat=...), or functions, with fs.remat"
+                "trace cannot record random numbers that torch.utils.checkpoint draws again in "
+                f"backward; found {func}: recompute whole units, with fully_shard(remat=...), or "
+                "functions, with fs.remat"
             )
         if any(isinstance(value, torch.Generator) for value in values):
             raise RuntimeError(
-                f"trace records random numbers of torch's own generator; found a torch.Generator given to {func}, which a "
-                f"run of the graph could not seed again: leave generator out, or pass the numbers in the batch"
+                "trace records random numbers of torch's own generator; found a torch.Generator "
+                f"given to {func}, which a run of the graph could not seed again: leave generator "
+                "out, or pass the numbers in the batch"
             )
         # Why not lift_fresh: torch.tensor(1.0) inside the step makes a constant of the graph.
         if "lift_fresh" not in func.name():
             for value in given:
                 if not is_fake(value) and is_zero_tensor(value):
                     raise ValueError(
-                        f"trace cannot record this torch.func.jvp: torch differentiates an operation forwards with zeros "
-                        f"that no recording sees, as for LayerNorm; found them in {func}: run the step itself, or take the "
-                        f"derivative with torch.func.vjp"
+                        "trace cannot record this torch.func.jvp: torch differentiates an "
+                        "operation forwards with zeros that no recording sees, as for LayerNorm; "
+                        f"found them in {func}: run the step itself, or take the derivative with "
+                        "torch.func.vjp"
                     )
                 if not is_fake(value):
                     raise ValueError(
-                        f"trace records a step whose tensors all come from its arguments; found a tensor of shape "
-                        f"{tuple(value.shape)} and {value.dtype} in {func}, which the step took from elsewhere and which "
-                        f"would be a constant of the graph: pass it in the state's buffers or in the batch"
+                        "trace records a step whose tensors all come from its arguments; found a "
+                        f"tensor of shape {tuple(value.shape)} and {value.dtype} in {func}, which "
+                        "the step took from elsewhere and which would be a constant of the graph: "
+                        "pass it in the state's buffers or in the batch"
                     )
         return func(*args, **(kwargs or {}))
 

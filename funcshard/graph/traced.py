@@ -283,14 +283,15 @@ class Traced:
         if sizes.keys() != self.sizes.keys():
             known = f"the names {', '.join(self.sizes)}" if self.sizes else "none"
             raise ValueError(
-                f"with_sizes takes a size for each name of trace(dynamic_shapes=...), which gave {known}; found "
-                f"{', '.join(sizes) or 'none'}"
+                "with_sizes takes a size for each name of trace(dynamic_shapes=...), which gave "
+                f"{known}; found {', '.join(sizes) or 'none'}"
             )
         serving = [each for each in self._entries if not each.step_graph.conditions.failing(sizes)]
         if not serving:
             failing = self.graph.conditions.failing(sizes)
             raise ValueError(
-                f"no recording serves {sizes_text(sizes)}; the last one needs {failing}: call it with such a batch"
+                f"no recording serves {sizes_text(sizes)}; the last one needs {failing}: call it "
+                "with such a batch"
             )
         entries = Entries()
         for entry in serving:
@@ -308,7 +309,8 @@ class Traced:
         return self.graph.conditions.texts
 
     @untraced_with_warning(
-        "torch.compile compiles nothing of a traced step, which is a graph already: use its method compile, traced.compile()"
+        "torch.compile compiles nothing of a traced step, which is a graph already: use its "
+        "method compile, traced.compile()"
     )
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Take one step; return the new state and the metrics."""
@@ -379,7 +381,8 @@ class Traced:
         """
         if not isinstance(other, Traced):
             raise TypeError(
-                f"diff takes another traced step, such as the result of a pass; found {type(other).__name__}"
+                "diff takes another traced step, such as the result of a pass; found "
+                f"{type(other).__name__}"
             )
         return StepDifference.of(self.graph, other.graph)
 
@@ -479,8 +482,9 @@ class Traced:
         )
         if len(self._entries) == _MANY:
             warnings.warn(
-                f"the step was recorded for {_MANY} kinds of arguments, and records again for each further one: pad "
-                f"batches to a few lengths, or name the sizes that change with dynamic_shapes=",
+                f"the step was recorded for {_MANY} kinds of arguments, and records again for "
+                "each further one: pad batches to a few lengths, or name the sizes that change "
+                "with dynamic_shapes=",
                 stacklevel=3,
             )
         return found, after

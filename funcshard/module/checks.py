@@ -40,9 +40,10 @@ def _check_parallel(tree: ModuleTree) -> None:
     for name, m in _of(tree, lambda cls: issubclass(cls, wrappers) or by_fsdp(cls)):
         whole = isinstance(m, wrappers)
         raise TypeError(
-            f"module {name or '(root)'!r} is parallelized by {type(m).__name__ if whole else 'FSDP'}, which exchanges its "
-            f"parameters or gradients by itself; use {'its .module' if whole else 'the module without it'}: fs.fully_shard "
-            f"takes its place"
+            f"module {name or '(root)'!r} is parallelized by "
+            f"{type(m).__name__ if whole else 'FSDP'}, which exchanges its parameters or gradients "
+            f"by itself; use {'its .module' if whole else 'the module without it'}: fs.fully_shard "
+            "takes its place"
         )
 
 
@@ -53,7 +54,8 @@ def _check_tensors(tree: ModuleTree) -> None:
                 continue  # only for speed
             if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
                 raise ValueError(
-                    f"{name!r} of a lazy module has no shape yet; run the module once on a sample input first"
+                    f"{name!r} of a lazy module has no shape yet; run the module once on a sample "
+                    "input first"
                 )
             check_plain(tensor, f"{kind} {name!r}")
 
@@ -73,14 +75,16 @@ def _check_compiled(tree: ModuleTree) -> None:
     for name, m in _of(tree, lambda cls: cls.__name__ == "OptimizedModule"):
         if "_orig_mod" in m._modules:
             raise TypeError(
-                f"module {name or '(root)'!r} was wrapped by torch.compile, and the wrapper always runs the module that it "
-                f"wraps, with that module's own parameters; use the wrapped module itself, its _orig_mod, and {remedy}"
+                f"module {name or '(root)'!r} was wrapped by torch.compile, and the wrapper always "
+                "runs the module that it wraps, with that module's own parameters; use the "
+                f"wrapped module itself, its _orig_mod, and {remedy}"
             )
     for name, m in tree.modules:
         if is_compiled_in_place(m):
             warnings.warn(
-                f"module {name or '(root)'!r} was compiled in place, and make_functional uses its uncompiled forward: "
-                f"{remedy}, or apply torch.compile to the function that make_functional returns",
+                f"module {name or '(root)'!r} was compiled in place, and make_functional uses its "
+                f"uncompiled forward: {remedy}, or apply torch.compile to the function that "
+                "make_functional returns",
                 stacklevel=callers_level(),
             )
             return
@@ -94,13 +98,15 @@ def _check_made_by_torch(tree: ModuleTree) -> None:
     for name, m in _of(tree, by_torch):
         if type(m).__module__ == "torch.export.unflatten":
             raise TypeError(
-                f"module {name or '(root)'!r} was made by torch.export.unflatten, and such modules cannot be copied: use "
-                f"the .module() of the exported program, or the module that was exported"
+                f"module {name or '(root)'!r} was made by torch.export.unflatten, and such modules "
+                "cannot be copied: use the .module() of the exported program, or the module that "
+                "was exported"
             )
         raise TypeError(
-            f"module {name or '(root)'!r} was made by torch.jit, which runs it with parameters of its own that no call "
-            f"can replace: use the module from which it was made, and pass compiler=torch.compile to fully_shard for "
-            f"speed; torch.jit.script the result of training"
+            f"module {name or '(root)'!r} was made by torch.jit, which runs it with parameters of "
+            "its own that no call can replace: use the module from which it was made, and pass "
+            "compiler=torch.compile to fully_shard for speed; torch.jit.script the result of "
+            "training"
         )
 
 
@@ -109,7 +115,8 @@ def _check_max_norm(tree: ModuleTree) -> None:
         if m.max_norm is not None:
             weight = f"{name}.weight".removeprefix(".")
             raise ValueError(
-                f"module {name or '(root)'!r} ({type(m).__name__}) has max_norm={m.max_norm}, so its forward writes to "
-                f"its parameter {weight!r}, and a pure function cannot keep that change: set the module's max_norm to None, "
-                f"and rescale the weight between steps, or in forward by torch.nn.utils.parametrize"
+                f"module {name or '(root)'!r} ({type(m).__name__}) has max_norm={m.max_norm}, so "
+                f"its forward writes to its parameter {weight!r}, and a pure function cannot keep "
+                "that change: set the module's max_norm to None, and rescale the weight between "
+                "steps, or in forward by torch.nn.utils.parametrize"
             )

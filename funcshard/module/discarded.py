@@ -90,9 +90,10 @@ class DiscardedChanges:
         if changed:
             self.warned = True
             warnings.warn(
-                f"the forward of {self.title} changed buffers of the module ({_some(changed)}), and the call threw the "
-                f"changes away: use make_functional(module, mutable=True), whose calls return the new buffers, or "
-                f"apply.eval() if the module should not change them; this warning comes once for each function",
+                f"the forward of {self.title} changed buffers of the module ({_some(changed)}), "
+                "and the call threw the changes away: use make_functional(module, mutable=True), "
+                "whose calls return the new buffers, or apply.eval() if the module should not "
+                "change them; this warning comes once for each function",
                 stacklevel=callers_level(),
             )
 
@@ -180,10 +181,11 @@ class DiscardedState:
             f"{paths[index]}.{name}".removeprefix(".") for index, name in dict.fromkeys(changed)
         ]
         warnings.warn(
-            f"the forward of {self.skeleton.specs[0].cls.__name__} set attributes of the module ({_some(names)}), and the "
-            f"call threw them away: the next call begins with the attributes that the module had in make_functional. Run "
-            f"what shares them in one call, with apply.method(function), or keep them in buffers, with mutable=True; this "
-            f"warning comes once for each function",
+            f"the forward of {self.skeleton.specs[0].cls.__name__} set attributes of the module "
+            f"({_some(names)}), and the call threw them away: the next call begins with the "
+            "attributes that the module had in make_functional. Run what shares them in one "
+            "call, with apply.method(function), or keep them in buffers, with mutable=True; this "
+            "warning comes once for each function",
             stacklevel=callers_level(),
         )
 

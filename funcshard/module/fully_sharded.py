@@ -154,7 +154,8 @@ def fully_shard(
     """
     if isinstance(apply, FullyShard):
         raise TypeError(
-            "fully_shard was given a function that is sharded already; pass make_functional's apply itself"
+            "fully_shard was given a function that is sharded already; pass make_functional's "
+            "apply itself"
         )
     if not isinstance(apply, Functional):
         raise TypeError(
@@ -299,8 +300,9 @@ class FullyShard:
         return self._learner.schedule
 
     @untraced_with_warning(
-        "torch.compile compiles nothing of a function of fully_shard, whose collectives run between graphs: compile its "
-        "units with fully_shard(compiler=torch.compile), or whole steps with fs.trace(step, state, batch).compile()"
+        "torch.compile compiles nothing of a function of fully_shard, whose collectives run "
+        "between graphs: compile its units with fully_shard(compiler=torch.compile), or whole "
+        "steps with fs.trace(step, state, batch).compile()"
     )
     def __call__(
         self, shards: Shards, buffers: Mapping[str, torch.Tensor], /, *args: Any, **kwargs: Any
@@ -369,9 +371,10 @@ class FullyShard:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "a function that fully_shard returned cannot be pickled, because it holds the connections of its mesh: to keep "
-            "the training state call fs.save(path, state, plan, mesh); for another process pickle the function of "
-            "make_functional and the plan, and call fully_shard there"
+            "a function that fully_shard returned cannot be pickled, because it holds the "
+            "connections of its mesh: to keep the training state call fs.save(path, state, plan, "
+            "mesh); for another process pickle the function of make_functional and the plan, and "
+            "call fully_shard there"
         )
 
 
@@ -401,8 +404,8 @@ def _misfit(apply: Any) -> str:
     """Return what was found in place of an ``apply``, and the remedy."""
     if hasattr(apply, "_torchdynamo_orig_callable"):
         return (
-            f"{type(apply).__name__}, compiled: pass apply itself, and compiler=torch.compile, which compiles the forward "
-            f"of each unit"
+            f"{type(apply).__name__}, compiled: pass apply itself, and compiler=torch.compile, "
+            "which compiles the forward of each unit"
         )
     if isinstance(apply, nn.Module):
         return f"a module, {type(apply).__name__}: {module_remedy(apply, 'apply')}"
@@ -425,8 +428,9 @@ def _check_buffers_on_meta(buffers: Mapping[str, torch.Tensor], shards: Shards) 
         return
     name = next(name for name, value in buffers.items() if value.is_meta)
     raise ValueError(
-        f"buffers must have values, as the shards do; found {name!r} on the meta device: compute the buffers with "
-        f"init_buffers(module, mesh), or take those that init_module or from_pretrained returns"
+        f"buffers must have values, as the shards do; found {name!r} on the meta device: compute "
+        "the buffers with init_buffers(module, mesh), or take those that init_module or "
+        "from_pretrained returns"
     )
 
 
@@ -442,9 +446,11 @@ def _warn_of_unfrozen(skeleton: Skeleton, plan: Plan) -> None:
     frozen = sorted(skeleton.frozen & trained)
     if frozen and trained == skeleton.shapes.keys():
         warnings.warn(
-            f"the plan trains every parameter, but {len(frozen)} of them, such as {frozen[0]!r}, required no gradient when "
-            f"make_functional copied the module; .to(dtype) and .detach() make tensors that do not say so: cast the module "
-            f"before make_functional and give make_plan its params, or call module.requires_grad_() before it to train all",
+            f"the plan trains every parameter, but {len(frozen)} of them, such as {frozen[0]!r}, "
+            "required no gradient when make_functional copied the module; .to(dtype) and "
+            ".detach() make tensors that do not say so: cast the module before make_functional "
+            "and give make_plan its params, or call module.requires_grad_() before it to train "
+            "all",
             stacklevel=callers_level(),
         )
 
@@ -456,17 +462,19 @@ def _check_plan(skeleton: Skeleton, plan: Plan, ignored: Mapping[str, Any]) -> N
     missing, unexpected = sorted(own - planned.keys()), sorted(planned.keys() - own)
     if missing or unexpected:
         raise ValueError(
-            f"the plan was made for another module; it lacks {missing[:3] or 'nothing'} of this one's parameters and has "
-            f"{unexpected[:3] or 'nothing'} besides: make the plan from the params of this module's make_functional, or "
-            f"name parameters that it should lack in ignored_params"
+            f"the plan was made for another module; it lacks {missing[:3] or 'nothing'} of this "
+            f"one's parameters and has {unexpected[:3] or 'nothing'} besides: make the plan from "
+            "the params of this module's make_functional, or name parameters that it should lack "
+            "in ignored_params"
         )
     for path in (path for path in skeleton.shapes if path in own):
         shape, leaf = skeleton.shapes[path], planned[path]
         found = leaf.whole_shape if leaf.placements else leaf.shape
         if found != shape:
             raise ValueError(
-                f"the plan was made for another module: parameter {path!r} has shape {found} in the plan and "
-                f"{shape} in the module; make the plan from the params of this module's make_functional"
+                f"the plan was made for another module: parameter {path!r} has shape {found} in "
+                f"the plan and {shape} in the module; make the plan from the params of this "
+                "module's make_functional"
             )
     for unit in plan.unit_list:
         for leaf in unit.leaves:
@@ -477,6 +485,7 @@ def _check_plan(skeleton: Skeleton, plan: Plan, ignored: Mapping[str, Any]) -> N
             ]
             if outside:
                 raise ValueError(
-                    f"parameter {leaf.path!r} is tied to {outside[0]!r}, which lies outside unit {unit.title!r} that owns "
-                    f"it: pass make_plan the params that make_functional returned, or ties=apply.ties"
+                    f"parameter {leaf.path!r} is tied to {outside[0]!r}, which lies outside unit "
+                    f"{unit.title!r} that owns it: pass make_plan the params that make_functional "
+                    "returned, or ties=apply.ties"
                 )

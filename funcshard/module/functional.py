@@ -206,8 +206,8 @@ class Functional:
             # Why "eval": on these modules torch sets an eval that raises.
             if issubclass(spec.cls, fx.GraphModule) and "eval" in spec.attributes:
                 raise TypeError(
-                    "the module, or one inside it, was made by torch.export, so its graph stays in the mode in which it was "
-                    "exported: export the module in the other mode too"
+                    "the module, or one inside it, was made by torch.export, so its graph stays "
+                    "in the mode in which it was exported: export the module in the other mode too"
                 )
         return dataclasses.replace(self, training=mode)
 
@@ -235,8 +235,8 @@ class Functional:
         for name, other in first.items():
             if params[name] is not params[other] and not torch.equal(params[name], params[other]):
                 raise ValueError(
-                    f"params hold different values of {other!r} and {name!r}, which the module ties: pass one of them, "
-                    f"under the name {other!r}"
+                    f"params hold different values of {other!r} and {name!r}, which the module "
+                    f"ties: pass one of them, under the name {other!r}"
                 )
         return {name: value for name, value in params.items() if name not in first}
 
@@ -296,7 +296,8 @@ class Functional:
                 or "pass the dictionary that make_functional returned"
             )
             raise TypeError(
-                f"{what} must be a dictionary {{name: tensor}}; found {type(given).__name__}: {remedy}"
+                f"{what} must be a dictionary {{name: tensor}}; found {type(given).__name__}: "
+                f"{remedy}"
             )
         if given.keys() != expected.keys():
             missing, unexpected = (
@@ -307,8 +308,8 @@ class Functional:
             if is_tree_of_shards(given):
                 remedy = "these are shards: call the function of fully_shard, or fs.gather(shards, plan, mesh) first"
             raise ValueError(
-                f"{what} must hold the module's names; missing: {missing[:3] or 'nothing'}, unexpected: "
-                f"{unexpected[:3] or 'nothing'}: {remedy}"
+                f"{what} must hold the module's names; missing: {missing[:3] or 'nothing'}, "
+                f"unexpected: {unexpected[:3] or 'nothing'}: {remedy}"
             )
 
 

@@ -18,8 +18,8 @@ def check_ignored(ignored: Shapes, plan: Plan) -> None:
     both = next((name for name in ignored if name in planned), None)
     if both is not None:
         raise ValueError(
-            f"ignored_params match {both!r}, which is a leaf of the plan; make the plan from the params without those that "
-            f"are ignored, or do not ignore it"
+            f"ignored_params match {both!r}, which is a leaf of the plan; make the plan from the "
+            "params without those that are ignored, or do not ignore it"
         )
 
 
@@ -44,8 +44,9 @@ def take_ignored(
             )
             found = "nothing" if given is None else found
             raise ValueError(
-                f"buffers must hold a tensor of shape {tuple(shape)} for {name!r}, which is in ignored_params; found "
-                f"{found}: pass {{**buffers, **own}}, where own has the ignored parameters by name"
+                f"buffers must hold a tensor of shape {tuple(shape)} for {name!r}, which is in "
+                f"ignored_params; found {found}: pass {{**buffers, **own}}, where own has the "
+                "ignored parameters by name"
             )
     own = {name: buffers[name] for name in ignored}
     return {**params, **own}, {name: value for name, value in buffers.items() if name not in own}

@@ -33,8 +33,8 @@ from funcshard.module.placeholder import placeholder
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of, innermost_in, own_axes
 
 _REMEDY = (
-    "draw random numbers from torch's generators, which are seeded alike on every rank, and not from numpy or the rank's "
-    "number; if ranks need values of their own, make the plan with local="
+    "draw random numbers from torch's generators, which are seeded alike on every rank, and not "
+    "from numpy or the rank's number; if ranks need values of their own, make the plan with local="
 )
 
 # Where the plan keeps a parameter.
@@ -87,14 +87,16 @@ def init_shards(
     _check_random_state(mesh)
     if isinstance(init, nn.Module):
         raise TypeError(
-            f"init_shards takes a function init(unit) -> {{path: tensor}}; found a module, {type(init).__name__}: call "
-            f"init_module(module, plan, mesh), which resets a module on meta"
+            f"init_shards takes a function init(unit) -> {{path: tensor}}; found a module, "
+            f"{type(init).__name__}: call init_module(module, plan, mesh), which resets a module "
+            "on meta"
         )
     if not callable(init) or isinstance(init, type):
         found = f"the class {init.__name__}" if isinstance(init, type) else type(init).__name__
         raise TypeError(
-            f"init_shards takes a function init(unit) -> {{path: tensor}}; found {found}: call shard(params, plan, mesh) "
-            f"for values that exist already, or init_module(module, plan, mesh) for those of a module"
+            f"init_shards takes a function init(unit) -> {{path: tensor}}; found {found}: call "
+            "shard(params, plan, mesh) for values that exist already, or init_module(module, "
+            "plan, mesh) for those of a module"
         )
     checksums = LeafChecksums(mesh, "init(unit)", _REMEDY)
     shards: Shards = {}
@@ -105,8 +107,8 @@ def init_shards(
         if not isinstance(values, Mapping) or values.keys() != wanted:
             found = sorted(values)[:6] if isinstance(values, Mapping) else type(values).__name__
             raise ValueError(
-                f"init must return {{path: tensor}} for the leaves of unit {unit.title!r}, {sorted(wanted)[:6]}; found "
-                f"{found}"
+                f"init must return {{path: tensor}} for the leaves of unit {unit.title!r}, "
+                f"{sorted(wanted)[:6]}; found {found}"
             )
         shards[unit.name] = cut(unit, values, mesh, "init(unit)", whole=True)
         for buffer in unit.buffers:
@@ -285,8 +287,9 @@ def _reset_module(
     ]  # fmt: skip
     if unwritten:
         raise ValueError(
-            f"every parameter, and every buffer on meta, must be written by the reset of a module that holds it; no reset "
-            f"wrote {unwritten[:6]}: pass reset=function, which is called with each module, or give buffers their values"
+            "every parameter, and every buffer on meta, must be written by the reset of a module "
+            f"that holds it; no reset wrote {unwritten[:6]}: pass reset=function, which is called "
+            "with each module, or give buffers their values"
         )
     return shards, buffers
 
@@ -326,21 +329,24 @@ def _locate(module: nn.Module, plan: Plan) -> dict[str, _Location]:
     )
     if missing or unexpected:
         raise ValueError(
-            f"the plan was made for another module; it lacks {missing[:3] or 'nothing'} of this one's parameters and has "
-            f"{unexpected[:3] or 'nothing'} besides: make the plan from make_functional(module)'s params"
+            f"the plan was made for another module; it lacks {missing[:3] or 'nothing'} of this "
+            f"one's parameters and has {unexpected[:3] or 'nothing'} besides: make the plan from "
+            "make_functional(module)'s params"
         )
     for leaf in plan.leaves:
         untied = [name for name in leaf.aliases if parameters[name] is not parameters[leaf.path]]
         if untied:
             raise ValueError(
-                f"the plan ties parameter {leaf.path!r} to {untied[0]!r}; found two parameters in the module: tie them "
-                f"again, or make the plan from make_functional(module)'s params"
+                f"the plan ties parameter {leaf.path!r} to {untied[0]!r}; found two parameters in "
+                "the module: tie them again, or make the plan from make_functional(module)'s "
+                "params"
             )
     real = [name for name, parameter in parameters.items() if not parameter.is_meta]
     if real:
         raise ValueError(
-            f"init_module takes a module with all parameters on meta; {real[:3]} have values: use shard(params, plan, mesh) "
-            f"for parameters that have values, or build the module under torch.device('meta')"
+            f"init_module takes a module with all parameters on meta; {real[:3]} have values: use "
+            "shard(params, plan, mesh) for parameters that have values, or build the module under "
+            "torch.device('meta')"
         )
     return locations
 
@@ -375,7 +381,8 @@ def _was_written(value: torch.Tensor | None, blank: torch.Tensor, name: str) -> 
     nan = value.isnan()
     if nan.any() and not nan.all():
         raise ValueError(
-            f"{name!r} still has elements that its module's reset did not write, or wrote NaN to: write every element"
+            f"{name!r} still has elements that its module's reset did not write, or wrote NaN to: "
+            "write every element"
         )
     return not nan.numel() or not nan.any()
 
@@ -404,8 +411,9 @@ def _reset(path: str, module: nn.Module, reset: Callable[[nn.Module], object] | 
             own()
     except Exception as error:
         error.add_note(
-            f"while module {path or '(root)'!r} ({type(module).__name__}) was reset; only parameters of its own unit exist "
-            f"at that time: write a reset that uses only each module's own parameters"
+            f"while module {path or '(root)'!r} ({type(module).__name__}) was reset; only "
+            "parameters of its own unit exist at that time: write a reset that uses only each "
+            "module's own parameters"
         )
         raise
 

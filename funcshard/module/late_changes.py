@@ -77,9 +77,10 @@ class LateChanges:
             if getattr(now, name) != getattr(self.sums, name)
         ]
         warnings.warn(
-            f"{type(module).__name__} was changed after make_functional had copied it: {', and '.join(changes)}. Neither "
-            f"apply nor params see that: change the module first, or call make_functional again; for values alone call "
-            f"from_state_dict, for another mode pass apply.eval() or apply.train()",
+            f"{type(module).__name__} was changed after make_functional had copied it: "
+            f"{', and '.join(changes)}. Neither apply nor params see that: change the module "
+            "first, or call make_functional again; for values alone call from_state_dict, for "
+            "another mode pass apply.eval() or apply.train()",
             stacklevel=callers_level(),
         )
 

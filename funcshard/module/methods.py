@@ -34,14 +34,15 @@ def read_methods(
     """
     if not isinstance(methods, Mapping):
         raise TypeError(
-            f"methods must be a dictionary from units to lists of method names; found {methods!r}: write "
-            f"{{'encoder': ['encode']}}"
+            f"methods must be a dictionary from units to lists of method names; found {methods!r}: "
+            f"write {{'encoder': ['encode']}}"
         )
     paths = [path for path in units if path]
     for entry, names in methods.items():
         if isinstance(names, str) or not isinstance(names, Iterable):
             raise TypeError(
-                f"the methods of {entry!r} must be a list of names; found {names!r}: write [{names!r}]"
+                f"the methods of {entry!r} must be a list of names; found {names!r}: write "
+                f"[{names!r}]"
             )
         if entry == "":
             raise ValueError(
@@ -50,8 +51,9 @@ def read_methods(
             )
         if not any(matches(entry, path) for path in paths):
             raise ValueError(
-                f"methods must name units of the plan, which are gathered for them; found {entry!r}; its units are "
-                f"{paths[:6]}: make the module a unit, or let the unit around it call the method"
+                "methods must name units of the plan, which are gathered for them; found "
+                f"{entry!r}; its units are {paths[:6]}: make the module a unit, or let the unit "
+                "around it call the method"
             )
     found: dict[int, tuple[str, ...]] = {}
     for path in paths:
@@ -69,8 +71,9 @@ def read_methods(
                 what = f"{name}, which Python looks up on the class"
             if what:
                 raise ValueError(
-                    f"methods of {path!r} must be methods that the class {cls.__name__} defines, besides forward; found "
-                    f"{what}; leave it out, or name one of {_own_methods(cls)[:6]}"
+                    f"methods of {path!r} must be methods that the class {cls.__name__} defines, "
+                    f"besides forward; found {what}; leave it out, or name one of "
+                    f"{_own_methods(cls)[:6]}"
                 )
         found[units[path]] = names
     return found

@@ -225,7 +225,7 @@ def _check_written(found: Mapping[str, Any], blanks: Mapping[str, Any], what: st
     )
     if unwritten:
         raise ValueError(
-            f"every {what} on meta must be written by the reset of a module that holds it; no reset wrote "
-            f"{unwritten[:3]}: give the module a reset_parameters that writes it, pass reset=function, or build the module "
-            f"with real buffers"
+            f"every {what} on meta must be written by the reset of a module that holds it; no "
+            f"reset wrote {unwritten[:3]}: give the module a reset_parameters that writes it, pass "
+            "reset=function, or build the module with real buffers"
         )

@@ -42,8 +42,9 @@ class _Placeholder(torch.Tensor):
         if requires_grad == self.requires_grad:
             return self
         raise ValueError(
-            f"forward set requires_grad={requires_grad} of parameter {self.leaf!r}, and the plan decides which parameters "
-            f"are trained: freeze it before make_functional, or use its detach() in forward"
+            f"forward set requires_grad={requires_grad} of parameter {self.leaf!r}, and the plan "
+            "decides which parameters are trained: freeze it before make_functional, or use its "
+            "detach() in forward"
         )
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -54,13 +55,15 @@ class _Placeholder(torch.Tensor):
         found = next(x for x in tree.leaves((args, kwargs)) if isinstance(x, cls))
         if graph_task_id() != -1:
             raise ValueError(
-                f"parameter {found.leaf!r} was read (by {func}) outside the forward of unit {found.unit!r}, in backward: "
-                f"torch.utils.checkpoint inside a unit works with use_reentrant=False and outside of torch.func transforms; "
-                f"let fully_shard(..., remat=True) compute the unit again"
+                f"parameter {found.leaf!r} was read (by {func}) outside the forward of unit "
+                f"{found.unit!r}, in backward: torch.utils.checkpoint inside a unit works with "
+                "use_reentrant=False and outside of torch.func transforms; let fully_shard(..., "
+                "remat=True) compute the unit again"
             )
         raise ValueError(
-            f"parameter {found.leaf!r} was read (by {func}) outside the forward of unit {found.unit!r}, which owns it, "
-            f"and is gathered only during that forward (hooks of the unit's own module run before or after it); call "
-            f"the unit's module, choose units so that one unit contains every use of the parameter, or, if another method "
-            f"of the unit's module read it, name that in fully_shard(..., methods={{unit: [name]}})"
+            f"parameter {found.leaf!r} was read (by {func}) outside the forward of unit "
+            f"{found.unit!r}, which owns it, and is gathered only during that forward (hooks of "
+            "the unit's own module run before or after it); call the unit's module, choose units "
+            "so that one unit contains every use of the parameter, or, if another method of the "
+            f"unit's module read it, name that in fully_shard(..., methods={{unit: [name]}})"
         )

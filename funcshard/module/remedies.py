@@ -53,7 +53,8 @@ _SHARDED = {
     "activation_checkpointing_enable": _CHECKPOINTING,
     **dict.fromkeys(
         _CASTS,
-        "shards live where the mesh is: pass device= to init_mesh, and dtypes to make_plan(precision=)",
+        "shards live where the mesh is: pass device= to init_mesh, and dtypes to "
+        "make_plan(precision=)",
     ),
 }
 

@@ -440,8 +440,8 @@ def _check_copies(
             continue
         paths = {number: path for path, number in skeleton.paths().items()}
         raise TypeError(
-            f"attribute {key!r} of module {paths[index] or '(root)'!r} refers to a module or parameter of the "
-            f"model in a way that copying does not follow (a global variable, a weak reference), so calls "
-            f"would always use that module's own parameters; store the module itself, or bind a method, as in "
-            f"types.MethodType(function, module)"
+            f"attribute {key!r} of module {paths[index] or '(root)'!r} refers to a module or "
+            "parameter of the model in a way that copying does not follow (a global variable, a "
+            "weak reference), so calls would always use that module's own parameters; store the "
+            "module itself, or bind a method, as in types.MethodType(function, module)"
         )

@@ -48,8 +48,8 @@ def unchanged(params: Mapping[str, torch.Tensor]) -> Iterator[None]:
             name for name, old, new in zip(params, versions, after, strict=True) if old != new
         )
         raise RuntimeError(
-            f"forward wrote to its parameter {name!r}, which belongs to the caller: compute with a copy, or keep values "
-            f"that change in a buffer and pass mutable=True"
+            f"forward wrote to its parameter {name!r}, which belongs to the caller: compute with a "
+            "copy, or keep values that change in a buffer and pass mutable=True"
         )
 
 

@@ -119,16 +119,18 @@ class UnitCall:
             return
         if any(map(is_transformed, shard.values())):
             raise ValueError(
-                f"a shard of unit {unit.title!r} belongs to a torch.func transform that has ended: it left the transform, "
-                f"or torch.utils.checkpoint computes again outside of it; use fs.remat, which computes again inside"
+                f"a shard of unit {unit.title!r} belongs to a torch.func transform that has ended: "
+                "it left the transform, or torch.utils.checkpoint computes again outside of it; "
+                "use fs.remat, which computes again inside"
             )
         now = [(version(local), address(local)) for local in shard.values()]
         if not again:
             self.used[unit.name] = now
         elif self.used.get(unit.name, now) != now:
             raise RuntimeError(
-                f"a shard of unit {unit.title!r} was modified in place, or got other data, between forward and backward, "
-                f"which computes a part of forward again, with other values; update shards after backward"
+                f"a shard of unit {unit.title!r} was modified in place, or got other data, between "
+                "forward and backward, which computes a part of forward again, with other values; "
+                "update shards after backward"
             )
 
 
@@ -323,8 +325,8 @@ class UnitRun:
 def check_order(mesh: Mesh, found: str, prefetcher: Prefetcher) -> None:
     """Raise on every rank unless all come to the same unit; ``found`` is that of this rank."""
     remedy = (
-        "let every rank call the same units in one order, equally often; if generate() stops at different times, ask for "
-        "equally many tokens"
+        "let every rank call the same units in one order, equally often; if generate() stops at "
+        "different times, ask for equally many tokens"
     )
     check_same(
         mesh, f"{found} at position {len(prefetcher.ran)}", "the order of units", remedy=remedy
@@ -361,15 +363,17 @@ def _check_module(
             else f"a {own.__name__}, which has no forward of its own"
         )
         raise ValueError(
-            f"unit {title} is {what}; a unit's parameters are gathered when its forward is called: choose the "
-            f"modules that are called, such as its children, or name its methods in fully_shard(methods=...)"
+            f"unit {title} is {what}; a unit's parameters are gathered when its forward is called: "
+            "choose the modules that are called, such as its children, or name its methods in "
+            "fully_shard(methods=...)"
         )
     for hook in skeleton.specs[index].attributes.get("_forward_pre_hooks", {}).values():
         if path and type(hook).__module__.startswith("torch.nn.utils."):
             raise ValueError(
-                f"unit {title} has a hook of {type(hook).__module__} ({type(hook).__name__}), which computes a "
-                f"weight from parameters before the unit's forward, and they are gathered only during that forward: use "
-                f"the functions of torch.nn.utils.parametrizations, call prune.remove, or make a module around "
+                f"unit {title} has a hook of {type(hook).__module__} ({type(hook).__name__}), "
+                "which computes a weight from parameters before the unit's forward, and they are "
+                "gathered only during that forward: use the functions of "
+                "torch.nn.utils.parametrizations, call prune.remove, or make a module around "
                 f"{path!r} the unit"
             )
     return index

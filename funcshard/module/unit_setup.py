@@ -58,9 +58,11 @@ def call_precision(plan: Plan, apply: Functional) -> CallPrecision:
             inside = [name for name in cast if tree.is_under(name, path)]
             if inside:
                 raise ValueError(
-                    f"module {path!r} is a {spec.cls.__name__}, which ignored_classes wants in full precision, but its "
-                    f"parameter {inside[0]!r} is in unit {owner or '(root)'!r}, of lower precision: pass make_plan the "
-                    f"params of make_functional unchanged, or name the module among the units, with a precision of None"
+                    f"module {path!r} is a {spec.cls.__name__}, which ignored_classes wants in "
+                    f"full precision, but its parameter {inside[0]!r} is in unit "
+                    f"{owner or '(root)'!r}, of lower precision: pass make_plan the params of "
+                    "make_functional unchanged, or name the module among the units, with a "
+                    "precision of None"
                 )
             full_precision_paths.append(path)
             full_precision.append(index)
@@ -172,8 +174,8 @@ def _compile_forward(forward: Callable[..., Any], compiler: Compiler) -> Callabl
         ) from error
     if not callable(compiled):
         raise TypeError(
-            f"compiler must be a function such as torch.compile, which returns a function; {compiler!r} returned "
-            f"{type(compiled).__name__}"
+            "compiler must be a function such as torch.compile, which returns a function; "
+            f"{compiler!r} returned {type(compiled).__name__}"
         )
 
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -66,6 +66,6 @@ def cast_of(choose: ChooseCast | None, unit: UnitPlan, buffer: BufferPlan) -> Ca
         if found is None or isinstance(found, Cast):
             return found
     raise TypeError(
-        f"cast must be a function cast(unit, buffer) that returns a funcshard.Cast or None; found {found!r}: for one pair "
-        f"everywhere write cast=lambda unit, buffer: pair"
+        "cast must be a function cast(unit, buffer) that returns a funcshard.Cast or None; found "
+        f"{found!r}: for one pair everywhere write cast=lambda unit, buffer: pair"
     )

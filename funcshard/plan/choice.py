@@ -58,7 +58,8 @@ def read_units(units: UnitNames, uses: Sequence[tuple[str, ...]]) -> Choice:
                 owner[path] = number
             elif _is_written(path, entry):
                 raise ValueError(
-                    f"units name {path!r} twice, in {entries[before]!r} and in {entry!r}; remove one of the two"
+                    f"units name {path!r} twice, in {entries[before]!r} and in {entry!r}; remove "
+                    "one of the two"
                 )
     paths: dict[str, tuple[str, ...]] = {}
     names: dict[Any, list[str]] = {}  # a path, glob or group as given -> the units that it names
@@ -85,8 +86,8 @@ def _matched(entry: Any, nodes: Collection[str]) -> list[str]:
     """Return the paths that one entry of ``units`` names."""
     if isinstance(entry, Units):
         raise TypeError(
-            f"units hold the result of a policy, {list(entry)[:4]}, as one of them; pass it as units, or add to it: "
-            f"units=policy(module) + [...]"
+            f"units hold the result of a policy, {list(entry)[:4]}, as one of them; pass it as "
+            "units, or add to it: units=policy(module) + [...]"
         )
     if isinstance(entry, Sequence) and not isinstance(entry, str):
         return _members(entry, nodes)
@@ -120,8 +121,8 @@ def _members(group: Sequence[str], nodes: Collection[str]) -> list[str]:
         )
         if outer is not None:
             raise ValueError(
-                f"the group {list(group)} of units names {path!r}, which lies inside {outer!r} of the same group; leave the "
-                f"inner path out"
+                f"the group {list(group)} of units names {path!r}, which lies inside {outer!r} of "
+                "the same group; leave the inner path out"
             )
     return list(found)
 
@@ -142,16 +143,16 @@ def _options(units: UnitNames, names: Mapping[Any, Sequence[str]]) -> dict[str, 
     for key, options in given.items():
         if not isinstance(options, Mapping):
             raise TypeError(
-                f"the options of unit {key!r} must be a dictionary, such as {{'strategy': 'no_shard'}}, or {{}} for those "
-                f"of make_plan; found {options!r}"
+                f"the options of unit {key!r} must be a dictionary, such as {{'strategy': "
+                f"'no_shard'}}, or {{}} for those of make_plan; found {options!r}"
             )
         matched: Sequence[Any] = names.get(key, [key])
         unknown = next((name for name in matched if name not in known), None)
         if unknown is not None:
             found_units = some(list(known)[1:])
             raise ValueError(
-                f"units override options of {unknown!r}, which is not among them; found the units {found_units}: remove "
-                f"the entry from units.overrides too, or name the unit"
+                f"units override options of {unknown!r}, which is not among them; found the units "
+                f"{found_units}: remove the entry from units.overrides too, or name the unit"
             )
         found |= dict.fromkeys(matched, options)
     return {name: options for name, options in found.items() if options}

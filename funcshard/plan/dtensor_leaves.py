@@ -60,7 +60,8 @@ def _placed(leaf: Leaf, names: Mapping[str, str], mesh_axes: Mapping[str, int]) 
         if axis in AXES:
             _refuse(
                 leaf,
-                "must be placed along model axes only, because make_plan cuts leaves along the data axes itself",
+                "must be placed along model axes only, because make_plan cuts leaves along the "
+                "data axes itself",
                 f"axis {name!r}, the data axis {axis!r}",
                 "parallelize the module over the other axes, as in device_mesh['tp'], and name an axis of a mesh of one "
                 "axis, as in from_device_mesh(names={'tp': 'tensor'})",
@@ -71,7 +72,8 @@ def _placed(leaf: Leaf, names: Mapping[str, str], mesh_axes: Mapping[str, int]) 
                 leaf,
                 f"must be placed along axes of the mesh, {dict(mesh_axes)}",
                 f"axis {name!r} of {size} ranks",
-                f"make the mesh from the same DeviceMesh, or give it the axis, as in init_mesh({{..., {axis!r}: {size}}})",
+                "make the mesh from the same DeviceMesh, or give it the axis, as in "
+                f"init_mesh({{..., {axis!r}: {size}}})",
             )
         # Why not is_shard: a placement that deals out slices in another order is a Shard too.
         if type(placement).__name__ not in ("Shard", "Replicate"):

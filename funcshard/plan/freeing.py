@@ -36,8 +36,8 @@ def check_freeing(options: Mapping[str, Any], strategy: str, unit: str | None = 
     if forward and strategy == "no_shard":
         where = "" if unit is None else f"unit {unit or '(root)'!r}: "
         raise ValueError(
-            f"{where}reshard_after_forward={forward!r} frees gathered leaves, and the strategy 'no_shard' gathers none; "
-            f"found both: leave it out, or choose 'full_shard'"
+            f"{where}reshard_after_forward={forward!r} frees gathered leaves, and the strategy "
+            "'no_shard' gathers none; found both: leave it out, or choose 'full_shard'"
         )
 
 
@@ -70,14 +70,16 @@ def freeing_of(
         chosen = int(chosen)
         if shards % chosen:
             raise ValueError(
-                f"reshard_after_forward must be a number of ranks that divides the {shards} ranks of the shard axis; found "
-                f"{chosen} for unit {name or '(root)'!r}: pass a divisor, such as the ranks of one machine, or True"
+                f"reshard_after_forward must be a number of ranks that divides the {shards} ranks "
+                f"of the shard axis; found {chosen} for unit {name or '(root)'!r}: pass a divisor, "
+                "such as the ranks of one machine, or True"
             )
         chosen = chosen if 1 < chosen < shards else chosen == shards > 1
     if chosen and not reshard_after_backward:
         raise ValueError(
-            f"reshard_after_backward=False keeps a unit gathered until the next micro-batch, so it must stay gathered after "
-            f"forward too; found that unit {name or '(root)'!r} is freed after forward: pass strategy='shard_grad_op' or "
-            f"reshard_after_forward=False, or override the option for single units only"
+            "reshard_after_backward=False keeps a unit gathered until the next micro-batch, so it "
+            f"must stay gathered after forward too; found that unit {name or '(root)'!r} is freed "
+            "after forward: pass strategy='shard_grad_op' or reshard_after_forward=False, or "
+            "override the option for single units only"
         )
     return chosen, reshard_after_backward

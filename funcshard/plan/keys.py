@@ -34,13 +34,15 @@ def check_container(kind: str, meta: Any, entries: Sequence[Any], path: str) -> 
         for key in meta:
             if not _is_data(key):
                 raise TypeError(
-                    f"the key {_shown(key)} of the dictionary {where} cannot be part of a plan, because JSON does not give "
-                    f"it back: keys may be {_PLAIN}; found a {type(key).__name__}, so use its name or number as the key"
+                    f"the key {_shown(key)} of the dictionary {where} cannot be part of a plan, "
+                    f"because JSON does not give it back: keys may be {_PLAIN}; found a "
+                    f"{type(key).__name__}, so use its name or number as the key"
                 )
     if kind == "custom" and not _is_data(meta[1]):
         raise TypeError(
-            f"the node of class {meta[0]} {where} cannot be part of a plan: its metadata {_shown(meta[1])} must consist of "
-            f"{_PLAIN}, which JSON gives back; let its flatten function return names or numbers"
+            f"the node of class {meta[0]} {where} cannot be part of a plan: its metadata "
+            f"{_shown(meta[1])} must consist of {_PLAIN}, which JSON gives back; let its flatten "
+            "function return names or numbers"
         )
     if any(type(entry) is str and not entry for entry in entries):
         raise ValueError(
@@ -55,8 +57,8 @@ def check_paths(paths: Iterable[str]) -> None:
             raise ValueError(tree.too_deep(path, "keys in one path"))
         if path and (path[0] == "." or path[-1] == "." or ".." in path):
             raise ValueError(
-                f"the leaf at {path!r} has an empty key in its path; a path joins keys with dots, and no key may be empty "
-                f"or begin or end with a dot: rename the key"
+                f"the leaf at {path!r} has an empty key in its path; a path joins keys with dots, "
+                "and no key may be empty or begin or end with a dot: rename the key"
             )
 
 

@@ -127,7 +127,8 @@ def _groups(ties: Any) -> list[tuple[str, ...]]:
     ]
     if not all(isinstance(path, str) for group in groups for path in group):
         raise TypeError(
-            f"ties must be a list of groups of paths, such as [('embed.weight', 'head.weight')]; found {ties!r}"
+            "ties must be a list of groups of paths, such as [('embed.weight', 'head.weight')]; "
+            f"found {ties!r}"
         )
     return [tuple(group) for group in groups]
 
@@ -143,8 +144,9 @@ def _merge_ties(
         if len(tensors) != 1:
             found = "several tensors there" if tensors else "no leaf there"
             raise ValueError(
-                f"each group of ties must name the paths of one tensor, and the tree must hold this tensor under at "
-                f"least one of them; for {tuple(group)} found {found}: the leaves are {some(paths)}"
+                "each group of ties must name the paths of one tensor, and the tree must hold "
+                f"this tensor under at least one of them; for {tuple(group)} found {found}: the "
+                f"leaves are {some(paths)}"
             )
         named |= {path: tuple(group) for path in group}
     first: dict[int, int] = {}  # id of a tensor -> its number
@@ -212,22 +214,24 @@ def _check_leaf(leaf: Any, path: str) -> None:
         if isinstance(leaf, Iterator):
             remedy = "pass the params of make_functional(module), or a tree such as dict(module.named_parameters())"
         raise TypeError(
-            f"leaf {path!r} must be a torch.Tensor; found {type(leaf).__name__}: {module_remedy(leaf, 'params') or remedy}"
+            f"leaf {path!r} must be a torch.Tensor; found {type(leaf).__name__}: "
+            f"{module_remedy(leaf, 'params') or remedy}"
         )
     kind = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else ""
     if kind:
         raise TypeError(
-            f"leaf {path!r} is a {kind} tensor, of which no shard can be cut: hold its values, and what else it consists "
-            f"of, as plain tensors"
+            f"leaf {path!r} is a {kind} tensor, of which no shard can be cut: hold its values, and "
+            "what else it consists of, as plain tensors"
         )
     if not has_numbers(leaf.dtype):
         raise TypeError(
-            f"leaf {path!r} has dtype {leaf.dtype}, which torch can neither copy nor fill everywhere: hold its bytes, "
-            f"leaf.view(torch.uint8), and view them inside the model"
+            f"leaf {path!r} has dtype {leaf.dtype}, which torch can neither copy nor fill "
+            "everywhere: hold its bytes, leaf.view(torch.uint8), and view them inside the model"
         )
     if leaf.layout != torch.strided:
         raise TypeError(
-            f"leaf {path!r} must be a dense tensor; found layout {leaf.layout}: call .to_dense() on it"
+            f"leaf {path!r} must be a dense tensor; found layout {leaf.layout}: call .to_dense() "
+            "on it"
         )
     check_plain(leaf, f"leaf {path!r}")
 
@@ -251,7 +255,8 @@ def match(globs: Iterable[str], uses: Sequence[tuple[str, ...]], noun: str) -> d
     """
     if isinstance(globs, str):
         raise TypeError(
-            f"{noun}s must be a list of paths or globs; found the string {globs!r}: write [{globs!r}]"
+            f"{noun}s must be a list of paths or globs; found the string {globs!r}: write "
+            f"[{globs!r}]"
         )
     if not isinstance(globs, Iterable) or isinstance(globs, torch.Tensor):
         raise TypeError(
@@ -337,8 +342,8 @@ def found_by(glob: Any, nodes: Collection[str], noun: str) -> list[str]:
             )
             remedy = question and f": {question}"
         raise ValueError(
-            f"{noun} {glob!r} matches no part of the tree; {noun}s are paths or globs of nodes that hold leaves, such "
-            f"as {some(list(nodes))}{remedy}"
+            f"{noun} {glob!r} matches no part of the tree; {noun}s are paths or globs of nodes "
+            f"that hold leaves, such as {some(list(nodes))}{remedy}"
         )
     return found
 
@@ -359,7 +364,8 @@ def names_under(globs: Any, names: Sequence[str], option: str) -> list[str]:
     )
     if not all(isinstance(glob, str) for glob in given):
         raise TypeError(
-            f"{option} must be a list of paths or globs; found {globs!r}: write {option}=['experts.**']"
+            f"{option} must be a list of paths or globs; found {globs!r}: write "
+            f"{option}=['experts.**']"
         )
     matchers = [matcher(glob) for glob in given]
     nodes = {

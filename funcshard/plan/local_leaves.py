@@ -46,16 +46,17 @@ def _with_axes(
     if any(axes != found[0] for axes in found):
         ways = sorted({tuple(axes) for axes in found})
         raise ValueError(
-            f"local nodes overlap: leaf {leaf.paths[0]!r} lies under nodes that are local along different axes, {ways}; "
-            f"name each leaf's axes once"
+            f"local nodes overlap: leaf {leaf.paths[0]!r} lies under nodes that are local along "
+            f"different axes, {ways}; name each leaf's axes once"
         )
     cuts = []
     for axis, dim in found[0].items():
         if dim is not None:
             if not -leaf.tensor.ndim <= dim < leaf.tensor.ndim:
                 raise ValueError(
-                    f"local leaf {leaf.paths[0]!r} is to be a slice along dim {dim} for axis {axis!r}; found the shape "
-                    f"{tuple(leaf.tensor.shape)}: name a dimension that the leaf has, or the axis alone"
+                    f"local leaf {leaf.paths[0]!r} is to be a slice along dim {dim} for axis "
+                    f"{axis!r}; found the shape {tuple(leaf.tensor.shape)}: name a dimension that "
+                    "the leaf has, or the axis alone"
                 )
             # Why cuts into one slice too: they tell a slice from a value of the rank's own when a
             # checkpoint is restored on more ranks.
@@ -76,8 +77,9 @@ def _axes(glob: str, given: Any, mesh_axes: Mapping[str, int]) -> dict[str, int 
     )
     if not found or found.keys() - mesh_axes.keys() or not whole:
         raise ValueError(
-            f"local node {glob!r} must be local along one or several axes of the mesh, {list(mesh_axes)}; found {given!r}: "
-            f"pass names of axes, or the dimension that each axis cuts, as in {{'shard': 0}}"
+            f"local node {glob!r} must be local along one or several axes of the mesh, "
+            f"{list(mesh_axes)}; found {given!r}: pass names of axes, or the dimension that each "
+            f"axis cuts, as in {{'shard': 0}}"
         )
     data = [axis for axis in AXES if axis in found]
     return {

@@ -41,8 +41,8 @@ def mesh_axes_of(mesh: Any, name: str = "mesh") -> dict[str, int]:
         isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= 1 for n in sizes.values()
     ):
         raise ValueError(
-            f"{name} axes must be whole numbers of ranks, at least one each; found {dict(sizes)}: leave out an axis of "
-            f"one rank"
+            f"{name} axes must be whole numbers of ranks, at least one each; found {dict(sizes)}: "
+            "leave out an axis of one rank"
         )
     # A data axis of one rank gives the same order of ranks wherever it stands, so it stands first;
     # and both do if one of them has one rank and there is no other axis.

@@ -82,7 +82,8 @@ class Plan(Shown):
         for unit in self.unit_list:
             if (unit.mesh_shape, unit.axes) != (self.mesh_shape, self.axes):
                 raise ValueError(
-                    f"unit {unit.name} was planned for mesh {unit.mesh_axes}; found {self.mesh_axes}"
+                    f"unit {unit.name} was planned for mesh {unit.mesh_axes}; found "
+                    f"{self.mesh_axes}"
                 )
         indices = sorted([leaf.index for leaf in self.leaves])
         if indices != list(range(len(indices))):
@@ -169,7 +170,8 @@ class Plan(Shown):
             data = file_data.parse(text)
         except ValueError as error:
             raise ValueError(
-                f"expected JSON written by Plan.to_json; found {text[:40]!r}, and {error}: read the file first"
+                f"expected JSON written by Plan.to_json; found {text[:40]!r}, and {error}: read "
+                "the file first"
             ) from None
         return plan_from_data(data)
 
@@ -197,7 +199,8 @@ def plan_from_data(data: Any) -> Plan:
     found = data.get("format") if isinstance(data, dict) else type(data).__name__
     if found != _FORMAT:
         raise ValueError(
-            f"expected JSON written by Plan.to_json with format {_FORMAT!r}; found {file_data.shown(found)}"
+            f"expected JSON written by Plan.to_json with format {_FORMAT!r}; found "
+            f"{file_data.shown(found)}"
         )
     try:
         return _plan_from(data)

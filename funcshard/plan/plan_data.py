@@ -178,7 +178,8 @@ def _placements_from(data: Any, shape: tuple[int, ...], axes: dict[str, int]) ->
         axis, dim = file_data.listed("a placement", placement, 2)
         if file_data.text("the axis of a placement", axis) not in axes:
             raise ValueError(
-                f"a placement must be along an axis of the mesh {axes}; found {file_data.shown(placement)}"
+                f"a placement must be along an axis of the mesh {axes}; found "
+                f"{file_data.shown(placement)}"
             )
         found.append(
             (

@@ -257,14 +257,16 @@ def _warn_of_one_large_unit(plan: Plan) -> None:
     children = {path.partition(".")[0] for path in inside}
     if name and len(children) > 1 and all(child.isdecimal() for child in children):
         warnings.warn(
-            f"unit {name!r} holds {len(children)} modules, {table.size(size)} of the model's {table.size(sum(sizes))}, and "
-            f"each call gathers all of them at once: write units=[{name + '.*'!r}] for one unit each",
+            f"unit {name!r} holds {len(children)} modules, {table.size(size)} of the model's "
+            f"{table.size(sum(sizes))}, and each call gathers all of them at once: write "
+            f"units=[{name + '.*'!r}] for one unit each",
             stacklevel=callers_level(),
         )
     elif len(sizes) == 1 and not name:
         warnings.warn(
-            f"the plan has no units, so each call gathers the whole model at once, {table.size(size)} on every rank: pass "
-            f"units=, such as units=['blocks.*'] or units=fs.wrap.by_class(Block)(module)",
+            "the plan has no units, so each call gathers the whole model at once, "
+            f"{table.size(size)} on every rank: pass units=, such as units=['blocks.*'] or "
+            "units=fs.wrap.by_class(Block)(module)",
             stacklevel=callers_level(),
         )
 
@@ -344,8 +346,8 @@ def _overrides(choice: Choice, strategy: str) -> dict[str, Mapping[str, Any]]:
         unknown = sorted(options.keys() - {"strategy", "offload", "precision", *FREEING})
         if unknown:
             raise ValueError(
-                f"unit {name!r} overrides {unknown[0]!r}; a unit can override 'strategy', 'offload', 'precision', "
-                f"{' and '.join(map(repr, FREEING))}"
+                f"unit {name!r} overrides {unknown[0]!r}; a unit can override 'strategy', "
+                f"'offload', 'precision', {' and '.join(map(repr, FREEING))}"
             )
         check_strategy(options.get("strategy", strategy))
         check_freeing(options, options.get("strategy", strategy), name)
@@ -361,8 +363,8 @@ def _check_offload(offload: Any) -> None:
 def _check_precision(precision: Any) -> None:
     if precision is not None and not isinstance(precision, MixedPrecision):
         raise TypeError(
-            f"precision must be a funcshard.MixedPrecision, or None; found {precision!r}: for units that compute in "
-            f"bfloat16 pass fs.MixedPrecision(param_dtype=torch.bfloat16)"
+            f"precision must be a funcshard.MixedPrecision, or None; found {precision!r}: for "
+            "units that compute in bfloat16 pass fs.MixedPrecision(param_dtype=torch.bfloat16)"
         )
 
 
@@ -402,8 +404,8 @@ def _full_precision_modules(
     if found:
         names = ", ".join(sorted(set(found.values())))
         warnings.warn(
-            f"ignored_classes of the precision hold {names}: {some(list(found))} become units of their own, in full "
-            f"precision",
+            f"ignored_classes of the precision hold {names}: {some(list(found))} become units of "
+            "their own, in full precision",
             stacklevel=callers_level(),
         )
     return list(found)

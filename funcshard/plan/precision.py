@@ -92,14 +92,16 @@ class MixedPrecision:
                 isinstance(dtype, torch.dtype) and dtype.is_floating_point
             ):
                 raise ValueError(
-                    f"{field} must be a floating-point torch.dtype, or None for no cast; found {dtype!r}"
+                    f"{field} must be a floating-point torch.dtype, or None for no cast; found "
+                    f"{dtype!r}"
                 )
         for flag in _FLAGS:
             check_flag(flag, getattr(self, flag))
         given: Any = self.ignored_classes
         if not isinstance(given, Iterable) or isinstance(given, str):
             raise TypeError(
-                f"ignored_classes must be a tuple of module classes; found {given!r}: write ({given!r},)"
+                f"ignored_classes must be a tuple of module classes; found {given!r}: write "
+                f"({given!r},)"
             )
         object.__setattr__(self, "ignored_classes", tuple(class_name(each) for each in given))
 
@@ -128,13 +130,15 @@ def class_name(cls: Any) -> str:
     if isinstance(cls, str):
         if "." not in cls:
             raise ValueError(
-                f"ignored_classes must be given as classes, or by qualified name as in "
-                f"'torch.nn.modules.normalization.LayerNorm'; found {cls!r}, which no class has: pass the class itself"
+                "ignored_classes must be given as classes, or by qualified name as in "
+                f"'torch.nn.modules.normalization.LayerNorm'; found {cls!r}, which no class has: "
+                "pass the class itself"
             )
         return cls
     if not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)):
         raise TypeError(
-            f"ignored_classes must be subclasses of torch.nn.Module, or their qualified names; found {cls!r}"
+            "ignored_classes must be subclasses of torch.nn.Module, or their qualified names; "
+            f"found {cls!r}"
         )
     return f"{cls.__module__}.{cls.__qualname__}"
 

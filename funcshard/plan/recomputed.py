@@ -22,8 +22,8 @@ def read_remat(remat: Iterable[str] | bool) -> tuple[str, ...] | bool:
     )
     if not all(isinstance(name, str) for name in names):
         raise TypeError(
-            f"remat must be a list of names or globs of units, True or False; found {remat!r}: write "
-            f"{[remat] if isinstance(remat, str) else True!r}"
+            f"remat must be a list of names or globs of units, True or False; found {remat!r}: "
+            f"write {[remat] if isinstance(remat, str) else True!r}"
         )
     return names
 
@@ -52,7 +52,8 @@ def recomputed_modules(plan: Plan, remat: Iterable[str] | bool) -> list[str]:
         if not matched:
             raise ValueError(
                 f"remat must name units of the plan, not the root; found {name!r}; its units are "
-                f"{[unit.name for unit in units][:6]}: write names or globs of these, or remat=True for all"
+                f"{[unit.name for unit in units][:6]}: write names or globs of these, or "
+                "remat=True for all"
             )
         chosen.update(matched)
     return [path for path in paths if path in chosen]

@@ -29,8 +29,8 @@ def check_reduce(micro_batches: Any, reduce: Any, name: str = "micro_batches") -
         for glob, mode in reduce.items():
             if not isinstance(glob, str):
                 raise TypeError(
-                    f"reduce must map names or globs of units to {', '.join(map(repr, _MODES))}; found the key {glob!r}: "
-                    f"write {{'blocks.*': 'once'}}, with '' for the root"
+                    f"reduce must map names or globs of units to {', '.join(map(repr, _MODES))}; "
+                    f"found the key {glob!r}: write {{'blocks.*': 'once'}}, with '' for the root"
                 )
             check_choice(f"reduce[{glob!r}]", mode, _MODES)
     else:
@@ -46,8 +46,8 @@ def check_reduce_units(reduce: Reduce, units: Iterable[str]) -> None:
     for glob in reduce if isinstance(reduce, Mapping) else ():
         if not any(_chooses(glob, name) for name in names):
             raise ValueError(
-                f"reduce must name units; found {glob!r}, which matches none of {some(names)}: write the names of units, or "
-                f"globs of them"
+                f"reduce must name units; found {glob!r}, which matches none of {some(names)}: "
+                "write the names of units, or globs of them"
             )
 
 

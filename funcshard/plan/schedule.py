@@ -57,8 +57,9 @@ class Schedule(Shown):
 
     def _parts(self) -> list[Table]:
         title = (
-            f"Schedule of {len(self.order)} units: forward prefetch {'on' if self.forward_prefetch else 'off'}, backward "
-            f"prefetch {self.backward_prefetch or 'off'}, at most {self.limit} ahead"
+            f"Schedule of {len(self.order)} units: forward prefetch "
+            f"{'on' if self.forward_prefetch else 'off'}, backward prefetch "
+            f"{self.backward_prefetch or 'off'}, at most {self.limit} ahead"
         )
         title += f", on demand {', '.join(self.on_demand)}" if self.on_demand else ""
         ahead = [*self.order[1:], ""] if self.forward_prefetch else [""] * len(self.order)
@@ -151,7 +152,8 @@ def make_schedule(
     for name in (*names, *spared):
         if name not in units:
             raise ValueError(
-                f"the plan has no unit {name!r} to put in order; its units are {[n for n in units if n][:6]}"
+                f"the plan has no unit {name!r} to put in order; its units are "
+                f"{[n for n in units if n][:6]}"
             )
     root = [""] if "" in units else []
     return Schedule((*root, *names), forward_prefetch, backward_prefetch, limit, spared)
@@ -161,8 +163,8 @@ def check_schedule(schedule: Any, plan: Plan) -> None:
     """Raise unless ``schedule`` is a schedule, and names units of ``plan`` only."""
     if not isinstance(schedule, Schedule):
         raise TypeError(
-            f"schedule must be a funcshard.Schedule, or None to learn the order; found {schedule!r}: make it with "
-            f"make_schedule(plan, order)"
+            "schedule must be a funcshard.Schedule, or None to learn the order; found "
+            f"{schedule!r}: make it with make_schedule(plan, order)"
         )
     named = (*schedule.order, *schedule.on_demand, *(name for _, name in schedule.backward or ()))
     units = plan.units

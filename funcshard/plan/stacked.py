@@ -76,7 +76,8 @@ def _unstacked(node: Any, path: str) -> list[Any]:
     for name, leaf in leaves.items():
         if not isinstance(leaf, torch.Tensor):
             raise TypeError(
-                f"unstack takes stacks of tensors; found {type(leaf).__name__} at {f'{path}.{name}'.strip('.')!r}"
+                f"unstack takes stacks of tensors; found {type(leaf).__name__} at "
+                f"{f'{path}.{name}'.strip('.')!r}"
             )
     sizes = {f"{path}.{name}".strip("."): tuple(leaf.shape)[:1] for name, leaf in leaves.items()}
     if len(set(sizes.values())) != 1 or () in sizes.values():
@@ -94,7 +95,8 @@ def _unstacked(node: Any, path: str) -> list[Any]:
 def _stacked(node: Any, path: str) -> Any:
     if not isinstance(node, (list, tuple)) or not node:
         raise ValueError(
-            f"stack takes the path of a list of layers, as unstack makes it; found {type(node).__name__} at {path!r}, "
+            "stack takes the path of a list of layers, as unstack makes it; found "
+            f"{type(node).__name__} at {path!r}, "
             f"{'empty' if isinstance(node, (list, tuple)) else 'which is no list'}"
         )
     first = [
@@ -112,8 +114,8 @@ def _stacked(node: Any, path: str) -> Any:
                 ("order", ""),
             )
             raise ValueError(
-                f"all layers at {path!r} must have the same leaves, of one shape and dtype; layer {i} differs "
-                f"from layer 0 in {wrong[0]!r}: stack equal layers alone"
+                f"all layers at {path!r} must have the same leaves, of one shape and dtype; layer "
+                f"{i} differs from layer 0 in {wrong[0]!r}: stack equal layers alone"
             )
     return tree.map(lambda *leaves: torch.stack(leaves), *node)
 

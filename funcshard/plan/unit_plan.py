@@ -155,13 +155,15 @@ class BufferPlan:
         data = tuple(axis for axis in AXES if axis in self.local)
         if self.local[: len(data)] != data:
             raise ValueError(
-                f"buffer {self.key} must name data axes first; found that it is local to {self.local}"
+                f"buffer {self.key} must name data axes first; found that it is local to "
+                f"{self.local}"
             )
         end = 0
         for leaf in self.leaves:
             if leaf.offset != end:
                 raise ValueError(
-                    f"leaf {leaf.path} must lie at {end}, because padding is at the end; found {leaf.offset}"
+                    f"leaf {leaf.path} must lie at {end}, because padding is at the end; found "
+                    f"{leaf.offset}"
                 )
             end += leaf.numel
 
@@ -276,7 +278,8 @@ class UnitPlan:
             wanted = 1 if "shard" in buffer.local else shards
             if buffer.shards != wanted:
                 raise ValueError(
-                    f"unit {self.name}: buffer {buffer.key} must have {wanted} shards; found {buffer.shards}"
+                    f"unit {self.name}: buffer {buffer.key} must have {wanted} shards; found "
+                    f"{buffer.shards}"
                 )
         if self.reshard_after_forward and not self.sharded:
             raise ValueError(f"unit {self.name}: nothing to reshard")

@@ -88,8 +88,8 @@ def by_class(*classes: type[nn.Module]) -> Policy:
         found = f"the class {wrong.__name__}" if isinstance(wrong, type) else type(wrong).__name__
         found = "none" if not classes else repr(wrong) if isinstance(wrong, str | list) else found
         raise TypeError(
-            f"by_class takes one or more subclasses of torch.nn.Module; found {found}: write by_class(A, B)(module), with "
-            f"the classes themselves"
+            f"by_class takes one or more subclasses of torch.nn.Module; found {found}: write "
+            "by_class(A, B)(module), with the classes themselves"
         )
 
     def policy(module: nn.Module) -> Units:
@@ -98,7 +98,8 @@ def by_class(*classes: type[nn.Module]) -> Policy:
             names = ", ".join(cls.__name__ for cls in classes)
             present = ", ".join(sorted({type(m).__name__ for m in module.modules()})[:8])
             raise ValueError(
-                f"by_class({names}) found no such module with parameters; the model is made of {present}"
+                f"by_class({names}) found no such module with parameters; the model is made of "
+                f"{present}"
             )
         return units
 
@@ -154,7 +155,8 @@ def by_size(
     for option, classes in (("exclude", exclude), ("force_leaf", force_leaf)):
         if not isinstance(classes, tuple) or not all(isinstance(cls, type) for cls in classes):
             raise TypeError(
-                f"{option} must be a tuple of module classes; found {classes!r}: write (torch.nn.Linear,)"
+                f"{option} must be a tuple of module classes; found {classes!r}: write "
+                "(torch.nn.Linear,)"
             )
 
     def policy(module: nn.Module, example_inputs: Any = None) -> Units:
@@ -258,7 +260,8 @@ def any_of(*policies: Policy) -> Policy:
     for given in policies:
         if not callable(given):
             raise TypeError(
-                f"any_of takes policies, each an argument of its own; found {given!r}: write any_of(*policies)"
+                f"any_of takes policies, each an argument of its own; found {given!r}: write "
+                "any_of(*policies)"
             )
 
     def policy(module: nn.Module) -> Units:
@@ -282,7 +285,8 @@ def any_of(*policies: Policy) -> Policy:
 def _named_modules(module: Any) -> list[tuple[str, nn.Module]]:
     if not isinstance(module, nn.Module):
         raise TypeError(
-            f"a policy takes the torch.nn.Module whose units it chooses; found {type(module).__name__}: write policy(module)"
+            "a policy takes the torch.nn.Module whose units it chooses; found "
+            f"{type(module).__name__}: write policy(module)"
         )
     return list(module.named_modules())
 

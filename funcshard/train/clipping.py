@@ -70,8 +70,9 @@ def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -
                     leaf.dtype.is_floating_point or leaf.dtype.is_complex
                 ):
                     raise TypeError(
-                        f"a norm needs floating-point or complex numbers of two bytes or more; found {leaf.dtype} for leaf "
-                        f"{buffer.leaves[0].path!r}: pass None for shard {buffer.key!r} of unit {unit.title!r}, or cast it"
+                        "a norm needs floating-point or complex numbers of two bytes or more; "
+                        f"found {leaf.dtype} for leaf {buffer.leaves[0].path!r}: pass None for "
+                        f"shard {buffer.key!r} of unit {unit.title!r}, or cast it"
                     )
                 leaf = _without_padding(leaf, buffer, mesh.shard.rank)
                 if not buffer.local:

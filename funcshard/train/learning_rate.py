@@ -63,8 +63,9 @@ def torch_schedule(make: Callable[..., Any], /, *, lr: float, **options: Any) ->
     check_number("lr", lr, least=0, remedy="pass the rate that the scheduler starts from")
     if not callable(make):
         raise TypeError(
-            f"torch_schedule takes a class of torch.optim.lr_scheduler, or a function of an optimizer that returns a "
-            f"scheduler; found {type(make).__name__}: pass the class, and its options by name"
+            "torch_schedule takes a class of torch.optim.lr_scheduler, or a function of an "
+            f"optimizer that returns a scheduler; found {type(make).__name__}: pass the class, and "
+            "its options by name"
         )
     return TorchSchedule(make, lr, options)
 
@@ -96,18 +97,21 @@ class TorchSchedule:
             if "momentum" not in str(error):
                 raise
             raise ValueError(
-                f"torch_schedule gives learning rates alone; {name} changes the momentum too: pass cycle_momentum=False, "
-                f"and make the optimizer's momentum or betas a function of the step"
+                f"torch_schedule gives learning rates alone; {name} changes the momentum too: pass "
+                "cycle_momentum=False, and make the optimizer's momentum or betas a function of "
+                "the step"
             ) from error
         if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
             raise TypeError(
-                "torch_schedule takes schedulers that depend on the step alone; found ReduceLROnPlateau, which needs a loss "
-                "after each epoch: make a step with another lr when the loss has stopped falling, and go on with the state"
+                "torch_schedule takes schedulers that depend on the step alone; found "
+                "ReduceLROnPlateau, which needs a loss after each epoch: make a step with another "
+                "lr when the loss has stopped falling, and go on with the state"
             )
         if not isinstance(scheduler, lr_scheduler.LRScheduler):
             raise TypeError(
-                f"torch_schedule takes a function that returns a scheduler of torch.optim.lr_scheduler; {name} returned "
-                f"{type(scheduler).__name__}: a function from the step to a rate is a schedule already; pass it as lr="
+                "torch_schedule takes a function that returns a scheduler of "
+                f"torch.optim.lr_scheduler; {name} returned {type(scheduler).__name__}: a function "
+                "from the step to a rate is a schedule already; pass it as lr="
             )
         self._scheduler = scheduler
         self._optimizer.step()  # before the first step of the scheduler, which asks for that
@@ -201,6 +205,7 @@ def check_no_scheduler(name: str, value: Any) -> None:
     cls = value if isinstance(value, type) else type(value)
     if issubclass(cls, lr_scheduler.LRScheduler):
         raise TypeError(
-            f"{name} must be a number, or a function from the number of steps to one; found {cls.__name__} of torch, which "
-            f"changes an optimizer of torch: pass {name}=fs.torch_schedule({cls.__name__}, lr=..., ...)"
+            f"{name} must be a number, or a function from the number of steps to one; found "
+            f"{cls.__name__} of torch, which changes an optimizer of torch: pass "
+            f"{name}=fs.torch_schedule({cls.__name__}, lr=..., ...)"
         )

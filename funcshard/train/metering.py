@@ -58,7 +58,8 @@ def make_meter(
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(
-            f"make_meter takes a mesh; found {type(mesh).__name__}: call make_meter(mesh, tokens=...)"
+            f"make_meter takes a mesh; found {type(mesh).__name__}: call make_meter(mesh, "
+            "tokens=...)"
         )
     if tokens is not None:
         tokens = check_count("tokens", tokens, of="tokens", none="for no count")
@@ -71,8 +72,8 @@ def make_meter(
         nonlocal last_step, last_time
         if not isinstance(state, TrainState):
             raise TypeError(
-                f"a meter takes the state and the metrics that a step returned, in this order; found "
-                f"{type(state).__name__}: call meter(*step(state, batch))"
+                "a meter takes the state and the metrics that a step returned, in this order; "
+                f"found {type(state).__name__}: call meter(*step(state, batch))"
             )
         values: dict[str, float] = {"step": state.step}
         for name, value in metrics.items():

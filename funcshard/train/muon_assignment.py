@@ -77,8 +77,9 @@ def assign_owners(plan: Plan, matrices: Iterable[str] | None = None) -> Owners:
     ]
     if wanted is not None and not found:
         raise ValueError(
-            f"matrices must name trainable leaves of two dimensions, or nodes that hold such leaves; found none among "
-            f"{sorted(wanted)[:4]}: choose other paths, or leave matrices out to take every matrix"
+            "matrices must name trainable leaves of two dimensions, or nodes that hold such "
+            f"leaves; found none among {sorted(wanted)[:4]}: choose other paths, or leave matrices "
+            "out to take every matrix"
         )
     ranks = plan.mesh_shape[1]
     cut = {each.axis for _, _, leaf in found for each in leaf.cuts if each.ranks > 1}

@@ -275,7 +275,8 @@ class MuonStep:
         if not isinstance(state, Mapping) or not {"steps", "momentum", "adamw"} <= state.keys():
             found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
             raise ValueError(
-                f"a state of muon must hold 'steps', 'momentum' and 'adamw'; found {found}, of another optimizer: {REMEDY}"
+                f"a state of muon must hold 'steps', 'momentum' and 'adamw'; found {found}, of "
+                f"another optimizer: {REMEDY}"
             )
         check_not_donated(state["momentum"])
         for (unit, key), numel in self.numels.items():
@@ -289,9 +290,9 @@ class MuonStep:
                     else found
                 )
                 raise ValueError(
-                    f"muon's momentum of buffer {key!r} of unit {unit or '(root)'!r} must have shape ({numel},), the "
-                    f"elements of matrices in this shard; found {held}, of another plan, number of ranks or choice of "
-                    f"matrices: {REMEDY}"
+                    f"muon's momentum of buffer {key!r} of unit {unit or '(root)'!r} must have "
+                    f"shape ({numel},), the elements of matrices in this shard; found {held}, of "
+                    f"another plan, number of ranks or choice of matrices: {REMEDY}"
                 )
 
     def _update_momentum(

@@ -62,14 +62,15 @@ def refusal(cls: Any) -> Exception:
     if isinstance(cls, torch.optim.Optimizer):
         own = type(cls).__name__
         return TypeError(
-            f"torch_optimizer takes a class of torch.optim and its options, because it makes the state from the shards; "
-            f"found an instance of {own}: pass torch_optimizer(torch.optim.{own}, lr=...), and the shards to step.init"
+            "torch_optimizer takes a class of torch.optim and its options, because it makes the "
+            f"state from the shards; found an instance of {own}: pass "
+            f"torch_optimizer(torch.optim.{own}, lr=...), and the shards to step.init"
         )
     if not callable(cls):
         text = f"found {cls!r}" if isinstance(cls, str) else f"found {type(cls).__name__}"
         return TypeError(
-            f"torch_optimizer takes a class of torch.optim and its options; {text}: pass the class, as in "
-            f"torch_optimizer(torch.optim.AdamW, lr=...)"
+            f"torch_optimizer takes a class of torch.optim and its options; {text}: pass the "
+            "class, as in torch_optimizer(torch.optim.AdamW, lr=...)"
         )
     names = ", ".join(c.__name__ for c in ELEMENTWISE)
     remedy = "pass elementwise=True if it is one too"
@@ -80,8 +81,8 @@ def refusal(cls: Any) -> Exception:
     elif isinstance(cls, type) and cls.__module__.startswith("torch.optim"):
         remedy = "choose one of these; elementwise=True would compute something else on shards"
     return ValueError(
-        f"torch_optimizer takes an optimizer that updates each element by itself, because it works on flat shards; "
-        f"found {getattr(cls, '__name__', cls)!r}, known are {names}: {remedy}"
+        "torch_optimizer takes an optimizer that updates each element by itself, because it works "
+        f"on flat shards; found {getattr(cls, '__name__', cls)!r}, known are {names}: {remedy}"
     )
 
 
@@ -91,14 +92,15 @@ def check_optimizer(optimizer: Any, plan: Plan) -> None:
         isinstance(optimizer, tuple) and len(optimizer) == 2
     ):
         raise TypeError(
-            f"optimizer must be a pair (init, update), as TorchOpt's are, or torch_optimizer(torch.optim.AdamW, lr=...); "
-            f"found {_misfit(optimizer)}"
+            "optimizer must be a pair (init, update), as TorchOpt's are, or "
+            f"torch_optimizer(torch.optim.AdamW, lr=...); found {_misfit(optimizer)}"
         )
     if not isinstance(optimizer, TorchOptimizer) and hasattr(optimizer[1], "param_groups"):
         # Why refused: the second function of such a pair returns updates, and not parameters.
         raise TypeError(
-            "optimizer must be the pair that torch_optimizer or muon returned; found a plain tuple of its functions, which "
-            "stands for a pair (init, update) as TorchOpt's are: pass the pair itself"
+            "optimizer must be the pair that torch_optimizer or muon returned; found a plain "
+            "tuple of its functions, which stands for a pair (init, update) as TorchOpt's are: "
+            "pass the pair itself"
         )
     own: Plan | None = (
         getattr(optimizer[1], "plan", None) if isinstance(optimizer, TorchOptimizer) else None
@@ -107,8 +109,9 @@ def check_optimizer(optimizer: Any, plan: Plan) -> None:
         (u.name, u.buffers) for u in plan.unit_list
     ]:
         raise ValueError(
-            f"the optimizer's groups or matrices lie elsewhere in these shards: it was made with plan {own.fingerprint()}; "
-            f"found plan {plan.fingerprint()} here: make the optimizer and the step with one plan"
+            "the optimizer's groups or matrices lie elsewhere in these shards: it was made with "
+            f"plan {own.fingerprint()}; found plan {plan.fingerprint()} here: make the optimizer "
+            "and the step with one plan"
         )
 
 

@@ -124,8 +124,8 @@ def torch_optimizer(
         return TorchOptimizer(_init, _torch_step(cls, (options,), None, None, [0]))
     if plan is None or mesh is None:
         raise ValueError(
-            "groups= needs the plan and the mesh, which say which elements of each group lie in this rank's shards; "
-            "found groups without both: pass plan=plan and mesh=mesh"
+            "groups= needs the plan and the mesh, which say which elements of each group lie in "
+            "this rank's shards; found groups without both: pass plan=plan and mesh=mesh"
         )
     return TorchOptimizer(_init, grouped_step(cls, options, groups, plan, mesh))
 
@@ -191,8 +191,8 @@ class TorchStep:
         if not isinstance(state, dict) or not state.keys() & {"leaves", "steps"}:
             found = list(state)[:4] if isinstance(state, Mapping) else type(state).__name__
             raise TypeError(
-                f"an optimizer's step takes (grads, state, params) and returns (params, state), and the state comes from "
-                f"init or from the step before; found {found} as state"
+                "an optimizer's step takes (grads, state, params) and returns (params, state), "
+                f"and the state comes from init or from the step before; found {found} as state"
             )
         leaves, unflatten = tree.flatten(params)
         try:

@@ -124,8 +124,9 @@ def group_leaves(
                 continue  # the leaf is frozen, or another optimizer updates it
             if group_of[path]:
                 raise ValueError(
-                    f"groups overlap: leaf {path!r} is in group {group_of[path]} and in group {number}; a leaf can have the "
-                    f"options of one group only: take it out of one of the two"
+                    f"groups overlap: leaf {path!r} is in group {group_of[path]} and in group "
+                    f"{number}; a leaf can have the options of one group only: take it out of one "
+                    "of the two"
                 )
             group_of[path] = number
         options.append({key: value for key, value in group.items() if key != "paths"})

@@ -119,9 +119,9 @@ def per_sample_grad(
     for each in buffers:
         if each.buffer.trainable and any(axis in AXES for axis in each.buffer.local):
             raise ValueError(
-                f"per_sample_grad adds up the samples of all ranks; unit {each.unit.title!r} has trainable leaves that are "
-                f"local to a rank, {each.buffer.leaves[0].path!r} first: freeze them, or make the plan without local, or "
-                f"local along model axes only"
+                f"per_sample_grad adds up the samples of all ranks; unit {each.unit.title!r} has "
+                f"trainable leaves that are local to a rank, {each.buffer.leaves[0].path!r} first: "
+                "freeze them, or make the plan without local, or local along model axes only"
             )
 
     @untraced
@@ -130,7 +130,8 @@ def per_sample_grad(
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], Shards]:
         if not rest:
             raise TypeError(
-                "the function takes (shards, *rest, batch), the batch as its last positional argument"
+                "the function takes (shards, *rest, batch), the batch as its last positional "
+                "argument"
             )
         *first, batch = rest
         check_shards(plan, shards)
@@ -234,11 +235,13 @@ def _check_options(
     check_number("noise_multiplier", noise_multiplier, least=0, remedy="pass 0.0 for no noise")
     if noise_multiplier and max_norm is None:
         raise ValueError(
-            "noise_multiplier is in units of max_norm; found max_norm=None, so one sample's part is unbounded; pass max_norm"
+            "noise_multiplier is in units of max_norm; found max_norm=None, so one sample's part "
+            "is unbounded; pass max_norm"
         )
     if noise_multiplier and generator is None:
         raise ValueError(
-            "noise needs a generator in the same state on every rank; pass generator=torch.Generator().manual_seed(seed)"
+            "noise needs a generator in the same state on every rank; pass "
+            "generator=torch.Generator().manual_seed(seed)"
         )
     if batch_size is not None:
         none = "for the number of samples"

@@ -145,9 +145,10 @@ def sum_of_samples(
             loss = call(traced, unflatten_sample(sample))
         if leaves and isinstance(loss, torch.Tensor) and not loss.requires_grad:
             raise ValueError(
-                "loss_fn must return a loss that depends on a trainable shard of its argument; found a loss that no "
-                "gradient leaves, as from no_grad, detached tensors, frozen leaves only, or shards that loss_fn did not get "
-                "as its argument: compute it from the shards that loss_fn is called with"
+                "loss_fn must return a loss that depends on a trainable shard of its argument; "
+                "found a loss that no gradient leaves, as from no_grad, detached tensors, frozen "
+                "leaves only, or shards that loss_fn did not get as its argument: compute it from "
+                "the shards that loss_fn is called with"
             )
         return loss
 
@@ -299,8 +300,9 @@ def _count(samples: list[Any]) -> int:
     size = next(iter(sizes), None)
     if len(sizes) != 1 or not isinstance(size, int):
         raise ValueError(
-            f"the batch must be a pytree of tensors with one size of dim 0, which counts samples; found "
-            f"{sorted(map(str, sizes)) or 'no leaves'}: pass what all samples share before the batch, or by keyword"
+            "the batch must be a pytree of tensors with one size of dim 0, which counts samples; "
+            f"found {sorted(map(str, sizes)) or 'no leaves'}: pass what all samples share before "
+            "the batch, or by keyword"
         )
     return size
 
@@ -319,9 +321,9 @@ def _check_samples(count: int, chunk_size: int | None, mesh: Mesh) -> None:
         peer = first.setdefault(tuple(position[axis] for axis in AXES), rank)
         if text != found[peer]:
             raise ValueError(
-                f"ranks along {' and '.join(map(repr, axes))} must pass the same samples, whose losses they compute "
-                f"together; found {found[peer]} on rank {peer} and {text} on rank {rank}: split the batch along the data "
-                f"axes only"
+                f"ranks along {' and '.join(map(repr, axes))} must pass the same samples, whose "
+                f"losses they compute together; found {found[peer]} on rank {peer} and {text} on "
+                f"rank {rank}: split the batch along the data axes only"
             )
 
 
@@ -345,7 +347,8 @@ def _check_direct(trained: Sequence[UnitBuffer], direct: Sequence[torch.Tensor])
     for each, found in zip(trained, reached, strict=True):
         if found:
             raise ValueError(
-                f"per_sample_grad differentiates gathered units only; a gradient reached the shard {each.buffer.key!r} of "
-                f"unit {each.unit.title!r} by another way, such as a penalty on the shard itself or remat around the unit: "
-                f"leave these out of loss_fn, and add a penalty's gradient to the result"
+                "per_sample_grad differentiates gathered units only; a gradient reached the shard "
+                f"{each.buffer.key!r} of unit {each.unit.title!r} by another way, such as a "
+                "penalty on the shard itself or remat around the unit: leave these out of "
+                "loss_fn, and add a penalty's gradient to the result"
             )

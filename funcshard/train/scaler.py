@@ -125,7 +125,8 @@ class GradScaler:
         """Return ``loss`` times the scale, differentiably, in float32 or a wider dtype."""
         if not isinstance(state, ScalerState) or not isinstance(state.scale, torch.Tensor):
             raise TypeError(
-                f"state must be a ScalerState of tensors; found {state!r}: make it with scaler.init(mesh)"
+                f"state must be a ScalerState of tensors; found {state!r}: make it with "
+                "scaler.init(mesh)"
             )
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * state.scale.to(loss.device)
 
@@ -174,7 +175,8 @@ class GradScaler:
             if leaf.dtype.itemsize < 2:
                 path = tree.describe(grads)[2][number]
                 raise TypeError(
-                    f"the gradient of leaf {path!r} must be float16 or wider; found {leaf.dtype}: cast it first"
+                    f"the gradient of leaf {path!r} must be float16 or wider; found {leaf.dtype}: "
+                    "cast it first"
                 )
         wide = [(leaf, torch.promote_types(leaf.dtype, torch.float32)) for leaf in leaves]
         if (

@@ -143,8 +143,8 @@ def check_values(options: Mapping[str, Any], when: str) -> None:
             if isinstance(value, torch.Tensor):
                 if value.numel() != 1:
                     raise ValueError(
-                        f"{name}{when} must be one number; found a tensor of shape {tuple(value.shape)}: pass one of its "
-                        f"elements, or options of groups"
+                        f"{name}{when} must be one number; found a tensor of shape "
+                        f"{tuple(value.shape)}: pass one of its elements, or options of groups"
                     )
                 if value.device.type != "cpu":
                     continue  # reading the value would wait for the device
@@ -208,7 +208,8 @@ def check_trees(grads: Any, state: Any, params: Any, title: str) -> None:
     if not isinstance(state, Mapping) or not {"steps", "leaves"} <= state.keys():
         found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
         raise ValueError(
-            f"a state of {title} must hold 'steps' and 'leaves'; found {found}, of another optimizer: {REMEDY}"
+            f"a state of {title} must hold 'steps' and 'leaves'; found {found}, of another "
+            f"optimizer: {REMEDY}"
         )
     if not _same_structure(params, state["leaves"]):
         raise ValueError(
@@ -217,8 +218,9 @@ def check_trees(grads: Any, state: Any, params: Any, title: str) -> None:
         )
     if not _same_structure(params, grads):
         raise ValueError(
-            f"the gradients must be a tree like the parameters; found {_difference(params, grads)}: pass the gradients that "
-            f"value_and_grad returned for these shards"
+            "the gradients must be a tree like the parameters; found "
+            f"{_difference(params, grads)}: pass the gradients that value_and_grad returned for "
+            "these shards"
         )
 
 
@@ -237,8 +239,8 @@ def check_gradients(grads: Sequence[Any], leaves: Sequence[torch.Tensor], params
             path = tree.describe(params)[2][number]
             shape = tuple(grad.shape) if isinstance(grad, torch.Tensor) else type(grad).__name__
             raise ValueError(
-                f"the gradient of leaf {path!r} must have its shape, {tuple(leaf.shape)}; found {shape}: pass the gradients "
-                f"that value_and_grad returned for these shards"
+                f"the gradient of leaf {path!r} must have its shape, {tuple(leaf.shape)}; found "
+                f"{shape}: pass the gradients that value_and_grad returned for these shards"
             )
 
 
@@ -248,8 +250,9 @@ def check_dtypes(leaves: Sequence[torch.Tensor], params: Any, title: str) -> Non
         if leaf.dtype.itemsize < 2 or not (leaf.dtype.is_floating_point or leaf.dtype.is_complex):
             path = tree.describe(params)[2][number]
             raise TypeError(
-                f"{title} cannot update leaf {path!r} of {leaf.dtype}: freeze such leaves with requires_grad_(False), or "
-                f"keep them in float32 and let a precision or a cast make them narrower"
+                f"{title} cannot update leaf {path!r} of {leaf.dtype}: freeze such leaves with "
+                "requires_grad_(False), or keep them in float32 and let a precision or a cast "
+                "make them narrower"
             )
 
 
@@ -258,8 +261,9 @@ def check_size(shard: Any, buffer: BufferPlan, unit: UnitPlan) -> None:
     found = tuple(shard.shape) if isinstance(shard, torch.Tensor) else shard
     if found != (buffer.shard_numel,):
         raise ValueError(
-            f"shard {buffer.key!r} of unit {unit.title!r} must have shape ({buffer.shard_numel},), under the plan that the "
-            f"optimizer was made with; found {found}: make the optimizer with the plan of these shards"
+            f"shard {buffer.key!r} of unit {unit.title!r} must have shape ({buffer.shard_numel},), "
+            f"under the plan that the optimizer was made with; found {found}: make the optimizer "
+            "with the plan of these shards"
         )
 
 

@@ -51,8 +51,8 @@ def _misfit(scaler: Any) -> str:
     """Return what was found in place of a scaler, and the remedy."""
     if isinstance(scaler, torch.amp.GradScaler):
         return (
-            "torch's GradScaler, which keeps its scale to itself and unscales .grad: pass scaler=fs.GradScaler(), whose "
-            "scale is part of the state"
+            "torch's GradScaler, which keeps its scale to itself and unscales .grad: pass "
+            "scaler=fs.GradScaler(), whose scale is part of the state"
         )
     if scaler is GradScaler:
         return "the class: pass scaler=fs.GradScaler()"
@@ -64,8 +64,9 @@ def check_loss_fn(loss_fn: Any) -> None:
     rule = "loss_fn must be a function loss_fn(shards, buffers, batch)"
     if isinstance(loss_fn, torch.nn.Module) and next(loss_fn.parameters(), None) is not None:
         raise TypeError(
-            f"{rule}; found a module with parameters of its own, {type(loss_fn).__name__}, which no step would train: call "
-            f"sharded = fs.fully_shard(apply, plan, mesh), and sharded(shards, buffers, ...) inside loss_fn"
+            f"{rule}; found a module with parameters of its own, {type(loss_fn).__name__}, which "
+            "no step would train: call sharded = fs.fully_shard(apply, plan, mesh), and "
+            "sharded(shards, buffers, ...) inside loss_fn"
         )
     if not callable(loss_fn):
         remedy = (

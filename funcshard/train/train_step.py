@@ -195,8 +195,9 @@ def make_train_step(
         )
     if not any(buffer.trainable for unit in plan.unit_list for buffer in unit.buffers):
         raise ValueError(
-            f"a training step needs a trainable leaf; found none in the plan, such as {plan.leaves[0].path!r}, which is "
-            f"frozen: set requires_grad on the module's parameters before make_functional, or on its params before make_plan"
+            "a training step needs a trainable leaf; found none in the plan, such as "
+            f"{plan.leaves[0].path!r}, which is frozen: set requires_grad on the module's "
+            "parameters before make_functional, or on its params before make_plan"
             if plan.leaves
             else "a training step needs a trainable leaf; found a plan without leaves: make the plan from the model's params"
         )
@@ -269,14 +270,15 @@ def _gradient_function(loss_fn: Any, mesh: Mesh, keywords: GradientKeywords) -> 
     if isinstance(loss_fn, GradientFunction):
         if keywords:
             raise TypeError(
-                f"make_train_step takes options of the gradient in one place; found {min(keywords)!r} beside a function of "
-                f"value_and_grad or accumulate: pass it there"
+                "make_train_step takes options of the gradient in one place; found "
+                f"{min(keywords)!r} beside a function of value_and_grad or accumulate: pass it "
+                "there"
             )
         given = loss_fn.options.mesh
         if given is not None and given.shape != mesh.shape:
             raise ValueError(
-                f"the loss function and the step must have one mesh; found {given.shape} and {mesh.shape}: leave mesh= out "
-                f"of value_and_grad or accumulate"
+                f"the loss function and the step must have one mesh; found {given.shape} and "
+                f"{mesh.shape}: leave mesh= out of value_and_grad or accumulate"
             )
         return loss_fn
     own = {name: value for name, value in keywords.items() if name != "accumulate"}
@@ -298,8 +300,9 @@ def _check_names(new_buffers: Any, buffers: Any) -> None:
             else type(new_buffers).__name__
         )
         raise TypeError(
-            f"with mutable=True loss_fn must return the new buffers, under the names {sorted(buffers)[:4]}; found {found}: "
-            f"the order of its results is (loss, weight, new_buffers, aux)"
+            "with mutable=True loss_fn must return the new buffers, under the names "
+            f"{sorted(buffers)[:4]}; found {found}: the order of its results is (loss, weight, "
+            "new_buffers, aux)"
         )
 
 
@@ -371,8 +374,9 @@ class TrainStep:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "a training step cannot be pickled, because it holds functions and the connections of its mesh: save its state "
-            "with fs.save(path, state, plan, mesh), and make the step anew in the other process"
+            "a training step cannot be pickled, because it holds functions and the connections of "
+            "its mesh: save its state with fs.save(path, state, plan, mesh), and make the step "
+            "anew in the other process"
         )
 
     if not TYPE_CHECKING:  # which then still knows what this class lacks
@@ -401,20 +405,21 @@ class TrainStep:
         """Raise unless ``state`` is a training state, with a state of loss scaling if need be."""
         if not isinstance(state, TrainState):
             raise TypeError(
-                f"a step takes (state, batch) and returns (state, metrics); the state must be the TrainState of step.init, "
-                f"or of the step before; found {found_as_state(state)}"
+                "a step takes (state, batch) and returns (state, metrics); the state must be the "
+                f"TrainState of step.init, or of the step before; found {found_as_state(state)}"
             )
         if (state.scaler is None) != (self.scaler is None):
             given, other = ("a scaler", "none") if self.scaler is not None else ("no scaler", "one")
             remedy = "scaler.init(mesh)" if self.scaler is not None else "None"
             raise ValueError(
-                f"the step was made with {given}, and the state holds {other}, so losses would not be scaled as before; set "
-                f"it with state._replace(scaler={remedy})"
+                f"the step was made with {given}, and the state holds {other}, so losses would not "
+                f"be scaled as before; set it with state._replace(scaler={remedy})"
             )
 
     @untraced_with_warning(
-        "torch.compile compiles nothing of a training step, whose collectives run between graphs: compile the whole step "
-        "with fs.trace(step, state, batch).compile(), or its units with fully_shard(compiler=torch.compile)"
+        "torch.compile compiles nothing of a training step, whose collectives run between graphs: "
+        "compile the whole step with fs.trace(step, state, batch).compile(), or its units with "
+        "fully_shard(compiler=torch.compile)"
     )
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Take one step on this rank's ``batch``; return the new state and the metrics."""

@@ -354,8 +354,8 @@ class _CollectiveWork:
     def _finish(self, read: Callable[[], object]) -> None:
         if self._broken:
             raise RuntimeError(
-                "a reduce-scatter was interrupted while it added up, so its output is not valid and it cannot be waited "
-                "for again; run the step again"
+                "a reduce-scatter was interrupted while it added up, so its output is not valid "
+                "and it cannot be waited for again; run the step again"
             )
         try:
             read()

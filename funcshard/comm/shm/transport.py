@@ -217,7 +217,10 @@ _REFUSALS = {
     errno.ENFILE: _NO_FILES,
     errno.ENOMEM: (
         "this process has no room for it in memory or in its address space",
-        "raise the limit of address space (ulimit -v) or of mappings (sysctl vm.max_map_count), or run fewer ranks",
+        (
+            "raise the limit of address space (ulimit -v) or of mappings (sysctl vm.max_map_count), "
+            "or run fewer ranks"
+        ),
     ),
     errno.ENOENT: (
         "/proc, through which it is opened, is not there",
@@ -247,8 +250,8 @@ def _map_received(peer: Peer, files: list[int]) -> torch.Tensor:
         cause, remedy = _REFUSALS.get(code, _UNKNOWN)
         raise OSError(
             code,
-            f"the shared memory of rank {peer.rank}{size} cannot be mapped, because {cause}: {remedy}, or pass "
-            f"shared_memory=False to init_mesh; the system says: {error}",
+            f"the shared memory of rank {peer.rank}{size} cannot be mapped, because {cause}: "
+            f"{remedy}, or pass shared_memory=False to init_mesh; the system says: {error}",
         ) from error
     finally:
         for each in files:

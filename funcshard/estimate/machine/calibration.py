@@ -78,17 +78,20 @@ def calibrate(
     sizes = sorted({check_count("sizes", each, 4 * ranks, of="bytes") for each in sizes})
     if len(sizes) < 2:
         raise ValueError(
-            f"sizes must hold at least 2 sizes, for a latency and a bandwidth; found {sizes}: add one"
+            f"sizes must hold at least 2 sizes, for a latency and a bandwidth; found {sizes}: add "
+            "one"
         )
     path = None if path is None else check_path("path", path)
     if path is not None and not path.parent.is_dir():
         raise ValueError(
-            f"path must lie in a folder that exists; found {os.fspath(path)!r}: create {path.parent}"
+            f"path must lie in a folder that exists; found {os.fspath(path)!r}: create "
+            f"{path.parent}"
         )
     say = progress or _say
     way = "shared memory" if shared_memory else "gloo"
     say(
-        f"Measuring {ranks} ranks over {way}: about {_expected(len(sizes), seconds):.0f} s on an idle machine …"
+        f"Measuring {ranks} ranks over {way}: about {_expected(len(sizes), seconds):.0f} s on an "
+        "idle machine …"
     )
     with tempfile.TemporaryDirectory(prefix="funcshard-calibrate-") as folder:
         torch.multiprocessing.spawn(

@@ -78,7 +78,8 @@ class SizeFactor:
         )
         if self.factor > 1:
             raise ValueError(
-                f"factor must be at most 1, a share of the bandwidth; found {self.factor!r}: pass at most 1"
+                f"factor must be at most 1, a share of the bandwidth; found {self.factor!r}: pass "
+                "at most 1"
             )
 
 
@@ -165,7 +166,8 @@ class Hardware:
             )
             if name not in self.sources:
                 raise ValueError(
-                    f"every figure of {self.name!r} must have a source; found none for {name}: add one"
+                    f"every figure of {self.name!r} must have a source; found none for {name}: add "
+                    "one"
                 )
         for name in ("flops_efficiency", "memory_efficiency", "optimizer_efficiency"):
             if (getattr(self, name) or 0) > 1:
@@ -174,8 +176,9 @@ class Hardware:
                 )
         if self.ranks_per_node > 1 and not self.node:
             raise ValueError(
-                f"{self.name!r} has {self.ranks_per_node} ranks in a node, so it must have links of a node; found none: "
-                f"add the latency and bandwidth of at least one number of ranks"
+                f"{self.name!r} has {self.ranks_per_node} ranks in a node, so it must have links "
+                "of a node; found none: add the latency and bandwidth of at least one number of "
+                "ranks"
             )
         sizes = [each.bytes for each in self.size_factors]
         if sizes != sorted(set(sizes)):
@@ -250,7 +253,8 @@ class Hardware:
             ) from None
         if not isinstance(data, dict):
             raise ValueError(
-                f"a hardware description must be a JSON object; found {text[:40]!r} …: see the shipped files"
+                f"a hardware description must be a JSON object; found {text[:40]!r} …: see the "
+                "shipped files"
             )
         try:
             return _from_data(data)
@@ -262,8 +266,8 @@ def _from_data(data: dict[str, Any]) -> Hardware:
     known = {each.name for each in fields(Hardware)} - {"sources"}
     if wrong := sorted(set(data) - known):
         raise ValueError(
-            f"a hardware description must have the fields {', '.join(sorted(known))}; found {wrong[0]!r}: "
-            + did_you_mean(wrong[0], known, otherwise="remove it")
+            f"a hardware description must have the fields {', '.join(sorted(known))}; found "
+            f"{wrong[0]!r}: " + did_you_mean(wrong[0], known, otherwise="remove it")
         )
     values: dict[str, Any] = {}
     sources: dict[str, Source] = {}
@@ -322,7 +326,8 @@ def load_hardware(hardware: str | os.PathLike[str] | Hardware) -> Hardware:
         return hardware
     if not isinstance(hardware, str | os.PathLike):
         raise TypeError(
-            f"hardware must be a name, a path or a Hardware; found {hardware!r}: pass 'h100-8x400gbps'"
+            f"hardware must be a name, a path or a Hardware; found {hardware!r}: pass "
+            "'h100-8x400gbps'"
         )
     text = os.fspath(hardware)
     if isinstance(hardware, str) and text in _names():
@@ -331,7 +336,8 @@ def load_hardware(hardware: str | os.PathLike[str] | Hardware) -> Hardware:
     if not path.is_file():
         raise ValueError(
             f"hardware must be one of {', '.join(hardware_names())}, one of their short names "
-            f"{', '.join(sorted(set(_names()) - set(hardware_names())))}, or the path of a JSON file; found {text!r}: "
+            f"{', '.join(sorted(set(_names()) - set(hardware_names())))}, or the path of a JSON "
+            f"file; found {text!r}: "
             + did_you_mean(
                 text, _names(), otherwise="python -m funcshard calibrate writes such a file"
             )
@@ -385,7 +391,8 @@ def _part(data: Any, name: str, whole: Any) -> Any:
 def _figure(name: str, data: Any) -> tuple[Any, Source]:
     if not isinstance(data, Mapping) or "value" not in data:
         raise ValueError(
-            f"{name} must be written as {{'value': …, 'source': …}}; found {_short(data)}: add the source"
+            f"{name} must be written as {{'value': …, 'source': …}}; found {_short(data)}: add the "
+            "source"
         )
     return data["value"], _source(name, data)
 
@@ -393,7 +400,8 @@ def _figure(name: str, data: Any) -> tuple[Any, Source]:
 def _source(name: str, data: Mapping[str, Any]) -> Source:
     if "source" not in data:
         raise ValueError(
-            f"every figure must have a source; found none for {name}: add 'source' beside {_short(data)}"
+            f"every figure must have a source; found none for {name}: add 'source' beside "
+            f"{_short(data)}"
         )
     return Source(data["source"], data.get("how", "calibrated"))
 

@@ -82,8 +82,8 @@ def reserved_band(pools: int, memory: int | None = None) -> tuple[int, int, str]
     factors = [each.factor for each in RESERVED_RUNS]
     low, high = min(factors), max(factors)
     text = (
-        f"{low:.2f} to {high:.2f} times the allocator's pools, the least and the most of {len(RESERVED_RUNS)} runs in "
-        f"{RESERVED_RUNS[0].source}"
+        f"{low:.2f} to {high:.2f} times the allocator's pools, the least and the most of "
+        f"{len(RESERVED_RUNS)} runs in {RESERVED_RUNS[0].source}"
     )
     bound = max(pools, check_count("memory", memory, 0, of="bytes")) if memory is not None else None
     ends = [int(pools * factor) for factor in (low, high)]

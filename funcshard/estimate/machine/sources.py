@@ -34,7 +34,8 @@ class Source:
     def __post_init__(self) -> None:
         if not isinstance(self.text, str) or not self.text.strip():
             raise ValueError(
-                f"source must name where a figure comes from; found {self.text!r}: give a URL or a command"
+                f"source must name where a figure comes from; found {self.text!r}: give a URL or a "
+                "command"
             )
         check_choice("how", self.how, SOURCES)
 

@@ -137,8 +137,9 @@ def compute_time(
     if flops:
         if name not in hardware.flops:
             raise ValueError(
-                f"dtype must be one that {hardware.name!r} has a peak for, {', '.join(hardware.flops)}; found {name!r}: "
-                f"add its FLOP/s to a copy of the description"
+                f"dtype must be one that {hardware.name!r} has a peak for, "
+                f"{', '.join(hardware.flops)}; found {name!r}: add its FLOP/s to a copy of the "
+                "description"
             )
         computing = flops / (hardware.flops[name] * hardware.flops_efficiency)
     moving = nbytes / (hardware.memory_bandwidth * hardware.memory_efficiency)
@@ -220,8 +221,8 @@ def _node_links(hardware: Hardware, kind: str) -> list[Link]:
     links = _shared(hardware.node)
     if not links:
         raise ValueError(
-            f"hardware must have links for {kind!r}, for 'all_gather' or for 'any' kind inside a node; "
-            f"{hardware.name!r} has none: add one to its 'node'"
+            f"hardware must have links for {kind!r}, for 'all_gather' or for 'any' kind inside a "
+            f"node; {hardware.name!r} has none: add one to its 'node'"
         )
     return links
 

@@ -136,7 +136,8 @@ class Holdings(Shown):
         world_size = self.plan.world_size
         if not 0 <= rank < world_size:
             raise ValueError(
-                f"rank must be one of the plan's {world_size} ranks; found {rank}: pass 0 to {world_size - 1}"
+                f"rank must be one of the plan's {world_size} ranks; found {rank}: pass 0 to "
+                f"{world_size - 1}"
             )
         shard = position_of(rank, self.plan.mesh_axes)["shard"]
         found = []

@@ -176,7 +176,8 @@ def draw_pareto(reports: Mapping[str, Report], *, path: str | Path | None = None
     """
     if not reports:
         raise ValueError(
-            "draw_pareto needs at least one report; found none: pass a dictionary of names and reports"
+            "draw_pareto needs at least one report; found none: pass a dictionary of names and "
+            "reports"
         )
     figure, axes = _figure(8.0, 4.6)
     byte, size_unit = _scale(max(report.peak for report in reports.values()), _SIZES)

@@ -54,8 +54,8 @@ def report_parts(report: Step) -> Iterator[Part]:
     if report.budget and report.fits and report.reserved[1] >= _FULL * report.budget:
         share = table.share(report.reserved[1], report.budget)
         yield (
-            f"Slow allocations: the allocator may reserve {share} of the budget. A full one frees what it does not use and "
-            f"waits for the device, which the step time leaves out."
+            f"Slow allocations: the allocator may reserve {share} of the budget. A full one frees "
+            "what it does not use and waits for the device, which the step time leaves out."
         )
 
 
@@ -132,8 +132,9 @@ def binds_text(report: Step) -> str:
     if not report.fits and report.budget is not None:
         over, (largest, size) = report.peak - report.budget, _largest(report)
         return (
-            f"Memory binds: the peak, {table.size(report.peak)} in the {moment_text(report.peak_moment)}, is "
-            f"{table.size(over)} over the budget; {largest} take {table.share(size, report.peak)} of it."
+            f"Memory binds: the peak, {table.size(report.peak)} in the "
+            f"{moment_text(report.peak_moment)}, is {table.size(over)} over the budget; {largest} "
+            f"take {table.share(size, report.peak)} of it."
         )
     waits = f"the rank waits for collectives in {table.share(report.exposed, report.step_time)} of the step"
     resource = (

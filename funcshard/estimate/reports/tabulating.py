@@ -79,11 +79,13 @@ def tabulate(reports: Mapping[str, Report]) -> ReportTable:
         )
     if not reports:
         raise ValueError(
-            "reports must hold at least one report; found none: pass a dictionary of names and reports"
+            "reports must hold at least one report; found none: pass a dictionary of names and "
+            "reports"
         )
     for name, report in reports.items():
         if not isinstance(report, Report):
             raise TypeError(
-                f"reports must hold what estimate returned; found {type(report).__name__} at {name!r}"
+                f"reports must hold what estimate returned; found {type(report).__name__} at "
+                f"{name!r}"
             )
     return ReportTable(reports)

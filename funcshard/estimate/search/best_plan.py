@@ -102,7 +102,10 @@ class Best(Shown):
             for each in self.pareto
         ]
         return [
-            f"Best of {self.considered:,} plans: {self.text}. {table.duration(report.step_time)} a step, {peak}.",
+            (
+                f"Best of {self.considered:,} plans: {self.text}. {table.duration(report.step_time)} "
+                f"a step, {peak}."
+            ),
             Table(
                 "Plans of which none is faster and smaller",
                 ["plan", "step", "peak", "budget"],
@@ -177,13 +180,14 @@ def auto_plan(
             if name in (each or {})
         ]:
             raise ValueError(
-                f"auto_plan chooses the options of units itself; found {chosen[0]!r}: leave it out, or "
-                f"say in Space(...) which values to try"
+                f"auto_plan chooses the options of units itself; found {chosen[0]!r}: leave it "
+                "out, or say in Space(...) which values to try"
             )
     for mesh in space.meshes or ():
         if mesh[0] * mesh[1] != ranks:
             raise ValueError(
-                f"meshes of the space must have {ranks} ranks; found {mesh}: its product is {mesh[0] * mesh[1]}"
+                f"meshes of the space must have {ranks} ranks; found {mesh}: its product is "
+                f"{mesh[0] * mesh[1]}"
             )
     machine = load_hardware(hardware)
     _, limit = budget_on(machine, budget)
@@ -308,17 +312,20 @@ def _profiles(given: Profiles) -> Iterator[tuple[int, Profile]]:
         for own in several:
             if not isinstance(own, Profile):
                 raise TypeError(
-                    f"profile must be the Profile that fs.profile returned, a sequence of them, or a dictionary from "
-                    f"numbers of micro-batches to them; found {type(own).__name__}"
+                    "profile must be the Profile that fs.profile returned, a sequence of them, or "
+                    "a dictionary from numbers of micro-batches to them; found "
+                    f"{type(own).__name__}"
                 )
             yield check_count("micro-batches", count, of="micro-batches"), own
         if not several:
             raise ValueError(
-                "profile must hold at least one Profile; found an empty sequence: pass fs.profile(...)"
+                "profile must hold at least one Profile; found an empty sequence: pass "
+                "fs.profile(...)"
             )
     if isinstance(given, Mapping) and not given:
         raise ValueError(
-            "profile must hold at least one Profile; found an empty dictionary: pass fs.profile(...)"
+            "profile must hold at least one Profile; found an empty dictionary: pass "
+            "fs.profile(...)"
         )
 
 

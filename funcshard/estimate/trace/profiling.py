@@ -110,12 +110,12 @@ class Profile(Shown):
                         continue
                     if found is None:
                         raise ValueError(
-                            f"the profile has no parameter {leaf.path!r}, which the plan has: profile the function for "
-                            f"whose params the plan was made"
+                            f"the profile has no parameter {leaf.path!r}, which the plan has: "
+                            "profile the function for whose params the plan was made"
                         )
                     raise ValueError(
-                        f"parameter {leaf.path!r} was profiled in {found}, but unit {unit.title!r} of the plan computes "
-                        f"in {dtype}: pass profile the precision of the plan"
+                        f"parameter {leaf.path!r} was profiled in {found}, but unit {unit.title!r} "
+                        f"of the plan computes in {dtype}: pass profile the precision of the plan"
                     )
 
     @property
@@ -238,18 +238,19 @@ def profile(
     """
     if not hasattr(apply, "skeleton") or not hasattr(apply, "run"):
         raise TypeError(
-            f"profile takes the apply that make_functional returned; found {type(apply).__name__}: call apply, params, "
-            f"buffers = make_functional(model)"
+            f"profile takes the apply that make_functional returned; found {type(apply).__name__}: "
+            "call apply, params, buffers = make_functional(model)"
         )
     check_flag("fold", fold)
     if targets is not None and loss is None:
         raise ValueError(
-            "targets are the second argument of a loss; found targets without loss: pass loss=, a function of the model's "
-            "outputs and the targets"
+            "targets are the second argument of a loss; found targets without loss: pass loss=, a "
+            "function of the model's outputs and the targets"
         )
     if precision is not None and not isinstance(precision, MixedPrecision | Plan):
         raise TypeError(
-            f"precision must be a MixedPrecision, a plan or None; found {precision!r}: wrap a dtype in the first"
+            f"precision must be a MixedPrecision, a plan or None; found {precision!r}: wrap a "
+            "dtype in the first"
         )
     apply.check_names("params", params, apply.skeleton.parameters)
     apply.check_names("buffers", buffers, apply.skeleton.buffers)
@@ -287,8 +288,9 @@ def profile(
         except Exception as error:
             if asks_for_data(error):
                 raise ValueError(
-                    f"the model and the loss must not read values of tensors, because a trace has none; found {error}, as "
-                    f"in .item(), .tolist() or a mask as an index: profile a model whose shapes and branches are fixed"
+                    "the model and the loss must not read values of tensors, because a trace has "
+                    f"none; found {error}, as in .item(), .tolist() or a mask as an index: profile "
+                    "a model whose shapes and branches are fixed"
                 ) from error
             raise
 
@@ -331,8 +333,9 @@ def _check_plain(params: Mapping[str, torch.Tensor]) -> None:
     found = next((name for name, param in params.items() if is_dtensor(param)), None)
     if found is not None:
         raise ValueError(
-            f"profile takes parameters that are plain tensors, because DTensor's own collectives cannot be traced; found a "
-            f"DTensor at {found!r}: profile the model before parallelize_module, or cut it with make_plan(local=...)"
+            "profile takes parameters that are plain tensors, because DTensor's own collectives "
+            f"cannot be traced; found a DTensor at {found!r}: profile the model before "
+            "parallelize_module, or cut it with make_plan(local=...)"
         )
 
 
@@ -341,8 +344,8 @@ def _check_names(params: Mapping[str, torch.Tensor], plan: Plan) -> None:
     missing = params.keys() - {leaf.path for leaf in plan.leaves}
     if missing:
         raise ValueError(
-            f"precision must be a plan of the same parameters; found a plan without {min(missing)!r}: pass the plan that "
-            f"make_plan made for these params"
+            "precision must be a plan of the same parameters; found a plan without "
+            f"{min(missing)!r}: pass the plan that make_plan made for these params"
         )
 
 

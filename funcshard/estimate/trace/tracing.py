@@ -248,12 +248,14 @@ class _Tracer:
         """Run backward; the list is emptied, so that only autograd holds the loss."""
         if not loss[0].requires_grad:
             raise ValueError(
-                "the loss does not depend on a trainable parameter, so there is no backward to trace: return the model's "
-                "outputs, or pass loss=, a function from the outputs to the loss"
+                "the loss does not depend on a trainable parameter, so there is no backward to "
+                "trace: return the model's outputs, or pass loss=, a function from the outputs to "
+                "the loss"
             )
         if loss[0].numel() != 1:
             raise ValueError(
-                f"the loss must be a scalar; found a tensor of shape {list(loss[0].shape)}: return its mean or its sum"
+                f"the loss must be a scalar; found a tensor of shape {list(loss[0].shape)}: return "
+                "its mean or its sum"
             )
         self.recorder.phase = "backward"
         trained = [param for param in self.params.values() if param.requires_grad]
@@ -647,7 +649,8 @@ def _loss_of(out: Any, loss: Loss | None) -> torch.Tensor:
     found = [tensor for tensor in tensors_in(out) if tensor.requires_grad]
     if not found:
         raise ValueError(
-            "the model's outputs require no gradient, so there is no backward to trace; pass trainable parameters"
+            "the model's outputs require no gradient, so there is no backward to trace; pass "
+            "trainable parameters"
         )
     return (
         found[0]

@@ -63,7 +63,8 @@ class CompilingBind:
     def __init__(self, backend: Backend) -> None:
         if not isinstance(backend, str) and not callable(backend):
             raise TypeError(
-                f"compile takes the name of a backend of torch.compile, or a function; found {type(backend).__name__}: "
+                "compile takes the name of a backend of torch.compile, or a function; found "
+                f"{type(backend).__name__}: "
                 f'pass backend="inductor"'
             )
         self.backend = find_backend(backend)

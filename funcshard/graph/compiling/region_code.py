@@ -51,7 +51,8 @@ def region_text(graph: fx.Graph) -> str:
             lines.append(f"{names[node]} = {form}")
         else:
             lines.append(
-                f"{names[node]} = {node.target} {_operand(node.args, names)} {_operand(node.kwargs, names)}"
+                f"{names[node]} = {node.target} {_operand(node.args, names)} "
+                f"{_operand(node.kwargs, names)}"
             )
     return "\n".join(lines)
 

@@ -57,7 +57,8 @@ def gather_again(traced: Traced, *, units: Sequence[str] | None = None) -> Trace
     """
     if units is not None and (isinstance(units, str) or not isinstance(units, Iterable)):
         raise TypeError(
-            f"units must be a list of names of units; found {units!r}: write ['blocks.0', 'blocks.1']"
+            f"units must be a list of names of units; found {units!r}: write ['blocks.0', "
+            "'blocks.1']"
         )
     names = None if units is None else list(units)
     return applied(traced, lambda step_graph: _gather_again(step_graph, names), "gather_again")

@@ -81,7 +81,8 @@ def _update_early(step_graph: StepGraph) -> None:
             reasons.append(_joint(node, needed, awaited, arrivals))
         elif stop is not None:
             reasons.append(
-                f"a collective, {stop.name!r}, on which the update of {_names(arrivals[place])} depends"
+                f"a collective, {stop.name!r}, on which the update of {_names(arrivals[place])} "
+                "depends"
             )
         else:
             for each in sorted(group, key=position.__getitem__):
@@ -90,8 +91,9 @@ def _update_early(step_graph: StepGraph) -> None:
             moved.update(group)
     if reasons and not moved:
         raise ValueError(
-            f"update_early moves updates that depend on the gradients of their own unit alone; found {reasons[0]}: leave "
-            f"out this pass, or max_norm, scaler, weighted and optimizers that communicate"
+            "update_early moves updates that depend on the gradients of their own unit alone; "
+            f"found {reasons[0]}: leave out this pass, or max_norm, scaler, weighted and "
+            "optimizers that communicate"
         )
 
 

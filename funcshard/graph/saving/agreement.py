@@ -52,8 +52,8 @@ def save_together(
     for rank, each in enumerate(found):
         if (each["facts"], each["per_rank"]) != (found[0]["facts"], found[0]["per_rank"]):
             raise ValueError(
-                f"every rank saves the same step with the same options; ranks 0 and {rank} differ in the plan, the mesh, "
-                f"the number of passes or per_rank"
+                f"every rank saves the same step with the same options; ranks 0 and {rank} differ "
+                "in the plan, the mesh, the number of passes or per_rank"
             )
     digests = [each["text"] for each in found]
     firsts = [
@@ -71,13 +71,15 @@ def save_together(
             if both[rank][1] != both[0][1]:
                 where = _first_difference(both[0][1], both[rank][1])
                 raise ValueError(
-                    f"the collectives of ranks 0 and {rank} differ, so a run would wait for ever: {where}"
+                    f"the collectives of ranks 0 and {rank} differ, so a run would wait for ever: "
+                    f"{where}"
                 )
             if not per_rank:
                 where = _first_difference(texts[0], texts[rank])
                 raise ValueError(
-                    f"the graphs of ranks 0 and {rank} differ, and one file holds one graph for all: {where}; if ranks have "
-                    f"other work, as with muon and groups of an optimizer, pass save(path, per_rank=True)"
+                    f"the graphs of ranks 0 and {rank} differ, and one file holds one graph for "
+                    f"all: {where}; if ranks have other work, as with muon and groups of an "
+                    "optimizer, pass save(path, per_rank=True)"
                 )
     failed = ""
     if mesh.rank == 0:

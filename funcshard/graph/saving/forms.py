@@ -77,8 +77,8 @@ def _leaf_to(leaf: Any) -> Any:
         kind, value = leaf
         if kind.__name__ not in _PLAIN or type(value) is not kind:
             raise ValueError(
-                f"a file of graphs holds numbers and texts of the batch; found a leaf of type {kind.__name__}: pass it as a "
-                f"tensor, or keep it out of the batch"
+                "a file of graphs holds numbers and texts of the batch; found a leaf of type "
+                f"{kind.__name__}: pass it as a tensor, or keep it out of the batch"
             )
         return {"value": encoded(value, {})}
     shape, dtype, device, stride, requires_grad = leaf

@@ -122,7 +122,8 @@ def read_file(path: Path) -> FileContents:
     digest = hashlib.sha256(rest).hexdigest()
     if head.get("sha256") != digest:
         raise ValueError(
-            f"{path} is damaged: its checksum is not the one that was saved; save the traced step again"
+            f"{path} is damaged: its checksum is not the one that was saved; save the traced step "
+            "again"
         )
     try:
         facts, _, kinds = rest.partition(b"\n")

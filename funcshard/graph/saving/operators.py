@@ -69,7 +69,8 @@ def operator_of(name: str) -> Any:
     found = operator_by_name(space, packet, overload)
     if found is None:
         raise ValueError(
-            f"the file holds the operation {name!r}, and this torch ({torch.__version__}) has none of that name"
+            f"the file holds the operation {name!r}, and this torch ({torch.__version__}) has none "
+            "of that name"
         )
     return found
 
@@ -83,6 +84,6 @@ def _check(name: str) -> tuple[str, str, str]:
 
 def _outside(name: str) -> str:
     return (
-        f"a file of graphs holds operators of {', '.join(_SPACES)} and arithmetic of numbers, because reading a file must "
-        f"not run other code; found {name!r}"
+        f"a file of graphs holds operators of {', '.join(_SPACES)} and arithmetic of numbers, "
+        f"because reading a file must not run other code; found {name!r}"
     )

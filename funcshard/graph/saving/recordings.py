@@ -270,7 +270,8 @@ def _check_sizes(graph: fx.Graph) -> None:
         tensor = node.meta.get("val")
         if isinstance(tensor, torch.Tensor) and int(tensor.untyped_storage().nbytes()) >= MOST:
             raise ValueError(
-                f"the operation {node.name} makes a tensor of shape {tuple(tensor.shape)}, larger than any memory"
+                f"the operation {node.name} makes a tensor of shape {tuple(tensor.shape)}, larger "
+                "than any memory"
             )
 
 
@@ -309,7 +310,8 @@ def _constant_from(name: str, fields: Any) -> torch.Tensor:
         raise ValueError(f"found a constant of shape {shape}")
     if len(data) != math.prod(shape) * dtype.itemsize:
         raise ValueError(
-            f"the constant {name} of shape {shape} needs {math.prod(shape) * dtype.itemsize} bytes; found {len(data)}"
+            f"the constant {name} of shape {shape} needs {math.prod(shape) * dtype.itemsize} "
+            f"bytes; found {len(data)}"
         )
     if not data:
         return torch.empty(shape, dtype=dtype, device="cpu")
@@ -321,6 +323,6 @@ def _schedule_name(number: Any, schedules: Mapping[str, Callable[..., Any]]) -> 
         if function == number:
             return name
     raise ValueError(
-        f"a file of graphs names the schedules of the step's optimizer; found {number!r}, which it does not have: load the "
-        f"graph with step=, and save it then"
+        f"a file of graphs names the schedules of the step's optimizer; found {number!r}, which it "
+        "does not have: load the graph with step=, and save it then"
     )

@@ -56,8 +56,8 @@ def encoded(value: Any, names: Mapping[fx.Node, str]) -> Any:
     if isinstance(value, complex):
         return {"complex": [encoded(value.real, names), encoded(value.imag, names)]}
     raise ValueError(
-        f"a file of graphs holds tensors, numbers, texts and dtypes; found {value!r} of type {type(value).__name__}: keep "
-        f"such values out of the batch and of the metrics"
+        f"a file of graphs holds tensors, numbers, texts and dtypes; found {value!r} of type "
+        f"{type(value).__name__}: keep such values out of the batch and of the metrics"
     )
 
 
