@@ -62,7 +62,8 @@ class MLP(nn.Module):
 
     def forward(self, x):
         self.log(self.up.weight)
-        return torch.tanh(self.down(torch.tanh(self.up(x))))
+        scale = x.new_full((), 1.5, dtype=torch.float64).to(x)  # operations with keyword arguments
+        return torch.tanh(self.down(torch.tanh(self.up(x)))) * scale
 
 
 class Block(nn.Module):

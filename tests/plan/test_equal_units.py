@@ -56,6 +56,11 @@ CASES: dict[str, tuple[Any, Any, list[str]]] = {
         units_of(SIX, dict.fromkeys(SIX[::2], GRAD_OP)),
         ["3 × blocks.0, blocks.2 … blocks.4", "3 × blocks.1, blocks.3 … blocks.5"],
     ),
+    "a block of another precision": (
+        {"blocks": BLOCKS["blocks"][:2]},
+        units_of(SIX[:2], {SIX[1]: {"precision": fs.MixedPrecision(torch.bfloat16)}}),
+        ["blocks.0", "blocks.1"],
+    ),
     "one block in the middle has another strategy": (
         {"blocks": BLOCKS["blocks"][:6]},
         units_of(SIX, {SIX[3]: GRAD_OP}),
