@@ -9,7 +9,7 @@ from torch import nn
 
 import funcshard as fs
 from funcshard._utils import tree
-from tests.ranks import run_ranks, run_simulated
+from tests.ranks import run_simulated
 from tests.slices import batch, forward, loss_of, make_params, plan_on, slices_at
 
 MESHES: dict[str, dict[str, int]] = {
@@ -51,7 +51,8 @@ def test_state_dicts_are_the_whole_models(shape: dict[str, int], strategy: str) 
         assert tree.map(torch.equal, fs.gather(shards, plan, mesh), at(mesh)) == tree.map(lambda leaf: True, at(mesh))
         for src in (0, mesh.world_size - 1):
             given = NAMES if mesh.rank == src else {}
-            for again in (fs.from_state_dict(NAMES, plan, mesh), fs.from_state_dict(given, plan, mesh, src=src)):
+            own = fs.from_state_dict(fs.to_state_dict(shards, plan, mesh, sharded=True), plan, mesh)
+            for again in (fs.from_state_dict(NAMES, plan, mesh), fs.from_state_dict(given, plan, mesh, src=src), own):
                 assert tree.map(torch.equal, again, shards) == tree.map(lambda leaf: True, shards)
 
     run_simulated(main, size(shape), shape=shape)
@@ -92,16 +93,6 @@ def test_pieces_of_any_mesh_load_on_any_other(before: str) -> None:
 
     for shape in [*MESHES.values()][:-2]:
         assert all(map(same, run_simulated(main, size(shape), shape=shape)))
-
-
-def test_own_pieces_load_without_those_of_other_ranks() -> None:
-    def main(mesh: fs.Mesh) -> bool:
-        plan = plan_on(mesh.shape, PARAMS)
-        shards = fs.shard(at(mesh), plan, mesh)
-        again = fs.from_state_dict(fs.to_state_dict(shards, plan, mesh, sharded=True), plan, mesh)
-        return same(fs.to_state_dict(again, plan, mesh))
-
-    assert all(run_simulated(main, 4, shape=MESHES["shard 2, tensor 2"]))
 
 
 def test_a_slice_along_a_data_axis_is_joined_too() -> None:
@@ -299,14 +290,3 @@ def test_init_draws_the_whole_leaves_and_keeps_slices() -> None:
         assert same(fs.to_state_dict(fs.init_shards(init, plan, mesh), plan, mesh), whole.state_dict())
 
     run_simulated(main, 4, shape={"shard": 2, "tensor": 2})
-
-
-def on_processes(mesh: fs.Mesh) -> dict[str, torch.Tensor]:
-    plan = plan_on(mesh.shape, PARAMS)
-    found = fs.to_state_dict(fs.shard(at(mesh), plan, mesh), plan, mesh, rank0_only=True)
-    again = fs.from_state_dict(found, plan, mesh, src=0)
-    return fs.to_state_dict(again, plan, mesh)
-
-
-def test_processes_join_slices_too() -> None:
-    assert all(map(same, run_ranks(on_processes, 4, shape={"shard": 2, "tensor": 2})))

@@ -52,16 +52,6 @@ def test_training_goes_on_as_that_of_a_run_without_a_break(which: str, trained: 
         torch.testing.assert_close(state["train"].shards, other["train"].shards, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.slow
-def test_under_the_same_plan_training_goes_on_to_the_bit() -> None:
-    plan = make_plan(FIRST)
-    states, _ = run(FIRST, "AdamW", 2)
-    again, losses = run(FIRST, "AdamW", 3, fs.replan(states, plan, plan))
-    whole, expected = run(FIRST, "AdamW", 5)
-    assert losses == expected[2:]
-    assert all(equal(one["train"], other["train"]) for one, other in zip(again, whole, strict=True))
-
-
 def test_leaves_that_are_local_to_a_rank_go_by_rank() -> None:
     params = {"a": torch.arange(3.0), "mine": torch.zeros(2)}
     old, new = (fs.make_plan(params, world, local=["mine"]) for world in (2, 3))
