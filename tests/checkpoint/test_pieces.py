@@ -114,15 +114,25 @@ def test_a_slice_along_a_data_axis_is_joined_too() -> None:
 
 def test_local_leaves_stay_each_ranks_own_beside_slices() -> None:
     def main(mesh: fs.Mesh) -> None:
-        position = mesh.position
-        mine = {"up": torch.arange(8.0).chunk(2)[position["tensor"]], "own": torch.full((3,), float(position["tensor"]))}
-        plan = fs.make_plan(mine, mesh, local={"up": {"tensor": 0}, "own": "tensor"})
+        column, rank = mesh.position["tensor"], float(mesh.rank)
+        mine = {
+            "up": torch.arange(8.0).chunk(2)[column],
+            "own": torch.full((3,), rank),
+            "row": torch.full((5,), 1.0 * column),
+        }
+        plan = fs.make_plan(mine, mesh, local={"up": {"tensor": 0}, "own": ("shard", "tensor"), "row": "tensor"})
         shards = fs.shard(mine, plan, mesh)
-        found = fs.to_state_dict(shards, plan, mesh)
-        assert same(found, {"up": torch.arange(8.0), "own": mine["own"]})
-        assert same(fs.gather(fs.from_state_dict(found, plan, mesh), plan, mesh), mine)
-        with pytest.raises(ValueError, match="'own' is local to each rank, and rank 0's state dict alone would lose"):
+        found, pieces = fs.to_state_dict(shards, plan, mesh), fs.to_state_dict(shards, plan, mesh, sharded=True)
+        assert same(found, {**mine, "up": torch.arange(8.0)})
+        for form in (found, pieces):
+            assert same(fs.gather(fs.from_state_dict(form, plan, mesh), plan, mesh), mine)
+        words = r"'own' is local to each rank, and rank 0's state dict alone .* with rank0_only=False or sharded=True"
+        with pytest.raises(ValueError, match=words):
             fs.to_state_dict(shards, plan, mesh, rank0_only=True)
+        with pytest.raises(ValueError, match="leaf 'own' is local to each rank"):
+            fs.from_state_dict({}, plan, mesh, src=0)
+        with pytest.raises(ValueError, match="must hold this rank's own piece of it; found 2 pieces"):
+            fs.from_state_dict({**pieces, "own": [pieces["own"], pieces["own"]]}, plan, mesh)
 
     run_simulated(main, 4, shape={"shard": 2, "tensor": 2})
 

@@ -236,30 +236,6 @@ def test_a_module_on_meta_takes_the_state_dict_itself() -> None:
     assert same(dict(other.state_dict()), dict(module.state_dict()))
 
 
-def test_local_leaves_are_each_ranks_own_and_no_rank_speaks_for_others() -> None:
-    def main(mesh: fs.Mesh) -> float:
-        params = {"w": torch.ones(3), "expert": torch.full((2,), float(mesh.rank))}
-        plan = fs.make_plan(params, mesh, local=["expert"])
-        shards = fs.shard(params, plan, mesh)
-        words = (
-            r"leaf 'expert' is local to each rank, and rank 0's state dict alone .* with rank0_only=False or sharded=True"
-        )
-        with pytest.raises(ValueError, match=words):
-            fs.to_state_dict(shards, plan, mesh, rank0_only=True)
-        with pytest.raises(ValueError, match="leaf 'expert' is local to each rank"):
-            fs.from_state_dict({}, plan, mesh, src=0)
-        pieces = fs.to_state_dict(shards, plan, mesh, sharded=True)
-        twice = {**pieces, "expert": [pieces["expert"], pieces["expert"]]}
-        with pytest.raises(ValueError, match="must hold this rank's own piece of it; found 2 pieces"):
-            fs.from_state_dict(twice, plan, mesh)
-        for form in (pieces, fs.to_state_dict(shards, plan, mesh)):
-            again = fs.from_state_dict(form, plan, mesh)
-            assert torch.equal(again[""]["float32.local"], shards[""]["float32.local"])
-        return fs.to_state_dict(shards, plan, mesh)["expert"].tolist()
-
-    assert fs.simulate(main, 2) == [[0, 0], [1, 1]]
-
-
 PIECES: dict[str, tuple[Any, str]] = {
     "another shape": (
         lambda p: [p._replace(shape=(5,))], r"pieces of leaf 'a' .* must be of shape \(4, 2\) and .*; found \(5,\) and",
@@ -299,18 +275,3 @@ def test_pieces_are_not_offloaded() -> None:
     plan = fs.make_plan({"a": torch.ones(2)}, 1)
     with pytest.raises(ValueError, match=r"sharded=True gives each rank the pieces .* leave them out"):
         fs.to_state_dict(fs.shard({"a": torch.ones(2)}, plan, fs.Mesh()), plan, fs.Mesh(), sharded=True, offload=True)
-
-
-def test_what_is_wrong_on_the_source_is_said_on_every_rank() -> None:
-    plan = fs.make_plan({"a": torch.ones(2)}, 2)
-    said = []
-
-    def main(mesh: fs.Mesh) -> None:
-        try:
-            fs.from_state_dict({}, plan, mesh, src=1)
-        except ValueError as error:
-            said.append(str(error))
-
-    fs.simulate(main, 2)
-    assert len(said) == 2
-    assert all("must hold every leaf of the plan; missing: ['a']" in text for text in said)

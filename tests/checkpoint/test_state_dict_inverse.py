@@ -167,9 +167,13 @@ def test_a_fault_of_one_rank_is_raised_on_all_of_them(fault: str, failing: int) 
         plan = fs.make_plan(PARAMS, mesh)
         shards = fs.shard(PARAMS, plan, mesh)
         whole, pieces = fs.to_state_dict(shards, plan, mesh), fs.to_state_dict(shards, plan, mesh, sharded=True)
+        given = change(whole, pieces) if mesh.rank == failing else whole
         whose = "" if mesh.rank == failing else rf" \(found on rank {failing}\)$"
         with pytest.raises(ValueError, match=f"{words}.*{whose}"):
-            fs.from_state_dict(change(whole, pieces) if mesh.rank == failing else whole, plan, mesh)
+            fs.from_state_dict(given, plan, mesh)
+        if fault in ("a leaf is missing", "another shape", "another dtype"):
+            with pytest.raises(ValueError, match=words):
+                fs.from_state_dict(given, plan, mesh, src=failing)
 
     fs.simulate(main, 2)
 
