@@ -10,7 +10,7 @@ from torch import nn
 import funcshard as fs
 from funcshard._utils import tree
 from tests.ranks import run_simulated
-from tests.slices import batch, forward, loss_of, make_params, plan_on, slices_at
+from tests.slices import batch, forward, loss_of, make_params, plan_on, ranks, slices_at
 
 MESHES: dict[str, dict[str, int]] = {
     "shard 2, tensor 2": {"shard": 2, "tensor": 2},
@@ -24,10 +24,6 @@ MESHES: dict[str, dict[str, int]] = {
 meshes = pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES)
 PARAMS = make_params()
 NAMES = dict(zip(*tree.describe(PARAMS)[:0:-1], strict=True))  # every leaf by its path
-
-
-def size(shape: Mapping[str, int]) -> int:
-    return int(torch.tensor(list(shape.values())).prod())
 
 
 def same(found: Mapping[str, Any], wanted: Mapping[str, Any] = NAMES) -> bool:
@@ -55,7 +51,7 @@ def test_state_dicts_are_the_whole_models(shape: dict[str, int], strategy: str) 
             for again in (fs.from_state_dict(NAMES, plan, mesh), fs.from_state_dict(given, plan, mesh, src=src), own):
                 assert tree.map(torch.equal, again, shards) == tree.map(lambda leaf: True, shards)
 
-    run_simulated(main, size(shape), shape=shape)
+    ranks(main, shape)
 
 
 def pieces_of(shape: dict[str, int]) -> list[dict[str, fs.Piece]]:
@@ -63,7 +59,7 @@ def pieces_of(shape: dict[str, int]) -> list[dict[str, fs.Piece]]:
         plan = plan_on(shape, PARAMS)
         return fs.to_state_dict(fs.shard(at(mesh), plan, mesh), plan, mesh, sharded=True)
 
-    return run_simulated(main, size(shape), shape=shape)
+    return ranks(main, shape)
 
 
 @meshes
@@ -92,7 +88,7 @@ def test_pieces_of_any_mesh_load_on_any_other(before: str) -> None:
         return fs.to_state_dict(fs.from_state_dict(pieces, plan, mesh), plan, mesh)
 
     for shape in [*MESHES.values()][:-2]:
-        assert all(map(same, run_simulated(main, size(shape), shape=shape)))
+        assert all(map(same, ranks(main, shape)))
 
 
 def test_a_slice_along_a_data_axis_is_joined_too() -> None:
@@ -109,7 +105,7 @@ def test_a_slice_along_a_data_axis_is_joined_too() -> None:
         assert torch.equal(fs.gather(again, plan, mesh)["w"], mine["w"])
 
     run_simulated(main, 2)
-    run_simulated(main, 4, shape={"replicate": 2, "shard": 2})
+    ranks(main, {"replicate": 2, "shard": 2})
 
 
 def test_local_leaves_stay_each_ranks_own_beside_slices() -> None:
@@ -134,7 +130,7 @@ def test_local_leaves_stay_each_ranks_own_beside_slices() -> None:
         with pytest.raises(ValueError, match="must hold this rank's own piece of it; found 2 pieces"):
             fs.from_state_dict({**pieces, "own": [pieces["own"], pieces["own"]]}, plan, mesh)
 
-    run_simulated(main, 4, shape={"shard": 2, "tensor": 2})
+    ranks(main, {"shard": 2, "tensor": 2})
 
 
 def test_ranks_compare_whole_tensors() -> None:
@@ -149,7 +145,7 @@ def test_ranks_compare_whole_tensors() -> None:
         with pytest.raises(ValueError, match=r"leaf 'blocks\.1\.up' of the state dict must have the same values"):
             fs.from_state_dict(changed, plan, mesh)
 
-    run_simulated(main, 4, shape={"shard": 2, "tensor": 2})
+    ranks(main, {"shard": 2, "tensor": 2})
 
 
 def test_wrong_shapes_are_said_with_the_function_that_takes_them() -> None:
@@ -182,7 +178,7 @@ def test_wrong_shapes_are_said_with_the_function_that_takes_them() -> None:
             with pytest.raises(ValueError, match=words):
                 fs.from_state_dict({"up": wrong}, plan, mesh)
 
-    run_simulated(main, 4, shape={"shard": 2, "tensor": 2})
+    ranks(main, {"shard": 2, "tensor": 2})
 
 
 OPTIMIZERS = {
@@ -253,7 +249,7 @@ def test_training_and_optimizer_state_are_the_whole_models(name: str, shape: dic
         again = fs.optimizer_from_state_dict(own, optimizer, plan, mesh, steps=train.opt_state["steps"])
         torch.testing.assert_close(again, train.opt_state, rtol=0, atol=0)
 
-    run_simulated(main, size(shape), shape=shape)
+    ranks(main, shape)
 
 
 @meshes
@@ -267,7 +263,7 @@ def test_safetensors_files_hold_whole_tensors(shape: dict[str, int], tmp_path: A
         assert same(load_file(tmp_path / "model.safetensors"))
         assert same(fs.to_state_dict(fs.import_safetensors(tmp_path, plan, mesh), plan, mesh))
 
-    run_simulated(main, size(shape), shape=shape)
+    ranks(main, shape)
 
 
 class Layers(nn.Module):
@@ -299,4 +295,4 @@ def test_init_draws_the_whole_leaves_and_keeps_slices() -> None:
         init = lambda unit: {leaf.path: whole.state_dict()[leaf.path] for leaf in unit.leaves}  # noqa: E731
         assert same(fs.to_state_dict(fs.init_shards(init, plan, mesh), plan, mesh), whole.state_dict())
 
-    run_simulated(main, 4, shape={"shard": 2, "tensor": 2})
+    ranks(main, {"shard": 2, "tensor": 2})
