@@ -474,10 +474,6 @@ def another_tie(folder: Path) -> None:
     )
 
 
-def of_another(folder: Path) -> None:
-    safetensors.torch.save_file({"x": torch.zeros(3)}, folder / "model.safetensors")
-
-
 def of_files(*names: str, rest: Callable[[Path], Any] = lambda path: None) -> Callable[[Path], None]:
     """Return a change that leaves files of other names in place of model.safetensors."""
 
@@ -492,10 +488,6 @@ def of_files(*names: str, rest: Callable[[Path], Any] = lambda path: None) -> Ca
 
 def without_config(folder: Path) -> None:
     (folder / "config.json").unlink()
-
-
-def of_dcp(folder: Path) -> None:
-    (folder / ".metadata").touch()
 
 
 BAD: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
@@ -530,7 +522,9 @@ BAD: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
         of_files("snapshots", rest=without_config), FileNotFoundError,
         "cache of the hub: pass the folder that huggingface_hub.snapshot_download",
     ),
-    "a checkpoint of torch": (of_files(rest=of_dcp), FileNotFoundError, r"import_dcp\(path, plan, mesh\) reads"),
+    "a checkpoint of torch": (
+        of_files(rest=lambda path: (path / ".metadata").touch()), FileNotFoundError, r"import_dcp\(path, plan, mesh\) reads",
+    ),
     "no class": (changed_config(architectures=None), ValueError, r"name a class of transformers .* found \[\]: pass model="),
     "a class of its own": (changed_config(architectures=["Mine"]), ValueError, r"found \['Mine'\]: pass model="),
     "a function in place of a class": (changed_config(architectures=["pipeline"]), ValueError, r"found \['pipeline'\]"),
@@ -552,7 +546,10 @@ BAD: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     ),
     "other shapes": (changed_config(n_embd=8), ValueError, r"must have shape \(.*\) and dtype float32, as planned; found"),
     "another tie": (another_tie, ValueError, "holds different values of 'lm_head.weight' and 'transformer.wte.weight'"),
-    "another model": (of_another, ValueError, r"holds no parameter of GPT2LMHeadModel; it has \['x'\], and the model"),
+    "another model": (
+        lambda path: safetensors.torch.save_file({"x": torch.zeros(3)}, path / "model.safetensors"), ValueError,
+        r"holds no parameter of GPT2LMHeadModel; it has \['x'\], and the model",
+    ),
 }  # fmt: skip
 
 
