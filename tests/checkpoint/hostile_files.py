@@ -118,7 +118,8 @@ CASES: dict[str, tuple[Harm, str]] = {
     "lists 600 deep": (text(INDEX, json.dumps(deep(600))), "nested in more than 500 levels"),
     "a body that is cut off": (text(INDEX, '{"saved": 1, "plan": {'), "it is no JSON"),
     "a later format": (
-        lambda folder: write_forged(folder / INDEX, "funcshard.checkpoint/9", "{}"), "this version of funcshard reads",
+        lambda folder: write_forged(folder / INDEX, "funcshard.checkpoint/9", "{}"),
+        r"index\.json is of format 'funcshard\.checkpoint/9'; this version of funcshard reads",
     ),
     # Parts of the index.
     **{

@@ -175,11 +175,6 @@ def harmful(folder: Path) -> None:
     (folder / ".metadata").write_bytes(b"cos\nsystem\n(S'touch " + str(folder / "ran").encode() + b"'\ntR.")
 
 
-def of_safetensors(folder: Path) -> None:
-    (folder / ".metadata").unlink()
-    (folder / "model.safetensors").touch()
-
-
 def other_boxes(change: Callable[[Any], Any]) -> Callable[[Path], None]:
     """Return a change of the chunks of a tensor in the metadata."""
 
@@ -195,7 +190,6 @@ def other_boxes(change: Callable[[Any], Any]) -> Callable[[Path], None]:
 BAD: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "no folder": (shutil.rmtree, FileNotFoundError, "there is no such folder"),
     "no metadata": (lambda path: (path / ".metadata").unlink(), FileNotFoundError, "it is incomplete, or no"),
-    "safetensors": (of_safetensors, FileNotFoundError, r"of safetensors: import_safetensors\(path"),
     "a pickle that runs a program": (harmful, ValueError, r"it names os\.system, and a pickle could run that"),
     "another class": (
         replaced(".metadata", b"BytesStorageMetadata", b"PytesStorageMetadata"), ValueError, r"it names torch\..*\.Pytes",
@@ -256,10 +250,6 @@ def test_what_cannot_be_read_is_said_on_every_rank(name: str, tmp_path: Path) ->
 
 
 MISTAKES: dict[str, tuple[Callable[[fs.Mesh, Path], Any], type[Exception], str]] = {
-    "two trees": (
-        lambda mesh, path: loaded(mesh, written(path, {"model": PARAMS, "ema": PARAMS})), ValueError,
-        r"under each of \['ema', 'model'\]: pass one of them as key",
-    ),
     "another key": (
         lambda mesh, path: loaded(mesh, written(path, {"model": PARAMS}), key="net"), ValueError,
         "must hold every leaf of the plan under 'net'",
@@ -310,8 +300,3 @@ def test_ranks_that_find_different_checkpoints_are_told(tmp_path: Path) -> None:
             loaded(mesh, tmp_path / str(mesh.rank))
 
     fs.simulate(main, 2)
-
-
-def test_restore_names_the_call_that_reads_it() -> None:
-    with pytest.raises(ValueError, match=r"of torch.distributed.checkpoint: import_dcp\(path, plan, mesh\) reads"):
-        fs.restore(DATA / "fsdp2")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -187,19 +188,14 @@ def test_a_dictionary_of_units_without_buffers_keeps_its_keys() -> None:
     assert flatten_state({"x": {"a": {}}}, PLAN, 0).spec == flatten_state({"x": {"a": {}}}, SINGLE, 0).spec
 
 
-def test_a_name_that_a_local_leaf_has_on_a_rank_is_an_error() -> None:
-    params = {"a": torch.zeros(2), "a@1": torch.zeros(3)}
-    for mesh, local in ((2, ["a"]), ({"replicate": 2, "shard": 2}, {"a": "replicate"})):
-        plan = fs.make_plan(params, mesh, local=local)
-        shards = {"": {b.key: torch.zeros(b.shard_numel) for b in plan.unit_list[0].buffers}}
-        with pytest.raises(ValueError, match=r"two tensors of the state would be stored as 'a@1'; rename"):
-            flatten_state(shards, plan, 0)
-
-
 def test_two_tensors_of_one_name_are_an_error() -> None:
-    state = {"x": {"a": {"float32": UNIT}}, "x.a.w": UNIT}
-    with pytest.raises(ValueError, match=r"two tensors of the state would be stored as 'x\.a\.w'; rename"):
-        flatten_state(state, PLAN, 0)
+    cases = [("x.a.w", {"x": {"a": {"float32": UNIT}}, "x.a.w": UNIT}, PLAN)]
+    for mesh, local in ((2, ["a"]), ({"replicate": 2, "shard": 2}, {"a": "replicate"})):  # a local leaf's name on a rank
+        plan = fs.make_plan({"a": torch.zeros(2), "a@1": torch.zeros(3)}, mesh, local=local)
+        cases.append(("a@1", {"": {b.key: torch.zeros(b.shard_numel) for b in plan.unit_list[0].buffers}}, plan))
+    for name, state, plan in cases:
+        with pytest.raises(ValueError, match=rf"two tensors of the state would be stored as '{re.escape(name)}'; rename"):
+            flatten_state(state, plan, 0)
 
 
 @pytest.mark.slow

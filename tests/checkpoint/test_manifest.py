@@ -15,23 +15,16 @@ import torch
 
 import funcshard as fs
 from funcshard.checkpoint import manifest, writer
-from tests.checkpoint.hostile_files import SIZES, forge
+from tests.checkpoint.hostile_files import INDEX, SIZES, TABLE, forge, put, write_forged
 from tests.json_damage import changed_once
 
 PLAN = fs.make_plan({"w": torch.zeros(40, 3), "b": torch.zeros(5)}, 2, units=["b"])
+ONE = fs.make_plan({"w": torch.zeros(1)}, 1)
 DATA = Path(__file__).parent / "data"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no index": (lambda path: (path / "index.json").unlink(), r"step-2 is not a complete checkpoint: its index\.json"),
     "half an index": (
         lambda path: os.truncate(path / "index.json", 700), r"index\.json is damaged: its checksum is not the one that",
-    ),
-    "an empty index": (lambda path: os.truncate(path / "index.json", 0), r"index\.json is damaged: it is not the index"),
-    "another index": (
-        lambda path: (path / "index.json").write_text("{}\n{}"), r"index\.json is damaged: it is not the index",
-    ),
-    "a newer index": (
-        lambda path: (path / "index.json").write_text('{"format": "funcshard.checkpoint/9"}\n{}'),
-        r"index\.json is of format 'funcshard\.checkpoint/9'; this version of funcshard reads",
     ),
     "a missing file": (lambda path: (path / "__1_0.distcp").unlink(), r"__1_0\.distcp is missing, so the checkpoint is not"),
     "half a file": (lambda path: os.truncate(path / "__0_0.distcp", 800), r"__0_0\.distcp is damaged: it has 800 bytes"),
@@ -116,22 +109,24 @@ def test_a_crash_while_one_is_replaced_leaves_the_old_one(folder: Path) -> None:
 def test_a_clock_that_goes_back_does_not_change_the_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     last = fs.restore(folder / "step-2").saved
     monkeypatch.setattr(manifest.time, "time_ns", lambda: 1_000)
-    fs.save(folder / "step-3", {"step": 3}, fs.make_plan({"w": torch.zeros(1)}, 1), fs.Mesh(), keep=1)
+    fs.save(folder / "step-3", {"step": 3}, ONE, fs.Mesh(), keep=1)
     assert fs.latest(folder) == folder / "step-3"
     assert fs.restore(folder / "step-3").saved == last + 1
     assert [path.name for path in folder.iterdir()] == ["step-3"]
 
 
 def test_a_time_after_which_there_is_none_keeps_no_checkpoint_from_being_read(folder: Path) -> None:
-    change(folder / "step-2" / "index.json", lambda body: body.update(saved=2**63 - 1))
-    fs.save(folder / "step-3", {"step": 3}, fs.make_plan({"w": torch.zeros(1)}, 1), fs.Mesh())
+    index = folder / "step-2" / INDEX
+    head, body, *_ = map(json.loads, index.read_text().splitlines())
+    write_forged(index, head["format"], json.dumps({**body, "saved": 2**63 - 1}, separators=(",", ":")))
+    fs.save(folder / "step-3", {"step": 3}, ONE, fs.Mesh())
     assert fs.latest(folder) == folder / "step-3"
 
 
 def test_a_damaged_time_is_not_followed(folder: Path) -> None:
     index = folder / "step-2" / "index.json"
     index.write_text(index.read_text().replace('{"saved":1', '{"saved":99'))
-    fs.save(folder / "step-3", {"step": 3}, fs.make_plan({"w": torch.zeros(1)}, 1), fs.Mesh())
+    fs.save(folder / "step-3", {"step": 3}, ONE, fs.Mesh())
     assert fs.restore(folder / "step-1").saved < fs.restore(folder / "step-3").saved < 9 * 10**18
 
 
@@ -140,79 +135,64 @@ def test_the_last_is_the_one_saved_last_whatever_its_name(folder: Path) -> None:
     assert fs.latest(folder) == folder / "a-first"
 
 
-def test_a_folder_of_checkpoints_is_told_from_one(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"it is a folder of checkpoints: name one of \['step-1', 'step-2'\], or latest\("):
-        fs.restore(folder)
-
-
-def change(file: Path, make: Callable[[dict], object]) -> None:
-    import hashlib
-
-    head, text, *_ = file.read_text().split("\n")
-    body = json.loads(text)
-    make(body)
-    text = json.dumps(body, separators=(",", ":"))
-    file.write_text(f"{json.dumps({**json.loads(head), 'sha256': hashlib.sha256(text.encode()).hexdigest()})}\n{text}\n")
+def without(part: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return a change of a text file's body that takes one part away."""
+    return lambda body: {key: value for key, value in body.items() if key != part}
 
 
 def old(folder: Path) -> Path:
     """Put a checkpoint of the first format, in which the index held everything, at step-2."""
     shutil.rmtree(folder / "step-2")
-    shutil.copytree(Path(__file__).parent / "data" / "flat_package", folder / "step-2")
+    shutil.copytree(DATA / "flat_package", folder / "step-2")
     return folder / "step-2"
 
 
 def test_a_checkpoint_without_the_checksum_of_its_metadata_is_an_older_one(folder: Path) -> None:
-    index = folder / "step-2" / "index.json"
-    change(index, lambda body: body.pop("listing"))
+    forge(folder / "step-2" / INDEX, without("listing"))
     (folder / "step-2" / ".metadata").write_bytes(bytes((folder / "step-2" / ".metadata").stat().st_size))
     fs.restore(folder / "step-2").check()
-    change(index, lambda body: body.update(listing="0" * 64))
+    put(INDEX, "listing", value="0" * 64)(folder / "step-2")
     with pytest.raises(ValueError, match=r"\.metadata is damaged: its bytes are not those that were saved; restore another"):
         fs.restore(folder / "step-2").check()
 
 
-@pytest.mark.parametrize("part", ["plan", "outline", "items", "save"])
-def test_an_index_of_another_make_is_damage_too(part: str, folder: Path) -> None:
-    change(folder / "step-2" / "index.json", lambda body: body.pop(part))
+PARTS = {False: ["plan", "outline", "items", "save"], True: ["plan", "outline", "own", "items", "regions", "files"]}
+
+
+@pytest.mark.parametrize(("is_old", "part"), [(is_old, part) for is_old, parts in PARTS.items() for part in parts])
+def test_an_index_of_another_make_is_damage_too(is_old: bool, part: str, folder: Path) -> None:
+    path = old(folder) if is_old else folder / "step-2"
+    forge(path / INDEX, without(part))
     with pytest.raises(ValueError, match=r"index\.json is damaged: it is not the index of a checkpoint; restore another"):
-        fs.restore(folder / "step-2")
+        fs.restore(path)
     assert fs.latest(folder).name == "step-1"
 
 
-WRONG_PLANS = [
-    7,
-    {},
-    {"shards": 7},
-    {"missing": PLAN},
-    {"step": PLAN},
-    {"shards": PLAN, "step": fs.make_plan({"w": torch.zeros(3)}, 3)},
-]
+WRONG_PLANS = {
+    "a number": 7,
+    "none": {},
+    "a number for an entry": {"shards": 7},
+    "of no entry": {"missing": PLAN},
+    "of an entry without shards": {"step": PLAN},
+    "of another mesh": {"shards": PLAN, "step": fs.make_plan({"w": torch.zeros(3)}, 3)},
+}
 
 
-@pytest.mark.parametrize("plans", WRONG_PLANS)
+@pytest.mark.parametrize("plans", WRONG_PLANS.values(), ids=WRONG_PLANS)
 def test_an_index_with_wrong_plans_is_damage_too(plans: Any, folder: Path) -> None:
     def to_json(plan: Any) -> Any:
         return json.loads(plan.to_json()) if isinstance(plan, fs.Plan) else plan
 
     data = {key: to_json(plan) for key, plan in plans.items()} if isinstance(plans, dict) else plans
-    change(folder / "step-2" / "index.json", lambda body: body.update(plans=data))
+    put(INDEX, "plans", value=data)(folder / "step-2")
     with pytest.raises(ValueError, match=r"index\.json is damaged: it is not the index of a checkpoint; restore another"):
         fs.restore(folder / "step-2")
-
-
-@pytest.mark.parametrize("part", ["plan", "outline", "own", "items", "regions", "files"])
-def test_an_old_index_of_another_make_is_damage_too(part: str, folder: Path) -> None:
-    change(old(folder) / "index.json", lambda body: body.pop(part))
-    with pytest.raises(ValueError, match=r"index\.json is damaged: it is not the index of a checkpoint; restore another"):
-        fs.restore(folder / "step-2")
-    assert fs.latest(folder).name == "step-1"
 
 
 @pytest.mark.parametrize("part", ["save", "own", "items", "regions", "size"])
 def test_a_table_of_another_make_is_damage_too(part: str, folder: Path) -> None:
     contents = fs.restore(folder / "step-2")
-    change(folder / "step-2" / "__1_0.json", lambda body: body.pop(part))
+    forge(folder / "step-2" / "__1_0.json", without(part))
     with pytest.raises(ValueError, match=r"__1_0\.json is damaged: it is not a file of a checkpoint; restore another"):
         contents.table(1)
 
@@ -226,8 +206,8 @@ def test_a_file_of_another_checkpoint_is_damage(file: str, folder: Path) -> None
 
 @pytest.mark.parametrize("outside", ["../step-1/__0_0.distcp", "/etc/hostname", "..", ""])
 def test_an_index_that_names_files_elsewhere_is_refused(outside: str, folder: Path) -> None:
-    for find in (lambda: folder / "step-2" / "sizes.json", lambda: old(folder) / "index.json"):
-        change(find(), lambda body: body["files"].update({outside: 1}))
+    for make, name in ((lambda: folder / "step-2", SIZES), (lambda: old(folder), INDEX)):
+        put(name, "files", outside, value=1)(make())
         with pytest.raises(ValueError, match="which is not in the checkpoint's own folder"):
             fs.restore(folder / "step-2")
 
@@ -297,7 +277,7 @@ THERE: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_name_that_latest_would_pass_over_is_refused(name: str, tmp_path: Path) -> None:
     words = "path must end in a name without a dot at its front, because latest passes over others; found '\\.+"
     with pytest.raises(ValueError, match=words):
-        fs.save(tmp_path / name, {"step": 3}, fs.make_plan({"w": torch.zeros(1)}, 1), fs.Mesh())
+        fs.save(tmp_path / name, {"step": 3}, ONE, fs.Mesh())
     assert not list(tmp_path.iterdir())
 
 
@@ -308,7 +288,7 @@ def test_what_is_no_checkpoint_is_left_alone(name: str, folder: Path) -> None:
     make(path)
     before = sorted(folder.rglob("*"))
     with pytest.raises(ValueError, match=f"path must be free, or name a checkpoint, .*; found {found} at "):
-        fs.save(path, {"step": 3}, fs.make_plan({"w": torch.zeros(1)}, 1), fs.Mesh())
+        fs.save(path, {"step": 3}, ONE, fs.Mesh())
     assert sorted(folder.rglob("*")) == before
     assert fs.restore(folder / "step-1").values["step"] == 1
 
@@ -318,7 +298,7 @@ def test_an_empty_folder_and_what_is_left_of_a_checkpoint_are_replaced(make: Cal
     path = folder / "there"
     make(path)
     (path / "index.json").unlink(missing_ok=True)
-    fs.save(path, {"step": 3}, fs.make_plan({"w": torch.zeros(1)}, 1), fs.Mesh())
+    fs.save(path, {"step": 3}, ONE, fs.Mesh())
     assert fs.restore(path).values["step"] == 3
 
 
@@ -327,7 +307,7 @@ def test_your_files_in_a_checkpoint_that_is_replaced_move_to_the_new_one(folder:
     (path / "tokenizer").mkdir()
     (path / "tokenizer" / "vocabulary.txt").write_text("precious")
     (path / "config.json").write_text("{}")
-    fs.save(path, {"step": 3}, fs.make_plan({"w": torch.zeros(1)}, 1), fs.Mesh())
+    fs.save(path, {"step": 3}, ONE, fs.Mesh())
     assert fs.restore(path).values["step"] == 3
     assert (path / "tokenizer" / "vocabulary.txt").read_text() == "precious"
     assert (path / "config.json").read_text() == "{}"
@@ -340,32 +320,33 @@ def test_what_another_program_writes_to_the_path_while_a_save_runs_stays(
     wait = writer.Writer.wait_for_all
     monkeypatch.setattr(writer.Writer, "wait_for_all", lambda work: (shutil.copytree(DATA / "fsdp2", work.path), wait(work)))
     with pytest.raises(OSError, match=r"is not saved: .*found a folder that holds '\.metadata' at .*choose another path"):
-        fs.save(tmp_path / "last", {"step": 3}, fs.make_plan({"w": torch.zeros(1)}, 1), fs.Mesh())
+        fs.save(tmp_path / "last", {"step": 3}, ONE, fs.Mesh())
     assert sorted(each.name for each in tmp_path.rglob("*")) == [".metadata", "__0_0.distcp", "__1_0.distcp", "last"]
 
 
 @pytest.mark.parametrize("name", [".step-2.0123abcd.part", ".step-7.0123abcd.part", ".step-2.0123abcd.old"])
 def test_a_checkpoint_of_another_program_with_the_name_of_a_leftover_stays(name: str, folder: Path) -> None:
     shutil.copytree(DATA / "fsdp2", folder / name)
-    fs.save(folder / "step-2", {"step": 3}, fs.make_plan({"w": torch.zeros(1)}, 1), fs.Mesh(), keep=1)
+    fs.save(folder / "step-2", {"step": 3}, ONE, fs.Mesh(), keep=1)
     assert sorted(each.name for each in folder.iterdir()) == [name, "step-2"]
     assert len(list((folder / name).iterdir())) == 3
 
 
 def test_links_are_neither_counted_nor_followed_when_old_ones_go(folder: Path) -> None:
     (folder / "best").symlink_to("step-2")
-    fs.save(folder / "step-3", {"step": 3}, fs.make_plan({"w": torch.zeros(1)}, 1), fs.Mesh(), keep=2)
+    fs.save(folder / "step-3", {"step": 3}, ONE, fs.Mesh(), keep=2)
     assert sorted(path.name for path in folder.iterdir()) == ["best", "step-2", "step-3"]
     assert fs.restore(folder / "best").values["step"] == 2
 
 
-def test_latest_reads_the_index_of_the_newest_checkpoint_alone(
+def test_latest_reads_the_index_and_looks_at_the_files_of_the_newest_checkpoint_alone(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    read, indices = manifest.read_text, []
+    read, check, indices, files = manifest.read_text, manifest._check_files, [], []
     monkeypatch.setattr(manifest, "read_text", lambda path, at=None: (indices.append(path.parent.name), read(path, at))[1])
+    monkeypatch.setattr(manifest, "_check_files", lambda at, *rest: (files.append(at.path.name), check(at, *rest))[1])
     assert fs.latest(folder) == folder / "step-2"
-    assert indices == ["step-2"]
+    assert indices == files == ["step-2"]
     os.truncate(folder / "step-2" / "index.json", 0)  # one without a time is passed over, with a warning
     assert fs.latest(folder) == folder / "step-1"
     assert "step-2 is passed over" in caplog.text
@@ -376,20 +357,8 @@ def test_a_name_with_the_signs_of_globs_in_it_is_only_a_name(folder: Path) -> No
     assert fs.restore(folder / "run[1]*").values["step"] == 2
 
 
-def test_latest_looks_at_the_files_of_the_newest_checkpoint_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[str] = []
-    check = manifest._check_files
-    noted = lambda folder, *rest: looked.append(folder.path.name) or check(folder, *rest)  # noqa: E731
-    monkeypatch.setattr(manifest, "_check_files", noted)
-    for step in range(1, 4):
-        save(tmp_path, step)
-    looked.clear()
-    assert fs.latest(tmp_path) == tmp_path / "step-3"
-    assert looked == ["step-3"]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["index.json", "__0_0.json", SIZES])
+@pytest.mark.parametrize("name", [INDEX, TABLE, SIZES])
 def test_every_small_change_of_a_file_with_a_right_checksum_is_read_or_is_a_value_error(name: str, folder: Path) -> None:
     path, errors = folder / "step-2", 0
     file, sizes = path / name, (path / SIZES).read_bytes()
@@ -399,6 +368,8 @@ def test_every_small_change_of_a_file_with_a_right_checksum_is_read_or_is_a_valu
         (path / SIZES).write_bytes(sizes)
         try:
             forge(file, lambda _, data=data: data)
+            assert fs.latest(folder) is not None
+            str(fs.restore(path))
             fs.simulate(lambda mesh: fs.restore(path, PLAN, mesh), 2)
         except ValueError:
             errors += 1

@@ -248,33 +248,30 @@ def test_a_pairs_own_values_come_along() -> None:
     assert run_simulated(pair_from_rank, 3) == [(torch.int32, 7)] * 3
 
 
-@pytest.mark.parametrize(
-    ("change", "src", "words"),
-    [
-        (lambda found: found, 9, r"src must be a rank of the world, from 0 to 1; found 9"),
-        (lambda found: {}, 0, r"found an empty one, as rank0_only leaves it"),
-        (
-            lambda found: {**found, "state": {**found["state"], "0.bias": {"exp_avg": fs.Piece(torch.ones(1), 0, (5,))}}},
-            0,
-            r"with src .* must hold full tensors and numbers; found Piece for 'exp_avg' of leaf '0\.bias': leave src out",
-        ),
-        (
-            lambda found: {**found, "state": {**found["state"], "0.bias": {**found["state"]["0.bias"], "exp_avg": DATA}}},
-            0,
-            r"leaf '0\.bias' of 'exp_avg' of the optimizer's state dict must have shape \(5,\)",
-        ),
-    ],
-    ids=["no rank", "empty", "a piece", "shape"],
-)
-def test_every_rank_raises_for_a_fault_of_the_one(change: Any, src: int, words: str) -> None:
-    def main(mesh: fs.Mesh) -> str:
-        _, by_name = saved(mesh, "AdamW, a unit", ())
-        optimizer, _, plan, _, _ = setting(mesh, "AdamW, a unit", ())
-        with pytest.raises(ValueError, match=words) as raised:
-            fs.optimizer_from_state_dict(change(by_name) if mesh.rank == src else {}, optimizer, plan, mesh, src=src)
-        return str(raised.value)
+FAULTS: dict[str, tuple[dict[str, Any], str]] = {  # what the state dict of the one holds of 0.bias
+    "a piece": (
+        {"exp_avg": fs.Piece(torch.ones(1), 0, (5,))},
+        r"with src .* must hold full tensors and numbers; found Piece for 'exp_avg' of leaf '0\.bias': leave src out",
+    ),
+    "another shape": (
+        {"exp_avg": DATA}, r"leaf '0\.bias' of 'exp_avg' of the optimizer's state dict must have shape \(5,\)",
+    ),
+    "nothing": ({}, r"found an empty one, as rank0_only leaves it"),
+}  # fmt: skip
 
-    assert len(fs.simulate(main, 2)) == 2
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_rank_raises_for_a_fault_of_the_one(fault: str) -> None:
+    change, words = FAULTS[fault]
+
+    def main(mesh: fs.Mesh) -> None:
+        _, found = saved(mesh, "AdamW, a unit", ())
+        optimizer, _, plan, _, _ = setting(mesh, "AdamW, a unit", ())
+        found["state"]["0.bias"].update(change)
+        with pytest.raises(ValueError, match=words):
+            fs.optimizer_from_state_dict(found if mesh.rank == 0 and change else {}, optimizer, plan, mesh, src=0)
+
+    fs.simulate(main, 2)
 
 
 def test_the_text_that_goes_to_every_rank_holds_no_elements_of_leaves() -> None:

@@ -229,13 +229,6 @@ def test_what_belongs_to_another_user_keeps_nobody_from_saving(tmp_path: Path, c
         assert names(folder) == left
 
 
-def test_what_is_too_many_after_a_kill_goes_with_the_next_save(tmp_path: Path) -> None:
-    for step in range(3):  # as if each process was killed before it deleted the older ones
-        fs.save(tmp_path / f"step-{step}", {"step": step}, PLAN, MESH)
-    fs.save(tmp_path / "step-3", {"step": 3}, PLAN, MESH, keep=2)
-    assert names(tmp_path) == ["step-2", "step-3"]
-
-
 def test_a_save_that_fails_gives_the_lock_back(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="leaf 'x' of the state cannot be stored"):
         fs.save(tmp_path / "a", {"x": {1}}, PLAN, MESH)

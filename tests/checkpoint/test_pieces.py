@@ -9,8 +9,8 @@ from torch import nn
 
 import funcshard as fs
 from funcshard._utils import tree
-from tests.ranks import run_ranks, run_simulated
-from tests.slices import batch, forward, loss_of, make_params, plan_on, slices_at
+from tests.ranks import run_simulated
+from tests.slices import batch, forward, loss_of, make_params, plan_on, ranks, slices_at
 
 MESHES: dict[str, dict[str, int]] = {
     "shard 2, tensor 2": {"shard": 2, "tensor": 2},
@@ -24,10 +24,6 @@ MESHES: dict[str, dict[str, int]] = {
 meshes = pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES)
 PARAMS = make_params()
 NAMES = dict(zip(*tree.describe(PARAMS)[:0:-1], strict=True))  # every leaf by its path
-
-
-def size(shape: Mapping[str, int]) -> int:
-    return int(torch.tensor(list(shape.values())).prod())
 
 
 def same(found: Mapping[str, Any], wanted: Mapping[str, Any] = NAMES) -> bool:
@@ -51,10 +47,11 @@ def test_state_dicts_are_the_whole_models(shape: dict[str, int], strategy: str) 
         assert tree.map(torch.equal, fs.gather(shards, plan, mesh), at(mesh)) == tree.map(lambda leaf: True, at(mesh))
         for src in (0, mesh.world_size - 1):
             given = NAMES if mesh.rank == src else {}
-            for again in (fs.from_state_dict(NAMES, plan, mesh), fs.from_state_dict(given, plan, mesh, src=src)):
+            own = fs.from_state_dict(fs.to_state_dict(shards, plan, mesh, sharded=True), plan, mesh)
+            for again in (fs.from_state_dict(NAMES, plan, mesh), fs.from_state_dict(given, plan, mesh, src=src), own):
                 assert tree.map(torch.equal, again, shards) == tree.map(lambda leaf: True, shards)
 
-    run_simulated(main, size(shape), shape=shape)
+    ranks(main, shape)
 
 
 def pieces_of(shape: dict[str, int]) -> list[dict[str, fs.Piece]]:
@@ -62,7 +59,7 @@ def pieces_of(shape: dict[str, int]) -> list[dict[str, fs.Piece]]:
         plan = plan_on(shape, PARAMS)
         return fs.to_state_dict(fs.shard(at(mesh), plan, mesh), plan, mesh, sharded=True)
 
-    return run_simulated(main, size(shape), shape=shape)
+    return ranks(main, shape)
 
 
 @meshes
@@ -91,17 +88,7 @@ def test_pieces_of_any_mesh_load_on_any_other(before: str) -> None:
         return fs.to_state_dict(fs.from_state_dict(pieces, plan, mesh), plan, mesh)
 
     for shape in [*MESHES.values()][:-2]:
-        assert all(map(same, run_simulated(main, size(shape), shape=shape)))
-
-
-def test_own_pieces_load_without_those_of_other_ranks() -> None:
-    def main(mesh: fs.Mesh) -> bool:
-        plan = plan_on(mesh.shape, PARAMS)
-        shards = fs.shard(at(mesh), plan, mesh)
-        again = fs.from_state_dict(fs.to_state_dict(shards, plan, mesh, sharded=True), plan, mesh)
-        return same(fs.to_state_dict(again, plan, mesh))
-
-    assert all(run_simulated(main, 4, shape=MESHES["shard 2, tensor 2"]))
+        assert all(map(same, ranks(main, shape)))
 
 
 def test_a_slice_along_a_data_axis_is_joined_too() -> None:
@@ -118,22 +105,32 @@ def test_a_slice_along_a_data_axis_is_joined_too() -> None:
         assert torch.equal(fs.gather(again, plan, mesh)["w"], mine["w"])
 
     run_simulated(main, 2)
-    run_simulated(main, 4, shape={"replicate": 2, "shard": 2})
+    ranks(main, {"replicate": 2, "shard": 2})
 
 
 def test_local_leaves_stay_each_ranks_own_beside_slices() -> None:
     def main(mesh: fs.Mesh) -> None:
-        position = mesh.position
-        mine = {"up": torch.arange(8.0).chunk(2)[position["tensor"]], "own": torch.full((3,), float(position["tensor"]))}
-        plan = fs.make_plan(mine, mesh, local={"up": {"tensor": 0}, "own": "tensor"})
+        column, rank = mesh.position["tensor"], float(mesh.rank)
+        mine = {
+            "up": torch.arange(8.0).chunk(2)[column],
+            "own": torch.full((3,), rank),
+            "row": torch.full((5,), 1.0 * column),
+        }
+        plan = fs.make_plan(mine, mesh, local={"up": {"tensor": 0}, "own": ("shard", "tensor"), "row": "tensor"})
         shards = fs.shard(mine, plan, mesh)
-        found = fs.to_state_dict(shards, plan, mesh)
-        assert same(found, {"up": torch.arange(8.0), "own": mine["own"]})
-        assert same(fs.gather(fs.from_state_dict(found, plan, mesh), plan, mesh), mine)
-        with pytest.raises(ValueError, match="'own' is local to each rank, and rank 0's state dict alone would lose"):
+        found, pieces = fs.to_state_dict(shards, plan, mesh), fs.to_state_dict(shards, plan, mesh, sharded=True)
+        assert same(found, {**mine, "up": torch.arange(8.0)})
+        for form in (found, pieces):
+            assert same(fs.gather(fs.from_state_dict(form, plan, mesh), plan, mesh), mine)
+        words = r"'own' is local to each rank, and rank 0's state dict alone .* with rank0_only=False or sharded=True"
+        with pytest.raises(ValueError, match=words):
             fs.to_state_dict(shards, plan, mesh, rank0_only=True)
+        with pytest.raises(ValueError, match="leaf 'own' is local to each rank"):
+            fs.from_state_dict({}, plan, mesh, src=0)
+        with pytest.raises(ValueError, match="must hold this rank's own piece of it; found 2 pieces"):
+            fs.from_state_dict({**pieces, "own": [pieces["own"], pieces["own"]]}, plan, mesh)
 
-    run_simulated(main, 4, shape={"shard": 2, "tensor": 2})
+    ranks(main, {"shard": 2, "tensor": 2})
 
 
 def test_ranks_compare_whole_tensors() -> None:
@@ -148,7 +145,7 @@ def test_ranks_compare_whole_tensors() -> None:
         with pytest.raises(ValueError, match=r"leaf 'blocks\.1\.up' of the state dict must have the same values"):
             fs.from_state_dict(changed, plan, mesh)
 
-    run_simulated(main, 4, shape={"shard": 2, "tensor": 2})
+    ranks(main, {"shard": 2, "tensor": 2})
 
 
 def test_wrong_shapes_are_said_with_the_function_that_takes_them() -> None:
@@ -181,7 +178,7 @@ def test_wrong_shapes_are_said_with_the_function_that_takes_them() -> None:
             with pytest.raises(ValueError, match=words):
                 fs.from_state_dict({"up": wrong}, plan, mesh)
 
-    run_simulated(main, 4, shape={"shard": 2, "tensor": 2})
+    ranks(main, {"shard": 2, "tensor": 2})
 
 
 OPTIMIZERS = {
@@ -252,7 +249,7 @@ def test_training_and_optimizer_state_are_the_whole_models(name: str, shape: dic
         again = fs.optimizer_from_state_dict(own, optimizer, plan, mesh, steps=train.opt_state["steps"])
         torch.testing.assert_close(again, train.opt_state, rtol=0, atol=0)
 
-    run_simulated(main, size(shape), shape=shape)
+    ranks(main, shape)
 
 
 @meshes
@@ -266,7 +263,7 @@ def test_safetensors_files_hold_whole_tensors(shape: dict[str, int], tmp_path: A
         assert same(load_file(tmp_path / "model.safetensors"))
         assert same(fs.to_state_dict(fs.import_safetensors(tmp_path, plan, mesh), plan, mesh))
 
-    run_simulated(main, size(shape), shape=shape)
+    ranks(main, shape)
 
 
 class Layers(nn.Module):
@@ -298,15 +295,4 @@ def test_init_draws_the_whole_leaves_and_keeps_slices() -> None:
         init = lambda unit: {leaf.path: whole.state_dict()[leaf.path] for leaf in unit.leaves}  # noqa: E731
         assert same(fs.to_state_dict(fs.init_shards(init, plan, mesh), plan, mesh), whole.state_dict())
 
-    run_simulated(main, 4, shape={"shard": 2, "tensor": 2})
-
-
-def on_processes(mesh: fs.Mesh) -> dict[str, torch.Tensor]:
-    plan = plan_on(mesh.shape, PARAMS)
-    found = fs.to_state_dict(fs.shard(at(mesh), plan, mesh), plan, mesh, rank0_only=True)
-    again = fs.from_state_dict(found, plan, mesh, src=0)
-    return fs.to_state_dict(again, plan, mesh)
-
-
-def test_processes_join_slices_too() -> None:
-    assert all(map(same, run_ranks(on_processes, 4, shape={"shard": 2, "tensor": 2})))
+    ranks(main, {"shard": 2, "tensor": 2})

@@ -24,6 +24,9 @@ from tests.ranks import run_ranks
 SHAPE = {"shard": 2, "tensor": 2}
 LOCAL = {"up": {"tensor": 0}, "down.weight": {"tensor": 1}}
 FULL = StateDictOptions(full_state_dict=True)
+OF_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+OPTIONS = {"lr": 0.05, "weight_decay": 0.1}
+NO_DECAY = {"paths": ["**.bias"], "weight_decay": 0.0}
 DATA = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
 
 
@@ -50,7 +53,7 @@ def ours(mesh: fs.Mesh) -> tuple[fs.Plan, Any, Any]:
     """Return a plan, an optimizer, and a step that computes what FSDP2's modules compute."""
     params = dict(MLP(0, 2).named_parameters())
     plan = fs.make_plan(params, mesh, local=LOCAL)
-    optimizer = fs.torch_optimizer(torch.optim.AdamW, lr=0.05)
+    optimizer = fs.torch_optimizer(torch.optim.AdamW, groups=[NO_DECAY], plan=plan, mesh=mesh, **OPTIONS)
 
     def call(leaves: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         y = nn.functional.layer_norm(x, (6,), leaves["norm.weight"], leaves["norm.bias"])
@@ -61,6 +64,14 @@ def ours(mesh: fs.Mesh) -> tuple[fs.Plan, Any, Any]:
     return plan, optimizer, fs.make_train_step(lambda s, _, x: run(s[""], x).square().mean(), optimizer, plan, mesh)
 
 
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    """Return torch's AdamW, which does not decay biases."""
+    named = dict(module.named_parameters())
+    weights = [leaf for name, leaf in named.items() if not name.endswith("bias")]
+    biases = [leaf for name, leaf in named.items() if name.endswith("bias")]
+    return torch.optim.AdamW([{"params": weights}, {"params": biases, "weight_decay": 0.0}], **OPTIONS)
+
+
 def same(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
     return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
@@ -69,7 +80,7 @@ def both_ways(mesh: fs.Mesh, folder: Path) -> None:
     wanted = dict(MLP(7).state_dict())
     plan, optimizer, step = ours(mesh)
     theirs = fsdp2(7)
-    torch_optimizer = torch.optim.AdamW(theirs.parameters(), lr=0.05)
+    torch_optimizer = adamw(theirs)
     x = DATA.chunk(2)[mesh.position["shard"]]
 
     def train(steps: int) -> None:
@@ -111,9 +122,21 @@ def both_ways(mesh: fs.Mesh, folder: Path) -> None:
     by_name = fs.optimizer_to_state_dict(state.opt_state, optimizer, plan, mesh)
     torch.testing.assert_close(by_name["state"], get_optimizer_state_dict(theirs, torch_optimizer, options=FULL)["state"])
 
-    # And back: the next step there and here, from our state.
+    # And back: the next step there and here, from our state, of all ranks or of rank 0.
+    form: dict[str, Any] = {"rank0_only": True, "offload": True}
+    first = fs.to_state_dict(state.shards, plan, mesh, **form)
+    first_by_name = fs.optimizer_to_state_dict(state.opt_state, optimizer, plan, mesh, **form)
+    other = fsdp2(0)
+    other_optimizer = adamw(other)
+    set_model_state_dict(other, first, options=OF_RANK_0)
+    set_optimizer_state_dict(other, other_optimizer, first_by_name, options=OF_RANK_0)
     set_model_state_dict(theirs, found, options=FULL)
     set_optimizer_state_dict(theirs, torch_optimizer, by_name, options=FULL)
+    whole = get_optimizer_state_dict(theirs, torch_optimizer, options=FULL)
+    of_rank_0 = get_optimizer_state_dict(other, other_optimizer, options=FULL)
+    assert of_rank_0["param_groups"] == whole["param_groups"]
+    torch.testing.assert_close(of_rank_0["state"], whole["state"], rtol=0, atol=0)
+    assert same(get_model_state_dict(other, options=FULL), get_model_state_dict(theirs, options=FULL))
     train(1)
     state, _ = step(state, x)
     torch.testing.assert_close(fs.to_state_dict(state.shards, plan, mesh), dict(get_model_state_dict(theirs, options=FULL)))

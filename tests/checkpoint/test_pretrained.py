@@ -175,21 +175,22 @@ def test_init_module_takes_init_weights_as_its_reset(name: str, draws: str) -> N
 
 # --- dtypes, classes, names -----------------------------------------------------------------------
 
-DTYPES = {
-    "that of the config": (None, torch.bfloat16),
-    "float32 on request": (torch.float32, torch.float32),
-    "float16 on request": (torch.float16, torch.float16),
+DTYPES: dict[str, tuple[str, torch.dtype | None, set[torch.dtype]]] = {
+    "that of the config": ("Llama", None, {torch.bfloat16}),
+    "another on request": ("Llama", torch.float32, {torch.float32}),
+    "and float32 for what a model computes in it": ("T5", torch.float16, {torch.float16, torch.float32}),
 }
 
 
-@pytest.mark.parametrize("name", DTYPES)
-def test_parameters_have_the_dtype(name: str, tmp_path: Path) -> None:
-    dtype, meant = DTYPES[name]
-    made("Llama", tmp_path).bfloat16().save_pretrained(tmp_path)
+@pytest.mark.parametrize(("family", "dtype", "meant"), DTYPES.values(), ids=DTYPES)
+def test_parameters_have_the_dtype(family: str, dtype: torch.dtype | None, meant: set[torch.dtype], tmp_path: Path) -> None:
+    model = made(family, tmp_path).bfloat16()
+    model.save_pretrained(tmp_path)
     apply, shards, buffers, plan = fs.from_pretrained(tmp_path, fs.Mesh(), dtype=dtype)
     params = fs.gather(shards, plan, fs.Mesh())
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=meant)
-    assert all(torch.equal(params[key], value) and value.dtype == meant for key, value in theirs.named_parameters())
+    theirs = type(model).from_pretrained(tmp_path, dtype=dtype or torch.bfloat16)
+    assert {value.dtype for value in params.values()} == meant
+    assert all(torch.equal(params[key], p) and params[key].dtype == p.dtype for key, p in theirs.named_parameters())
     assert all(torch.equal(buffers[key], value) for key, value in theirs.named_buffers())
     fs.save_pretrained(tmp_path / "new", apply, shards, plan, fs.Mesh(), dtype=torch.bfloat16)
     assert {tensor.dtype for tensor in tensors_in(tmp_path / "new").values()} == {torch.bfloat16}
@@ -473,10 +474,6 @@ def another_tie(folder: Path) -> None:
     )
 
 
-def of_another(folder: Path) -> None:
-    safetensors.torch.save_file({"x": torch.zeros(3)}, folder / "model.safetensors")
-
-
 def of_files(*names: str, rest: Callable[[Path], Any] = lambda path: None) -> Callable[[Path], None]:
     """Return a change that leaves files of other names in place of model.safetensors."""
 
@@ -491,10 +488,6 @@ def of_files(*names: str, rest: Callable[[Path], Any] = lambda path: None) -> Ca
 
 def without_config(folder: Path) -> None:
     (folder / "config.json").unlink()
-
-
-def of_dcp(folder: Path) -> None:
-    (folder / ".metadata").touch()
 
 
 BAD: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
@@ -529,7 +522,9 @@ BAD: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
         of_files("snapshots", rest=without_config), FileNotFoundError,
         "cache of the hub: pass the folder that huggingface_hub.snapshot_download",
     ),
-    "a checkpoint of torch": (of_files(rest=of_dcp), FileNotFoundError, r"import_dcp\(path, plan, mesh\) reads"),
+    "a checkpoint of torch": (
+        of_files(rest=lambda path: (path / ".metadata").touch()), FileNotFoundError, r"import_dcp\(path, plan, mesh\) reads",
+    ),
     "no class": (changed_config(architectures=None), ValueError, r"name a class of transformers .* found \[\]: pass model="),
     "a class of its own": (changed_config(architectures=["Mine"]), ValueError, r"found \['Mine'\]: pass model="),
     "a function in place of a class": (changed_config(architectures=["pipeline"]), ValueError, r"found \['pipeline'\]"),
@@ -551,7 +546,10 @@ BAD: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     ),
     "other shapes": (changed_config(n_embd=8), ValueError, r"must have shape \(.*\) and dtype float32, as planned; found"),
     "another tie": (another_tie, ValueError, "holds different values of 'lm_head.weight' and 'transformer.wte.weight'"),
-    "another model": (of_another, ValueError, r"holds no parameter of GPT2LMHeadModel; it has \['x'\], and the model"),
+    "another model": (
+        lambda path: safetensors.torch.save_file({"x": torch.zeros(3)}, path / "model.safetensors"), ValueError,
+        r"holds no parameter of GPT2LMHeadModel; it has \['x'\], and the model",
+    ),
 }  # fmt: skip
 
 
@@ -620,16 +618,6 @@ def test_tensors_that_files_hold_as_one_must_lie_in_one_unit(tmp_path: Path) -> 
     fine = fs.make_plan(params, 1, units=["**.gate_proj"])
     with pytest.raises(ValueError, match=r"the files hold .* as one tensor, whose parts lie in several units of the plan"):
         fs.save_pretrained(tmp_path / "fine", apply, fs.shard(params, fine, fs.Mesh()), fine, fs.Mesh())
-
-
-def test_what_a_model_computes_in_float32_stays_in_float32(tmp_path: Path) -> None:
-    made("T5", tmp_path)
-    _, shards, _, plan = fs.from_pretrained(tmp_path, fs.Mesh(), dtype=torch.float16)
-    params = fs.gather(shards, plan, fs.Mesh())
-    theirs = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float16)
-    dtypes = {path: parameter.dtype for path, parameter in theirs.named_parameters()}
-    assert {torch.float16, torch.float32} == set(dtypes.values())
-    assert {path: value.dtype for path, value in params.items()} == dtypes
 
 
 def test_a_model_of_hugging_face_is_one_by_its_name_and_its_package() -> None:

@@ -1,7 +1,7 @@
 """A state of one degree of tensor parallelism restores under any other, in files and in memory."""
 
 import itertools
-from collections.abc import Mapping
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from funcshard._utils import tree
 from funcshard.checkpoint.read_items import ReadBox
 from funcshard.plan import Box
 from tests.ranks import run_simulated
-from tests.slices import batch, forward, loss_of, make_params, plan_on, slices_at
+from tests.slices import batch, forward, loss_of, make_params, plan_on, ranks, slices_at
 
 MESHES: dict[str, dict[str, int]] = {
     "shard 2, tensor 2": {"shard": 2, "tensor": 2},
@@ -27,14 +27,6 @@ MESHES: dict[str, dict[str, int]] = {
 MOVES = [*itertools.pairwise([*MESHES, "shard 2, tensor 2", "tensor 4", "shard 2, tensor 2"])]
 PARAMS = make_params()
 NAMES = dict(zip(*tree.describe(PARAMS)[:0:-1], strict=True))
-
-
-def size(shape: Mapping[str, int]) -> int:
-    return int(torch.tensor(list(shape.values())).prod())
-
-
-def ranks(fn: Any, shape: Mapping[str, int], *args: Any) -> list[Any]:
-    return run_simulated(fn, size(shape), *args, shape=shape)
 
 
 def state_of(mesh: fs.Mesh, plan: fs.Plan) -> dict[str, Any]:
@@ -71,7 +63,7 @@ def test_states_restore_under_another_degree(before: str, after: str, tmp_path: 
         state = fs.restore(tmp_path / "last", plan, mesh)
         check_state(state, plan, mesh)
         own, same = state.pop("own"), replanned[mesh.rank].copy()
-        assert own == same.pop("own") == fs.PerRank(mesh.rank % size(MESHES[before]))
+        assert own == same.pop("own") == fs.PerRank(mesh.rank % math.prod(MESHES[before].values()))
         torch.testing.assert_close(state, same, rtol=0, atol=0)
 
     states = ranks(begin, MESHES[before])
@@ -121,33 +113,28 @@ def test_the_same_degree_reads_runs_and_no_boxes(tmp_path: Path, monkeypatch: py
     ranks(main, shape)
 
 
-MISTAKES = {
-    "the dimension left out": (
-        lambda mine: {"up": "tensor"},
-        {"shard": 1, "tensor": 2},
-        "must say which dimension they cut",
-    ),
-    "another dimension": (lambda mine: {"up": {"tensor": 1}}, {"shard": 1, "tensor": 2}, r"found \(8, 4\) stored"),
-    "another model": (lambda mine: {"up": {"tensor": 0}}, {"shard": 1, "tensor": 4}, r"has shape \(16, 4\) as a whole"),
+MISTAKES: dict[str, tuple[Any, int, str]] = {
+    "the dimension left out": ("tensor", 2, "must say which dimension they cut"),
+    "another dimension": ({"tensor": 1}, 2, r"found \(8, 4\) stored"),
+    "another model": ({"tensor": 0}, 4, r"has shape \(16, 4\) as a whole"),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_plans_that_cut_otherwise_are_refused(mistake: str, tmp_path: Path) -> None:
-    local, shape, words = MISTAKES[mistake]
+    local, degree, words = MISTAKES[mistake]
     mine = {"up": torch.zeros(4, 4)}
 
-    def main(mesh: fs.Mesh) -> None:
-        if "tensor" in mesh.shape and mesh.shape["tensor"] == 2:
-            plan = fs.make_plan(mine, mesh, local={"up": {"tensor": 0}})
-            fs.save(tmp_path / "last", {"shards": fs.shard(mine, plan, mesh)}, plan, mesh)
+    def begin(mesh: fs.Mesh) -> None:
+        plan = fs.make_plan(mine, mesh, local={"up": {"tensor": 0}})
+        fs.save(tmp_path / "last", {"shards": fs.shard(mine, plan, mesh)}, plan, mesh)
 
     def go_on(mesh: fs.Mesh) -> None:
         with pytest.raises(ValueError, match=words):
-            fs.restore(tmp_path / "last", fs.make_plan(mine, mesh, local=local(mine)), mesh)
+            fs.restore(tmp_path / "last", fs.make_plan(mine, mesh, local={"up": local}), mesh)
 
-    ranks(main, {"shard": 2, "tensor": 2})
-    ranks(go_on, shape)
+    ranks(begin, {"shard": 2, "tensor": 2})
+    ranks(go_on, {"shard": 1, "tensor": degree})
 
 
 def test_boxes_read_from_any_runs() -> None:

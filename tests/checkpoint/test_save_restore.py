@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import os
 import pickle
@@ -11,7 +9,6 @@ import re
 import resource
 import sys
 import threading
-import warnings
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -24,49 +21,29 @@ import torch
 import torchopt
 
 import funcshard as fs
+from tests.checkpoint.hostile_files import TABLE, TENSORS, put
 from tests.ranks import run_ranks, run_simulated
 from tests.states import MESHES, OPTIMIZERS, PARAMS, equal, make_plan, train
 
 FIRST = "4 ranks, every layer"
 
 
-def save_some(mesh: fs.Mesh, folder: str, which: str, optimizer: str, wait: bool = True) -> Any:
-    """Train two steps and save; return the state, and the restored state under the same plan."""
-    plan = make_plan(which)
-    state, _ = train(mesh, plan, OPTIMIZERS[optimizer](), 2)
-    fs.save(Path(folder, "step-2"), state, plan, mesh, wait=wait).wait()
-    return state, fs.restore(Path(folder, "step-2"), plan, mesh)
-
-
-def go_on(mesh: fs.Mesh, folder: str, which: str, optimizer: str) -> list[float]:
-    plan = make_plan(which)
-    state = fs.restore(Path(folder, "step-2"), plan, mesh)
-    return train(mesh, plan, OPTIMIZERS[optimizer](), 2, state)[1]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["AdamW", "TorchOpt's AdamW"])
 def test_the_same_comes_back_to_the_bit_and_under_every_plan_what_replan_makes(optimizer: str, tmp_path: Path) -> None:
-    pairs = fs.simulate(lambda mesh: save_some(mesh, str(tmp_path), FIRST, optimizer), 4)
-    assert all(equal(saved, restored) for saved, restored in pairs)
-    states = [saved for saved, _ in pairs]
+    plan = make_plan(FIRST)
+
+    def main(mesh: fs.Mesh) -> Any:
+        state, _ = train(mesh, plan, OPTIMIZERS[optimizer](), 2)
+        fs.save(tmp_path / "a", state, plan, mesh)
+        assert equal(fs.restore(tmp_path / "a", plan, mesh), state)
+        return state
+
+    states = fs.simulate(main, 4)
     for which in MESHES:
         new = make_plan(which)
-        restored = fs.simulate(lambda mesh, new=new: fs.restore(tmp_path / "step-2", new, mesh), MESHES[which][0])
-        assert all(map(equal, restored, fs.replan(states, make_plan(FIRST), new)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wait", [True, False], ids=["waiting", "in the background"])
-def test_real_processes_save_and_go_on_as_a_run_without_a_break(wait: bool, tmp_path: Path) -> None:
-    pairs = run_ranks(save_some, 2, str(tmp_path), "2 ranks, the root alone", "AdamW", wait)
-    assert all(equal(saved, restored) for saved, restored in pairs)
-    same = run_ranks(go_on, 2, str(tmp_path), "2 ranks, the root alone", "AdamW")[0]
-    other = run_simulated(go_on, 3, str(tmp_path), "3 ranks, one unit", "AdamW")[0]
-    plan = make_plan("2 ranks, the root alone")
-    whole = run_simulated(lambda mesh: train(mesh, plan, OPTIMIZERS["AdamW"](), 4)[1], 2)[0]
-    assert same == whole[2:]
-    torch.testing.assert_close(other, whole[2:], rtol=1e-5, atol=1e-6)
+        restored = fs.simulate(lambda mesh, new=new: fs.restore(tmp_path / "a", new, mesh), MESHES[which][0])
+        assert all(map(equal, restored, fs.replan(states, plan, new)))
 
 
 def test_what_is_trained_meanwhile_does_not_get_into_the_checkpoint(tmp_path: Path) -> None:
@@ -145,33 +122,22 @@ def test_what_is_there_is_replaced_and_leftovers_of_its_name_go(tmp_path: Path) 
     assert sorted(path.name for path in tmp_path.iterdir()) == [".last.best.0123.part", "last"]
 
 
-@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_plain_torch_distributed_reads_it_too(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
-    run_simulated(save_some, 4, str(tmp_path), FIRST, "AdamW")
-    there = {f"train.shards.{name}": torch.empty_like(value) for name, value in PARAMS.items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # about running without a process group
-        dcp.load(there, checkpoint_id=tmp_path / "step-2", no_dist=True)
-    plan = make_plan(FIRST)
-    full = run_simulated(lambda mesh: fs.gather(fs.restore(tmp_path / "step-2", plan, mesh)["train"].shards, plan, mesh), 4)[
-        0
-    ]
-    assert all(torch.equal(there[f"train.shards.{name}"], full[name]) for name in PARAMS)
+    params = {**PARAMS, "no.elements": torch.zeros(0, 3)}
 
+    def main(mesh: fs.Mesh) -> None:
+        plan = fs.make_plan(params, mesh, units=["0"])
+        state = {"x": fs.shard(params, plan, mesh), "whole": torch.ones(2), "none": torch.zeros(0)}
+        fs.save(tmp_path / "a", state, plan, mesh)
 
-def test_plain_torch_distributed_finds_tensors_without_elements(tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    params, mesh = {"e": torch.zeros(0, 3), "w": torch.ones(2)}, fs.Mesh()
-    plan = fs.make_plan(params, mesh)
-    fs.save(tmp_path / "a", {"x": fs.shard(params, plan, mesh), "none": torch.zeros(0)}, plan, mesh)
-    there = {"x.e": torch.zeros(0, 3), "x.w": torch.zeros(2), "none": torch.zeros(0)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # about running without a process group
-        dcp.load(there, checkpoint_id=tmp_path / "a", no_dist=True)
-    assert there["x.w"].tolist() == [1.0, 1.0]
+    fs.simulate(main, 4)
+    wanted = {**{f"x.{name}": value.detach() for name, value in params.items()}, "whole": torch.ones(2)}
+    there = {**{name: torch.zeros_like(value) for name, value in wanted.items()}, "none": torch.zeros(0)}
+    dcp.load(there, checkpoint_id=tmp_path / "a", no_dist=True)
+    assert all(torch.equal(there[name], value) for name, value in wanted.items())
 
 
 class Harm:
@@ -199,28 +165,16 @@ def test_restoring_runs_no_code_of_a_checkpoint(tmp_path: Path) -> None:
     assert (tmp_path / "harm").exists(), "the same bytes do run code in pickle.loads"
 
 
-def forge(file: Path, change: Callable[[Any], None]) -> None:
-    """Change the JSON of a checkpoint's text file, and its checksum."""
-    head, body = map(json.loads, file.read_text().splitlines())
-    change(body)
-    text = json.dumps(body)
-    head["sha256"] = hashlib.sha256(text.encode()).hexdigest()
-    file.write_text(f"{json.dumps(head)}\n{text}\n")
-
-
 def test_a_tensor_file_that_is_a_pickle_of_something_else_is_refused(tmp_path: Path) -> None:
     path, plan, mesh = tmp_path / "a", make_plan("one rank"), fs.Mesh()
     fs.save(path, {"x": torch.zeros(300)}, plan, mesh)
-    file = path / "__0_0.distcp"
+    file = path / TENSORS
     torch.save(Harm(tmp_path / "harm"), tmp_path / "evil")
     data = (tmp_path / "evil").read_bytes()
     assert len(data) <= file.stat().st_size
     data = data.ljust(file.stat().st_size, b"\0")
     file.write_bytes(data)
-    # An attacker can write checksums and sizes that match.
-    forge(path / "__0_0.json", lambda body: body["regions"][0].__setitem__(-1, zlib.crc32(data)))
-    size = (path / "__0_0.json").stat().st_size
-    forge(path / "sizes.json", lambda body: body["files"].__setitem__("__0_0.json", size))
+    put(TABLE, "regions", 0, -1, value=zlib.crc32(data))(path)  # an attacker can write checksums that match
     with pytest.raises(ValueError, match=r"__0_0\.distcp holds other data than the tensors"):
         fs.restore(path, plan, mesh)
     assert not (tmp_path / "harm").exists()
@@ -290,39 +244,31 @@ def test_two_savings_to_one_path_do_not_meet(tmp_path: Path, monkeypatch: pytest
 
 
 PLAN2 = make_plan("2 ranks, the root alone")
-BAD: dict[str, tuple[Any, type[Exception], str]] = {
-    "a value of its own": (lambda mesh: {"epoch": mesh.rank}, ValueError, r"'epoch' of the state is 0 on rank 0 and 1"),
-    "a buffer of its own": (
-        lambda mesh: {"b": torch.full((3,), mesh.rank)}, ValueError, r"tensor 'b' of the state is not the same on rank",
-    ),
-    "a leaf of one rank": (lambda mesh: {"x": {1} if mesh.rank else 1}, TypeError, r"leaf 'x' of the state cannot be"),
-}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_what_cannot_be_saved_is_said_before_anything_is_written(name: str, tmp_path: Path) -> None:
-    make, kind, words = BAD[name]
-    with pytest.raises(kind, match=words):
-        fs.simulate(lambda mesh: fs.save(tmp_path / "a", make(mesh), PLAN2, mesh), 2)
+def test_what_cannot_be_saved_is_said_before_anything_is_written(tmp_path: Path) -> None:
+    def main(mesh: fs.Mesh) -> None:
+        with pytest.raises(TypeError, match=r"leaf 'x' of the state cannot be"):
+            fs.save(tmp_path / "a", {"x": {1} if mesh.rank else 1}, PLAN2, mesh)
+
+    fs.simulate(main, 2)
     assert not list(tmp_path.iterdir())
 
 
-def damaged_on_one(mesh: fs.Mesh, path: str) -> str:
-    try:
-        fs.restore(path, PLAN2, mesh)
-    except ValueError as error:
-        return str(error)
-    return "nothing"
-
-
 def test_damage_that_one_rank_meets_is_raised_on_all(tmp_path: Path) -> None:
-    path = tmp_path / "a"
+    path, said = tmp_path / "a", {}
     fs.simulate(lambda mesh: fs.save(path, fs.shard(PARAMS, PLAN2, mesh), PLAN2, mesh), 2)
     file = path / "__1_0.distcp"
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    said = run_simulated(damaged_on_one, 2, str(path))
+
+    def main(mesh: fs.Mesh) -> None:
+        with pytest.raises(ValueError, match="is damaged") as caught:
+            fs.restore(path, PLAN2, mesh)
+        said[mesh.rank] = str(caught.value)
+
+    fs.simulate(main, 2)
     assert said[1].startswith(f"{file} is damaged: the bytes of ")
     assert said[0] == f"{said[1]} (found on rank 1)"
 
@@ -443,42 +389,26 @@ def test_a_plan_of_other_dtypes_is_said_with_the_checkpoint_and_cast_converts(tm
     fs.simulate(main, 2)
 
 
-def test_plan_and_mesh_come_together(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="a path, a plan and a mesh"):
-        fs.restore(tmp_path, PLAN2)
-    with pytest.raises(
-        ValueError, match="keep must be a whole number of checkpoints, at least 1, or None for all; found 0: 1 keeps"
-    ):
-        fs.save(tmp_path / "a", {}, make_plan("one rank"), fs.Mesh(), keep=0)
-
-
-def test_after_is_the_saving_of_an_earlier_save(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="after must be the Saving that an earlier save returned, or None; found True"):
-        fs.save(tmp_path / "a", {}, make_plan("one rank"), fs.Mesh(), after=True)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_checkpoint_written_before_the_package_had_wings_restores(ranks):
-    # Its index records funcshard.train:TrainState and funcshard.scaler:ScalerState, by the files of
-    # that time.
-    folder = Path(__file__).parent / "data" / "flat_package"
+def test_a_checkpoint_written_before_the_package_had_wings_restores(ranks: int) -> None:
+    # Its index records funcshard.train:TrainState and funcshard.scaler:ScalerState, by the files of that time.
     params = {"weight": torch.zeros(2, 3), "bias": torch.zeros(2)}
+    # the values that the program printed when it saved them
+    first = [-0.09999999403953552, 0.024875007569789886, 0.1497500091791153]
+    second = [0.2746250033378601, 0.3995000123977661, 0.5243749618530273]
+    wanted = {"weight": [first, second], "bias": [-0.09999999403953552, 0.02487500011920929]}
 
-    def main(mesh):
+    def main(mesh: fs.Mesh) -> None:
         plan = fs.make_plan(params, mesh)
-        state = fs.restore(folder, plan, mesh)
-        return state, fs.to_state_dict(state["train"].shards, plan, mesh)
+        state = fs.restore(Path(__file__).parent / "data" / "flat_package", plan, mesh)
+        train = state["train"]
+        assert (type(train), type(train.scaler)) == (fs.TrainState, fs.ScalerState)
+        assert (train.step, train.scaler.scale.item()) == (1, 8.0)
+        assert state["own"].value == {"position": mesh.rank % 2}
+        found = fs.to_state_dict(train.shards, plan, mesh)
+        assert {name: value.tolist() for name, value in found.items()} == wanted
 
-    for rank, (state, state_dict) in enumerate(fs.simulate(main, ranks)):
-        assert type(state["train"]) is fs.TrainState
-        assert type(state["train"].scaler) is fs.ScalerState
-        assert (state["train"].step, state["train"].scaler.scale.item()) == (1, 8.0)
-        assert state["own"].value == {"position": rank % 2}
-        # the values that the program printed when it saved them
-        first = [-0.09999999403953552, 0.024875007569789886, 0.1497500091791153]
-        second = [0.2746250033378601, 0.3995000123977661, 0.5243749618530273]
-        assert state_dict["weight"].tolist() == [first, second]
-        assert state_dict["bias"].tolist() == [-0.09999999403953552, 0.02487500011920929]
+    fs.simulate(main, ranks)
 
 
 def test_a_checkpoint_names_the_classes_of_this_library_as_its_users_do(tmp_path):

@@ -9,6 +9,7 @@ from torch.nn.utils import parametrizations
 
 import funcshard as fs
 from funcshard._utils import tree
+from tests.pairwise import crossed
 from tests.storages import Alive
 
 
@@ -39,62 +40,49 @@ MODULES = {
     "no parameters": lambda: nn.Sequential(nn.BatchNorm1d(3, affine=False)),
     "LSTM": lambda: nn.LSTM(3, 4, 2),
 }
-WORLDS = [1, 2, 3, {"replicate": 2, "shard": 2}]
-modules = pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
+settings = crossed(
+    make=MODULES,
+    world=[1, 2, 3, {"replicate": 2, "shard": 2}],
+    strategy=["full_shard", "no_shard"],
+    units=["all", "none"],
+)
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
 
 
-@pytest.mark.slow
-@modules
-@pytest.mark.parametrize("world", WORLDS, ids=str)
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_the_state_dict_is_the_modules(make: Any, world: Any, strategy: str) -> None:
-    module = make()
-    apply, params, buffers = fs.make_functional(module)
-
-    def main(mesh: fs.Mesh) -> dict[str, torch.Tensor]:
-        plan = fs.make_plan(params, mesh, units=[], strategy=strategy)
-        shards = fs.shard(params, plan, mesh)
-        return fs.to_state_dict(shards, plan, mesh, buffers=apply.persistent(buffers))
-
-    for state_dict in fs.simulate(main, world):
-        assert same(state_dict, dict(module.state_dict()))
-        other = make()
-        assert str(other.load_state_dict(state_dict, strict=True)) == "<All keys matched successfully>"
-        assert same(dict(other.state_dict()), dict(module.state_dict()))
-        assert not any(value.requires_grad for value in state_dict.values())
-
-
-@modules
-@pytest.mark.parametrize("world", WORLDS, ids=str)
-def test_from_state_dict_is_the_inverse(make: Any, world: Any) -> None:
-    module = make()
-    _, params, _ = fs.make_functional(module)
+@settings
+def test_the_state_dict_is_the_modules_and_leads_back_to_the_shards(
+    make: Any, world: Any, strategy: str, units: str
+) -> None:
+    net = make()
+    apply, params, buffers = fs.make_functional(net)
+    wanted = {name: value.clone() for name, value in net.state_dict().items()}
 
     def main(mesh: fs.Mesh) -> None:
-        plan = fs.make_plan(params, mesh, units=fs.wrap.always()(module))
+        plan = fs.make_plan(params, mesh, units=fs.wrap.always()(net) if units == "all" else [], strategy=strategy)
         shards = fs.shard(params, plan, mesh)
-        again = fs.from_state_dict(fs.to_state_dict(shards, plan, mesh), plan, mesh)
-        from_module = fs.from_state_dict(module.state_dict(), plan, mesh)
-        for other in (again, from_module):
-            assert tree.describe(other)[0] == tree.describe(shards)[0]
-            assert all(torch.equal(a, b) for a, b in zip(tree.leaves(other), tree.leaves(shards), strict=True))
+        kept = apply.persistent(buffers)
+        full = fs.to_state_dict(shards, plan, mesh, buffers=kept)
+        first = fs.to_state_dict(shards, plan, mesh, buffers=kept, rank0_only=True, offload=True)
+        with torch.no_grad():
+            loaded = [fs.from_state_dict(form, plan, mesh) for form in (full, net.state_dict())]
+            loaded.append(fs.from_state_dict(first, plan, mesh, src=0))
+        for again in loaded:
+            assert tree.describe(again)[0] == tree.describe(shards)[0]
+            assert all(torch.equal(a, b) for a, b in zip(tree.leaves(again), tree.leaves(shards), strict=True))
+        for shard in tree.leaves([shards, *loaded]):
+            shard.detach().zero_()  # they share no memory with a state dict
+        assert same(full, wanted)
+        assert same(first, wanted) if mesh.rank == 0 else first == {}
+        assert not any(value.requires_grad for value in full.values())
+        other = make()
+        assert str(other.load_state_dict(full, strict=True)) == "<All keys matched successfully>"
+        assert same(dict(other.state_dict()), wanted)
 
     fs.simulate(main, world)
-
-
-def test_shards_share_no_memory_with_the_state_dict() -> None:
-    state_dict = {"w": torch.ones(3)}
-    plan = fs.make_plan(state_dict, 1)
-    shards = fs.from_state_dict(state_dict, plan, fs.Mesh())
-    shards[""]["float32"].zero_()
-    assert state_dict["w"].tolist() == [1, 1, 1]
-    state = fs.to_state_dict(shards, plan, fs.Mesh())
-    state["w"].fill_(7)
-    assert shards[""]["float32"].tolist() == [0, 0, 0]
+    assert same(dict(net.state_dict()), wanted)
 
 
 @pytest.mark.parametrize("present", [["emb.weight"], ["head.weight"], ["emb.weight", "head.weight"]], ids=str)
@@ -124,59 +112,30 @@ def test_two_trees_of_one_module_do_not_mix_their_tied_names() -> None:
     assert {name.partition(".")[0] for name in state_dict} == {"student", "teacher"}
 
 
-def test_training_goes_on_from_a_state_dict_on_another_world() -> None:
-    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    _, params, _ = fs.make_functional(net)
+REFUSED: dict[str, tuple[Any, str]] = {
+    "many missing": (
+        lambda s: {}, r"hold every leaf of the plan; missing: \['0\.bias', '0\.weight', '1\.bias'\] and 1 more",
+    ),
+    "a prefix": (
+        lambda s: {f"module.{name}": value for name, value in s.items()},
+        r"carry the prefix 'module\.' that has to be removed: call torch\.nn\.modules\.utils\.consume_prefix",
+    ),
+    "a prefix, and one missing": (
+        lambda s: {f"module.{name}": value for name, value in s.items() if name != "1.bias"},
+        r"its names carry a prefix such as 'module\.' that has to be removed",
+    ),
+    "shards": (
+        lambda s: {"": {"float32": torch.zeros(4)}}, r"it is a tree of shards; to_state_dict\(shards, plan, mesh\)",
+    ),
+    "a nested one": (lambda s: {"model": {"x": torch.zeros(4, 4)}}, r"it is of another module, or its names"),
+    "on meta": (
+        lambda s: {**s, "1.bias": torch.zeros(2, device="meta")},
+        r"leaf '1\.bias' of the state dict is on the meta device",
+    ),
+}  # fmt: skip
 
-    def save(mesh: fs.Mesh) -> dict[str, torch.Tensor]:
-        plan = fs.make_plan(params, mesh, units=["0"])
-        return fs.to_state_dict(fs.shard(params, plan, mesh), plan, mesh)
 
-    saved = fs.simulate(save, 3)[0]
-
-    def load(mesh: fs.Mesh) -> dict[str, torch.Tensor]:
-        plan = fs.make_plan(params, mesh, units=["1"])
-        return fs.gather(fs.from_state_dict(saved, plan, mesh), plan, mesh)
-
-    assert all(same(loaded, dict(net.state_dict())) for loaded in fs.simulate(load, {"replicate": 2, "shard": 2}))
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (
-            lambda s: {},
-            r"the state dict must hold every leaf of the plan; missing: \['0\.bias', '0\.weight', '1\.bias'\] and 1 more",
-        ),
-        (
-            lambda s: {"module." + k: v for k, v in s.items()},
-            r"names that carry the prefix 'module\.' that has to be removed: call torch\.nn\.modules\.utils\.consume_prefix",
-        ),
-        (
-            lambda s: {"module." + k: v for k, v in s.items() if k != "1.bias"},
-            r"its names carry a prefix such as 'module\.' that has to be removed",
-        ),
-        (
-            lambda s: {k: v for k, v in s.items() if k != "1.bias"},
-            r"missing: \['1\.bias'\]: it is of another module, or its names",
-        ),
-        (lambda s: {"": {"float32": torch.zeros(4)}}, r"it is a tree of shards; to_state_dict\(shards, plan, mesh\)"),
-        (lambda s: {"model": {"x": torch.zeros(4, 4)}}, r"it is of another module, or its names"),
-        (
-            lambda s: {**s, "1.bias": torch.zeros(3)},
-            r"leaf '1\.bias' of the state dict must have shape \(2,\) .*; found \(3,\)",
-        ),
-        (
-            lambda s: {**s, "1.bias": torch.zeros(2).double()},
-            r"leaf '1\.bias' of the state dict .* found \(2,\) and float64",
-        ),
-        (
-            lambda s: {**s, "1.bias": torch.zeros(2, device="meta")},
-            r"leaf '1\.bias' of the state dict is on the meta device",
-        ),
-    ],
-    ids=["empty", "prefix", "prefix and missing", "missing", "shards", "nested", "shape", "dtype", "meta"],
-)
+@pytest.mark.parametrize(("change", "words"), REFUSED.values(), ids=REFUSED)
 def test_a_state_dict_that_does_not_fit_is_refused(change: Any, words: str) -> None:
     module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     _, params, _ = fs.make_functional(module)
@@ -193,29 +152,6 @@ def test_names_that_are_no_leaves_are_left_aside() -> None:
     assert sorted(fs.to_state_dict(shards, plan, fs.Mesh())) == ["bias", "weight"]
 
 
-@modules
-@pytest.mark.parametrize("world", WORLDS, ids=str)
-def test_rank_0_alone_may_have_it(make: Any, world: Any) -> None:
-    module = make()
-    apply, params, buffers = fs.make_functional(module)
-
-    def main(mesh: fs.Mesh) -> dict[str, torch.Tensor]:
-        plan = fs.make_plan(params, mesh, units=fs.wrap.always()(module))
-        shards = fs.shard(params, plan, mesh)
-        kept = apply.persistent(buffers)
-        state_dict = fs.to_state_dict(shards, plan, mesh, buffers=kept, rank0_only=True, offload=True)
-        with torch.no_grad():
-            again = fs.from_state_dict(state_dict, plan, mesh, src=0)
-        assert all(torch.equal(a, b) for a, b in zip(tree.leaves(again), tree.leaves(shards), strict=True))
-        for shard in tree.leaves(shards):
-            shard.detach().zero_()  # the state dict holds copies
-        return state_dict
-
-    first, *others = fs.simulate(main, world)
-    assert same(first, dict(module.state_dict()))
-    assert others == [{}] * len(others)
-
-
 @pytest.mark.parametrize("rank0_only", [False, True], ids=["all ranks", "rank 0"])
 def test_one_flat_buffer_exists_in_full_at_a_time(rank0_only: bool) -> None:
     params = {f"blocks.{i}": {"a": torch.ones(3 + i, 5), "b": torch.ones(7), "c": torch.ones(13).double()} for i in range(4)}
@@ -227,31 +163,24 @@ def test_one_flat_buffer_exists_in_full_at_a_time(rank0_only: bool) -> None:
         shards = fs.shard(params, plan, mesh)
         with Alive(sizes.__contains__) as peak:
             fs.to_state_dict(shards, plan, mesh, rank0_only=rank0_only, offload=True)
+        with Alive(sizes.__contains__) as several, torch.no_grad():  # which the mode can see
+            whole = [fs.unshard(lambda leaves: leaves, unit, mesh)(shards[unit.name]) for unit in plan.unit_list]
+        assert len(whole) == 4
+        assert several.most > 1
         return peak.made, peak.most
 
     assert fs.simulate(main, 2) == [(buffers, 1)] * 2
-    whole = fs.simulate(lambda mesh: _peak_of_gather(mesh, params, plan, sizes), 2)
-    assert all(most > 1 for most in whole)  # so the log can see several alive at once
-
-
-def _peak_of_gather(mesh: fs.Mesh, params: Any, plan: fs.Plan, sizes: set[int]) -> int:
-    shards = fs.shard(params, plan, mesh)
-    with Alive(sizes.__contains__) as peak, torch.no_grad():
-        alive = [fs.unshard(lambda leaves: leaves, unit, mesh)(shards[unit.name]) for unit in plan.unit_list]
-    return peak.most if alive else 0
 
 
 @pytest.mark.slow
-@modules
-@pytest.mark.parametrize("world", WORLDS, ids=str)
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_pieces_of_all_ranks_are_the_whole(make: Any, world: Any, strategy: str) -> None:
+@settings
+def test_pieces_of_all_ranks_are_the_whole(make: Any, world: Any, strategy: str, units: str) -> None:
     module = make()
     _, params, _ = fs.make_functional(module)
-    full = {**dict(module.named_parameters(remove_duplicate=False))}
+    full = dict(module.named_parameters(remove_duplicate=False))
 
     def main(mesh: fs.Mesh) -> dict[str, fs.Piece]:
-        plan = fs.make_plan(params, mesh, units=[], strategy=strategy)
+        plan = fs.make_plan(params, mesh, units=fs.wrap.always()(module) if units == "all" else [], strategy=strategy)
         shards = fs.shard(params, plan, mesh)
         with fs.record_events() as events:
             pieces = fs.to_state_dict(shards, plan, mesh, sharded=True)
@@ -283,18 +212,6 @@ def _base(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def test_a_ranks_own_pieces_are_enough_under_the_same_plan() -> None:
-    params = {"a": torch.arange(7.0), "b": torch.arange(5.0)}
-
-    def main(mesh: fs.Mesh) -> None:
-        plan = fs.make_plan(params, mesh, units=["b"])
-        shards = fs.shard(params, plan, mesh)
-        again = fs.from_state_dict(fs.to_state_dict(shards, plan, mesh, sharded=True), plan, mesh)
-        assert all(torch.equal(a, b) for a, b in zip(tree.leaves(again), tree.leaves(shards), strict=True))
-
-    fs.simulate(main, 2)
-
-
 def test_a_module_on_meta_takes_the_state_dict_itself() -> None:
     module = Tied()
     apply, params, buffers = fs.make_functional(module)
@@ -309,49 +226,33 @@ def test_a_module_on_meta_takes_the_state_dict_itself() -> None:
     assert same(dict(other.state_dict()), dict(module.state_dict()))
 
 
-def test_local_leaves_are_each_ranks_own_and_no_rank_speaks_for_others() -> None:
-    def main(mesh: fs.Mesh) -> float:
-        params = {"w": torch.ones(3), "expert": torch.full((2,), float(mesh.rank))}
-        plan = fs.make_plan(params, mesh, local=["expert"])
-        shards = fs.shard(params, plan, mesh)
-        words = (
-            r"leaf 'expert' is local to each rank, and rank 0's state dict alone .* with rank0_only=False or sharded=True"
+PIECES: dict[str, tuple[Any, str]] = {
+    "another shape": (
+        lambda p: [p._replace(shape=(5,))], r"pieces of leaf 'a' .* must be of shape \(4, 2\) and .*; found \(5,\) and",
+    ),
+    "another dtype": (
+        lambda p: [p._replace(tensor=p.tensor.half())], r"and dtype float32, as planned; found \(4, 2\) and float16",
+    ),
+    "the end missing": (
+        lambda p: [p._replace(tensor=p.tensor[:3])], r"must cover elements 0 to 8, .* no piece holds element 3: pass the",
+    ),
+    "the begin missing": (
+        lambda p: [p._replace(tensor=p.tensor[2:], offset=2)], r"no piece holds element 0: pass the pieces of all ranks",
+    ),
+    **{
+        f"an offset of {offset}": (
+            lambda p, offset=offset: [p._replace(offset=offset)],
+            rf"must lie inside its 8 elements; found offset {offset} with 8 elements: count offset",
         )
-        with pytest.raises(ValueError, match=words):
-            fs.to_state_dict(shards, plan, mesh, rank0_only=True)
-        with pytest.raises(ValueError, match="leaf 'expert' is local to each rank"):
-            fs.from_state_dict({}, plan, mesh, src=0)
-        pieces = fs.to_state_dict(shards, plan, mesh, sharded=True)
-        twice = {**pieces, "expert": [pieces["expert"], pieces["expert"]]}
-        with pytest.raises(ValueError, match="must hold this rank's own piece of it; found 2 pieces"):
-            fs.from_state_dict(twice, plan, mesh)
-        for form in (pieces, fs.to_state_dict(shards, plan, mesh)):
-            again = fs.from_state_dict(form, plan, mesh)
-            assert torch.equal(again[""]["float32.local"], shards[""]["float32.local"])
-        return fs.to_state_dict(shards, plan, mesh)["expert"].tolist()
-
-    assert fs.simulate(main, 2) == [[0, 0], [1, 1]]
+        for offset in (-1, 1)
+    },
+    "a number": (
+        lambda p: 3.0, r"leaf 'a' of the state dict must be a tensor, a DTensor, a Piece or a list of pieces; found float",
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda p: [p._replace(shape=(5,))], r"pieces of leaf 'a' .* must be of shape \(4, 2\) and .*; found \(5,\) and"),
-        (lambda p: [p._replace(tensor=p.tensor.half())], r"and dtype float32, as planned; found \(4, 2\) and float16"),
-        (lambda p: [p._replace(tensor=p.tensor[:3])], r"must cover elements 0 to 8, .* no piece holds element 3: pass the"),
-        (lambda p: [p._replace(tensor=p.tensor[2:], offset=2)], r"no piece holds element 0: pass the pieces of all ranks"),
-        (
-            lambda p: [p._replace(offset=-1)],
-            r"must lie inside its 8 elements; found offset -1 with 8 elements: count offset",
-        ),
-        (
-            lambda p: [p._replace(offset=1)],
-            r"must lie inside its 8 elements; found offset 1 with 8 elements: count offset in",
-        ),
-        (lambda p: 3.0, r"leaf 'a' of the state dict must be a tensor, a DTensor, a Piece or a list of pieces; found float"),
-    ],
-    ids=["shape", "dtype", "end missing", "begin missing", "before", "beyond", "number"],
-)
+@pytest.mark.parametrize(("change", "words"), PIECES.values(), ids=PIECES)
 def test_pieces_that_do_not_fit_are_refused(change: Any, words: str) -> None:
     params = {"a": torch.arange(8.0).view(4, 2)}
     plan = fs.make_plan(params, 1)
@@ -364,18 +265,3 @@ def test_pieces_are_not_offloaded() -> None:
     plan = fs.make_plan({"a": torch.ones(2)}, 1)
     with pytest.raises(ValueError, match=r"sharded=True gives each rank the pieces .* leave them out"):
         fs.to_state_dict(fs.shard({"a": torch.ones(2)}, plan, fs.Mesh()), plan, fs.Mesh(), sharded=True, offload=True)
-
-
-def test_what_is_wrong_on_the_source_is_said_on_every_rank() -> None:
-    plan = fs.make_plan({"a": torch.ones(2)}, 2)
-    said = []
-
-    def main(mesh: fs.Mesh) -> None:
-        try:
-            fs.from_state_dict({}, plan, mesh, src=1)
-        except ValueError as error:
-            said.append(str(error))
-
-    fs.simulate(main, 2)
-    assert len(said) == 2
-    assert all("must hold every leaf of the plan; missing: ['a']" in text for text in said)

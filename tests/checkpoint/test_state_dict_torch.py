@@ -45,30 +45,22 @@ def planned(mesh: fs.Mesh, seed: int) -> tuple[Any, fs.Plan, dict, dict]:
     return apply, plan, fs.shard(params, plan, mesh), apply.persistent(buffers)
 
 
-def from_fsdp2(mesh: fs.Mesh) -> None:
+def fsdp2_both_ways(mesh: fs.Mesh) -> None:
     wanted = dict(Tied(7).state_dict())
     _, plan, _, buffers = planned(mesh, 0)
-    theirs = fsdp2(7)
-    full = get_model_state_dict(theirs, options=StateDictOptions(full_state_dict=True))
+    theirs, full = fsdp2(7), StateDictOptions(full_state_dict=True)
     assert any(hasattr(value, "full_tensor") for value in theirs.state_dict().values())
-    for form in (full, theirs.state_dict(), get_model_state_dict(theirs)):
+    for form in (get_model_state_dict(theirs, options=full), theirs.state_dict(), get_model_state_dict(theirs)):
         shards = fs.from_state_dict(form, plan, mesh)
-        ours = fs.to_state_dict(shards, plan, mesh, buffers={name: wanted[name] for name in buffers})
-        assert same(ours, wanted)
-
-
-def to_fsdp2(mesh: fs.Mesh) -> None:
-    _, plan, shards, buffers = planned(mesh, 7)
-    wanted = dict(Tied(7).state_dict())
-    theirs = fsdp2(0)
-    state_dict = fs.to_state_dict(shards, plan, mesh, buffers=buffers)
-    set_model_state_dict(theirs, state_dict, options=StateDictOptions(full_state_dict=True))
-    assert same(get_model_state_dict(theirs, options=StateDictOptions(full_state_dict=True)), wanted)
-    theirs = fsdp2(0)
-    state_dict = fs.to_state_dict(shards, plan, mesh, buffers=buffers, rank0_only=True, offload=True)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(theirs, state_dict, options=options)
-    assert same(get_model_state_dict(theirs, options=StateDictOptions(full_state_dict=True)), wanted)
+        assert same(fs.to_state_dict(shards, plan, mesh, buffers={name: wanted[name] for name in buffers}), wanted)
+    for of_rank_0 in (False, True):
+        state_dict = fs.to_state_dict(
+            shards, plan, mesh, buffers={name: wanted[name] for name in buffers}, rank0_only=of_rank_0, offload=of_rank_0
+        )
+        theirs = fsdp2(0)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=of_rank_0)
+        set_model_state_dict(theirs, state_dict, options=options)
+        assert same(get_model_state_dict(theirs, options=full), wanted)
 
 
 def ddp_both_ways(mesh: fs.Mesh) -> None:
@@ -90,6 +82,6 @@ def ddp_both_ways(mesh: fs.Mesh) -> None:
     assert same(dict(other.module.state_dict()), wanted)
 
 
-@pytest.mark.parametrize("way", [from_fsdp2, to_fsdp2, ddp_both_ways], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("way", [fsdp2_both_ways, ddp_both_ways], ids=lambda way: way.__name__)
 def test_state_dicts_of_torch(way: Any) -> None:
     run_ranks(way, 2)
