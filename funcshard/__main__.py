@@ -33,9 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(
-                errors="replace"
-            )  # a terminal that cannot encode × shows ? instead of raising
+            # A terminal that cannot encode × shows ? instead.
+            stream.reconfigure(errors="replace")
     parser = _parser()
     options = parser.parse_args(argv)
     try:
@@ -206,9 +205,8 @@ def _inspect(options: argparse.Namespace) -> int:
             if single:
                 raise BadInputError(error) from error
             print(f"Not complete: {error}\n")
-            faults += not each.name.startswith(
-                "."
-            )  # a hidden folder is left by an interrupted save, which is no fault
+            # An interrupted save leaves a hidden folder, which is no fault.
+            faults += not each.name.startswith(".")
         else:
             print(contents, end="\n" if single else "\n\n")
     return 1 if faults else 0

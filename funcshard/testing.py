@@ -67,9 +67,8 @@ def delayed(mesh: Mesh, kind: str, seconds: float) -> Mesh:
 
 
 def _delayed(group: Group, kind: str, seconds: float) -> Group:
-    if isinstance(
-        group, CustomGroup
-    ):  # the functions of the user's stay, and their collectives are slow
+    # The functions of the user's stay, and their collectives are slow.
+    if isinstance(group, CustomGroup):
         return dataclasses.replace(group, inner=DelayedGroup(group.inner, kind, seconds))
     return DelayedGroup(group, kind, seconds)
 

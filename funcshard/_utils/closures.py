@@ -95,9 +95,8 @@ def _named_globals(function: types.FunctionType) -> list[Any]:
     values: dict[str, Any] = {}
     codes = [function.__code__]
     for code in codes:
-        codes += [
-            each for each in code.co_consts if isinstance(each, types.CodeType)
-        ]  # of functions inside it
+        # The codes of functions inside it.
+        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
         found = {name: function.__globals__.get(name) for name in code.co_names}
         found = {name: value for name, value in found.items() if issubclass(type(value), followed)}
         # Why not all of co_names: it also has the names of attributes. It takes the most time.

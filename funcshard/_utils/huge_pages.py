@@ -30,9 +30,8 @@ def io_memory(size: int) -> memoryview:
     if size >= _HUGE_PAGE and _HUGE is not None:
         memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # an older system, or one whose pages are all small
-            memory.madvise(
-                _WIPE_ON_FORK
-            )  # a forked process gets empty memory, and this one keeps its own
+            # A forked process gets empty memory, and this one keeps its own.
+            memory.madvise(_WIPE_ON_FORK)
             begin = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
             memory.madvise(_HUGE, begin, size // _HUGE_PAGE * _HUGE_PAGE)
             return memoryview(memory)[begin : begin + size]

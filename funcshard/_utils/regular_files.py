@@ -44,9 +44,8 @@ def open_regular(
         ...         print(str(error).removeprefix(folder))
         /pipe must be a regular file; found a named pipe: remove it
     """
-    regular_size(
-        path, links=links, folder=folder
-    )  # before, because opening a device may do something
+    # Why before: opening a device may do something.
+    regular_size(path, links=links, folder=folder)
     try:
         file = os.open(path, _FLAGS if links else _FLAGS | _NO_LINKS, dir_fd=folder)
     except OSError as error:

@@ -17,9 +17,8 @@ from funcshard._utils.torch_private import FakeTensorMode
 
 _FEATURE = "compiling a traced step"
 
-Boxed = Callable[
-    [list[Any]], Sequence[Any]
-]  # empties the list, so that each input is freed at its last use
+# A function that empties its list, so that each input is freed at its last use.
+Boxed = Callable[[list[Any]], Sequence[Any]]
 
 
 @contextlib.contextmanager

@@ -59,9 +59,8 @@ def _without_prefix(store: Any) -> Any:
 
 
 def _file_of(store: Any) -> str | None:
-    path: str | None = getattr(
-        _without_prefix(store), "path", None
-    )  # no store but FileStore has one
+    # Only a FileStore has a path.
+    path: str | None = getattr(_without_prefix(store), "path", None)
     return path
 
 
@@ -97,9 +96,8 @@ def new_group(ranks: Sequence[int], backend: str, timeout: datetime.timedelta, n
         name: a text that no other group of this process has, and the same on all ranks.
     """
     default = dist.group.WORLD
-    if backend == "fake" or callable(
-        getattr(default, "new_group", None)
-    ):  # a backend that makes groups by itself
+    # A backend with ``new_group`` makes groups by itself.
+    if backend == "fake" or callable(getattr(default, "new_group", None)):
         return dist.new_group(
             list(ranks), timeout, backend, use_local_synchronization=True, sort_ranks=False
         )

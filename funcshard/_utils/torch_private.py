@@ -503,9 +503,8 @@ def stored_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     A wrapper is a tensor of a class such as DTensor or a jagged nested tensor.
     """
     if tensor.layout is torch.sparse_coo:
-        with needed_for(
-            "a sparse tensor in an estimate"
-        ):  # whose public names sum up duplicates first
+        # Why private names: the public ones sum up duplicates first.
+        with needed_for("a sparse tensor in an estimate"):
             return [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
@@ -775,9 +774,8 @@ def _is_constant(tensor: torch.Tensor) -> bool:
 def recording_tensors() -> Any:
     """Return a context as ``record_graph`` records in; numbers of tensors are symbols in it."""
     with needed_for("a trace"):
-        from torch.fx.experimental.symbolic_shapes import (
-            ShapeEnv,
-        )  # imports sympy, which takes long
+        # Why here: it imports sympy, which takes long.
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
 

@@ -22,9 +22,8 @@ import torch
 from funcshard._utils import byte_view, io_memory, is_cached, open_regular
 
 BLOCK = 4 << 20  # bytes; on one NVMe disk, 1 MiB was 15 % slower and 16 MiB 40 %
-HOT = (
-    512 << 10
-)  # bytes that are copied, and then summed up while they are still in the processor's cache
+# Bytes that are copied, and then summed up while they are still in the processor's cache.
+HOT = 512 << 10
 _PAGE = 4096  # O_DIRECT takes offsets and sizes in multiples of it
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 
@@ -302,9 +301,8 @@ def _read(file: int, past: int, view: memoryview, begin: int, end: int) -> None:
     size = end - begin
     done = 0
     if past >= 0 and not is_cached(file, begin, end):
-        with contextlib.suppress(
-            OSError
-        ):  # a file system that opens files for O_DIRECT and does not read them so
+        # Some file systems open a file for O_DIRECT, and cannot read it so.
+        with contextlib.suppress(OSError):
             done = os.preadv(past, [view[: -(-size // _PAGE) * _PAGE]], begin)
     while done < size:
         more = os.preadv(file, [view[done:size]], begin + done)

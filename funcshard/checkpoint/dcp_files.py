@@ -164,9 +164,8 @@ def write_metadata(
                 yield metadata.MetadataIndex(name, at), where
 
     whole = metadata.Metadata({})
-    FileSystemWriter(folder).finish(
-        whole, [[]]
-    )  # which sets the fields that depend on torch's version
+    # Why torch's writer: it sets the fields that depend on torch's version.
+    FileSystemWriter(folder).finish(whole, [[]])
     fields = {
         name: value
         for name, value in vars(whole).items()

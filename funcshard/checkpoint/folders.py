@@ -107,9 +107,8 @@ def check_replaceable(path: Path) -> None:
         found = "a file"
     elif path.is_dir() and not has_our_index(path):
         names: list[str] = []
-        with contextlib.suppress(
-            FileNotFoundError
-        ):  # another process renamed it just now, to publish its own
+        # Another process may rename it just now, to publish its own.
+        with contextlib.suppress(FileNotFoundError):
             names = _foreign(path) or _unproved(path)
         found = f"a folder that holds {names[0]!r}" if names else ""
     if found:
@@ -125,9 +124,8 @@ def publish(part: Path, path: Path) -> None:
     Files of yours in that checkpoint's folder, such as a configuration, move to the new one.
     """
     sync(part)
-    check_replaceable(
-        path
-    )  # again, because another program may have written there since the save began
+    # Why again: another program may have written there since the save began.
+    check_replaceable(path)
     replaced = None
     if not path.exists():
         os.rename(part, path)

@@ -266,9 +266,8 @@ def _read_base(
             converter.add_tensor(target, name, pattern, tensors[name])
             sources.setdefault(target, []).append(tensors[name])
     yield from (({name: tensor}, [tensor]) for name, tensor in plain.items())
-    for target in list(
-        converted
-    ):  # no name here refers to a tensor, so it is freed once it has been copied
+    # No name here refers to a tensor, so it is freed once it has been copied.
+    for target in list(converted):
         yield _converted(converted.pop(target), target, module), sources.pop(target)
 
 

@@ -205,9 +205,8 @@ def latest(folder: str | os.PathLike[str], *, thorough: bool = False) -> Path | 
     )
     for _, path in found:
         try:
-            read_from(
-                path, lambda each: _look(each, thorough)
-            )  # only now: it looks at the files of all ranks
+            # Why only now: it looks at the files of all ranks.
+            read_from(path, lambda each: _look(each, thorough))
         except (OSError, ValueError) as error:
             _log.warning("checkpoint %s is passed over: %s", path, error)
             continue

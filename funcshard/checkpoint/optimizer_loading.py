@@ -28,13 +28,7 @@ from funcshard.checkpoint.state_dict import (
     shard_from_rank,
 )
 from funcshard.comm import Mesh
-from funcshard.core import (
-    LeafChecksums,
-    check_mesh,
-    check_source,
-    raise_on_every_rank,
-    zero_shard,
-)
+from funcshard.core import LeafChecksums, check_mesh, check_source, raise_on_every_rank, zero_shard
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_name
 from funcshard.train import (
     MuonStep,

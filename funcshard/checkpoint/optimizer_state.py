@@ -104,9 +104,8 @@ def optimizer_to_state_dict(
     check_opt_state(opt_state, optimizer, plan)
     entries, param_groups = _entries_and_groups(opt_state, optimizer, plan)
     found: dict[str, LeafState] = {path: {} for path in _trainable_paths(plan)}
-    anew: set[str] = (
-        set()
-    )  # leaves of groups that take their first step next, and have no state yet
+    # Leaves of groups that take their first step next, and have no state yet.
+    anew: set[str] = set()
     for entry in entries:
         for unit, buffer in trainable_buffers(plan):
             value = entry.values[unit.name].get(buffer.key)

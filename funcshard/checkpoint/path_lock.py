@@ -45,9 +45,8 @@ class PathLock:
         _HELD.discard(self)
         file = lock_file(self.path)
         with contextlib.suppress(OSError):
-            if _is_open_as(
-                file, self.descriptor
-            ):  # if not, somebody removed it, and another process may have made it
+            # If not, somebody removed it, and another process may have made this one.
+            if _is_open_as(file, self.descriptor):
                 os.unlink(file)  # first: a process that opened it looks whether it is still there
         if self.certain:
             with contextlib.suppress(OSError):

@@ -63,9 +63,8 @@ from funcshard.module import Functional, init_buffers, init_missing, make_functi
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of, make_plan
 
 _Location = tuple[UnitPlan, BufferPlan, LeafSpec]
-_Grown = dict[
-    str, tuple[_Location, torch.Tensor]
-]  # path -> its rows that the files hold, and these
+# By path: a leaf of the rows that the files hold, and these rows.
+_Grown = dict[str, tuple[_Location, torch.Tensor]]
 
 
 class Pretrained(NamedTuple):

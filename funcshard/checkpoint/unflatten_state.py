@@ -140,9 +140,8 @@ def unflatten_state(
                 rank_specs, tensors, plan, rank, axes, dtypes, device_of, where, cast, empty
             )
             nodes.append(unflattener.node(node))
-    except (
-        RecursionError
-    ):  # of a file whose PerRank values stand inside each other; flatten_state writes none
+    # A file whose PerRank values lie inside each other; flatten_state writes none.
+    except RecursionError:
         raise ValueError(
             "the state has more PerRank values inside each other than save writes: restore another"
         ) from None

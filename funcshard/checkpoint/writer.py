@@ -236,9 +236,8 @@ class Writer:
             self.part, self.plans, self.flat.spec, shared, self.token, time_after(self.path.parent)
         )
         publish(self.part, self.path)
-        if (
-            self.lock is not None
-        ):  # of a checkpoint that was being replaced when its process was killed
+        # Leftovers of a checkpoint that was being replaced when its process was killed.
+        if self.lock is not None:
             remove_leftovers(self.path, self.lock, own=self.token, others=False)
         if self.keep is not None:
             try:

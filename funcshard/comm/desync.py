@@ -142,9 +142,8 @@ class DesyncDetector:
         self._timeout = datetime.timedelta(seconds=patience)
         self._entries: deque[_Entry] = deque(maxlen=KEPT)
         self._codes: dict[_Entry, tuple[int, int]] = {}  # hashes with and without the size
-        self._sizes: Counter[int] = (
-            Counter()
-        )  # how many sizes a collective has had, by the second hash
+        # How many sizes a collective has had, by the second hash.
+        self._sizes: Counter[int] = Counter()
         self._context = (0,) * CONTEXT_LENGTH
         self._agreed_contexts: set[tuple[int, ...]] = set()
         self.comparison: Comparison | None = None
@@ -423,10 +422,8 @@ class DesyncDetector:
                 if self._store.check([str(rank)]):
                     number, entries = json.loads(self._store.get(str(rank)))
                     found[rank] = (number, entries)
-        except (
-            RuntimeError,
-            ValueError,
-        ):  # the store is silent, its process has ended, or a text is cut short
+        # The store is silent, its process has ended, or a text is cut short.
+        except (RuntimeError, ValueError):
             return found
         return found
 

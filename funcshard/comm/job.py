@@ -105,9 +105,8 @@ def meet_for_mesh(
         patience: seconds after which a rank looks where the others wait.
         give_up: seconds without a sign of life after which a rank is given up.
     """
-    if (
-        len(ranks) == 1 or dist.get_backend() == "fake"
-    ):  # torch's stand-in: the other ranks do not exist
+    # With torch's stand-in "fake", the other ranks do not exist.
+    if len(ranks) == 1 or dist.get_backend() == "fake":
         return
     facts = {
         "the function that makes the mesh": call,

@@ -247,10 +247,8 @@ class Journal:
             ):
                 return ""
             self._write(wait, _blocker(own, circle))
-        except (
-            RuntimeError,
-            ValueError,
-        ):  # the store is silent, its process has ended, or notes are cut short
+        # The store is silent, its process has ended, or notes are cut short.
+        except (RuntimeError, ValueError):
             return ""
         return _message(circle)
 

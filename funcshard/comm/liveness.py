@@ -253,10 +253,8 @@ class Heart:
         """
         try:
             return self._finding()
-        except (
-            RuntimeError,
-            ValueError,
-        ):  # the process that holds the store has ended, or is silent
+        # The process that holds the store has ended, or is silent.
+        except (RuntimeError, ValueError):
             return ""
 
     def _finding(self) -> str:

@@ -274,9 +274,8 @@ def start_gather(
                 f"return, before gathering, a 1-D tensor, the data to send; found {found}"
             )
     copied: Work = DONE
-    if (
-        comm.moved
-    ):  # before the conversion, because the shard is in pinned memory and the device is faster
+    # Why before the conversion: the shard is in pinned memory, and the device is faster.
+    if comm.moved:
         sent, copied = _to_device(sent, mesh.device)
     if dtypes.cast is None and dtypes.gathered is not dtypes.shard:
         sent = sent.to(dtypes.gathered)

@@ -19,12 +19,7 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import (
-    dispatch_modes,
-    signed,
-    transforms_active,
-    unseen,
-)
+from funcshard._utils import dispatch_modes, signed, transforms_active, unseen
 from funcshard.core.basis import noted, noted_outer, refuse_columns, refuse_mixed_sum, refuse_rows
 from funcshard.core.buffer_comm import (
     AnyGatherHandle,
@@ -126,9 +121,8 @@ class ShardToLeaves(torch.autograd.Function):
     ) -> Any:
         full = (handle or start_gather(shard, comm, read_only=read_only, last=True)).finish()
         batch = full.shape[:-1]
-        if (
-            not batch and full.is_contiguous()
-        ):  # on one rank it is the shard, or a gradient in any layout
+        # On one rank it is the shard, or a gradient in any layout.
+        if not batch and full.is_contiguous():
             return tuple(views_at(full, where))
         return tuple(
             [

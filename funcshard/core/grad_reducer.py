@@ -199,9 +199,8 @@ class GradReducer:
             if on_scattered is not None
             else ""
         )
-        self._task: int | None = (
-            None  # autograd's number of this reducer's backward, while that runs
-        )
+        # Autograd's number of this reducer's backward, while that runs.
+        self._task: int | None = None
         self._accumulating = False
         self._zero_weight = False
         self._running: list[tuple[LeafGradient, ReduceHandle]] = []
@@ -375,10 +374,8 @@ class GradReducer:
             if leaf.kept is not None:
                 self._drop_kept(leaf.kept)
             if leaf.partial is not None and leaf.comm is not None and not self._accumulating:
-                partial, leaf.partial = (
-                    leaf.partial,
-                    None,
-                )  # the last backward did not reach the leaf
+                # The last backward did not reach the leaf.
+                partial, leaf.partial = leaf.partial, None
                 self._finish(leaf, ReduceHandle(partial, DONE, leaf.comm))
         _log.debug("root post_backward")
 

@@ -578,9 +578,8 @@ class SavedUnit:
         if isinstance(packed, _PackedTensor):
             return packed.checked(self._unit.title)
         if self.needed and recomputing_unit() is None and packed.leaves_units:
-            self._buffer(
-                0
-            )  # before the outer hooks compute anything again, so that a plan can predict the order
+            # Why now: the outer hooks may compute something again, and a plan predicts this order.
+            self._buffer(0)
         token = _recomputing.set(self)
         try:
             return packed.unpack(packed.packed)

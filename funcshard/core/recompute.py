@@ -96,9 +96,8 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
             return f(*args, **kwargs)
         if hooks_allowed():
             run = _checked(functools.partial(f, **kwargs), kwargs)
-            if (
-                recording_graph()
-            ):  # checkpoint would set the generator in the recording, and not in the graph
+            # torch's checkpoint would set the generator in the recording, and not in the graph.
+            if recording_graph():
                 return checkpoint(
                     _with_random_state(run), *args, use_reentrant=False, preserve_rng_state=False
                 )

@@ -381,9 +381,8 @@ class Gathered:
                 return copy_aliased_outputs(f.run(leaves, module, forward, args, kwargs), leaves)
             finally:
                 current_unit.reset(token)
-                forget_parametrized(
-                    module
-                )  # they have no graph in forward, and another one in backward
+                # They have no graph in forward, and another one in backward.
+                forget_parametrized(module)
 
         return remat(run)(args, kwargs)
 

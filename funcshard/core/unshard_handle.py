@@ -76,10 +76,8 @@ class UnshardHandle:
             )
         handles = self._handles
         if freed and graph_task_id() != -1:
-            return (
-                self.shard,
-                None,
-            )  # a checkpoint that runs the call again in backward gathers for itself
+            # A checkpoint that runs the call again in backward gathers for itself.
+            return self.shard, None
         if freed and self._used:
             raise ValueError(
                 f"{title} was used before, and a function from reshard frees the leaves after each "

@@ -178,9 +178,8 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
     seconds = time.perf_counter() - started
     if first and stop.happened:
         say(f"Stopped after {state.step} of {settings.steps} steps", "bold yellow")
-    if (
-        settings.save_every and state.step > begun
-    ):  # first of all, so that a later failure loses no steps
+    # Why first: a later failure then loses no steps.
+    if settings.save_every and state.step > begun:
         if state.step % settings.save_every:
             saving = save(wait=True)
         elif saving is not None:

@@ -224,9 +224,8 @@ def optimizer_on(
         and found.temporaries == "all"
         and not runtime.accelerator
     ):
-        return dataclasses.replace(
-            found, temporaries="largest"
-        )  # torch's loop over tensors on the CPU
+        # On the CPU torch loops over the tensors.
+        return dataclasses.replace(found, temporaries="largest")
     return found
 
 

@@ -30,9 +30,8 @@ _RELAYOUTS = (
     "unsqueeze_",
 )
 
-InputMemory = list[
-    list[int]
-]  # for each tensor: number of its storage, the storage's bytes, offset in elements
+# For each tensor: number of its storage, the storage's bytes, offset in elements.
+InputMemory = list[list[int]]
 
 
 def input_memory(placeholders: Sequence[fx.Node]) -> InputMemory:

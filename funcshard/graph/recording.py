@@ -237,17 +237,15 @@ class _Guard(TorchDispatchMode):
     def __init__(self, recording: StepRecording) -> None:
         super().__init__()
         self._recording, self._phase = recording, ""
-        self._set_back = (
-            False  # whether the step draws numbers again, from a state that the graph sets
-        )
+        # Whether the step draws numbers again, from a state that the graph sets.
+        self._set_back = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         values = tree.leaves((args, kwargs or {}))
         given = [value for value in values if isinstance(value, torch.Tensor)]
         if any(is_dtensor(value) for value in given):
-            return (
-                NotImplemented  # a DTensor runs the operations of its part, which come here again
-            )
+            # A DTensor runs the operations of its part, which come here again.
+            return NotImplemented
         self._note_phase(func, given)
         if func is torch.ops.funcshard.set_random_state.default:
             self._set_back = not self._set_back

@@ -120,9 +120,8 @@ class DrawnValues:
         ):
             return False
         if func in _WRITES:
-            kwargs = {
-                key: value for key, value in kwargs.items() if key != "generator"
-            }  # it is None
+            # The generator is None.
+            kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
             blocks = -(-prod(self.shape) // BLOCK)
             self.steps = [(func, args, kwargs, self.draws.seed(blocks) if _WRITES[func] else None)]
         elif func in _CHANGES and self.steps:

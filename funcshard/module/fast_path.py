@@ -22,9 +22,8 @@ def _return_nothing(module: nn.Module, args: Any, result: Any) -> None:
 
 def leave_fast_path(module: nn.Module) -> None:
     """Give a call's module a hook, without which it might take its fast path."""
-    module.__dict__["_forward_hooks"][-1] = (
-        _return_nothing  # torch counts the hooks of users from 0
-    )
+    # Why -1: torch counts the hooks of users from 0.
+    module.__dict__["_forward_hooks"][-1] = _return_nothing
 
 
 def without_fast_path(skeleton: Skeleton, units: Iterable[str]) -> tuple[int, ...]:

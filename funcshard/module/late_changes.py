@@ -66,9 +66,8 @@ class LateChanges:
         if module is None or (now := _sums(module)).modules != self.sums.modules:
             return
         if any(parameter.is_meta for parameter in module.parameters()):
-            now = now._replace(
-                versions=self.sums.versions
-            )  # its values were dropped, to free memory
+            # The values were dropped, to free memory.
+            now = now._replace(versions=self.sums.versions)
         if now == self.sums:
             return
         changes = [
@@ -106,9 +105,8 @@ def _sums(module: nn.Module) -> _Sums:
                 modules.append(child)
     found = [tensor for tensor in tensors if tensor is not None]
     trainable = sum([tensor.requires_grad for tensor in found])
-    versions = sum(
-        [version(tensor) for tensor in found if not tensor.is_inference()]
-    )  # such tensors have none
+    # Inference tensors have no version.
+    versions = sum([version(tensor) for tensor in found if not tensor.is_inference()])
     return _Sums(len(modules), versions, trainable, training, hooks)
 
 

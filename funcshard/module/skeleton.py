@@ -397,9 +397,8 @@ def _large_tensors(values: Iterable[Any]) -> tuple[torch.Tensor, ...]:
             for each in inner
             if type(each) is torch.Tensor and each.layout is torch.strided
         )
-    storages = Counter(
-        map(storage_id, tensors.values())
-    )  # of views, deepcopy copies the memory once
+    # Of views, deepcopy copies the memory once.
+    storages = Counter(map(storage_id, tensors.values()))
     return tuple(
         [
             each

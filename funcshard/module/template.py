@@ -32,9 +32,8 @@ TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__)  # hooks, tables, the trainin
 TORCH_CONTAINERS = {
     key: type(value) for key, value in nn.Module().__dict__.items() if isinstance(value, dict | set)
 }
-_GRAPH_ATTRIBUTES = (
-    frozenset(fx.GraphModule({}, fx.Graph()).__dict__) - TORCH_ATTRIBUTES
-)  # the graph, its code
+# The graph and its code.
+_GRAPH_ATTRIBUTES = frozenset(fx.GraphModule({}, fx.Graph()).__dict__) - TORCH_ATTRIBUTES
 Attributes = list[tuple[str, Any]]
 
 

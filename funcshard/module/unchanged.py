@@ -22,9 +22,8 @@ def unchanged(params: Mapping[str, torch.Tensor]) -> Iterator[None]:
         RuntimeError: the block wrote values to a parameter, which only a copy of it could undo.
     """
     tensors = list(params.values())
-    leaves = [
-        tensor for tensor in tensors if tensor.is_leaf
-    ]  # torch warns if the grad of others is asked
+    # Why only leaves: torch warns if you ask for the grad of others.
+    leaves = [tensor for tensor in tensors if tensor.is_leaf]
     kept, attributes, versions = (
         list(map(_kept, leaves)),
         [vars(tensor).copy() for tensor in tensors],

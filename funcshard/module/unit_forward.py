@@ -308,9 +308,8 @@ class UnitRun:
                 return out, _get_buffers(entries)
             finally:
                 call.shards = before
-                forget_parametrized(
-                    module
-                )  # they have no graph in forward, and another one in backward
+                # They have no graph in forward, and another one in backward.
+                forget_parametrized(module)
 
         below = {
             name: shard

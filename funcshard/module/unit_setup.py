@@ -33,9 +33,8 @@ def call_precision(plan: Plan, apply: Functional) -> CallPrecision:
             lower precision owns one of its parameters.
     """
     if plan.precision is None and all(unit.precision is None for unit in plan.unit_list):
-        return CallPrecision(
-            None, {}, frozenset()
-        )  # only for speed: a model has thousands of modules
+        # Why early: a model has thousands of modules.
+        return CallPrecision(None, {}, frozenset())
     skeleton = apply.skeleton
     units = plan.units
     full_precision: list[int] = []

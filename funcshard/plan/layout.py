@@ -84,9 +84,8 @@ def _laid_out(
     owners, innermost = owners_of(paths), innermost_in(paths)
     for form in forms:
         name = innermost(form.paths[0])
-        if (
-            len(form.paths) > 1
-        ):  # a tied leaf belongs to the innermost unit that holds all of its uses
+        # A tied leaf belongs to the innermost unit that holds all of its uses.
+        if len(form.paths) > 1:
             around = (owners[node] for node in tree.upwards(form.paths[0]) if node in owners)
             name = next(
                 name

@@ -334,9 +334,8 @@ def found_by(glob: Any, nodes: Collection[str], noun: str) -> list[str]:
                 if "*" in glob
                 else nodes
             )
-            deeper = next(
-                (name for name in names if name.endswith(f".{glob}")), ""
-            )  # under a prefix, as peft's
+            # peft's modules lie under a prefix.
+            deeper = next((name for name in names if name.endswith(f".{glob}")), "")
             question = (
                 f"did you mean {deeper!r}?" if deeper else did_you_mean(glob, names, otherwise="")
             )

@@ -159,9 +159,8 @@ def predict_step(
     check_schedule(schedule, plan)
     checkpoints = [(each,) if isinstance(each, str) else tuple(each) for each in recomputed]
     spared = frozenset(not_saved)
-    make_schedule(
-        plan, [*sorted(spared), *(name for names in checkpoints for name in names)]
-    )  # raises for unknown names
+    # It raises for unknown names.
+    make_schedule(plan, [*sorted(spared), *(name for names in checkpoints for name in names)])
     by_last = {names[-1]: names for names in checkpoints if names}
 
     collectives = _Collectives(plan, cast)

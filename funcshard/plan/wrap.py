@@ -272,9 +272,8 @@ def any_of(*policies: Policy) -> Policy:
         )
         overrides: dict[str, Mapping[str, Any]] = {}
         for units in reversed(chosen):
-            overrides.update(
-                getattr(units, "overrides", {})
-            )  # a policy of one's own may return a plain list
+            # A policy of the user's may return a plain list.
+            overrides.update(getattr(units, "overrides", {}))
         return Units(
             [*(name for name, _ in _named_modules(module) if name in names), *groups], overrides
         )

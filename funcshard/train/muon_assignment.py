@@ -84,9 +84,8 @@ def assign_owners(plan: Plan, matrices: Iterable[str] | None = None) -> Owners:
     ranks = plan.mesh_shape[1]
     cut = {each.axis for _, _, leaf in found for each in leaf.cuts if each.ranks > 1}
     axes = {axis: size for axis, size in plan.mesh_axes.items() if axis == "shard" or axis in cut}
-    load = [0] * math.prod(
-        axes.values()
-    )  # of each rank along these axes; ranks along others repeat it
+    # The load of each rank along these axes; ranks along others repeat it.
+    load = [0] * math.prod(axes.values())
     candidates: dict[tuple[str, ...], list[_Candidate]] = {}
     assigned = []
     for unit, buffer, leaf in sorted(found, key=lambda each: (-_work(each[2]), each[2].index)):
@@ -116,9 +115,8 @@ def assign_owners(plan: Plan, matrices: Iterable[str] | None = None) -> Owners:
     )
 
 
-_Candidate = tuple[
-    int, int, tuple[tuple[int, ...], list[int]]
-]  # its load when seen last, its number, index and ranks
+# Its load when seen last, its number, index and ranks.
+_Candidate = tuple[int, int, tuple[tuple[int, ...], list[int]]]
 
 
 def _least_loaded(
@@ -421,10 +419,8 @@ class Owners(Shown):
 
     def _busiest(self, elements: Elements) -> int:
         """Return the most elements that any one rank sends to, or receives from, other ranks."""
-        owned, held = (
-            [0] * self.ranks,
-            [0] * self.ranks,
-        )  # what crosses at a rank, as an owner and as a holder
+        # What crosses at a rank, as an owner and as a holder.
+        owned, held = [0] * self.ranks, [0] * self.ranks
         steps = [0] * (self.ranks + 1)  # from the number of one rank to that of the next one
         for matrix in self.matrices:
             if matrix.owner is None or (elements is Matrix.sent and matrix.buffer.shards == 1):

@@ -464,9 +464,8 @@ class TrainStep:
         if self.has_aux:
             metrics["aux"] = aux
         recorded = recording is not None
-        if (
-            weight is not None and not recorded and not _has_data(weight)
-        ):  # the world's sum, so every rank returns here
+        # The weight is the world's sum, so every rank returns here.
+        if weight is not None and not recorded and not _has_data(weight):
             return state, metrics
         if self.mutable:
             buffers = _broadcast(
@@ -511,9 +510,8 @@ class TrainStep:
         recording = current_recording()
         assert recording is not None, "a step that runs returns early"
         assert skipped is not None, "a step that cannot be skipped has nothing to choose"
-        if not same_form(
-            before, after
-        ):  # the optimizer made its state, and a skipped step has none
+        # The optimizer made its state, and a skipped step has none.
+        if not same_form(before, after):
             recording.replayable = False
             return after
         chosen = choose_tree(skipped, before, after)

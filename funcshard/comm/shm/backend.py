@@ -100,9 +100,8 @@ class SharedMemoryBackend:
                 0,
             )
         output = self._output(key)
-        if (
-            output is None
-        ):  # this rank is ahead of rank 0; _read_output copies the shard to the output
+        # This rank is ahead of rank 0, and ``_read_output`` copies the shard to the output.
+        if output is None:
             exchange.publish(key, shard, self.blocks.take(shard.nbytes))
         else:
             if shard.ndim == 1:
@@ -151,9 +150,8 @@ class SharedMemoryBackend:
             sum_in_rank_order(own, slices)
 
         work = _CollectiveWork(self, key, read, adds_in_place=True)
-        if (
-            not out.is_inference()
-        ):  # an inference tensor cannot be written to outside inference mode
+        # An inference tensor cannot be written to outside inference mode.
+        if not out.is_inference():
             self._early.append(weakref.ref(work))
         return work
 
@@ -176,9 +174,8 @@ class SharedMemoryBackend:
             contributions = exchange.all_contributions(key, begin + mine.numel(), flat.dtype)
             sum_in_rank_order(mine, [theirs[begin:] for theirs in contributions])
             second = key + 1
-            if (
-                second not in exchange.contributions
-            ):  # else an earlier wait was interrupted after this
+            # Otherwise an earlier wait was interrupted after this.
+            if second not in exchange.contributions:
                 self._contribute(number, 1, mine)
             Arrival(exchange, second).wait_and_compare()
             for rank, part in enumerate(parts):
@@ -278,9 +275,8 @@ class SharedMemoryBackend:
         ):
             pass
         for peer in peers:
-            if (
-                peer.received[key].offset != IN_OUTPUT
-            ):  # several ranks may copy it, with the same bytes
+            # Several ranks may copy it, with the same bytes.
+            if peer.received[key].offset != IN_OUTPUT:
                 rows[peer.rank].copy_(
                     exchange.contribution(key, peer.rank, numel, dtype).view(rows[0].shape)
                 )

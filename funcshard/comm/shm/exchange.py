@@ -139,9 +139,8 @@ class Exchange:
             if message is None:
                 continue
             number = message.key >> 1
-            if (
-                number > self._latest or number in self.in_progress
-            ):  # else this rank has finished it
+            # Otherwise this rank has finished it.
+            if number > self._latest or number in self.in_progress:
                 peer.received[message.key] = message
             peer.latest = max(peer.latest, number)
             for released in filter(None, (message.released, message.also_released)):

@@ -27,9 +27,8 @@ from dataclasses import dataclass
 
 import torch
 
-_SMALL_BYTES = (
-    1 << 16
-)  # a block of less than twice as many bytes serves every size that it can hold
+# A block of less than twice as many bytes serves every size that it can hold.
+_SMALL_BYTES = 1 << 16
 _IDLE_TAKES = 200  # a pool drops a free block that was not needed while this many blocks were taken
 
 SLAB_BYTES = 1 << 16  # size of a slab, a block that holds many tiny contributions
@@ -257,10 +256,8 @@ class SharedBlocks:
         if slab is None or self._slab_end + size > SLAB_BYTES:
             if slab is not None:
                 self.release(slab)
-            slab, self._slab_end = (
-                self.take(SLAB_BYTES),
-                0,
-            )  # the slab that is being filled has one use more
+            # The slab that is being filled has one use more.
+            slab, self._slab_end = self.take(SLAB_BYTES), 0
             self._slab = slab
         offset = self._slab_end
         self._slab_end += -(-size // _SLAB_ALIGNMENT) * _SLAB_ALIGNMENT

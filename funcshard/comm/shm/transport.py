@@ -143,9 +143,8 @@ class Peers:
                     peer.connection.send(data, socket.MSG_NOSIGNAL)
                 return
             except OSError as error:
-                if (
-                    error.errno not in _FULL
-                ):  # the peer has gone; a wait for its next message will raise
+                # If the peer has gone, a wait for its next message will raise.
+                if error.errno not in _FULL:
                     return
                 now = time.monotonic()
                 if not end:

@@ -124,9 +124,8 @@ def fit_link(kind: str, size: int, times: Mapping[int, float], source: Source) -
         >>> f"{link.latency:.1e} s, {link.bandwidth:.1e} B/s"
         '1.0e-06 s, 1.0e+09 B/s'
     """
-    points = [
-        (nbytes, seconds, 1 / seconds**2) for nbytes, seconds in times.items()
-    ]  # with their weights
+    # Points with their weights.
+    points = [(nbytes, seconds, 1 / seconds**2) for nbytes, seconds in times.items()]
 
     def total(term: Callable[[float, float], float]) -> float:
         return sum(weight * term(nbytes, seconds) for nbytes, seconds, weight in points)
@@ -147,9 +146,8 @@ def _say(text: str) -> None:
 
 
 def _expected(sizes: int, seconds: float) -> float:
-    runs = (
-        PASSES * ROUNDS * (len(KINDS) * sizes * 0.01 + 2 * 0.4)
-    )  # a collective with its sweep; two steps
+    # A collective with its sweep takes 0.01 s, and two steps 0.4 s each.
+    runs = PASSES * ROUNDS * (len(KINDS) * sizes * 0.01 + 2 * 0.4)
     return 10 + runs + seconds * (len(PRODUCTS) + 2 + len(TENSORS) + 1)
 
 

@@ -31,12 +31,8 @@ from funcshard.estimate.machine.reference import (
 from funcshard.estimate.machine.timing import KINDS
 from funcshard.plan import dtype_name
 
-PRODUCTS = (
-    (512, 384, 1536),
-    (512, 1536, 384),
-    (512, 384, 8192),
-    (384, 512, 1536),
-)  # m, k, n in float32
+# m, k and n of products in float32.
+PRODUCTS = ((512, 384, 1536), (512, 1536, 384), (512, 384, 8192), (384, 512, 1536))
 SMALL = ((128, 384, 384),)  # for other dtypes, which many CPUs multiply a hundred times slower
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 KERNELS = 50  # small products in a row; forward and backward have a kernel for each

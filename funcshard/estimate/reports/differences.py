@@ -113,9 +113,8 @@ def _of_unit(old: UnitPlan, new: UnitPlan) -> Iterable[str]:
             if new.reshard_after_backward
             else "{is} kept over micro-batches"
         )
-    same = {leaf.path for leaf in old.leaves} == {
-        leaf.path for leaf in new.leaves
-    }  # or other units have the rest
+    # If not, other units have the rest.
+    same = {leaf.path for leaf in old.leaves} == {leaf.path for leaf in new.leaves}
     if same and _dtypes(old) != _dtypes(new):
         yield f"{{has}} leaves in {_dtypes(new)} instead of {_dtypes(old)}"
     if same and _trainable(old) != _trainable(new):

@@ -266,9 +266,8 @@ def _remade(
         precision=plan.precision,
         bucket_bytes=0,
     )
-    names = {
-        unit.members: unit.name for unit in plan.unit_list if unit.members
-    }  # those of groups of small units
+    # Only groups of small units have members.
+    names = {unit.members: unit.name for unit in plan.unit_list if unit.members}
     units = tuple(
         dataclasses.replace(unit, name=names.get(unit.members, unit.name))
         for unit in made.unit_list

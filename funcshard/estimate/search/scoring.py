@@ -54,9 +54,8 @@ class _Base(NamedTuple):
     resident: Mapping[str, int]  # bytes between steps
     gathered: Mapping[str, int]  # bytes that stay until backward if the unit is not freed
     updated: Mapping[str, int]  # bytes that the optimizer updates on the device
-    seconds: Mapping[
-        str, tuple[float, float, float]
-    ]  # of gathers, reductions, and all-reduces apart
+    # Seconds of gathers, reductions, and all-reduces.
+    seconds: Mapping[str, tuple[float, float, float]]
 
 
 @dataclass(slots=True, eq=False)

@@ -92,13 +92,11 @@ class Recorder(TorchDispatchMode):
         self._callers: list[Frame] = [root]
         self._running: int | None = None
         self._inside: set[int] = set()  # results that stay inside a fused kernel, by number
-        self._region: tuple[int, str] | None = (
-            None  # the call of a compiled module that they are of
-        )
+        # The call of a compiled module that the operations are of.
+        self._region: tuple[int, str] | None = None
         self._used: dict[int, list[str]] = {}  # the parameters that each autograd node needs
-        self._asks: set[int] = (
-            set()
-        )  # the nodes whose tensors a checkpoint around their module keeps
+        # The nodes whose tensors a checkpoint around their module keeps.
+        self._asks: set[int] = set()
 
     # --- calls ------------------------------------------------------------------------------------
 
@@ -326,9 +324,8 @@ class Recorder(TorchDispatchMode):
             self._inside.update(map(self.number, results))
             return moved
         moved += sum(map(_nbytes, results))
-        if not is_reduction(
-            func
-        ):  # it reads what is in memory, so the fused kernel before it wrote it
+        # A reduction reads what is in memory, so the fused kernel before it has written it.
+        if not is_reduction(func):
             written = [tensor for tensor in inputs if self.number(tensor) in self._inside]
             moved += 2 * sum(map(_nbytes, written))
             self._inside.difference_update(map(self.number, written))

@@ -169,9 +169,8 @@ class _Tracer:
             for leaf in buffer.leaves
         }
         self.modules: list[nn.Module] = []
-        self.checkpoint: Callable[[], Any] = (
-            _nothing  # the hook of the checkpoint in which a module of a kind ran last
-        )
+        # The hook of the checkpoint in which a module of a kind ran last.
+        self.checkpoint: Callable[[], Any] = _nothing
         self.paths = self.skeleton.paths()
         again = {self.paths[path] for path in remat | compiled if path in self.paths}
         found = kinds_of(self.skeleton, self._form_of, again)

@@ -152,30 +152,23 @@ class _Walk:
     # A unit that is called several times may be held for several calls at a time.
     held: dict[str, int] = field(default_factory=dict)  # bytes of the gathered buffers, by unit
     sent: dict[str, int] = field(default_factory=dict)  # bytes of casts on their way, by unit
-    ready: dict[str, list[float]] = field(
-        default_factory=dict
-    )  # when the gathers of a unit are over
-    arrived: bool = (
-        True  # whether the rank has waited for the unit that it has reached, or need not
-    )
-    left: Counter[str] = field(
-        default_factory=Counter
-    )  # reductions still to come in this backward, by unit
+    # When the gathers of a unit are over.
+    ready: dict[str, list[float]] = field(default_factory=dict)
+    # Whether the rank has waited for the unit that it has reached, or need not.
+    arrived: bool = True
+    # Reductions still to come in this backward, by unit.
+    left: Counter[str] = field(default_factory=Counter)
     reductions: Counter[str] = field(default_factory=Counter)  # reductions of one backward, by unit
-    again: dict[str, int] = field(
-        default_factory=dict
-    )  # bytes gathered for a forward that runs again, by unit
-    slices: dict[str, int] = field(
-        default_factory=dict
-    )  # bytes of slices kept after forward, by unit
-    summed: set[tuple[str, str]] = field(
-        default_factory=set
-    )  # buffers that later micro-batches add to
+    # Bytes gathered for a forward that runs again, by unit.
+    again: dict[str, int] = field(default_factory=dict)
+    # Bytes of slices kept after forward, by unit.
+    slices: dict[str, int] = field(default_factory=dict)
+    # Buffers that later micro-batches add to.
+    summed: set[tuple[str, str]] = field(default_factory=set)
     running: deque[_Reduction] = field(default_factory=deque)
     graded: set[tuple[str, str]] = field(default_factory=set)  # buffers with a reduced gradient
-    held_changes: list[tuple[int, str, int]] = field(
-        default_factory=list
-    )  # moments before, unit, bytes
+    # Moments before, unit, bytes.
+    held_changes: list[tuple[int, str, int]] = field(default_factory=list)
     copied: int = 0  # bytes of a gathered buffer that was copied out and is not freed yet
     lingering: list[int] = field(default_factory=list)  # bytes of freed units that still count
 

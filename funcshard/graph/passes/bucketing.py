@@ -132,9 +132,8 @@ def _bucket(step_graph: StepGraph, limit: int) -> None:
             for member in members:
                 graph.erase_node(member.wait)
                 graph.erase_node(member.start)
-        if (
-            found and kind != "all_gather"
-        ):  # the users of a reduction's result come after the bucket's
+        # The users of a reduction's result have to come after those of the bucket.
+        if found and kind != "all_gather":
             _sort(graph, needed)
 
 

@@ -211,9 +211,8 @@ def _move_wait(timeline: Timeline, wait: fx.Node) -> None:
         for storage in storages.of[node]
         if storage in timeline.last
     }
-    data |= {
-        storage for storage in timeline.made[start] if storage not in storages.of[start]
-    }  # a copy that is sent
+    # A copy that is sent is data too.
+    data |= {storage for storage in timeline.made[start] if storage not in storages.of[start]}
     place = position[wait] + 1
     for number in range(position[wait] + 1, end):
         node = timeline.order[number]

@@ -56,9 +56,8 @@ def save_together(
                 "in the plan, the mesh, the number of passes or per_rank"
             )
     digests = [each["text"] for each in found]
-    firsts = [
-        digests.index(digest) for digest in dict.fromkeys(digests)
-    ]  # the first rank of each kind
+    # The first rank of each kind.
+    firsts = [digests.index(digest) for digest in dict.fromkeys(digests)]
     texts = {0: text}
     if len(firsts) > 1:
         here = text if mesh.rank in firsts else ""
