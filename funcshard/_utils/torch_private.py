@@ -219,11 +219,9 @@ def _loops_of_frames(
     return found
 
 
-_JACREV, _JACFWD, _JACOBIAN = (
-    "torch.func.jacrev",
-    "torch.func.jacfwd",
-    "torch.autograd.functional.jacobian",
-)
+_JACREV = "torch.func.jacrev"
+_JACFWD = "torch.func.jacfwd"
+_JACOBIAN = "torch.autograd.functional.jacobian"
 _known_loops: set[str] = set()  # those that _check_loop has seen to be found
 
 

@@ -334,10 +334,8 @@ class _Target:
 
     def add(self, chunk: memoryview) -> None:
         """Copy the next bytes of the box."""
-        low, high = (
-            max(self.done, self.first),
-            min(self.done + len(chunk), self.first + self.out.numel()),
-        )
+        low = max(self.done, self.first)
+        high = min(self.done + len(chunk), self.first + self.out.numel())
         if low < high:
             bytes_ = torch.frombuffer(chunk, dtype=torch.uint8)[low - self.done : high - self.done]
             self.out[low - self.first : high - self.first].copy_(bytes_)

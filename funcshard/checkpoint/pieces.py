@@ -191,10 +191,8 @@ def copy_pieces(
         copy_boxes(local[part.in_shard], pieces, leaf, buffer, mesh)
         return
     for piece in pieces if part.numel else ():
-        begin, end = (
-            max(piece.offset, part.begin),
-            min(piece.offset + piece.tensor.numel(), part.end),
-        )
+        begin = max(piece.offset, part.begin)
+        end = min(piece.offset + piece.tensor.numel(), part.end)
         if begin < end:
             with torch.no_grad():
                 own = local[part.in_shard][begin - part.begin : end - part.begin]

@@ -372,10 +372,8 @@ def save_pretrained(
     Source: ``transformers.PreTrainedModel.save_pretrained``.
     """
     if not isinstance(apply, Functional) or not is_hugging_face(apply.skeleton.template):
-        found, remedy = (
-            type(apply).__name__,
-            "pass the apply of from_pretrained or make_functional, before the shards",
-        )
+        found = type(apply).__name__
+        remedy = "pass the apply of from_pretrained or make_functional, before the shards"
         if isinstance(apply, Functional):
             found = type(apply.skeleton.template).__name__
             remedy = "export_safetensors writes the parameters of any module"

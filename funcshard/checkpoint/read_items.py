@@ -77,10 +77,8 @@ class ReadBox:
         for each in boxes(self.shape, begin, begin + flat.numel()):
             if shared := self.box.overlap(each):
                 values = flat[done : done + each.numel].view(each.sizes)
-                here, there = (
-                    shared.moved([-n for n in self.box.offsets]),
-                    shared.moved([-n for n in each.offsets]),
-                )
+                here = shared.moved([-n for n in self.box.offsets])
+                there = shared.moved([-n for n in each.offsets])
                 with torch.no_grad():
                     self.out[here.slices].copy_(values[there.slices])
                 found += shared.numel

@@ -540,10 +540,8 @@ def _entries(
             begin, end = file_data.numbers(
                 "data_offsets", file_data.listed("data_offsets", entry["data_offsets"], 2)
             )
-            code, shape = (
-                file_data.text("dtype", entry["dtype"]),
-                file_data.numbers("shape", entry["shape"]),
-            )
+            code = file_data.text("dtype", entry["dtype"])
+            shape = file_data.numbers("shape", entry["shape"])
         except ValueError as error:
             raise ValueError(
                 f"{file} is damaged: its header does not say where {name!r} lies ({error})"

@@ -399,10 +399,8 @@ class _Unflattener:
             stored = stored_name(name, metadata.kind, old, self.old_mesh_axes)
             for box, out in targets:
                 if shared := box.overlap(held):
-                    here, there = (
-                        shared.moved([-n for n in box.offsets]),
-                        shared.moved([-n for n in held.offsets]),
-                    )
+                    here = shared.moved([-n for n in box.offsets])
+                    there = shared.moved([-n for n in held.offsets])
                     self.empty.reads.append(
                         ReadBox(stored, metadata.shape, there, out[here.slices])
                     )

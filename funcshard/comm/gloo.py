@@ -97,10 +97,8 @@ class Gloo:
         parts = flat.tensor_split(self.size)  # sizes may differ by one, or be zero
         own = parts[self.rank]
         received = flat.new_empty(self.size * own.numel())
-        sizes, own_sizes = (
-            [_as_known(part).numel() for part in parts],
-            [_as_known(own).numel()] * self.size,
-        )
+        sizes = [_as_known(part).numel() for part in parts]
+        own_sizes = [_as_known(own).numel()] * self.size
         scatter = dist.all_to_all_single(
             _as_known(received),
             _as_known(flat),

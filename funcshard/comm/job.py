@@ -48,11 +48,9 @@ def start(kind: str, world: int, *, timeout: float, patience: float, give_up: fl
         ValueError: torchrun's variables are missing in the environment, or are no numbers.
         RuntimeError: the other ranks have not come in time, or one is lost.
     """
-    rank, port, address = (
-        _number("RANK", 0),
-        _number("MASTER_PORT", 0),
-        os.environ.get("MASTER_ADDR"),
-    )
+    rank = _number("RANK", 0)
+    port = _number("MASTER_PORT", 0)
+    address = os.environ.get("MASTER_ADDR")
     if not address:
         raise ValueError(
             "the environment variable MASTER_ADDR must name the machine of rank 0, because RANK "
@@ -238,10 +236,8 @@ def _store_of_job(
     # Why a prefix: torchrun keeps one store for all attempts, in which torch would find the
     # addresses of the previous attempt's ranks. On a single node every rank has the same number of
     # the attempt, which serves as the prefix. On several nodes the numbers may differ.
-    attempt, local_size = (
-        os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
-        os.environ.get("LOCAL_WORLD_SIZE"),
-    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    local_size = os.environ.get("LOCAL_WORLD_SIZE")
     if (
         attempt == "0"
         or local_size != os.environ["WORLD_SIZE"]

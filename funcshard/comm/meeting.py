@@ -119,11 +119,9 @@ class _Meeting:
         # Why no wait of the store: that of a file asks once a second.
         begin = now = time.monotonic()
         look, pause, serial = begin + self.patience, _SHORTEST, None
-        journal, heart, others = (
-            self.journal,
-            self.journal.heart,
-            [each for each in self.ranks if each != self.journal.rank],
-        )
+        journal = self.journal
+        heart = self.journal.heart
+        others = [each for each in self.ranks if each != self.journal.rank]
         silent = False
         while True:
             try:

@@ -34,10 +34,8 @@ from funcshard.comm.torch_group import TorchGroup, give_back
 from funcshard.comm.wrapped_group import WrappedGroup
 from funcshard.plan import AXES, axes_text, mesh_axes_of, position_of, rank_at
 
-_ALL, _AXES = (
-    "mesh.world_size is the number of all ranks",
-    "mesh.shape is a dictionary of axes and their sizes",
-)
+_ALL = "mesh.world_size is the number of all ranks"
+_AXES = "mesh.shape is a dictionary of axes and their sizes"
 _POSITION = "mesh.position is a dictionary of this rank's index along each axis"
 # Names that a mesh has in other libraries, with their remedies.
 _REMEDIES = {

@@ -99,11 +99,9 @@ class TorchGroup:
         name = str(dist.get_backend(group)).lower()
         if ":" in name:  # such as cpu:gloo,cuda:nccl
             name = dict(pair.split(":") for pair in name.split(","))[device]
-        native, rank, ranks = (
-            "gloo" not in name,
-            dist.get_rank(group),
-            dist.get_process_group_ranks(group),
-        )
+        native = "gloo" not in name
+        rank = dist.get_rank(group)
+        ranks = dist.get_process_group_ranks(group)
         if name == "fake":  # torch's stand-in for a backend: the other ranks do not exist
             return cls(
                 group,

@@ -82,10 +82,8 @@ class BufferComm:
         keeps = unit.precision is not None and unit.precision.keep_low_precision_grads
         divided = unit.precision is not None and unit.precision.divide_before_reduce
         own = (dtype_of(buffer.dtype), unit.gathered_dtype(buffer), unit.reduced_dtype(buffer))
-        dtypes, users = (
-            CommDtypes(*own, keeps, cast, divided),
-            any(isinstance(group, CustomGroup) for _, group in mesh.axes),
-        )
+        dtypes = CommDtypes(*own, keeps, cast, divided)
+        users = any(isinstance(group, CustomGroup) for _, group in mesh.axes)
         return cls(
             Topology.of(buffer, unit, mesh), unit.name, buffer.key, dtypes, unit.offload, own=users
         )
@@ -281,10 +279,8 @@ def start_gather(
         sent = sent.to(dtypes.gathered)
     if not comm.topology.cut:
         return AllGatherHandle(PrivateAllGatherWork(sent), comm, shard.shape[0], copied)
-    group, sent = (
-        live_group(mesh.shard, "shard", sent, comm, comm.unit, comm.buffer),
-        sent.contiguous(),
-    )
+    group = live_group(mesh.shard, "shard", sent, comm, comm.unit, comm.buffer)
+    sent = sent.contiguous()
     _record("all_gather", comm, sent, "shard", group, group.size)
     if (
         comm.own

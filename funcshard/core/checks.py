@@ -213,10 +213,8 @@ def check_leaf(
         cast and can_cast(leaf.dtype, dtype_of(buffer.dtype))
     )
     if tuple(leaf.shape) != wanted or not right:
-        shape, remedy = (
-            str(wanted),
-            "pass the tensors that the plan was made for, or make a new plan",
-        )
+        shape = str(wanted)
+        remedy = "pass the tensors that the plan was made for, or make a new plan"
         if spec.whole_shape != spec.shape:
             axes = " and ".join(cut.axis for cut in spec.cuts)
             if whole:

@@ -108,10 +108,8 @@ class Block(nn.Module):
         # Why this scale: the blocks add to one sum, whose variance then does not grow with layers.
         std = 0.02 / math.sqrt(2 * config.layers)
         if config.family == "gpt":
-            self.attention, self.mlp = (
-                FusedAttention(config, std),
-                GELU(config.dim, config.hidden, std),
-            )
+            self.attention = FusedAttention(config, std)
+            self.mlp = GELU(config.dim, config.hidden, std)
             return
         self.attention = (
             GroupedAttention(config, std) if config.latent is None else LatentAttention(config, std)

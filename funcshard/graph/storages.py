@@ -52,10 +52,8 @@ class GraphStorages:
                     own = [*found.of[start]]
                 for storage, tensor in zip(own, tensors, strict=True):
                     if storage not in found.made:
-                        found.made[storage], found.bytes[storage] = (
-                            node,
-                            tensor.untyped_storage().nbytes(),
-                        )
+                        found.made[storage] = node
+                        found.bytes[storage] = tensor.untyped_storage().nbytes()
                         found.users[storage] = []
             found.of[node] = tuple(dict.fromkeys(own))
             touched = {

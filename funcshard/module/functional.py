@@ -83,10 +83,8 @@ def make_functional(
     if not isinstance(module, nn.Module):
         found, remedy = type(module).__name__, "unshard shards a function of your own"
         if isinstance(module, type) and issubclass(module, nn.Module):
-            found, remedy = (
-                f"the class {module.__name__}",
-                f"make a module of it, as in {module.__name__}(...)",
-            )
+            found = f"the class {module.__name__}"
+            remedy = f"make a module of it, as in {module.__name__}(...)"
         elif isinstance(module, Functional):
             found, remedy = "a function that make_functional returned", "pass it to fully_shard"
         raise TypeError(f"make_functional takes a torch.nn.Module; found {found}: {remedy}")
@@ -300,10 +298,8 @@ class Functional:
                 f"{remedy}"
             )
         if given.keys() != expected.keys():
-            missing, unexpected = (
-                sorted(expected.keys() - given.keys()),
-                sorted(given.keys() - expected.keys()),
-            )
+            missing = sorted(expected.keys() - given.keys())
+            unexpected = sorted(given.keys() - expected.keys())
             remedy = "pass the dictionary that make_functional returned, or one with its names"
             if is_tree_of_shards(given):
                 remedy = "these are shards: call the function of fully_shard, or fs.gather(shards, plan, mesh) first"

@@ -323,10 +323,8 @@ def _locate(module: nn.Module, plan: Plan) -> dict[str, _Location]:
         for name in (leaf.path, *leaf.aliases)
     }
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    missing, unexpected = (
-        sorted(parameters.keys() - locations.keys()),
-        sorted(locations.keys() - parameters.keys()),
-    )
+    missing = sorted(parameters.keys() - locations.keys())
+    unexpected = sorted(locations.keys() - parameters.keys())
     if missing or unexpected:
         raise ValueError(
             f"the plan was made for another module; it lacks {missing[:3] or 'nothing'} of this "

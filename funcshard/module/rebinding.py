@@ -53,10 +53,8 @@ class Rebinding:
     def fill(self, new: types.FunctionType, memo: dict[int, Any]) -> None:
         """Give a copy what the function captured, copied: the contents of cells, and defaults."""
         for number in self.followed:
-            old_cell, new_cell = (
-                (self.function.__closure__ or ())[number],
-                (new.__closure__ or ())[number],
-            )
+            old_cell = (self.function.__closure__ or ())[number]
+            new_cell = (new.__closure__ or ())[number]
             new_cell.cell_contents = copied(old_cell.cell_contents, memo)
         if self.defaults:
             new.__defaults__ = copied(self.function.__defaults__, memo)

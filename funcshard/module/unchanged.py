@@ -24,11 +24,9 @@ def unchanged(params: Mapping[str, torch.Tensor]) -> Iterator[None]:
     tensors = list(params.values())
     # Why only leaves: torch warns if you ask for the grad of others.
     leaves = [tensor for tensor in tensors if tensor.is_leaf]
-    kept, attributes, versions = (
-        list(map(_kept, leaves)),
-        [vars(tensor).copy() for tensor in tensors],
-        _versions(tensors),
-    )
+    kept = list(map(_kept, leaves))
+    attributes = [vars(tensor).copy() for tensor in tensors]
+    versions = _versions(tensors)
     try:
         yield
     finally:

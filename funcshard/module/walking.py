@@ -99,10 +99,8 @@ def _named(
 
 def _walked_by_torch(module: nn.Module) -> ModuleTree:
     """Return the tree of a module of which a class walks in a way of its own."""
-    modules, every = (
-        list(module.named_modules()),
-        list(module.named_modules(remove_duplicate=False)),
-    )
+    modules = list(module.named_modules())
+    every = list(module.named_modules(remove_duplicate=False))
     parameters = dict[str, torch.Tensor](module.named_parameters())
     buffers = dict(module.named_buffers())
     return ModuleTree(

@@ -62,11 +62,9 @@ def _strategy(unit: UnitPlan, buffer: BufferPlan) -> str:
         )
         strategy += "" if "shard" in buffer.local else f", {unit.strategy} along shard"
     strategy += ", offload" if unit.offload else ""
-    own, gathered, reduced = (
-        dtype_of(buffer.dtype),
-        unit.gathered_dtype(buffer),
-        unit.reduced_dtype(buffer),
-    )
+    own = dtype_of(buffer.dtype)
+    gathered = unit.gathered_dtype(buffer)
+    reduced = unit.reduced_dtype(buffer)
     if len({own, gathered, reduced}) > 1:
         strategy += f", in {dtype_name(gathered)}"
         strategy += (

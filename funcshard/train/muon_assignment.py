@@ -354,11 +354,9 @@ class Owners(Shown):
     def _join_event(self, axis: str) -> Event | None:
         """Return the all-to-all along an axis; it counts the busiest rank."""
         axes = dict(self.axes)
-        size, sent, received = (
-            axes[axis],
-            [0] * math.prod(axes.values()),
-            [0] * math.prod(axes.values()),
-        )
+        size = axes[axis]
+        sent = [0] * math.prod(axes.values())
+        received = [0] * math.prod(axes.values())
         for matrix in self.matrices:
             joiners = dict(matrix.joiners)
             if axis not in joiners:

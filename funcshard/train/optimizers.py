@@ -197,10 +197,8 @@ class TorchStep:
         leaves, unflatten = tree.flatten(params)
         try:
             check_not_donated(state["leaves"])
-            leaf_states, leaf_grads = (
-                tree.leaves_up_to(params, state["leaves"]),
-                tree.leaves_up_to(params, grads),
-            )
+            leaf_states = tree.leaves_up_to(params, state["leaves"])
+            leaf_grads = tree.leaves_up_to(params, grads)
         except (KeyError, TypeError, ValueError):
             check_trees(grads, state, params, self.title)
             raise

@@ -215,11 +215,9 @@ def make_train_step(
         shards: Shards, buffers: dict[str, torch.Tensor], batch: Any, scaling: ScalerState | None
     ) -> tuple[tuple[Any, ...], Shards]:
         """Return losses, weights, buffers and aux, and the gradient; losses and gradient scaled."""
-        current_buffers, own_weight, own_total = (
-            buffers,
-            0.0,
-            torch.zeros((), dtype=torch.float32, device="cpu"),
-        )
+        current_buffers = buffers
+        own_weight = 0.0
+        own_total = torch.zeros((), dtype=torch.float32, device="cpu")
 
         def loss_and_rest(shards: Shards, batch: Any) -> Any:
             nonlocal current_buffers, own_weight, own_total

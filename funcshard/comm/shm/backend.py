@@ -79,10 +79,8 @@ class SharedMemoryBackend:
         key, exchange = self._contribute(number, 0, shard), self.exchange
 
         def read() -> None:
-            rows, shards = (
-                out.view(self._size, -1),
-                exchange.all_contributions(key, shard.numel(), out.dtype),
-            )
+            rows = out.view(self._size, -1)
+            shards = exchange.all_contributions(key, shard.numel(), out.dtype)
             for row, theirs in zip(rows, shards, strict=True):
                 row.copy_(theirs)
 

@@ -124,10 +124,8 @@ def reference_step(reference: Reference) -> tuple[Callable[[], None], Callable[[
         >>> update()
     """
     width, size = reference.width, (reference.batch, reference.length)
-    embedding, head = (
-        nn.Embedding(reference.vocabulary, width),
-        nn.Linear(width, reference.vocabulary),
-    )
+    embedding = nn.Embedding(reference.vocabulary, width)
+    head = nn.Linear(width, reference.vocabulary)
     blocks = nn.ModuleList(_Block(width, reference.heads) for _ in range(reference.layers))
     norm = nn.LayerNorm(width)
     params = [*nn.ModuleList([embedding, blocks, norm, head]).parameters()]
@@ -177,10 +175,8 @@ def rates_of(
         each[0]._replace(seconds=statistics.median(one.seconds for one in each))
         for each in zip(*runs, strict=True)
     ]
-    computing, moving = (
-        [each for each in typical if each.flops],
-        [each for each in typical if not each.flops],
-    )
+    computing = [each for each in typical if each.flops]
+    moving = [each for each in typical if not each.flops]
     # Why a least: tiny kernels take no longer than their overhead.
     left = max(seconds - kernel_overhead * len(typical), 0.1 * seconds)
     scale = left / sum(each.seconds for each in typical)

@@ -128,10 +128,8 @@ def compute_time(
         True
     """
     flops = check_count("flops", flops, 0)
-    nbytes, kernels = (
-        check_count("nbytes", nbytes, 0, of="bytes"),
-        check_count("kernels", kernels, 0),
-    )
+    nbytes = check_count("nbytes", nbytes, 0, of="bytes")
+    kernels = check_count("kernels", kernels, 0)
     name = dtype if isinstance(dtype, str) else dtype_name(dtype)
     computing = 0.0
     if flops:

@@ -53,10 +53,8 @@ class Lanes:
         """Run a computation."""
         found = self._costs.get(id(run.work))
         if found is None:
-            moved, flops = (
-                sum(work.bytes for work in run.work),
-                sum(work.flops for work in run.work),
-            )
+            moved = sum(work.bytes for work in run.work)
+            flops = sum(work.flops for work in run.work)
             found = self._costs[id(run.work)] = (*self._clock.compute(run), moved, flops)
         seconds, source, moved, flops = found
         if seconds:

@@ -88,11 +88,9 @@ def sizes_of(unit: UnitPlan, *, accelerator: bool) -> UnitSizes:
     found = []
     keeps = unit.precision is not None and unit.precision.keep_low_precision_grads
     for buffer in unit.buffers:
-        stored, gathered, reduced = (
-            buffer.itemsize,
-            unit.gathered_dtype(buffer).itemsize,
-            unit.reduced_dtype(buffer).itemsize,
-        )
+        stored = buffer.itemsize
+        gathered = unit.gathered_dtype(buffer).itemsize
+        reduced = unit.reduced_dtype(buffer).itemsize
         own, whole = buffer.shard_numel, buffer.padded_numel
         cut = buffer.shards > 1
         cast = unit.gathered_dtype(buffer) != _stored(unit, buffer.key)
