@@ -96,13 +96,10 @@ def _finder(structure: Structure) -> Callable[[str], Structure]:
             )
         merged = found[0] if found else _ABSENT
         for other in found[1:]:
-            merged = (
-                merged
-                if other is None
-                else other
-                if merged is None
-                else _merge(merged, other, path)
-            )
+            if merged is None:
+                merged = other
+            elif other is not None:
+                merged = _merge(merged, other, path)
         return merged
 
     return lambda path: descend(structure, path)

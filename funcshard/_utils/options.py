@@ -113,18 +113,12 @@ def check_number(
     elif isinstance(value, torch.Tensor) and is_transformed(value):
         return  # a transform hides the value
     rule = "a number" if infinite else "a finite number"
-    rule += (
-        f" above {above:g}"
-        if above is not None
-        else f", at least {least:g}"
-        if least is not None
-        else ""
-    )
-    rule += (
-        f"{' and' if above is not None or least is not None else ''} below {below:g}"
-        if below is not None
-        else ""
-    )
+    if above is not None:
+        rule += f" above {above:g}"
+    elif least is not None:
+        rule += f", at least {least:g}"
+    if below is not None:
+        rule += f"{' and' if above is not None or least is not None else ''} below {below:g}"
     rule += f"{', or math.inf' if infinite else ''}{none and f', or None {none}'}"
     raise _error(name, rule, value, number, remedy or "pass a number within these bounds")
 

@@ -394,9 +394,8 @@ def _construct(structure: Structure) -> Any:
             return cls(*children)
         assert entry is not None
         return entry.unflatten_func(meta[1], children)
-    except (
-        Exception
-    ) as error:  # of any kind: it is the code of the class, and the data may be of another one
+    # Errors of any kind: it is the code of the class, and the data may be of another one.
+    except Exception as error:
         raise ValueError(
             f"the tree has a {meta!r}, which cannot be made of {len(children)} children: {error}"
         ) from error

@@ -80,9 +80,8 @@ def read_archive(file: IO[bytes], dtype: torch.dtype, sizes: Sequence[int]) -> t
     """
     try:
         found = torch.load(file, map_location="cpu", weights_only=True)
-    except (
-        Exception
-    ) as error:  # of any kind: the reader of pickles and zip files raises what it meets
+    # Errors of any kind: the reader of pickles and zip files raises what it meets.
+    except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"no tensor that torch.save wrote: {reason}") from error
     if type(found) not in (torch.Tensor, torch.nn.Parameter) or found.layout != torch.strided:

@@ -213,7 +213,8 @@ def _prefix(stored: Mapping[str, StoredTensor], plan: Plan, key: str | None, fol
         )
     start = max(held, key=lambda start: len(held[start]), default="")
     missing = [path for path in paths if path not in held.get(start, ())]
-    under = f" under {start.rstrip('.')!r}" if start else "" if key is None else f" under {key!r}"
+    prefix = start.rstrip(".") if start else key
+    under = "" if prefix is None else f" under {prefix!r}"
     raise ValueError(
         f"{folder} must hold every leaf of the plan{under}; missing: {missing[:3]}; it holds "
         f"{sorted(stored)[:3]}: it is of another model"

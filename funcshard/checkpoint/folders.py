@@ -195,9 +195,8 @@ def remove_leftovers(path: Path, lock: PathLock, *, own: str, others: bool) -> N
             found.setdefault(final, [])
     for final in found.keys() - {path.name}:
         with contextlib.suppress(OSError):  # such as the lock of another user, which stays
-            if (
-                taken := take(path.with_name(final))
-            ) is not None:  # no save to that path is running
+            # If we can take the lock, no save to that path is running.
+            if (taken := take(path.with_name(final))) is not None:
                 dead += _dead(taken.path, found[final])
                 taken.release()  # before the folders are deleted, because a save to that path may begin
     for each in dead:

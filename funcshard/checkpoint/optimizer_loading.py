@@ -386,7 +386,9 @@ def _by_buffer(
     }
     for unit, buffer in trainable_buffers(plan):
         own = found[unit.name][buffer.key] = {}
-        device = (torch.device("cpu") if unit.offload else mesh.device) if on_device else None
+        device = None
+        if on_device:
+            device = torch.device("cpu") if unit.offload else mesh.device
         members = [
             leaf.path for leaf in buffer.leaves if layout is None or leaf.path in layout.group_of
         ]

@@ -357,8 +357,10 @@ def _have_one(
     Raises the first fault of a rank that has another reason. If this is the ``last`` try, it raises
     in place of returning ``False``.
     """
-    replaced = fault is not None and folder is not None and folder.replaced
-    reports = set(all_gather_texts(mesh, "replaced" if replaced else "fault" if fault else digest))
+    report = digest
+    if fault is not None:
+        report = "replaced" if folder is not None and folder.replaced else "fault"
+    reports = set(all_gather_texts(mesh, report))
     if len(reports) == 1 and not reports & {"replaced", "fault"}:
         return True
     if not last and ("replaced" in reports or "fault" not in reports):

@@ -447,9 +447,8 @@ def _container(spec: TreeSpec, children: list[Any]) -> Any:
             )
         try:
             return cls(**dict(zip(fields, children, strict=True)))
-        except (
-            Exception
-        ) as error:  # of any kind: it is the code of the class, which may have other fields now
+        # Errors of any kind: it is the code of the class, which may have other fields now.
+        except Exception as error:
             raise ValueError(
                 f"the stored {meta} cannot be made of the fields {fields}: {error}"
             ) from error

@@ -242,9 +242,8 @@ class Writer:
         if self.keep is not None:
             try:
                 self.remove_oldest(self.keep)
-            except (
-                OSError
-            ) as error:  # the checkpoint is complete; the next save removes what is left
+            # The checkpoint is complete, and the next save removes what is left.
+            except OSError as error:
                 _log.warning(
                     "checkpoint %s is complete, but older ones cannot be deleted: %s",
                     self.path,

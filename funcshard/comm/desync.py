@@ -147,9 +147,8 @@ class DesyncDetector:
         self._context = (0,) * CONTEXT_LENGTH
         self._agreed_contexts: set[tuple[int, ...]] = set()
         self.comparison: Comparison | None = None
-        self._partial: dict[
-            int, Sequence[int]
-        ] = {}  # the ranks that a collective needs, if not all
+        # The ranks that a collective needs, if not all.
+        self._partial: dict[int, Sequence[int]] = {}
         self._looks, self._warned = 0, False
         self._group = "" if control is None else str(control.group_name)
         if journal is not None:

@@ -140,9 +140,8 @@ class Heart:
     def __init__(self, rank: int, store: Any, prefix: str = "") -> None:
         self._rank, self._prefix = rank, prefix
         self._pulse = _Pulse(store_for_thread(store), self.store.key(rank))
-        self._seen: dict[
-            int, tuple[bytes, float]
-        ] = {}  # beat of each rank, and the clock when it was new
+        # The beat of each rank, and the clock when it was new.
+        self._seen: dict[int, tuple[bytes, float]] = {}
         self._silence = 0.0  # seconds for which the store has not answered
         self._last_question = 0.0
         self._looks = 0

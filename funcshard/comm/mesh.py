@@ -204,13 +204,11 @@ class Mesh:
         Raises:
             ValueError: the mesh has no such axis, a name is given twice, or none is.
         """
-        names = (
-            (axes,)
-            if isinstance(axes, str)
-            else tuple(axes)
-            if isinstance(axes, tuple | list)
-            else ()
-        )
+        names: tuple[Any, ...] = ()
+        if isinstance(axes, str):
+            names = (axes,)
+        elif isinstance(axes, tuple | list):
+            names = tuple(axes)
         known = all(isinstance(name, str) and name in self.groups for name in names)
         if not names or not known or len(set(names)) < len(names):
             raise ValueError(
@@ -418,9 +416,9 @@ def init_mesh(
     simulated = _simulated.get()
     if simulated is not None:
         return simulated if shape is None else simulated.reshaped(shape)
-    kind = check_device(
-        ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
-    ).type
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    kind = check_device(device).type
     started = is_started()
     check_gpu(kind)
     launched = None if started else launched_ranks()

@@ -252,14 +252,13 @@ class LeavesToShard(torch.autograd.Function):
         device: Any,
         *leaves: torch.Tensor | None,
     ) -> Any:
-        first = [
-            leaf
-            if leaf is None
-            else leaf.expand(info.batch_size, *leaf.shape)
-            if dim is None
-            else leaf.movedim(dim, 0)
-            for leaf, dim in zip(leaves, in_dims[3:], strict=True)
-        ]
+        first = []
+        for leaf, dim in zip(leaves, in_dims[3:], strict=True):
+            if leaf is not None and dim is None:
+                leaf = leaf.expand(info.batch_size, *leaf.shape)
+            elif leaf is not None:
+                leaf = leaf.movedim(dim, 0)
+            first.append(leaf)
         return LeavesToShard.apply(buffer, comm, device, *first), 0
 
 

@@ -192,13 +192,9 @@ class GradReducer:
         self._on_grad = on_grad
         self._on_scattered = on_scattered
         self._reduce = reduce
-        self._hook = (
-            "on_grads"
-            if on_grad is not None
-            else "on_reduce_scattered"
-            if on_scattered is not None
-            else ""
-        )
+        self._hook = "on_grads" if on_grad is not None else ""
+        if on_grad is None and on_scattered is not None:
+            self._hook = "on_reduce_scattered"
         # Autograd's number of this reducer's backward, while that runs.
         self._task: int | None = None
         self._accumulating = False

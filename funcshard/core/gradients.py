@@ -247,7 +247,7 @@ def evaluate(
     """
     if transforms_active():
         raise RuntimeError(
-            "value_and_grad stands on torch.autograd.grad, and cannot run inside a torch.func "
+            "value_and_grad uses torch.autograd.grad, and cannot run inside a torch.func "
             "transform; use torch.func.grad there, which adds gradients over ranks, and divide "
             "them by mesh.world_size"
         )

@@ -26,9 +26,8 @@ class Entries:
 
     def __init__(self) -> None:
         self._entries: dict[Signature, Entry] = {}
-        self._served: dict[
-            tuple[Signature, tuple[tuple[str, int], ...]], Entry
-        ] = {}  # by arguments, found before
+        # Entries by the arguments that they served.
+        self._served: dict[tuple[Signature, tuple[tuple[str, int], ...]], Entry] = {}
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries.values())

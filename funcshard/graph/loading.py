@@ -95,13 +95,14 @@ def load_traced(
             "was traced"
         )
     graphs = [_graph(recording, Path(path), mesh, schedules) for recording in kind]
-    fixed = (
-        "it was loaded without its step: pass load_traced(path, mesh, step=step)"
-        if step is None
-        else "passes changed its graphs before it was saved, and a new one would lack them: trace and save the step again"
-        if contents.changes
-        else ""
-    )
+    fixed = ""
+    if step is None:
+        fixed = "it was loaded without its step: pass load_traced(path, mesh, step=step)"
+    elif contents.changes:
+        fixed = (
+            "passes changed its graphs before it was saved, and a new one would lack them: trace "
+            "and save the step again"
+        )
     try:
         names = NamedSizes(contents.dynamic_shapes)
     except (TypeError, ValueError) as error:

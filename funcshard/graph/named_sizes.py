@@ -29,9 +29,8 @@ class NamedSizes:
         self.spec = spec
         for text in _texts(spec):
             _parts(text)
-        self._known: dict[
-            Any, dict[int, str]
-        ] = {}  # by form of the arguments, the text of each leaf
+        # By form of the arguments: the text of each leaf.
+        self._known: dict[Any, dict[int, str]] = {}
 
     def of(self, leaves: Sequence[Any], form: Any) -> dict[int, Names]:
         """Return the names of the dims of each leaf of ``(state, batch)`` that has any.

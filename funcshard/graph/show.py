@@ -166,13 +166,9 @@ def _form(value: Any) -> str:
         return f"({', '.join(_form(each) for each in tree.leaves(value))})"
     if isinstance(value, torch.SymInt | int):
         return "int"
-    return (
-        "float"
-        if isinstance(value, torch.SymFloat | float)
-        else "bool"
-        if isinstance(value, torch.SymBool)
-        else "none"
-    )
+    if isinstance(value, torch.SymFloat | float):
+        return "float"
+    return "bool" if isinstance(value, torch.SymBool) else "none"
 
 
 def _operand(value: Any, names: dict[fx.Node, str]) -> str:

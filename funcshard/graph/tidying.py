@@ -65,9 +65,8 @@ def _drop_copies(graph: fx.Graph) -> None:
     """
     storages = GraphStorages.find(graph)
     position = {node: number for number, node in enumerate(graph.nodes)}
-    moved: dict[
-        int, tuple[int, torch.Tensor]
-    ] = {}  # storage of a copy -> its position, and its source
+    # By storage of a copy: its position, and its source.
+    moved: dict[int, tuple[int, torch.Tensor]] = {}
     for copy in [node for node in graph.nodes if operator_name(node.target) == "aten::copy_"]:
         target, source = copy.args[:2]
         one, other = target.meta["val"], source.meta["val"]

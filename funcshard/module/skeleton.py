@@ -385,13 +385,11 @@ def _large_tensors(values: Iterable[Any]) -> tuple[torch.Tensor, ...]:
     """Return the large plain tensors among attributes, and inside their lists and dictionaries."""
     tensors: dict[int, torch.Tensor] = {}
     for value in values:
-        inner = (
-            value.values()
-            if type(value) is dict
-            else value
-            if type(value) in (list, tuple)
-            else (value,)
-        )
+        inner: Iterable[Any] = (value,)
+        if type(value) is dict:
+            inner = value.values()
+        elif type(value) in (list, tuple):
+            inner = value
         tensors.update(
             (id(each), each)
             for each in inner

@@ -237,7 +237,9 @@ def fold_rows(rows: Sequence[Sequence[str]]) -> list[list[str]]:
 
 
 def _span(first: str, last: str) -> str:
-    return first if first == last else f"{first}–{last}" if first.isdigit() else f"{first} … {last}"
+    if first == last:
+        return first
+    return f"{first}–{last}" if first.isdigit() else f"{first} … {last}"
 
 
 def _step(row: Sequence[str], after: Sequence[str]) -> tuple[int | None, ...] | None:

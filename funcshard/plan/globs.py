@@ -65,9 +65,8 @@ def _from_first(ends: int, size: int) -> int:
 
 
 def _component(ends: int, dots: int, size: int) -> int:
-    others = (
-        (1 << size) - 1
-    ) & ~dots  # the carry of a sum runs through neighbours that are no dots
+    # The carry of a sum runs through neighbours that are no dots.
+    others = ((1 << size) - 1) & ~dots
     return ends | (((ends & others) + others) ^ others)
 
 

@@ -133,7 +133,9 @@ def _buffer(forms: Sequence[_Form], local: tuple[str, ...], frozen: bool, dtype:
             )
         )
         offset += math.prod(form.shape)
-    suffix = "" if not local else ".local" if local == AXES else f".local_{'_'.join(local)}"
+    suffix = ""
+    if local:
+        suffix = ".local" if local == AXES else f".local_{'_'.join(local)}"
     return BufferPlan(
         dtype + ".frozen" * frozen + suffix, dtype, not frozen, tuple(specs), 1, local
     )

@@ -217,8 +217,8 @@ def _check_leaf(leaf: Any, path: str) -> None:
             f"leaf {path!r} must be a torch.Tensor; found {type(leaf).__name__}: "
             f"{module_remedy(leaf, 'params') or remedy}"
         )
-    kind = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else ""
-    if kind:
+    if leaf.is_nested or leaf.is_quantized:
+        kind = "nested" if leaf.is_nested else "quantized"
         raise TypeError(
             f"leaf {path!r} is a {kind} tensor, of which no shard can be cut: hold its values, and "
             "what else it consists of, as plain tensors"
@@ -323,7 +323,9 @@ def found_by(glob: Any, nodes: Collection[str], noun: str) -> list[str]:
         raise TypeError(
             f"{noun}s must be a list of paths or globs; found {glob!r} in it{policy_hint(glob)}"
         )
-    found = list(filter(matcher(glob), nodes)) if "*" in glob else [glob] if glob in nodes else []
+    found = [glob] if glob in nodes else []
+    if "*" in glob:
+        found = list(filter(matcher(glob), nodes))
     if not found and glob != "":
         above, _, last = glob.rpartition(".")
         if last.isdecimal() and above in nodes:

@@ -90,10 +90,11 @@ def small_groups(
         for key, run in alike
         if key is not None and len(members := list(run)) >= _LEAST_UNITS
     ]
-    if sum(each.size for run in runs for each in run) > _GROUP_BYTES:
-        return [SmallGroup(names) for run in runs for names in _filled(run, _GROUP_BYTES)]
+    fits = sum(each.size for run in runs for each in run) <= _GROUP_BYTES
     return [
-        SmallGroup(names, stays=names[0] in undecided and bool(run[0].unit.reshard_after_forward))
+        SmallGroup(
+            names, fits and names[0] in undecided and bool(run[0].unit.reshard_after_forward)
+        )
         for run in runs
         for names in _filled(run, _GROUP_BYTES)
     ]

@@ -85,8 +85,12 @@ def by_class(*classes: type[nn.Module]) -> Policy:
             (cls for cls in classes if not (isinstance(cls, type) and issubclass(cls, nn.Module))),
             None,
         )
-        found = f"the class {wrong.__name__}" if isinstance(wrong, type) else type(wrong).__name__
-        found = "none" if not classes else repr(wrong) if isinstance(wrong, str | list) else found
+        if not classes:
+            found = "none"
+        elif isinstance(wrong, type):
+            found = f"the class {wrong.__name__}"
+        else:
+            found = repr(wrong) if isinstance(wrong, str | list) else type(wrong).__name__
         raise TypeError(
             f"by_class takes one or more subclasses of torch.nn.Module; found {found}: write "
             "by_class(A, B)(module), with the classes themselves"

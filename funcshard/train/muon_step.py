@@ -282,13 +282,9 @@ class MuonStep:
         for (unit, key), numel in self.numels.items():
             found = state["momentum"].get(unit, {}).get(key)
             if not isinstance(found, torch.Tensor) or found.shape != (numel,):
-                held = (
-                    "nothing"
-                    if found is None
-                    else tuple(found.shape)
-                    if isinstance(found, torch.Tensor)
-                    else found
-                )
+                held = "nothing" if found is None else found
+                if isinstance(found, torch.Tensor):
+                    held = tuple(found.shape)
                 raise ValueError(
                     f"muon's momentum of buffer {key!r} of unit {unit or '(root)'!r} must have "
                     f"shape ({numel},), the elements of matrices in this shard; found {held}, of "

@@ -245,13 +245,9 @@ def make_train_step(
             run = accumulating_function(loss_and_rest, micro_batches, inner)
         result, grads = run(shards, batch)
         loss, weight, aux = result if weighted else (result[0], None, result[1])
-        own_loss = (
-            loss
-            if not weighted
-            else own_total / own_weight
-            if own_weight > 0
-            else torch.zeros_like(loss)
-        )
+        own_loss = loss
+        if weighted:
+            own_loss = own_total / own_weight if own_weight > 0 else torch.zeros_like(loss)
         return (loss, own_loss, weight, own_weight, current_buffers, aux), grads
 
     hooked = options.on_grads is not None or options.on_reduce_scattered is not None
@@ -482,9 +478,9 @@ class TrainStep:
         _log.debug("step %d ends", state.step + 1)
         shards = {name: {**state.shards[name], **new.get(name, {})} for name in state.shards}
         after = TrainState(shards, buffers, opt_state, state.step + 1, scaling)
-        return self._chosen(
-            state, after, weight, metrics.get("found_inf")
-        ) if skips else after, metrics
+        if skips:
+            after = self._chosen(state, after, weight, metrics.get("found_inf"))
+        return after, metrics
 
     def _chosen(
         self,
@@ -502,9 +498,9 @@ class TrainStep:
             found_inf: whether to skip the update.
         """
         no_data = None if weight is None else weight <= 0
-        skipped = (
-            found_inf if no_data is None else no_data if found_inf is None else no_data | found_inf
-        )
+        skipped = found_inf
+        if no_data is not None:
+            skipped = no_data if found_inf is None else no_data | found_inf
         recording = current_recording()
         assert recording is not None, "a step that runs returns early"
         assert skipped is not None, "a step that cannot be skipped has nothing to choose"

@@ -64,15 +64,13 @@ class SharedMemoryBackend:
         self._rank, self._size = rank, len(connections) + 1
         self.exchange = Exchange(rank, connections, desync, timeout)
         self.blocks = self.exchange.blocks
-        self._early: list[
-            weakref.ref[_CollectiveWork]
-        ] = []  # reductions that ``poll`` reads once all is there
+        # Reductions that ``poll`` reads once all is there.
+        self._early: list[weakref.ref[_CollectiveWork]] = []
         self._output_tensors: dict[int, int] = {}  # live tensors in each shared output, by number
         # Other threads may append to these two lists: Python collects garbage on any thread.
         self._abandoned: list[int] = []  # collectives that were not waited for
-        self._freed_tensors: list[
-            int
-        ] = []  # the number of a shared output, once for each tensor gone
+        # The number of a shared output, once for each tensor gone.
+        self._freed_tensors: list[int] = []
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, number: int) -> Work:
         """See ``Group``."""

@@ -135,9 +135,8 @@ class _Meeting:
         self._listener = listener
         self._called: dict[int, _Call] = {}  # lower ranks that this rank has called, by rank
         self._calls: dict[int, _Call] = {}  # calls from others by file, the oldest first
-        self._lost: list[
-            int
-        ] = []  # lower ranks that have hung up, as one does that strangers flood
+        # Lower ranks that have hung up, as one does that strangers flood.
+        self._lost: list[int] = []
         listener.setblocking(False)
 
     def call(self, end: float) -> bool:

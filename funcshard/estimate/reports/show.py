@@ -79,13 +79,9 @@ def source_of(report: Step, name: str) -> str:
         return max(
             (source_of(report, category) for category in report.by_category), key=SOURCES.index
         )
-    return (
-        "exact"
-        if name in _EXACT
-        else "calibrated"
-        if name in ("communicators", "reserved")
-        else "traced"
-    )
+    if name in _EXACT:
+        return "exact"
+    return "calibrated" if name in ("communicators", "reserved") else "traced"
 
 
 def moment_text(moment: Moment) -> str:

@@ -86,10 +86,10 @@ def by_unit(report: Step, key: Callable[[UnitPlan], Hashable] | None = None) -> 
 def recomputed_units(report: Step) -> set[str]:
     """Return the names of the units of which backward computes modules again."""
     remat = report.options.get("remat") or ()
-    given: Iterable[object] = (
-        (remat,) if isinstance(remat, str) else remat if isinstance(remat, Iterable) else ()
-    )
-    nested = ((name,) if isinstance(name, str) else name for name in given)
+    entries: Iterable[object] = ()
+    if isinstance(remat, Iterable):
+        entries = (remat,) if isinstance(remat, str) else remat
+    nested = ((name,) if isinstance(name, str) else name for name in entries)
     modules = {str(name) for names in nested if isinstance(names, Iterable) for name in names}
     return {
         unit.name

@@ -99,12 +99,10 @@ class _Folder:
         self._sizes = {
             event.storage: event.bytes for _, _, event in log if isinstance(event, Alloc)
         }
-        self._exchanged: dict[
-            int, dict[int, int]
-        ] = {}  # by number of a call: storage outside -> inside
-        self._left: dict[
-            int | None, list[int]
-        ] = {}  # by fold: bytes of storages that backward leaves
+        # By number of a call: storage outside -> inside.
+        self._exchanged: dict[int, dict[int, int]] = {}
+        # By fold: bytes of storages that backward leaves.
+        self._left: dict[int | None, list[int]] = {}
         self._own: dict[int, set[int]] = {}  # by number of a call: storages that its forward made
         # By fold and path: what each backward leaves and takes, and the forms of gradients.
         self._backwards: dict[int, dict[str, set[Hashable]]] = {}
@@ -123,13 +121,9 @@ class _Folder:
         for frame, phase, event in log:
             folded = _outermost_fold(frame, root)
             if folded is not None:
-                part = (
-                    "forward"
-                    if phase != "backward"
-                    else "recompute"
-                    if folded.again
-                    else "backward"
-                )
+                part = "forward"
+                if phase == "backward":
+                    part = "recompute" if folded.again else "backward"
                 window = windows.get((folded.number, part))
                 if window is None:
                     window = windows[folded.number, part] = _Window(folded, part)

@@ -60,13 +60,11 @@ class Needs:
         self._held: set[str] = set()  # the outermost modules inside checkpoints
         self._gathered: set[str] = set()
         self._lent: set[str] = set()  # units that lend their leaves to a forward that runs again
-        self._again: list[
-            tuple[str, bool]
-        ] = []  # the units that run again, and whether they are gathered for that
+        # The units that run again, and whether they are gathered for that.
+        self._again: list[tuple[str, bool]] = []
         self._moments: list[tuple[str, str]] = []  # the moments of forward, as (kind, unit)
-        self._last: list[
-            tuple[str, int]
-        ] = []  # of each call of a unit: the moment of its last use, or -1
+        # Of each call of a unit: the moment of its last use, or -1.
+        self._last: list[tuple[str, int]] = []
         self._calls: dict[str, int] = {}  # position of the last call of each unit in ``_last``
         self._left: dict[str, int] = {}  # calls of each unit whose gradients are not complete
 

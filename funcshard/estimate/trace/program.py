@@ -169,9 +169,8 @@ class _Builder:
     def program(self) -> Program:
         """Return the program of the events."""
         categories = categories_of(self.events)
-        owners: dict[
-            tuple[str, int], int
-        ] = {}  # number of gradients that each call of a unit still awaits
+        # Number of gradients that each call of a unit still awaits.
+        owners: dict[tuple[str, int], int] = {}
         param_unit: dict[str, str] = {}
         for event in self.events:
             if isinstance(event, Grad):

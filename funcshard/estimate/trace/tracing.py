@@ -179,13 +179,11 @@ class _Tracer:
         self.differing, self.below = found.differing, found.below
         self.names = {index: path for path, index in self.paths.items()}
         self.making = False
-        self.roots: dict[
-            int, list[str]
-        ] = {}  # index of a module -> paths of those around it that may be folded
+        # By index of a module: paths of those around it that may be folded.
+        self.roots: dict[int, list[str]] = {}
         self.outside: set[str] = set()  # those of them whose parameters code outside of them reads
-        self.reading: list[
-            set[tuple[int, str]]
-        ] = []  # attributes that modules read which may stand for others
+        # Attributes that modules read which may represent others.
+        self.reading: list[set[tuple[int, str]]] = []
         self.nested = depth > 1
         self.inside: dict[str, Counter[int]] = {}  # by path of a folded module: the kinds inside it
         # Why not inside compiled modules: tensors that a module makes there live until they return.

@@ -42,9 +42,8 @@ def value_of(value: Any, owner: Any = None) -> Any:
 class _Values:
     def __init__(self, owner: Any) -> None:
         self.owner = owner
-        self.seen: dict[
-            int, int
-        ] = {}  # id of each object -> its place, for objects that refer to themselves
+        # By id of an object: its place, for objects that refer to themselves.
+        self.seen: dict[int, int] = {}
         self.kept: list[Any] = []  # objects made on the way, whose ids must not come again
 
     def of(self, value: Any) -> Any:

@@ -45,9 +45,8 @@ class Lanes:
         self._reducing = 0.0  # when the lane of reductions is free
         self._replicating = 0.0  # when the lane of all-reduces is free, if they have their own
         # Why the id: a work's hash takes longer than the rest, and most runs share their works.
-        self._costs: dict[
-            int, tuple[float, str, int, int]
-        ] = {}  # of runs, by the id of their works
+        # Costs of runs, by the id of their works.
+        self._costs: dict[int, tuple[float, str, int, int]] = {}
 
     def compute(self, run: Run) -> None:
         """Run a computation."""

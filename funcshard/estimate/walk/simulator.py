@@ -459,10 +459,8 @@ class _Walk:
             self.ledger.add("gradient shards", buffer.kept, host=host)
         if host:
             self.lanes.copy("reduce", buffer.reduced)
-        if (
-            name,
-            buffer.key,
-        ) in self.graded:  # it is added to the gradient of the micro-batch before
+        # It is added to the gradient of the micro-batch before.
+        if (name, buffer.key) in self.graded:
             self.note("accumulate", name)
             self.ledger.free("gradient shards", buffer.kept, host=host)
         self.graded.add((name, buffer.key))

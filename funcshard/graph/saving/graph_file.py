@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,10 +54,10 @@ def recordings_text(recordings: Sequence[dict[str, Any]]) -> str:
 def _recording_text(recording: dict[str, Any]) -> str:
     parts = []
     for key, value in recording.items():
-        several = isinstance(value, list) and key == "nodes"
-        parts.append(
-            f"{json.dumps(key)}: {_lines(value) if several else _object(value) if key == 'signature' else _short(value)}"
-        )
+        as_text: Callable[[Any], str] = _object if key == "signature" else _short
+        if isinstance(value, list) and key == "nodes":
+            as_text = _lines
+        parts.append(f"{json.dumps(key)}: {as_text(value)}")
     return "{\n" + ",\n".join(parts) + "\n}"
 
 
