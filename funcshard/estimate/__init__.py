@@ -10,7 +10,7 @@ A model is traced once into a profile. A plan and a profile then give a report. 
 - ``search``: ``auto_plan``, the best plan under a budget.
 """
 
-from funcshard.estimate.estimating import OPTIMIZERS, estimate
+from funcshard.estimate.estimating import estimate
 from funcshard.estimate.machine import (
     RESERVED_RUNS,
     SOURCES,
@@ -57,7 +57,15 @@ from funcshard.estimate.search import (
     changes_to_fit,
 )
 from funcshard.estimate.trace import Profile, profile
-from funcshard.estimate.walk import CATEGORIES, LANES, Moment, OptimizerMemory, Runtime, Span
+from funcshard.estimate.walk import (
+    CATEGORIES,
+    LANES,
+    OPTIMIZERS,
+    Moment,
+    OptimizerMemory,
+    Runtime,
+    Span,
+)
 
 __all__ = [
     "CATEGORIES", "LANES", "OPTIMIZERS", "RESERVED_RUNS", "SOURCES", "Best", "Change", "Comparison", "Hardware", "Held",

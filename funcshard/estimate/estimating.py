@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from funcshard._utils import check_bytes, check_choice, check_count, check_flag, without_collection
+from funcshard._utils import check_bytes, check_choice, check_count, without_collection
 from funcshard.estimate.machine import (
     Hardware,
     collective_time,
@@ -24,6 +24,7 @@ from funcshard.estimate.machine import (
 from funcshard.estimate.reports import Report
 from funcshard.estimate.trace import Profile, Program, Run
 from funcshard.estimate.walk import (
+    OPTIMIZERS,
     OptimizerMemory,
     Runtime,
     Simulation,
@@ -41,15 +42,6 @@ from funcshard.plan import (
     recomputed_modules,
 )
 
-# Optimizers by name. On a GPU torch updates all shards at once, on a CPU one at a time.
-OPTIMIZERS = {
-    "adamw": OptimizerMemory(states=2, temporaries="all"),
-    "adamw_fused": OptimizerMemory(states=2, temporaries="none"),
-    "adamw_single": OptimizerMemory(states=2, temporaries="largest"),
-    "sgd": OptimizerMemory(states=0, temporaries="none"),
-    "sgd_momentum": OptimizerMemory(states=1, temporaries="none"),
-}
-
 
 def estimate(
     profile: Profile,
@@ -63,10 +55,6 @@ def estimate(
     reduce: Reduce = "each",
     budget: int | str | None = None,
     runtime: Runtime | None = None,
-    donate: bool = True,
-    clip: bool = False,
-    count_embeddings: bool = False,
-    first_step: bool = False,
 ) -> Report:
     """Estimate the memory, the time and the traffic of one training step.
 
@@ -77,8 +65,8 @@ def estimate(
         profile: the model, traced with the inputs of one micro-batch.
         plan: the plan.
         hardware: name of a description (see ``load_hardware``), a path of one, or a ``Hardware``.
-        optimizer: name of an optimizer in ``OPTIMIZERS``, a description of its memory, or ``None``
-            for no optimizer.
+        optimizer: name of an optimizer in ``OPTIMIZERS``; or an ``OptimizerMemory``, which also
+            says whether the step clips and updates in place; or ``None`` for no optimizer.
         schedule: how far to gather ahead; its order is replaced by that of the trace. By default
             that of ``make_schedule``.
         remat: names or globs of units that backward computes again, or ``True`` for all but the
@@ -88,11 +76,6 @@ def estimate(
         budget: memory that a rank may use, in bytes or as text such as ``"80GiB"``; by default, and
             at most, that of the hardware.
         runtime: how ranks communicate; by default as on the hardware.
-        donate: whether the step updates shards and optimizer state in place, as ``make_train_step``
-            does by default.
-        clip: whether the step clips gradients by their norm (``max_norm``).
-        count_embeddings: whether ``mfu`` counts the FLOPs of embeddings as if they were products.
-        first_step: whether to estimate the first step, before the optimizer has state.
 
     Returns:
         The report; ``print`` it for a table.
@@ -124,10 +107,6 @@ def estimate(
             "make_schedule(plan)"
         )
     micro_batches = check_count("micro_batches", micro_batches, of="micro-batches")
-    check_flag("count_embeddings", count_embeddings)
-    check_flag("first_step", first_step)
-    check_flag("donate", donate)
-    check_flag("clip", clip)
     machine = load_hardware(hardware)
     asked, limit = budget_on(machine, budget)
     names = recomputed_modules(plan, remat)
@@ -136,18 +115,14 @@ def estimate(
     on_device = Runtime.on(machine.device) if runtime is None else runtime
     with without_collection():
         found, followed = run_step(
-            profile, plan, profile.program(plan, remat=names), clock, optimizer=optimizer_on(optimizer, on_device),
-            schedule=schedule, micro_batches=micro_batches, reduce=reduce, runtime=on_device, first_step=first_step,
-            donate=donate, clip=clip,
+            profile, plan, profile.program(plan, remat=names), clock, optimizer=optimizer_memory(optimizer),
+            schedule=schedule, micro_batches=micro_batches, reduce=reduce, runtime=on_device,
         )  # fmt: skip
     pools = found.ledger.pools(streams=on_device.streams)
     kept = reserved_band(pools, machine.memory) if on_device.accelerator else (0, 0, "")
-    flops = 3 * profile.forward_flops + (
-        6 * profile.embedded * profile.tokens if count_embeddings else 0
-    )
     options = {
         "remat": tuple(names), "micro_batches": micro_batches, "optimizer": optimizer, "reduce": reduce, "runtime": runtime,
-        "donate": donate, "clip": clip, "count_embeddings": count_embeddings, "first_step": first_step, "budget": asked,
+        "budget": asked,
     }  # fmt: skip
     return Report(
         plan=plan,
@@ -160,7 +135,7 @@ def estimate(
         step_time=found.step_time,
         exposed=found.exposed,
         tokens=profile.tokens * micro_batches,
-        flops=flops * micro_batches,
+        flops=3 * profile.forward_flops * micro_batches,
         peak_flops=machine.flops.get(profile.compute_dtype, 0.0),
         reserved=kept[:2],
         reserved_source=kept[2],
@@ -213,22 +188,6 @@ def optimizer_memory(optimizer: str | OptimizerMemory | None) -> OptimizerMemory
     return optimizer
 
 
-def optimizer_on(
-    optimizer: str | OptimizerMemory | None, runtime: Runtime
-) -> OptimizerMemory | None:
-    """Return the memory of an optimizer on the device of a runtime."""
-    found = optimizer_memory(optimizer)
-    if (
-        isinstance(optimizer, str)
-        and found is not None
-        and found.temporaries == "all"
-        and not runtime.accelerator
-    ):
-        # On the CPU torch loops over the tensors.
-        return dataclasses.replace(found, temporaries="largest")
-    return found
-
-
 def run_step(
     profile: Profile,
     plan: Plan,
@@ -240,9 +199,6 @@ def run_step(
     schedule: Schedule | None = None,
     micro_batches: int = 1,
     reduce: Reduce = "each",
-    first_step: bool = False,
-    donate: bool = True,
-    clip: bool = False,
 ) -> tuple[Simulation, Schedule]:
     """Simulate a step of a plan; return it, and the schedule in the order of the program."""
     units = plan.units
@@ -263,7 +219,7 @@ def run_step(
     )
     found = simulate_step(
         plan, program, predicted, clock, optimizer=optimizer, runtime=runtime, micro_batches=micro_batches, reduce=reduce,
-        buffers=profile.buffers, inputs=profile.inputs * micro_batches, first_step=first_step, donate=donate, clip=clip,
+        buffers=profile.buffers, inputs=profile.inputs * micro_batches,
     )  # fmt: skip
     return found, followed
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import funcshard as fs
 from funcshard.demo.gpt import GPT, GPTConfig
-from funcshard.estimate import LANES, Hardware, Runtime, Source, compute_time, load_hardware
+from funcshard.estimate import LANES, Hardware, OptimizerMemory, Runtime, Source, compute_time, load_hardware
 from funcshard.estimate.estimating import HardwareClock
 
 MIXED = fs.MixedPrecision(torch.bfloat16, torch.float32)
@@ -147,7 +147,10 @@ def test_plans_that_hold_less_have_lower_peaks(less, more):
 
 
 def test_the_first_step_has_no_optimizer_state_until_its_end():
-    first, later = report_of("full_shard", first_step=True), report_of("full_shard")
+    first, later = (
+        report_of("full_shard", optimizer=OptimizerMemory(temporaries="foreach", first_step=True)),
+        report_of("full_shard"),
+    )
     state = later.timeline[0].memory["optimizer"]
     assert "optimizer" not in first.timeline[0].memory
     assert first.timeline[-1].memory["optimizer"] == state == 2 * later.timeline[0].memory["shards"]

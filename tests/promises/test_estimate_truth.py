@@ -15,7 +15,7 @@ from benchmarks.memory_models import MODELS
 from benchmarks.memory_truth import CASES, Case, Setup, measure, prepare
 from benchmarks.storages import Storages
 from funcshard._utils.table import as_text
-from funcshard.estimate import OptimizerMemory, Runtime, profile
+from funcshard.estimate import OPTIMIZERS, OptimizerMemory, Runtime, profile
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "memory_truth.json"
 MEASURED = json.loads(FILE.read_text())
@@ -25,12 +25,12 @@ MOST = 0.004  # largest accepted relative error
 KNOWN = {"accumulate", "reduce", "donate", "max_norm"}
 SIMULATED = [name for name, case in CASES.items() if case.step.keys() <= KNOWN]
 FAST = [name for name in SIMULATED if CASES[name].model == "gpt" and CASES[name].samples == 4]
-OPTIMIZERS = {
-    ("AdamW", ()): "adamw_single",
-    ("AdamW", ("fused",)): "adamw_fused",
+MEMORY = {
+    ("AdamW", ()): OPTIMIZERS["adamw_single"],
+    ("AdamW", ("fused",)): OPTIMIZERS["adamw_fused"],
     ("AdamW", ("foreach",)): OptimizerMemory(temporaries="all"),
-    ("SGD", ()): "sgd",
-    ("SGD", ("momentum",)): "sgd_momentum",
+    ("SGD", ()): OPTIMIZERS["sgd"],
+    ("SGD", ("momentum",)): OPTIMIZERS["sgd_momentum"],
 }
 
 
@@ -51,13 +51,15 @@ class Simulate:
         report = fs.estimate(
             self.profiles[key],
             setup.plan,
-            optimizer=OPTIMIZERS[cls, tuple(options)],
+            optimizer=dataclasses.replace(
+                MEMORY[cls, tuple(options)],
+                donate=case.step.get("donate", True),
+                clip="max_norm" in case.step,
+            ),
             schedule=setup.schedule,
             remat=setup.remat,
             micro_batches=parts,
             reduce=case.step.get("reduce", "each"),
-            donate=case.step.get("donate", True),
-            clip="max_norm" in case.step,
             runtime=Runtime(accelerator=setup.mesh.device.type != "cpu"),
         )
         return report.peak

@@ -166,7 +166,7 @@ RULES: dict[str, dict[str, Rule]] = {
     "fully_shard": {"remat": REMAT._replace(bad_types=(1, 0, None, np.bool_(True)))},  # one name may stand alone
     "profile": {"fold": FLAG},
     "estimate": {
-        "donate": FLAG, "clip": FLAG, "count_embeddings": FLAG, "first_step": FLAG, "remat": REMAT,
+        "remat": REMAT,
         "micro_batches": count(1, "micro-batches"), "budget": or_none(BUDGET),
     },
     "auto_plan": {"ranks": count(1, "ranks"), "budget": or_none(BUDGET)},

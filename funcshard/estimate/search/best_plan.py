@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from funcshard._utils import Part, Shown, Table, check_count, table
-from funcshard.estimate.estimating import HardwareClock, budget_on, estimate, optimizer_on
+from funcshard.estimate.estimating import HardwareClock, budget_on, estimate, optimizer_memory
 from funcshard.estimate.machine import Hardware, load_hardware
 from funcshard.estimate.reports import Report, left_text
 from funcshard.estimate.search.infeasible import Infeasible, changes_to_fit
@@ -198,7 +198,7 @@ def auto_plan(
     clock = HardwareClock(machine, single.mesh_axes)
     classes = unit_classes(single, first.program(single), lambda run: clock.compute(run)[0])
     runtime = Runtime.on(machine.device) if runtime is None else runtime
-    scorer = Scorer(profiles, make, classes, machine, optimizer_on(optimizer, runtime), runtime)
+    scorer = Scorer(profiles, make, classes, machine, optimizer_memory(optimizer), runtime)
     found = _search(scorer, space, ranks, limit)
     if (
         found.best is not None

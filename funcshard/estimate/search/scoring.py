@@ -230,7 +230,7 @@ class Scorer:
         return self._bases[key]
 
     def _measured(self, number: int, plan: Plan, mesh: tuple[int, int]) -> _Base:
-        states = self.optimizer.states if self.optimizer is not None else 0
+        states = 0 if self.optimizer is None else self.optimizer.states_before
         resident: dict[str, int] = {}
         gathered: dict[str, int] = {}
         updated: dict[str, int] = {}

@@ -12,12 +12,12 @@ In reading order:
 
 from __future__ import annotations
 
-from funcshard.estimate.walk.runtime import OptimizerMemory, Runtime, check_runtime
+from funcshard.estimate.walk.runtime import OPTIMIZERS, OptimizerMemory, Runtime, check_runtime
 from funcshard.estimate.walk.simulator import Simulation, simulate_step
 from funcshard.estimate.walk.sizes import UnitSizes, sizes_of
 from funcshard.estimate.walk.step import CATEGORIES, LANES, Moment, Span, Step
 
 __all__ = [
-    "CATEGORIES", "LANES", "Moment", "OptimizerMemory", "Runtime", "Simulation", "Span", "Step", "UnitSizes",
-    "check_runtime", "simulate_step", "sizes_of",
+    "CATEGORIES", "LANES", "OPTIMIZERS", "Moment", "OptimizerMemory", "Runtime", "Simulation", "Span", "Step",
+    "UnitSizes", "check_runtime", "simulate_step", "sizes_of",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from funcshard.estimate.walk.lanes import Lanes
 from funcshard.estimate.walk.ledger import Ledger
-from funcshard.estimate.walk.runtime import OptimizerMemory
+from funcshard.estimate.walk.runtime import OptimizerMemory, Runtime
 from funcshard.estimate.walk.sizes import UnitSizes
 
 
@@ -15,7 +15,7 @@ class Walk(Protocol):
     """The part that the optimizer needs of the simulator's walk."""
 
     optimizer: OptimizerMemory | None
-    first_step: bool
+    runtime: Runtime
     lanes: Lanes
     ledger: Ledger
     sizes: dict[str, UnitSizes]
@@ -24,9 +24,11 @@ class Walk(Protocol):
     def note(self, what: str, unit: str) -> None: ...
 
 
-def optimize(walk: Walk, *, donate: bool, clip: bool) -> None:
+def optimize(walk: Walk) -> None:
     """Clip the gradients, and run the optimizer on all shards."""
-    if clip:
+    optimizer = walk.optimizer
+    if optimizer is not None and optimizer.clip:
+        # Clipping makes a second tree of gradients.
         for host in (False, True):
             kept = sum(
                 walk.sizes[n].by_key[key].kept
@@ -37,25 +39,28 @@ def optimize(walk: Walk, *, donate: bool, clip: bool) -> None:
             walk.note("clip", "")
             walk.ledger.free("gradient shards", kept, host=host)
     copied = {False: 0, True: 0}
-    if walk.optimizer is not None and not donate:
+    if optimizer is not None and not optimizer.donate:
         for sizes in walk.sizes.values():
-            copied[sizes.offload] += (1 + walk.optimizer.states) * sizes.trainable_shard
+            copied[sizes.offload] += (1 + optimizer.states) * sizes.trainable_shard
         for host, size in copied.items():
             walk.ledger.add("optimizer", size, host=host)
-    if walk.optimizer is not None:
+    if optimizer is not None:
         trained = [
             (unit.offload, each.shard)
             for unit in walk.sizes.values()
             for each in unit.buffers
             if each.trainable and each.shard
         ]
-        states = walk.optimizer.states
-        if walk.first_step:
+        states = optimizer.states
+        if optimizer.first_step:
             for host, size in trained:
                 walk.ledger.add("optimizer", states * size, host=host)
+        kind = optimizer.temporaries
+        if kind == "foreach":
+            # On the CPU torch loops over the tensors.
+            kind = "all" if walk.runtime.accelerator else "largest"
         temporaries = {
-            host: _temporaries(walk.optimizer, [s for h, s in trained if h == host])
-            for host in (False, True)
+            host: _temporaries(kind, [s for h, s in trained if h == host]) for host in (False, True)
         }
         for host, size in temporaries.items():
             walk.ledger.add("temporaries", size, host=host)
@@ -72,10 +77,10 @@ def optimize(walk: Walk, *, donate: bool, clip: bool) -> None:
     walk.note("end", "")
 
 
-def _temporaries(optimizer: OptimizerMemory, shards: Sequence[int]) -> int:
-    if optimizer.temporaries == "none" or not shards:
+def _temporaries(kind: str, shards: Sequence[int]) -> int:
+    if kind == "none" or not shards:
         return 0
-    if optimizer.temporaries == "all":
+    if kind == "all":
         return sum(shards)
     # Why three: the result for the shard before lives while the next one takes two tensors.
     return max(before + 2 * size for before, size in zip([0, *shards], shards, strict=False))

@@ -9,25 +9,56 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from funcshard._utils import check_choice, check_count
+from funcshard._utils import check_choice, check_count, check_flag
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerMemory:
-    """The memory of an optimizer.
+    """The memory that the end of a step takes: clipping, and the optimizer's update.
 
     Attributes:
         states: tensors of state for each shard.
         temporaries: ``"none"``; ``"largest"``: it updates one shard at a time; ``"all"``: it
-            updates all shards at once.
+            updates all shards at once; ``"foreach"``: all at once on an accelerator, one at a time
+            on the CPU, as torch does by default.
+        donate: whether it updates shards and state in place, as ``make_train_step`` does by
+            default.
+        clip: whether the step clips gradients by their norm (``max_norm``).
+        first_step: whether this is the first step, before which the optimizer has no state.
+
+    Example:
+        >>> import dataclasses
+        >>> from funcshard.estimate import OPTIMIZERS
+        >>> dataclasses.replace(OPTIMIZERS["sgd_momentum"], clip=True).states
+        1
     """
 
     states: int = 2
     temporaries: str = "largest"
+    donate: bool = True
+    clip: bool = False
+    first_step: bool = False
 
     def __post_init__(self) -> None:
         check_count("states", self.states, 0, of="tensors of state")
-        check_choice("temporaries", self.temporaries, ("none", "largest", "all"))
+        check_choice("temporaries", self.temporaries, ("none", "largest", "all", "foreach"))
+        for name in ("donate", "clip", "first_step"):
+            check_flag(name, getattr(self, name))
+
+    @property
+    def states_before(self) -> int:
+        """Tensors of state for each shard, before the step."""
+        return 0 if self.first_step else self.states
+
+
+# Optimizers by name.
+OPTIMIZERS = {
+    "adamw": OptimizerMemory(states=2, temporaries="foreach"),
+    "adamw_fused": OptimizerMemory(states=2, temporaries="none"),
+    "adamw_single": OptimizerMemory(states=2, temporaries="largest"),
+    "sgd": OptimizerMemory(states=0, temporaries="none"),
+    "sgd_momentum": OptimizerMemory(states=1, temporaries="none"),
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,9 +68,6 @@ def simulate_step(
     reduce: Reduce = "each",
     buffers: int = 0,
     inputs: int = 0,
-    first_step: bool = False,
-    donate: bool = True,
-    clip: bool = False,
 ) -> Simulation:
     """Return the memory and the time of one training step on one rank.
 
@@ -85,9 +82,6 @@ def simulate_step(
         reduce: when gradients are reduced, as in ``predict_step``.
         buffers: bytes of the model's buffers.
         inputs: bytes of the batch.
-        first_step: whether the optimizer has no state before the step.
-        donate: whether the optimizer updates shards and state in place.
-        clip: whether gradients are clipped before, which makes a second tree of them.
     """
     runtime, lanes = runtime or Runtime(), Lanes(clock, runtime or Runtime())
     walk = _Walk(
@@ -95,7 +89,6 @@ def simulate_step(
         lanes,
         optimizer,
         runtime,
-        first_step,
         micro_batches,
         reduce,
         program.not_saved,
@@ -105,7 +98,7 @@ def simulate_step(
     walk.reductions = Counter(unit for what, unit in program.reached if what == "reduce")
     steps = itertools.chain.from_iterable(itertools.repeat(program.steps, micro_batches))
     walk.run(steps, predicted)
-    optimize(walk, donate=donate, clip=clip)
+    optimize(walk)
     events, ledger = tuple(each for each in predicted if isinstance(each, Event)), walk.ledger
     return Simulation(
         ledger,
@@ -141,7 +134,6 @@ class _Walk:
     lanes: Lanes
     optimizer: OptimizerMemory | None
     runtime: Runtime
-    first_step: bool
     micro_batches: int
     reduce: Reduce
     not_saved: frozenset[str]
@@ -181,7 +173,7 @@ class _Walk:
             if unit.name not in known:
                 known[unit.name] = sizes_of(unit, accelerator=self.runtime.accelerator)
             self.sizes[name] = known[unit.name]
-        states = self.optimizer.states if self.optimizer is not None and not self.first_step else 0
+        states = 0 if self.optimizer is None else self.optimizer.states_before
         for sizes in self.sizes.values():
             self.ledger.add("shards", sizes.shard, host=sizes.offload)
             self.ledger.add("optimizer", states * sizes.trainable_shard, host=sizes.offload)
