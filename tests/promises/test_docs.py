@@ -20,7 +20,7 @@ from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # A type alias, such as wrap.Policy, has no docstring of its own.
 PUBLIC = {
@@ -180,9 +180,7 @@ def test_links_of_a_page_resolve(page):
 
 def test_readme_has_the_ratios_of_the_page_on_performance():
     page = (ROOT / "docs" / "performance.md").read_text()
-    rows = re.findall(
-        r"^\| (GPT of .*?), 2 CPU ranks \| (.*?) \| (.*?) \| (.*?) \|$", README.read_text(), re.MULTILINE
-    )
+    rows = re.findall(r"^\| (GPT of .*?), 2 CPU ranks \| (.*?) \| (.*?) \| (.*?) \|$", README.read_text(), re.MULTILINE)
     assert len(rows) == 2
     for model, fsdp2, ddp, jax in rows:
         assert f"| {model}, `full_shard` | 2 | {ddp} | {fsdp2} | {jax} |" in page
@@ -209,4 +207,5 @@ def run_program(_mesh, program, folder):
 def test_pages_are_all_in_the_navigation():
     listed = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text()))
     generated = {"changes.md", "contributing.md"}  # website/hooks.py copies them
-    assert listed - generated == {page.name for page in PAGES if page.parent.name == "docs"}
+    docs = ROOT / "docs"
+    assert listed - generated == {str(page.relative_to(docs)) for page in PAGES if page.is_relative_to(docs)}

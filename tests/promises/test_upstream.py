@@ -1,4 +1,4 @@
-"""docs/upstream.md lists every upstream test, and the tests of this library that it names exist."""
+"""docs/dev/upstream.md lists every upstream test, and the tests of this library that it names exist."""
 
 import ast
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "upstream.md").read_text()
+PAGE = (ROOT / "docs" / "dev" / "upstream.md").read_text()
 
 UPSTREAM = {
     "test_fsdp_core.py": """
