@@ -1,4 +1,4 @@
-"""The mistakes on the page "Mistakes and remedies": each with its message, its cause and its cure.
+"""The mistakes on the page "Mistakes and their cures": each with its message, its cause and its cure.
 
 ``python -m tests.misuse`` writes that part of ``docs/mistakes.md``.
 """

@@ -1,4 +1,4 @@
-"""The part of the page "Mistakes and remedies" that is written from the table."""
+"""The part of the page "Mistakes and their cures" that is written from the table."""
 
 from __future__ import annotations
 
