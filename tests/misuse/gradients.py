@@ -158,7 +158,7 @@ def _(mesh):
 @CASES(
     "value_and_grad unshard",
     "backward on shards that require gradients",
-    untold("docs/gradients.md", "which is the exact adjoint, so the library cannot warn of this.", whole_grads),
+    untold("docs/gradients.md", "which is the exact adjoint, so the library can't warn of this.", whole_grads),
 )
 def _(mesh):
     s = set_up(mesh)

@@ -245,7 +245,7 @@ def captured_factor(changed):
 
 CASES += [
     ("remat", "a captured number changes before backward",
-     untold(MISTAKES, "A recomputation under `remat` reads captured variables anew.", torch.full((2,), 8.0)),
+     untold(MISTAKES, "A recomputation under `remat` reads captured variables again.", torch.full((2,), 8.0)),
      lambda mesh: captured_factor(5.0)),
 ]  # fmt: skip
 
