@@ -1,9 +1,10 @@
 """A warning for a module that was changed after ``make_functional`` had copied it.
 
 Such changes reach neither the function nor its parameters: a loaded state dict, frozen parameters,
-hooks, another mode. ``make_functional`` notes the state of the module, and the function's first
-``fully_shard`` compares. So steps and calls take no longer. Later changes are no mistake: the
-module may be a reference, or the one that trained weights are loaded into.
+another mode. ``make_functional`` notes the state of the module, and the function's first
+``fully_shard`` compares. Later changes are no mistake: the module may be a reference, or the one
+that trained weights are loaded into. Hooks aren't compared: modules of Hugging Face install some
+in their calls.
 """
 
 from __future__ import annotations
@@ -13,28 +14,24 @@ import weakref
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from funcshard._utils import callers_level, version
 
 
-class _Sums(NamedTuple):
-    """Sums over a module tree: two trees of other sums differ in the way that the words say."""
+class ModuleState(NamedTuple):
+    """What a change of a module changes."""
 
-    modules: int
-    versions: int
-    trainable: int
-    training: int
-    hooks: int
+    versions: list[int]
+    trainable: list[bool]
+    training: list[bool]
 
 
-_WORDS = {
-    "versions": "its parameters were written, as load_state_dict and optimizers do",
-    "trainable": "parameters were frozen or unfrozen",
-    "training": "train() or eval() was called",
-    "hooks": "hooks were added or removed",
-}
+_WORDS = (  # for a difference in each field of ModuleState
+    "its parameters were written, as load_state_dict and optimizers do",
+    "parameters were frozen or unfrozen",
+    "train() or eval() was called",
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -43,18 +40,18 @@ class LateChanges:
 
     Attributes:
         module: the module.
-        sums: the numbers that each of these changes would change.
+        before: its state then.
         looked: whether it was compared.
     """
 
     module: weakref.ref[nn.Module]
-    sums: _Sums
+    before: ModuleState
     looked: bool = False
 
     @classmethod
     def of(cls, module: nn.Module) -> LateChanges:
         """Return the object for a module."""
-        return cls(weakref.ref(module), _sums(module))
+        return cls(weakref.ref(module), _state_of(module))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _of_no_module, ()  # the module stays in its process
@@ -63,17 +60,17 @@ class LateChanges:
         """Warn if the module is not as it was; do nothing the second time."""
         module = None if self.looked else self.module()
         self.looked = True
-        if module is None or (now := _sums(module)).modules != self.sums.modules:
+        if module is None:
             return
+        after = _state_of(module)
         if any(parameter.is_meta for parameter in module.parameters()):
             # The values were dropped, to free memory.
-            now = now._replace(versions=self.sums.versions)
-        if now == self.sums:
+            after = after._replace(versions=self.before.versions)
+        same_modules = len(after.training) == len(self.before.training)
+        if after == self.before or not same_modules:
             return
         changes = [
-            words
-            for name, words in _WORDS.items()
-            if getattr(now, name) != getattr(self.sums, name)
+            words for old, new, words in zip(self.before, after, _WORDS, strict=True) if old != new
         ]
         warnings.warn(
             f"{type(module).__name__} was changed after make_functional had copied it: "
@@ -84,30 +81,14 @@ class LateChanges:
         )
 
 
-def _sums(module: nn.Module) -> _Sums:
-    """Return the sums of a tree; one quick walk, as models have thousands of modules."""
-    modules, seen = [module], {id(module)}
-    tensors: list[torch.Tensor | None] = []
-    training = hooks = 0
-    for each in modules:  # which grows
-        state = each.__dict__
-        tensors += state["_parameters"].values()
-        training += state["training"]
-        if state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"]:
-            hooks += (
-                len(state["_forward_hooks"])
-                + len(state["_forward_pre_hooks"])
-                + len(state["_backward_hooks"])
-            )
-        for child in state["_modules"].values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                modules.append(child)
-    found = [tensor for tensor in tensors if tensor is not None]
-    trainable = sum([tensor.requires_grad for tensor in found])
-    # Inference tensors have no version.
-    versions = sum([version(tensor) for tensor in found if not tensor.is_inference()])
-    return _Sums(len(modules), versions, trainable, training, hooks)
+def _state_of(module: nn.Module) -> ModuleState:
+    parameters = list(module.parameters())
+    return ModuleState(
+        # Inference tensors have no version.
+        [version(parameter) for parameter in parameters if not parameter.is_inference()],
+        [parameter.requires_grad for parameter in parameters],
+        [each.training for each in module.modules()],
+    )
 
 
 def _of_no_module() -> LateChanges | None:

@@ -85,9 +85,6 @@ for words, change, cause, cure in (
     ("its parameters were written", lambda net: net.load_state_dict(net.state_dict()),
      "`net.load_state_dict(...)`, or training of `net`, came after `make_functional`, which had copied it.",
      "Load first, or call `fs.from_state_dict(state_dict, plan, mesh)`."),
-    ("hooks were added or removed", lambda net: net[0].register_forward_hook(lambda *_: None),
-     "`net.register_forward_hook(...)` came after `make_functional`, which had copied the module.",
-     "Register hooks first, then call `make_functional`."),
 ):  # fmt: skip
     CASES += [
         ("fully_shard", cause, UserWarning(f"was changed after make_functional had copied it: {words}"),
