@@ -23,6 +23,7 @@ Read in this order:
 - ``ignored``: parameters that are no part of the plan.
 - ``fully_sharded``: ``fully_shard``, which turns that function into one of shards, run unit by
   unit.
+- ``blanks``: blank tensors, which show whether a reset wrote them.
 - ``block_draws``: random numbers in blocks, of which a rank draws those that it keeps.
 - ``init``: ``init_shards`` and ``init_module``, which make shards without ever holding all
   parameters.

@@ -11,13 +11,13 @@ import copy
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from funcshard._utils import check_choice, version
+from funcshard._utils import check_choice
 from funcshard.comm import Mesh, check_same
 from funcshard.core import (
     LeafChecksums,
@@ -28,6 +28,7 @@ from funcshard.core import (
     empty_shard,
     put_whole,
 )
+from funcshard.module.blanks import allocate_buffers, blank_tensor, is_blank, reset_method
 from funcshard.module.block_draws import BlockDraws, drawn_values
 from funcshard.module.placeholder import placeholder
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of, innermost_in, own_axes
@@ -215,7 +216,7 @@ def _reset_module(
         for path, parameter in module.named_parameters(remove_duplicate=False)
         if not parameter.requires_grad
     }
-    blank_buffers = _allocate_buffers(new, mesh.device)
+    blank_buffers = allocate_buffers(new, mesh.device)
     placeholders: dict[str, Any] = {
         leaf.path: placeholder(leaf, buffer, unit.in_full_precision(), mesh.device)
         for unit, buffer, leaf in dict.fromkeys(locations.values())
@@ -353,60 +354,31 @@ def _blank_parameter(
     leaf: LeafSpec, buffer: BufferPlan, device: torch.device, frozen: bool, draws: BlockDraws | None
 ) -> nn.Parameter:
     shape, dtype = leaf.whole_shape, dtype_of(buffer.dtype)
-    blank = _blank(shape, dtype, device) if draws is None else draws.tensor(shape, dtype)
+    blank = blank_tensor(shape, dtype, device) if draws is None else draws.tensor(shape, dtype)
     return nn.Parameter(blank, requires_grad=buffer.trainable and not frozen)
-
-
-def _blank(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor that shows whether it was written: it is full of NaN, or its version is 0."""
-    return torch.full(
-        shape,
-        float("nan") if dtype.is_floating_point or dtype.is_complex else 0,
-        dtype=dtype,
-        device=device,
-    )
 
 
 def _was_written(value: torch.Tensor | None, blank: torch.Tensor, name: str) -> bool:
     """Return whether a reset wrote ``blank`` or assigned a tensor; raise if it wrote a part."""
     if value is None or value is not blank:
         return value is not None
-    if not (value.is_floating_point() or value.is_complex()):
-        return version(value) > 0
-    # Why the sum: it is NaN if an element is, and takes a fifteenth of the time of isnan.
-    if value.numel() and value.dtype.itemsize > 1 and not value.detach().sum().isnan():
+    if not is_blank(value):
         return True
-    nan = value.isnan()
-    if nan.any() and not nan.all():
+    if value.is_floating_point() and not value.isnan().all():
         raise ValueError(
             f"{name!r} still has elements that its module's reset did not write, or wrote NaN to: "
             "write every element"
         )
-    return not nan.numel() or not nan.any()
-
-
-def _allocate_buffers(module: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
-    """Move the module's buffers to ``device``; return those that were on meta and are blank."""
-    blank_buffers = {}
-    replaced: dict[int, torch.Tensor] = {}
-    for name, old in list(module.named_buffers()):
-        replaced[id(old)] = _blank(old.shape, old.dtype, device) if old.is_meta else old.to(device)
-        if old.is_meta:
-            blank_buffers[name] = replaced[id(old)]
-    for m in module.modules():
-        m._buffers.update(
-            {key: replaced[id(old)] for key, old in m._buffers.items() if old is not None}
-        )
-    return blank_buffers
+    return False
 
 
 def _reset(path: str, module: nn.Module, reset: Callable[[nn.Module], object] | None) -> None:
-    own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    own_reset = reset_method(module)
     try:
         if reset is not None:
             reset(module)
-        elif own is not None:
-            own()
+        elif own_reset is not None:
+            own_reset()
     except Exception as error:
         error.add_note(
             f"while module {path or '(root)'!r} ({type(module).__name__}) was reset; only "

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcshard._utils import version
 from funcshard.comm import Mesh
 from funcshard.core import LeafChecksums, Shards, put_whole
+from funcshard.module.blanks import allocate_buffers, blank_tensor, is_blank, reset_method
 from funcshard.plan import Plan, own_axes
 
 Reset = Callable[[nn.Module], object]
@@ -109,7 +109,7 @@ def _reset_parameters(
     places = {name: _place(module, name) for name in leaves}
     old = {name: holder._parameters[key] for name, (holder, key) in places.items()}
     for name in places:
-        _replace(module, old[name], _blank(old[name], mesh.device))
+        _replace(module, old[name], _blank_parameter(old[name], mesh.device))
     blanks = {name: holder._parameters[key] for name, (holder, key) in places.items()}
     _reset_around(module, blanks, reset)
     found = {name: holder._parameters[key] for name, (holder, key) in places.items()}
@@ -129,17 +129,7 @@ def _replace(module: nn.Module, old: Any, new: Any) -> None:
 
 def _reset_buffers(module: nn.Module, mesh: Mesh, reset: Reset | None) -> dict[str, torch.Tensor]:
     """Compute the buffers of ``module``, in place, and return them."""
-    replaced: dict[int, torch.Tensor] = {}
-    blanks: dict[str, torch.Tensor] = {}
-    for name, old in module.named_buffers():
-        replaced[id(old)] = (
-            _blank(old, mesh.device) if old.is_meta else old.to(mesh.device, copy=True)
-        )
-        blanks |= {name: replaced[id(old)]} if old.is_meta else {}
-    for m in module.modules():
-        m._buffers.update(
-            {key: replaced[id(old)] for key, old in m._buffers.items() if old is not None}
-        )
+    blanks = allocate_buffers(module, mesh.device)
     _reset_around(module, blanks, reset)
     _check_written(
         {name: holder._buffers[key] for name in blanks for holder, key in [_place(module, name)]},
@@ -173,14 +163,14 @@ def _reset_around(module: nn.Module, blanks: Mapping[str, Any], reset: Reset | N
                 for t in (*m._parameters.values(), *m._buffers.values())
                 if t is not None and not t.is_meta
             ]
-            own = getattr(m, "reset_parameters", None) or getattr(m, "_reset_parameters", None)
-            if own is not None and any(
-                _is_blank(tensor) for tensor in held if any(tensor is each for each in own_blanks)
+            own_reset = reset_method(m)
+            if own_reset is not None and any(
+                is_blank(tensor) for tensor in held if any(tensor is each for each in own_blanks)
             ):
                 written = [
-                    (tensor, tensor.detach().clone()) for tensor in held if not _is_blank(tensor)
+                    (tensor, tensor.detach().clone()) for tensor in held if not is_blank(tensor)
                 ]
-                own()
+                own_reset()
                 for tensor, value in written:  # _init_weights has decided on these
                     tensor.copy_(value)
 
@@ -201,27 +191,14 @@ def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     return module.get_submodule(path), key
 
 
-def _blank(old: Any, device: torch.device) -> Any:
-    """Return a tensor that shows whether it was written: it is full of NaN, or its version is 0."""
-    filler = float("nan") if old.is_floating_point() or old.is_complex() else 0
-    blank = torch.full(old.shape, filler, dtype=old.dtype, device=device)
-    return (
-        nn.Parameter(blank, requires_grad=old.requires_grad)
-        if isinstance(old, nn.Parameter)
-        else blank
-    )
-
-
-def _is_blank(value: torch.Tensor) -> bool:
-    """Return whether no reset wrote a tensor of ``_blank``, or only some of its elements."""
-    if value.is_floating_point() or value.is_complex():
-        return bool(value.detach().isnan().any())
-    return bool(value.numel()) and version(value) == 0
+def _blank_parameter(old: Any, device: torch.device) -> nn.Parameter:
+    blank = blank_tensor(old.shape, old.dtype, device)
+    return nn.Parameter(blank, requires_grad=old.requires_grad)
 
 
 def _check_written(found: Mapping[str, Any], blanks: Mapping[str, Any], what: str) -> None:
     unwritten = sorted(
-        name for name, value in found.items() if value is blanks[name] and _is_blank(value)
+        name for name, value in found.items() if value is blanks[name] and is_blank(value)
     )
     if unwritten:
         raise ValueError(
