@@ -5,6 +5,7 @@
 - ``stored_trees``: check a structure that a file gives. ``loaded_classes``: find a class that it
   names, without an import.
 - ``regular_files``: open files, and no pipes. ``file_data``: check the data that they hold.
+  ``dtypes``: dtypes by name. ``codec``: data classes as JSON and back, by their type hints.
 - ``cutting``: cut the parts of units out of such a structure.
 - ``table``: aligned text tables and HTML tables. ``shown``: objects that show themselves as such.
 - ``donation``: makes the old tensors raise after a step has updated them in place.
@@ -32,9 +33,11 @@ from __future__ import annotations
 
 from funcshard._utils import file_data, table, tree
 from funcshard._utils.closures import captured, reachable
+from funcshard._utils.codec import decode, encode
 from funcshard._utils.compiled_outside import Warned, untraced_with_warning
 from funcshard._utils.cutting import cutter
 from funcshard._utils.donation import DONATED_STATE, check_not_donated, donate, is_donated
+from funcshard._utils.dtypes import dtype_name, dtype_of, has_numbers
 from funcshard._utils.garbage import without_collection
 from funcshard._utils.huge_pages import io_memory
 from funcshard._utils.loaded_classes import loaded_class, public_class_name
@@ -185,6 +188,11 @@ __all__ = [
     "count_flops",
     "cuda_sleep",
     "cutter",
+    "decode",
+    "dtype_name",
+    "dtype_of",
+    "encode",
+    "has_numbers",
     "dcp_storage_info",
     "abort_group",
     "default_store",

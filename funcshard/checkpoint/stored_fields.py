@@ -12,10 +12,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from funcshard._utils import file_data, tree
+from funcshard._utils import decode, file_data, tree
 from funcshard.checkpoint.dcp_files import Region
 from funcshard.checkpoint.metadata import Plans, TensorMetadata, TreeSpec, by_entry, local_axes
-from funcshard.plan import cuts_from, dtype_of
+from funcshard.plan import LeafCut, check_cuts, dtype_of
 
 _FORMS = ("every unit", "some units", "list", "tuple")
 _NO_CONTAINERS = ("value", "tensor", "rank", "shards")
@@ -71,13 +71,15 @@ def _item_from(name: str, data: Any, axes: Mapping[str, int], rank: int | None) 
             )
     dtype_of(file_data.text(f"the dtype of {name!r}", dtype))
     own = dict.fromkeys(local_axes(kind))
+    leaf_cuts = decode(tuple[LeafCut, ...], cuts, f"the cuts of {name!r}")
+    check_cuts(leaf_cuts, sizes, {axis: size for axis, size in axes.items() if axis in own})
     return TensorMetadata(
         sizes,
         dtype,
         kind,
         file_data.flag(f"the place of {name!r}", on_mesh),
         file_data.text(f"the label of {name!r}", label),
-        cuts_from(cuts, sizes, {axis: size for axis, size in axes.items() if axis in own}),
+        leaf_cuts,
     )
 
 

@@ -1,7 +1,6 @@
 """The plan: which leaf lives where, as pure data without tensors. Start here.
 
-- ``plan``: ``Plan``, the whole tree, and its JSON. ``plan_data``: the parts of that JSON, checked.
-  ``show``: the table of a printed plan.
+- ``plan``: ``Plan``, the whole tree, and its JSON. ``show``: the table of a printed plan.
 - ``unit_plan``: ``UnitPlan``, ``BufferPlan``, ``LeafSpec``: one unit, its buffers, their leaves.
 - ``equal_units``: ``UnitGroup``, ``fold_units``: equal units as one row of a table;
   ``representatives``: one unit for all of the same sizes.
@@ -30,6 +29,7 @@
 
 from __future__ import annotations
 
+from funcshard._utils import dtype_name, dtype_of, has_numbers
 from funcshard.plan import wrap
 from funcshard.plan.cast import Cast, ChooseCast, cast_of
 from funcshard.plan.equal_units import (
@@ -45,10 +45,9 @@ from funcshard.plan.execution_order import BackwardOrder, ForwardOrder
 from funcshard.plan.leaf_slices import Box, boxes, own_axes, slice_offsets
 from funcshard.plan.leaves import last_match, match, matches, names_under
 from funcshard.plan.mesh_axes import AXES, Axes, axes_text, mesh_axes_of, position_of, rank_at
-from funcshard.plan.plan import Plan, check_plan, plan_from_data
-from funcshard.plan.plan_data import cuts_from
+from funcshard.plan.plan import Plan, check_cuts, check_plan, plan_from_data
 from funcshard.plan.planner import make_plan
-from funcshard.plan.precision import MixedPrecision, dtype_name, dtype_of, has_numbers, is_one_of
+from funcshard.plan.precision import MixedPrecision, is_one_of
 from funcshard.plan.predict import Reached, predict_events, predict_step
 from funcshard.plan.recomputed import read_remat, recomputed_modules
 from funcshard.plan.reduce_choice import (
@@ -97,11 +96,11 @@ __all__ = [
     "boxes",
     "buffer_mode",
     "cast_of",
+    "check_cuts",
     "check_plan",
     "check_reduce",
     "check_reduce_units",
     "check_schedule",
-    "cuts_from",
     "dtype_name",
     "dtype_of",
     "emit",

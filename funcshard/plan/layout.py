@@ -11,10 +11,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from funcshard._utils import cutter, tree
+from funcshard._utils import cutter, dtype_name, tree
 from funcshard.plan.leaves import Leaf
 from funcshard.plan.mesh_axes import AXES
-from funcshard.plan.precision import dtype_name
 from funcshard.plan.unit_plan import (
     BufferPlan,
     LeafCut,

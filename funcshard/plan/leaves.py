@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import check_plain, did_you_mean, module_remedy, tree
+from funcshard._utils import check_plain, did_you_mean, has_numbers, module_remedy, tree
 from funcshard.plan.globs import matcher
 from funcshard.plan.keys import check_container, check_paths
-from funcshard.plan.precision import has_numbers
 from funcshard.plan.unit_plan import LeafCut, Placements
 
 

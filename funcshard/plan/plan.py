@@ -10,40 +10,34 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import operator
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from funcshard._utils import Shown, Table, file_data, tree
-from funcshard.plan.mesh_axes import AXES, Axes, model_axes_of, world_size_of
-from funcshard.plan.plan_data import (
-    axes_from,
-    precision_from,
-    shape_from,
-    structure_from,
-    unit_from,
+from funcshard._utils import (
+    Shown,
+    Table,
+    check_structure,
+    decode,
+    dtype_name,
+    encode,
+    file_data,
+    tree,
 )
-from funcshard.plan.precision import MixedPrecision, dtype_name, stored_precision
+from funcshard.plan.mesh_axes import AXES, Axes, mesh_axes_of, model_axes_of, world_size_of
+from funcshard.plan.precision import MixedPrecision
 from funcshard.plan.show import plan_table
 from funcshard.plan.small_units import joined_name
-from funcshard.plan.unit_plan import BufferPlan, LeafSpec, UnitPlan
+from funcshard.plan.unit_plan import LeafCut, LeafSpec, UnitPlan
 
 _FORMAT = "funcshard.plan/1"
 
-# Why JSON has other names for these fields: it keeps the names of the first plans, so that stored
-# plans and fingerprints stay valid.
-_STORED_NAMES = {"full_precision": "island"}
-
-# Fields that plans, units, buffers or leaves got later, with the value that changes nothing. JSON
-# leaves out such a field if it has that value, so old texts and fingerprints stay valid.
-_LATER_FIELDS: dict[str, Any] = {
-    "axes": (), "cuts": (), "placements": (), "reshard_after_backward": True, "members": (),
-}  # fmt: skip
-_NOT_STORED = ("names", "_digest")  # to_json adds the names, and the digest is that of the rest
-_NAMES = {stored: name for name, stored in _STORED_NAMES.items()}
-# Keys that a plan need not have; "joined" named units of older plans that shared collectives.
-_LATER = ("format", "precision", "joined", "axes", "names")
+# Note: JSON keeps the names of the first plans (see "key" and "later" of fields), so that stored
+# plans and fingerprints stay valid. "joined" named units of older plans that shared collectives.
+_BESIDE = ("format", "joined")
+_MOST_RANKS = 2**31 - 1
+_MOST_ELEMENTS = file_data.MOST // 16  # the largest elements have 16 bytes
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -73,7 +67,7 @@ class Plan(Shown):
     structure: tree.Structure
     unit_list: tuple[UnitPlan, ...]
     precision: MixedPrecision | None = None
-    axes: Axes = ()
+    axes: Axes = field(default=(), metadata={"later": True})
     names: tuple[str, ...] = field(default=(), compare=False)
     # The answer of fingerprint, which is kept because every call that takes a plan asks for it.
     _digest: str = field(default="", init=False, compare=False)
@@ -82,7 +76,7 @@ class Plan(Shown):
         for unit in self.unit_list:
             if (unit.mesh_shape, unit.axes) != (self.mesh_shape, self.axes):
                 raise ValueError(
-                    f"unit {unit.name} was planned for mesh {unit.mesh_axes}; found "
+                    f"unit {unit.title!r} was planned for mesh {unit.mesh_axes}; found "
                     f"{self.mesh_axes}"
                 )
         indices = sorted([leaf.index for leaf in self.leaves])
@@ -153,10 +147,7 @@ class Plan(Shown):
 
     def to_json(self) -> str:
         """Return the plan as JSON text; ``from_json`` is the exact inverse."""
-        return self._text(names=self.names)
-
-    def _text(self, **more: Any) -> str:
-        return _canonical({"format": _FORMAT, **_stored(self), **more})
+        return _canonical({"format": _FORMAT, **encode(self)})
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -181,9 +172,9 @@ class Plan(Shown):
         The digits do not depend on the process or on the version of Python.
         """
         if not self._digest:
-            object.__setattr__(
-                self, "_digest", hashlib.sha256(self._text().encode()).hexdigest()[:16]
-            )
+            compared = {key: value for key, value in encode(self).items() if key != "names"}
+            text = _canonical({"format": _FORMAT, **compared})
+            object.__setattr__(self, "_digest", hashlib.sha256(text.encode()).hexdigest()[:16])
         return self._digest
 
     def _parts(self) -> list[Table]:
@@ -203,33 +194,70 @@ def plan_from_data(data: Any) -> Plan:
             f"{file_data.shown(found)}"
         )
     try:
-        return _plan_from(data)
+        plan: Plan = decode(Plan, {k: v for k, v in data.items() if k not in _BESIDE}, "the plan")
+        _validate(plan)
     except ValueError as error:
         raise ValueError(
             f"the plan is damaged, or of a later version of funcshard: {error}: make the plan again"
         ) from None
+    return plan
 
 
-def _plan_from(data: dict[str, Any]) -> Plan:
-    file_data.table("a plan", data, ("mesh_shape", "structure", "unit_list"), _LATER, others=False)
-    shape = shape_from(data["mesh_shape"])
-    stored = [
-        file_data.table("a unit", unit) for unit in file_data.listed("unit_list", data["unit_list"])
-    ]
-    units = tuple(
-        [unit_from({_NAMES.get(key, key): value for key, value in unit.items()}) for unit in stored]
-    )
-    leaves = [leaf.path for unit in units for leaf in unit.leaves]
-    if len({unit.name for unit in units}) < len(units) or len({*leaves}) < len(leaves):
+def _validate(plan: Plan) -> None:
+    """Raise ``ValueError`` unless the parts of a plan that was read fit each other."""
+    paths = [leaf.path for leaf in plan.leaves]
+    if len(plan.units) < len(plan.unit_list) or len({*paths}) < len(paths):
         raise ValueError("its units and its leaves must have different names")
-    return Plan(
-        shape,
-        structure_from(data["structure"], len(leaves)),
-        units,
-        precision_from(data.get("precision")),
-        axes_from(data.get("axes", []), shape),
-        file_data.texts("names", data.get("names", [])),
-    )
+    axes = plan.mesh_axes
+    if len(axes) < len(plan.axes) or tuple(map(axes.get, AXES)) != plan.mesh_shape:
+        raise ValueError(f"axes must have the data axes of {plan.mesh_shape}; found {plan.axes}")
+    if world_size_of(mesh_axes_of(axes, "axes")) > _MOST_RANKS:
+        raise ValueError(f"axes must have at most {_MOST_RANKS} ranks; found {axes}")
+    _check_leaves(plan.structure, len(paths))
+    for unit in plan.unit_list:
+        _check_leaves(unit.structure, len(unit.leaves))
+        if len({buffer.key for buffer in unit.buffers}) < len(unit.buffers):
+            raise ValueError("the buffers of a unit must have different keys")
+        for buffer in unit.buffers:
+            if not {*buffer.local} <= axes.keys() or len({*buffer.local}) < len(buffer.local):
+                raise ValueError(f"local must name axes of the mesh {axes}; found {buffer.local}")
+            _check_numel(buffer.numel)
+            for leaf in buffer.leaves:
+                check_cuts(leaf.cuts, leaf.shape, axes)
+                for axis, dim in leaf.placements:
+                    _check_axis(axis, dim or 0, leaf.shape, axes)
+
+
+def check_cuts(cuts: Sequence[LeafCut], shape: tuple[int, ...], axes: Mapping[str, int]) -> None:
+    """Raise unless a slice of ``shape`` can be cut so, from a tensor that torch can hold.
+
+    Arguments:
+        cuts: how the slice is cut.
+        shape: the shape of the slice.
+        axes: size of each axis of the mesh.
+    """
+    for cut in cuts:
+        _check_axis(cut.axis, cut.dim, shape, axes)
+        if axes[cut.axis] != cut.ranks:
+            raise ValueError(f"a cut must have the ranks of its axis in {axes}; found {cut}")
+    _check_numel(math.prod(shape) * math.prod([cut.ranks for cut in cuts]))
+
+
+def _check_axis(axis: str, dim: int, shape: tuple[int, ...], axes: Mapping[str, int]) -> None:
+    if axis not in axes:
+        raise ValueError(f"leaves are cut along axes of the mesh {axes}; found {axis!r}")
+    if dim >= max(len(shape), 1):
+        raise ValueError(f"a leaf of shape {shape} has no dim {dim}")
+
+
+def _check_numel(numel: int) -> None:
+    if numel > _MOST_ELEMENTS:
+        raise ValueError(f"a tensor has at most {_MOST_ELEMENTS} elements; found {numel}")
+
+
+def _check_leaves(structure: tree.Structure, leaves: int) -> None:
+    if (found := check_structure(structure)) != leaves:
+        raise ValueError(f"a structure must have the leaves of its units, {leaves}; found {found}")
 
 
 def check_plan(plan: Any) -> None:
@@ -244,57 +272,3 @@ def _canonical(data: Any) -> str:
     return json.dumps(
         data, sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=dtype_name
     )
-
-
-class _Fields(NamedTuple):
-    """How JSON holds a class: first the fields that every text has, then the ``_LATER_FIELDS``.
-
-    Attributes:
-        keys: the names in JSON of the fields that every text has.
-        values: a function from an object to the values of these fields.
-        later: name and name in JSON of each other field, and the value with which JSON lacks it.
-        parts: the field that holds units, buffers or leaves, if there is one.
-    """
-
-    keys: tuple[str, ...]
-    values: Callable[[Any], tuple[Any, ...]]
-    later: tuple[tuple[str, str, Any], ...]
-    parts: str | None
-
-    @classmethod
-    def of(cls, each: Any) -> _Fields:
-        """Return the fields of a class."""
-        stored = {
-            name: _STORED_NAMES.get(name, name)
-            for name in each.__slots__
-            if name not in _NOT_STORED
-        }
-        always = [name for name, key in stored.items() if key not in _LATER_FIELDS]
-        later = [
-            (name, key, _LATER_FIELDS[key]) for name, key in stored.items() if key in _LATER_FIELDS
-        ]
-        parts = next((name for name in ("unit_list", "buffers", "leaves") if name in stored), None)
-        return cls(
-            tuple(stored[name] for name in always),
-            operator.attrgetter(*always),
-            tuple(later),
-            parts,
-        )
-
-
-_FIELDS = {cls: _Fields.of(cls) for cls in (Plan, UnitPlan, BufferPlan, LeafSpec)}
-
-
-def _stored(value: Any) -> dict[str, Any]:
-    """Return a plan, unit, buffer or leaf as JSON holds it; see ``_LATER_FIELDS``."""
-    keys, values, later, parts = _FIELDS[type(value)]
-    found: dict[str, Any] = dict(zip(keys, values(value), strict=True))
-    for name, key, absent in later:
-        own = getattr(value, name)
-        if own != absent:
-            found[key] = own
-    if parts is not None:
-        found[parts] = [_stored(each) for each in found[parts]]
-    if found.get("precision") is not None:
-        found["precision"] = stored_precision(dataclasses.asdict(found["precision"]))
-    return found

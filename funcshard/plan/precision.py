@@ -1,4 +1,4 @@
-"""``MixedPrecision``: the dtypes in which units compute and communicate; and dtypes by name.
+"""``MixedPrecision``: the dtypes in which units compute and communicate.
 
 This file holds the data and pure functions of it. The casts themselves happen elsewhere: parameters
 and gradients are cast in core's ``buffer_comm``, inputs and outputs in core's ``unit``, and buffers
@@ -7,9 +7,8 @@ in module's ``unit_forward``.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,9 +20,6 @@ _FLAGS = (
     "keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs", "full_precision_in_eval",
     "divide_before_reduce",
 )  # fmt: skip
-# Fields that the first plans did not have. As data they are left out at their default, so that
-# stored plans and fingerprints stay valid.
-_LATER = {"output_dtype": None, "divide_before_reduce": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +78,17 @@ class MixedPrecision:
     cast_root_forward_inputs: bool = True
     ignored_classes: tuple[str, ...] = ("torch.nn.modules.batchnorm._BatchNorm",)
     full_precision_in_eval: bool = False
-    output_dtype: torch.dtype | None = None
-    divide_before_reduce: bool = False
+    output_dtype: torch.dtype | None = field(default=None, metadata={"later": True})
+    divide_before_reduce: bool = field(default=False, metadata={"later": True})
 
     def __post_init__(self) -> None:
-        for field in _DTYPES:
-            dtype = getattr(self, field)
+        for name in _DTYPES:
+            dtype = getattr(self, name)
             if dtype is not None and not (
                 isinstance(dtype, torch.dtype) and dtype.is_floating_point
             ):
                 raise ValueError(
-                    f"{field} must be a floating-point torch.dtype, or None for no cast; found "
+                    f"{name} must be a floating-point torch.dtype, or None for no cast; found "
                     f"{dtype!r}"
                 )
         for flag in _FLAGS:
@@ -104,22 +100,6 @@ class MixedPrecision:
                 f"({given!r},)"
             )
         object.__setattr__(self, "ignored_classes", tuple(class_name(each) for each in given))
-
-    @classmethod
-    def from_data(cls, data: dict[str, Any]) -> MixedPrecision:
-        """Return the value for fields as JSON holds them, with dtypes by name."""
-        data = {**_LATER, **data}
-        dtypes = {
-            field: None if data[field] is None else dtype_of(data[field]) for field in _DTYPES
-        }
-        return cls(**{**data, **dtypes, "ignored_classes": tuple(data["ignored_classes"])})
-
-
-def stored_precision(data: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the fields of a precision as a plan's JSON holds them; ``from_data`` reads them."""
-    return data and {
-        name: value for name, value in data.items() if name not in _LATER or value != _LATER[name]
-    }
 
 
 def class_name(cls: Any) -> str:
@@ -148,40 +128,3 @@ def is_one_of(cls: type, names: Iterable[str]) -> bool:
     return not set(names).isdisjoint(
         f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__
     )
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype, such as ``"float32"``; the inverse of ``dtype_of``."""
-    return str(dtype).removeprefix("torch.")
-
-
-_NAMED = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype of a name, such as ``torch.float32``; the inverse of ``dtype_name``.
-
-    Raises:
-        ValueError: torch has no dtype of this name.
-    """
-    # Why not getattr: torch imports modules in its __getattr__, and a file may give the name.
-    dtype = _NAMED.get(name) if isinstance(name, str) else None
-    if dtype is None:
-        raise ValueError(
-            f"{name!r} is not the name of a torch dtype; found in a plan, so the plan is damaged"
-        )
-    return dtype
-
-
-# Dtypes for which torch lacks most operations: below a byte, and bits without a meaning.
-_NO_NUMBERS = re.compile(r"bits\w+|u?int[1-7]|float4\w+|qu?int\w+")
-
-
-def has_numbers(dtype: torch.dtype) -> bool:
-    """Return whether torch can fill, compare and read tensors of a dtype.
-
-    Example:
-        >>> has_numbers(torch.float8_e5m2), has_numbers(torch.bits8)
-        (True, False)
-    """
-    return not _NO_NUMBERS.fullmatch(dtype_name(dtype))

@@ -12,13 +12,12 @@ from typing import NamedTuple
 
 import torch
 
-from funcshard._utils import check_count
+from funcshard._utils import check_count, dtype_name, dtype_of
 from funcshard.plan.cast import ChooseCast, cast_of
 from funcshard.plan.equal_units import representatives
 from funcshard.plan.events import Event
 from funcshard.plan.execution_order import BackwardOrder, ForwardOrder
 from funcshard.plan.plan import Plan, check_plan
-from funcshard.plan.precision import dtype_name, dtype_of
 from funcshard.plan.reduce_choice import (
     Reduce,
     buffer_mode,

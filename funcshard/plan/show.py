@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from funcshard._utils import Table, table
+from funcshard._utils import Table, dtype_name, dtype_of, table
 from funcshard.plan.equal_units import fold_units
 from funcshard.plan.mesh_axes import AXES, axes_text, world_size_of
-from funcshard.plan.precision import dtype_name, dtype_of
 from funcshard.plan.unit_plan import BufferPlan, UnitPlan
 
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
-from funcshard._utils import check_choice, tree
+from funcshard._utils import check_choice, dtype_of, tree
 from funcshard.plan.mesh_axes import AXES, Axes, model_axes_of
-from funcshard.plan.precision import MixedPrecision, dtype_of
+from funcshard.plan.precision import MixedPrecision
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 _GRID = "pass a mesh of two axes, as in init_mesh({'replicate': R, 'shard': S}), and"
@@ -81,8 +81,8 @@ class LeafSpec:
     offset: int
     index: int
     aliases: tuple[str, ...] = ()
-    cuts: tuple[LeafCut, ...] = ()
-    placements: Placements = ()
+    cuts: tuple[LeafCut, ...] = field(default=(), metadata={"later": True})
+    placements: Placements = field(default=(), metadata={"later": True})
 
     @property
     def numel(self) -> int:
@@ -258,10 +258,10 @@ class UnitPlan:
     buffers: tuple[BufferPlan, ...]
     offload: bool = False
     precision: MixedPrecision | None = None
-    full_precision: bool = False
-    reshard_after_backward: bool = True
-    members: tuple[str, ...] = ()
-    axes: Axes = ()
+    full_precision: bool = field(default=False, metadata={"key": "island"})
+    reshard_after_backward: bool = field(default=True, metadata={"later": True})
+    members: tuple[str, ...] = field(default=(), metadata={"later": True})
+    axes: Axes = field(default=(), metadata={"later": True})
 
     def __post_init__(self) -> None:
         check_strategy(self.strategy)

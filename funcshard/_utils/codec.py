@@ -1,0 +1,154 @@
+"""Data classes as JSON and back, by their type hints.
+
+A file may be damaged, or made to do harm. ``decode`` checks each part before it's used, so what it
+returns has the types of the hints. Ranges, and how parts fit each other, are up to the class.
+
+``field(metadata=...)`` may hold two keys. ``"key"`` is the field's name in JSON. ``"later"`` marks
+a field that older texts lack: at its default ``encode`` leaves it out, so they stay valid.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from funcshard._utils import file_data, tree
+from funcshard._utils.dtypes import dtype_of
+
+_NONE = type(None)
+
+
+class _Layout(NamedTuple):
+    """How JSON holds a class.
+
+    Attributes:
+        keys: the names in JSON of the fields that every text has.
+        values: a function from an object to the values of these fields.
+        later: name, name in JSON and default of each field that older texts lack.
+        nested: the names in JSON of fields that hold data classes.
+        decoders: name, and the function that decodes the field, by name in JSON.
+        required: the names in JSON of fields without a default.
+    """
+
+    keys: tuple[str, ...]
+    values: Callable[[Any], Any]
+    later: tuple[tuple[str, str, Any], ...]
+    nested: tuple[str, ...]
+    decoders: dict[str, tuple[str, Callable[[Any, str], Any]]]
+    required: tuple[str, ...]
+
+
+@functools.cache
+def _layout(cls: Any) -> _Layout:
+    hints = typing.get_type_hints(cls)
+    fields = [field for field in dataclasses.fields(cls) if field.init]
+    keys = {field.name: field.metadata.get("key", field.name) for field in fields}
+    later = [field for field in fields if field.metadata.get("later")]
+    always = [field.name for field in fields if field not in later]
+    return _Layout(
+        keys=tuple(keys[name] for name in always),
+        values=operator.attrgetter(*always),
+        later=tuple((field.name, keys[field.name], field.default) for field in later),
+        nested=tuple(keys[field.name] for field in fields if _holds_class(hints[field.name])),
+        decoders={keys[name]: (name, _decoder(hints[name])) for name in keys},
+        required=tuple(keys[f.name] for f in fields if f.default is dataclasses.MISSING),
+    )
+
+
+def encode(value: Any) -> dict[str, Any]:
+    """Return the fields of a data class for ``json.dumps`` with ``default=dtype_name``."""
+    keys, values, later, nested, _, _ = _layout(value.__class__)
+    encoded: dict[str, Any] = dict(zip(keys, values(value), strict=True))
+    for name, key, default in later:
+        if (part := getattr(value, name)) != default:
+            encoded[key] = part
+    for key in nested:
+        part = encoded.get(key)
+        if isinstance(part, tuple):
+            encoded[key] = [encode(each) for each in part]
+        elif part is not None:
+            encoded[key] = encode(part)
+    return encoded
+
+
+def decode(hint: Any, data: Any, where: str) -> Any:
+    """Return the value of a type hint that ``encode`` wrote; the inverse.
+
+    Arguments:
+        hint: a data class, a named tuple, a tuple, ``Any`` for nested tuples, or a plain type.
+        data: what ``file_data.parse`` read.
+        where: the name of the part, for errors.
+
+    Raises:
+        ValueError: the data is of another type, or lacks a field, or has one more.
+    """
+    return _decoder(hint)(data, where)
+
+
+@functools.cache
+def _decoder(hint: Any) -> Callable[[Any, str], Any]:
+    plain: dict[Any, Callable[[Any, str], Any]] = {
+        Any: lambda data, where: tree.freeze(data),
+        int: lambda data, where: file_data.whole(where, data),
+        str: lambda data, where: file_data.text(where, data),
+        bool: lambda data, where: file_data.flag(where, data),
+        torch.dtype: lambda data, where: dtype_of(file_data.text(where, data)),
+        tuple[int, ...]: lambda data, where: file_data.numbers(where, data),
+        tuple[str, ...]: lambda data, where: file_data.texts(where, data),
+    }
+    if hint in plain:
+        return plain[hint]
+    arguments = typing.get_args(hint)
+    if isinstance(hint, types.UnionType):
+        return functools.partial(_decode_union, arguments)
+    if typing.get_origin(hint) is tuple and arguments[-1] is ...:
+        return functools.partial(_decode_items, arguments[0])
+    if typing.get_origin(hint) is tuple:
+        return functools.partial(_decode_fixed, tuple, arguments)
+    if dataclasses.is_dataclass(hint):
+        return functools.partial(_decode_class, hint)
+    assert issubclass(hint, tuple), f"no data is stored as {hint}"
+    return functools.partial(_decode_fixed, hint._make, tuple(typing.get_type_hints(hint).values()))
+
+
+def _decode_union(choices: tuple[Any, ...], data: Any, where: str) -> Any:
+    # Note: of None, a truth value and one other type, JSON tells which it holds.
+    if (data is None and _NONE in choices) or (type(data) is bool and bool in choices):
+        return data
+    (hint,) = [choice for choice in choices if choice not in (_NONE, bool)]
+    return decode(hint, data, where)
+
+
+def _decode_items(hint: Any, data: Any, where: str) -> tuple[Any, ...]:
+    item = _decoder(hint)
+    items = file_data.listed(where, data)
+    return tuple([item(each, f"{where}[{index}]") for index, each in enumerate(items)])
+
+
+def _decode_fixed(
+    make: Callable[[list[Any]], Any], hints: tuple[Any, ...], data: Any, where: str
+) -> Any:
+    items = file_data.listed(where, data, len(hints))
+    pairs = zip(hints, items, strict=True)
+    return make([decode(hint, each, f"{where}[{i}]") for i, (hint, each) in enumerate(pairs)])
+
+
+def _decode_class(cls: Any, data: Any, where: str) -> Any:
+    layout = _layout(cls)
+    file_data.table(where, data, layout.required, layout.decoders, others=False)
+    fields = {}
+    for key, part in data.items():
+        name, decoder = layout.decoders[key]
+        fields[name] = decoder(part, f"{where}.{key}")
+    return cls(**fields)
+
+
+def _holds_class(hint: Any) -> bool:
+    return any(dataclasses.is_dataclass(each) for each in (hint, *typing.get_args(hint)))
