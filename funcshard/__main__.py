@@ -187,18 +187,20 @@ def _plan(options: argparse.Namespace) -> int:
 def _inspect(options: argparse.Namespace) -> int:
     path = Path(options.path)
     single = not path.is_dir() or (path / "index.json").exists()
-    found = [path]
+    checkpoint_paths = [path]
     if not single:
-        found = sorted(
-            (each for each in path.iterdir() if each.is_dir()),
+        checkpoint_paths = sorted(
+            (sub_path for sub_path in path.iterdir() if sub_path.is_dir()),
             key=lambda each: tree.natural_key(each.name),
         )
-    if not single and not any((each / "index.json").exists() for each in found):
-        found, single = [path], True  # not a checkpoint; fs.restore raises the error
+    if not single and not any(
+        (checkpoint_path / "index.json").exists() for checkpoint_path in checkpoint_paths
+    ):
+        checkpoint_paths, single = [path], True  # not a checkpoint; fs.restore raises the error
     faults = 0
-    for each in found:
+    for checkpoint_path in checkpoint_paths:
         try:
-            contents = fs.restore(each)
+            contents = fs.restore(checkpoint_path)
             if options.check:
                 contents.check()
         except (OSError, ValueError) as error:
@@ -206,7 +208,7 @@ def _inspect(options: argparse.Namespace) -> int:
                 raise BadInputError(error) from error
             print(f"Not complete: {error}\n")
             # An interrupted save leaves a hidden folder, which is no fault.
-            faults += not each.name.startswith(".")
+            faults += not checkpoint_path.name.startswith(".")
         else:
             print(contents, end="\n" if single else "\n\n")
     return 1 if faults else 0

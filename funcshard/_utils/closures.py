@@ -49,43 +49,49 @@ def _walk(value: Any, *, everything: bool) -> Iterator[Any]:
     in_globals: set[int] = set()
     waiting = [value]
     while waiting:
-        found = waiting.pop()
-        if id(found) in seen:
+        reached_value = waiting.pop()
+        if id(reached_value) in seen:
             continue
-        seen.add(id(found))
-        yield found
+        seen.add(id(reached_value))
+        yield reached_value
         # Why type(found), and the iterators of built-in classes: an object of a user may raise in
         # __class__, as a proxy of a dead object does, in __iter__ and in __len__.
-        kind = type(found)
-        if issubclass(kind, (torch.nn.Module, torch.Tensor, type, types.ModuleType)):
+        value_type = type(reached_value)
+        if issubclass(value_type, (torch.nn.Module, torch.Tensor, type, types.ModuleType)):
             continue
-        if issubclass(kind, types.FunctionType):
+        if issubclass(value_type, types.FunctionType):
             # Why not gc.get_referents(found): a function refers to the globals of its file, and the
             # walk would go through everything that the file imports. An empty cell has no
             # referents.
-            waiting += [each for cell in found.__closure__ or () for each in gc.get_referents(cell)]
-            waiting += [found.__defaults__, found.__kwdefaults__]
-            if id(found) not in in_globals:
-                files.add(id(found.__globals__))
-            if everything and id(found.__globals__) in files:
-                named = _named_globals(found)
-                in_globals |= {id(each) for each in named}
+            waiting += [
+                referent
+                for cell in reached_value.__closure__ or ()
+                for referent in gc.get_referents(cell)
+            ]
+            waiting += [reached_value.__defaults__, reached_value.__kwdefaults__]
+            if id(reached_value) not in in_globals:
+                files.add(id(reached_value.__globals__))
+            if everything and id(reached_value.__globals__) in files:
+                named = _named_globals(reached_value)
+                in_globals |= {id(named_value) for named_value in named}
                 waiting += named
-        elif issubclass(kind, functools.partial):
-            waiting += [found.func, found.args, found.keywords]
-        elif issubclass(kind, tuple):
-            waiting += tuple.__iter__(found)
-        elif issubclass(kind, list):
-            waiting += list.__iter__(found)
-        elif issubclass(kind, dict):
+        elif issubclass(value_type, functools.partial):
+            waiting += [reached_value.func, reached_value.args, reached_value.keywords]
+        elif issubclass(value_type, tuple):
+            waiting += tuple.__iter__(reached_value)
+        elif issubclass(value_type, list):
+            waiting += list.__iter__(reached_value)
+        elif issubclass(value_type, dict):
             waiting += (
-                [*dict.keys(found), *dict.values(found)] if everything else dict.values(found)
+                [*dict.keys(reached_value), *dict.values(reached_value)]
+                if everything
+                else dict.values(reached_value)
             )
         elif everything:
             waiting += (
-                [weakref.ref.__call__(found)]
-                if issubclass(kind, weakref.ref)
-                else gc.get_referents(found)
+                [weakref.ref.__call__(reached_value)]
+                if issubclass(value_type, weakref.ref)
+                else gc.get_referents(reached_value)
             )
 
 
@@ -96,12 +102,20 @@ def _named_globals(function: types.FunctionType) -> list[Any]:
     codes = [function.__code__]
     for code in codes:
         # The codes of functions inside it.
-        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
-        found = {name: function.__globals__.get(name) for name in code.co_names}
-        found = {name: value for name, value in found.items() if issubclass(type(value), followed)}
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+        named_globals = {name: function.__globals__.get(name) for name in code.co_names}
+        named_globals = {
+            name: value
+            for name, value in named_globals.items()
+            if issubclass(type(value), followed)
+        }
         # Why not all of co_names: it also has the names of attributes. It takes the most time.
-        if found:
-            values.update((name, found[name]) for name in _loaded_globals(code) if name in found)
+        if named_globals:
+            values.update(
+                (name, named_globals[name])
+                for name in _loaded_globals(code)
+                if name in named_globals
+            )
     return list(values.values())
 
 
@@ -109,7 +123,7 @@ def _named_globals(function: types.FunctionType) -> list[Any]:
 def _loaded_globals(code: types.CodeType) -> tuple[str, ...]:
     """Return the names of the global variables that the code loads."""
     return tuple(
-        each.argval
-        for each in dis.get_instructions(code)
-        if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+        instruction.argval
+        for instruction in dis.get_instructions(code)
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
     )

@@ -72,7 +72,7 @@ def encode(value: Any) -> dict[str, Any]:
     for key in nested:
         part = encoded.get(key)
         if isinstance(part, tuple):
-            encoded[key] = [encode(each) for each in part]
+            encoded[key] = [encode(item) for item in part]
         elif part is not None:
             encoded[key] = encode(part)
     return encoded
@@ -129,7 +129,7 @@ def _decode_union(choices: tuple[Any, ...], data: Any, where: str) -> Any:
 def _decode_items(hint: Any, data: Any, where: str) -> tuple[Any, ...]:
     item = _decoder(hint)
     items = file_data.listed(where, data)
-    return tuple([item(each, f"{where}[{index}]") for index, each in enumerate(items)])
+    return tuple([item(item_data, f"{where}[{index}]") for index, item_data in enumerate(items)])
 
 
 def _decode_fixed(
@@ -137,7 +137,9 @@ def _decode_fixed(
 ) -> Any:
     items = file_data.listed(where, data, len(hints))
     pairs = zip(hints, items, strict=True)
-    return make([decode(hint, each, f"{where}[{i}]") for i, (hint, each) in enumerate(pairs)])
+    return make(
+        [decode(hint, item_data, f"{where}[{i}]") for i, (hint, item_data) in enumerate(pairs)]
+    )
 
 
 def _decode_class(cls: Any, data: Any, where: str) -> Any:
@@ -151,4 +153,4 @@ def _decode_class(cls: Any, data: Any, where: str) -> Any:
 
 
 def _holds_class(hint: Any) -> bool:
-    return any(dataclasses.is_dataclass(each) for each in (hint, *typing.get_args(hint)))
+    return any(dataclasses.is_dataclass(part_hint) for part_hint in (hint, *typing.get_args(hint)))

@@ -33,8 +33,12 @@ def cutter(structure: Structure) -> Callable[[str | Sequence[str], dict[int, int
 
     def cut(path: str | Sequence[str], keep: dict[int, int]) -> Structure:
         if not isinstance(path, str):
-            found = {each: find(each) for each in sorted(path)}
-            kept = {each: _prune(node, keep) for each, node in found.items() if node is not _ABSENT}
+            found_nodes = {unit_path: find(unit_path) for unit_path in sorted(path)}
+            kept = {
+                unit_path: _prune(node, keep)
+                for unit_path, node in found_nodes.items()
+                if node is not _ABSENT
+            }
             return ("dict", tuple(kept), tuple(kept.values()))
         node = find(path)
         assert node is not _ABSENT, f"no node at {path!r}"
@@ -57,10 +61,10 @@ class _Keys(NamedTuple):
 
 
 def _keys_of(structure: Structure) -> _Keys:
-    kind, meta, children = structure
-    if kind in ("dict", "ordered_dict"):
+    node_kind, meta, children = structure
+    if node_kind in ("dict", "ordered_dict"):
         keys = [str(key) for key in meta]
-    elif kind == "custom":
+    elif node_kind == "custom":
         keys = [str(entry) for entry in tree.entries_of(structure)]
     else:
         keys = [str(index) for index in range(len(children))]
@@ -73,33 +77,37 @@ def _keys_of(structure: Structure) -> _Keys:
 
 def _finder(structure: Structure) -> Callable[[str], Structure]:
     """Return a function from a path to the node there, or ``_ABSENT``."""
-    known: dict[int, _Keys] = {}  # by the id of a container, which the structure keeps alive
+    known_keys: dict[int, _Keys] = {}  # by the id of a container, which the structure keeps alive
 
     def descend(node: Structure, path: str) -> Structure:
         if path == "":
             return node
         if not isinstance(node, tuple):
             return _ABSENT
-        keys = known.get(id(node))
+        keys = known_keys.get(id(node))
         if keys is None:
-            keys = known[id(node)] = _keys_of(node)
+            keys = known_keys[id(node)] = _keys_of(node)
         children = node[2]
-        found = [children[i] for i in keys.at.get(path, ())]
-        for i, rest in sorted(_inside(keys, path)):
-            inner = descend(children[i], rest)
+        inner_nodes = [children[i] for i in keys.at.get(path, ())]
+        for i, inner_path in sorted(_inside(keys, path)):
+            inner = descend(children[i], inner_path)
             if inner is not _ABSENT:
-                found.append(inner)
+                inner_nodes.append(inner)
         below = sorted(_below(keys, path))
         if below:
-            found.append(
-                ("dict", tuple([rest for _, rest in below]), tuple([children[i] for i, _ in below]))
+            inner_nodes.append(
+                (
+                    "dict",
+                    tuple([inner_path for _, inner_path in below]),
+                    tuple([children[i] for i, _ in below]),
+                )
             )
-        merged = found[0] if found else _ABSENT
-        for other in found[1:]:
+        merged = inner_nodes[0] if inner_nodes else _ABSENT
+        for other_node in inner_nodes[1:]:
             if merged is None:
-                merged = other
-            elif other is not None:
-                merged = _merge(merged, other, path)
+                merged = other_node
+            elif other_node is not None:
+                merged = _merge(merged, other_node, path)
         return merged
 
     return lambda path: descend(structure, path)
@@ -107,17 +115,17 @@ def _finder(structure: Structure) -> Callable[[str], Structure]:
 
 def _inside(keys: _Keys, path: str) -> list[tuple[int, str]]:
     """Return the children that ``path`` leads through: their positions, and the rest of it."""
-    found, end = [], path.find(".")
+    inside_keys, end = [], path.find(".")
     while end >= 0:
-        found += [(i, path[end + 1 :]) for i in keys.at.get(path[:end], ())]
+        inside_keys += [(i, path[end + 1 :]) for i in keys.at.get(path[:end], ())]
         end = path.find(".", end + 1) if keys.order else -1  # only keys with dots reach further
-    return found
+    return inside_keys
 
 
 def _below(keys: _Keys, path: str) -> list[tuple[int, str]]:
     """Return the children whose keys begin with ``path``: their positions, and rests of keys."""
     # "/" is the character after the dot.
-    begin, end = (bisect.bisect_left(keys.order, (path + after,)) for after in "./")
+    begin, end = (bisect.bisect_left(keys.order, (path + separator,)) for separator in "./")
     return [(i, key[len(path) + 1 :]) for key, i in keys.order[begin:end]]
 
 
@@ -140,11 +148,11 @@ def _prune(structure: Structure, keep: dict[int, int]) -> Structure:
         return None
     if isinstance(structure, int):
         return keep.get(structure)
-    kind, meta, children = structure
+    node_kind, meta, children = structure
     pruned = []
     for child in children:  # a comprehension would take a second frame of Python's bounded stack
         pruned.append(_prune(child, keep))
-    if kind in ("dict", "ordered_dict") and any("." in str(key) for key in meta):
+    if node_kind in ("dict", "ordered_dict") and any("." in str(key) for key in meta):
         kept = [i for i, child in enumerate(pruned) if child is not None]
         meta, pruned = tuple([meta[i] for i in kept]), [pruned[i] for i in kept]
-    return (kind, meta, tuple(pruned))
+    return (node_kind, meta, tuple(pruned))

@@ -54,10 +54,10 @@ def donate(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
     for old, kept in zip(leaves, new, strict=True):
         if isinstance(old, _DonatedTensor):  # a tree that holds one tensor twice
             continue
-        kind = kept.dtype, kept.device
-        if kind not in empty:
-            empty[kind] = kept.new_empty(0)
-        old.data = empty[kind]
+        memory_kind = kept.dtype, kept.device
+        if memory_kind not in empty:
+            empty[memory_kind] = kept.new_empty(0)
+        old.data = empty[memory_kind]
         old.__class__ = _DonatedTensor
     return new
 

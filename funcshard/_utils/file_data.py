@@ -35,7 +35,7 @@ def parse(data: str | bytes) -> Any:
             "file"
         )
     try:
-        found = json.loads(
+        parsed_data = json.loads(
             data.decode() if isinstance(data, bytes) else data, object_pairs_hook=_without_doubles
         )
     except UnicodeDecodeError as error:
@@ -44,8 +44,8 @@ def parse(data: str | bytes) -> Any:
         raise ValueError(f"it is no JSON: {error}") from None
     except RecursionError:
         raise ValueError(_too_deep()) from None
-    check_depth(found)
-    return found
+    check_depth(parsed_data)
+    return parsed_data
 
 
 def check_depth(data: Any) -> None:
@@ -70,11 +70,11 @@ def _too_deep() -> str:
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    unique_pairs = dict(pairs)
+    if len(unique_pairs) < len(pairs):
         uses = Counter(key for key, _ in pairs)
         raise ValueError(f"it has the key {max(uses, key=uses.__getitem__)!r} twice in one object")
-    return found
+    return unique_pairs
 
 
 def whole(name: str, value: Any, least: int = 0, most: int = MOST) -> int:
@@ -108,7 +108,7 @@ def listed(name: str, value: Any, length: int | None = None) -> list[Any]:
 def numbers(name: str, value: Any, least: int = 0, most: int = MOST) -> tuple[int, ...]:
     """Return a list of whole numbers between bounds, as a tuple."""
     if type(value) is not list or not all(
-        type(each) is int and least <= each <= most for each in value
+        type(item) is int and least <= item <= most for item in value
     ):
         raise _error(name, f"a list of whole numbers from {least} to {most}", value)
     return tuple(value)
@@ -116,7 +116,7 @@ def numbers(name: str, value: Any, least: int = 0, most: int = MOST) -> tuple[in
 
 def texts(name: str, value: Any) -> tuple[str, ...]:
     """Return a list of texts, as a tuple."""
-    if type(value) is not list or not all(type(each) is str for each in value):
+    if type(value) is not list or not all(type(item) is str for item in value):
         raise _error(name, "a list of texts", value)
     return tuple(value)
 
@@ -153,31 +153,31 @@ def table(
 
 def own_name(name: str, value: Any) -> str:
     """Return the name of a file that lies in a folder itself, and not above or below it."""
-    found = text(name, value)
-    if found in ("", ".", "..") or any(sign in found for sign in "/\\\0"):
+    file_name = text(name, value)
+    if file_name in ("", ".", "..") or any(sign in file_name for sign in "/\\\0"):
         raise _error(name, "the name of a file in the same folder", value)
-    return found
+    return file_name
 
 
 def shown(value: Any) -> str:
     """Return the beginning of a value's text, in a time that does not grow with the value."""
     if type(value) in (str, bytes):
-        found = repr(value[:60])
+        shown_text = repr(value[:60])
     elif type(value) is int and abs(value) > _LONG:
-        found = "a number of more than 60 digits"
+        shown_text = "a number of more than 60 digits"
     elif value is None or type(value) in (bool, int, float):
-        found = repr(value)
+        shown_text = repr(value)
     elif (
         type(value) in (list, tuple)
         and len(value) < 10
-        and all(type(each) in (int, str, bool) for each in value)
+        and all(type(item) in (int, str, bool) for item in value)
     ):
-        found = f"[{', '.join(map(shown, value))}]"
+        shown_text = f"[{', '.join(map(shown, value))}]"
     else:
-        found = f"a {type(value).__name__}" + (
+        shown_text = f"a {type(value).__name__}" + (
             f" of {len(value)}" if isinstance(value, Sized) else ""
         )
-    return found if len(found) <= 120 else f"{found[:120]} …"
+    return shown_text if len(shown_text) <= 120 else f"{shown_text[:120]} …"
 
 
 def _error(name: str, rule: str, value: Any) -> ValueError:

@@ -26,12 +26,12 @@ def loaded_class(name: Any) -> type | None:
     if type(name) is not str:
         return None
     module, _, qualname = public_class_name(name).partition(":")
-    found: Any = sys.modules.get(module)
+    named_value: Any = sys.modules.get(module)
     for part in qualname.split("."):
-        found = _namespace(found).get(part)
-        if not _is_class(found):
+        named_value = _namespace(named_value).get(part)
+        if not _is_class(named_value):
             return None
-    return found
+    return named_value
 
 
 def public_class_name(name: str) -> str:
@@ -41,8 +41,10 @@ def public_class_name(name: str) -> str:
     classes of this library under the names of files that may have moved since.
     """
     module, _, qualname = name.partition(":")
-    known = module.partition(".")[0] == _PACKAGE and qualname in _namespace(sys.modules[_PACKAGE])
-    return f"{_PACKAGE}:{qualname}" if known else name
+    is_public = module.partition(".")[0] == _PACKAGE and qualname in _namespace(
+        sys.modules[_PACKAGE]
+    )
+    return f"{_PACKAGE}:{qualname}" if is_public else name
 
 
 def _namespace(owner: Any) -> Mapping[str, Any]:
@@ -50,8 +52,8 @@ def _namespace(owner: Any) -> Mapping[str, Any]:
     # Why not vars: the modules of importlib's LazyLoader are imported when any attribute is asked
     # for, and a metaclass may compute the attributes of its classes.
     if issubclass(type(owner), ModuleType):
-        found: Mapping[str, Any] = object.__getattribute__(owner, "__dict__")
-        return found
+        class_namespace: Mapping[str, Any] = object.__getattribute__(owner, "__dict__")
+        return class_namespace
     return type.__dict__["__dict__"].__get__(owner) if _is_class(owner) else {}
 
 

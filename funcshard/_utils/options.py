@@ -65,13 +65,16 @@ def check_bytes(name: str, value: Any, *, example: str = "5GB") -> int:
         return check_count(
             name, value, of="bytes", remedy=f"pass text such as {example!r} for the usual size"
         )
-    found = re.fullmatch(r"(\d+) *([KMGT]i?B)", value.strip(), re.IGNORECASE)
-    if found is None or not int(found[1]):
+    size_match = re.fullmatch(r"(\d+) *([KMGT]i?B)", value.strip(), re.IGNORECASE)
+    if size_match is None or not int(size_match[1]):
         raise ValueError(
             f"{name} must be a number of bytes, or text such as '500MB' or {example!r}; found "
             f"{value!r}: write a whole number and one of {', '.join(_UNITS)}"
         )
-    return int(found[1]) * {unit.upper(): size for unit, size in _UNITS.items()}[found[2].upper()]
+    return (
+        int(size_match[1])
+        * {unit.upper(): size for unit, size in _UNITS.items()}[size_match[2].upper()]
+    )
 
 
 def check_number(
@@ -160,13 +163,13 @@ def check_path(name: str, value: Any) -> Path:
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(text, str):
         # Why not always the value: the text of a state or a model fills the screen.
-        found = (
+        shown_path = (
             repr(value)
             if value is None or isinstance(value, int | float | bytes)
             else type(value).__name__
         )
         raise TypeError(
-            f"{name} must be a path, as text or a pathlib.Path; found {found}: pass its name"
+            f"{name} must be a path, as text or a pathlib.Path; found {shown_path}: pass its name"
         )
     if "\0" in text:
         raise ValueError(
@@ -201,7 +204,7 @@ def check_choice(
         raise ValueError(f"{name} must be {rule}; found {value!r}: {usual[word]}")
     if isinstance(value, str):
         remedy = did_you_mean(
-            value, [each for each in choices if each is not None], otherwise=remedy
+            value, [choice for choice in choices if choice is not None], otherwise=remedy
         )
     raise (ValueError if isinstance(value, str | None) else TypeError)(
         f"{name} must be {rule}; found {value!r}: {remedy}"
@@ -221,7 +224,7 @@ def did_you_mean(value: str, names: Iterable[str], *, otherwise: str) -> str:
         >>> did_you_mean("Adam", ["adamw", "sgd"], otherwise="pass one of these")
         "did you mean 'adamw'?"
     """
-    lower = {each.lower(): each for each in names}
+    lower = {candidate.lower(): candidate for candidate in names}
     close = difflib.get_close_matches(value.lower(), lower, n=1)
     return f"did you mean {lower[close[0]]!r}?" if close else otherwise
 

@@ -105,17 +105,17 @@ def regular_size(
             f"{os.fspath(path)!r} must be the path of a file; found a zero byte in it: name "
             "another file"
         )
-    found = os.stat(path, dir_fd=folder, follow_symlinks=links)
-    _check(path, found.st_mode)
-    return found.st_size
+    file_status = os.stat(path, dir_fd=folder, follow_symlinks=links)
+    _check(path, file_status.st_mode)
+    return file_status.st_size
 
 
 def _check(path: str | os.PathLike[str], mode: int) -> None:
     if not stat.S_ISREG(mode):
-        found = _KINDS.get(stat.S_IFMT(mode), "something else")
+        file_kind = _KINDS.get(stat.S_IFMT(mode), "something else")
         remedy = (
             "copy the folder with its files in place of links, as cp -rL does"
             if stat.S_ISLNK(mode)
             else "remove it"
         )
-        raise ValueError(f"{os.fspath(path)} must be a regular file; found {found}: {remedy}")
+        raise ValueError(f"{os.fspath(path)} must be a regular file; found {file_kind}: {remedy}")

@@ -48,5 +48,5 @@ def is_tree_of_shards(tree: Any) -> bool:
     return (
         isinstance(tree, Mapping)
         and bool(tree)
-        and all(isinstance(each, Mapping) for each in tree.values())
+        and all(isinstance(entry, Mapping) for entry in tree.values())
     )

@@ -84,9 +84,9 @@ def text_of(parts: Iterable[Part]) -> str:
 def html_of(parts: Iterable[Part]) -> str:
     """Return parts as escaped HTML; several tables stand side by side if they fit."""
     parts = list(parts)
-    several = sum(isinstance(part, Table) for part in parts) > 1
+    has_tables = sum(isinstance(part, Table) for part in parts) > 1
     return "".join(
-        _BESIDE.format(_html(part)) if several and isinstance(part, Table) else _html(part)
+        _BESIDE.format(_html(part)) if has_tables and isinstance(part, Table) else _html(part)
         for part in parts
     )
 

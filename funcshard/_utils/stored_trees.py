@@ -13,11 +13,11 @@ def check_structure(structure: Any) -> int:
     Raises:
         ValueError: it is no structure, or the numbers of its leaves have gaps.
     """
-    nodes, found = [structure], set[int]()
+    nodes, leaf_numbers = [structure], set[int]()
     while nodes:
         node = nodes.pop()
         if type(node) is int and node >= 0:
-            found.add(node)
+            leaf_numbers.add(node)
         elif node is not None:
             if not (type(node) is tuple and len(node) == 3 and type(node[2]) is tuple):
                 raise ValueError(
@@ -26,9 +26,9 @@ def check_structure(structure: Any) -> int:
                 )
             _check_container(*node)
             nodes.extend(node[2])
-    if len(found) != max(found, default=-1) + 1:
+    if len(leaf_numbers) != max(leaf_numbers, default=-1) + 1:
         raise ValueError("the leaves of a tree must be numbered from 0, without gaps")
-    return len(found)
+    return len(leaf_numbers)
 
 
 def _check_container(kind: Any, meta: Any, children: tuple[Any, ...]) -> None:

@@ -63,7 +63,7 @@ def map_tensors(f: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
         return x
     if isinstance(x, (list, tuple)):
         old = _elements(x)
-        new = [map_tensors(f, each) for each in old]
+        new = [map_tensors(f, item) for item in old]
         if all(map(operator.is_, new, old)):
             return x
         return type(x)(*new) if hasattr(x, "_fields") else type(x)(new)
@@ -75,36 +75,36 @@ def tensors_in(x: Any) -> Iterator[torch.Tensor]:
 
     Tensors in read-only mappings are yielded too; ``map_tensors`` leaves such mappings alone.
     """
-    found: list[torch.Tensor] = []
-    _add_tensors(x, found)
-    return iter(found)
+    found_tensors: list[torch.Tensor] = []
+    _add_tensors(x, found_tensors)
+    return iter(found_tensors)
 
 
 def _add_tensors(x: Any, found: list[torch.Tensor]) -> None:
-    kind = type(x)
+    value_type = type(x)
     # Why no set of classes: a class may have no hash.
     if (
         x is None
-        or kind is int
-        or kind is bool
-        or kind is float
-        or kind is str
-        or kind is torch.dtype
+        or value_type is int
+        or value_type is bool
+        or value_type is float
+        or value_type is str
+        or value_type is torch.dtype
     ):
         return
     if isinstance(x, torch.Tensor):
         found.append(x)
-    elif kind is tuple or kind is list:
-        for each in x:
-            _add_tensors(each, found)
+    elif value_type is tuple or value_type is list:
+        for item in x:
+            _add_tensors(item, found)
     elif isinstance(x, torch.nn.utils.rnn.PackedSequence):
         found.append(x.data)
-    elif kind is dict or _is_dataclass(x) or isinstance(x, Mapping):
-        for _, each in _items(x):
-            _add_tensors(each, found)
+    elif value_type is dict or _is_dataclass(x) or isinstance(x, Mapping):
+        for _, item in _items(x):
+            _add_tensors(item, found)
     elif isinstance(x, (list, tuple)):
-        for each in _elements(x):
-            _add_tensors(each, found)
+        for item in _elements(x):
+            _add_tensors(item, found)
 
 
 def is_dtensor(x: Any) -> bool:

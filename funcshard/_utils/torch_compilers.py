@@ -57,8 +57,8 @@ def find_backend(backend: str | Callable[..., Any]) -> str | Callable[..., Any]:
             "compile takes the name of a backend of torch.compile, or a function; found "
             f"{backend!r}: torch.compiler.list_backends() lists the names"
         )
-    found: Callable[..., Any] = lookup_backend(backend)
-    return found
+    compile_function: Callable[..., Any] = lookup_backend(backend)
+    return compile_function
 
 
 def compile_with(
@@ -89,9 +89,9 @@ def _boxed(run: Callable[..., Sequence[Any]]) -> Boxed:
     """Return a function of several inputs as one of a list, which it empties."""
 
     def boxed(inputs: list[Any]) -> Sequence[Any]:
-        own = tuple(inputs)
+        input_values = tuple(inputs)
         inputs.clear()
-        return run(*own)
+        return run(*input_values)
 
     return boxed
 

@@ -103,12 +103,12 @@ def new_group(ranks: Sequence[int], backend: str, timeout: datetime.timedelta, n
         )
     # Why a hash: torch makes names of files and of graph nodes of it.
     hashed: Any = hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest()
-    own = list(ranks).index(dist.get_rank())
+    own_index = list(ranks).index(dist.get_rank())
     with needed_for(_FEATURE):
         make, world = dist.distributed_c10d._new_process_group_helper, dist.distributed_c10d._world
     group, _ = make(
         len(ranks),
-        own,
+        own_index,
         list(ranks),
         dist.Backend(backend),
         default_store(),

@@ -39,12 +39,12 @@ def unscale_in_place(
     for tensor in tensors:
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         kinds.setdefault((real.device, real.dtype), []).append(real)
-    found = {device: torch.zeros(1, device=device, dtype=torch.float32) for device, _ in kinds}
+    found_infs = {device: torch.zeros(1, device=device, dtype=torch.float32) for device, _ in kinds}
     for (device, _), same in kinds.items():
         if _fused is None:
             for tensor in same:
-                found[device][~tensor.isfinite().all().reshape(1)] = 1.0
+                found_infs[device][~tensor.isfinite().all().reshape(1)] = 1.0
                 tensor.mul_(factors[device])
         else:
-            _fused(same, found[device], factors[device].reshape(1))
-    return {device: each.squeeze() for device, each in found.items()}
+            _fused(same, found_infs[device], factors[device].reshape(1))
+    return {device: found_inf.squeeze() for device, found_inf in found_infs.items()}

@@ -24,10 +24,10 @@ def state_names(
             a module has a hook, the state dict is made.
     """
     try:
-        found = _state_names(every, classes)
+        names_found = _state_names(every, classes)
     except AttributeError:  # this torch has other names
-        found = None
-    return tuple(module.state_dict(keep_vars=True)) if found is None else tuple(found)
+        names_found = None
+    return tuple(module.state_dict(keep_vars=True)) if names_found is None else tuple(names_found)
 
 
 def _state_names(
@@ -38,18 +38,18 @@ def _state_names(
     )
     if not as_usual or any(m._state_dict_hooks or m._state_dict_pre_hooks for _, m in every):
         return None
-    found: list[str] = []
+    state_keys: list[str] = []
     for path, m in every:
         prefix = f"{path}." if path else ""
-        found += [prefix + key for key, value in m._parameters.items() if value is not None]
+        state_keys += [prefix + key for key, value in m._parameters.items() if value is not None]
         if m._buffers:
             lost = m._non_persistent_buffers_set
-            found += [
+            state_keys += [
                 prefix + key
                 for key, value in m._buffers.items()
                 if value is not None and key not in lost
             ]
-    return found
+    return state_keys
 
 
 def class_for_calls(module: nn.Module) -> type[nn.Module]:
@@ -80,8 +80,8 @@ def class_for_calls(module: nn.Module) -> type[nn.Module]:
 def forget_parametrized(module: nn.Module) -> None:
     """Drop the tensors that ``parametrize.cached`` keeps for a call's modules below ``module``."""
     if getattr(parametrize, "_cache_enabled", 0):
-        for each in module.modules():
-            each.__dict__.pop("_funcshard_cached", None)
+        for submodule in module.modules():
+            submodule.__dict__.pop("_funcshard_cached", None)
 
 
 def _cached_on_copy(name: str, usual: property) -> property:

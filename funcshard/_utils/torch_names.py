@@ -39,13 +39,13 @@ def private(name: str, feature: str, otherwise: Any = _RAISE) -> Any:
 def look_up(name: str) -> Any:
     """Return the module or the attribute of that name."""
     parts = name.split(".")
-    found: Any = torch
+    private_value: Any = torch
     for at, part in enumerate(parts[1:], 2):
         try:
-            found = getattr(found, part)
+            private_value = getattr(private_value, part)
         except AttributeError:
-            found = importlib.import_module(".".join(parts[:at]))
-    return found
+            private_value = importlib.import_module(".".join(parts[:at]))
+    return private_value
 
 
 def lacks(name: str, feature: str) -> RuntimeError:
@@ -93,10 +93,10 @@ class MissingName:
         return False
 
     def __mro_entries__(self, _: tuple[type, ...]) -> tuple[type, ...]:
-        missing = self
+        missing_name = self
 
         class Missing:
             def __init__(self, *_: Any, **__: Any) -> None:
-                missing._raise()
+                missing_name._raise()
 
         return (Missing,)

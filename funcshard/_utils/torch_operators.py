@@ -37,13 +37,13 @@ def writes_inputs(operation: Any) -> bool:
 
 def written_arguments(operation: Any, args: Any, kwargs: Any) -> list[Any]:
     """Return the arguments of a call of an operator that it writes to."""
-    given = operator_arguments(operation, args, kwargs)
+    operator_inputs = operator_arguments(operation, args, kwargs)
     written = [
-        each.name
-        for each in _schema(operation).arguments
-        if each.alias_info is not None and each.alias_info.is_write
+        argument.name
+        for argument in _schema(operation).arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    return [given[name] for name in written if name in given]
+    return [operator_inputs[name] for name in written if name in operator_inputs]
 
 
 def moved_bytes(
@@ -70,7 +70,11 @@ def moved_bytes(
     if writes_inputs(operation):
         written = list(parts(tensors_in(written_arguments(operation, args, kwargs))))
         if name in _FILLS:
-            read = [tensor for tensor in read if all(tensor is not each for each in written)]
+            read = [
+                tensor
+                for tensor in read
+                if all(tensor is not written_tensor for written_tensor in written)
+            ]
     return sum(map(_nbytes, (*read, *written, *new)))
 
 
@@ -80,8 +84,12 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 def list_arguments(operation: Any) -> list[str]:
     """Return the names of the arguments of an operator that are lists of tensors or of numbers."""
-    found = [(each.name, str(each.type)) for each in _schema(operation).arguments]
-    return [name for name, kind in found if kind in ("List[Tensor]", "List[number]", "List[float]")]
+    typed_names = [(argument.name, str(argument.type)) for argument in _schema(operation).arguments]
+    return [
+        name
+        for name, type_name in typed_names
+        if type_name in ("List[Tensor]", "List[number]", "List[float]")
+    ]
 
 
 def operator_name(target: Any) -> str:
@@ -100,16 +108,16 @@ def operator_full_name(target: Any) -> str:
 def operator_by_name(space: str, name: str, overload: str) -> Any:
     """Return an operator of torch; ``None`` if there is none of that name."""
     try:
-        found = getattr(getattr(getattr(torch.ops, space), name), overload)
+        overload_packet = getattr(getattr(getattr(torch.ops, space), name), overload)
     except (AttributeError, RuntimeError):
         return None
-    return found if isinstance(found, _Overload) else None
+    return overload_packet if isinstance(overload_packet, _Overload) else None
 
 
 def argument_names(operation: Any) -> list[str]:
     """Return the names of the arguments of an operator; none of other code."""
     return (
-        [each.name for each in _schema(operation).arguments]
+        [argument.name for argument in _schema(operation).arguments]
         if isinstance(operation, _Overload)
         else []
     )
@@ -122,10 +130,10 @@ def operator_arguments(operation: Any, args: Any, kwargs: Any) -> dict[str, Any]
 
 def conversion() -> Any:
     """Return the operator that copies a tensor into another dtype, as traces contain it."""
-    found = operator_by_name("aten", "_to_copy", "default")
-    if found is None:
+    copy_operator = operator_by_name("aten", "_to_copy", "default")
+    if copy_operator is None:
         raise lacks("torch.ops.aten._to_copy", "a trace")
-    return found
+    return copy_operator
 
 
 def is_random(operation: Any, args: Any, kwargs: Any) -> bool:

@@ -175,10 +175,10 @@ def basis_loops(bottom: CodeType | None = None, *, outer: bool = False) -> dict[
         RuntimeError: such a loop runs, and this release of torch runs it in an unknown way.
     """
     met: set[str] = set()
-    found = _loops_of_frames(sys._getframe(1), bottom, outer, met)
+    met_loops = _loops_of_frames(sys._getframe(1), bottom, outer, met)
     for name in met - _known_loops:
         _check_loop(name)
-    return found
+    return met_loops
 
 
 def _loops_of_frames(
@@ -189,7 +189,7 @@ def _loops_of_frames(
     # has chosen the vectors.
     codes, functional_file = _loop_codes(), torch.autograd.functional.__file__
     transforms_file = torch.func.jvp.__code__.co_filename
-    found: dict[int, BasisLoop] = {}
+    loops_by_level: dict[int, BasisLoop] = {}
     callee, opened, at_bottom = "", None, False
     while frame is not None:
         code = frame.f_code
@@ -205,18 +205,20 @@ def _loops_of_frames(
             elif opened is not None:
                 # Why get: _check_loop finds out whether torch has other names for its variables.
                 if name == _JACREV:
-                    found[opened.get("level", -1)] = BasisLoop(name)
+                    loops_by_level[opened.get("level", -1)] = BasisLoop(name)
                 elif name == _JACFWD:
-                    found[opened.get("level", -1)] = BasisLoop(name, opened.get("flat_primals", ()))
+                    loops_by_level[opened.get("level", -1)] = BasisLoop(
+                        name, opened.get("flat_primals", ())
+                    )
                 opened = None
         # Why not in its own backward: that one runs once for each unit vector, and the collectives
         # that it records belong to the caller.
         elif name == _JACOBIAN and callee != "_autograd_grad":
             if not outer:
-                found[0] = BasisLoop(name)
+                loops_by_level[0] = BasisLoop(name)
             outer = False
         callee, frame = code.co_name, frame.f_back
-    return found
+    return loops_by_level
 
 
 _JACREV = "torch.func.jacrev"
@@ -235,23 +237,27 @@ def _loop_codes() -> dict[int, str]:
 
     def nested(code: CodeType) -> Iterator[CodeType]:
         yield code
-        for each in code.co_consts:
-            if isinstance(each, CodeType):
-                yield from nested(each)
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                yield from nested(constant)
 
-    made = {_JACREV: torch.func.jacrev(abs), _JACFWD: torch.func.jacfwd(abs)}
-    found = {id(code): name for name, f in made.items() for code in nested(f.__code__)}
-    return {**found, id(torch.autograd.functional.jacobian.__code__): _JACOBIAN}
+    jacobian_functions = {_JACREV: torch.func.jacrev(abs), _JACFWD: torch.func.jacfwd(abs)}
+    code_names = {
+        id(code): name for name, f in jacobian_functions.items() for code in nested(f.__code__)
+    }
+    return {**code_names, id(torch.autograd.functional.jacobian.__code__): _JACOBIAN}
 
 
 def _check_loop(name: str) -> None:
     """Raise ``RuntimeError`` unless ``basis_loops`` finds a loop of this release of torch."""
     # Why: the frames of torch have private names, and with other names a loop would be taken for
     # no loop. Why another thread: no transform, dispatch mode or recording is active there.
-    found: list[tuple[dict[int, BasisLoop], int]] = []
+    seen_loops: list[tuple[dict[int, BasisLoop], int]] = []
 
     def watched(x: torch.Tensor) -> torch.Tensor:
-        found.append((_loops_of_frames(sys._getframe(0), None, False, set()), transform_level()))
+        seen_loops.append(
+            (_loops_of_frames(sys._getframe(0), None, False, set()), transform_level())
+        )
         return x * x
 
     def run() -> None:
@@ -264,9 +270,11 @@ def _check_loop(name: str) -> None:
     thread = threading.Thread(target=run, name=f"check of {name}")
     thread.start()
     thread.join()
-    loops, level = found[0] if found else ({}, 0)
+    loops, level = seen_loops[0] if seen_loops else ({}, 0)
     right = loops.keys() == {level} and loops[level].name == name
-    if not right or [each.numel() for each in loops[level].arguments] != [2] * (name == _JACFWD):
+    if not right or [argument.numel() for argument in loops[level].arguments] != [2] * (
+        name == _JACFWD
+    ):
         raise RuntimeError(
             f"over shards, {name} and functions made of it need to know how torch runs them, and "
             f"torch {torch.__version__} runs them in a way unknown to this library: call "
@@ -360,8 +368,8 @@ def cast_of(tensor: torch.Tensor) -> tuple[torch.Tensor, Any, int, bool] | None:
         number of its output; and whether the source was transposed before the cast. ``None`` if
         ``tensor`` is no cast, or was written to after it.
     """
-    whole = getattr(tensor, "_base", None)  # None for what is no view
-    cast = tensor if whole is None else whole
+    base_tensor = getattr(tensor, "_base", None)  # None for what is no view
+    cast = tensor if base_tensor is None else base_tensor
     node = cast.grad_fn
     if node is None or node.name() != "ToCopyBackward0" or version(cast):
         return None
@@ -738,8 +746,8 @@ def _fake_mode() -> Any:
             self, func: Any, types: Any, args: Any = (), kwargs: Any = MappingProxyType({})
         ) -> Any:
             constant = not types and all(
-                type(each) is torch.Tensor and _is_constant(each)
-                for each in tensors_in((args, kwargs))
+                type(tensor) is torch.Tensor and _is_constant(tensor)
+                for tensor in tensors_in((args, kwargs))
             )
             if not constant or not _may_compute(func):
                 return super().dispatch(func, types, args, kwargs)
@@ -765,8 +773,8 @@ def _may_compute(func: Any) -> bool:
 
 
 def _is_constant(tensor: torch.Tensor) -> bool:
-    whole = not tensor.is_floating_point() and not tensor.is_complex()
-    return whole and tensor.device.type == "cpu" and tensor.numel() <= _MOST_CONSTANTS
+    is_integral = not tensor.is_floating_point() and not tensor.is_complex()
+    return is_integral and tensor.device.type == "cpu" and tensor.numel() <= _MOST_CONSTANTS
 
 
 def recording_tensors() -> Any:

@@ -56,12 +56,13 @@ def record_sized_graph(
         mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
     pairs = list(zip(examples, names, strict=True))
     fakes = [
-        _fake(mode, tensor, own, f"input{number}") for number, (tensor, own) in enumerate(pairs)
+        _fake(mode, tensor, size_names, f"input{number}")
+        for number, (tensor, size_names) in enumerate(pairs)
     ]
     dims = [
         (number, dim, name)
-        for number, own in enumerate(names)
-        for dim, name in enumerate(own)
+        for number, size_names in enumerate(names)
+        for dim, name in enumerate(size_names)
         if name is not None
     ]
     symbols = [(_expression(fakes[number].shape[dim]), name) for number, dim, name in dims]
@@ -77,8 +78,8 @@ def record_sized_graph(
         raise ValueReadError(str(error).partition("\n")[0]) from error
     strides = [
         pair
-        for fake, (tensor, own) in zip(fakes, pairs, strict=True)
-        if any(own)
+        for fake, (tensor, size_names) in zip(fakes, pairs, strict=True)
+        if any(size_names)
         for pair in _strides(fake, tensor)
     ]
     conditions = list(_conditions(env, symbols, strides))
@@ -113,10 +114,10 @@ def _fake(mode: Any, tensor: torch.Tensor, names: Names, source: str) -> torch.T
         )
         alone.requires_grad_(tensor.requires_grad)
     context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
-    found: torch.Tensor = mode.from_tensor(
+    fake_tensor: torch.Tensor = mode.from_tensor(
         alone, symbolic_context=context, source=ConstantSource(source)
     )
-    return found
+    return fake_tensor
 
 
 def _expression(size: Any) -> Any:
@@ -134,7 +135,8 @@ def _strides(fake: torch.Tensor, tensor: torch.Tensor) -> list[tuple[Any, int]]:
     if tensor.is_contiguous():
         return []
     return [
-        (_expression(one), other) for one, other in zip(fake.stride(), tensor.stride(), strict=True)
+        (_expression(fake_stride), real_stride)
+        for fake_stride, real_stride in zip(fake.stride(), tensor.stride(), strict=True)
     ]
 
 
@@ -155,7 +157,7 @@ def _conditions(
         for symbol, name in symbols
         if symbol.is_Symbol
     }
-    given = named | {
+    known_values = named | {
         each: sympy.Integer(stride)
         for each, stride in strides
         if each.is_Symbol and each not in named
@@ -167,13 +169,15 @@ def _conditions(
                 f"{name} == {symbol}", "torch gives sizes 0 and 1 graphs of their own", seen
             )
     for guard in env.guards:
-        expression = guard.expr.xreplace(given)
+        expression = guard.expr.xreplace(known_values)
         if not _is_bound(guard.expr) and expression not in (sympy.true, True):
             yield from _once(_text(expression), _place(guard.sloc.framework_loc), seen)
     for each, stride in strides:
         if named.keys() & each.free_symbols:
             yield from _once(
-                f"{_text(each.xreplace(given))} == {stride}", "the strides of the batch", seen
+                f"{_text(each.xreplace(known_values))} == {stride}",
+                "the strides of the batch",
+                seen,
             )
     for symbol, name in named.items():
         # Why not below 2: torch gives sizes 0 and 1 graphs of their own.
@@ -197,8 +201,10 @@ def _is_bound(expression: Any) -> bool:
 
     if not isinstance(expression, sympy.Rel) or isinstance(expression, sympy.Eq | sympy.Ne):
         return False
-    one, other = expression.args
-    return (one.is_Symbol and other.is_Integer) or (one.is_Integer and other.is_Symbol)
+    left_side, right_side = expression.args
+    return (left_side.is_Symbol and right_side.is_Integer) or (
+        left_side.is_Integer and right_side.is_Symbol
+    )
 
 
 def _place(frame: Any) -> str:
@@ -232,7 +238,7 @@ def _compute_sizes_first(graph: fx.Graph, sizes: Mapping[Any, tuple[fx.Node, int
     """
     import sympy
 
-    known: dict[Any, fx.Node] = {}
+    size_nodes: dict[Any, fx.Node] = {}
     first = next(node for node in graph.nodes if node.op != "placeholder")
 
     def add(target: Any, *args: Any) -> fx.Node:
@@ -241,15 +247,15 @@ def _compute_sizes_first(graph: fx.Graph, sizes: Mapping[Any, tuple[fx.Node, int
     def built(expression: Any) -> fx.Node | int:
         if expression.is_Integer:
             return int(expression)
-        if expression not in known:
-            known[expression] = made(expression)
-        return known[expression]
+        if expression not in size_nodes:
+            size_nodes[expression] = made(expression)
+        return size_nodes[expression]
 
     def joined(target: Any, parts: Iterable[Any]) -> Any:
-        found, *rest = [built(part) for part in parts]
-        for each in rest:
-            found = add(target, found, each)
-        return found
+        joined_node, *other_nodes = [built(part) for part in parts]
+        for other_node in other_nodes:
+            joined_node = add(target, joined_node, other_node)
+        return joined_node
 
     def made(expression: Any) -> Any:
         if expression in sizes:
@@ -270,13 +276,13 @@ def _compute_sizes_first(graph: fx.Graph, sizes: Mapping[Any, tuple[fx.Node, int
             continue
         expression = value.node.expr
         if not expression.free_symbols <= {
-            each for each in sizes if isinstance(each, sympy.Symbol)
+            size for size in sizes if isinstance(size, sympy.Symbol)
         }:
             continue
         with graph.inserting_before(first), contextlib.suppress(LookupError):
-            found = built(expression)
-            node.replace_all_uses_with(found) if isinstance(found, fx.Node) else put_number(
-                node, found
+            size_node = built(expression)
+            node.replace_all_uses_with(size_node) if isinstance(size_node, fx.Node) else put_number(
+                node, size_node
             )
             if node is first:
                 first = node.next

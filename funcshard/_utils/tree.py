@@ -116,12 +116,12 @@ def code_paths(tree: Any, name: str) -> list[str]:
 
 def none_paths(tree: Any) -> list[str]:
     """Return the dotted path of each ``None`` in ``tree``."""
-    found = zip(
+    path_pairs = zip(
         optree.tree_paths(tree, none_is_leaf=True),
         optree.tree_leaves(tree, none_is_leaf=True),
         strict=True,
     )
-    return [".".join(str(key) for key in path) for path, leaf in found if leaf is None]
+    return [".".join(str(key) for key in path) for path, leaf in path_pairs if leaf is None]
 
 
 def leaves_up_to(tree: Any, deeper: Any) -> list[Any]:
@@ -155,30 +155,30 @@ def describe(
             node with unhashable metadata.
         ValueError: two leaves have the same dotted path, or containers are nested too deeply.
     """
-    found: list[Any] = []
+    leaf_values: list[Any] = []
     paths: list[str] = []
-    known: set[type] = set()  # the types of leaves; a type of nodes is never one of leaves too
+    leaf_types: set[type] = set()  # the types of leaves; a type of nodes is never one of leaves too
 
     def visit(node: Any, path: str, depth: int) -> Structure:
-        if type(node) in known or optree.tree_is_leaf(node):
-            known.add(type(node))
-            found.append(node)
+        if type(node) in leaf_types or optree.tree_is_leaf(node):
+            leaf_types.add(type(node))
+            leaf_values.append(node)
             paths.append(path)
-            return len(found) - 1
+            return len(leaf_values) - 1
         if node is None:
             return None
         if depth == DEEPEST:
             raise ValueError(too_deep(path, "containers inside each other"))
         level = optree.tree_flatten_one_level(node)
         children, metadata, entries = level[0], level[1], level[2]
-        kind, meta = _kind(node, metadata, path)
+        node_kind, meta = _kind(node, metadata, path)
         if check is not None:
-            check(kind, meta, entries, path)
+            check(node_kind, meta, entries, path)
         inner = []
         # Why no comprehension: it would take a second frame of Python's bounded stack.
         for child, entry in zip(children, entries, strict=True):
             inner.append(visit(child, f"{path}.{entry}" if path else str(entry), depth + 1))
-        return (kind, meta, tuple(inner))
+        return (node_kind, meta, tuple(inner))
 
     structure = visit(tree, above, depth)
     if len(set(paths)) != len(paths):
@@ -187,7 +187,7 @@ def describe(
             f"two leaves of the tree have the path {twice!r}; paths join keys with dots, and every "
             "leaf needs a path of its own: rename one of the keys"
         )
-    return structure, found, paths
+    return structure, leaf_values, paths
 
 
 def too_deep(path: str, what: str) -> str:
@@ -208,13 +208,13 @@ def insertion_order(tree: Any) -> list[tuple[str, Any]]:
 
     All other functions here take the keys of a plain dictionary in sorted order.
     """
-    found: list[tuple[str, Any]] = []
-    known: set[type] = set()  # the types of leaves
+    path_leaves: list[tuple[str, Any]] = []
+    leaf_types: set[type] = set()  # the types of leaves
 
     def visit(node: Any, path: str) -> None:
-        if type(node) in known or optree.tree_is_leaf(node):
-            known.add(type(node))
-            found.append((path, node))
+        if type(node) in leaf_types or optree.tree_is_leaf(node):
+            leaf_types.add(type(node))
+            path_leaves.append((path, node))
         elif node is not None:
             pairs: Iterable[tuple[Any, Any]]
             if type(node) is dict:
@@ -226,20 +226,20 @@ def insertion_order(tree: Any) -> list[tuple[str, Any]]:
                 visit(child, f"{path}.{entry}" if path else str(entry))
 
     visit(tree, "")
-    return found
+    return path_leaves
 
 
 def as_inserted(structure: Structure, tree: Any) -> Structure:
     """Return the structure of ``tree`` with keys of plain dictionaries as they were inserted."""
     if structure is None or isinstance(structure, int):
         return structure
-    kind, meta, children = structure
+    node_kind, meta, children = structure
     below = optree.tree_flatten_one_level(tree)[0]
     inner = tuple(as_inserted(child, node) for child, node in zip(children, below, strict=True))
-    if kind != "dict":
-        return (kind, meta, inner)
+    if node_kind != "dict":
+        return (node_kind, meta, inner)
     named = dict(zip(meta, inner, strict=True))
-    return (kind, tuple(tree), tuple(named[key] for key in tree))
+    return (node_kind, tuple(tree), tuple(named[key] for key in tree))
 
 
 def with_dicts_in_order(structure: Structure, positions: Sequence[int]) -> Structure:
@@ -256,17 +256,17 @@ def _in_order(structure: Structure, positions: Sequence[int]) -> tuple[float, St
     """Return the first position in ``structure``, and the structure in order."""
     if structure is None or isinstance(structure, int):
         return (math.inf if structure is None else positions[structure]), structure
-    kind, meta, children = structure
+    node_kind, meta, children = structure
     ordered = [_in_order(child, positions) for child in children]
     first = min((position for position, _ in ordered), default=math.inf)
-    if kind == "dict":
+    if node_kind == "dict":
         pairs = sorted(zip(meta, ordered, strict=True), key=lambda pair: pair[1][0])
         return first, (
-            kind,
+            node_kind,
             tuple(key for key, _ in pairs),
             tuple(child for _, (_, child) in pairs),
         )
-    return first, (kind, meta, tuple(child for _, child in ordered))
+    return first, (node_kind, meta, tuple(child for _, child in ordered))
 
 
 def build(structure: Structure, values: Sequence[Any]) -> Any:
@@ -280,8 +280,8 @@ def freeze(value: Any) -> Any:
     if not isinstance(value, list):
         return value
     frozen = []
-    for each in value:  # see describe for why no comprehension
-        frozen.append(freeze(each))
+    for item in value:  # see describe for why no comprehension
+        frozen.append(freeze(item))
     return tuple(frozen)
 
 
@@ -376,21 +376,21 @@ def _spec(structure: Structure) -> tuple[optree.PyTreeSpec, tuple[int, ...]]:
 def _construct(structure: Structure) -> Any:
     if structure is None or isinstance(structure, int):
         return structure
-    kind, meta, inner = structure
+    node_kind, meta, inner = structure
     children = [_construct(child) for child in inner]
-    if kind == "list":
+    if node_kind == "list":
         return children
-    if kind == "tuple":
+    if node_kind == "tuple":
         return tuple(children)
-    if kind == "dict":
+    if node_kind == "dict":
         return dict(zip(meta, children, strict=True))
-    if kind == "ordered_dict":
+    if node_kind == "ordered_dict":
         return OrderedDict(zip(meta, children, strict=True))
-    assert kind in ("namedtuple", "custom"), kind
-    cls = class_of(kind, meta if kind == "namedtuple" else meta[0])
+    assert node_kind in ("namedtuple", "custom"), node_kind
+    cls = class_of(node_kind, meta if node_kind == "namedtuple" else meta[0])
     entry = optree.register_pytree_node.get(cls)
     try:
-        if kind == "namedtuple":
+        if node_kind == "namedtuple":
             return cls(*children)
         assert entry is not None
         return entry.unflatten_func(meta[1], children)

@@ -48,19 +48,19 @@ def file_names(module: nn.Module) -> dict[str, list[str]]:
 
 def _without_wrappers(module: nn.Module, name: str) -> str | None:
     """Return the name that a tensor has without peft's wrappers; ``None`` if it is an adapter's."""
-    key, _, rest = name.partition(".")
+    key, _, inner_name = name.partition(".")
     child = module._modules.get(key)
     if not hasattr(type(module), "adapter_layer_names"):  # of all of peft's wrappers
-        inner = None if child is None else _without_wrappers(child, rest)
+        inner = None if child is None else _without_wrappers(child, inner_name)
         if child is None:
             return name
         return None if inner is None else f"{key}.{inner}"
     if child is not None and key == "modules_to_save":
-        adapter, _, rest = rest.partition(".")
+        adapter, _, inner_name = inner_name.partition(".")
         child = child._modules[adapter]
     elif key not in ("base_layer", "original_module"):
         return None
-    return None if child is None else _without_wrappers(child, rest)
+    return None if child is None else _without_wrappers(child, inner_name)
 
 
 def adapter_reset(module: nn.Module) -> Callable[[nn.Module], None]:
@@ -72,10 +72,10 @@ def adapter_reset(module: nn.Module) -> Callable[[nn.Module], None]:
     """
     configs: Any = getattr(module, "peft_config", {})
     for config in configs.values():
-        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        peft_type = str(getattr(config.peft_type, "value", config.peft_type))
         init = getattr(config, "init_lora_weights", None)
         drawn = init in (True, False, "gaussian") and not getattr(config, "use_dora", False)
-        fits = drawn if kind == "LORA" else kind == "IA3" and config.init_ia3_weights
+        fits = drawn if peft_type == "LORA" else peft_type == "IA3" and config.init_ia3_weights
         if not fits:
             raise ValueError(
                 "from_pretrained initialises adapters of IA3, and those of LoRA that do not "

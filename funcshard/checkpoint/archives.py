@@ -79,18 +79,25 @@ def read_archive(file: IO[bytes], dtype: torch.dtype, sizes: Sequence[int]) -> t
         ValueError: it is no archive of one dense tensor of this dtype and these sizes.
     """
     try:
-        found = torch.load(file, map_location="cpu", weights_only=True)
+        loaded_tensor = torch.load(file, map_location="cpu", weights_only=True)
     # Errors of any kind: the reader of pickles and zip files raises what it meets.
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"no tensor that torch.save wrote: {reason}") from error
-    if type(found) not in (torch.Tensor, torch.nn.Parameter) or found.layout != torch.strided:
-        raise ValueError(f"found a {type(found).__name__} in place of a dense tensor")
-    if tuple(found.shape) != tuple(sizes) or found.dtype != dtype or found.device.type != "cpu":
+    if (
+        type(loaded_tensor) not in (torch.Tensor, torch.nn.Parameter)
+        or loaded_tensor.layout != torch.strided
+    ):
+        raise ValueError(f"found a {type(loaded_tensor).__name__} in place of a dense tensor")
+    if (
+        tuple(loaded_tensor.shape) != tuple(sizes)
+        or loaded_tensor.dtype != dtype
+        or loaded_tensor.device.type != "cpu"
+    ):
         raise ValueError(
-            f"found {tuple(found.shape)} and {found.dtype} in place of {tuple(sizes)} and {dtype}"
+            f"found {tuple(loaded_tensor.shape)} and {loaded_tensor.dtype} in place of {tuple(sizes)} and {dtype}"
         )
-    return found.detach()
+    return loaded_tensor.detach()
 
 
 @functools.lru_cache(maxsize=4096)  # optimizer states repeat the shapes of parameters

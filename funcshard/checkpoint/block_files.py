@@ -60,12 +60,12 @@ class BlockWriter:
 
     def write(self, data: bytes) -> None:
         """Add bytes to the file."""
-        rest = memoryview(data)
-        while rest:
+        remaining = memoryview(data)
+        while remaining:
             block = self._block
-            size = min(BLOCK - block.size, len(rest))
-            block.view[block.size : block.size + size] = rest[:size]
-            rest = rest[size:]
+            size = min(BLOCK - block.size, len(remaining))
+            block.view[block.size : block.size + size] = remaining[:size]
+            remaining = remaining[size:]
             self._added(size)
 
     def write_tensor(self, data: torch.Tensor) -> int:
@@ -305,7 +305,7 @@ def _read(file: int, past: int, view: memoryview, begin: int, end: int) -> None:
         with contextlib.suppress(OSError):
             done = os.preadv(past, [view[: -(-size // _PAGE) * _PAGE]], begin)
     while done < size:
-        more = os.preadv(file, [view[done:size]], begin + done)
-        if not more:
+        read_bytes = os.preadv(file, [view[done:size]], begin + done)
+        if not read_bytes:
             raise EOFError(f"the file ends at {begin + done}, before {end}")
-        done += more
+        done += read_bytes

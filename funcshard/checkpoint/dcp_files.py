@@ -70,8 +70,8 @@ class Region:
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> Region:
         """Return a region of the index of a checkpoint of the first versions."""
-        name, begin, offsets, sizes, *rest = fields
-        return cls(name, begin, tuple(offsets), tuple(sizes), *rest)
+        name, begin, offsets, sizes, *further_fields = fields
+        return cls(name, begin, tuple(offsets), tuple(sizes), *further_fields)
 
 
 def write_slices(
@@ -144,8 +144,8 @@ def write_metadata(
             yield region, torch.Size(Box(region.offsets, region.sizes).moved(origin).offsets)
 
     def described() -> Iterator[tuple[Any, Any]]:
-        for name, own in by_name.items():
-            stored = metadata_of(own[0].name if own else name, tensors)
+        for name, named_items in by_name.items():
+            stored = metadata_of(named_items[0].name if named_items else name, tensors)
             chunks = [
                 metadata.ChunkStorageMetadata(at, torch.Size(region.sizes))
                 for region, at in boxes_of(name)
@@ -163,12 +163,12 @@ def write_metadata(
                 where = storage_info(region.file, region.offset, region.length)
                 yield metadata.MetadataIndex(name, at), where
 
-    whole = metadata.Metadata({})
+    dcp_metadata = metadata.Metadata({})
     # Why torch's writer: it sets the fields that depend on torch's version.
-    FileSystemWriter(folder).finish(whole, [[]])
+    FileSystemWriter(folder).finish(dcp_metadata, [[]])
     fields = {
         name: value
-        for name, value in vars(whole).items()
+        for name, value in vars(dcp_metadata).items()
         if name not in ("state_dict_metadata", "storage_data")
     }
     unfinished = folder / f"{METADATA}.tmp"
@@ -209,8 +209,8 @@ def _in_whole(
         return name, tuple(0 for _ in stored.shape)
     first, _, number = name.rpartition("@")
     position = position_of(int(number), {axis: mesh_axes[axis] for axis in local_axes(stored.kind)})
-    own = {axis: mesh_axes[axis] for axis in stored.own_axes}
-    return f"{first}@{rank_at(position, own)}" if own else first, slice_offsets(
+    own_sizes = {axis: mesh_axes[axis] for axis in stored.own_axes}
+    return f"{first}@{rank_at(position, own_sizes)}" if own_sizes else first, slice_offsets(
         stored.shape, stored.cuts, position
     )
 
@@ -235,7 +235,9 @@ def read_slices(
     needed = _regions_needed(folder, reads, regions)
     # Why: ranks of one machine find what another rank has read in the page cache.
     stored = (
-        sum(r.length for found in regions.values() for r in found) if stored is None else stored
+        sum(r.length for name_regions in regions.values() for r in name_regions)
+        if stored is None
+        else stored
     )
     alone = ranks * sum(r.length for r in needed) <= 1.5 * stored
     by_file: dict[str, list[Region]] = {}
@@ -270,9 +272,9 @@ class _Stream:
             if not self.view:
                 self.view = next(self.views)
             part = min(size, HOT)
-            found, self.view = self.view[:part], self.view[part:]
-            size -= len(found)
-            yield found
+            chunk_view, self.view = self.view[:part], self.view[part:]
+            size -= len(chunk_view)
+            yield chunk_view
 
     def take(self, size: int) -> bytes:
         return b"".join(bytes(chunk) for chunk in self.chunks(size))
@@ -284,16 +286,20 @@ def _read_region(
     """Read a box into the tensors of ``items``; return whether its checksum is the saved one."""
     dtype = items[0].out.dtype
     head, size = head_of(dtype, region.sizes), region.numel * dtype.itemsize
-    found = stream.take(min(len(head), region.length))
-    rest = region.length - len(head) - size
-    if found != head or rest != len(tail_of(dtype, region.sizes, 0)):  # torch.save wrote it
-        return _read_archive(folder, region, items, found + stream.take(region.length - len(found)))
+    chunk_bytes = stream.take(min(len(head), region.length))
+    tail_bytes = region.length - len(head) - size
+    if chunk_bytes != head or tail_bytes != len(
+        tail_of(dtype, region.sizes, 0)
+    ):  # torch.save wrote it
+        return _read_archive(
+            folder, region, items, chunk_bytes + stream.take(region.length - len(chunk_bytes))
+        )
     target = _Target(region, items, dtype)
     checksum = 0
     for chunk in stream.chunks(size):
         checksum = zlib.crc32(chunk, checksum)
         target.add(chunk)
-    tail = stream.take(rest)
+    tail = stream.take(tail_bytes)
     if zlib.crc32(tail, joined_checksum(zlib.crc32(head), checksum, size)) != region.checksum:
         return False
     if tail != tail_of(dtype, region.sizes, checksum):
@@ -380,14 +386,14 @@ def _regions_needed(
     """Return each region that has elements of some of ``reads``, with those items."""
     needed: dict[Region, list[ReadItem | ReadBox]] = {}
     for item in reads:
-        found = 0
+        needed_numel = 0
         for region in regions.get(item.name, ()):
             if overlap := item.overlap(region.begin, region.numel):
                 needed.setdefault(region, []).append(item)
-                found += overlap
-        if found != item.out.numel():
+                needed_numel += overlap
+        if needed_numel != item.out.numel():
             raise ValueError(
-                f"{folder} holds {found} of {item.out.numel()} needed elements of {item.name!r}"
+                f"{folder} holds {needed_numel} of {item.out.numel()} needed elements of {item.name!r}"
             )
     return needed
 

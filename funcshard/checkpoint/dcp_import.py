@@ -113,14 +113,15 @@ def import_dcp(
     )
     folder = path
     shards: Shards = {}
-    found: dict[str, torch.Tensor] = {}
+    found_buffers: dict[str, torch.Tensor] = {}
     state: dict[str, dict[str, Any]] = {}
     digest, fault = "", None
     try:
         data = _metadata(folder)
         digest = hashlib.sha256(data).hexdigest()
         stored = {
-            _WRAPPERS.sub("", name): each for name, each in read_metadata(data, folder).items()
+            _WRAPPERS.sub("", name): stored_tensor
+            for name, stored_tensor in read_metadata(data, folder).items()
         }
         prefix = _prefix(stored, plan, key, folder)
         shards = {
@@ -134,7 +135,7 @@ def import_dcp(
             _read_run(run, folder, tensor, leaf, buffer, mesh)
         for name, old in (buffers or {}).items():
             tensor_or_none = stored.get(prefix + name)
-            found[name] = (
+            found_buffers[name] = (
                 old
                 if tensor_or_none is None
                 else _read_whole(folder, tensor_or_none).to(old.dtype).to(mesh.device)
@@ -154,7 +155,7 @@ def import_dcp(
         opt_state = optimizer_from_state_dict(
             {"state": state, "param_groups": groups}, optimizer, plan, mesh
         )
-    return shards, found, opt_state
+    return shards, found_buffers, opt_state
 
 
 def _metadata(folder: Path) -> bytes:
@@ -166,8 +167,8 @@ def _metadata(folder: Path) -> bytes:
         remedy = "it is incomplete, or no checkpoint of torch.distributed.checkpoint"
         if has_our_index(folder):
             remedy = "save wrote this checkpoint: restore(path, plan, mesh) reads it"
-        elif other := foreign_remedy(folder):
-            remedy = other
+        elif foreign_text := foreign_remedy(folder):
+            remedy = foreign_text
         raise FileNotFoundError(f"there is no {METADATA} in {folder}: {remedy}")
     return read_regular(file, most=_LARGEST, links=False)
 
@@ -202,21 +203,23 @@ def _prefix(stored: Mapping[str, StoredTensor], plan: Plan, key: str | None, fol
                 held.setdefault(name[:i], set()).add(leaf_of[name[i:]])
     if key is not None:
         allowed = {f"{key}.".lstrip("."), f"{key}.module.".lstrip(".")}
-        held = {start: found for start, found in held.items() if start in allowed}
-    whole = sorted(start for start, found in held.items() if len(found) == len(paths))
-    if len(whole) == 1:
-        return whole[0]
-    if whole:
+        held = {start: leaf_paths for start, leaf_paths in held.items() if start in allowed}
+    whole_starts = sorted(
+        start for start, leaf_paths in held.items() if len(leaf_paths) == len(paths)
+    )
+    if len(whole_starts) == 1:
+        return whole_starts[0]
+    if whole_starts:
         raise ValueError(
             f"{folder} holds the leaves of the plan under each of "
-            f"{[start.rstrip('.') for start in whole]}: pass one of them as key"
+            f"{[start.rstrip('.') for start in whole_starts]}: pass one of them as key"
         )
     start = max(held, key=lambda start: len(held[start]), default="")
-    missing = [path for path in paths if path not in held.get(start, ())]
+    missing_paths = [path for path in paths if path not in held.get(start, ())]
     prefix = start.rstrip(".") if start else key
     under = "" if prefix is None else f" under {prefix!r}"
     raise ValueError(
-        f"{folder} must hold every leaf of the plan{under}; missing: {missing[:3]}; it holds "
+        f"{folder} must hold every leaf of the plan{under}; missing: {missing_paths[:3]}; it holds "
         f"{sorted(stored)[:3]}: it is of another model"
     )
 
@@ -224,11 +227,11 @@ def _prefix(stored: Mapping[str, StoredTensor], plan: Plan, key: str | None, fol
 def _check(
     tensor: StoredTensor, leaf: LeafSpec, buffer: BufferPlan, folder: Path, cast: bool
 ) -> None:
-    wanted = dtype_of(buffer.dtype)
-    right = tensor.dtype == wanted or (cast and can_cast(tensor.dtype, wanted))
+    planned_dtype = dtype_of(buffer.dtype)
+    right = tensor.dtype == planned_dtype or (cast and can_cast(tensor.dtype, planned_dtype))
     if tensor.shape != leaf.whole_shape or not right:
         remedy = "it is of another model"
-        if tensor.shape == leaf.whole_shape and can_cast(tensor.dtype, wanted):
+        if tensor.shape == leaf.whole_shape and can_cast(tensor.dtype, planned_dtype):
             remedy = "pass cast=True to convert it"
         raise ValueError(
             f"leaf {leaf.path!r} of {folder} must have shape {leaf.whole_shape} and dtype "
@@ -251,10 +254,12 @@ def _read_run(
     """Fill ``run``, this rank's part of a leaf, from the chunks that overlap it."""
     part = buffer.part(leaf, mesh.shard.rank)
     origin = slice_offsets(leaf.shape, leaf.cuts, mesh.position)
-    own = [Box(*each).moved(origin) for each in boxes(leaf.shape, part.begin, part.end)]
+    own_boxes = [Box(*corner).moved(origin) for corner in boxes(leaf.shape, part.begin, part.end)]
     done = 0
     for chunk in tensor.chunks:
-        if shared := sum(both.numel for box in own if (both := box.overlap(chunk.box)) is not None):
+        if shared := sum(
+            both.numel for box in own_boxes if (both := box.overlap(chunk.box)) is not None
+        ):
             values = _load(folder, chunk, tensor)
             piece = Piece(
                 values.reshape(-1), 0, tensor.shape, 0, tuple(zip(*chunk.box, strict=True))
@@ -324,8 +329,8 @@ def _optimizer_state(
     by_leaf: dict[str, dict[str, str]] = {}
     leaf_of = {name: leaf.path for leaf in plan.leaves for name in (leaf.path, *leaf.aliases)}
     for name in stored:
-        after = f".{name}".partition(".state.")[2]
-        path, _, last = after.rpartition(".")
+        entry_name = f".{name}".partition(".state.")[2]
+        path, _, last = entry_name.rpartition(".")
         if path in leaf_of:
             by_leaf.setdefault(leaf_of[path], {})[last] = name
     state: dict[str, dict[str, Any]] = {}

@@ -99,7 +99,7 @@ def _tensors(root: Any) -> dict[str, StoredTensor]:
     for index, info in _dictionary(_field(root, "storage_data")).items():
         offset = None if _field(index, "offset", None) is None else _numbers(index, "offset")
         where.setdefault(file_data.text("fqn", _field(index, "fqn")), {})[offset] = info
-    found = {}
+    stored_tensors = {}
     for name, stored in _dictionary(_field(root, "state_dict_metadata")).items():
         if "chunks" not in _dictionary(stored):
             continue  # a value that is no tensor, in a pickle of its own
@@ -113,14 +113,14 @@ def _tensors(root: Any) -> dict[str, StoredTensor]:
         )
         listed = _field(stored, "chunks")
         chunks = [
-            _chunk(name, each, where.get(name, {}))
-            for each in (listed if type(listed) is list else [listed])
+            _chunk(name, chunk_info, where.get(name, {}))
+            for chunk_info in (listed if type(listed) is list else [listed])
         ]
         _check_boxes(name, size, [chunk.box for chunk in chunks])
-        found[file_data.text("the name of a tensor", name)] = StoredTensor(
+        stored_tensors[file_data.text("the name of a tensor", name)] = StoredTensor(
             size, dtype[0], tuple(chunks)
         )
-    return found
+    return stored_tensors
 
 
 def _chunk(name: str, data: Any, infos: Mapping[tuple[int, ...] | None, Any]) -> Chunk:
@@ -148,7 +148,7 @@ def _check_boxes(name: str, size: tuple[int, ...], chunks: Sequence[Box]) -> Non
                 f"a part of {name!r} must have {len(size)} dimensions; found "
                 f"{file_data.shown(box.offsets)}"
             )
-        if any(begin + length > most for begin, length, most in zip(*box, size, strict=True)):
+        if any(begin + length > bound for begin, length, bound in zip(*box, size, strict=True)):
             raise ValueError(
                 f"a part of {name!r} must lie inside of {size}; found {box.sizes} at {box.offsets}"
             )
@@ -159,11 +159,11 @@ def _check_boxes(name: str, size: tuple[int, ...], chunks: Sequence[Box]) -> Non
     reach: list[Box] = []  # the boxes that end behind the beginning of the next one
     for box in sorted(chunks, key=lambda box: box.offsets[along]):
         reach = [
-            other
-            for other in reach
-            if other.offsets[along] + other.sizes[along] > box.offsets[along]
+            other_box
+            for other_box in reach
+            if other_box.offsets[along] + other_box.sizes[along] > box.offsets[along]
         ]
-        if any(box.overlap(other) for other in reach):
+        if any(box.overlap(other_box) for other_box in reach):
             raise ValueError(f"the parts of {name!r} must not overlap; found two at {box.offsets}")
         reach.append(box)
 
@@ -175,15 +175,17 @@ def _dictionary(value: Any) -> Mapping[Any, Any]:
 
 
 def _field(record: Any, name: str, *otherwise: Any) -> Any:
-    found = _dictionary(record).get(name, *(otherwise or (_MISSING,)))
-    if found is _MISSING:
+    field_value = _dictionary(record).get(name, *(otherwise or (_MISSING,)))
+    if field_value is _MISSING:
         raise ValueError(f"a record lacks the field {name!r}")
-    return found
+    return field_value
 
 
 def _numbers(record: Any, name: str) -> tuple[int, ...]:
-    found = _field(record, name)
-    return file_data.numbers(name, list(found) if type(found) is tuple else found)
+    field_numbers = _field(record, name)
+    return file_data.numbers(
+        name, list(field_numbers) if type(field_numbers) is tuple else field_numbers
+    )
 
 
 class _Record(dict[str, Any]):
@@ -221,7 +223,7 @@ _KNOWN: dict[tuple[str, str], type] = {
     ("torch.serialization", "_get_layout"): _Ignored,
     (_METADATA, "_MEM_FORMAT_ENCODING"): _Ignored,
     (_OLD, "MEM_FORMAT_ENCODING"): _Ignored,
-    **{(f"pathlib{room}", f"{kind}Path"): _Ignored for room in ("", "._local") for kind in ("Posix", "Windows")},
+    **{(f"pathlib{room}", f"{path_kind}Path"): _Ignored for room in ("", "._local") for path_kind in ("Posix", "Windows")},
 }  # fmt: skip
 
 

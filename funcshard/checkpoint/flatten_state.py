@@ -69,8 +69,8 @@ def flatten_state(state: Any, plans: Plans, rank: int, device: str = "cpu") -> F
         for path, node, plan in by_entry(structure, plans)
     ]
     if not isinstance(plans, Plan):
-        kind, keys, children = structure
-        specs = [_container(kind, _entries(kind, keys, len(children), ""), keys, specs)]
+        root_kind, keys, children = structure
+        specs = [_container(root_kind, _entries(root_kind, keys, len(children), ""), keys, specs)]
     flat = dataclasses.replace(flat, spec=specs[0])
     for name in flat.tensors:  # a local tensor, ``name``, is stored as ``name@index``
         first, _, index = name.rpartition("@")
@@ -136,10 +136,10 @@ class _Flattener:
                 if isinstance(leaf, PerRank)
                 else self._leaf(leaf, path)
             )
-        kind, meta, children = structure
-        if not self.in_per_rank and kind == "dict" and self._are_shards(meta, children):
+        node_kind, meta, children = structure
+        if not self.in_per_rank and node_kind == "dict" and self._are_shards(meta, children):
             return self._shards(structure, path)
-        if not self.in_per_rank and kind == "dict" and _look_like_shards(children):
+        if not self.in_per_rank and node_kind == "dict" and _look_like_shards(children):
             if not self.plan.unit_list:
                 raise ValueError(
                     f"{path!r} of the state holds shards, and no plan has the key of this part of "
@@ -151,11 +151,11 @@ class _Flattener:
                 "of a unit differ; pass the plan that cut them"
             )
         lists = {} if self.in_per_rank else self._lists_of_shards(children)
-        entries = _entries(kind, meta, len(children), path)
-        in_optimizer |= kind == "namedtuple" and meta.startswith("torchopt.")
+        entries = _entries(node_kind, meta, len(children), path)
+        in_optimizer |= node_kind == "namedtuple" and meta.startswith("torchopt.")
         if lists and not in_optimizer:
             raise _undecided(child_path(path, entries[min(lists)]))
-        is_state = kind == "namedtuple" and find_class(meta) is TrainState
+        is_state = node_kind == "namedtuple" and find_class(meta) is TrainState
         inner = []
         for i, (child, entry) in enumerate(zip(children, entries, strict=True)):
             below = child_path(path, entry)
@@ -164,12 +164,12 @@ class _Flattener:
             else:
                 inside = in_optimizer or (is_state and entry == "opt_state")
                 inner.append(self.node(child, below, depth + 1, in_optimizer=inside))
-        if kind == "custom" and not _is_json(meta[1]):
+        if node_kind == "custom" and not _is_json(meta[1]):
             raise TypeError(
                 f"the {meta[0]} at {path!r} of the state cannot be stored: its metadata "
                 f"{meta[1]!r} cannot be written as JSON; convert it to a dictionary"
             )
-        return _container(kind, entries, meta, inner)
+        return _container(node_kind, entries, meta, inner)
 
     # --- leaves -----------------------------------------------------------------------------------
 
@@ -187,14 +187,14 @@ class _Flattener:
             or value.is_meta
             or is_dtensor
         ):
-            found = f"a {type(value).__name__}"
+            value_text = f"a {type(value).__name__}"
             if isinstance(value, torch.Tensor) and not is_dtensor:
-                found = (
+                value_text = (
                     "a tensor on the meta device"
                     if value.is_meta
                     else f"a tensor of layout {value.layout}"
                 )
-            raise _unstorable(path, found)
+            raise _unstorable(path, value_text)
         return self._whole(value, path, path)
 
     def _per_rank(self, value: PerRank, path: str, depth: int) -> TreeSpec:
@@ -209,11 +209,17 @@ class _Flattener:
     def _whole(self, value: torch.Tensor, name: str, label: str) -> TreeSpec:
         """Add a tensor that is the same on every rank, or, in a ``PerRank``, this rank's own."""
         flat = value.detach().reshape(-1)
-        kind, stored = ("rank", f"{name}@{self.rank}") if self.in_per_rank else ("whole", name)
+        stored_kind, stored = (
+            ("rank", f"{name}@{self.rank}") if self.in_per_rank else ("whole", name)
+        )
         self._add(
             stored,
             TensorMetadata(
-                tuple(value.shape), dtype_name(value.dtype), kind, self._on_mesh(value), label
+                tuple(value.shape),
+                dtype_name(value.dtype),
+                stored_kind,
+                self._on_mesh(value),
+                label,
             ),
         )
         if not self.in_per_rank:
@@ -246,21 +252,21 @@ class _Flattener:
         )
 
     def _shards(self, structure: tree.Structure, path: str) -> TreeSpec:
-        found, absent = [], []
+        shard_nodes, absent = [], []
         for name, child in zip(structure[1], structure[2], strict=True):
             unit = self.plan.units[name]
             if child is None:
                 absent += [[leaf.path, NO_UNIT] for leaf in unit.leaves]
                 continue
             buffers = {buffer.key: buffer for buffer in unit.buffers}
-            found += [
+            shard_nodes += [
                 (unit, buffers[key], inner) for key, inner in zip(child[1], child[2], strict=True)
             ]
         every_unit = len(structure[1]) == len(self.plan.unit_list)
         return [
             "shards",
             "every unit" if every_unit else "some units",
-            self._by_leaf(found, path) + absent,
+            self._by_leaf(shard_nodes, path) + absent,
         ]
 
     def _lists_of_shards(
@@ -272,7 +278,7 @@ class _Flattener:
         shard size or ``None``. A list of that length beside it counts as one too: TorchOpt keeps a
         counter for each shard there.
         """
-        found: dict[int, list[tuple[UnitPlan, BufferPlan]]] = {}
+        list_orders: dict[int, list[tuple[UnitPlan, BufferPlan]]] = {}
         for trainable_only in (True, False):
             order = buffers_in_tree_order(self.plan, trainable_only=trainable_only)
             lists = {
@@ -283,8 +289,8 @@ class _Flattener:
             if any(
                 _all_fit(tensors, [buffer for _, buffer in order]) for tensors in lists.values()
             ):
-                found |= dict.fromkeys(lists.keys() - found.keys(), order)
-        return found
+                list_orders |= dict.fromkeys(lists.keys() - list_orders.keys(), order)
+        return list_orders
 
     def _tensors(self, structure: tree.Structure) -> list[torch.Tensor | None]:
         """Return the entries of a list or tuple of tensors and ``None``, else an empty list."""
@@ -298,10 +304,10 @@ class _Flattener:
     def _listed_shards(
         self, structure: tree.Structure, path: str, order: list[tuple[UnitPlan, BufferPlan]]
     ) -> TreeSpec:
-        found = [
+        buffer_nodes = [
             (unit, buffer, inner) for (unit, buffer), inner in zip(order, structure[2], strict=True)
         ]
-        return ["shards", structure[0], self._by_leaf(found, path)]
+        return ["shards", structure[0], self._by_leaf(buffer_nodes, path)]
 
     def _by_leaf(
         self, found: list[tuple[UnitPlan, BufferPlan, tree.Structure]], path: str
@@ -334,15 +340,15 @@ class _Flattener:
         if structure is None:
             return None
         if not isinstance(structure, int):
-            kind, meta, children = structure
+            node_kind, meta, children = structure
             entries = _entries(
-                kind, meta, len(children), join(prefix, unit.name, buffer.key, suffix)
+                node_kind, meta, len(children), join(prefix, unit.name, buffer.key, suffix)
             )
             below = [
                 self._below(child, prefix, join(suffix, str(entry)), unit, buffer, leaf)
                 for child, entry in zip(children, entries, strict=True)
             ]
-            return _container(kind, entries, meta, below)
+            return _container(node_kind, entries, meta, below)
         value, name = self.leaves[structure], join(prefix, leaf.path, suffix)
         if isinstance(value, PerRank):
             where = join(prefix, unit.name, buffer.key, suffix)
@@ -390,11 +396,13 @@ class _Flattener:
         leaf: LeafSpec,
     ) -> TreeSpec:
         """Add one leaf of a shard; this rank stores its part if it is this rank's turn."""
-        kind = kind_of(buffer)
+        leaf_kind = kind_of(buffer)
         on_mesh = True if unit.offload else self._on_mesh(value)
         self._add(
             name,
-            TensorMetadata(leaf.shape, dtype_name(value.dtype), kind, on_mesh, label, leaf.cuts),
+            TensorMetadata(
+                leaf.shape, dtype_name(value.dtype), leaf_kind, on_mesh, label, leaf.cuts
+            ),
         )
         position = position_of(self.rank, self.plan.mesh_axes)
         part = buffer.part(leaf, position["shard"])
@@ -403,7 +411,7 @@ class _Flattener:
         axes = copy_axes(buffer, self.plan.mesh_axes)
         turn = position_of(leaf.index % math.prod(axes.values()), axes)
         if part.numel and all(position[axis] == index for axis, index in turn.items()):
-            stored = stored_name(name, kind, position, self.plan.mesh_axes)
+            stored = stored_name(name, leaf_kind, position, self.plan.mesh_axes)
             self._add_slice(stored, part.begin, value.detach()[part.in_shard])
         return ["tensor", name]
 
@@ -458,8 +466,8 @@ def _look_like_shards(children: Sequence[tree.Structure]) -> bool:
 def _is_buffer_key(key: Any) -> bool:
     """Return whether ``key`` has the form of a buffer's key: ``float32``, ``bfloat16.frozen``."""
     name, *marks = key.split(".") if isinstance(key, str) else ("",)
-    known = all(mark in ("frozen", "local") or mark.startswith("local_") for mark in marks)
-    return isinstance(getattr(torch, name or "-", None), torch.dtype) and known
+    known_marks = all(mark in ("frozen", "local") or mark.startswith("local_") for mark in marks)
+    return isinstance(getattr(torch, name or "-", None), torch.dtype) and known_marks
 
 
 def _fits(value: Any, buffer: BufferPlan) -> bool:

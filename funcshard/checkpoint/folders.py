@@ -55,7 +55,9 @@ def locate(path: str | os.PathLike[str]) -> Path:
     path = Path(path).absolute()
     if not path.exists():
         aside = [
-            left for left in leftovers(path) if left.suffix == ".old" and (left / INDEX).exists()
+            leftover
+            for leftover in leftovers(path)
+            if leftover.suffix == ".old" and (leftover / INDEX).exists()
         ]
         return aside[0] if aside and not path.exists() else path
     return path
@@ -65,7 +67,7 @@ def leftovers(path: Path) -> list[Path]:
     """Return the folders aside that saves to this path, running or interrupted, have beside it."""
     name = glob.escape(path.name)
     beside = [*path.parent.glob(f".{name}.*.part"), *path.parent.glob(f".{name}.*.old")]
-    return [left for left in beside if _final_name(left) == path.name]
+    return [leftover for leftover in beside if _final_name(leftover) == path.name]
 
 
 def begin_save(path: Path, token: str) -> PathLock | None:
@@ -100,20 +102,20 @@ def check_replaceable(path: Path) -> None:
             "path must end in a name without a dot at its front, because latest passes over "
             f"others; found {path.name!r} in {path}: choose another name"
         )
-    found = ""
+    obstacle = ""
     if path.is_symlink():
-        found = "a link"
+        obstacle = "a link"
     elif path.is_file():
-        found = "a file"
+        obstacle = "a file"
     elif path.is_dir() and not has_our_index(path):
         names: list[str] = []
         # Another process may rename it just now, to publish its own.
         with contextlib.suppress(FileNotFoundError):
             names = _foreign(path) or _unproved(path)
-        found = f"a folder that holds {names[0]!r}" if names else ""
-    if found:
+        obstacle = f"a folder that holds {names[0]!r}" if names else ""
+    if obstacle:
         raise ValueError(
-            f"path must be free, or name a checkpoint, which is then replaced; found {found} at "
+            f"path must be free, or name a checkpoint, which is then replaced; found {obstacle} at "
             f"{path}: choose another path"
         )
 
@@ -186,38 +188,38 @@ def remove_leftovers(path: Path, lock: PathLock, *, own: str, others: bool) -> N
     """
     if not lock.certain:
         return
-    dead = _dead(path, [left for left in leftovers(path) if f".{own}" not in left.name])
-    found: dict[str, list[Path]] = {}
-    for each in path.parent.iterdir() if others else ():
-        if final := _final_name(each):
-            found.setdefault(final, []).append(each)
-        elif final := name_of_lock(each):  # which goes when it is taken and released
-            found.setdefault(final, [])
-    for final in found.keys() - {path.name}:
+    dead = _dead(path, [leftover for leftover in leftovers(path) if f".{own}" not in leftover.name])
+    dead_by_name: dict[str, list[Path]] = {}
+    for leftover in path.parent.iterdir() if others else ():
+        if final := _final_name(leftover):
+            dead_by_name.setdefault(final, []).append(leftover)
+        elif final := name_of_lock(leftover):  # which goes when it is taken and released
+            dead_by_name.setdefault(final, [])
+    for final in dead_by_name.keys() - {path.name}:
         with contextlib.suppress(OSError):  # such as the lock of another user, which stays
             # If we can take the lock, no save to that path is running.
             if (taken := take(path.with_name(final))) is not None:
-                dead += _dead(taken.path, found[final])
+                dead += _dead(taken.path, dead_by_name[final])
                 taken.release()  # before the folders are deleted, because a save to that path may begin
-    for each in dead:
-        delete(each)
+    for leftover in dead:
+        delete(leftover)
 
 
 def _dead(path: Path, left: list[Path]) -> list[Path]:
     """Set the folders aside of a path, whose lock is held, aside once more; return their names."""
-    found = []
-    for each in left:
+    dead_folders = []
+    for leftover in left:
         # Why not an ``.old`` one without a folder of its final name: it is the checkpoint.
         with contextlib.suppress(OSError):
-            if (each.suffix == ".part" or path.exists()) and not _foreign(each):
-                found.append(set_aside(each))
-    return found
+            if (leftover.suffix == ".part" or path.exists()) and not _foreign(leftover):
+                dead_folders.append(set_aside(leftover))
+    return dead_folders
 
 
 def discard(part: Path) -> None:
     """Delete the folder of a save that failed, under any name that a rank of it gave to it."""
-    for each in [part, *part.parent.glob(f"{glob.escape(part.stem)}-*.part")]:
-        shutil.rmtree(each, ignore_errors=True)
+    for folder in [part, *part.parent.glob(f"{glob.escape(part.stem)}-*.part")]:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def sync(folder: Path) -> None:
@@ -247,8 +249,10 @@ def _is_ours(file: Path) -> bool:
 def _foreign(folder: Path) -> list[str]:
     """Return the names in a folder that no part of a checkpoint has, even one deleted in part."""
     names = os.listdir(folder)
-    own = (INDEX, SIZES, METADATA, f"{METADATA}.tmp")
-    foreign = sorted(name for name in names if name not in own and not _OF_A_RANK.fullmatch(name))
+    own_names = (INDEX, SIZES, METADATA, f"{METADATA}.tmp")
+    foreign = sorted(
+        name for name in names if name not in own_names and not _OF_A_RANK.fullmatch(name)
+    )
     # Why .metadata alone: torch.distributed.checkpoint gives its files the names of ours.
     return foreign or [METADATA] * (
         METADATA in names and not any(_TEXT.fullmatch(name) for name in names)
@@ -270,5 +274,5 @@ _OF_A_RANK = re.compile(r".*\.distcp|__.*_0\.json|\.report\.\d+|failed\.\d+")
 
 def _final_name(path: Path) -> str:
     """Return the final name of a folder aside, ``.NAME.TOKEN.old`` -> ``NAME``, or ``""``."""
-    found = _ASIDE.fullmatch(path.name)
-    return found["name"] if found else ""
+    name_match = _ASIDE.fullmatch(path.name)
+    return name_match["name"] if name_match else ""

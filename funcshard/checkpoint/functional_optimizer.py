@@ -94,10 +94,10 @@ def _by_buffer(node: Any, plan: Plan) -> ByBuffer | None:
     if type(node) is list and node and all(isinstance(leaf, torch.Tensor) for leaf in node):
         order = buffers_in_tree_order(plan, trainable_only=True)
         if len(order) == len(node):
-            found: dict[str, dict[str, Any]] = {unit.name: {} for unit in plan.unit_list}
+            state_by_unit: dict[str, dict[str, Any]] = {unit.name: {} for unit in plan.unit_list}
             for (unit, buffer), leaf in zip(order, node, strict=True):
-                found[unit.name][buffer.key] = leaf
-            return found
+                state_by_unit[unit.name][buffer.key] = leaf
+            return state_by_unit
     return None
 
 

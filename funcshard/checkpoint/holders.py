@@ -47,23 +47,23 @@ def holders(
             for leaf in buffer.leaves
         }
         of_tensor |= {name: leaves[path] for path, name in _leaf_tensors(node)}
-    found: dict[int, list[ReadItem | ReadBox]] = {}
+    items_by_rank: dict[int, list[ReadItem | ReadBox]] = {}
     for item in reads:
-        kind = metadata_of(item.name, items).kind
-        if kind == "rank":
+        stored_kind = metadata_of(item.name, items).kind
+        if stored_kind == "rank":
             ranks = [int(item.name.rpartition("@")[2])]
-        elif kind == "whole":
+        elif stored_kind == "whole":
             ranks = [0]
         else:
             name = item.name if item.name in of_tensor else item.name.rpartition("@")[0]
             index = 0 if name == item.name else int(item.name.rpartition("@")[2])
-            axes = {axis: mesh_axes[axis] for axis in local_axes(kind)}
+            axes = {axis: mesh_axes[axis] for axis in local_axes(stored_kind)}
             ranks = _holders_of_run(
                 *of_tensor[name], position_of(index, axes), *_run(item), mesh_axes
             )
         for rank in ranks:
-            found.setdefault(rank, []).append(item)
-    return found
+            items_by_rank.setdefault(rank, []).append(item)
+    return items_by_rank
 
 
 def _holders_of_run(

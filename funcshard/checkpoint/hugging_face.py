@@ -176,8 +176,13 @@ def embedding_names(module: Any) -> set[str]:
     """Return the names of the parameters that have a row for each token."""
     if not is_hugging_face(module):
         return set()
-    found = (module.get_input_embeddings(), module.get_output_embeddings())
-    ids = {id(parameter) for m in found if isinstance(m, nn.Module) for parameter in m.parameters()}
+    embedding_modules = (module.get_input_embeddings(), module.get_output_embeddings())
+    ids = {
+        id(parameter)
+        for m in embedding_modules
+        if isinstance(m, nn.Module)
+        for parameter in m.parameters()
+    }
     return {
         name
         for name, parameter in module.named_parameters(remove_duplicate=False)
@@ -191,14 +196,18 @@ def default_units(module: nn.Module) -> list[str]:
     Of a model of Hugging Face, these are the ones that it says must not be split. A layer that
     shares a parameter with a module outside of it is left out.
     """
-    whole = set(getattr(module, "_no_split_modules", None) or ())
+    whole_classes = set(getattr(module, "_no_split_modules", None) or ())
     layers: dict[str, nn.Module] = {}
     for path, m in module.named_modules():
         inside = any(path.startswith(f"{layer}.") for layer in layers)
         if (
             path
             and not inside
-            and (type(m).__name__ in whole if whole else path.rpartition(".")[2].isdecimal())
+            and (
+                type(m).__name__ in whole_classes
+                if whole_classes
+                else path.rpartition(".")[2].isdecimal()
+            )
         ):
             layers[path] = m
     paths: dict[int, list[str]] = {}
@@ -248,8 +257,16 @@ def _read_base(
     mapping = importlib.import_module(
         "transformers.conversion_mapping"
     ).get_model_conversion_mapping(module)
-    renamings = [each for each in mapping if isinstance(each, loading.WeightRenaming)]
-    converters = [each for each in mapping if isinstance(each, loading.WeightConverter)]
+    renamings = [
+        mapping_entry
+        for mapping_entry in mapping
+        if isinstance(mapping_entry, loading.WeightRenaming)
+    ]
+    converters = [
+        mapping_entry
+        for mapping_entry in mapping
+        if isinstance(mapping_entry, loading.WeightConverter)
+    ]
     of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     prefix: Any = module.base_model_prefix
     plain: Tensors = {}
@@ -272,9 +289,14 @@ def _read_base(
 
 
 def _converted(converter: Any, target: str, module: Any) -> Tensors:
-    found = converter.convert(target, model=module, config=module.config)
-    found = found[0] if isinstance(found, tuple) else found  # with the errors, in version 5.0
-    return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+    converted_tensors = converter.convert(target, model=module, config=module.config)
+    converted_tensors = (
+        converted_tensors[0] if isinstance(converted_tensors, tuple) else converted_tensors
+    )  # with the errors, in version 5.0
+    return {
+        name: value[0] if isinstance(value, list) else value
+        for name, value in converted_tensors.items()
+    }
 
 
 def stored(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Tensors:
@@ -285,8 +307,8 @@ def stored(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Tensors:
     if not is_hugging_face(module):
         return dict(tensors)
     loading = importlib.import_module("transformers.core_model_loading")
-    found: Tensors = loading.revert_weight_conversion(module, dict(tensors))
-    return found
+    stored_tensors: Tensors = loading.revert_weight_conversion(module, dict(tensors))
+    return stored_tensors
 
 
 def write_config(folder: Path, module: Any, dtype: torch.dtype | None) -> None:

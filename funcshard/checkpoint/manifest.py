@@ -126,27 +126,29 @@ class Contents(Shown):
     @property
     def items(self) -> dict[str, TensorMetadata]:
         """Shape, dtype and kind of each tensor, by name; reads the tables of all ranks."""
-        found = dict(self.shared)
+        all_items = dict(self.shared)
         for rank in range(self.world_size):
-            found |= self.table(rank).items
-        return found
+            all_items |= self.table(rank).items
+        return all_items
 
     @property
     def regions(self) -> dict[str, list[Region]]:
         """The boxes of each tensor in files, by name; reads the tables of all ranks."""
-        found: dict[str, list[Region]] = {}
+        all_regions: dict[str, list[Region]] = {}
         for rank in range(self.world_size):
-            for name, own in self.table(rank).regions.items():
-                found.setdefault(name, []).extend(own)
-        return found
+            for name, name_regions in self.table(rank).regions.items():
+                all_regions.setdefault(name, []).extend(name_regions)
+        return all_regions
 
     @property
     def bytes(self) -> int:
         """Bytes of all tensors outside ``PerRank`` values, without the heads of files."""
         axes, total = self.mesh_axes, 0
-        for each in self.shared.values():
-            copies = math.prod(axes[axis] for axis in each.own_axes)
-            total += math.prod(each.whole_shape) * dtype_of(each.dtype).itemsize * copies
+        for stored_item in self.shared.values():
+            copies = math.prod(axes[axis] for axis in stored_item.own_axes)
+            total += (
+                math.prod(stored_item.whole_shape) * dtype_of(stored_item.dtype).itemsize * copies
+            )
         return total
 
     def check(self) -> None:
@@ -198,12 +200,12 @@ def latest(folder: str | os.PathLike[str], *, thorough: bool = False) -> Path | 
         )
     # Why the time alone: an index may have some hundred MiB. One without a time is damaged, and
     # _look says how.
-    found = sorted(
+    saved_paths = sorted(
         ((_time_of(path), path) for path in folders(folder)),
         key=lambda pair: (pair[0] == 0, pair),
         reverse=True,
     )
-    for _, path in found:
+    for _, path in saved_paths:
         try:
             # Why only now: it looks at the files of all ranks.
             read_from(path, lambda each: _look(each, thorough))
@@ -250,13 +252,15 @@ def _values(spec: TreeSpec) -> tuple[Any, bool]:
         return None, spec is None
     if spec[0] == "value":
         return spec[1], True
-    kind, fields, meta, children = spec
+    node_kind, fields, meta, children = spec
     below = [_values(child) for child in children]
-    keys = meta if kind in ("dict", "ordered_dict") else fields
-    holds = not below or any(found for _, found in below)
+    keys = meta if node_kind in ("dict", "ordered_dict") else fields
+    holds = not below or any(has_value for _, has_value in below)
     if keys is None:
         return [value for value, _ in below], holds
-    return {key: value for key, (value, found) in zip(keys, below, strict=True) if found}, holds
+    return {
+        key: value for key, (value, has_value) in zip(keys, below, strict=True) if has_value
+    }, holds
 
 
 def _look(folder: OpenFolder, thorough: bool) -> None:
@@ -316,10 +320,10 @@ def _digest_of(file: Path, at: int | None = None) -> str:
 
 def _check_listing(file: Path, digest: str, at: int | None) -> None:
     try:
-        found = _digest_of(file, at)
+        listing_digest = _digest_of(file, at)
     except FileNotFoundError:
-        found = "nothing"
-    if found != digest:
+        listing_digest = "nothing"
+    if listing_digest != digest:
         raise ValueError(
             f"{file} is damaged: its bytes are not those that were saved; restore another "
             "checkpoint"
@@ -331,26 +335,31 @@ def time_after(folder: Path) -> int:
 
     The order of checkpoints is that of their times, by which old ones are deleted.
     """
-    now = time.time_ns()
-    found = sorted(
-        ((each, path) for path in folders(folder) if (each := _time_of(path)) >= now), reverse=True
+    current_time = time.time_ns()
+    later_saves = sorted(
+        (
+            (saved_time, path)
+            for path in folders(folder)
+            if (saved_time := _time_of(path)) >= current_time
+        ),
+        reverse=True,
     )
-    for _, path in found:
+    for _, path in later_saves:
         try:
             return min(read_contents(path, whole=False).saved + 1, file_data.MOST)
         except (OSError, ValueError):  # a damaged one
             continue
-    return now
+    return current_time
 
 
 def _time_of(path: Path) -> int:
     """Return the time in the index of a checkpoint, from its first bytes alone, or 0."""
     try:
         with open(open_regular(locate(path) / INDEX, links=False), "rb") as file:
-            found = re.search(rb'^\{"saved":(\d{1,20})\b', file.read(1000), re.MULTILINE)
+            time_match = re.search(rb'^\{"saved":(\d{1,20})\b', file.read(1000), re.MULTILINE)
     except (OSError, ValueError):
         return 0
-    return int(found[1]) if found else 0
+    return int(time_match[1]) if time_match else 0
 
 
 def is_overwritten(path: Path) -> bool:
@@ -399,7 +408,11 @@ def read_folder(folder: OpenFolder, *, whole: bool = True) -> Contents:
     path, at = folder.path, folder.descriptor
     index = path / INDEX
     if INDEX not in os.listdir(at):
-        inner = [each.name for each in folders(path) if has_our_index(locate(each))]
+        inner = [
+            checkpoint_folder.name
+            for checkpoint_folder in folders(path)
+            if has_our_index(locate(checkpoint_folder))
+        ]
         hint = "its index.json is missing, so it was not saved to the end or has been deleted in part; restore another"
         if inner:
             hint = (
@@ -410,8 +423,10 @@ def read_folder(folder: OpenFolder, *, whole: bool = True) -> Contents:
     try:
         text, digest = read_text(index, at)
     except ValueError:
-        if other := foreign_remedy(at):
-            raise ValueError(f"{index} is no index of a checkpoint of funcshard: {other}") from None
+        if foreign_text := foreign_remedy(at):
+            raise ValueError(
+                f"{index} is no index of a checkpoint of funcshard: {foreign_text}"
+            ) from None
         raise
     try:
         body = file_data.table(
@@ -463,10 +478,10 @@ def _old_contents(folder: OpenFolder, body: Mapping[str, Any], digest: str) -> C
     for data in file_data.listed("regions", body["regions"]):
         region = old_region_from(data, files, contents.shared)
         regions.setdefault(region.file, {}).setdefault(region.name, []).append(region)
-    for rank, own in enumerate(file_data.listed("own", body["own"], contents.world_size)):
-        for number, spec in enumerate(file_data.listed("own", own)):
+    for rank, rank_specs in enumerate(file_data.listed("own", body["own"], contents.world_size)):
+        for number, spec in enumerate(file_data.listed("own", rank_specs)):
             check_outline(spec, contents.shared, None, number)
-        contents.tables[rank] = RankTable(own, {}, regions.get(file_of(rank), {}))
+        contents.tables[rank] = RankTable(rank_specs, {}, regions.get(file_of(rank), {}))
     return contents
 
 
@@ -520,8 +535,10 @@ def _groups(contents: Contents) -> dict[str, Any]:
             if metadata.cuts
             else ""
         )
-        kind = f"{along if metadata.cuts else words.get(metadata.kind, along)}, {metadata.dtype}"
-        group[0] += [kind] if kind not in group[0] else []
+        group_kind = (
+            f"{along if metadata.cuts else words.get(metadata.kind, along)}, {metadata.dtype}"
+        )
+        group[0] += [group_kind] if group_kind not in group[0] else []
         copies = math.prod(mesh_axes[axis] for axis in axes)
         numel = math.prod(metadata.whole_shape)
         for i, number in enumerate((1, numel, numel * dtype_of(metadata.dtype).itemsize), start=1):

@@ -115,14 +115,14 @@ class TensorMetadata:
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> TensorMetadata:
         """Return the metadata that ``to_json`` wrote, of any version of the library."""
-        shape, dtype, kind, on_mesh, label, *cuts = fields
+        shape, dtype, tensor_kind, on_mesh, label, *cuts = fields
         return cls(
             tuple(shape),
             dtype,
-            kind,
+            tensor_kind,
             on_mesh,
             label,
-            tuple(LeafCut(*cut) for each in cuts for cut in each),
+            tuple(LeafCut(*cut) for cut_list in cuts for cut in cut_list),
         )
 
 
@@ -189,19 +189,19 @@ def check_replicated(summaries: Sequence[dict[str, Any]]) -> None:
     """Raise ``ValueError``, naming a difference, unless the summaries of all ranks are the same."""
     first = summaries[0]
     remedy = "mark a value of a rank's own with PerRank(value)"
-    for rank, other in enumerate(summaries):
-        if json.dumps(first) == json.dumps(other):
+    for rank, rank_summary in enumerate(summaries):
+        if json.dumps(first) == json.dumps(rank_summary):
             continue
-        for path in first["values"].keys() & other["values"].keys():
-            one, two = first["values"][path], other["values"][path]
-            if json.dumps(one) != json.dumps(two):
-                shown, differs = shortened(one, two)
+        for path in first["values"].keys() & rank_summary["values"].keys():
+            first_value, two = first["values"][path], rank_summary["values"][path]
+            if json.dumps(first_value) != json.dumps(two):
+                shown, differs = shortened(first_value, two)
                 raise ValueError(
                     f"{path!r} of the state is {shown} on rank 0 and {differs} on rank {rank}: "
                     f"{remedy}"
                 )
-        for name in first["tensors"].keys() & other["tensors"].keys():
-            if first["tensors"][name] != other["tensors"][name]:
+        for name in first["tensors"].keys() & rank_summary["tensors"].keys():
+            if first["tensors"][name] != rank_summary["tensors"][name]:
                 raise ValueError(
                     f"tensor {name!r} of the state is not the same on rank 0 and rank {rank}: "
                     f"{remedy}"
@@ -238,8 +238,8 @@ def _values(spec: TreeSpec, path: str) -> Iterator[tuple[str, Any]]:
     if spec[0] == "value":
         yield path, spec[1]
         return
-    kind, fields, meta, children = spec
-    keys = meta if kind in ("dict", "ordered_dict") else fields or range(len(children))
+    node_kind, fields, meta, children = spec
+    keys = meta if node_kind in ("dict", "ordered_dict") else fields or range(len(children))
     for key, child in zip(keys, children, strict=True):
         yield from _values(child, child_path(path, key))
 
@@ -297,15 +297,15 @@ def find_class(name: str) -> type:
     Raises:
         ValueError: no loaded module has such a class.
     """
-    found = loaded_class(name)
-    if found is None:
+    loaded_type = loaded_class(name)
+    if loaded_type is None:
         module, _, qualname = public_class_name(name).partition(":")
         raise ValueError(
             f"the state contains a {qualname}, so that class must be at the top level of the "
             f"loaded module {module!r}; found none: import the module first, or store a dictionary "
             "instead"
         )
-    return found
+    return loaded_type
 
 
 # --- plans ----------------------------------------------------------------------------------------
@@ -334,10 +334,10 @@ def by_entry(root: Any, plans: Plans) -> list[tuple[str, Any, Plan]]:
     keys: Sequence[Any] = ()
     if isinstance(root, list | tuple) and root[0] in ("dict", "ordered_dict"):
         keys = root[-2]
-    if missing := [key for key in plans if key not in keys]:
+    if missing_keys := [key for key in plans if key not in keys]:
         raise ValueError(
             "with several plans, the state must be a dictionary with an entry for each of them; "
-            f"found none for the plan of {missing[0]!r}: give the plan the key of its part of the "
+            f"found none for the plan of {missing_keys[0]!r}: give the plan the key of its part of the "
             "state"
         )
     plan = any_plan(plans)

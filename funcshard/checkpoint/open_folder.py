@@ -52,34 +52,34 @@ def open_folder(path: str | os.PathLike[str]) -> Iterator[OpenFolder]:
         FileNotFoundError: there is no folder.
         NotADirectoryError: there is a file.
     """
-    found, descriptor = _open(path)
+    folder_path, descriptor = _open(path)
     try:
-        yield OpenFolder(found, descriptor)
+        yield OpenFolder(folder_path, descriptor)
     finally:
         os.close(descriptor)
 
 
 def _open(path: str | os.PathLike[str]) -> tuple[Path, int]:
-    for tried in range(TRIES):
-        found = locate(path)
+    for attempt in range(TRIES):
+        located_path = locate(path)
         try:
-            return found, os.open(found, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+            return located_path, os.open(located_path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
         except FileNotFoundError:
             # It may have been renamed just now. A path that names nothing three times has none.
-            if tried >= 2 and locate(path) == found and not found.exists():
+            if attempt >= 2 and locate(path) == located_path and not located_path.exists():
                 raise
-        pause(tried)
+        pause(attempt)
     raise FileNotFoundError(path)
 
 
 def read_from(path: str | os.PathLike[str], read: Callable[[OpenFolder], T]) -> T:
     """Return what ``read`` makes of a folder; begin again if another save replaces it meanwhile."""
-    for tried in range(TRIES):
+    for attempt in range(TRIES):
         with open_folder(path) as folder:
             try:
                 return read(folder)
             except (OSError, ValueError):
-                if tried == TRIES - 1 or not folder.replaced:
+                if attempt == TRIES - 1 or not folder.replaced:
                     raise
-        pause(tried)
+        pause(attempt)
     raise AssertionError

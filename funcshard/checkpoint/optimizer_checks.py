@@ -60,28 +60,32 @@ def add_checksums(
 def check_names(by_path: dict[str, LeafState], step: Any) -> None:
     """Raise ``ValueError`` unless the state of each leaf has the names that the optimizer keeps."""
     if isinstance(step, MuonStep):
-        known = KnownEntries({"momentum_buffer": True}, exact=True)
-        of_group = dict.fromkeys(range(step.layout.count), known)
+        known_entries = KnownEntries({"momentum_buffer": True}, exact=True)
+        of_group = dict.fromkeys(range(step.layout.count), known_entries)
     elif step.known is not None and step.cls.__module__.startswith("torch.optim."):
-        known = step.known
+        known_entries = step.known
         of_group = {
-            n: learn_entries(step.cls, step.options, [n], True) or known
+            n: learn_entries(step.cls, step.options, [n], True) or known_entries
             for n in range(len(step.options))
         }
     else:
         return  # a class of the user's own may keep other names for other leaves
-    for path, own in by_path.items():
+    for path, leaf_state in by_path.items():
         group = 0 if step.layout is None else step.layout.group_of.get(path)
-        if group is None or not own:  # some optimizers keep no state of a leaf that got no gradient
+        if (
+            group is None or not leaf_state
+        ):  # some optimizers keep no state of a leaf that got no gradient
             continue
-        missing = sorted(of_group[group].flat.keys() - own.keys())
+        missing_names = sorted(of_group[group].flat.keys() - leaf_state.keys())
         unexpected = sorted(
-            name for name in own.keys() - known.flat.keys() if known.exact and own[name] is not None
+            name
+            for name in leaf_state.keys() - known_entries.flat.keys()
+            if known_entries.exact and leaf_state[name] is not None
         )
-        if missing or unexpected:
+        if missing_names or unexpected:
             raise ValueError(
                 f"the optimizer's state dict must hold {sorted(of_group[group].flat) or 'nothing'} "
-                f"of leaf {path!r}, as this optimizer keeps; found {sorted(own)}: it is of another "
+                f"of leaf {path!r}, as this optimizer keeps; found {sorted(leaf_state)}: it is of another "
                 "optimizer, or of other options; make the optimizer as it was made then, or begin "
                 "with its init"
             )

@@ -192,10 +192,14 @@ def _state_on_shards(
     like = init(_zero_shards(plan, mesh))
     if not by_path:
         return like
-    names = sorted({name for own in by_path.values() for name in own})
+    names = sorted({name for leaf_state in by_path.values() for name in leaf_state})
     by_name = {
         name: _by_buffer(
-            {p: {name: own[name]} for p, own in by_path.items() if name in own},
+            {
+                p: {name: leaf_state[name]}
+                for p, leaf_state in by_path.items()
+                if name in leaf_state
+            },
             None,
             plan,
             mesh,
@@ -212,11 +216,14 @@ def _state_on_shards(
                 f"the optimizer's state dict must hold {path!r}; found {names}: the state dict is "
                 "of another optimizer"
             )
-        found: dict[str, dict[str, Any]] = {unit: {} for unit in by_name[path]}
+        unit_states: dict[str, dict[str, Any]] = {unit: {} for unit in by_name[path]}
         for unit, buffer in trainable_buffers(plan):
-            own, first = by_name[path][unit.name][buffer.key], initial[path][unit.name][buffer.key]
-            value = found[unit.name][buffer.key] = own.get(path, first)
-            for leaf in buffer.leaves if not strict and path in own else ():
+            leaf_tensors, first = (
+                by_name[path][unit.name][buffer.key],
+                initial[path][unit.name][buffer.key],
+            )
+            value = unit_states[unit.name][buffer.key] = leaf_tensors.get(path, first)
+            for leaf in buffer.leaves if not strict and path in leaf_tensors else ():
                 if (
                     path not in by_path.get(leaf.path, {})
                     and isinstance(value, torch.Tensor)
@@ -224,7 +231,7 @@ def _state_on_shards(
                 ):
                     part = buffer.part(leaf, mesh.shard.rank)
                     value[part.in_shard] = first[part.in_shard]
-        return found
+        return unit_states
 
     return combine_state(like, plan, per_shard, options)
 
@@ -262,24 +269,26 @@ def _by_path(
         return {}, options
     # Why leaves may be missing: an optimizer that counts no steps may keep nothing of some
     # parameters.
-    counts_steps = any("step" in own for own in state.values())
+    counts_steps = any("step" in leaf_state for leaf_state in state.values())
     present = [leaf for leaf in leaves if name_in(state, leaf) is not None]
     needed = leaves if (counts_steps and strict) or not present else present
     rule = "the optimizer's state dict must hold the state of every trainable leaf"
     anew = "; or the leaves were frozen then: strict=False begins them with the optimizer's initial state"
-    found = find_leaves(state, needed, rule, anew if strict else "")
+    found_state = find_leaves(state, needed, rule, anew if strict else "")
     if strict:
         _check_no_more(state, leaves)
-    return {leaf.path: dict(found.get(leaf.path, {})) for leaf in leaves}, options
+    return {leaf.path: dict(found_state.get(leaf.path, {})) for leaf in leaves}, options
 
 
 def _check_no_more(state: Mapping[str, Any], leaves: Sequence[LeafSpec]) -> None:
     """Raise ``ValueError`` if the state dict holds state of a leaf that has none here."""
-    known = {path for leaf in leaves for path in (leaf.path, *leaf.aliases)}
-    if more := [name for name, own in state.items() if own and name not in known]:
+    known_names = {path for leaf in leaves for path in (leaf.path, *leaf.aliases)}
+    if unknown_names := [
+        name for name, leaf_state in state.items() if leaf_state and name not in known_names
+    ]:
         raise ValueError(
             "the optimizer's state dict must hold state of the trainable leaves only; found state "
-            f"of {more[:3]}{f' and {len(more) - 3} more' if len(more) > 3 else ''}, which are "
+            f"of {unknown_names[:3]}{f' and {len(unknown_names) - 3} more' if len(unknown_names) > 3 else ''}, which are "
             "frozen now, or not in the plan: strict=False leaves it out"
         )
 
@@ -298,13 +307,13 @@ def _unflattened(flat: Mapping[str, Any], leaves: Sequence[LeafSpec]) -> dict[st
     for leaf in leaves:
         for path in (leaf.path, *leaf.aliases):
             begin, first = f"state.{path}.", f"param_groups.{path}."
-            own = {
+            unit_entries = {
                 name.removeprefix(begin): value
                 for name, value in flat.items()
                 if name.startswith(begin)
             }
-            used.update(begin + name for name in own)
-            state |= {path: own} if own else {}
+            used.update(begin + name for name in unit_entries)
+            state |= {path: unit_entries} if unit_entries else {}
             options = options or {
                 n.removeprefix(first): v for n, v in flat.items() if n.startswith(first)
             }
@@ -327,8 +336,14 @@ def _torch_state(
     """Return the state of ``torch_optimizer`` or ``muon``."""
     check_names(by_path, step)
     if isinstance(step, MuonStep):
-        matrices = {path: own for path, own in by_path.items() if path in step.layout.group_of}
-        others = {path: own for path, own in by_path.items() if path not in step.layout.group_of}
+        matrices = {
+            path: leaf_state for path, leaf_state in by_path.items() if path in step.layout.group_of
+        }
+        others = {
+            path: leaf_state
+            for path, leaf_state in by_path.items()
+            if path not in step.layout.group_of
+        }
         adamw = _torch_state(others, step.adamw, plan, mesh, steps, cut, strict)
         steps = _steps(by_path, [step.options, *step.adamw.options], steps)
         state = {
@@ -341,8 +356,8 @@ def _torch_state(
             # care.
             leaves = _by_buffer(matrices, step.layout, plan, mesh, cut, strict=True)
             state["momentum"] = {
-                u: {k: own["momentum_buffer"] for k, own in each.items()}
-                for u, each in leaves.items()
+                u: {k: leaf_state["momentum_buffer"] for k, leaf_state in buffer_states.items()}
+                for u, buffer_states in leaves.items()
             }
         return state
     on_device = any(options.get("fused") or options.get("capturable") for options in step.options)
@@ -373,19 +388,19 @@ def _by_buffer(
         on_device: whether scalars are on the device of the shard, as fused kernels need them.
         dampened: whether zeros are not the same as no state yet.
     """
-    found: dict[str, dict[str, LeafState]] = {unit.name: {} for unit in plan.unit_list}
+    states_by_unit: dict[str, dict[str, LeafState]] = {unit.name: {} for unit in plan.unit_list}
     shapes = {leaf.path: leaf.whole_shape for leaf in plan.leaves}
-    names = dict.fromkeys(name for own in by_path.values() for name in own)
+    names = dict.fromkeys(name for leaf_state in by_path.values() for name in leaf_state)
     elementwise = {
         name: any(
-            _is_elementwise(name, own[name], shapes[path])
-            for path, own in by_path.items()
-            if name in own
+            _is_elementwise(name, leaf_state[name], shapes[path])
+            for path, leaf_state in by_path.items()
+            if name in leaf_state
         )
         for name in names
     }
     for unit, buffer in trainable_buffers(plan):
-        own = found[unit.name][buffer.key] = {}
+        buffer_state = states_by_unit[unit.name][buffer.key] = {}
         device = None
         if on_device:
             device = torch.device("cpu") if unit.offload else mesh.device
@@ -407,10 +422,10 @@ def _by_buffer(
             }
             if elementwise[name]:
                 value = _flat_tensor(name, values, unit, buffer, mesh, cut)
-                own[name] = value if layout is None else layout.pick(value, buffer).clone()
+                buffer_state[name] = value if layout is None else layout.pick(value, buffer).clone()
             else:
-                own[name] = _scalars(name, values, layout, by_path, without, device)
-    return found
+                buffer_state[name] = _scalars(name, values, layout, by_path, without, device)
+    return states_by_unit
 
 
 def _group(path: str, layout: ParamGroupLayout | None) -> int:
@@ -463,26 +478,27 @@ def _scalars(
 
     ``without`` are the groups whose leaves in this buffer begin anew; they have no scalar.
     """
-    found: dict[int, tuple[str, Any]] = {}
+    first_scalars: dict[int, tuple[str, Any]] = {}
     # Why leaves elsewhere count: a shard also keeps the scalars of groups that it has no leaf of,
     # and the leaves of another shard have the same ones.
     elsewhere = {
-        path: own[name]
-        for path, own in by_path.items()
-        if name in own and path not in values and _group(path, layout) not in without
+        path: leaf_state[name]
+        for path, leaf_state in by_path.items()
+        if name in leaf_state and path not in values and _group(path, layout) not in without
     }
     for path, value in [*values.items(), *elsewhere.items()]:
         group = _group(path, layout)
-        before, first = found.setdefault(group, (path, value))
+        first_path, first = first_scalars.setdefault(group, (path, value))
         if path in values and float(value) != float(first):
             raise ValueError(
                 f"{name!r} must be the same for all leaves of a flat buffer that have the same "
-                f"options; found {float(first)} for {before!r} and {float(value)} for {path!r}: "
+                f"options; found {float(first)} for {first_path!r} and {float(value)} for {path!r}: "
                 "give one a group of its own, in groups="
             )
     count = 1 if layout is None else layout.count
     scalars = tuple(
-        _copied(found[group][1], device) if group in found else None for group in range(count)
+        _copied(first_scalars[group][1], device) if group in first_scalars else None
+        for group in range(count)
     )
     return scalars if count > 1 else scalars[0]
 
@@ -508,10 +524,12 @@ def _steps(
     """Return the number of steps taken: ``steps`` if given, else the largest ``step`` of a leaf."""
     if steps is not None:
         return steps
-    counts = [float(own["step"]) for own in by_path.values() if "step" in own]
+    counts = [float(leaf_state["step"]) for leaf_state in by_path.values() if "step" in leaf_state]
     if counts:
         return int(max(counts))
-    if by_path and any(callable(value) for each in options for value in each.values()):
+    if by_path and any(
+        callable(value) for group_options in options for value in group_options.values()
+    ):
         raise ValueError(
             "an option of this optimizer is a function of the number of steps taken, which this "
             "state dict does not hold: pass steps=, such as the step of the TrainState that it "

@@ -29,9 +29,9 @@ def encode_state(by_path: Mapping[str, LeafState], others: Mapping[str, Any], pl
     state = {
         path: {
             name: _encode(value, f"{name!r} of leaf {path!r}", shapes[path])
-            for name, value in own.items()
+            for name, value in leaf_state.items()
         }
-        for path, own in by_path.items()
+        for path, leaf_state in by_path.items()
     }
     return json.dumps(
         [state, {name: _encode(value, repr(name), None) for name, value in others.items()}]
@@ -45,8 +45,8 @@ def decode_state(text: str, device: torch.device) -> tuple[dict[str, LeafState],
     """
     state, others = json.loads(text)
     by_path = {
-        path: {name: _decode(value, device) for name, value in own.items()}
-        for path, own in state.items()
+        path: {name: _decode(value, device) for name, value in leaf_state.items()}
+        for path, leaf_state in state.items()
     }
     return by_path, {name: _decode(value, device) for name, value in others.items()}
 

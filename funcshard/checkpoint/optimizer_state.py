@@ -103,7 +103,7 @@ def optimizer_to_state_dict(
     check_optimizer(optimizer, plan)
     check_opt_state(opt_state, optimizer, plan)
     entries, param_groups = _entries_and_groups(opt_state, optimizer, plan)
-    found: dict[str, LeafState] = {path: {} for path in _trainable_paths(plan)}
+    states_by_path: dict[str, LeafState] = {path: {} for path in _trainable_paths(plan)}
     # Leaves of groups that take their first step next, and have no state yet.
     anew: set[str] = set()
     for entry in entries:
@@ -115,7 +115,7 @@ def optimizer_to_state_dict(
                     flat, unit, buffer, mesh, rank0_only, offload, sharded
                 ):
                     if entry.has(leaf):
-                        found[leaf.path][entry.name] = part
+                        states_by_path[leaf.path][entry.name] = part
             elif isinstance(value, torch.Tensor) and value.ndim == 1 and value.numel() > 1:
                 raise ValueError(
                     f"the entry {entry.name!r} of unit {unit.title!r} must have "
@@ -128,17 +128,21 @@ def optimizer_to_state_dict(
                     if (
                         scalar is None
                         and isinstance(value, tuple)
-                        and any(each is not None for each in value)
+                        and any(state_value is not None for state_value in value)
                     ):
                         anew.add(leaf.path)
-                    found[leaf.path][entry.name] = (
+                    states_by_path[leaf.path][entry.name] = (
                         kept_copy(scalar, offload) if isinstance(scalar, torch.Tensor) else scalar
                     )
     if rank0_only and mesh.rank:
         return {}
     state_dict = {
         "state": plan.in_order(
-            {path: own for path, own in found.items() if own and path not in anew}
+            {
+                path: leaf_state
+                for path, leaf_state in states_by_path.items()
+                if leaf_state and path not in anew
+            }
         ),
         "param_groups": param_groups,
     }
@@ -188,11 +192,13 @@ def _entries_and_groups(
             {**others, "params": paths}
         ]
     step: Any = optimizer.step
-    wanted = {"steps", "momentum", "adamw"} if isinstance(step, MuonStep) else {"steps", "leaves"}
-    if missing := wanted - opt_state.keys():
+    required_keys = (
+        {"steps", "momentum", "adamw"} if isinstance(step, MuonStep) else {"steps", "leaves"}
+    )
+    if missing_keys := required_keys - opt_state.keys():
         raise ValueError(
-            f"opt_state must be a state of the optimizer, which has {sorted(wanted)}; found no "
-            f"{sorted(missing)}: pass state.opt_state, or what optimizer.init returned"
+            f"opt_state must be a state of the optimizer, which has {sorted(required_keys)}; found no "
+            f"{sorted(missing_keys)}: pass state.opt_state, or what optimizer.init returned"
         )
     check_not_donated(opt_state.get("momentum", opt_state.get("leaves")))
     if isinstance(step, MuonStep):
@@ -214,8 +220,8 @@ def _torch_entries(opt_state: Any, step: TorchStep, plan: Plan) -> list[_Entry]:
         _Entry(
             name,
             {
-                unit: {key: own.get(name) for key, own in each.items()}
-                for unit, each in leaves.items()
+                unit: {key: buffer_state.get(name) for key, buffer_state in buffer_states.items()}
+                for unit, buffer_states in leaves.items()
             },
             step.layout,
         )
@@ -227,8 +233,8 @@ def _flattened(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a state dict as one flat dictionary; the inverse is in ``optimizer_loading``."""
     state = {
         f"state.{path}.{name}": v
-        for path, own in state_dict["state"].items()
-        for name, v in own.items()
+        for path, leaf_state in state_dict["state"].items()
+        for name, v in leaf_state.items()
     }
     options = {
         f"param_groups.{path}.{key}": value

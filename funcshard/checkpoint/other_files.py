@@ -32,13 +32,13 @@ def what_it_holds(folder: Path) -> str:
         "pytorch_model*": "from_pretrained(folder)",
     }
     for pattern, remedy in ways.items():
-        if found := fnmatch.filter(names, pattern):
+        if matching_names := fnmatch.filter(names, pattern):
             return (
-                f"it holds {found[0]!r}, which is not in the safetensors format: write it so with transformers, as in "
-                f"{cls}.{remedy.format(found[0])}.save_pretrained(another_folder)"
+                f"it holds {matching_names[0]!r}, which is not in the safetensors format: write it so with "
+                f"transformers, as in {cls}.{remedy.format(matching_names[0])}.save_pretrained(another_folder)"
             )
-    if found := fnmatch.filter(names, "*.safetensors"):
-        return f"it holds {found[0]!r}: pass the path of this file to import_safetensors, with a plan of the model"
+    if matching_names := fnmatch.filter(names, "*.safetensors"):
+        return f"it holds {matching_names[0]!r}: pass the path of this file to import_safetensors, with a plan of the model"
     if foreign := foreign_remedy(folder):
         return foreign
     return f"it holds {names[:3]}" if names else "it is empty"
@@ -47,10 +47,10 @@ def what_it_holds(folder: Path) -> str:
 def _json(file: Path) -> dict[str, Any]:
     """Return what a file says, or nothing if it is absent or damaged."""
     try:
-        found = file_data.parse(read_regular(file, most=1 << 20))
+        json_data = file_data.parse(read_regular(file, most=1 << 20))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return json_data if isinstance(json_data, dict) else {}
 
 
 def _architecture(config: dict[str, Any]) -> str:

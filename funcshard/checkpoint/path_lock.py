@@ -96,18 +96,22 @@ def take_soon(path: Path) -> PathLock | None:
 
     A save that deletes old checkpoints and leftovers has the lock of each one for a moment.
     """
-    for tried in range(11):
+    for attempt in range(11):
         if (lock := take(path)) is not None:
             return lock
-        pause(tried)
+        pause(attempt)
     return None
 
 
 def holder_of(path: Path) -> str:
     """Return the process that holds the lock of a path, in words."""
     try:
-        found = _words(lock_file(path))
-        return f"process {found['process']} on host {found['host']}" if found else "another process"
+        holder_text = _words(lock_file(path))
+        return (
+            f"process {holder_text['process']} on host {holder_text['host']}"
+            if holder_text
+            else "another process"
+        )
     except (OSError, ValueError):
         return "another process"
 
@@ -131,13 +135,13 @@ def _words(file: Path) -> dict[str, Any]:
         ValueError: it holds something else.
     """
     data = read_regular(file, most=1000, links=False)
-    found = file_data.table(
+    holder_fields = file_data.table(
         "the file", file_data.parse(data) if data else {}, others=False, later=("host", "process")
     )
-    if found:
-        file_data.text("host", found.get("host"))
-        file_data.whole("process", found.get("process"))
-    return found
+    if holder_fields:
+        file_data.text("host", holder_fields.get("host"))
+        file_data.whole("process", holder_fields.get("process"))
+    return holder_fields
 
 
 def pause(tried: int) -> None:

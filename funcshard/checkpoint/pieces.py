@@ -75,14 +75,14 @@ def own_pieces(
     flat, position = flat.detach(), mesh.position
     for leaf, part in zip(buffer.leaves, buffer.parts(mesh.shard.rank), strict=True):
         # Why empty pieces too: every rank then has all names, and the dtypes of optimizer state.
-        own = flat[part.in_shard] if part.end > part.begin else flat[:0]
-        whole = leaf.shape
+        shard_part = flat[part.in_shard] if part.end > part.begin else flat[:0]
+        whole_shape = leaf.shape
         within: tuple[tuple[int, int], ...] = ()
-        if leaf.cuts and (whole := leaf.whole_shape) != leaf.shape:
+        if leaf.cuts and (whole_shape := leaf.whole_shape) != leaf.shape:
             within = tuple(
                 zip(slice_offsets(leaf.shape, leaf.cuts, position), leaf.shape, strict=True)
             )
-        yield leaf, Piece(own, part.begin, whole, copy, within)
+        yield leaf, Piece(shard_part, part.begin, whole_shape, copy, within)
 
 
 def as_pieces(value: Any) -> list[Piece] | None:
@@ -91,7 +91,7 @@ def as_pieces(value: Any) -> list[Piece] | None:
         return [value]
     return (
         list(value)
-        if isinstance(value, Sequence) and all(isinstance(each, Piece) for each in value)
+        if isinstance(value, Sequence) and all(isinstance(piece, Piece) for piece in value)
         else None
     )
 
@@ -152,17 +152,19 @@ def _check_piece(
             f"whole leaf; found a tensor of {piece.tensor.ndim} dimensions, {piece.offset!r} and "
             f"{piece.shape!r}"
         )
-    wanted, found = dtype_of(buffer.dtype), piece.tensor.dtype
+    planned_dtype, piece_dtype = dtype_of(buffer.dtype), piece.tensor.dtype
     if tuple(piece.shape) != leaf.whole_shape or not (
-        found == wanted or (cast and can_cast(found, wanted))
+        piece_dtype == planned_dtype or (cast and can_cast(piece_dtype, planned_dtype))
     ):
         remedy = (
-            ": pass cast=True to convert them" if cast is False and can_cast(found, wanted) else ""
+            ": pass cast=True to convert them"
+            if cast is False and can_cast(piece_dtype, planned_dtype)
+            else ""
         )
         raise ValueError(
             f"pieces of leaf {leaf.path!r} of {where} must be of shape {leaf.whole_shape} and "
             f"dtype {buffer.dtype}, as planned; found {tuple(piece.shape)} and "
-            f"{str(found).removeprefix('torch.')}{remedy}"
+            f"{str(piece_dtype).removeprefix('torch.')}{remedy}"
         )
     sides = list(zip(piece.within, piece.shape, strict=False))
     if len(piece.within) not in (0, len(piece.shape)) or not all(
@@ -195,8 +197,8 @@ def copy_pieces(
         end = min(piece.offset + piece.tensor.numel(), part.end)
         if begin < end:
             with torch.no_grad():
-                own = local[part.in_shard][begin - part.begin : end - part.begin]
-                own.copy_(piece.tensor[begin - piece.offset : end - piece.offset])
+                local_part = local[part.in_shard][begin - part.begin : end - part.begin]
+                local_part.copy_(piece.tensor[begin - piece.offset : end - piece.offset])
 
 
 def copy_boxes(

@@ -173,12 +173,18 @@ def from_pretrained(
             "the model's own class, such as transformers.LlamaForCausalLM, or leave it out for "
             "the class that config.json names"
         )
-    own = ["model", "dtype", "mutable", "plan", *list(inspect.signature(make_plan).parameters)[2:]]
-    if unknown := sorted(options.keys() - set(own)):
+    own_options = [
+        "model",
+        "dtype",
+        "mutable",
+        "plan",
+        *list(inspect.signature(make_plan).parameters)[2:],
+    ]
+    if unknown := sorted(options.keys() - set(own_options)):
         others = "its own are model, dtype, mutable and plan, all others make_plan's"
         raise TypeError(
             f"from_pretrained has no option {unknown[0]!r}: "
-            f"{did_you_mean(unknown[0], own, otherwise=others)}"
+            f"{did_you_mean(unknown[0], own_options, otherwise=others)}"
         )
     if plan is not None and options:
         raise TypeError(
@@ -202,7 +208,7 @@ def from_pretrained(
         unit.name: {buffer.key: empty_shard(unit, buffer, mesh) for buffer in unit.buffers}
         for unit in plan.unit_list
     }
-    missing: list[str] = []
+    missing_paths: list[str] = []
     adapters: list[str] = []
     grown: _Grown = {}
     reset: Any = None
@@ -211,23 +217,23 @@ def from_pretrained(
         tensors = open_tensors(folder)
         for name, tensor in tensors.items():
             checksums.add(name, tensor.view(-1)[: COMPARED // tensor.itemsize])
-        missing, grown, found = _read(module, tensors, shards, plan, mesh, folder)
+        missing_paths, grown, read_buffers = _read(module, tensors, shards, plan, mesh, folder)
         in_files = {name for names in file_names(module).values() for name in names}
-        adapters = [path for path in missing if path not in in_files]
-        missing = [path for path in missing if path in in_files]
+        adapters = [path for path in missing_paths if path not in in_files]
+        missing_paths = [path for path in missing_paths if path in in_files]
         reset = adapter_reset(module) if adapters else None
-        rest = init_buffers(module, mesh)
-        buffers = {name: found.get(name, rest[name]) for name in buffers}
+        initial_buffers = init_buffers(module, mesh)
+        buffers = {name: read_buffers.get(name, initial_buffers[name]) for name in buffers}
     except Exception as error:
         fault = error
     checksums.start(fault).finish()
-    if missing:
+    if missing_paths:
         warnings.warn(
-            f"{path} lacks {len(missing)} of the model's {len(plan.leaves)} parameters, such as "
-            f"{missing[:3]}: they begin with the model's initial values",
+            f"{path} lacks {len(missing_paths)} of the model's {len(plan.leaves)} parameters, such as "
+            f"{missing_paths[:3]}: they begin with the model's initial values",
             stacklevel=callers_level(),
         )
-        init_missing(module, plan, mesh, shards, missing)
+        init_missing(module, plan, mesh, shards, missing_paths)
     if adapters:
         init_missing(module, plan, mesh, shards, adapters, reset)
     if grown:
@@ -277,8 +283,8 @@ def _read(
     tied: dict[str, tuple[str, torch.Tensor]] = {}
     read: set[str] = set()
     buffers: dict[str, torch.Tensor] = {}
-    for found, sources in read_names(module, tensors):
-        for name, tensor in found.items():
+    for read_name, sources in read_names(module, tensors):
+        for name, tensor in read_name.items():
             if name not in locations:
                 buffers[name] = tensor.to(module.get_buffer(name).dtype).to(mesh.device, copy=True)
                 continue
@@ -304,14 +310,14 @@ def _read(
             read.add(leaf.path)
         for source in sources:  # the bytes that were copied need not stay beside the copy
             release_pages(source)
-        del found, tensor  # before the next tensor is converted
-    missing = [leaf.path for leaf in plan.leaves if leaf.path not in read]
-    if missing and not read:
+        del read_name, tensor  # before the next tensor is converted
+    missing_paths = [leaf.path for leaf in plan.leaves if leaf.path not in read]
+    if missing_paths and not read:
         raise ValueError(
             f"{folder} holds no parameter of {type(module).__name__}; it has "
-            f"{sorted(tensors)[:3]}, and the model {missing[:3]}: it is of another model"
+            f"{sorted(tensors)[:3]}, and the model {missing_paths[:3]}: it is of another model"
         )
-    return missing, grown, buffers
+    return missing_paths, grown, buffers
 
 
 def _has_more_rows(shape: Sequence[int], rows: Sequence[int]) -> bool:
@@ -372,16 +378,16 @@ def save_pretrained(
     Source: ``transformers.PreTrainedModel.save_pretrained``.
     """
     if not isinstance(apply, Functional) or not is_hugging_face(apply.skeleton.template):
-        found = type(apply).__name__
+        apply_type = type(apply).__name__
         remedy = "pass the apply of from_pretrained or make_functional, before the shards"
         if isinstance(apply, Functional):
-            found = type(apply.skeleton.template).__name__
+            apply_type = type(apply.skeleton.template).__name__
             remedy = "export_safetensors writes the parameters of any module"
         raise TypeError(
-            f"save_pretrained takes the apply of a model of Hugging Face; found {found}: {remedy}"
+            f"save_pretrained takes the apply of a model of Hugging Face; found {apply_type}: {remedy}"
         )
     folder, fault = check_path("path", path), ""
-    most = check_bytes("max_shard_size", max_shard_size)
+    most_bytes = check_bytes("max_shard_size", max_shard_size)
     check_floating("dtype", dtype)
     check_all_shards(shards, plan, mesh)
     check_no_local_leaf(plan)
@@ -403,7 +409,7 @@ def save_pretrained(
             fault = str(error)
     if fault := next((text for text in all_gather_texts(mesh, fault) if text), ""):
         raise OSError(f"cannot save to {path}: {fault}")
-    return write_tensors(folder, entries, tensors, mesh, most, dtype)
+    return write_tensors(folder, entries, tensors, mesh, most_bytes, dtype)
 
 
 def _stored_entries(module: nn.Module, plan: Plan) -> list[list[Entry]]:
@@ -427,8 +433,10 @@ def _stored_entries(module: nn.Module, plan: Plan) -> list[list[Entry]]:
     meant = stored(
         module, {path: leaf for leaves in blank.values() for path, leaf in leaves.items()}
     )
-    found = {entry.name: entry.shape for group in groups for entry in group}
-    wrong = sorted(name for name, tensor in meant.items() if found.get(name) != tuple(tensor.shape))
+    entry_shapes = {entry.name: entry.shape for group in groups for entry in group}
+    wrong = sorted(
+        name for name, tensor in meant.items() if entry_shapes.get(name) != tuple(tensor.shape)
+    )
     if wrong:
         raise ValueError(
             f"the files hold {wrong[0]!r} as one tensor, whose parts lie in several units of the "
@@ -446,7 +454,7 @@ def _stored_tensors(
     extra: Mapping[str, torch.Tensor],
 ) -> Iterator[torch.Tensor]:
     """Gather unit after unit; on rank 0, yield the tensors of the files, then ``extra``."""
-    for unit, wanted in zip(plan.unit_list, names, strict=True):
+    for unit, unit_names in zip(plan.unit_list, names, strict=True):
         leaves: dict[str, torch.Tensor] = {}
         for buffer in unit.buffers:
             flat = shards[unit.name][buffer.key]
@@ -455,9 +463,9 @@ def _stored_tensors(
             ):
                 leaves[leaf.path] = value
         if mesh.rank == 0:
-            found = stored(module, leaves)
+            stored_tensors = stored(module, leaves)
             del leaves
-            for name in wanted:
-                yield found.pop(name)
+            for name in unit_names:
+                yield stored_tensors.pop(name)
     if mesh.rank == 0:
         yield from extra.values()

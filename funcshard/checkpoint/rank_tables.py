@@ -69,7 +69,9 @@ def write_table(
         "save": save,
         "own": flat.rank_specs,
         "items": {
-            name: each.to_json() for name, each in flat.tensors.items() if each.kind == "rank"
+            name: metadata.to_json()
+            for name, metadata in flat.tensors.items()
+            if metadata.kind == "rank"
         },
         "size": file.stat().st_size if regions else None,
         "regions": [
@@ -139,8 +141,10 @@ def write_sizes(folder: Path, world_size: int, save: str) -> None:
     names = {name for rank in range(world_size) for name in (file_of(rank), table_of(rank))} | {
         ".metadata"
     }
-    found = {each.name: each.stat().st_size for each in os.scandir(folder) if each.name in names}
-    write_text(folder / SIZES, {"save": save, "files": dict(sorted(found.items()))})
+    file_sizes = {
+        entry.name: entry.stat().st_size for entry in os.scandir(folder) if entry.name in names
+    }
+    write_text(folder / SIZES, {"save": save, "files": dict(sorted(file_sizes.items()))})
 
 
 def read_sizes(folder: Path, save: str, at: int | None = None) -> Mapping[str, int]:
@@ -157,12 +161,12 @@ def check_size(file: Path, size: int, at: int | None = None) -> None:
     """Raise ``ValueError`` unless a regular file exists and has the size that it was saved with."""
     try:
         with in_folder(file, at) as name:
-            found = regular_size(name, links=False, folder=at)
+            file_size = regular_size(name, links=False, folder=at)
     except FileNotFoundError:
         raise _missing(file) from None
-    if found != size:
+    if file_size != size:
         raise ValueError(
-            f"{file} is damaged: it has {found} bytes and was saved with {size}; restore another "
+            f"{file} is damaged: it has {file_size} bytes and was saved with {size}; restore another "
             "checkpoint"
         )
 
@@ -197,8 +201,10 @@ def read_text(path: Path, at: int | None = None) -> tuple[bytes, str]:
     except ValueError as error:
         raise damaged(path, error) from None
     if head["format"] not in (FORMAT, OLD_FORMAT):
-        found = file_data.shown(head["format"])
-        raise ValueError(f"{path} is of format {found}; this version of funcshard reads {FORMAT!r}")
+        format_text = file_data.shown(head["format"])
+        raise ValueError(
+            f"{path} is of format {format_text}; this version of funcshard reads {FORMAT!r}"
+        )
     digest = hashlib.sha256(text).hexdigest()
     if head.get("sha256") != digest:
         raise ValueError(
@@ -210,10 +216,10 @@ def read_text(path: Path, at: int | None = None) -> tuple[bytes, str]:
 
 def damaged(path: Path, why: Exception | None = None) -> ValueError:
     """Return the error for a text file that no version of the library wrote."""
-    kind = "the index" if path.name == INDEX else "a file"
+    file_kind = "the index" if path.name == INDEX else "a file"
     reason = f" ({why})" if why else ""
     return ValueError(
-        f"{path} is damaged: it is not {kind} of a checkpoint; restore another checkpoint{reason}"
+        f"{path} is damaged: it is not {file_kind} of a checkpoint; restore another checkpoint{reason}"
     )
 
 

@@ -41,10 +41,10 @@ class ReadItem:
 
     def destination(self, begin: int, numel: int) -> tuple[int, torch.Tensor]:
         """Return the first wanted index among ``begin : begin + numel``, and the place of these."""
-        found = self._wanted(begin, numel)
-        return found.start - begin, self.out[
-            found.start - self.begin : found.stop - self.begin
-        ] if found else self.out[:0]
+        wanted_part = self._wanted(begin, numel)
+        return wanted_part.start - begin, self.out[
+            wanted_part.start - self.begin : wanted_part.stop - self.begin
+        ] if wanted_part else self.out[:0]
 
     def _wanted(self, begin: int, numel: int) -> range:
         return range(max(self.begin, begin), min(self.begin + self.out.numel(), begin + numel))
@@ -68,19 +68,21 @@ class ReadBox:
 
     def overlap(self, begin: int, numel: int) -> int:
         """Return how many elements among ``begin : begin + numel`` of the tensor are wanted."""
-        found = (self.box.overlap(each) for each in boxes(self.shape, begin, begin + numel))
-        return sum(shared.numel for shared in found if shared is not None)
+        box_overlaps = (
+            self.box.overlap(leaf_box) for leaf_box in boxes(self.shape, begin, begin + numel)
+        )
+        return sum(shared.numel for shared in box_overlaps if shared is not None)
 
     def copy_from(self, begin: int, flat: torch.Tensor) -> int:
         """Copy the wanted elements of ``flat``, which starts at ``begin``; return their number."""
-        done = found = 0
-        for each in boxes(self.shape, begin, begin + flat.numel()):
-            if shared := self.box.overlap(each):
-                values = flat[done : done + each.numel].view(each.sizes)
-                here = shared.moved([-n for n in self.box.offsets])
-                there = shared.moved([-n for n in each.offsets])
+        done = copied_numel = 0
+        for leaf_box in boxes(self.shape, begin, begin + flat.numel()):
+            if shared := self.box.overlap(leaf_box):
+                values = flat[done : done + leaf_box.numel].view(leaf_box.sizes)
+                shared_box = shared.moved([-n for n in self.box.offsets])
+                there = shared.moved([-n for n in leaf_box.offsets])
                 with torch.no_grad():
-                    self.out[here.slices].copy_(values[there.slices])
-                found += shared.numel
-            done += each.numel
-        return found
+                    self.out[shared_box.slices].copy_(values[there.slices])
+                copied_numel += shared.numel
+            done += leaf_box.numel
+        return copied_numel

@@ -77,12 +77,12 @@ def replan(states: Sequence[Any], old: Plan, new: Plan) -> list[Any]:
         )
     device = _device_of(states)
     flat = [flatten_state(state, old, rank, device.type) for rank, state in enumerate(states)]
-    check_replicated([replicated_summary(each) for each in flat])
+    check_replicated([replicated_summary(rank_flat) for rank_flat in flat])
     tensors: dict[str, TensorMetadata] = {}
     slices: dict[str, list[TensorSlice]] = {}
-    for each in flat:
-        tensors |= each.tensors
-        for part in each.slices:
+    for rank_flat in flat:
+        tensors |= rank_flat.tensors
+        for part in rank_flat.slices:
             slices.setdefault(part.name, []).append(part)
 
     cpu = torch.device("cpu")
@@ -95,10 +95,12 @@ def replan(states: Sequence[Any], old: Plan, new: Plan) -> list[Any]:
         rank_specs = flat[rank % old.world_size].rank_specs
         empty = unflatten_state(flat[0].spec, rank_specs, tensors, new, rank, old, device_of)
         for item in empty.reads:
-            found = sum(
+            copied_numel = sum(
                 item.copy_from(part.begin, part.tensor) for part in slices.get(item.name, ())
             )
-            assert found == item.out.numel(), f"{item.name}: {found} of {item.out.numel()} elements"
+            assert copied_numel == item.out.numel(), (
+                f"{item.name}: {copied_numel} of {item.out.numel()} elements"
+            )
         empty.finish()
         result.append(empty.state)
     return result

@@ -137,7 +137,7 @@ def export_safetensors(
         [[0.0, 1.0], [2.0, 3.0]]
     """
     path = check_path("path", path)
-    most = check_bytes("max_shard_size", max_shard_size)
+    most_bytes = check_bytes("max_shard_size", max_shard_size)
     check_floating("dtype", dtype)
     check_all_shards(shards, plan, mesh)
     check_no_leaf(buffers, plan)
@@ -160,7 +160,9 @@ def export_safetensors(
                 "it out"
             )
     entries += [Entry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in extra.items()]
-    return write_tensors(path, entries, _full_tensors(shards, plan, mesh, extra), mesh, most, dtype)
+    return write_tensors(
+        path, entries, _full_tensors(shards, plan, mesh, extra), mesh, most_bytes, dtype
+    )
 
 
 def write_tensors(
@@ -258,16 +260,16 @@ def import_safetensors(
     check_flag("cast", cast)
     check_mesh(plan, mesh, {"the options of import_safetensors": f"cast={cast!r}"})
     checksums = LeafChecksums(mesh, str(path), "give every rank the same files")
-    found: dict[str, torch.Tensor] = {}
+    found_tensors: dict[str, torch.Tensor] = {}
     fault: Exception | None = None
     try:
-        found = _find_leaves(path, plan)
+        found_tensors = _find_leaves(path, plan)
         for buffer in (buffer for unit in plan.unit_list for buffer in unit.buffers):
             for leaf in buffer.leaves:
-                check_leaf(found[leaf.path], leaf, buffer, str(path), whole=True, cast=cast)
+                check_leaf(found_tensors[leaf.path], leaf, buffer, str(path), whole=True, cast=cast)
                 checksums.add(
                     leaf.path,
-                    found[leaf.path].view(-1)[: COMPARED // buffer.itemsize],
+                    found_tensors[leaf.path].view(-1)[: COMPARED // buffer.itemsize],
                     own_axes(buffer.local, leaf.cuts),
                 )
     except Exception as error:  # of any kind, because other ranks wait
@@ -275,9 +277,9 @@ def import_safetensors(
     checksums.start(fault).finish()
     shards: Shards = {}
     for unit in plan.unit_list:
-        shards[unit.name] = cut(unit, found, mesh, str(path), whole=True, cast=cast)
+        shards[unit.name] = cut(unit, found_tensors, mesh, str(path), whole=True, cast=cast)
         for leaf in unit.leaves:  # the bytes that were copied need not stay beside the copy
-            release_pages(found[leaf.path])
+            release_pages(found_tensors[leaf.path])
     return shards
 
 
@@ -329,21 +331,21 @@ def _write(
         )
     with ExitStack() as stack:
         stack.callback(lock.release)
-        for left in leftovers(target) if lock.certain else ():  # of exports that were killed
+        for leftover in leftovers(target) if lock.certain else ():  # of exports that were killed
             with suppress(OSError):  # an .old one is a checkpoint
-                if left.suffix == ".part" and all(
-                    name.endswith(_ENDINGS) for name in os.listdir(left)
+                if leftover.suffix == ".part" and all(
+                    name.endswith(_ENDINGS) for name in os.listdir(leftover)
                 ):
-                    shutil.rmtree(left)
+                    shutil.rmtree(leftover)
         aside = part_of(target, token)
         aside.mkdir()
         stack.callback(shutil.rmtree, aside, ignore_errors=True)
-        several = {"export": token} if len(names) > 1 else {}
+        export_token = {"export": token} if len(names) > 1 else {}
         for name, entries in zip(names, groups, strict=True):
             with open(aside / name, "wb") as file:
-                _write_one(file, entries, tensors, {"format": "pt", **several})
+                _write_one(file, entries, tensors, {"format": "pt", **export_token})
         everything = [*names]
-        if several:
+        if export_token:
             where = {
                 entry.name: name
                 for name, entries in zip(names, groups, strict=True)
@@ -351,7 +353,7 @@ def _write(
             }
             total = sum(entry.nbytes for entries in groups for entry in entries)
             body = {
-                "metadata": {"total_size": total, **several},
+                "metadata": {"total_size": total, **export_token},
                 "weight_map": dict(sorted(where.items())),
             }
             (aside / _INDEX).write_text(json.dumps(body, indent=2) + "\n")
@@ -433,7 +435,7 @@ def _file_names(number: int) -> list[str]:
 def _find_leaves(path: Path, plan: Plan) -> dict[str, torch.Tensor]:
     """Return the leaves of the plan by path, as views of the mapped files."""
     by_name = open_tensors(path)
-    found = {}
+    leaf_tensors = {}
     for leaf in plan.leaves:
         name = name_in(by_name, leaf)
         if name is None:
@@ -441,9 +443,9 @@ def _find_leaves(path: Path, plan: Plan) -> dict[str, torch.Tensor]:
                 f"{path} has no tensor named {leaf.path!r}; it has {sorted(by_name)[:3]} …: it is "
                 "of another model"
             )
-        found[leaf.path] = by_name[name]
+        leaf_tensors[leaf.path] = by_name[name]
         check_tie(leaf, by_name, str(path))
-    return found
+    return leaf_tensors
 
 
 def open_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -453,16 +455,16 @@ def open_tensors(path: Path) -> dict[str, torch.Tensor]:
         FileNotFoundError: there is no file.
         ValueError: a file is damaged.
     """
-    found: dict[str, torch.Tensor] = {}
+    tensors_by_name: dict[str, torch.Tensor] = {}
     files, token = _files(path)
     for file in files:
-        own = _open(file, token)
-        if twice := found.keys() & own.keys():
+        file_tensors = _open(file, token)
+        if twice := tensors_by_name.keys() & file_tensors.keys():
             raise ValueError(
                 f"{file} holds {min(twice)!r}, as another file beside it does: export them again"
             )
-        found |= own
-    return found
+        tensors_by_name |= file_tensors
+    return tensors_by_name
 
 
 def _open(file: Path, token: str | None) -> dict[str, torch.Tensor]:
@@ -531,7 +533,7 @@ def _entries(
     file: Path, header: Mapping[str, Any]
 ) -> dict[str, tuple[torch.dtype | None, tuple[int, ...], int, int]]:
     """Return dtype, shape, begin and end of each tensor of a header."""
-    found = {}
+    tensor_entries = {}
     for name, entry in header.items():
         if name == "__metadata__":
             continue
@@ -553,8 +555,8 @@ def _entries(
                     "in a byte"
                 )
             shape = (*shape[:-1], shape[-1] // 2)
-        found[name] = (_CODES.get(code), shape, begin, end)
-    return found
+        tensor_entries[name] = (_CODES.get(code), shape, begin, end)
+    return tensor_entries
 
 
 def _files(path: Path) -> tuple[list[Path], str | None]:

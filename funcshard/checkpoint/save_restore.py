@@ -308,12 +308,12 @@ def restore(
         )
     check_flag("cast", cast)
     _check_plans(plan, mesh, {"the options of restore": f"cast={cast!r}"})
-    for tried in range(TRIES):
-        found = _try_restore(path, plan, mesh, cast, last=tried == TRIES - 1)
-        if found is not None:
+    for attempt in range(TRIES):
+        restored_state = _try_restore(path, plan, mesh, cast, last=attempt == TRIES - 1)
+        if restored_state is not None:
             _log.debug("checkpoint %s is restored on %d ranks", path, mesh.world_size)
-            return found[0]
-        pause(tried)
+            return restored_state[0]
+        pause(attempt)
     raise AssertionError
 
 
@@ -323,7 +323,7 @@ def _try_restore(
     """Return this rank's state in a list, or ``None`` if another save replaced what a rank read."""
     with ExitStack() as stack:
         folder: OpenFolder | None = None
-        contents, found = None, []
+        contents, restored_states = None, []
         fault: Exception | None = None
         try:
             folder = stack.enter_context(open_folder(path))
@@ -337,10 +337,10 @@ def _try_restore(
         try:
             assert contents is not None
             assert folder is not None
-            found = [_read_state(contents, folder, plan, mesh, cast)]
+            restored_states = [_read_state(contents, folder, plan, mesh, cast)]
         except Exception as error:
             fault = error
-        return found if _have_one(path, fault, folder, "", mesh, last=last) else None
+        return restored_states if _have_one(path, fault, folder, "", mesh, last=last) else None
 
 
 def _have_one(

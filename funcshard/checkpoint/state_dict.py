@@ -189,16 +189,18 @@ def from_state_dict(
         return _from_rank(state_dict, plan, mesh, src, cast)
     where = "the state dict"
     checksums = LeafChecksums(mesh, where, "load the same file on every rank, or pass src=0")
-    found: dict[str, Any] = {}
+    leaf_values: dict[str, Any] = {}
     fault: Exception | None = None
     try:
-        found = find_leaves(state_dict, plan.leaves)
+        leaf_values = find_leaves(state_dict, plan.leaves)
         _warn_of_unknown(state_dict, plan)
         for buffer in (buffer for unit in plan.unit_list for buffer in unit.buffers):
             for leaf in buffer.leaves:
-                _check_value(found[leaf.path], leaf, buffer, mesh, where, cast)
-                if check and is_full(found[leaf.path]):
-                    checksums.add(leaf.path, found[leaf.path], own_axes(buffer.local, leaf.cuts))
+                _check_value(leaf_values[leaf.path], leaf, buffer, mesh, where, cast)
+                if check and is_full(leaf_values[leaf.path]):
+                    checksums.add(
+                        leaf.path, leaf_values[leaf.path], own_axes(buffer.local, leaf.cuts)
+                    )
     except Exception as error:  # of any kind, because other ranks wait
         fault = error
     # Why before the leaves are cut: to cut a DTensor, all ranks gather it.
@@ -209,7 +211,7 @@ def from_state_dict(
                 unit,
                 buffer,
                 mesh,
-                {leaf.path: found[leaf.path] for leaf in buffer.leaves},
+                {leaf.path: leaf_values[leaf.path] for leaf in buffer.leaves},
                 where,
                 cast,
             )
@@ -310,7 +312,7 @@ def leaves_for_this_rank(
         sharded=buffer.shards > 1,
         offload=unit.offload,
     )
-    found = []
+    rank_leaves = []
     for leaf, view in zip(buffer.leaves, views(full, buffer), strict=True):
         axes = {each.axis for each in leaf.cuts}
         if rank0_only and any(
@@ -319,9 +321,9 @@ def leaves_for_this_rank(
             continue
         value = join_slices(view, leaf, mesh, first_only=rank0_only)
         if value is not None:
-            found.append((leaf, kept_copy(value, offload)))
+            rank_leaves.append((leaf, kept_copy(value, offload)))
         del value
-    return found
+    return rank_leaves
 
 
 def kept_copy(value: torch.Tensor, offload: bool) -> torch.Tensor:
@@ -408,21 +410,21 @@ def find_leaves(
             f"a state dict must be a dictionary {{name: tensor}}; found "
             f"{type(state_dict).__name__}: {remedy}"
         )
-    found: dict[str, Any] = {}
-    missing = []
+    values_by_path: dict[str, Any] = {}
+    missing_paths = []
     for leaf in leaves:
         name = name_in(state_dict, leaf)
         if name is None:
-            missing.append(leaf.path)
+            missing_paths.append(leaf.path)
         else:
-            found[leaf.path] = state_dict[name]
+            values_by_path[leaf.path] = state_dict[name]
             check_tie(leaf, state_dict, "the state dict")
-    if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    if missing_paths:
+        more_text = f" and {len(missing_paths) - 3} more" if len(missing_paths) > 3 else ""
         raise ValueError(
-            f"{rule}; missing: {missing[:3]}{more}: {_remedy(state_dict, missing)}{remedy}"
+            f"{rule}; missing: {missing_paths[:3]}{more_text}: {_remedy(state_dict, missing_paths)}{remedy}"
         )
-    return found
+    return values_by_path
 
 
 def _remedy(state_dict: Mapping[str, Any], missing: list[str]) -> str:
@@ -465,16 +467,18 @@ def _warn_of_unknown(state_dict: Mapping[str, Any], plan: Plan) -> None:
 
     Why by the end of their names: the plan of a plain tree does not know the buffers' names.
     """
-    known = {name for leaf in plan.leaves for name in (leaf.path, *leaf.aliases)}
-    ends = {name.rpartition(".")[2] for name in known}
-    own = known.union(plan.names)
+    known_names = {name for leaf in plan.leaves for name in (leaf.path, *leaf.aliases)}
+    ends = {name.rpartition(".")[2] for name in known_names}
+    own_names = known_names.union(plan.names)
     unknown = [
-        name for name in state_dict if name not in own and str(name).rpartition(".")[2] in ends
+        name
+        for name in state_dict
+        if name not in own_names and str(name).rpartition(".")[2] in ends
     ]
     if unknown:
-        more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+        more_text = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
         warnings.warn(
-            f"the state dict holds {unknown[:3]}{more}, which are no leaves of the plan and were "
+            f"the state dict holds {unknown[:3]}{more_text}, which are no leaves of the plan and were "
             "left out: if they should be loaded, make the plan from the params of the same "
             "module; else delete them from the state dict",
             stacklevel=callers_level(),
@@ -536,11 +540,11 @@ def shard_from_rank(
         where: the words for the source of the leaves in an error message.
         cast: as in ``check_leaf``.
     """
-    given = []
+    leaf_values = []
     for leaf in buffer.leaves:
         value = leaves.get(leaf.path)
         if value is None:
             value = torch.zeros(leaf.whole_shape, dtype=dtype_of(buffer.dtype), device=mesh.device)
         check_leaf(value, leaf, buffer, where, meta=True, whole=True, cast=cast)
-        given.append(slice_from_rank(src, value.to(dtype_of(buffer.dtype)), leaf, mesh))
-    return cut_from_rank(src, unit, buffer, given, mesh)
+        leaf_values.append(slice_from_rank(src, value.to(dtype_of(buffer.dtype)), leaf, mesh))
+    return cut_from_rank(src, unit, buffer, leaf_values, mesh)

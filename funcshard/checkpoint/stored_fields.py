@@ -41,7 +41,7 @@ def items_from(
 
 def _item_from(name: str, data: Any, axes: Mapping[str, int], rank: int | None) -> TensorMetadata:
     fields = file_data.listed("a tensor", data)
-    shape, dtype, kind, on_mesh, label, cuts = (
+    shape, dtype, tensor_kind, on_mesh, label, cuts = (
         fields if len(fields) == 6 else [*file_data.listed("a tensor", data, 5), []]
     )
     sizes = file_data.numbers(f"the shape of {name!r}", shape)
@@ -50,17 +50,17 @@ def _item_from(name: str, data: Any, axes: Mapping[str, int], rank: int | None) 
             f"the shape of {name!r} must have at most {_LONGEST_SHAPE} dimensions; found "
             f"{len(sizes)}"
         )
-    word, *along = file_data.text(f"the kind of {name!r}", kind).split(" ")
-    known = (
+    word, *along = file_data.text(f"the kind of {name!r}", tensor_kind).split(" ")
+    is_known = (
         word in _KINDS
         and {*along} <= axes.keys()
         and len({*along}) == len(along)
         and (word == "local" or not along)
     )
-    if not known or (rank is not None and word != "rank"):
+    if not is_known or (rank is not None and word != "rank"):
         raise ValueError(
             f"the kind of {name!r} must be {', '.join(_KINDS)} along axes; found "
-            f"{file_data.shown(kind)}"
+            f"{file_data.shown(tensor_kind)}"
         )
     if word == "rank":  # the tensors of one rank are stored as name@rank
         number = name.rpartition("@")[2]
@@ -70,13 +70,13 @@ def _item_from(name: str, data: Any, axes: Mapping[str, int], rank: int | None) 
                 f"a tensor of one rank must be named after it, as in 'name@0'; found {name!r}"
             )
     dtype_of(file_data.text(f"the dtype of {name!r}", dtype))
-    own = dict.fromkeys(local_axes(kind))
+    own_axes = dict.fromkeys(local_axes(tensor_kind))
     leaf_cuts = decode(tuple[LeafCut, ...], cuts, f"the cuts of {name!r}")
-    check_cuts(leaf_cuts, sizes, {axis: size for axis, size in axes.items() if axis in own})
+    check_cuts(leaf_cuts, sizes, {axis: size for axis, size in axes.items() if axis in own_axes})
     return TensorMetadata(
         sizes,
         dtype,
-        kind,
+        tensor_kind,
         file_data.flag(f"the place of {name!r}", on_mesh),
         file_data.text(f"the label of {name!r}", label),
         leaf_cuts,
@@ -94,24 +94,24 @@ def regions_from(
         size: bytes of the file.
         items: metadata of the tensors of all ranks and of this one, by name.
     """
-    found: dict[str, list[Region]] = {}
+    regions_by_name: dict[str, list[Region]] = {}
     for fields in file_data.listed("regions", data):
-        name, *rest = file_data.listed("a region", fields, 7)
-        region = _region_from(name, rest, file, size, items)
-        found.setdefault(name, []).append(region)
-    return found
+        name, *region_fields = file_data.listed("a region", fields, 7)
+        region = _region_from(name, region_fields, file, size, items)
+        regions_by_name.setdefault(name, []).append(region)
+    return regions_by_name
 
 
 def old_region_from(
     data: Any, files: Mapping[str, int], items: Mapping[str, TensorMetadata]
 ) -> Region:
     """Return a box of the index of a checkpoint of the first versions, which has the file too."""
-    name, begin, offsets, sizes, file, *rest = file_data.listed("a region", data, 8)
+    name, begin, offsets, sizes, file, *region_fields = file_data.listed("a region", data, 8)
     if file_data.text("the file of a region", file) not in files:
         raise ValueError(
             f"it says that {name!r} lies in {file!r}, which is not one of the checkpoint's files"
         )
-    return _region_from(name, [begin, offsets, sizes, *rest], file, files[file], items)
+    return _region_from(name, [begin, offsets, sizes, *region_fields], file, files[file], items)
 
 
 def _region_from(
@@ -133,7 +133,8 @@ def _region_from(
         file_data.whole(where, checksum, 0, 2**32 - 1),
     )  # fmt: skip
     inside = len(low) == len(extent) == len(stored.shape) and all(
-        first + count <= most for first, count, most in zip(low, extent, stored.shape, strict=True)
+        first + count <= dim_size
+        for first, count, dim_size in zip(low, extent, stored.shape, strict=True)
     )
     if not inside or begin + region.numel > stored.numel or begin != _place(low, stored.shape):
         raise ValueError(
@@ -174,7 +175,7 @@ def check_outline(
         per_rank: the number of the ``PerRank`` value that the tree is; it may hold earlier ones.
     """
     kind_outside = "whole" if per_rank is None else "rank"
-    most = file_data.MOST if per_rank is None else per_rank - 1
+    most_number = file_data.MOST if per_rank is None else per_rank - 1
     nodes: list[tuple[Any, bool, Collection[str]]] = [(spec, False, ())]
     if isinstance(plans, Mapping):
         _children(*_kind_and_parts(spec))  # because by_entry takes a tree
@@ -187,8 +188,8 @@ def check_outline(
         node, in_shards, leaves = nodes.pop()
         if node is None:
             continue
-        kind, parts = _kind_and_parts(node)
-        if kind == "value" and len(parts) == 1:
+        node_kind, parts = _kind_and_parts(node)
+        if node_kind == "value" and len(parts) == 1:
             if type(parts[0]) not in (int, float, bool, str) and not (
                 in_shards and parts[0] is None
             ):
@@ -196,16 +197,16 @@ def check_outline(
                     "a value of the state must be a number or a text; found "
                     f"{file_data.shown(parts[0])}"
                 )
-        elif kind == "tensor" and len(parts) == 1:
+        elif node_kind == "tensor" and len(parts) == 1:
             stored = items.get(file_data.text("the name of a tensor", parts[0]))
             if stored is None or not (in_shards or stored.kind == kind_outside):
                 raise ValueError(
                     "the state must name tensors of the checkpoint; found "
                     f"{file_data.shown(parts[0])}"
                 )
-        elif kind == "rank" and len(parts) == 1:
-            file_data.whole("the number of a PerRank", parts[0], 0, most)
-        elif kind == "shards" and len(parts) == 2 and not in_shards and per_rank is None:
+        elif node_kind == "rank" and len(parts) == 1:
+            file_data.whole("the number of a PerRank", parts[0], 0, most_number)
+        elif node_kind == "shards" and len(parts) == 2 and not in_shards and per_rank is None:
             if parts[0] not in _FORMS:
                 raise ValueError(
                     f"a tree of shards must be one of {', '.join(_FORMS)}; found "
@@ -220,7 +221,7 @@ def check_outline(
                     )
                 nodes.append((below, True, ()))
         else:
-            nodes += [(child, in_shards, leaves) for child in _children(kind, parts)]
+            nodes += [(child, in_shards, leaves) for child in _children(node_kind, parts)]
 
 
 def check_held(
@@ -236,16 +237,17 @@ def check_held(
     for name, stored in items.items():
         if (
             stored.kind == kind
-            and (found := sum([each.numel for each in regions.get(name, ())])) != stored.numel
+            and (held_numel := sum([region.numel for region in regions.get(name, ())]))
+            != stored.numel
         ):
             raise ValueError(
-                f"{folder} holds {found} of {stored.numel} needed elements of {name!r}"
+                f"{folder} holds {held_numel} of {stored.numel} needed elements of {name!r}"
             )
 
 
 def _kind_and_parts(node: Any) -> tuple[Any, list[Any]]:
-    kind, *parts = file_data.listed("a node of the state", node) or [None]
-    return kind, parts
+    node_kind, *parts = file_data.listed("a node of the state", node) or [None]
+    return node_kind, parts
 
 
 def _children(kind: Any, parts: list[Any]) -> list[Any]:

@@ -78,22 +78,25 @@ class EmptyState:
         for shard, dtype in self.casts:
             shard.data = shard.to(dtype)
         for where, paths, tensors in self.merged:
-            one = tensors[0]
-            for path, other in zip(paths, tensors, strict=True):
-                if one.shape != other.shape:
+            first_tensor = tensors[0]
+            for path, other_tensor in zip(paths, tensors, strict=True):
+                if first_tensor.shape != other_tensor.shape:
                     raise _disagreement(
                         where,
                         paths[0],
                         path,
-                        f"of shape {tuple(one.shape)}",
-                        f"of {tuple(other.shape)}",
+                        f"of shape {tuple(first_tensor.shape)}",
+                        f"of {tuple(other_tensor.shape)}",
                     )
                 # Why bytes: NaN is equal to no number, and torch compares no tensors of bits8.
-                if not torch.equal(byte_view(one), byte_view(other)):
+                if not torch.equal(byte_view(first_tensor), byte_view(other_tensor)):
                     at = (
-                        int((byte_view(one) != byte_view(other)).nonzero()[0]) // one.element_size()
+                        int((byte_view(first_tensor) != byte_view(other_tensor)).nonzero()[0])
+                        // first_tensor.element_size()
                     )
-                    raise _disagreement(where, paths[0], path, _shown(one, at), _shown(other, at))
+                    raise _disagreement(
+                        where, paths[0], path, _shown(first_tensor, at), _shown(other_tensor, at)
+                    )
 
 
 def unflatten_state(
@@ -130,12 +133,12 @@ def unflatten_state(
     empty = EmptyState(None, [])
     nodes = []
     try:
-        for (_, node, plan), (_, _, before) in zip(
+        for (_, node, plan), (_, _, old_plan) in zip(
             by_entry(spec, plans), by_entry(spec, old), strict=True
         ):
-            buffers = [buffer for unit in before.unit_list for buffer in unit.buffers]
+            buffers = [buffer for unit in old_plan.unit_list for buffer in unit.buffers]
             dtypes = {leaf.path: buffer.dtype for buffer in buffers for leaf in buffer.leaves}
-            axes = before.mesh_axes
+            axes = old_plan.mesh_axes
             unflattener = _Unflattener(
                 rank_specs, tensors, plan, rank, axes, dtypes, device_of, where, cast, empty
             )
@@ -166,19 +169,19 @@ class _Unflattener:
     def node(self, spec: TreeSpec) -> Any:
         if spec is None:
             return None
-        kind = spec[0]
-        if kind == "value":
+        node_kind = spec[0]
+        if node_kind == "value":
             return spec[1]
-        if kind == "tensor":
+        if node_kind == "tensor":
             return self._whole(spec[1])
-        if kind == "rank":
+        if node_kind == "rank":
             if spec[1] >= len(self.rank_specs):
                 raise ValueError(
                     f"the state has {len(self.rank_specs)} PerRank values of this rank; found "
                     f"number {spec[1]}"
                 )
             return PerRank(self.node(self.rank_specs[spec[1]]))
-        if kind == "shards":
+        if node_kind == "shards":
             return self._shards(spec[1], dict(spec[2]))
         return _container(spec, [self.node(child) for child in spec[3]])
 
@@ -212,19 +215,23 @@ class _Unflattener:
             return flat if form == "list" else tuple(flat)
         shards: dict[str, Any] = {}
         for unit in self.plan.unit_list:
-            own = {
+            buffer_tensors = {
                 b.key: by_buffer[unit.name, b.key]
                 for b in unit.buffers
                 if (unit.name, b.key) in by_buffer
             }
-            if own or form == "every unit":
+            if buffer_tensors or form == "every unit":
                 named = [by_leaf.get(name_in(by_leaf, leaf) or "") for leaf in unit.leaves]
-                shards[unit.name] = None if own and all(node == NO_UNIT for node in named) else own
+                shards[unit.name] = (
+                    None
+                    if buffer_tensors and all(node == NO_UNIT for node in named)
+                    else buffer_tensors
+                )
         return shards
 
     def _by_buffer(self, by_leaf: dict[str, TreeSpec]) -> dict[tuple[str, str], Any]:
         """Return the node of each buffer, by unit and key, of a tree of shards by leaf."""
-        found: dict[tuple[str, str], Any] = {}
+        tensors_by_buffer: dict[tuple[str, str], Any] = {}
         used: set[str] = set()
         for unit in self.plan.unit_list:
             for buffer in unit.buffers:
@@ -241,27 +248,27 @@ class _Unflattener:
                         "as it was made then"
                     )
                 used.update(present)
-                found[unit.name, buffer.key] = self._below(
+                tensors_by_buffer[unit.name, buffer.key] = self._below(
                     [by_leaf[name] for name in present], unit, buffer
                 )
         if unknown := sorted(by_leaf.keys() - used):
             raise ValueError(
                 f"leaf {unknown[0]!r} of the state is not in the plan: the plan is of another model"
             )
-        return found
+        return tensors_by_buffer
 
     def _below(self, specs: Sequence[TreeSpec], unit: UnitPlan, buffer: BufferPlan) -> Any:
         """Return the node below one buffer from those below its leaves in the stored tree."""
         first, paths = specs[0], [leaf.path for leaf in buffer.leaves]
-        for path, other in zip(paths, specs, strict=True):
-            if _form(other) != _form(first):
+        for path, other_spec in zip(paths, specs, strict=True):
+            if _form(other_spec) != _form(first):
                 raise ValueError(
                     f"the plan puts leaves {paths[0]!r} and {path!r} into one buffer of unit "
                     f"{unit.title!r}, and the state holds values of different structure for them: "
                     "keep them in separate units"
                 )
-            if other is not None and other[0] == "value" and other != first:
-                raise _disagreement(unit.title, paths[0], path, first[1], other[1])
+            if other_spec is not None and other_spec[0] == "value" and other_spec != first:
+                raise _disagreement(unit.title, paths[0], path, first[1], other_spec[1])
         if first is None or first[0] in ("value", "rank"):
             return self.node(first)
         if first[0] == "tensor":
@@ -278,12 +285,12 @@ class _Unflattener:
         """Return the tensor below one buffer whose leaves' tensors are stored under ``names``."""
         stored = [self.tensors[name] for name in names]
         first = stored[0]
-        for name, other in zip(names, stored, strict=True):
-            if (other.dtype, _sort(other)) != (first.dtype, _sort(first)):
+        for name, other_stored in zip(names, stored, strict=True):
+            if (other_stored.dtype, _sort(other_stored)) != (first.dtype, _sort(first)):
                 raise ValueError(
                     f"the plan puts {names[0]!r} and {name!r} into one buffer of unit "
                     f"{unit.title!r}, and they are stored as {first.kind} {first.dtype} and as "
-                    f"{other.kind} {other.dtype}: keep them in separate units"
+                    f"{other_stored.kind} {other_stored.dtype}: keep them in separate units"
                 )
         if first.kind in ("whole", "rank"):
             tensors = [self._whole(name) for name in names]
@@ -305,16 +312,16 @@ class _Unflattener:
 
         A shard that was saved in another dtype than its leaves' stays, such as a float32 average.
         """
-        leaf, wanted = buffer.leaves[0], dtype_of(buffer.dtype)
-        known = name_in(self.old_dtypes, leaf)
+        leaf, planned_dtype = buffer.leaves[0], dtype_of(buffer.dtype)
+        known_name = name_in(self.old_dtypes, leaf)
         if (
-            known is None
-            or shard.dtype == wanted
-            or shard.dtype != dtype_of(self.old_dtypes[known])
+            known_name is None
+            or shard.dtype == planned_dtype
+            or shard.dtype != dtype_of(self.old_dtypes[known_name])
         ):
             return
-        if self.cast and can_cast(shard.dtype, wanted):
-            self.empty.casts.append((shard, wanted))
+        if self.cast and can_cast(shard.dtype, planned_dtype):
+            self.empty.casts.append((shard, planned_dtype))
             return
         remedy = "make the plan of parameters in the stored dtype" + (
             ", or pass cast=True" if self.cast is False else ""
@@ -352,9 +359,9 @@ class _Unflattener:
                 f"they cut, as in local={{{leaf.path!r}: {{'tensor': 0}}}}"
             )
         if metadata.whole_shape != leaf.whole_shape:
-            whole = " as a whole" if leaf.cuts or metadata.cuts else ""
+            whole_text = " as a whole" if leaf.cuts or metadata.cuts else ""
             raise ValueError(
-                f"leaf {leaf.path!r} has shape {leaf.whole_shape}{whole} in the plan; found "
+                f"leaf {leaf.path!r} has shape {leaf.whole_shape}{whole_text} in the plan; found "
                 f"{metadata.whole_shape} stored as {name!r}: the plan is of another model, or cuts "
                 "another dimension"
             )
@@ -399,10 +406,10 @@ class _Unflattener:
             stored = stored_name(name, metadata.kind, old, self.old_mesh_axes)
             for box, out in targets:
                 if shared := box.overlap(held):
-                    here = shared.moved([-n for n in box.offsets])
+                    shared_box = shared.moved([-n for n in box.offsets])
                     there = shared.moved([-n for n in held.offsets])
                     self.empty.reads.append(
-                        ReadBox(stored, metadata.shape, there, out[here.slices])
+                        ReadBox(stored, metadata.shape, there, out[shared_box.slices])
                     )
 
     def _source(self, axes: Sequence[str]) -> dict[str, int]:
@@ -412,13 +419,13 @@ class _Unflattener:
         axes, modulo the number of ranks along them that there were. For one axis this is the index
         along it, modulo its old size.
         """
-        position, now = position_of(self.rank, self.plan.mesh_axes), self.plan.mesh_axes
-        before = {axis: self.old_mesh_axes.get(axis, 1) for axis in axes}
+        position, mesh_axes = position_of(self.rank, self.plan.mesh_axes), self.plan.mesh_axes
+        old_axes = {axis: self.old_mesh_axes.get(axis, 1) for axis in axes}
         number = rank_at(
             {axis: position.get(axis, 0) for axis in axes},
-            {axis: now.get(axis, 1) for axis in axes},
+            {axis: mesh_axes.get(axis, 1) for axis in axes},
         )
-        return position_of(number % math.prod(before.values()), before)
+        return position_of(number % math.prod(old_axes.values()), old_axes)
 
 
 def _sort(metadata: TensorMetadata) -> str:
@@ -427,13 +434,13 @@ def _sort(metadata: TensorMetadata) -> str:
 
 
 def _container(spec: TreeSpec, children: list[Any]) -> Any:
-    kind, fields, meta, _ = spec
-    if kind not in _CONTAINERS:
+    node_kind, fields, meta, _ = spec
+    if node_kind not in _CONTAINERS:
         raise ValueError(
-            f"the state contains a container of unknown kind {kind!r}: a newer version of "
+            f"the state contains a container of unknown kind {node_kind!r}: a newer version of "
             "funcshard stored it, or it is damaged"
         )
-    if kind == "namedtuple":
+    if node_kind == "namedtuple":
         cls: Any = find_class(meta)
         if not issubclass(cls, tuple) or not hasattr(cls, "_fields"):
             raise ValueError(
@@ -453,9 +460,9 @@ def _container(spec: TreeSpec, children: list[Any]) -> Any:
                 f"the stored {meta} cannot be made of the fields {fields}: {error}"
             ) from error
     meta = tree.freeze(meta)
-    if kind == "custom":
+    if node_kind == "custom":
         find_class(meta[0])
-    return tree.build((kind, meta, tuple(range(len(children)))), children)
+    return tree.build((node_kind, meta, tuple(range(len(children)))), children)
 
 
 def _form(spec: TreeSpec) -> Any:

@@ -200,19 +200,19 @@ class Writer:
         end = looked + self.timeout
         while True:
             names = set(os.listdir(self.part))
-            missing = [rank for rank in range(self.world_size) if table_of(rank) not in names]
-            if not missing:
+            missing_ranks = [rank for rank in range(self.world_size) if table_of(rank) not in names]
+            if not missing_ranks:
                 return
-            if failed := [rank for rank in missing if f"failed.{rank}" in names]:
+            if failed := [rank for rank in missing_ranks if f"failed.{rank}" in names]:
                 raise OSError(f"rank {failed[0]} could not write its part")
-            now = time.monotonic()
-            if now > looked + _LOOK:
-                looked = now
-                if found := self.lost():
-                    raise OSError(found)
-            if now > end:
+            current_time = time.monotonic()
+            if current_time > looked + _LOOK:
+                looked = current_time
+                if lost_text := self.lost():
+                    raise OSError(lost_text)
+            if current_time > end:
                 raise OSError(
-                    f"rank {missing[0]} has not written its part within {self.timeout:g} s"
+                    f"rank {missing_ranks[0]} has not written its part within {self.timeout:g} s"
                 )
             time.sleep(0.005)
 
@@ -256,7 +256,9 @@ class Writer:
         for rank in range(self.world_size):
             table = read_table(self.part, rank, self.token, mesh_axes, shared)
             tensors |= table.items
-            regions += [region for found in table.regions.values() for region in found]
+            regions += [
+                region for name_regions in table.regions.values() for region in name_regions
+            ]
         write_metadata(self.part, regions, tensors, mesh_axes)
 
     @property
@@ -266,8 +268,8 @@ class Writer:
 
     def renamed_by(self) -> str:
         """Return the rank that renamed the folder because it could make no file, or ``""``."""
-        found = self.path.parent.glob(f"{glob.escape(self.part.stem)}-*.part")
-        return next((each.stem.rpartition("-")[2] for each in found), "")
+        marked_folders = self.path.parent.glob(f"{glob.escape(self.part.stem)}-*.part")
+        return next((folder.stem.rpartition("-")[2] for folder in marked_folders), "")
 
     def remove_oldest(self, keep: int) -> None:
         """Remove all but the last ``keep`` checkpoints of the folder around ``path``."""

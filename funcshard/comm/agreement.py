@@ -78,11 +78,11 @@ def check_once(mesh: Ranks, texts: Mapping[str, str], label: str) -> None:
     This is for functions that a program may make anew in every step. Ranks whose texts differ are
     found all the same: those that know their text issue another collective than the rest.
     """
-    known = json.dumps([label, dict(texts), [axis for axis, _ in mesh.axes]])
-    if mesh.world_size == 1 or known in mesh.agreed or current_recording() is not None:
+    known_call = json.dumps([label, dict(texts), [axis for axis, _ in mesh.axes]])
+    if mesh.world_size == 1 or known_call in mesh.agreed or current_recording() is not None:
         return
     check_all_same(mesh, texts, label)
-    mesh.agreed.add(known)
+    mesh.agreed.add(known_call)
 
 
 def first_difference(
@@ -95,14 +95,14 @@ def first_difference(
         ranks: number of each of these ranks.
         remedy: as in ``check_same``.
     """
-    for what in dict.fromkeys(name for row in rows for name in row):
-        own = rows[0].get(what, "nothing")
+    for row_name in dict.fromkeys(name for row in rows for name in row):
+        own_text = rows[0].get(row_name, "nothing")
         for rank, row in zip(ranks, rows, strict=True):
-            other = row.get(what, "nothing")
-            if own != other and not _may_be_the_same(own, other):
+            other_text = row.get(row_name, "nothing")
+            if own_text != other_text and not _may_be_the_same(own_text, other_text):
                 return (
-                    f"{what} must be the same on every rank; rank {ranks[0]} has {own} and "
-                    f"rank {rank} has {other}: {remedy}"
+                    f"{row_name} must be the same on every rank; rank {ranks[0]} has {own_text} and "
+                    f"rank {rank} has {other_text}: {remedy}"
                 )
     return ""
 
@@ -115,14 +115,14 @@ def text_of(value: Any) -> str:
     """
     if isinstance(value, functools.partial):
         inner = text_of(value.func)
-        given = [
+        argument_texts = [
             *map(text_of, value.args),
-            *(f"{name}={text_of(each)}" for name, each in sorted(value.keywords.items())),
+            *(f"{name}={text_of(argument)}" for name, argument in sorted(value.keywords.items())),
         ]
-        return inner if inner == _SOME else f"{inner}({', '.join(given)})"
+        return inner if inner == _SOME else f"{inner}({', '.join(argument_texts)})"
     if isinstance(value, Mapping):
         # Why sorted: a program may make it from a set, whose order differs between processes.
-        return f"{{{', '.join(sorted(f'{text_of(key)}: {text_of(each)}' for key, each in value.items()))}}}"
+        return f"{{{', '.join(sorted(f'{text_of(key)}: {text_of(argument)}' for key, argument in value.items()))}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(text_of, value))}]"
     if isinstance(value, set | frozenset):
@@ -135,7 +135,10 @@ def text_of(value: Any) -> str:
     if callable(value):
         return f"{module}.{name}" if module and name and "<" not in name else _SOME
     if dataclasses.is_dataclass(value):
-        fields = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+        fields = {
+            class_field.name: getattr(value, class_field.name)
+            for class_field in dataclasses.fields(value)
+        }
         return f"{type(value).__name__}({text_of(fields)})"
     # Why no other text: that of an object may hold its address.
     return (
@@ -174,8 +177,8 @@ def all_gather_texts(mesh: Ranks, text: str, label: str = "") -> list[str]:
             texts = read[parts[0]] * (count * len(parts))
             continue
         texts = [
-            each
+            rank_text
             for part in parts
-            for each in (read[part] if len(read[part]) == count else read[part] * count)
+            for rank_text in (read[part] if len(read[part]) == count else read[part] * count)
         ]
     return texts

@@ -53,11 +53,11 @@ def watched(
     wait = patience
     while True:
         with contextlib.suppress(queue.Empty):
-            worked, found = answers.get(timeout=wait)
+            worked, call_result = answers.get(timeout=wait)
             break
         if lost := heart.find_lost(ranks, give_up):
             raise LostError(lost)
         wait = patience / 8
-    if isinstance(found, BaseException) and not worked:
-        raise found
-    return found  # type: ignore[return-value]
+    if isinstance(call_result, BaseException) and not worked:
+        raise call_result
+    return call_result  # type: ignore[return-value]

@@ -266,14 +266,14 @@ class DesyncDetector:
         if difference := self._find_difference():
             self.close_connections()
             raise RuntimeError(difference)
-        found = self._find_circle(number, serial)
-        if not found and self.heart is not None:
-            found = self.heart.find_lost(self._needed(number), self.give_up)
-        if found:
+        lost_text = self._find_circle(number, serial)
+        if not lost_text and self.heart is not None:
+            lost_text = self.heart.find_lost(self._needed(number), self.give_up)
+        if lost_text:
             if self.journal is not None:
                 self.journal.close_connections()
             self.close_connections()
-            raise RuntimeError(found)
+            raise RuntimeError(lost_text)
 
     def latest(self) -> str:
         """Return the latest collective in words."""
@@ -354,27 +354,35 @@ class DesyncDetector:
 
     def _start_comparison(self, *values: int) -> Comparison:
         # Why one fixed size: ranks that disagree on a collective must still be able to compare.
-        own = (self.number, self.history)
+        own_entries = (self.number, self.history)
         highest = torch.tensor(
-            [*own, *(-each for each in own), *(*values, 0, 0, 0)[:3]], device="cpu"
+            [*own_entries, *(-entry for entry in own_entries), *(*values, 0, 0, 0)[:3]],
+            device="cpu",
         )
         work = dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self._control, async_op=True)
-        return Comparison(own, highest, work)
+        return Comparison(own_entries, highest, work)
 
     def _finish_comparison(self) -> None:
         """Wait for the comparison that was started last, if any; raise if histories differ."""
         comparison, self.comparison = self.comparison, None
         if comparison is None:
             return
-        own = comparison.own
-        self.wait([comparison.work], own[0])
+        own_entries = comparison.own
+        self.wait([comparison.work], own_entries[0])
         highest = comparison.highest.tolist()
-        if tuple(highest[:2]) == own and tuple(highest[2:4]) == (-own[0], -own[1]):
+        if tuple(highest[:2]) == own_entries and tuple(highest[2:4]) == (
+            -own_entries[0],
+            -own_entries[1],
+        ):
             return
         # Every rank comes here, because the maxima are not all those of any single rank.
-        rows = [tuple(row) for row in self._gather(torch.tensor(own, device="cpu")).tolist()]
-        rank = next(rank for rank, row in enumerate(rows) if row != own or rank == len(rows) - 1)
-        self.raise_desync(own[0], rank, rows[rank][0])
+        rows = [
+            tuple(row) for row in self._gather(torch.tensor(own_entries, device="cpu")).tolist()
+        ]
+        rank = next(
+            rank for rank, row in enumerate(rows) if row != own_entries or rank == len(rows) - 1
+        )
+        self.raise_desync(own_entries[0], rank, rows[rank][0])
 
     def _gather(self, own: torch.Tensor) -> torch.Tensor:
         """Return the rows of all ranks, which have equal sizes."""
@@ -394,11 +402,11 @@ class DesyncDetector:
         for rank, (number, names) in sorted(self._exchange_entries().items()):
             own_first, other_first = self.number - len(self._entries) + 1, number - len(names) + 1
             for at in range(max(own_first, other_first), min(self.number, number) + 1):
-                own, other = self._describe(at), names[at - other_first]
-                if own != other:
+                own_text, other_text = self._describe(at), names[at - other_first]
+                if own_text != other_text:
                     return (
                         f"ranks issue different collectives: number {at} on mesh axis "
-                        f"{self._axis!r} is {own} on {self._title(self._rank)} and {other} on "
+                        f"{self._axis!r} is {own_text} on {self._title(self._rank)} and {other_text} on "
                         f"{self._title(rank)}; every rank has to issue the same ones in the same "
                         "order"
                     )
@@ -414,17 +422,17 @@ class DesyncDetector:
             return {}
         first = self.number - len(self._entries) + 1
         names = [self._describe(at) for at in range(first, self.number + 1)]
-        found = {}
+        entries_by_rank = {}
         try:
             self._store.set(str(self._rank), json.dumps([self.number, names]))
             for rank in self._ranks_to_read():
                 if self._store.check([str(rank)]):
                     number, entries = json.loads(self._store.get(str(rank)))
-                    found[rank] = (number, entries)
+                    entries_by_rank[rank] = (number, entries)
         # The store is silent, its process has ended, or a text is cut short.
         except (RuntimeError, ValueError):
-            return found
-        return found
+            return entries_by_rank
+        return entries_by_rank
 
     def _ranks_to_read(self) -> list[int]:
         """Return the other ranks, or, if they are many, some of them that change from look to look.
@@ -467,16 +475,19 @@ class DesyncDetector:
         if difference:
             raise RuntimeError(f"{difference}. Communication ended with: {error}") from error
         numbers = {rank: number for rank, (number, _) in self._exchange_entries().items()}
-        found = [
+        differing_ranks = [
             rank
             for rank in range(len(self._ranks))
             if rank != self._rank and numbers.get(rank, 0) < number
         ]
         seen = {rank: f"last seen at number {number}" for rank, number in numbers.items()}
         behind = [
-            f"{self._title(rank)} ({seen.get(rank, 'never seen')})" for rank in found[:MOST_READ]
+            f"{self._title(rank)} ({seen.get(rank, 'never seen')})"
+            for rank in differing_ranks[:MOST_READ]
         ]
-        behind += [f"and {len(found) - MOST_READ} more ranks"] * (len(found) > MOST_READ)
+        behind += [f"and {len(differing_ranks) - MOST_READ} more ranks"] * (
+            len(differing_ranks) > MOST_READ
+        )
         where = (
             f"not known to have reached it: {', '.join(behind)}"
             if behind
@@ -494,9 +505,9 @@ class DesyncDetector:
         if self.journal is None or (serial is None and not failed) or old:
             return ""
         ranks = self._needed(number)
-        what = f"{self._describe(number)} (number {number} on mesh axis {self._axis!r})"
+        waited_for = f"{self._describe(number)} (number {number} on mesh axis {self._axis!r})"
         return self.journal.find_circle(
-            Wait(self._group, number, what, ranks, serial or 0), failed=failed
+            Wait(self._group, number, waited_for, ranks, serial or 0), failed=failed
         )
 
     def _needed(self, number: int) -> Sequence[int]:
@@ -505,7 +516,7 @@ class DesyncDetector:
         return (
             self._ranks
             if needed is None
-            else [self._ranks[each] for each in needed if each != self._rank]
+            else [self._ranks[peer_rank] for peer_rank in needed if peer_rank != self._rank]
         )
 
     def find_lost(self) -> str:
@@ -542,9 +553,13 @@ class DesyncDetector:
         at = number - (self.number - len(self._entries)) - 1
         if not 0 <= at < len(self._entries):
             return "a collective that is no longer recorded"
-        kind, label, dtype, numel = self._entries[at]
-        what = kind if dtype is None else f"{kind} of {str(dtype).removeprefix('torch.')}[{numel}]"
-        return f"{what} of {label}" if label else what
+        entry_kind, label, dtype, numel = self._entries[at]
+        entry_text = (
+            entry_kind
+            if dtype is None
+            else f"{entry_kind} of {str(dtype).removeprefix('torch.')}[{numel}]"
+        )
+        return f"{entry_text} of {label}" if label else entry_text
 
     def _title(self, rank: int) -> str:
         return f"rank {self._ranks[rank]}"

@@ -95,10 +95,10 @@ class Gloo:
     def all_reduce(self, tensor: torch.Tensor, number: int) -> Work:
         flat = tensor.view(-1)
         parts = flat.tensor_split(self.size)  # sizes may differ by one, or be zero
-        own = parts[self.rank]
-        received = flat.new_empty(self.size * own.numel())
+        own_part = parts[self.rank]
+        received = flat.new_empty(self.size * own_part.numel())
         sizes = [_as_known(part).numel() for part in parts]
-        own_sizes = [_as_known(own).numel()] * self.size
+        own_sizes = [_as_known(own_part).numel()] * self.size
         scatter = dist.all_to_all_single(
             _as_known(received),
             _as_known(flat),
@@ -110,8 +110,8 @@ class Gloo:
 
         def finish() -> None:
             self.desync.wait([scatter], number)
-            if own.numel():
-                sum_in_rank_order(own, received.chunk(self.size))
+            if own_part.numel():
+                sum_in_rank_order(own_part, received.chunk(self.size))
             works = [
                 self._start_broadcast(part, src, self.reductions)
                 for src, part in enumerate(parts)
@@ -134,7 +134,7 @@ class Gloo:
     ) -> Work:
         # gloo's elements per element of ours
         width = 1 if out.dtype in _DTYPES else out.element_size()
-        receive, send = ([width * size for size in each] for each in (out_sizes, sizes))
+        receive, send = ([width * size for size in rank_sizes] for rank_sizes in (out_sizes, sizes))
         work = dist.all_to_all_single(
             _as_known(out), _as_known(full), receive, send, group=self.group, async_op=True
         )

@@ -154,9 +154,11 @@ class _LastDimWork:
 
     def wait(self) -> torch.Tensor:
         if self.out is None:
-            whole = self.work.wait()
-            whole = whole.view(self.size, whole.shape[0] // self.size, *whole.shape[1:])
-            self.out = whole.movedim(0, -2).flatten(-2)
+            gathered_rows = self.work.wait()
+            gathered_rows = gathered_rows.view(
+                self.size, gathered_rows.shape[0] // self.size, *gathered_rows.shape[1:]
+            )
+            self.out = gathered_rows.movedim(0, -2).flatten(-2)
         return self.out
 
 

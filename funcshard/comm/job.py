@@ -150,12 +150,12 @@ def device_mesh_of(
     groups = []
     for dim, (axis, size) in enumerate(sizes.items()):
         line = ranks[
-            tuple(slice(None) if other == dim else at for other, at in enumerate(position))
+            tuple(slice(None) if other_dim == dim else at for other_dim, at in enumerate(position))
         ].tolist()
-        made, limit, where = job, group_timeout(job), f"mesh axis {axis!r}"
+        axis_group, limit, where = job, group_timeout(job), f"mesh axis {axis!r}"
         if size < world:
-            made = connected(line, backend, limit, where, patience=patience, give_up=give_up)
-        groups.append(made)
+            axis_group = connected(line, backend, limit, where, patience=patience, give_up=give_up)
+        groups.append(axis_group)
     return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=names)
 
 
@@ -185,11 +185,11 @@ def device_of(kind: str) -> torch.device:
 
 def _choose_gpu(number: int) -> None:
     """Make a GPU of this machine the current one."""
-    found = torch.cuda.device_count()
-    if number >= found:
+    device_count = torch.cuda.device_count()
+    if number >= device_count:
         raise ValueError(
             f"each process of a machine needs a GPU of its own; found process number {number} "
-            f"(LOCAL_RANK) and {found} GPUs: start torchrun with --nproc-per-node={found}, or pass "
+            f"(LOCAL_RANK) and {device_count} GPUs: start torchrun with --nproc-per-node={device_count}, or pass "
             "init_mesh(device='cpu')"
         )
     torch.cuda.set_device(number)

@@ -113,9 +113,9 @@ class _Note:
 
     @classmethod
     def of(cls, text: bytes) -> _Note:
-        beat, (group, number, what, ranks, serial), counts, blocker = json.loads(text)
+        beat, (group, number, waited_for, ranks, serial), counts, blocker = json.loads(text)
         ranks = range(*ranks["range"]) if isinstance(ranks, dict) else ranks
-        return cls(beat, Wait(group, number, what, ranks, serial), counts, blocker)
+        return cls(beat, Wait(group, number, waited_for, ranks, serial), counts, blocker)
 
     def lacks(self, wait: Wait) -> bool:
         """Return whether this rank has not issued the collective that another one waits for."""
@@ -134,7 +134,7 @@ def compact(ranks: Sequence[int]) -> Sequence[int]:
     if len(ranks) > 1 and ranks[0] != ranks[1]:
         step = ranks[1] - ranks[0]
         regular = range(ranks[0], ranks[0] + step * len(ranks), step)
-        if all(found == expected for found, expected in zip(ranks, regular, strict=True)):
+        if all(found_rank == expected for found_rank, expected in zip(ranks, regular, strict=True)):
             return regular
     return ranks
 
@@ -237,16 +237,17 @@ class Journal:
                 the circle and ended.
         """
         try:
-            own = self._write(wait)
+            own_note = self._write(wait)
             self._looks += 1
-            circle = self._circle(own, failed)
-            before, self._suspected = self._suspected, circle
+            circle = self._circle(own_note, failed)
+            suspected_before, self._suspected = self._suspected, circle
             # Why failed is enough: that circle ends at a rank that has looked twice.
             if not circle or not (
-                failed or all(_lasts(note, before.get(rank)) for rank, note in circle.items())
+                failed
+                or all(_lasts(note, suspected_before.get(rank)) for rank, note in circle.items())
             ):
                 return ""
-            self._write(wait, _blocker(own, circle))
+            self._write(wait, _blocker(own_note, circle))
         # The store is silent, its process has ended, or notes are cut short.
         except (RuntimeError, ValueError):
             return ""
@@ -298,11 +299,11 @@ class Journal:
     def _write(self, wait: Wait, blocker: int | None = None) -> _Note:
         self._beat += 1
         # Why only those of this thread: another thread may still issue collectives on its axes.
-        own = threading.get_ident()
+        thread_number = threading.get_ident()
         counts: dict[str, int | None] = dict(self._counts)
         counts |= {
-            group: each.number if each.thread in (0, own) else None
-            for group, each in self._detectors.items()
+            group: detector_state.number if detector_state.thread in (0, thread_number) else None
+            for group, detector_state in self._detectors.items()
         }
         note = _Note(self._beat, wait, counts, blocker)
         self.store.set(str(self.rank), note.text())
@@ -326,18 +327,18 @@ class Journal:
 
         def visit(rank: int, note: _Note) -> bool:
             path[rank] = note
-            for other in self._some(note.wait.ranks, notes) if len(path) < _LONGEST else ():
-                found = self._read(other, notes) if other != rank else None
-                if found is None or other in done or not found.lacks(note.wait):
+            for other_rank in self._some(note.wait.ranks, notes) if len(path) < _LONGEST else ():
+                rank_note = self._read(other_rank, notes) if other_rank != rank else None
+                if rank_note is None or other_rank in done or not rank_note.lacks(note.wait):
                     continue
-                if other in path:
+                if other_rank in path:
                     if failed:
                         continue
                     return True
-                if found.ended and (failed or self._ended_meanwhile(other, found)):
-                    path[other] = found
+                if rank_note.ended and (failed or self._ended_meanwhile(other_rank, rank_note)):
+                    path[other_rank] = rank_note
                     return True
-                if visit(other, found):
+                if visit(other_rank, rank_note):
                     return True
             del path[rank]
             done.add(rank)
@@ -358,10 +359,12 @@ class Journal:
         if len(ranks) <= _MOST_READ:
             return ranks
         # Why first: a circle counts if a second look finds it again.
-        known = [rank for rank in (*self._suspected, *notes) if rank in ranks]
+        known_ranks = [rank for rank in (*self._suspected, *notes) if rank in ranks]
         begin = self._looks * _MOST_READ
         return [
-            *dict.fromkeys((*known, *(ranks[(begin + i) % len(ranks)] for i in range(_MOST_READ))))
+            *dict.fromkeys(
+                (*known_ranks, *(ranks[(begin + i) % len(ranks)] for i in range(_MOST_READ)))
+            )
         ]
 
     def _ended_meanwhile(self, rank: int, note: _Note) -> bool:
@@ -384,8 +387,8 @@ def _blocker(note: _Note, circle: dict[int, _Note]) -> int | None:
     return next(
         (
             rank
-            for rank, found in circle.items()
-            if rank in note.wait.ranks and found.lacks(note.wait)
+            for rank, blocking_note in circle.items()
+            if rank in note.wait.ranks and blocking_note.lacks(note.wait)
         ),
         None,
     )

@@ -185,11 +185,11 @@ class Heart:
             Exception: ``call`` raised it.
         """
         pulse, question = self._pulse, _Question(call)
-        begin, found, error = time.monotonic(), None, None
+        begin, answer, error = time.monotonic(), None, None
         try:
             if not pulse.ended:
                 pulse.questions.put(question)
-                found, error = question.answers.get(timeout=_ANSWER)
+                answer, error = question.answers.get(timeout=_ANSWER)
             elif pulse.fault:
                 error = RuntimeError(pulse.fault)
             else:
@@ -197,17 +197,17 @@ class Heart:
         except queue.Empty:
             question.late = True
             error = SilentStoreError(f"the store of the job has not answered for {_ANSWER:g} s")
-        now = time.monotonic()
+        current_time = time.monotonic()
         # Why the minimum: no time counts in which this process was suspended.
-        waited = min(now - begin, _ANSWER)
+        waited = min(current_time - begin, _ANSWER)
         between = min(begin - self._last_question, _LONGEST) if self._silence else 0.0
         self._silence = (
             self._silence + waited + between if isinstance(error, SilentStoreError) else 0.0
         )
-        self._last_question = now
+        self._last_question = current_time
         if error is not None:
             raise error
-        return found  # type: ignore[return-value]
+        return answer  # type: ignore[return-value]
 
     def find_lost(
         self,
@@ -223,15 +223,15 @@ class Heart:
             is_away: returns whether a rank is lost that has left the job by itself.
         """
         try:
-            found = self._finding()
-            if not found:
+            lost_text = self._finding()
+            if not lost_text:
                 others = [rank for rank in self._some(ranks) if rank != self._rank]
                 reasons = {rank: self._why_lost(rank, give_up, is_away) for rank in others}
                 lost = {rank: why for rank, why in reasons.items() if why}
                 if lost:
-                    found = _message(lost, self._rank, give_up)
+                    lost_text = _message(lost, self._rank, give_up)
                     beats = {rank: self._seen[rank][0].decode() for rank in lost}
-                    self.store.set(_FOUND, json.dumps([found, beats]))
+                    self.store.set(_FOUND, json.dumps([lost_text, beats]))
         except SilentStoreError:
             if self._silence < give_up:
                 return ""
@@ -243,7 +243,7 @@ class Heart:
             )
         except (RuntimeError, ValueError):  # the process that holds the store has ended
             return ""
-        return found
+        return lost_text
 
     def finding(self) -> str:
         """Return the error message of a rank that has given another one up; ``""`` for none.
@@ -259,9 +259,9 @@ class Heart:
     def _finding(self) -> str:
         if not self.store.check([_FOUND]):
             return ""
-        found, beats = json.loads(self.store.get(_FOUND))
+        lost_ranks, beats = json.loads(self.store.get(_FOUND))
         return (
-            str(found)
+            str(lost_ranks)
             if all(self._read(int(rank)) == beat.encode() for rank, beat in beats.items())
             else ""
         )
@@ -292,7 +292,7 @@ class Heart:
         silent = clock - self._seen[rank][1]
         if _has_ended(process, place):
             return f"the process of rank {rank} has ended ({where})"
-        is_silent = silent >= max([give_up, *(2 * each for each in every)])
+        is_silent = silent >= max([give_up, *(2 * beat_interval for beat_interval in every)])
         return (
             f"rank {rank} has given no sign of life for {silent:.0f} s ({where})"
             if is_silent
@@ -359,13 +359,13 @@ def _beat(pulse: _Pulse) -> None:
     last, due = time.monotonic(), 0.0
     while not pulse.ended:
         question = _next_question(pulse, max(0.0, due - last))
-        now = time.monotonic()
+        current_time = time.monotonic()
         # Why the minimum: no time counts in which this process was suspended.
-        pulse.clock += min(now - last, 2 * pulse.every)
-        last = now
-        if not pulse.ended and (question is None or now >= due):
+        pulse.clock += min(current_time - last, 2 * pulse.every)
+        last = current_time
+        if not pulse.ended and (question is None or current_time >= due):
             _call(pulse, lambda store: _write_beat(pulse, store))
-            due = now + pulse.every
+            due = current_time + pulse.every
         if question is not None and not question.late:
             question.answers.put(_call(pulse, question.call))
     if not pulse.fault:
@@ -419,11 +419,11 @@ def _call(pulse: _Pulse, call: Callable[[Any], Any]) -> tuple[Any, Exception | N
 def _write_beat(pulse: _Pulse, store: Any) -> None:
     # Why a name for the list: a thread that makes a mesh may replace it meanwhile by a shorter one.
     detectors = pulse.detectors
-    for at, (found, number) in enumerate(detectors):
-        detector = found()
+    for at, (detector_reference, number) in enumerate(detectors):
+        detector = detector_reference()
         if detector is not None and detector.number != number:
             pulse.latest = detector.latest()
-            detectors[at] = found, detector.number
+            detectors[at] = detector_reference, detector.number
     pulse.number += 1
     store.set(
         pulse.key, json.dumps([pulse.number, pulse.latest, _place_of(os.getpid()), pulse.every])

@@ -117,11 +117,11 @@ class _Meeting:
     def wait(self) -> str:
         """Return the answer of the first rank, once all ranks have come."""
         # Why no wait of the store: that of a file asks once a second.
-        begin = now = time.monotonic()
+        begin = current_time = time.monotonic()
         look, pause, serial = begin + self.patience, _SHORTEST, None
         journal = self.journal
         heart = self.journal.heart
-        others = [each for each in self.ranks if each != self.journal.rank]
+        others = [peer_rank for peer_rank in self.ranks if peer_rank != self.journal.rank]
         silent = False
         while True:
             try:
@@ -130,32 +130,34 @@ class _Meeting:
                     return answer
             except SilentStoreError:
                 silent = True
-            if now >= begin + self.timeout:
+            if current_time >= begin + self.timeout:
                 raise _LateError(self._late())
-            if now >= look:
+            if current_time >= look:
                 serial = journal.begin_wait() if serial is None else serial
-                what = f"{self.call}, number {self.number} of these ranks"
-                found = (
+                waited_for = f"{self.call}, number {self.number} of these ranks"
+                lost_text = (
                     ""
                     if silent
-                    else journal.find_circle(Wait(self.group, self.number, what, others, serial))
+                    else journal.find_circle(
+                        Wait(self.group, self.number, waited_for, others, serial)
+                    )
                 )
-                if not found and heart is not None:
-                    found = heart.find_lost(others, self.give_up, self._is_away)
-                if found:
+                if not lost_text and heart is not None:
+                    lost_text = heart.find_lost(others, self.give_up, self._is_away)
+                if lost_text:
                     journal.close_connections()
-                    raise _LateError(found)
-                look = now + self.patience / 8
+                    raise _LateError(lost_text)
+                look = current_time + self.patience / 8
             time.sleep(pause)
-            pause, now = min(1.5 * pause, _LONGEST), time.monotonic()
+            pause, current_time = min(1.5 * pause, _LONGEST), time.monotonic()
 
     def _ask(self) -> str | None:
         """Return the answer; ``None`` if ranks have not come yet. You may call it again."""
-        store, own, answer = self.store, self.journal.rank, self.key("answer")
+        store, own_rank, answer = self.store, self.journal.rank, self.key("answer")
         if not self.told:
-            store.set(self.key(own), json.dumps(self.facts))
+            store.set(self.key(own_rank), json.dumps(self.facts))
             self.told = True
-        if own != self.ranks[0]:
+        if own_rank != self.ranks[0]:
             return store.get(answer).decode() if store.check([answer]) else None
         if not self.rows and not store.check([self.key(rank) for rank in self.ranks]):
             return None
@@ -167,8 +169,8 @@ class _Meeting:
 
     def forget_previous(self) -> None:
         """Delete what this rank wrote for the meeting before, which all ranks have left."""
-        own = self.journal.rank
-        whose = [own, "answer"] if own == self.ranks[0] else [own]
+        own_rank = self.journal.rank
+        whose = [own_rank, "answer"] if own_rank == self.ranks[0] else [own_rank]
         with contextlib.suppress(RuntimeError):
             for name in whose if self.number > 1 else ():
                 self.store.delete_key(self.key(name, before=1))

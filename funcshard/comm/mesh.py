@@ -138,8 +138,8 @@ class Mesh:
         object.__setattr__(self, "device", device)
         object.__setattr__(self, "shard", groups["shard"])
         object.__setattr__(self, "replicate", groups["replicate"])
-        several = [(axis, group) for axis, group in reversed(groups.items()) if group.size > 1]
-        object.__setattr__(self, "axes", tuple(several))
+        larger_axes = [(axis, group) for axis, group in reversed(groups.items()) if group.size > 1]
+        object.__setattr__(self, "axes", tuple(larger_axes))
         # Why here: every unit asks for it in every call.
         object.__setattr__(self, "world_size", math.prod(sizes.values()))
 
@@ -209,8 +209,8 @@ class Mesh:
             names = (axes,)
         elif isinstance(axes, tuple | list):
             names = tuple(axes)
-        known = all(isinstance(name, str) and name in self.groups for name in names)
-        if not names or not known or len(set(names)) < len(names):
+        are_known = all(isinstance(name, str) and name in self.groups for name in names)
+        if not names or not are_known or len(set(names)) < len(names):
             raise ValueError(
                 "axis must name one axis of the mesh, or several different ones in a tuple; found "
                 f"{axes!r}: the mesh has {', '.join(map(repr, self.groups))}; name others in "
@@ -245,8 +245,10 @@ class Mesh:
         if self.world_size == 1:
             return Mesh(dict.fromkeys(sizes, LocalGroup()), self.device)
         group = self.axes[0][1]
-        own = json.dumps([group.global_rank, {"the shape of Mesh.reshaped": axes_text(sizes)}])
-        rows = [json.loads(text) for text in all_gather_texts(self, own, "Mesh.reshaped")]
+        own_shape = json.dumps(
+            [group.global_rank, {"the shape of Mesh.reshaped": axes_text(sizes)}]
+        )
+        rows = [json.loads(text) for text in all_gather_texts(self, own_shape, "Mesh.reshaped")]
         ranks = [rank for rank, _ in rows]
         if difference := first_difference([shape for _, shape in rows], range(len(rows))):
             raise ValueError(difference)
@@ -304,13 +306,13 @@ class Mesh:
                 f"{type(device_mesh).__name__}: make one with init_device_mesh, or call "
                 "init_mesh() without one"
             )
-        ours = _names_of(device_mesh, names)
-        sizes = dict(zip(ours, device_mesh.shape, strict=True))
+        axis_names = _names_of(device_mesh, names)
+        sizes = dict(zip(axis_names, device_mesh.shape, strict=True))
         ranks = device_mesh.mesh.flatten().tolist()
         meet_for_mesh(
             ranks, sizes, device_mesh.device_type, "Mesh.from_device_mesh", patience, give_up
         )
-        return _over(device_mesh, ours, patience, shared_memory, give_up, ours=False)
+        return _over(device_mesh, axis_names, patience, shared_memory, give_up, ours=False)
 
 
 def neighbours(mesh: Mesh, ranks: int) -> Mesh:
@@ -347,9 +349,9 @@ def remade(mesh: Mesh, groups: Mapping[str, Group]) -> Mesh:
     It shares what the ranks of ``mesh`` have done together. So some ranks alone may use it in place
     of ``mesh``, and none of them makes or compares again what the others have.
     """
-    known = {name: axis for name, axis in mesh.device_axes.items() if axis in groups}
-    device_mesh = mesh.device_mesh if known or len(groups) == len(mesh.groups) else None
-    return Mesh(groups, mesh.device, device_mesh, known, memo=mesh.memo)
+    known_axes = {name: axis for name, axis in mesh.device_axes.items() if axis in groups}
+    device_mesh = mesh.device_mesh if known_axes or len(groups) == len(mesh.groups) else None
+    return Mesh(groups, mesh.device, device_mesh, known_axes, memo=mesh.memo)
 
 
 def init_mesh(
@@ -418,24 +420,24 @@ def init_mesh(
         return simulated if shape is None else simulated.reshaped(shape)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    kind = check_device(device).type
+    device_kind = check_device(device).type
     started = is_started()
-    check_gpu(kind)
+    check_gpu(device_kind)
     launched = None if started else launched_ranks()
     world = dist.get_world_size() if started else launched or 1
     sizes = _sizes({"shard": world} if shape is None else shape, world)
     if launched is not None:
-        start(kind, world, timeout=timeout, patience=patience, give_up=give_up)
+        start(device_kind, world, timeout=timeout, patience=patience, give_up=give_up)
     elif not started:
-        return Mesh(dict.fromkeys(sizes, LocalGroup()), device_of(kind))
-    meet_for_mesh(range(world), sizes, kind, "init_mesh", patience, give_up)
+        return Mesh(dict.fromkeys(sizes, LocalGroup()), device_of(device_kind))
+    meet_for_mesh(range(world), sizes, device_kind, "init_mesh", patience, give_up)
     # Why without a replicate axis of one rank: it would need a process group for each rank.
     named = {
         axis: size
         for axis, size in sizes.items()
         if axis != "replicate" or size > 1 or axis in (shape or ())
     }
-    device_mesh = device_mesh_of(kind, named, patience=patience, give_up=give_up)
+    device_mesh = device_mesh_of(device_kind, named, patience=patience, give_up=give_up)
     return _over(device_mesh, list(named), patience, shared_memory, give_up, ours=True)
 
 
@@ -453,22 +455,29 @@ def _over(
     ``ours`` says whether this library has made these groups, and so has to destroy them.
     """
     groups: dict[str, Group] = {}
-    kind = device_mesh.device_type
+    device_kind = device_mesh.device_type
     for dim, name in enumerate(names):
         group = device_mesh.get_group(dim)
         users: list[Any] = [device_mesh]  # DTensors may hold it for longer
         if dist.get_world_size(group) == 1:
             groups[name] = LocalGroup()
         else:
-            made = TorchGroup.of(
-                group, name, kind, patience=patience, shared_memory=shared_memory, give_up=give_up
+            torch_group = TorchGroup.of(
+                group,
+                name,
+                device_kind,
+                patience=patience,
+                shared_memory=shared_memory,
+                give_up=give_up,
             )
-            groups[name] = made
-            users += [made.desync]
+            groups[name] = torch_group
+            users += [torch_group.desync]
         if ours:
             give_back(group, *users)
-    theirs = device_mesh.mesh_dim_names or ()
-    return Mesh(groups, device_of(kind), device_mesh, dict(zip(theirs, names, strict=False)))
+    device_names = device_mesh.mesh_dim_names or ()
+    return Mesh(
+        groups, device_of(device_kind), device_mesh, dict(zip(device_names, names, strict=False))
+    )
 
 
 # The mesh of the simulated rank that runs in this context.
@@ -496,8 +505,8 @@ def find_lost_rank(mesh: Mesh) -> str:
     for _, group in mesh.axes:
         while isinstance(group, WrappedGroup):
             group = group.inner
-        if isinstance(group, TorchGroup) and (found := group.desync.find_lost()):
-            return found
+        if isinstance(group, TorchGroup) and (lost_text := group.desync.find_lost()):
+            return lost_text
     return ""
 
 
@@ -547,32 +556,34 @@ def _sizes(shape: Mapping[str, int], world: int) -> dict[str, int]:
 
 def _names_of(device_mesh: DeviceMesh, names: Mapping[str, str] | None) -> list[str]:
     """Return our name of each axis of a device mesh."""
-    found: Any = device_mesh.mesh_dim_names or (
+    device_names: Any = device_mesh.mesh_dim_names or (
         AXES[-device_mesh.ndim :] if device_mesh.ndim <= 2 else ()
     )
-    given = dict(names or {})
-    ours = [
-        given.get(name, name.removeprefix("dp_") if name.removeprefix("dp_") in AXES else name)
-        for name in found
+    given_names = dict(names or {})
+    axis_names = [
+        given_names.get(
+            name, name.removeprefix("dp_") if name.removeprefix("dp_") in AXES else name
+        )
+        for name in device_names
     ]
-    if len(found) == 1 and not given:
-        ours = ["shard"]
+    if len(device_names) == 1 and not given_names:
+        axis_names = ["shard"]
     rule = ""
-    if given.keys() - set(found):
-        rule = f"names must be of its axes; found {sorted(given.keys() - set(found))[0]!r} in names"
-    elif not found:
+    if given_names.keys() - set(device_names):
+        rule = f"names must be of its axes; found {sorted(given_names.keys() - set(device_names))[0]!r} in names"
+    elif not device_names:
         rule = "three axes or more need names"
-    elif len(set(ours)) < len(ours):
-        rule = f"no two axes may have one name; found {ours}"
-    elif len(ours) > 1 and not set(ours) & set(AXES):
-        rule = f"one of several axes must be 'shard' or 'replicate'; found {ours}"
+    elif len(set(axis_names)) < len(axis_names):
+        rule = f"no two axes may have one name; found {axis_names}"
+    elif len(axis_names) > 1 and not set(axis_names) & set(AXES):
+        rule = f"one of several axes must be 'shard' or 'replicate'; found {axis_names}"
     if rule:
         raise ValueError(
             f"device_mesh has {device_mesh.ndim} axes named {device_mesh.mesh_dim_names}: {rule}; "
             "pass init_device_mesh(mesh_dim_names=...), or say which is which, as in "
             f"names={{'dp': 'shard', 'tp': 'tensor'}}"
         )
-    return ours
+    return axis_names
 
 
 def _check_options(patience: float, shared_memory: bool, give_up: float) -> None:

@@ -50,5 +50,5 @@ def at_own_rank(value: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     for axis, group in mesh.groups.items():
         if group.size > 1:
             rank = rank * group.size + torch.ops.funcshard.coordinate(axis, group.size)
-    own = torch.arange(mesh.world_size, device=value.device) == rank.to(value.device)
-    return torch.where(own, value, of_ranks)
+    is_own = torch.arange(mesh.world_size, device=value.device) == rank.to(value.device)
+    return torch.where(is_own, value, of_ranks)

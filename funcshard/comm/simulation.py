@@ -267,12 +267,12 @@ class _World:
         collective = self._open.setdefault((ranks, number), _Collective(what, ranks, number, {}))
         if collective.what != what:
             first = next(iter(collective.arguments))
-            (low, one), (high, another) = sorted(
+            (low, first_name), (high, another) = sorted(
                 [(ranks[first], str(collective.what)), (ranks[position], str(what))]
             )
             raise RuntimeError(
                 f"ranks issue different collectives: number {number} on mesh axis {what.axis!r} is "
-                f"{one} on rank {low} and {another} on rank {high}; every rank has to issue the "
+                f"{first_name} on rank {low} and {another} on rank {high}; every rank has to issue the "
                 "same ones in the same order"
             )
         collective.arguments[position] = arguments
@@ -293,14 +293,14 @@ class _World:
                 if running is None or running[0] is not self
                 else f"by rank {running[1]}"
             )
-            found = (
+            misuse_text = (
                 f"the simulation of rank {rank} has ended"
                 if rank in self._left
                 else f"it is used {used}"
             )
             raise RuntimeError(
                 "a simulated mesh belongs to one rank of one simulation; found the mesh of rank "
-                f"{rank}, and {found}: use the mesh that simulate passes to the function, and what "
+                f"{rank}, and {misuse_text}: use the mesh that simulate passes to the function, and what "
                 "that function made with it"
             )
 
@@ -448,7 +448,11 @@ class _SimulatedGroup:
         def run(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
             for rank, (target, _) in enumerate(pairs):
                 sum_in_rank_order(
-                    target, [whole.chunk(self.size)[rank].view_as(target) for _, whole in pairs]
+                    target,
+                    [
+                        whole_tensor.chunk(self.size)[rank].view_as(target)
+                        for _, whole_tensor in pairs
+                    ],
                 )
 
         return (
@@ -460,16 +464,16 @@ class _SimulatedGroup:
     def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:
         def run(tensors: list[tuple[torch.Tensor]]) -> None:
             total = torch.empty_like(tensors[0][0])
-            sum_in_rank_order(total, [each for (each,) in tensors])
-            for (each,) in tensors:
-                each.copy_(total)
+            sum_in_rank_order(total, [rank_tensor for (rank_tensor,) in tensors])
+            for (rank_tensor,) in tensors:
+                rank_tensor.copy_(total)
 
         return self._join("all_reduce", run, (tensor,), label) if tensor.numel() else DONE
 
     def broadcast(self, tensor: torch.Tensor, src: int, *, label: str = "") -> Work:
         def run(tensors: list[tuple[torch.Tensor]]) -> None:
-            for (each,) in tensors:
-                each.copy_(tensors[src][0])
+            for (rank_tensor,) in tensors:
+                rank_tensor.copy_(tensors[src][0])
 
         return (
             self._join(f"broadcast from rank {src}", run, (tensor,), label)
@@ -489,7 +493,8 @@ class _SimulatedGroup:
         def run(arguments: list[tuple[tuple[Any, ...]]]) -> None:
             for rank, ((target, _, target_sizes, _),) in enumerate(arguments):
                 sources = [
-                    whole.split(list(splits))[rank] for ((_, whole, _, splits),) in arguments
+                    whole_tensor.split(list(splits))[rank]
+                    for ((_, whole_tensor, _, splits),) in arguments
                 ]
                 for part, source in zip(target.split(list(target_sizes)), sources, strict=True):
                     part.copy_(source)

@@ -40,11 +40,11 @@ class StepRecording:
 
     def start(self) -> None:
         """Note that a collective starts, whose event was the last."""
-        own = len(self.events) > self._claimed
+        own_start = len(self.events) > self._claimed
         assert len(self.events) <= self._claimed + 1, (
             "a collective emits one event, before it starts"
         )
-        self.started.append(self.events[-1] if own else None)
+        self.started.append(self.events[-1] if own_start else None)
         self._claimed = len(self.events)
 
     def number(self, function: Callable[[int], float], steps: int, *, tensor: bool = False) -> Any:
@@ -57,8 +57,8 @@ class StepRecording:
                 of a recording.
         """
         self.numbers.append(function)
-        found = torch.ops.funcshard.number(len(self.numbers) - 1, steps)
-        return found if tensor else found.item()
+        step_number = torch.ops.funcshard.number(len(self.numbers) - 1, steps)
+        return step_number if tensor else step_number.item()
 
 
 @contextlib.contextmanager

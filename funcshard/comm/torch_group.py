@@ -192,7 +192,7 @@ class TorchGroup:
         group = connected(
             list(global_ranks), backend, timeout, where, patience=patience, give_up=give_up
         )
-        made = TorchGroup.of(
+        sub_group = TorchGroup.of(
             group,
             axis,
             self.device,
@@ -201,8 +201,8 @@ class TorchGroup:
             shared_memory=self.shared_memory,
             separate_reductions=self.backend.reductions is not self.group,
         )
-        give_back(made.group, made.desync)
-        return made
+        give_back(sub_group.group, sub_group.desync)
+        return sub_group
 
     def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         if like.device.type != "cpu" or numel * like.itemsize < _POOLED:
@@ -341,11 +341,11 @@ def give_back(group: Any, *users: Any) -> None:
     if str(dist.get_backend(group)) != "gloo" or group is dist.group.WORLD:
         return
     unused = journal_of_job().unused
-    left = [*range(len(users))]
+    users_left = [*range(len(users))]
 
     def gone() -> None:
-        left.pop()
-        if not left:
+        users_left.pop()
+        if not users_left:
             unused.append(Unused(group))
 
     for user in users:

@@ -179,26 +179,37 @@ def with_collectives(
         raise ValueError(
             f"axis must be an axis of the mesh, one of {list(mesh.groups)}; found {axis!r}"
         )
-    given = {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_reduce": all_reduce}
-    for kind, start in given.items():
+    user_functions = {
+        "all_gather": all_gather,
+        "reduce_scatter": reduce_scatter,
+        "all_reduce": all_reduce,
+    }
+    for collective_kind, start in user_functions.items():
         if start is not None and not callable(start):
             raise TypeError(
-                f"{kind} must be a function start(tensor, collectives), or None for the plain "
+                f"{collective_kind} must be a function start(tensor, collectives), or None for the plain "
                 f"collective; found {start!r}"
             )
-        if start is not None and axis != "shard" and kind != "all_reduce":
+        if start is not None and axis != "shard" and collective_kind != "all_reduce":
             raise ValueError(
-                f"units run all_gather and reduce_scatter along 'shard' only; found {kind} for "
+                f"units run all_gather and reduce_scatter along 'shard' only; found {collective_kind} for "
                 f"{axis!r}: pass all_reduce for this axis"
             )
     group = mesh.groups[axis]
     if isinstance(group, LocalGroup):
         return mesh  # one rank has nothing to communicate
     if isinstance(group, CustomGroup):
-        given = {kind: start or getattr(group, f"own_{kind}") for kind, start in given.items()}
+        user_functions = {
+            collective_kind: start or getattr(group, f"own_{collective_kind}")
+            for collective_kind, start in user_functions.items()
+        }
         group = group.inner
-    own = CustomGroup(group, axis, **{f"own_{kind}": start for kind, start in given.items()})
-    return remade(mesh, {**mesh.groups, axis: own})
+    custom_group = CustomGroup(
+        group,
+        axis,
+        **{f"own_{collective_kind}": start for collective_kind, start in user_functions.items()},
+    )
+    return remade(mesh, {**mesh.groups, axis: custom_group})
 
 
 def without_collectives(mesh: Mesh) -> Mesh:
@@ -263,21 +274,23 @@ class CustomGroup(WrappedGroup):
 
         def finish() -> torch.Tensor:
             with torch.no_grad():
-                found = wait()
+                wait_result = wait()
             if (
-                not isinstance(found, torch.Tensor)
-                or found.shape != (numel,)
-                or found.dtype != dtype
+                not isinstance(wait_result, torch.Tensor)
+                or wait_result.shape != (numel,)
+                or wait_result.dtype != dtype
             ):
-                tensors = isinstance(found, torch.Tensor)
+                tensors = isinstance(wait_result, torch.Tensor)
                 held = (
-                    f"{tuple(found.shape)} and {found.dtype}" if tensors else type(found).__name__
+                    f"{tuple(wait_result.shape)} and {wait_result.dtype}"
+                    if tensors
+                    else type(wait_result).__name__
                 )
                 raise ValueError(
                     f"{where} must give a tensor of shape ({numel},) and {dtype}; found {held}: "
                     "cast it back"
                 )
-            return found
+            return wait_result
 
         return finish
 

@@ -51,10 +51,10 @@ class AxisComm:
     @property
     def adjoint(self) -> AxisComm:
         """The adjoint map."""
-        kind = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}.get(
+        adjoint_kind = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}.get(
             self.kind, self.kind
         )
-        return dataclasses.replace(self, kind=kind, send=self.receive, receive=self.send)
+        return dataclasses.replace(self, kind=adjoint_kind, send=self.receive, receive=self.send)
 
     @property
     def group(self) -> Group:

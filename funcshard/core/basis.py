@@ -68,7 +68,7 @@ def below_transforms(f: Callable[..., T], *args: Any) -> T:
 @contextlib.contextmanager
 def acting_for(loop: BasisLoop | None, level: int) -> Iterator[None]:
     """Take the transform that will run at ``level`` as part of ``loop``, or of no loop."""
-    loops = {number: each for number, each in _known.get().items() if number < level}
+    loops = {number: basis_loop for number, basis_loop in _known.get().items() if number < level}
     with within(loops if loop is None else {**loops, level: loop}):
         yield
 
@@ -136,11 +136,11 @@ def refuse_mixed_ranks(comm: AxisComm | SumComm, loop: BasisLoop | None) -> None
     if loop is None or comm.ranks == 1:
         return
     name = "psum" if isinstance(comm, SumComm) else comm.title
-    what, of, call = (
+    column_kind, of, call = (
         ("columns", "arguments", "jvp") if loop.arguments else ("rows", "outputs", "vjp")
     )
     raise RuntimeError(
-        f"{_caller(loop)} would mix {what} at {comm.title} on {comm.ranks} ranks: every rank takes "
+        f"{_caller(loop)} would mix {column_kind} at {comm.title} on {comm.ranks} ranks: every rank takes "
         f"the unit vectors of its own {of} at the same time, and {name} would "
         f"{'add' if name == 'psum' else 'mix'} the derivatives along them; take "
         f"{name if name == 'psum' else 'it'} of the transform's result, call torch.func.grad if "

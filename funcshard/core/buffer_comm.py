@@ -81,8 +81,12 @@ class BufferComm:
         """Return the communication of one buffer of a unit."""
         keeps = unit.precision is not None and unit.precision.keep_low_precision_grads
         divided = unit.precision is not None and unit.precision.divide_before_reduce
-        own = (dtype_of(buffer.dtype), unit.gathered_dtype(buffer), unit.reduced_dtype(buffer))
-        dtypes = CommDtypes(*own, keeps, cast, divided)
+        own_dtypes = (
+            dtype_of(buffer.dtype),
+            unit.gathered_dtype(buffer),
+            unit.reduced_dtype(buffer),
+        )
+        dtypes = CommDtypes(*own_dtypes, keeps, cast, divided)
         users = any(isinstance(group, CustomGroup) for _, group in mesh.axes)
         return cls(
             Topology.of(buffer, unit, mesh), unit.name, buffer.key, dtypes, unit.offload, own=users
@@ -244,8 +248,8 @@ class SharedGatherHandle:
         else:
             self.work.wait()
         # Why clone: in inference mode no version counter shows that a use writes to shared memory.
-        own = self.full.is_inference() or torch.is_inference_mode_enabled()
-        return self.full.clone() if own else self.full.detach()
+        is_private = self.full.is_inference() or torch.is_inference_mode_enabled()
+        return self.full.clone() if is_private else self.full.detach()
 
 
 AnyGatherHandle = AllGatherHandle | SharedGatherHandle
@@ -266,10 +270,12 @@ def start_gather(
     if dtypes.cast is not None:
         sent = dtypes.cast.pre_all_gather(shard)
         if not isinstance(sent, torch.Tensor) or sent.ndim != 1:
-            found = tuple(sent.shape) if isinstance(sent, torch.Tensor) else type(sent).__name__
+            shape_text = (
+                tuple(sent.shape) if isinstance(sent, torch.Tensor) else type(sent).__name__
+            )
             raise ValueError(
                 f"the cast of buffer {comm.buffer!r} of unit {comm.unit or '(root)'!r} must "
-                f"return, before gathering, a 1-D tensor, the data to send; found {found}"
+                f"return, before gathering, a 1-D tensor, the data to send; found {shape_text}"
             )
     copied: Work = DONE
     # Why before the conversion: the shard is in pinned memory, and the device is faster.

@@ -49,9 +49,9 @@ def check_shards(plan: Plan, shards: Any) -> None:
     """Raise ``ValueError`` unless the keys of ``shards`` are the names of the plan's units."""
     names = [unit.name for unit in plan.unit_list]
     if not isinstance(shards, Mapping) or shards.keys() != set(names):
-        found = list(shards)[:6] if isinstance(shards, Mapping) else type(shards).__name__
+        shard_names = list(shards)[:6] if isinstance(shards, Mapping) else type(shards).__name__
         raise ValueError(
-            f"shards must hold the units of the plan, {names[:6]}; found {found}: "
+            f"shards must hold the units of the plan, {names[:6]}; found {shard_names}: "
             f"{_cause(plan, shards)}"
         )
 
@@ -67,7 +67,7 @@ def _cause(plan: Plan, found: Any) -> str:
     if (
         isinstance(found, Mapping)
         and found
-        and all(isinstance(each, torch.Tensor) for each in found.values())
+        and all(isinstance(tensor, torch.Tensor) for tensor in found.values())
     ):
         for unit in plan.unit_list:
             if found.keys() == {buffer.key for buffer in unit.buffers}:
@@ -94,8 +94,10 @@ def check_cut(plan: Plan, shards: Any) -> None:
     """
     check_shards(plan, shards)
     for unit in plan.unit_list:
-        own = shards[unit.name]
-        held = own.keys() if isinstance(own, Mapping) else type(own).__name__
+        unit_shards = shards[unit.name]
+        held = (
+            unit_shards.keys() if isinstance(unit_shards, Mapping) else type(unit_shards).__name__
+        )
         if held != {buffer.key for buffer in unit.buffers}:
             raise ValueError(
                 f"the shard of unit {unit.title!r} must hold the buffers "
@@ -104,19 +106,19 @@ def check_cut(plan: Plan, shards: Any) -> None:
                 "shard(params, plan, mesh)"
             )
         for buffer in unit.buffers:
-            local = own[buffer.key]
+            local = unit_shards[buffer.key]
             if local is None or (
                 isinstance(local, torch.Tensor) and local.shape[-1:] == (buffer.shard_numel,)
             ):
                 continue
-            found = (
+            shard_text = (
                 f"shape {tuple(local.shape)}"
                 if isinstance(local, torch.Tensor)
                 else type(local).__name__
             )
             raise ValueError(
                 f"shard {buffer.key!r} of unit {unit.title!r} must have {buffer.shard_numel} "
-                f"elements, one of {buffer.shards} shards; found {found}: it was cut by another "
+                f"elements, one of {buffer.shards} shards; found {shard_text}: it was cut by another "
                 "plan, for another number of ranks, or not at all; make it with shard(params, "
                 "plan, mesh)"
             )
@@ -145,12 +147,12 @@ def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh, *, none_if_frozen: bool 
                 f"{type(local).__name__}: a tree of gradients holds None for frozen shards alone; "
                 "put zeros there to compute with it"
             )
-        wanted, found = (buffer.shard_numel,), tuple(local.shape)
-        if wanted != found:
+        planned_shape, local_shape = (buffer.shard_numel,), tuple(local.shape)
+        if planned_shape != local_shape:
             raise ValueError(
-                f"shard {buffer.key!r} of unit {unit.title!r} must have shape {wanted}, one of "
-                f"{buffer.shards} shards; found {found}: it was "
-                f"{'donated to a training step, or ' if found == (0,) else ''}made with another "
+                f"shard {buffer.key!r} of unit {unit.title!r} must have shape {planned_shape}, one of "
+                f"{buffer.shards} shards; found {local_shape}: it was "
+                f"{'donated to a training step, or ' if local_shape == (0,) else ''}made with another "
                 "plan or for another number of ranks; make it with shard(params, plan, mesh)"
             )
         if local.dtype != dtype_of(buffer.dtype):
@@ -208,24 +210,27 @@ def check_leaf(
             f"leaf {spec.path!r} of {where} is a DTensor, of which this rank holds a part; pass "
             "its full_tensor(), or, in a state dict, call from_state_dict without src"
         )
-    wanted = spec.whole_shape if whole else spec.shape
+    planned_shape = spec.whole_shape if whole else spec.shape
     right = leaf.dtype == dtype_of(buffer.dtype) or (
         cast and can_cast(leaf.dtype, dtype_of(buffer.dtype))
     )
-    if tuple(leaf.shape) != wanted or not right:
-        shape = str(wanted)
+    if tuple(leaf.shape) != planned_shape or not right:
+        shape = str(planned_shape)
         remedy = "pass the tensors that the plan was made for, or make a new plan"
         if spec.whole_shape != spec.shape:
             axes = " and ".join(cut.axis for cut in spec.cuts)
             if whole:
-                shape = f"{wanted}, that of the whole tensor, which ranks along {axes} hold in slices of {spec.shape},"
+                shape = (
+                    f"{planned_shape}, that of the whole tensor, which ranks along {axes} hold in slices of "
+                    f"{spec.shape},"
+                )
                 remedy = "pass whole tensors, as to_state_dict returns them; shard takes each rank's own slice"
             else:
-                shape = f"{wanted}, that of this rank's slice along {axes} of the whole tensor of {spec.whole_shape},"
+                shape = f"{planned_shape}, that of this rank's slice along {axes} of the whole tensor of {spec.whole_shape},"
                 remedy = "pass this rank's slice; from_state_dict takes whole tensors and cuts them"
         if (
             cast is False
-            and tuple(leaf.shape) == wanted
+            and tuple(leaf.shape) == planned_shape
             and can_cast(leaf.dtype, dtype_of(buffer.dtype))
         ):
             remedy = "pass cast=True to convert them to the plan's dtypes, or make a new plan"
@@ -270,7 +275,7 @@ def raise_on_every_rank(mesh: Mesh, fault: Exception | None) -> None:
         MemoryError,
         torch.OutOfMemoryError,
     )
-    kinds = {kind.__name__: kind for kind in raised}
+    kinds = {error_kind.__name__: error_kind for error_kind in raised}
     for rank, text in enumerate(faults):
-        if found := json.loads(text):
-            raise kinds.get(found[0], ValueError)(f"{found[1]} (found on rank {rank})")
+        if error_texts := json.loads(text):
+            raise kinds.get(error_texts[0], ValueError)(f"{error_texts[1]} (found on rank {rank})")

@@ -77,14 +77,14 @@ class LeafChecksums:
             return Comparison(self, fault, torch.empty(0, dtype=torch.float32, device="cpu"))
         numbers = [torch.tensor(int(fault is not None), device=device)]
         for axes in self.classes:
-            own = [
+            device_sums = [
                 value.to(device)
                 for _, (local, value) in sorted(self.found.items())
                 if local == axes
             ]
             numbers.append(
-                checksum(torch.stack(own))
-                if own
+                checksum(torch.stack(device_sums))
+                if device_sums
                 else torch.zeros((), dtype=torch.int64, device=device)
             )
         return Comparison(self, fault, torch.stack(numbers))
@@ -124,9 +124,9 @@ class Comparison:
         if mesh.world_size == 1:
             raise_on_every_rank(mesh, self.fault)
             return
-        own = list(map(int, self.message))
-        texts = all_gather_texts(mesh, json.dumps(own), "checksums")
-        if len(set(texts)) == 1 and not own[0]:
+        own_sums = list(map(int, self.message))
+        texts = all_gather_texts(mesh, json.dumps(own_sums), "checksums")
+        if len(set(texts)) == 1 and not own_sums[0]:
             return
         # Every rank has the same texts, so from here on every rank does the same.
         faulty, *columns = zip(*map(json.loads, texts), strict=True)
@@ -134,8 +134,8 @@ class Comparison:
             raise_on_every_rank(mesh, self.fault)
         sums = dict(zip(self.checksums.classes, columns, strict=True))
         if any(
-            len({own[rank] for rank in ranks}) > 1
-            for axes, own in sums.items()
+            len({axis_sums[rank] for rank in ranks}) > 1
+            for axes, axis_sums in sums.items()
             for ranks in _sharing(axes, mesh)
         ):
             _raise_difference(self.checksums)
@@ -144,11 +144,16 @@ class Comparison:
 def _raise_difference(checksums: LeafChecksums) -> None:
     """Exchange the checksum of every leaf, and raise an error that names the first difference."""
     mesh = checksums.mesh
-    own = {name: [local, value.item()] for name, (local, value) in checksums.found.items()}
+    own_checksums = {
+        name: [local, value.item()] for name, (local, value) in checksums.found.items()
+    }
     everyone = [
-        json.loads(text) for text in all_gather_texts(mesh, json.dumps(own), "checksums of leaves")
+        json.loads(text)
+        for text in all_gather_texts(mesh, json.dumps(own_checksums), "checksums of leaves")
     ]
-    local_axes = {name: local for found in everyone for name, (local, _) in found.items()}
+    local_axes = {
+        name: local for rank_checksums in everyone for name, (local, _) in rank_checksums.items()
+    }
     differing = []
     for name, local in sorted(local_axes.items(), key=lambda item: tree.natural_key(item[0])):
         for ranks in _sharing(local, mesh):
@@ -162,7 +167,7 @@ def _raise_difference(checksums: LeafChecksums) -> None:
         return
     name, ranks, groups = differing[0]
     sharing = "every rank" if len(ranks) == mesh.world_size else f"{_named(ranks)}, which share it"
-    found = "; ".join(map(_named, groups[:4])) + ("; …" if len(groups) > 4 else "")
+    ranks_text = "; ".join(map(_named, groups[:4])) + ("; …" if len(groups) > 4 else "")
     cut = [axis for axis, _ in mesh.axes if axis not in (*AXES, *local_axes[name])]
     local_remedy = (
         f", or make_plan(local={{{name!r}: {cut[0]!r}}}) if it differs along {cut[0]!r}"
@@ -171,7 +176,7 @@ def _raise_difference(checksums: LeafChecksums) -> None:
     )
     raise ValueError(
         f"leaf {name!r} of {checksums.what} must have the same values on {sharing}; found "
-        f"{len(groups)} different ones, on {found} ({len({each for each, *_ in differing})} of "
+        f"{len(groups)} different ones, on {ranks_text} ({len({differing_sum for differing_sum, *_ in differing})} of "
         f"{len(local_axes)} leaves differ): {checksums.remedy}{local_remedy}"
     )
 
@@ -193,14 +198,14 @@ def check_tie(spec: LeafSpec, by_path: Mapping[str, Any], where: str) -> None:
         and not hasattr(value, "full_tensor")
     ]
     for path, value in full[1:]:
-        first, other = full[0]
+        first, second_path = full[0]
         one_memory = (value.data_ptr(), value.shape, value.stride()) == (
-            other.data_ptr(),
-            other.shape,
-            other.stride(),
+            second_path.data_ptr(),
+            second_path.shape,
+            second_path.stride(),
         )
-        if (value.shape, value.dtype) == (other.shape, other.dtype) and (
-            one_memory or bool(checksum(value) == checksum(other))
+        if (value.shape, value.dtype) == (second_path.shape, second_path.dtype) and (
+            one_memory or bool(checksum(value) == checksum(second_path))
         ):
             continue
         raise ValueError(
@@ -230,7 +235,9 @@ def checksum(values: torch.Tensor, weights: torch.Tensor | None = None) -> torch
         weights: ``checksum_weights(values.device)``, for callers with many tensors.
     """
     weights = checksum_weights(values.device) if weights is None else weights
-    sums = [each for words in _words(values.detach()) for each in _block_sums(words, weights)]
+    sums = [
+        block_sum for words in _words(values.detach()) for block_sum in _block_sums(words, weights)
+    ]
     while sum(map(len, sums)) > 1:
         sums = _block_sums(_folded(torch.cat(sums)), weights)
     return sums[0][0] if sums else torch.zeros((), dtype=torch.int64, device=values.device)
@@ -278,13 +285,13 @@ def _folded(words: torch.Tensor) -> torch.Tensor:
 
 def _block_sums(words: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
     """Return a number for each block of words, and one for the rest, in 1-D tensors."""
-    whole = len(words) // len(weights) * len(weights)
+    whole_words = len(words) // len(weights) * len(weights)
     sums = []
-    if whole:
-        columns = words[:whole].view(-1, _ROWS, _COLUMNS).sum(1)
+    if whole_words:
+        columns = words[:whole_words].view(-1, _ROWS, _COLUMNS).sum(1)
         sums.append(_weighted(columns, weights[:_COLUMNS]))
-    if whole < len(words):
-        sums.append(_weighted(words[whole:].view(1, -1), weights[: len(words) - whole]))
+    if whole_words < len(words):
+        sums.append(_weighted(words[whole_words:].view(1, -1), weights[: len(words) - whole_words]))
     return sums
 
 

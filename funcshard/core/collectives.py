@@ -139,9 +139,9 @@ def pmax(x: T, mesh: Mesh, *, axis: Axis = None) -> T:
     """
     _check_tensors("pmax", x)
     if any(leaf.is_complex() for leaf in tree.leaves(x)):
-        found = next(leaf.dtype for leaf in tree.leaves(x) if leaf.is_complex())
+        complex_dtype = next(leaf.dtype for leaf in tree.leaves(x) if leaf.is_complex())
         raise TypeError(
-            f"pmax compares, and complex numbers have no order; found {found}: pass x.abs(), or "
+            f"pmax compares, and complex numbers have no order; found {complex_dtype}: pass x.abs(), or "
             "real and imaginary part"
         )
     return _mapped(
@@ -275,14 +275,14 @@ def all_to_all(
         target = _dim("all_to_all", "concat_dim", leaf, concat_dim)
         sizes = [mesh.groups[name].size for name in names]
         rows = _split("all_to_all", leaf, place, math.prod(sizes), tiled)
-        rest = rows.shape[1:]
-        rows = rows.reshape(*sizes, *rest)
+        row_shape = rows.shape[1:]
+        rows = rows.reshape(*sizes, *row_shape)
         for number, (name, size) in enumerate(zip(names, sizes, strict=True)):
             comm = AxisComm(
                 "exchange", mesh, name, "all_to_all", (1,) * size, (1,) * size, size - 1
             )
             rows = Collective.apply(rows.movedim(number, 0), comm).movedim(0, number)
-        return _join(rows.reshape(math.prod(sizes), *rest), target, tiled)
+        return _join(rows.reshape(math.prod(sizes), *row_shape), target, tiled)
 
     return _mapped("all_to_all", x, mesh, exchanged, axis)
 
@@ -379,13 +379,13 @@ def _permuted(
 
     ``pairs`` holds the indices of source and target along each axis.
     """
-    here = tuple(mesh.groups[name].rank for name in names)
+    own_position = tuple(mesh.groups[name].rank for name in names)
     # Under way a rank may hold several tensors, or none: the pairs of those, and their rows.
-    held = [pair for pair in pairs if pair[0] == here]
+    held = [pair for pair in pairs if pair[0] == own_position]
     rows, moved = leaf.unsqueeze(0)[: len(held)], False
     for number, name in enumerate(names):
         # The pairs whose tensors the ranks along this axis hold now.
-        others = (here[:number], here[number + 1 :])
+        others = (own_position[:number], own_position[number + 1 :])
         line = [
             (source, target)
             for source, target in pairs
@@ -399,18 +399,20 @@ def _permuted(
         received = Counter(
             target[number] for source, target in line if source[number] != target[number]
         )
-        after = [(source, target) for source, target in line if target[number] == here[number]]
+        own_line = [
+            (source, target) for source, target in line if target[number] == own_position[number]
+        ]
         # The rows that are sent lie in the order of targets, and those received in that of sources.
         order = sorted(range(len(held)), key=lambda i: (held[i][1][number], held[i]))
-        after.sort(key=lambda pair: (pair[0][number], pair))
+        own_line.sort(key=lambda pair: (pair[0][number], pair))
         ranks = range(mesh.groups[name].size)
         send = tuple(sum(target[number] == rank for _, target in held) for rank in ranks)
-        receive = tuple(sum(source[number] == rank for source, _ in after) for rank in ranks)
+        receive = tuple(sum(source[number] == rank for source, _ in own_line) for rank in ranks)
         rows = rows if order == list(range(len(order))) else torch.stack([rows[i] for i in order])
         busiest = max(*sent.values(), *received.values())
         comm = AxisComm("exchange", mesh, name, "ppermute", send, receive, busiest, detail)
         rows = Collective.apply(rows, comm)
-        held, moved = after, True
+        held, moved = own_line, True
     if held:
         return rows[0] if moved else rows[0].clone()
     # Why a sum, of no rows: a rank that receives zeros takes part in the backward too.
@@ -457,8 +459,8 @@ def _mapped(
     names = _names(mesh, axis)
     note_collective(mesh)
     leaves, unflatten = tree.flatten(x)
-    found: T = unflatten([f(leaf, names) for leaf in leaves])
-    return found
+    mapped_tree: T = unflatten([f(leaf, names) for leaf in leaves])
+    return mapped_tree
 
 
 def _names(mesh: Mesh, axis: Axis) -> tuple[str, ...]:
@@ -501,11 +503,11 @@ def _check_tensors(caller: str, x: Any) -> None:
 def _dim(caller: str, name: str, leaf: torch.Tensor, dim: int, extra: int = 0) -> int:
     """Return ``dim`` counted from the first, of ``leaf`` with ``extra`` more dimensions."""
     ndim = leaf.ndim + extra
-    whole = isinstance(dim, Integral) and not isinstance(dim, bool)
-    if not whole or not -ndim <= int(dim) < ndim:
+    is_whole = isinstance(dim, Integral) and not isinstance(dim, bool)
+    if not is_whole or not -ndim <= int(dim) < ndim:
         rule = f"the number of a dimension, from {-ndim} to {ndim - 1}, of its {'result' if extra else 'tensor'}"
         rule = rule if ndim else "a dimension of its tensor, which has none"
-        raise (ValueError if whole else TypeError)(
+        raise (ValueError if is_whole else TypeError)(
             f"{name} of {caller} must be {rule}; found {dim!r}: the shape of the tensor is "
             f"{tuple(leaf.shape)}"
         )

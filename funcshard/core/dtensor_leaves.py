@@ -199,9 +199,14 @@ def through_dtensors(
     def pack_part(tensor: torch.Tensor) -> Any:
         if not is_dtensor(tensor):
             return pack(tensor)
-        whole: Any = tensor
-        place = (whole.device_mesh, whole.placements, whole.shape, whole.stride())
-        return _PackedDTensor(pack(local_part(whole)), *place)
+        whole_tensor: Any = tensor
+        place = (
+            whole_tensor.device_mesh,
+            whole_tensor.placements,
+            whole_tensor.shape,
+            whole_tensor.stride(),
+        )
+        return _PackedDTensor(pack(local_part(whole_tensor)), *place)
 
     def unpack_part(packed: Any) -> torch.Tensor:
         if not isinstance(packed, _PackedDTensor):

@@ -51,21 +51,22 @@ def views(full: torch.Tensor, buffer: BufferPlan) -> list[torch.Tensor]:
     The inverse is ``ravel``. ``vmap`` adds dims to ``full`` after the first; they become the last
     dims of the leaves.
     """
-    rest = full.shape[1:]
+    row_shape = full.shape[1:]
     return [
-        full.narrow(0, leaf.offset, leaf.numel).view(leaf.shape + rest) for leaf in buffer.leaves
+        full.narrow(0, leaf.offset, leaf.numel).view(leaf.shape + row_shape)
+        for leaf in buffer.leaves
     ]
 
 
 def leaf_views(buffer: BufferPlan) -> LeafViews:
     """Return size, stride and offset of each leaf in the flat buffer, for ``views_at``."""
-    found = []
+    views_by_leaf = []
     for leaf in buffer.leaves:
         stride = [1]
         for size in reversed(leaf.shape[1:]):
             stride.append(stride[-1] * max(size, 1))
-        found.append((leaf.shape, tuple(reversed(stride[: len(leaf.shape)])), leaf.offset))
-    return tuple(found)
+        views_by_leaf.append((leaf.shape, tuple(reversed(stride[: len(leaf.shape)])), leaf.offset))
+    return tuple(views_by_leaf)
 
 
 def views_at(full: torch.Tensor, where: LeafViews) -> list[torch.Tensor]:
@@ -233,7 +234,7 @@ class LeavesToShard(torch.autograd.Function):
             None,
             None,
             None,
-            *(leaf if given else None for leaf, given in zip(leaves, ctx.given, strict=True)),
+            *(leaf if is_given else None for leaf, is_given in zip(leaves, ctx.given, strict=True)),
         )
 
     @staticmethod
@@ -310,4 +311,6 @@ def _by_rank(rows: Sequence[torch.Tensor], n: int, ranks: int) -> list[torch.Ten
                 each[:, begin - offset : min((rank + 1) * n, end) - offset].unbind(0)
             )
         offset = end
-    return [row for own in slices for columns in zip(*own, strict=True) for row in columns]
+    return [
+        row for rank_rows in slices for columns in zip(*rank_rows, strict=True) for row in columns
+    ]

@@ -46,14 +46,14 @@ def _call_on_grads(on_grads: OnGrads, unit: str, buffer: BufferPlan, full: torch
         if replaced is None:
             return
         if not isinstance(replaced, Mapping) or not replaced.keys() <= grads.keys():
-            found = (
+            changed_keys = (
                 sorted(replaced.keys() - grads.keys())
                 if isinstance(replaced, Mapping)
                 else type(replaced).__name__
             )
             raise ValueError(
                 f"on_grads must return None, or a dictionary from paths of unit {title!r} to "
-                f"gradients; found {found}, the paths are {list(grads)[:6]}"
+                f"gradients; found {changed_keys}, the paths are {list(grads)[:6]}"
             )
         for path, grad in replaced.items():
             if grad is grads[path]:
@@ -75,14 +75,14 @@ def _call_on_reduce_scattered(
         if replaced is None or replaced is partial:
             return
         if not isinstance(replaced, torch.Tensor) or replaced.shape != partial.shape:
-            found = (
+            changed_form = (
                 tuple(replaced.shape)
                 if isinstance(replaced, torch.Tensor)
                 else type(replaced).__name__
             )
             raise ValueError(
                 "on_reduce_scattered must return None, or a tensor of the shape that it got; for "
-                f"buffer {buffer.key!r} of unit {unit or '(root)'!r} found {found} instead of "
+                f"buffer {buffer.key!r} of unit {unit or '(root)'!r} found {changed_form} instead of "
                 f"{tuple(partial.shape)}"
             )
         partial.copy_(replaced)

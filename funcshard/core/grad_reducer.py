@@ -239,14 +239,16 @@ class GradReducer:
         gets = shard.requires_grad or (self._hook and unwrapped(shard).requires_grad)
         if not (needs and buffer.trainable and gets and torch.is_grad_enabled()):
             return
-        what = "was computed from others inside loss_fn: compute it before, or leave this out"
+        computed_text = (
+            "was computed from others inside loss_fn: compute it before, or leave this out"
+        )
         if is_transformed(shard):
-            what = "is one that a torch.func transform inside loss_fn differentiates or maps over: leave this out"
+            computed_text = "is one that a torch.func transform inside loss_fn differentiates or maps over: leave this out"
         elif self._task is not None:
-            what = "is computed with again by remat, under a torch.func transform: leave one of them out"
+            computed_text = "is computed with again by remat, under a torch.func transform: leave one of them out"
         raise ValueError(
             f"{needs} needs shards that are gathered as they are; the shard {buffer.key!r} of unit "
-            f"{unit or '(root)'!r} {what}"
+            f"{unit or '(root)'!r} {computed_text}"
         )
 
     def find_kept(
@@ -335,21 +337,25 @@ class GradReducer:
         """Take the unreduced gradient of a leaf: the concatenation of 1-D ``parts``."""
         self.received = True
         leaf.awaited -= 1
-        more = leaf.awaited > 0
-        if not more and leaf.kept is not None:
+        more_awaited = leaf.awaited > 0
+        if not more_awaited and leaf.kept is not None:
             self._drop_kept(leaf.kept)
         if self._reduce != "each" and not leaf.mode:
             chosen, topology = unit_mode(self._reduce, comm.unit or ""), comm.topology
             leaf.mode = buffer_mode(chosen, cut=topology.cut, repeated=bool(topology.repeated))
         once = leaf.mode == "once"
         if self._zero_weight or once or self._hook:
-            whole = torch.cat(parts)  # a copy, which is held or written to
-            parts = [whole if comm.dtypes.reduced is None else whole.to(comm.dtypes.reduced)]
+            whole_gradient = torch.cat(parts)  # a copy, which is held or written to
+            parts = [
+                whole_gradient
+                if comm.dtypes.reduced is None
+                else whole_gradient.to(comm.dtypes.reduced)
+            ]
         if self._zero_weight:
             parts[0].nan_to_num_(0.0, 0.0, 0.0)
         if leaf.held is not None:
             parts, leaf.held = [leaf.held.add_(parts[0])], None
-        if once and (self._accumulating or more):
+        if once and (self._accumulating or more_awaited):
             leaf.held, leaf.comm = parts[0], comm
         else:
             self._start(leaf, parts, comm)

@@ -256,7 +256,7 @@ def evaluate(
     local = [leaf.detach().requires_grad_(_differentiable(leaf)) for leaf in leaves]
     direct: list[torch.Tensor | None] = [None] * len(local)
     # total: the sum of this rank's losses times their factors; own: the sum of its weights.
-    auxes, total, own = [], torch.zeros((), dtype=torch.float32, device="cpu"), 0.0
+    auxes, total, own_loss = [], torch.zeros((), dtype=torch.float32, device="cpu"), 0.0
     weighted, hook, hook_between = options.weighted, options.on_grads, options.on_reduce_scattered
     on_grad = None if hook is None else gradient_hook(hook)
     on_scattered = None if hook_between is None else scattered_hook(hook_between)
@@ -278,7 +278,7 @@ def evaluate(
             averaged = weighted or len(calls) > 1
             value = loss_value(loss) if averaged else loss.detach().reshape(())
             value = value if factor == 1 else _clean(value * factor, zero_weight)
-            total, own = value if i == 0 else total + value, own + weight
+            total, own_loss = value if i == 0 else total + value, own_loss + weight
             auxes.append(tree.map(detached, aux))
             del loss  # frees the graph before the next forward
     mesh = _world(reducer)
@@ -288,7 +288,7 @@ def evaluate(
     world_weight = None
     if weighted:
         sums = psum_world(
-            torch.stack([total.double(), total.new_full((), own, dtype=torch.float64)]), mesh
+            torch.stack([total.double(), total.new_full((), own_loss, dtype=torch.float64)]), mesh
         )
         divisor = torch.where(sums[1] > 0, sums[1], 1.0)
         total, world_weight = (sums[0] / divisor).to(total.dtype), sums[1]
@@ -300,7 +300,7 @@ def evaluate(
     # order.
     local_axes = {leaf.local_axes for leaf in reducer.leaves if leaf.local_axes is not None}
     local_divisors: dict[Any, float | torch.Tensor] = {
-        key: _weight_of_sharing(own, *key, total.device) if weighted else _ranks_sharing(*key)
+        key: _weight_of_sharing(own_loss, *key, total.device) if weighted else _ranks_sharing(*key)
         for key in sorted(local_axes, key=lambda key: ([*key[0].shape.items()], key[1]))
         if options.divisor is None
     }
@@ -334,8 +334,8 @@ def _backward(
         Whether a gradient reached any leaf, or there is none that one could reach.
     """
     reached = False
-    wanted = [number for number, leaf in enumerate(local) if leaf.requires_grad]
-    if wanted and loss.requires_grad:
+    wanted_numbers = [number for number, leaf in enumerate(local) if leaf.requires_grad]
+    if wanted_numbers and loss.requires_grad:
         # Why a view: it has an autograd node of its own, whose hook runs before hooks on the loss
         # itself.
         loss = loss.view_as(loss)
@@ -346,8 +346,8 @@ def _backward(
             # Why single-threaded, also on CUDA: only so does backward see context variables, such
             # as the event log.
             with torch.autograd.set_multithreading_enabled(False):
-                found = torch.autograd.grad(
-                    loss, [local[number] for number in wanted], allow_unused=True
+                computed_grads = torch.autograd.grad(
+                    loss, [local[number] for number in wanted_numbers], allow_unused=True
                 )
         except RuntimeError as error:
             if "backward through the graph a second time" in str(error):
@@ -358,13 +358,13 @@ def _backward(
             raise
         finally:
             begun.remove()
-        for number, grad in zip(wanted, found, strict=True):
+        for number, grad in zip(wanted_numbers, computed_grads, strict=True):
             if grad is not None:
                 reached = True
-                before, grad = direct[number], _clean(grad, zero_weight)
-                direct[number] = grad if before is None else before + grad
+                direct_grad, grad = direct[number], _clean(grad, zero_weight)
+                direct[number] = grad if direct_grad is None else direct_grad + grad
     reducer.post_backward()
-    return reached or reducer.received or not wanted
+    return reached or reducer.received or not wanted_numbers
 
 
 _CONSTANT = (
@@ -387,17 +387,17 @@ def _gradient(
     penalty on the shard itself.
     """
     # Why take: the graph of an output that the caller keeps refers to what the reducer knows.
-    reduced, before = leaf.take_total(), leaf.divisor
+    reduced, divisor_before = leaf.take_total(), leaf.divisor
     if leaf.is_frozen or not shard.requires_grad:
         return None
     if isinstance(divisor, torch.Tensor):
         divisor = divisor.to(shard.device)  # the CPU, if the leaf is offloaded
     if direct is None and reduced is None:
         return torch.zeros_like(shard, requires_grad=False)
-    if before != 1 and direct is None:
-        divisor = divisor / before
-    elif before != 1 and reduced is not None:
-        reduced = reduced * before
+    if divisor_before != 1 and direct is None:
+        divisor = divisor / divisor_before
+    elif divisor_before != 1 and reduced is not None:
+        reduced = reduced * divisor_before
     undivided = isinstance(divisor, float | int) and divisor == 1
     if direct is not None:
         total = direct if reduced is None else reduced + direct
@@ -408,21 +408,23 @@ def _gradient(
 
 def _world(reducer: GradReducer) -> Mesh:
     """Return the mesh that the mean runs over."""
-    given = reducer.mesh
-    sizes = sorted(reducer.worlds.keys() | ({given.world_size} if given is not None else set()))
+    given_mesh = reducer.mesh
+    sizes = sorted(
+        reducer.worlds.keys() | ({given_mesh.world_size} if given_mesh is not None else set())
+    )
     if len(sizes) > 1:
-        found = (
+        found_meshes = (
             f"units of other meshes than mesh=, of {sizes} ranks"
-            if given is not None
+            if given_mesh is not None
             else f"meshes of {sizes} ranks"
         )
         raise ValueError(
             "value_and_grad takes the mean over one mesh, to which the units inside loss_fn "
-            f"belong; found {found}: run the units of another mesh outside loss_fn and pass their "
+            f"belong; found {found_meshes}: run the units of another mesh outside loss_fn and pass their "
             "results in, or, if only psum or pmean runs over a part of the ranks, pass mesh="
         )
-    if given is not None:
-        return given
+    if given_mesh is not None:
+        return given_mesh
     ranks = ranks_of_job()
     if not sizes and ranks > 1:
         raise ValueError(
@@ -459,19 +461,21 @@ def _check_result(result: Any, has_aux: bool, weighted: bool) -> tuple[torch.Ten
     if len(names) > 1 and not (isinstance(result, tuple) and len(result) == len(names)):
         flags = " and ".join([*["has_aux=True"] * has_aux, *["weighted=True"] * weighted])
         count = "pair" if len(names) == 2 else "triple"
-        found = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+        result_text = (
+            f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+        )
         raise TypeError(
-            f"with {flags} loss_fn must return a {count} ({', '.join(names)}); found {found}"
+            f"with {flags} loss_fn must return a {count} ({', '.join(names)}); found {result_text}"
         )
     values = dict(zip(names, result if len(names) > 1 else (result,), strict=True))
     loss = values["loss"]
     if is_dtensor(loss):
         loss = loss.full_tensor()
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-        found = _found_as_loss(loss, alone=len(names) == 1)
+        result_text = _found_as_loss(loss, alone=len(names) == 1)
         raise TypeError(
             "loss_fn must return a floating-point scalar, the mean over this rank's batch; found "
-            f"{found}"
+            f"{result_text}"
         )
     return loss, check_weight(values["weight"]) if weighted else 1.0, values.get("aux")
 
@@ -479,8 +483,8 @@ def _check_result(result: Any, has_aux: bool, weighted: bool) -> tuple[torch.Ten
 def _found_as_loss(loss: Any, alone: bool) -> str:
     """Return what was found in place of a loss, and the remedy if it is known."""
     if isinstance(loss, torch.Tensor):
-        found = f"a tensor of shape {tuple(loss.shape)} and {loss.dtype}"
-        return f"{found}: reduce it, as in .mean()" if loss.is_floating_point() else found
+        loss_text = f"a tensor of shape {tuple(loss.shape)} and {loss.dtype}"
+        return f"{loss_text}: reduce it, as in .mean()" if loss.is_floating_point() else loss_text
     if loss is None:
         return "None: end loss_fn with return loss"
     if isinstance(loss, float | int):

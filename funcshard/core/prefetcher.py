@@ -238,15 +238,17 @@ class Prefetcher:
         moments += [
             (called, "reduce", unit) for called, unit in zip(self._called, self.ran, strict=True)
         ]
-        found = tuple((what, unit) for _, what, unit in sorted(moments, reverse=True))
+        backward_moments = tuple(
+            (moment_kind, unit) for _, moment_kind, unit in sorted(moments, reverse=True)
+        )
         saved = set(self._units)
         plain = [
-            (what, unit)
+            (moment_kind, unit)
             for unit in self.ran[::-1]
-            for what in ("gather", "reduce")
-            if what == "reduce" or unit in saved
+            for moment_kind in ("gather", "reduce")
+            if moment_kind == "reduce" or unit in saved
         ]
-        return None if found == tuple(plain) else found
+        return None if backward_moments == tuple(plain) else backward_moments
 
     def _prefetch(self, moment: int, *, most: int | None = None) -> None:
         for use in self._backward.prefetch(moment, most=most):
@@ -362,7 +364,11 @@ class UnitSource:
         """Return the sources of the unit's all-gather; raise if they changed after forward's."""
         if self.changed:
             changed = zip(self.shards, self._versions, self._unit.buffers, strict=True)
-            key = next(buffer.key for local, before, buffer in changed if version(local) != before)
+            key = next(
+                buffer.key
+                for local, version_before, buffer in changed
+                if version(local) != version_before
+            )
             raise RuntimeError(
                 f"the shard {key!r} of unit {self._unit.title!r} was modified in place between "
                 "forward and backward, which would gather other values than forward used; update "
@@ -487,8 +493,12 @@ class SavedUnit:
 
     def leaves(self) -> list[torch.Tensor]:
         """Return the leaves, gathered again, without a graph, to recompute a part of forward."""
-        found = [leaf for leaves in self.gathered_again() for leaf in leaves]
-        return found if self._dtensors is None else unseen(as_dtensors)(found, self._dtensors)
+        leaf_tensors = [leaf for leaves in self.gathered_again() for leaf in leaves]
+        return (
+            leaf_tensors
+            if self._dtensors is None
+            else unseen(as_dtensors)(leaf_tensors, self._dtensors)
+        )
 
     def _buffer(self, number: int) -> torch.Tensor:
         # Why the whole unit, whichever buffer is asked for: a plan can predict this order.
@@ -553,11 +563,11 @@ class SavedUnit:
         Autocast casts each weight where an operation uses it, and backward needs the cast. Casting
         the leaf again gives the same bits, so the cast is freed with the buffer.
         """
-        found = cast_of(tensor)
-        number = None if found is None else self._node_of.get(id(found[1]))
-        if found is None or number is None:
+        cast_source = cast_of(tensor)
+        number = None if cast_source is None else self._node_of.get(id(cast_source[1]))
+        if cast_source is None or number is None:
             return None
-        cast, _, output, transposed = found
+        cast, _, output, transposed = cast_source
         size, stride, offset = self._leaf_views[number][output]
         if transposed:
             size, stride = size[::-1], stride[::-1]

@@ -105,10 +105,10 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
         _check_captured(f)
         values, unflatten = tree.flatten((args, kwargs))
         indices = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
-        rest = [None if isinstance(value, torch.Tensor) else value for value in values]
+        plain_values = [None if isinstance(value, torch.Tensor) else value for value in values]
 
         def of_tensors(*tensors: torch.Tensor) -> Any:
-            filled = list(rest)
+            filled = list(plain_values)
             for i, tensor in zip(indices, tensors, strict=True):
                 filled[i] = tensor
             args, kwargs = unflatten(filled)
@@ -126,15 +126,16 @@ def _checked(f: Callable[..., Any], held: Any) -> Callable[..., Any]:
     arguments, such as trees, and those in ``held``.
     """
     # Weak: a function may take tensors out of the lists that it gets, and they should be free then.
-    before: list[tuple[weakref.ref[torch.Tensor], tuple[int, int]]] | None = None
+    states_before: list[tuple[weakref.ref[torch.Tensor], tuple[int, int]]] | None = None
 
     def run(*args: Any) -> Any:
-        nonlocal before
-        if before is None:
+        nonlocal states_before
+        if states_before is None:
             inside = tensors_in(([arg for arg in args if not isinstance(arg, torch.Tensor)], held))
-            before = [(weakref.ref(tensor), _data_state(tensor)) for tensor in inside]
+            states_before = [(weakref.ref(tensor), _data_state(tensor)) for tensor in inside]
         elif any(
-            (tensor := ref()) is not None and _data_state(tensor) != state for ref, state in before
+            (tensor := ref()) is not None and _data_state(tensor) != state
+            for ref, state in states_before
         ):
             raise RuntimeError(_CHANGED)
         return f(*args)
@@ -148,15 +149,15 @@ def _with_random_state(f: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*args: Any) -> Any:
         nonlocal first
-        now = RandomState.take()
+        random_state = RandomState.take()
         if first is None:
-            first = now
+            first = random_state
             return f(*args)
         first.put()
         try:
             return f(*args)
         finally:
-            now.put()
+            random_state.put()
 
     return run
 
@@ -218,24 +219,24 @@ class _Remat(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         inputs = ctx.saved_tensors
-        given = [i for i, grad in enumerate(grads) if grad is not None]
-        wanted = [i for i, needs in enumerate(ctx.needs_input_grad[1:]) if needs]
-        vjp = functools.partial(ctx.call.vjp, ctx.loop, given, wanted)
+        given_indices = [i for i, grad in enumerate(grads) if grad is not None]
+        wanted_indices = [i for i, needs in enumerate(ctx.needs_input_grad[1:]) if needs]
+        vjp = functools.partial(ctx.call.vjp, ctx.loop, given_indices, wanted_indices)
         with within(ctx.outer_loops):
-            found = _apply_to_both(vjp, inputs, [grads[i] for i in given])
+            both_results = _apply_to_both(vjp, inputs, [grads[i] for i in given_indices])
         result = [None] * len(inputs)
-        for i, grad in zip(wanted, found, strict=True):
+        for i, grad in zip(wanted_indices, both_results, strict=True):
             result[i] = grad
         return None, *result
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> Any:
         inputs = ctx.saved_tensors
-        given = [i for i, tangent in enumerate(tangents) if tangent is not None]
-        jvp = functools.partial(ctx.call.jvp, ctx.loop, given)
+        given_indices = [i for i, tangent in enumerate(tangents) if tangent is not None]
+        jvp = functools.partial(ctx.call.jvp, ctx.loop, given_indices)
         with within(ctx.outer_loops):
-            found = _apply_to_both(jvp, inputs, [tangents[i] for i in given])
-        return tuple(tangent if _differentiable(tangent) else None for tangent in found)
+            both_results = _apply_to_both(jvp, inputs, [tangents[i] for i in given_indices])
+        return tuple(tangent if _differentiable(tangent) else None for tangent in both_results)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, call: _Call, *tensors: torch.Tensor) -> Any:
@@ -342,21 +343,25 @@ class _AmbientState:
         """Return the current state."""
         types = ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
         autocast = tuple(
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in types
+            (
+                autocast_kind,
+                torch.is_autocast_enabled(autocast_kind),
+                torch.get_autocast_dtype(autocast_kind),
+            )
+            for autocast_kind in types
         )
         return cls(RandomState.take(), autocast)
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Set this state inside the ``with`` block, and restore the previous state after it."""
-        now = self.capture()
+        current_state = self.capture()
         with contextlib.ExitStack() as stack:
-            if now.autocast != self.autocast:
-                for kind, enabled, dtype in self.autocast:
-                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            if current_state.autocast != self.autocast:
+                for autocast_kind, enabled, dtype in self.autocast:
+                    stack.enter_context(torch.autocast(autocast_kind, dtype=dtype, enabled=enabled))
             self.random.put()
-            stack.callback(now.random.put)
+            stack.callback(current_state.random.put)
             yield
 
 
@@ -374,13 +379,14 @@ class _Outputs:
     def flatten(self, out: Any, inputs: Tensors) -> tuple[torch.Tensor, ...]:
         """Return the tensors of ``out``, remembering its structure; inverse of ``unflatten``."""
         values, self.build = tree.flatten(out)
-        known = {id(tensor) for tensor in inputs}
+        input_ids = {id(tensor) for tensor in inputs}
         tensors: dict[int, tuple[int, torch.Tensor]] = {}
         for value in values:
             if isinstance(value, torch.Tensor):
                 # Why a view: an autograd Function must not return one of its inputs itself.
                 tensors.setdefault(
-                    id(value), (len(tensors), value.view_as(value) if id(value) in known else value)
+                    id(value),
+                    (len(tensors), value.view_as(value) if id(value) in input_ids else value),
                 )
         self.indices = [
             tensors[id(value)][0] if isinstance(value, torch.Tensor) else None for value in values
@@ -415,7 +421,10 @@ _CAPTURED = (
 
 def _check_captured(f: Any) -> None:
     """Raise if ``f`` captures a tensor that ``torch.func`` differentiates or maps over."""
-    if any(isinstance(found, torch.Tensor) and is_transformed(found) for found in captured(f)):
+    if any(
+        isinstance(captured_value, torch.Tensor) and is_transformed(captured_value)
+        for captured_value in captured(f)
+    ):
         raise ValueError(_CAPTURED)
 
 
@@ -427,11 +436,11 @@ class _RefuseCaptured(torch.overrides.TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for arg in (*args, *(kwargs or {}).values()):
-            for each in arg if isinstance(arg, (tuple, list)) else (arg,):
+            for argument in arg if isinstance(arg, (tuple, list)) else (arg,):
                 if (
-                    isinstance(each, torch.Tensor)
-                    and is_transformed(each)
-                    and belongs_to_transform_above(each)
+                    isinstance(argument, torch.Tensor)
+                    and is_transformed(argument)
+                    and belongs_to_transform_above(argument)
                 ):
                     raise ValueError(_CAPTURED)
         return func(*args, **(kwargs or {}))

@@ -69,18 +69,20 @@ def broadcast_to_shards(value: Any, plan: Plan, mesh: Mesh) -> dict[str, dict[st
     that does not.
     """
     check_fits(plan, mesh)
-    whole = isinstance(value, torch.Tensor)
-    by_path = {} if whole else _by_path(value, plan)
-    found: dict[str, dict[str, torch.Tensor]] = {}
+    is_tensor = isinstance(value, torch.Tensor)
+    by_path = {} if is_tensor else _by_path(value, plan)
+    values_by_unit: dict[str, dict[str, torch.Tensor]] = {}
     for unit in plan.unit_list:
         device = torch.device("cpu") if unit.offload else mesh.device
-        found[unit.name] = {}
+        values_by_unit[unit.name] = {}
         for buffer in unit.buffers:
-            local = value if whole else _elements(by_path, buffer, mesh)
+            local = value if is_tensor else _elements(by_path, buffer, mesh)
             axes = tuple(name for name, _ in Topology.of(buffer, unit, mesh).repeated)
             local = local.to(device)
-            found[unit.name][buffer.key] = _ToCopies.apply(local, mesh, axes) if axes else local
-    return found
+            values_by_unit[unit.name][buffer.key] = (
+                _ToCopies.apply(local, mesh, axes) if axes else local
+            )
+    return values_by_unit
 
 
 class _ToCopies(torch.autograd.Function):
@@ -147,7 +149,7 @@ def _by_path(value: Any, plan: Plan) -> dict[str, torch.Tensor]:
     """Return the leaves of a tree by path, after checking them."""
     _, leaves, paths = tree.describe(value)
     by_path = dict(zip(paths, leaves, strict=True))
-    missing = sorted(leaf.path for leaf in plan.leaves if leaf.path not in by_path)
+    missing_paths = sorted(leaf.path for leaf in plan.leaves if leaf.path not in by_path)
     unexpected = sorted(
         by_path.keys() - {path for leaf in plan.leaves for path in (leaf.path, *leaf.aliases)}
     )
@@ -159,10 +161,10 @@ def _by_path(value: Any, plan: Plan) -> dict[str, torch.Tensor]:
                 f"{type(leaf).__name__}{place}: make it one with torch.tensor(..., "
                 "device=mesh.device)"
             )
-    if missing or unexpected:
+    if missing_paths or unexpected:
         raise ValueError(
             "a tree for broadcast_to_shards must have the leaves of the params; missing: "
-            f"{missing[:3] or 'nothing'}, unexpected: {unexpected[:3] or 'nothing'}: for one value "
+            f"{missing_paths[:3] or 'nothing'}, unexpected: {unexpected[:3] or 'nothing'}: for one value "
             "for all shards, pass a tensor"
         )
     return by_path

@@ -137,28 +137,30 @@ def _by_path(params: Any, plan: Plan, *, none_if_frozen: bool) -> dict[str, Any]
         for buffer in (
             buffer for unit in plan.unit_list for buffer in unit.buffers if not buffer.trainable
         ):
-            own = [
+            buffer_paths = [
                 leaf.path
                 for leaf in buffer.leaves
                 if leaf.path not in by_path and leaf.path in absent
             ]
-            if len(own) == len(buffer.leaves):
-                by_path |= dict.fromkeys(own)
-            elif own and (given := [leaf.path for leaf in buffer.leaves if leaf.path in by_path]):
+            if len(buffer_paths) == len(buffer.leaves):
+                by_path |= dict.fromkeys(buffer_paths)
+            elif buffer_paths and (
+                given_paths := [leaf.path for leaf in buffer.leaves if leaf.path in by_path]
+            ):
                 raise ValueError(
                     "frozen leaves that share a flat buffer must be all None or all tensors; "
-                    f"found None for {own[0]!r}, and a tensor for {given[0]!r}: pass zeros for None"
+                    f"found None for {buffer_paths[0]!r}, and a tensor for {given_paths[0]!r}: pass zeros for None"
                 )
-    known = {path for leaf in plan.leaves for path in (leaf.path, *leaf.aliases)}
-    missing = sorted(leaf.path for leaf in plan.leaves if leaf.path not in by_path)
-    unexpected = sorted(by_path.keys() - known)
-    if missing or unexpected:
+    known_names = {path for leaf in plan.leaves for path in (leaf.path, *leaf.aliases)}
+    missing_paths = sorted(leaf.path for leaf in plan.leaves if leaf.path not in by_path)
+    unexpected = sorted(by_path.keys() - known_names)
+    if missing_paths or unexpected:
         remedy = module_remedy(params, "params") or "make the plan from these params"
         if isinstance(params, Mapping) and params.keys() == plan.units.keys():
             remedy = "these are shards already; gather(shards, plan, mesh) returns full parameters, to cut by another plan"
         raise ValueError(
             "params must be the tree that the plan was made for; missing: "
-            f"{missing[:3] or 'nothing'}, unexpected: {unexpected[:3] or 'nothing'}: {remedy}"
+            f"{missing_paths[:3] or 'nothing'}, unexpected: {unexpected[:3] or 'nothing'}: {remedy}"
         )
     return by_path
 
@@ -393,8 +395,8 @@ def put_whole(
         return
     part = buffer.part(spec, mesh.shard.rank)
     origin = slice_offsets(spec.shape, spec.cuts, mesh.position)
-    own = shard[part.in_shard]
+    shard_part = shard[part.in_shard]
     with torch.no_grad():
         for box in boxes(spec.shape, part.begin, part.end):
-            own[: box.numel].view(box.sizes).copy_(whole[box.moved(origin).slices])
-            own = own[box.numel :]
+            shard_part[: box.numel].view(box.sizes).copy_(whole[box.moved(origin).slices])
+            shard_part = shard_part[box.numel :]

@@ -81,12 +81,14 @@ class _SlicedSource(UnitSource):
 
     def sources(self) -> list[GatherSource]:
         """Return the sources of the unit's all-gather."""
-        found = super().sources()
+        shard_sources = super().sources()
         if self.slices is None:
-            return found
+            return shard_sources
         return [
             source if part is None or comm is None else (part, comm)
-            for source, part, comm in zip(found, self.slices, self._slice_comms, strict=True)
+            for source, part, comm in zip(
+                shard_sources, self.slices, self._slice_comms, strict=True
+            )
         ]
 
 

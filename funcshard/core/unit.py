@@ -186,12 +186,12 @@ class Unshard:
         """Return ``kept`` for a reducer."""
 
         def find() -> Handles | None:
-            found = reducer.find_kept(self.comms, shard)
-            if found is None:
+            kept_handles = reducer.find_kept(self.comms, shard)
+            if kept_handles is None:
                 return None  # a buffer that was not kept needs no communication
             return [
                 old or start_gather(shard[comm.buffer].detach(), comm)
-                for old, comm in zip(found, self.comms, strict=True)
+                for old, comm in zip(kept_handles, self.comms, strict=True)
             ]
 
         return find
@@ -236,8 +236,10 @@ class Unshard:
                 recomputing = recomputing_unit() if handles is None else None
                 if recomputing is not None:
                     handles = recomputing.handles_for(self.unit, shard)
-                kind = functools.partial(save_unit, self.slices) if self.slices else SavedUnit
-                saved = kind(self, shard, prefetcher)
+                saved_class = (
+                    functools.partial(save_unit, self.slices) if self.slices else SavedUnit
+                )
+                saved = saved_class(self, shard, prefetcher)
             else:
                 saved = SavedUnit(self, shard, None)
                 if handles is not None:
@@ -266,7 +268,7 @@ class Unshard:
         self, apply: Callable[..., Any], params: Any, gathered: Leaves, args: Any, kwargs: Any
     ) -> Any:
         """Call ``apply`` with the unit's part of the tree, whose leaves ``gathered`` holds."""
-        before = _versions(gathered)
+        versions_before = _versions(gathered)
         logs = _log.isEnabledFor(logging.DEBUG)
         if logs:
             _log.debug("pre_forward of unit %r", self.unit.title)
@@ -292,7 +294,7 @@ class Unshard:
                 and "a leaf Variable that requires grad" in text
             )
             # Why first: after a write that torch did not prevent, it also raises for the nodes.
-            _check_unchanged(before, gathered, self.unit)
+            _check_unchanged(versions_before, gathered, self.unit)
             nodes = [leaves[0].grad_fn for leaves in gathered]
             refused = any(
                 node is not None and node.name().removesuffix("Backward") in text for node in nodes
@@ -303,7 +305,7 @@ class Unshard:
                     f"{_READ_ONLY}"
                 ) from error
             raise
-        _check_unchanged(before, gathered, self.unit)
+        _check_unchanged(versions_before, gathered, self.unit)
         if logs:
             _log.debug("post_forward of unit %r", self.unit.title)
         return result
@@ -314,11 +316,11 @@ class Unshard:
 
         Without a floating-point leaf, it is the dtype of the first leaf.
         """
-        own = [dtype_of(buffer.dtype) for buffer in self.unit.buffers]
+        leaf_dtypes = [dtype_of(buffer.dtype) for buffer in self.unit.buffers]
         return max(
-            (dtype for dtype in own if dtype.is_floating_point),
+            (dtype for dtype in leaf_dtypes if dtype.is_floating_point),
             key=lambda dtype: dtype.itemsize,
-            default=own[0],
+            default=leaf_dtypes[0],
         )
 
 
@@ -423,9 +425,9 @@ class RecomputeParams(dict[str, Any]):
         cls, table: Mapping[str, Any], saved: HasLeaves, numbers: dict[str, int]
     ) -> RecomputeParams:
         """Return the parameters of a unit; without ``__init__``, which takes half of the time."""
-        made = cls(table)
-        made.saved, made.numbers = saved, numbers
-        return made
+        params = cls(table)
+        params.saved, params.numbers = saved, numbers
+        return params
 
     def __getitem__(self, name: str) -> Any:
         number = self.numbers.get(name)
@@ -469,10 +471,10 @@ def run_in_full_precision(
 
     Inputs are cast to ``dtype``, and outputs to the dtype of the first input.
     """
-    before = next((x.dtype for x in tensors_in((args, kwargs)) if x.is_floating_point()), None)
+    first_dtype = next((x.dtype for x in tensors_in((args, kwargs)) if x.is_floating_point()), None)
     args, kwargs = cast_tree((args, kwargs), dtype)
     out = run(*args, **kwargs)
-    return out if before is None else cast_tree(out, before)
+    return out if first_dtype is None else cast_tree(out, first_dtype)
 
 
 _READ_ONLY = (
@@ -501,10 +503,10 @@ def _versions(gathered: Leaves) -> list[int]:
 
 def _check_unchanged(before: Sequence[int], gathered: Leaves, unit: UnitPlan) -> None:
     """Raise ``RuntimeError`` if a leaf was written to since ``_versions`` returned ``before``."""
-    now = _versions(gathered)
-    if now == before:
+    versions_now = _versions(gathered)
+    if versions_now == before:
         return
-    for old, new, buffer in zip(before, now, unit.buffers, strict=True):
+    for old, new, buffer in zip(before, versions_now, unit.buffers, strict=True):
         if new != old:
             raise modified_leaf(unit, buffer)
 

@@ -84,5 +84,5 @@ def broadcast(
     later = list(mesh.groups) if axes is None else list(axes)
     while later:
         axis = later.pop(0)
-        if all(mesh.groups[each].rank == source[each] for each in later):
+        if all(mesh.groups[axis_name].rank == source[axis_name] for axis_name in later):
             mesh.groups[axis].broadcast(tensor, source[axis], label=label).wait()

@@ -84,11 +84,13 @@ def import_callable(option: str, spec: str) -> Callable[..., Any]:
             f"{spec!r}"
         )
     try:
-        found: Any = importlib.import_module(name)
+        imported_value: Any = importlib.import_module(name)
         for part in attribute.split("."):
-            found = getattr(found, part)
+            imported_value = getattr(imported_value, part)
     except (ImportError, AttributeError) as error:
         raise BadInputError(f"{option} {spec}: {error}") from error
-    if not callable(found):
-        raise BadInputError(f"{option} {spec} must be callable; found {type(found).__name__}")
-    return found
+    if not callable(imported_value):
+        raise BadInputError(
+            f"{option} {spec} must be callable; found {type(imported_value).__name__}"
+        )
+    return imported_value

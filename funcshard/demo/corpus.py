@@ -45,7 +45,9 @@ def load_corpus(text: str | os.PathLike[str] | None, context: int) -> Corpus:
     Raises:
         ValueError: the text does not exist, or is too short.
     """
-    files, what = _standard_library() if text is None else _files_of(Path(text).expanduser())
+    files, corpus_title = (
+        _standard_library() if text is None else _files_of(Path(text).expanduser())
+    )
     contents = _read(files)
     total = sum(map(len, contents.values()))
     if len(contents) < 2:
@@ -60,11 +62,13 @@ def load_corpus(text: str | os.PathLike[str] | None, context: int) -> Corpus:
     shortest = min(len(train), len(valid))
     if shortest < context + 1:
         raise ValueError(
-            f"the text is too short: {what} has {total:,} bytes, of which {shortest:,} are left "
+            f"the text is too short: {corpus_title} has {total:,} bytes, of which {shortest:,} are left "
             f"for its smaller part (training or validation), and a context of {context} needs "
             f"{context + 1:,}: pass a longer text, or a smaller --context"
         )
-    return Corpus(_tensor(train), _tensor(valid), f"{what}, {total / 2**20:.1f} MiB, {held}")
+    return Corpus(
+        _tensor(train), _tensor(valid), f"{corpus_title}, {total / 2**20:.1f} MiB, {held}"
+    )
 
 
 def batch(
@@ -121,7 +125,7 @@ def _files_of(path: Path) -> tuple[dict[str, Path], str]:
 
 def _walk(root: Path, suffix: str = "") -> dict[str, Path]:
     """Return the files under a folder by their relative paths, in the order of these paths."""
-    found = {}
+    found_files = {}
     for folder, below, names in os.walk(root):
         below[:] = [
             name for name in below if not name.startswith(".") and not (suffix and name in _SKIPPED)
@@ -132,8 +136,8 @@ def _walk(root: Path, suffix: str = "") -> dict[str, Path]:
             if name.endswith(suffix) and not name.startswith(".")
         ):
             if path.is_file():  # neither a socket nor a broken link
-                found[path.relative_to(root).as_posix()] = path
-    return dict(sorted(found.items()))
+                found_files[path.relative_to(root).as_posix()] = path
+    return dict(sorted(found_files.items()))
 
 
 def _read(files: dict[str, Path]) -> dict[str, bytes]:

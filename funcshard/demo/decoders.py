@@ -262,7 +262,9 @@ class Experts(nn.Module):
         copies, filled = _balanced(chosen, count)
         token = copies // per_token
         rows = tokens.index_select(0, token).unflatten(0, (count, -1)).unbind()
-        outputs = torch.cat([expert(each) for expert, each in zip(self.experts, rows, strict=True)])
+        outputs = torch.cat(
+            [expert(expert_rows) for expert, expert_rows in zip(self.experts, rows, strict=True)]
+        )
         # Why filled: a row that no token fills holds a copy of the first token, and counts nothing.
         weighted = (
             outputs * (weights.flatten().index_select(0, copies) * filled).type_as(outputs)[:, None]

@@ -54,9 +54,9 @@ def _lines(title: str, total: int) -> Show:
 
     def show(done: int, words: str) -> None:
         nonlocal last
-        now = time.monotonic()
-        if now - last >= EVERY or (done >= total and now - start >= BRIEF):
-            last = now
+        current_time = time.monotonic()
+        if current_time - last >= EVERY or (done >= total and current_time - start >= BRIEF):
+            last = current_time
             print(f"{title}  {done}/{total}  {words}".rstrip(), flush=True)
 
     return show

@@ -297,11 +297,11 @@ def _on_signal(function: Callable[[bool], None]) -> Iterator[None]:
         count += 1
         function(count > 1)
 
-    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    handlers_before = {number: signal.signal(number, handler) for number in SIGNALS}
     try:
         yield
     finally:
-        for number, old in before.items():
+        for number, old in handlers_before.items():
             signal.signal(number, old)
 
 

@@ -14,10 +14,10 @@ PROCESS_BYTES = 80 * 2**20
 
 def check_ranks_fit(ranks: int) -> None:
     """Raise unless this machine can hold so many processes of a job."""
-    most = most_ranks(_available_bytes(), _process_limit())
-    if ranks > most:
+    most_ranks_here = most_ranks(_available_bytes(), _process_limit())
+    if ranks > most_ranks_here:
         raise BadInputError(
-            f"--ranks must be at most {most:,} here, because each rank is a process of about "
+            f"--ranks must be at most {most_ranks_here:,} here, because each rank is a process of about "
             f"{PROCESS_BYTES // 2**20} MiB; found {ranks:,}: python -m funcshard plan takes any "
             "number of ranks"
         )
@@ -60,19 +60,21 @@ def most_ranks(available: int | None, processes: int | None) -> int:
 
 def _available_bytes() -> int | None:
     """Return the memory that new processes can have: the machine's, or less in a container."""
-    found = []
+    memory_limits = []
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+        memory_limits += [
+            int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")
+        ]
     except OSError:  # no Linux
         if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
-            found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+            memory_limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
-            found.append(int(Path(limit).read_text()))
+            memory_limits.append(int(Path(limit).read_text()))
         except (OSError, ValueError):  # no such file, or the text "max"
             continue
-    return min(found, default=None)
+    return min(memory_limits, default=None)
 
 
 def _process_limit() -> int | None:

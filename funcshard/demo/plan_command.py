@@ -134,23 +134,24 @@ def plan_command(options: argparse.Namespace, gpt: Callable[[], GPTConfig]) -> i
         raise BadInputError(error) from error
     if hasattr(options, "html"):
         _write_page(Path(options.html), shown)
-    plans = [each for each in shown if isinstance(each, fs.Plan)]
+    plans = [plan for plan in shown if isinstance(plan, fs.Plan)]
     print(plans[0].to_json() if options.json and plans else "\n\n".join(map(str, shown)))
-    asked = hasattr(options, "budget") or options.auto
+    has_budget = hasattr(options, "budget") or options.auto
     return (
         1
-        if asked and not all(each.fits for each in shown if isinstance(each, Report | Infeasible))
+        if has_budget
+        and not all(report.fits for report in shown if isinstance(report, Report | Infeasible))
         else 0
     )
 
 
 def _check_together(options: argparse.Namespace) -> None:
-    given = [name for name in ("budget", "compare") if hasattr(options, name)] + (
+    given_options = [name for name in ("budget", "compare") if hasattr(options, name)] + (
         ["auto"] if options.auto else []
     )
-    if given and not hasattr(options, "hardware"):
+    if given_options and not hasattr(options, "hardware"):
         raise BadInputError(
-            f"--{given[0]} belongs to an estimate: add --hardware, such as --hardware h100"
+            f"--{given_options[0]} belongs to an estimate: add --hardware, such as --hardware h100"
         )
     chosen = {"replicate": 1, "strategy": STRATEGIES[0], "bucket_bytes": "auto", "remat": False}
     if options.auto and (
@@ -202,21 +203,25 @@ def _shown(options: argparse.Namespace, model: nn.Module) -> list[Any]:
     )
     if not hasattr(options, "hardware"):
         return [plan]
-    other = _other(options.compare, plan) if hasattr(options, "compare") else None
+    other_plan = _other(options.compare, plan) if hasattr(options, "compare") else None
     estimate = _Estimate(options, model, apply, params, buffers)
     shown: list[Any] = [plan]
     if options.auto:
-        found = fs.auto_plan(
+        best_plan = fs.auto_plan(
             estimate.profile(precision), ranks=options.ranks, units=units, hardware=estimate.hardware,
             optimizer=options.optimizer, budget=getattr(options, "budget", None),
         )  # fmt: skip
-        report = found.report
-        shown = [found] if isinstance(found, Infeasible) else [found, found.plan, report]
+        report = best_plan.report
+        shown = (
+            [best_plan]
+            if isinstance(best_plan, Infeasible)
+            else [best_plan, best_plan.plan, report]
+        )
     else:
         report = estimate(plan)
         shown.append(report)
-    if other is not None:
-        shown.append(fs.compare(estimate(other), report))
+    if other_plan is not None:
+        shown.append(fs.compare(estimate(other_plan), report))
     return shown
 
 
@@ -310,10 +315,12 @@ class _Estimate:
 
 def _cross_entropy(logits: Any, targets: torch.Tensor) -> torch.Tensor:
     if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != targets.shape:
-        found = list(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
+        logits_text = (
+            list(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
+        )
         raise ValueError(
             "the model must return logits [batch, seq, vocabulary] for tokens of shape "
-            f"{list(targets.shape)}; found {found}: give --inputs, and let the model return its "
+            f"{list(targets.shape)}; found {logits_text}: give --inputs, and let the model return its "
             "loss"
         )
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
@@ -336,28 +343,36 @@ def _listed(model: nn.Module) -> list[str]:
 
 def _other(path: str, plan: fs.Plan) -> fs.Plan:
     """Return the plan in a file; raise unless it is of the same model as ``plan``."""
-    found = _read(path)
-    here, there = ({leaf.path: leaf.whole_shape for leaf in each.leaves} for each in (plan, found))
-    name = next((name for name in {**here, **there} if here.get(name) != there.get(name)), None)
+    read_plan = _read(path)
+    own_shapes, there = (
+        {leaf.path: leaf.whole_shape for leaf in compared_plan.leaves}
+        for compared_plan in (plan, read_plan)
+    )
+    name = next(
+        (name for name in {**own_shapes, **there} if own_shapes.get(name) != there.get(name)), None
+    )
     if name is not None:
-        shapes = [list(each[name]) if name in each else "missing" for each in (there, here)]
+        shapes = [
+            list(leaf_shapes[name]) if name in leaf_shapes else "missing"
+            for leaf_shapes in (there, own_shapes)
+        ]
         raise BadInputError(
             f"--compare must be a plan of the same model; found {path}: {name!r} is {shapes[0]} "
             f"there and {shapes[1]} here; pass the options of the model with which that plan was "
             "made"
         )
-    return found
+    return read_plan
 
 
 def _read(path: str) -> fs.Plan:
     try:
         return fs.Plan.from_json(read_regular(path).decode())
     except OSError as error:
-        found = f"{path}, which cannot be read ({error.strerror})"
+        file_text = f"{path}, which cannot be read ({error.strerror})"
     except ValueError as error:
-        found = f"{path}, which holds no plan ({error})"
+        file_text = f"{path}, which holds no plan ({error})"
     raise BadInputError(
-        f"--compare must be a file with a plan; found {found}: write one with python -m funcshard "
+        f"--compare must be a file with a plan; found {file_text}: write one with python -m funcshard "
         "plan --json > other.json"
     )
 
@@ -365,7 +380,7 @@ def _read(path: str) -> fs.Plan:
 def _write_page(path: Path, shown: list[Any]) -> None:
     parts = [each._repr_html_() for each in shown]
     if importlib.util.find_spec("matplotlib") is not None:
-        pictures = [draw_holdings(each) for each in shown if isinstance(each, fs.Plan)]
+        pictures = [draw_holdings(plan) for plan in shown if isinstance(plan, fs.Plan)]
         pictures += [
             draw(each)
             for each in shown

@@ -144,16 +144,19 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
             )
         return loss
 
-    before = validate("before")
+    loss_before = validate("before")
     started = time.perf_counter()
     recent: deque[float] = deque([started], maxlen=11)
     bytes_a_step = settings.batch * config.context * mesh.world_size
 
     def save(wait: bool) -> fs.Saving:
         """Save a checkpoint after the previous one is complete."""
-        what = {"train": state, "losses": torch.tensor(losses, dtype=torch.float64, device="cpu")}
+        saved_state = {
+            "train": state,
+            "losses": torch.tensor(losses, dtype=torch.float64, device="cpu"),
+        }
         path = settings.checkpoints / f"step-{state.step}"
-        return fs.save(path, what, plan, mesh, wait=wait, after=saving, keep=2)
+        return fs.save(path, saved_state, plan, mesh, wait=wait, after=saving, keep=2)
 
     with progress("Training", settings.steps, quiet=not first, keep=True) as show:
         while state.step < settings.steps and not stop.agreed(mesh):
@@ -191,7 +194,7 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
     if first:
         _write(out / "model.pt", lambda path: torch.save(state_dict, path))
         _write(out / "plan.json", lambda path: path.write_text(plan.to_json() + "\n"))
-    after = validate("after") if state.step else before
+    loss_after = validate("after") if state.step else loss_before
     length = 60 if stop.happened else 200
     with progress("Sampling", length, quiet=not first) as show:
         text = sample(
@@ -206,7 +209,7 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
             "plan": plan.fingerprint(),
             "steps": state.step,
             "stopped": stop.happened,
-            "validation": {"before": before, "after": after, "unit": "nats per byte"},
+            "validation": {"before": loss_before, "after": loss_after, "unit": "nats per byte"},
             "losses": losses,
             "tokens_per_second": rate,
             "seconds": {"training": seconds, "all": time.perf_counter() - began},
@@ -215,7 +218,7 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
         _write(
             out / "metrics.json", lambda path: path.write_text(json.dumps(metrics, indent=1) + "\n")
         )
-        _conclude(text, before, after, state.step, seconds, rate, out)
+        _conclude(text, loss_before, loss_after, state.step, seconds, rate, out)
 
 
 def _schedule(step: int, settings: Settings) -> float:

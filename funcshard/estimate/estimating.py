@@ -108,47 +108,48 @@ def estimate(
         )
     micro_batches = check_count("micro_batches", micro_batches, of="micro-batches")
     machine = load_hardware(hardware)
-    asked, limit = budget_on(machine, budget)
+    asked_budget, limit = budget_on(machine, budget)
     names = recomputed_modules(plan, remat)
     clock = HardwareClock(machine, plan.mesh_axes)
     check_runtime(runtime)
     on_device = Runtime.on(machine.device) if runtime is None else runtime
     with without_collection():
-        found, followed = run_step(
+        simulation, followed = run_step(
             profile, plan, profile.program(plan, remat=names), clock, optimizer=optimizer_memory(optimizer),
             schedule=schedule, micro_batches=micro_batches, reduce=reduce, runtime=on_device,
         )  # fmt: skip
-    pools = found.ledger.pools(streams=on_device.streams)
+    pools = simulation.ledger.pools(streams=on_device.streams)
     kept = reserved_band(pools, machine.memory) if on_device.accelerator else (0, 0, "")
     options = {
         "remat": tuple(names), "micro_batches": micro_batches, "optimizer": optimizer, "reduce": reduce, "runtime": runtime,
-        "budget": asked,
+        "budget": asked_budget,
     }  # fmt: skip
     return Report(
         plan=plan,
         schedule=followed,
         hardware=machine.name,
-        timeline=found.ledger.timeline(),
-        spans=found.spans,
-        events=found.events,
+        timeline=simulation.ledger.timeline(),
+        spans=simulation.spans,
+        events=simulation.events,
         rank=0,
-        step_time=found.step_time,
-        exposed=found.exposed,
+        step_time=simulation.step_time,
+        exposed=simulation.exposed,
         tokens=profile.tokens * micro_batches,
         flops=3 * profile.forward_flops * micro_batches,
         peak_flops=machine.flops.get(profile.compute_dtype, 0.0),
         reserved=kept[:2],
         reserved_source=kept[2],
         budget=limit,
-        unit_memory=found.unit_memory,
+        unit_memory=simulation.unit_memory,
         sources={
             "peak": "calibrated" if on_device.communicators else "traced",
             "traffic": "exact",
             "reserved": reserved_how(machine.name),
             "step_time": weakest(
-                clock.copied, source_of_sum((span.seconds, span.source) for span in found.spans)
+                clock.copied,
+                source_of_sum((span.seconds, span.source) for span in simulation.spans),
             ),
-            "budget": "given" if limit == asked else machine.sources["memory"].how,
+            "budget": "given" if limit == asked_budget else machine.sources["memory"].how,
         },
         options=options,
     )
@@ -156,8 +157,10 @@ def estimate(
 
 def budget_on(hardware: Hardware, budget: int | str | None) -> tuple[int | None, int]:
     """Return a budget in bytes, and what a rank may use: no more than the device has."""
-    asked = None if budget is None else check_bytes("budget", budget, example="80GiB")
-    return asked, hardware.memory if asked is None else min(asked, hardware.memory)
+    asked_budget = None if budget is None else check_bytes("budget", budget, example="80GiB")
+    return asked_budget, hardware.memory if asked_budget is None else min(
+        asked_budget, hardware.memory
+    )
 
 
 def _check_model_axes(plan: Plan) -> None:
@@ -202,12 +205,14 @@ def run_step(
 ) -> tuple[Simulation, Schedule]:
     """Simulate a step of a plan; return it, and the schedule in the order of the program."""
     units = plan.units
-    given = schedule if schedule is not None else make_schedule(plan)
+    given_schedule = schedule if schedule is not None else make_schedule(plan)
     order = tuple(name for name in program.order if name in units)
-    backward = tuple((what, name) for what, name in program.backward if name in units)
-    followed = dataclasses.replace(given, order=order, backward=backward)
+    backward = tuple((moment_kind, name) for moment_kind, name in program.backward if name in units)
+    followed = dataclasses.replace(given_schedule, order=order, backward=backward)
     reached = (
-        program.reached if "" in units else [each for each in program.reached if each.unit in units]
+        program.reached
+        if "" in units
+        else [place for place in program.reached if place.unit in units]
     )
     predicted = predict_step(
         plan,
@@ -217,11 +222,11 @@ def run_step(
         reduce=reduce,
         reached=reached,
     )
-    found = simulate_step(
+    simulation = simulate_step(
         plan, program, predicted, clock, optimizer=optimizer, runtime=runtime, micro_batches=micro_batches, reduce=reduce,
         buffers=profile.buffers, inputs=profile.inputs * micro_batches,
     )  # fmt: skip
-    return found, followed
+    return simulation, followed
 
 
 @dataclass(slots=True, eq=False)
@@ -247,38 +252,41 @@ class HardwareClock:
             stride *= size
 
     def compute(self, run: Run) -> tuple[float, str]:
-        found = self._known.get(run.work)
-        if found is None:
+        known_time = self._known.get(run.work)
+        if known_time is None:
             times = [
                 compute_time(
                     self.hardware, work.flops, work.bytes, work.dtype, kernels=work.kernels
                 )
                 for work in run.work
             ]
-            source = source_of_sum((each.seconds, each.source) for each in times)
-            found = self._known[run.work] = math.fsum(each.seconds for each in times), source
-        return found
+            source = source_of_sum((timed_work.seconds, timed_work.source) for timed_work in times)
+            known_time = self._known[run.work] = (
+                math.fsum(timed_work.seconds for timed_work in times),
+                source,
+            )
+        return known_time
 
     def collective(self, event: Event) -> tuple[float, str]:
         key = (event.kind, event.bytes, event.axis, event.ranks)
-        found = self._known.get(key)
-        if found is None:
+        known_time = self._known.get(key)
+        if known_time is None:
             stride = self._strides.get(event.axis, 1)
             if event.ranks < self.mesh_axes.get(event.axis, event.ranks):
                 stride = 1  # neighbours on the axis hold the unit together
             timed = collective_time(
                 self.hardware, event.kind, event.bytes, event.ranks, stride=stride
             )
-            found = self._known[key] = timed.seconds, timed.source
-        return found
+            known_time = self._known[key] = timed.seconds, timed.source
+        return known_time
 
     def copy(self, nbytes: int) -> tuple[float, str]:
-        found = self._known.get(nbytes)
-        if found is None:
+        known_time = self._known.get(nbytes)
+        if known_time is None:
             timed = offload_time(self.hardware, nbytes)
-            found = self._known[nbytes] = timed.seconds, timed.source
+            known_time = self._known[nbytes] = timed.seconds, timed.source
             self.copied = weakest(self.copied, timed.source)
-        return found
+        return known_time
 
     def move(self, nbytes: int) -> tuple[float, str]:
         timed = update_time(self.hardware, nbytes)

@@ -35,9 +35,9 @@ def check_graph(
     """
     position = {node: number for number, node in enumerate(graph.nodes)}
     for node in graph.nodes:
-        for each in node.all_input_nodes:
-            if position.get(each, len(position)) >= position[node]:
-                raise ValueError(f"{node} uses {each}, which does not come before it")
+        for input_node in node.all_input_nodes:
+            if position.get(input_node, len(position)) >= position[node]:
+                raise ValueError(f"{node} uses {input_node}, which does not come before it")
     for start, waits in starts_and_waits(graph):
         if len(waits) != 1:
             raise ValueError(f"{start} is waited for {len(waits)} times, not once")
@@ -57,10 +57,10 @@ def _check_data(graph: fx.Graph, storages: GraphStorages, position: dict[fx.Node
         for storage in written_storages(node, storages):
             writers[storage].append(node)
     for start, (wait,) in starts_and_waits(graph):
-        taken = {storage for each in held_until(wait) for storage in storages.of[each]} | set(
-            storages.of[start]
-        )
-        for writer in (each for storage in taken for each in writers[storage]):
+        taken = {
+            storage for held_node in held_until(wait) for storage in storages.of[held_node]
+        } | set(storages.of[start])
+        for writer in (storage_writer for storage in taken for storage_writer in writers[storage]):
             if position[start] < position[writer] < position[wait]:
                 raise ValueError(
                     f"{writer} writes to memory of {start}, which has not been waited for"
@@ -68,22 +68,26 @@ def _check_data(graph: fx.Graph, storages: GraphStorages, position: dict[fx.Node
 
 
 def _check_order(graph: fx.Graph, before: fx.Graph, keeps_order: bool) -> None:
-    now = {node.name: number for number, node in enumerate(graph.nodes)}
+    current_order = {node.name: number for number, node in enumerate(graph.nodes)}
     if keeps_order:
-        _check_kept("collectives", [node.name for node in before.nodes if communicates(node)], now)
+        _check_kept(
+            "collectives", [node.name for node in before.nodes if communicates(node)], current_order
+        )
     _check_kept(
         "operations that draw random numbers",
         [n.name for n in before.nodes if draws_numbers(n)],
-        now,
+        current_order,
     )
     storages = GraphStorages.find(before)
     then = {node: number for number, node in enumerate(before.nodes)}
     for node in before.nodes:
-        for storage in written_storages(node, storages) if node.name in now else ():
+        for storage in written_storages(node, storages) if node.name in current_order else ():
             for user in storages.users[storage]:
-                if user.name not in now or user is node:
+                if user.name not in current_order or user is node:
                     continue
-                if (then[user] < then[node]) != (now[user.name] < now[node.name]):
+                if (then[user] < then[node]) != (
+                    current_order[user.name] < current_order[node.name]
+                ):
                     raise ValueError(
                         f"{node} writes to memory that {user} uses, and no longer runs on the same "
                         "side of it"
@@ -92,6 +96,8 @@ def _check_order(graph: fx.Graph, before: fx.Graph, keeps_order: bool) -> None:
 
 def _check_kept(what: str, names: list[str], now: dict[str, int]) -> None:
     kept = [name for name in names if name in now]
-    for one, other in pairwise(kept):
-        if now[one] >= now[other]:
-            raise ValueError(f"{what} are in another order: {other} comes before {one}")
+    for first_kept, second_kept in pairwise(kept):
+        if now[first_kept] >= now[second_kept]:
+            raise ValueError(
+                f"{what} are in another order: {second_kept} comes before {first_kept}"
+            )

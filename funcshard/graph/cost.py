@@ -63,13 +63,13 @@ class StepCost(Shown):
         ]
         rows = [
             [
-                each.axis,
-                each.kind,
-                table.count(each.count),
-                table.size(each.bytes),
-                table.size(each.traffic),
+                collective.axis,
+                collective.kind,
+                table.count(collective.count),
+                table.size(collective.bytes),
+                table.size(collective.traffic),
             ]
-            for each in self.collectives
+            for collective in self.collectives
         ]
         return [
             Table("Work of a step on this rank", ["what", "amount"], work),
@@ -85,20 +85,26 @@ def cost_of(step_graph: StepGraph) -> StepCost:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
             flops += count_flops(node.target, args, kwargs, node.meta["val"])
             moved += _moved(node, args, kwargs)
-    found: dict[tuple[str, str], list[int]] = {}
+    cost_by_kind: dict[tuple[str, str], list[int]] = {}
     for event in step_graph.events:
-        totals = found.setdefault((event.axis, event.kind), [0, 0, 0])
+        totals = cost_by_kind.setdefault((event.axis, event.kind), [0, 0, 0])
         for i, number in enumerate((1, event.bytes, event.traffic)):
             totals[i] += number
     return StepCost(
-        flops, moved, tuple(CollectiveCost(*key, *totals) for key, totals in sorted(found.items()))
+        flops,
+        moved,
+        tuple(CollectiveCost(*key, *totals) for key, totals in sorted(cost_by_kind.items())),
     )
 
 
 def _moved(node: fx.Node, args: Any, kwargs: Any) -> int:
     """Return the bytes that an operation reads and writes."""
-    known = {storage_id(tensor) for tensor in tensors_in((args, kwargs))}
-    new = [tensor for tensor in tensors_in(node.meta["val"]) if storage_id(tensor) not in known]
+    known_storages = {storage_id(tensor) for tensor in tensors_in((args, kwargs))}
+    new = [
+        tensor
+        for tensor in tensors_in(node.meta["val"])
+        if storage_id(tensor) not in known_storages
+    ]
     if (
         not new
         and not writes_inputs(node.target)

@@ -62,22 +62,26 @@ class StepDifference(Shown):
 
 
 def _collective_rows(before: StepGraph, after: StepGraph) -> Iterable[list[str]]:
-    for kind in STARTS:
+    for collective_kind in STARTS:
         cells = []
-        for each in (before, after):
-            own = [event.bytes for event in each.events if event.kind == kind]
-            cells.append(f"{len(own)} of {table.size(sum(own))}" if own else "none")
+        for step_graph in (before, after):
+            event_bytes = [
+                event.bytes for event in step_graph.events if event.kind == collective_kind
+            ]
+            cells.append(
+                f"{len(event_bytes)} of {table.size(sum(event_bytes))}" if event_bytes else "none"
+            )
         if cells != ["none", "none"]:
-            yield [_KINDS[kind], *cells]
+            yield [_KINDS[collective_kind], *cells]
 
 
 def _memory_rows(difference: StepDifference) -> list[list[str]]:
-    one, other = memory_of(difference.before), memory_of(difference.after)
+    memory_before, memory_after = memory_of(difference.before), memory_of(difference.after)
     rows = [
-        ("peak", one.peak, other.peak),
-        ("peak gathered", one.peak_gathered, other.peak_gathered),
+        ("peak", memory_before.peak, memory_after.peak),
+        ("peak gathered", memory_before.peak_gathered, memory_after.peak_gathered),
     ]
-    return [[what, table.size(first), table.size(second)] for what, first, second in rows]
+    return [[row_title, table.size(first), table.size(second)] for row_title, first, second in rows]
 
 
 def _lines(graph: fx.Graph) -> list[str]:
@@ -92,19 +96,19 @@ def _changes(before: Sequence[str], after: Sequence[str]) -> list[str]:
     for number, line in enumerate(after):
         places[line].append(number)
     pairs: list[tuple[int, int]] = []
-    found: list[tuple[float, str]] = []
+    listed_changes: list[tuple[float, str]] = []
     count: Counter[str] = Counter()
     for number, line in enumerate(before):
         if count[line] < len(places[line]):
             pairs.append((number, places[line][count[line]]))
         else:
-            found.append((number, f"gone: {line}"))
+            listed_changes.append((number, f"gone: {line}"))
         count[line] += 1
     scale = len(before) / max(len(after), 1)
-    found += [
+    listed_changes += [
         (number * scale, f"new: {line}")
-        for line, own in places.items()
-        for number in own[count[line] :]
+        for line, line_places in places.items()
+        for number in line_places[count[line] :]
     ]
     kept = _longest_rise([second for _, second in pairs])
     latest = -1
@@ -112,32 +116,34 @@ def _changes(before: Sequence[str], after: Sequence[str]) -> list[str]:
         if second in kept:
             latest = second
         else:
-            found.append((first, f"{'earlier' if second < latest else 'later'}: {before[first]}"))
-    return [line for _, line in sorted(found, key=lambda each: each[0])]
+            listed_changes.append(
+                (first, f"{'earlier' if second < latest else 'later'}: {before[first]}")
+            )
+    return [line for _, line in sorted(listed_changes, key=lambda each: each[0])]
 
 
 def _longest_rise(numbers: Sequence[int]) -> set[int]:
     """Return the members of a longest rising subsequence of different numbers."""
     ends: list[int] = []  # the smallest end of a rise of each length
-    before: dict[int, int | None] = {}
+    node_before: dict[int, int | None] = {}
     for number in numbers:
         place = bisect_left(ends, number)
-        before[number] = ends[place - 1] if place else None
+        node_before[number] = ends[place - 1] if place else None
         ends[place : place + 1] = [number]
-    found: set[int] = set()
+    rising_nodes: set[int] = set()
     last = ends[-1] if ends else None
     while last is not None:
-        found.add(last)
-        last = before[last]
-    return found
+        rising_nodes.add(last)
+        last = node_before[last]
+    return rising_nodes
 
 
 def _folded(lines: Sequence[str]) -> list[str]:
     """Return lines with those that repeat as one, and no more than can be read."""
-    found = []
+    folded_lines = []
     for line, same in groupby(lines):
         number = len(list(same))
-        word, _, rest = line.partition(": ")
-        found.append(line if number == 1 else f"{word}: {number} × {rest}")
-    more = len(found) - _MOST
-    return found if more <= 0 else [*found[:_MOST], f"and {more} more"]
+        word, _, line_rest = line.partition(": ")
+        folded_lines.append(line if number == 1 else f"{word}: {number} × {line_rest}")
+    more_lines = len(folded_lines) - _MOST
+    return folded_lines if more_lines <= 0 else [*folded_lines[:_MOST], f"and {more_lines} more"]

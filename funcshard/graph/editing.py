@@ -59,7 +59,7 @@ def tensor_storages(node: fx.Node) -> set[int]:
 def _follow(users: Iterable[fx.Node], gone: set[int]) -> None:
     """Make the results of views and writes anew whose storages were replaced."""
     for user in users:
-        before = tensor_storages(user)
-        if user.op == "call_function" and before & gone:
+        storages_before = tensor_storages(user)
+        if user.op == "call_function" and storages_before & gone:
             user.meta["val"] = form_of(user)
-            _follow(list(user.users), before - tensor_storages(user))
+            _follow(list(user.users), storages_before - tensor_storages(user))

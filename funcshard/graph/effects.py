@@ -22,14 +22,14 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     """Return the inputs of a node that it writes to."""
     if not operator_name(node.target) or not writes_inputs(node.target):
         return []
-    found: list[fx.Node] = []
-    fx.node.map_arg(written_arguments(node.target, node.args, node.kwargs), found.append)
-    return found
+    written_nodes: list[fx.Node] = []
+    fx.node.map_arg(written_arguments(node.target, node.args, node.kwargs), written_nodes.append)
+    return written_nodes
 
 
 def written_storages(node: fx.Node, storages: GraphStorages) -> set[int]:
     """Return the storages that a node writes to, without those that it makes."""
-    return {storage for each in written_by(node) for storage in storages.of[each]}
+    return {storage for written_node in written_by(node) for storage in storages.of[written_node]}
 
 
 def draws_numbers(node: fx.Node) -> bool:
@@ -65,7 +65,7 @@ def dependencies(graph: fx.Graph, storages: GraphStorages) -> dict[fx.Node, list
     writes, also those that have read since; and the previous node that draws random numbers. A
     collective may read its data until its wait. The order of collectives is left out.
     """
-    found: dict[fx.Node, list[fx.Node]] = {}
+    nodes_before: dict[fx.Node, list[fx.Node]] = {}
     writer: dict[int, fx.Node] = {}
     readers: dict[int, list[fx.Node]] = defaultdict(list)
     drawn: fx.Node | None = None
@@ -73,7 +73,9 @@ def dependencies(graph: fx.Graph, storages: GraphStorages) -> dict[fx.Node, list
         inputs = [*node.all_input_nodes, *held_until(node)]
         needed = dict.fromkeys(node.all_input_nodes)
         written = written_storages(node, storages)
-        for storage in {storage for each in (node, *inputs) for storage in storages.of[each]}:
+        for storage in {
+            storage for touched_node in (node, *inputs) for storage in storages.of[touched_node]
+        }:
             if storage in writer:
                 needed[writer[storage]] = None
             if storage in written:
@@ -86,5 +88,5 @@ def dependencies(graph: fx.Graph, storages: GraphStorages) -> dict[fx.Node, list
                 needed[drawn] = None
             drawn = node
         needed.pop(node, None)
-        found[node] = list(needed)
-    return found
+        nodes_before[node] = list(needed)
+    return nodes_before

@@ -56,8 +56,8 @@ class Entries:
             return self._entries.get(signature)
         key = signature, tuple(sizes.items())
         if key not in self._served:
-            for each, entry in self._entries.items():
-                if each._replace(
+            for entry_key, entry in self._entries.items():
+                if entry_key._replace(
                     conditions=()
                 ) == signature and not entry.step_graph.conditions.failing(sizes):
                     self._served[key] = entry
@@ -68,8 +68,8 @@ class Entries:
         """Return in words why no recording serves arguments; ``""`` if there is no recording."""
         alike = [
             entry
-            for each, entry in self._entries.items()
-            if each._replace(conditions=()) == signature
+            for entry_key, entry in self._entries.items()
+            if entry_key._replace(conditions=()) == signature
         ]
         if alike:
             failing = alike[-1].step_graph.conditions.failing(sizes)

@@ -37,14 +37,14 @@ InputMemory = list[list[int]]
 def input_memory(placeholders: Sequence[fx.Node]) -> InputMemory:
     """Return where the tensors among a graph's inputs lie; some of them may share memory."""
     numbers: dict[int, int] = {}
-    found = []
+    input_bytes = []
     for node in placeholders:
         tensor = node.meta["val"]
         if isinstance(tensor, torch.Tensor):
             storage = tensor.untyped_storage()
             number = numbers.setdefault(storage_id(tensor), len(numbers))
-            found.append([number, int(storage.nbytes()), int(tensor.storage_offset())])
-    return found
+            input_bytes.append([number, int(storage.nbytes()), int(tensor.storage_offset())])
+    return input_bytes
 
 
 def filled(step_graph: StepGraph, sizes: Mapping[str, int]) -> StepGraph:
@@ -54,31 +54,39 @@ def filled(step_graph: StepGraph, sizes: Mapping[str, int]) -> StepGraph:
         step_graph: the graph.
         sizes: the size of each name.
     """
-    found = step_graph.copy()
-    placeholders = found.graph.find_nodes(op="placeholder")
-    leaves = [leaf for i in found.inputs if (leaf := found.signature.leaves[i]) is not int]
+    filled_graph = step_graph.copy()
+    placeholders = filled_graph.graph.find_nodes(op="placeholder")
+    leaves = [
+        leaf for i in filled_graph.inputs if (leaf := filled_graph.signature.leaves[i]) is not int
+    ]
     items = {
         node
-        for node in found.graph.nodes
+        for node in filled_graph.graph.nodes
         if collective_of(node) == "number" and not isinstance(node.meta["val"], torch.Tensor)
     }
     memory = sized_memory(input_memory(placeholders), leaves, sizes)
-    fill_in(found.graph, [sized(leaf, sizes) for leaf in leaves], memory, found.constants, items)
-    return dataclasses.replace(found, sizes=dict(sizes))
+    fill_in(
+        filled_graph.graph,
+        [sized(leaf, sizes) for leaf in leaves],
+        memory,
+        filled_graph.constants,
+        items,
+    )
+    return dataclasses.replace(filled_graph, sizes=dict(sizes))
 
 
 def sized_memory(
     memory: InputMemory, leaves: Sequence[Any], sizes: Mapping[str, int]
 ) -> InputMemory:
     """Return where inputs lie if some sizes are others; an input with names shares no memory."""
-    found = []
-    for number, (leaf, own) in enumerate(zip(leaves, memory, strict=True)):
+    memory_sizes = []
+    for number, (leaf, leaf_memory) in enumerate(zip(leaves, memory, strict=True)):
         if any(isinstance(size, str) for size in leaf[0]):
             shape, dtype, _, strides, _ = sized(leaf, sizes)
             last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-            own = [len(memory) + number, (last + 1) * dtype.itemsize * (0 not in shape), 0]
-        found.append(own)
-    return found
+            leaf_memory = [len(memory) + number, (last + 1) * dtype.itemsize * (0 not in shape), 0]
+        memory_sizes.append(leaf_memory)
+    return memory_sizes
 
 
 def fill_in(
@@ -109,8 +117,8 @@ def fill_in(
             if node.op == "output":
                 break
             try:
-                found = _result(node, inputs, constants, mode, item=node in items)
-                node.meta["val"] = tree.map(_another, found) if reshapes else found
+                node_result = _result(node, inputs, constants, mode, item=node in items)
+                node.meta["val"] = tree.map(_another, node_result) if reshapes else node_result
             except Exception as error:
                 name = operator_name(node.target) or str(node.target)
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -126,7 +134,7 @@ def _another(value: Any) -> Any:
 
 def _inputs(tensors: Sequence[Any], memory: InputMemory) -> list[torch.Tensor]:
     storages: dict[int, torch.Tensor] = {}
-    found = []
+    input_tensors = []
     for (shape, dtype, device, stride, _), (number, size, offset) in zip(
         tensors, memory, strict=True
     ):
@@ -135,22 +143,26 @@ def _inputs(tensors: Sequence[Any], memory: InputMemory) -> list[torch.Tensor]:
         base = storages[number]
         if base.numel() != size or base.device.type != device.type:
             raise ValueError(f"two inputs lie in memory {number}, and give it other sizes")
-        whole = base[: size // dtype.itemsize * dtype.itemsize].view(dtype)
-        found.append(whole.as_strided(shape, stride, offset))
-    return found
+        whole_tensor = base[: size // dtype.itemsize * dtype.itemsize].view(dtype)
+        input_tensors.append(whole_tensor.as_strided(shape, stride, offset))
+    return input_tensors
 
 
 def _result(
     node: fx.Node, inputs: Any, constants: Mapping[str, torch.Tensor], mode: Any, *, item: bool
 ) -> Any:
     if node.op == "placeholder":
-        found = next(inputs, None)
+        node_result = next(inputs, None)
         # Why item: it gives a number whose arithmetic is that of the recording.
-        return torch.zeros((), dtype=torch.int64, device="cpu").item() if found is None else found
+        return (
+            torch.zeros((), dtype=torch.int64, device="cpu").item()
+            if node_result is None
+            else node_result
+        )
     if node.op == "get_attr":
         return mode.from_tensor(constants[str(node.target)])
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
     target: Any = node.target
-    found = target(*args, **kwargs)
+    node_result = target(*args, **kwargs)
     assert not item or collective_of(node) == "number"
-    return found.item() if item else found
+    return node_result.item() if item else node_result

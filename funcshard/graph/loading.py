@@ -81,8 +81,8 @@ def load_traced(
     contents = _read_together(path, mesh)
     _check(contents, Path(path), mesh, plan if step is None else step.plan)
     schedules = {} if step is None else step.schedules
-    kind = contents.kinds[contents.of_rank[mesh.rank]]
-    needed = {name for recording in kind for name in recording["numbers"]}
+    rank_kind = contents.kinds[contents.of_rank[mesh.rank]]
+    needed = {name for recording in rank_kind for name in recording["numbers"]}
     for name in sorted(needed - schedules.keys()):
         held = (
             "no step was given"
@@ -94,7 +94,7 @@ def load_traced(
             f"file cannot hold; {held}: pass load_traced(path, mesh, step=step) with the step that "
             "was traced"
         )
-    graphs = [_graph(recording, Path(path), mesh, schedules) for recording in kind]
+    graphs = [_graph(recording, Path(path), mesh, schedules) for recording in rank_kind]
     fixed = ""
     if step is None:
         fixed = "it was loaded without its step: pass load_traced(path, mesh, step=step)"
@@ -150,14 +150,17 @@ def _read_together(path: Path, mesh: Mesh) -> FileContents:
         contents = read_file(path)
     except (OSError, ValueError) as error:
         problem = error
-    own = [contents.digest if contents else "", str(problem or "")]
-    found = [json.loads(each) for each in all_gather_texts(mesh, json.dumps(own), "a loaded step")]
+    own_report = [contents.digest if contents else "", str(problem or "")]
+    rank_reports = [
+        json.loads(report_text)
+        for report_text in all_gather_texts(mesh, json.dumps(own_report), "a loaded step")
+    ]
     if problem is not None:
         raise problem
     assert contents is not None
-    for rank, (digest, other) in enumerate(found):
+    for rank, (digest, rank_problem) in enumerate(rank_reports):
         if digest != contents.digest:
-            reason = other or "its checksum differs"
+            reason = rank_problem or "its checksum differs"
             raise ValueError(
                 f"rank {rank} reads another file at {path} than rank {mesh.rank}; {reason}"
             )
@@ -180,10 +183,10 @@ def _check(contents: FileContents, path: Path, mesh: Mesh, plan: Plan | None) ->
             f"{path} has the graphs of {len(contents.of_rank)} ranks; found {mesh.world_size} ranks"
         )
     if plan is not None and plan.fingerprint() != contents.plan.fingerprint():
-        one, other = (json.loads(each.to_json()) for each in (contents.plan, plan))
+        first_plan, second_plan = (json.loads(each.to_json()) for each in (contents.plan, plan))
         raise ValueError(
             f"{path} was recorded with plan {contents.plan.fingerprint()}; found plan "
-            f"{plan.fingerprint()}, which differs in {_first_difference(one, other)}: trace the "
+            f"{plan.fingerprint()}, which differs in {_first_difference(first_plan, second_plan)}: trace the "
             "step again"
         )
 
@@ -198,9 +201,13 @@ def _first_difference(recorded: Any, found: Any, path: str = "") -> str:
         pairs = enumerate(zip(recorded, found, strict=True))
     else:
         return f"`{path}`: recorded {_short(recorded)}, found {_short(found)}"
-    key, (one, other) = next((key, pair) for key, pair in pairs if pair[0] != pair[1])
+    key, (first_value, second_value) = next(
+        (key, pair) for key, pair in pairs if pair[0] != pair[1]
+    )
     return _first_difference(
-        one, other, f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}".lstrip(".")
+        first_value,
+        second_value,
+        f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}".lstrip("."),
     )
 
 

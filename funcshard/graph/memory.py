@@ -50,7 +50,7 @@ def memory_of(step_graph: StepGraph) -> StepMemory:
     """Return the memory of a step, by the lives of the graph's storages."""
     storages = GraphStorages.find(step_graph.graph)
     taken, freed = storages.taken_by(), storages.freed_after()
-    given = {number for number, node in storages.made.items() if node.op == "placeholder"}
+    given_numbers = {number for number, node in storages.made.items() if node.op == "placeholder"}
     gathered = {
         number
         for number, node in storages.made.items()
@@ -64,24 +64,28 @@ def memory_of(step_graph: StepGraph) -> StepMemory:
     for node in step_graph.graph.nodes:
         if node.op == "output":
             returned = {
-                number for each in node.all_input_nodes for number in storages.of.get(each, ())
+                number
+                for input_node in node.all_input_nodes
+                for number in storages.of.get(input_node, ())
             }
             break
-        own = [number for number in taken.get(node, ()) if number not in given]
-        live += sum(storages.bytes[number] for number in own)
-        live_gathered += sum(storages.bytes[number] for number in own if number in gathered)
+        freed_numbers = [number for number in taken.get(node, ()) if number not in given_numbers]
+        live += sum(storages.bytes[number] for number in freed_numbers)
+        live_gathered += sum(
+            storages.bytes[number] for number in freed_numbers if number in gathered
+        )
         if live > peak:
             peak, at = live, node.name
         peak_gathered = max(peak_gathered, live_gathered)
         for number in freed.get(node, ()):
-            if number not in given:
+            if number not in given_numbers:
                 live -= storages.bytes[number]
                 live_gathered -= storages.bytes[number] if number in gathered else 0
-    arguments = sum(storages.bytes[number] for number in given)
+    arguments = sum(storages.bytes[number] for number in given_numbers)
     return StepMemory(
         arguments=arguments,
         outputs=sum(storages.bytes[number] for number in returned),
-        donated=sum(storages.bytes[number] for number in returned & given),
+        donated=sum(storages.bytes[number] for number in returned & given_numbers),
         temporary=peak,
         peak=arguments + peak,
         peak_gathered=peak_gathered,

@@ -44,20 +44,20 @@ class NamedSizes:
         if texts is None:
             _, batch = tree.build_form(form, range(form.num_leaves))
             texts = self._known[form] = dict(_spread(self.spec, batch, "batch"))
-        found = {}
+        dims_by_name = {}
         for number, text in texts.items():
             leaf = leaves[number]
             if isinstance(leaf, torch.Tensor):
-                found[number] = _names(text, leaf)
-        return found
+                dims_by_name[number] = _names(text, leaf)
+        return dims_by_name
 
 
 def _texts(spec: Any) -> Iterator[str]:
     if isinstance(spec, str):
         yield spec
     elif isinstance(spec, Mapping | tuple | list):
-        for each in spec.values() if isinstance(spec, Mapping) else spec:
-            yield from _texts(each)
+        for sub_spec in spec.values() if isinstance(spec, Mapping) else spec:
+            yield from _texts(sub_spec)
     elif spec is not None:
         raise TypeError(
             "dynamic_shapes is a text such as 'b, ...', or a tree of texts and None in the form "
@@ -68,8 +68,8 @@ def _texts(spec: Any) -> Iterator[str]:
 def _parts(text: str) -> tuple[list[str | None], bool]:
     """Return the names in a text, and whether further dims may follow."""
     parts = [part.strip() for part in text.split(",")]
-    more = parts[-1] == "..."
-    names = parts[:-1] if more else parts
+    has_more = parts[-1] == "..."
+    names = parts[:-1] if has_more else parts
     for name in names:
         if not name.isidentifier() or keyword.iskeyword(name):
             raise ValueError(
@@ -77,7 +77,7 @@ def _parts(text: str) -> tuple[list[str | None], bool]:
                 "two dims, with _ for a fixed one and ... at the end for all further ones; found "
                 f"{text!r}"
             )
-    return [None if name == "_" else name for name in names], more
+    return [None if name == "_" else name for name in names], has_more
 
 
 def _spread(spec: Any, batch: Any, path: str) -> Iterator[tuple[int, str]]:
@@ -113,8 +113,8 @@ def _shape(value: Any) -> str:
 
 
 def _names(text: str, tensor: torch.Tensor) -> Names:
-    names, more = _parts(text)
-    if len(names) > tensor.ndim or (len(names) < tensor.ndim and not more):
+    names, has_more = _parts(text)
+    if len(names) > tensor.ndim or (len(names) < tensor.ndim and not has_more):
         raise ValueError(
             f"dynamic_shapes={text!r} names {len(names)} dims; found a tensor of shape "
             f"{list(tensor.shape)} in the batch: pass a tree of texts in the form of the batch, "
@@ -129,12 +129,12 @@ def sizes_of(leaves: Sequence[Any], names: Mapping[int, Names]) -> dict[str, int
     Raises:
         ValueError: two dims of one name have different sizes.
     """
-    found: dict[str, int] = {}
-    for number, own in names.items():
-        for name, size in zip(own, leaves[number].shape, strict=True):
-            if name is not None and found.setdefault(name, size) != size:
+    sizes_by_name: dict[str, int] = {}
+    for number, named_dims in names.items():
+        for name, size in zip(named_dims, leaves[number].shape, strict=True):
+            if name is not None and sizes_by_name.setdefault(name, size) != size:
                 raise ValueError(
                     f"dynamic_shapes gives the name {name!r} to dims of one size; found the sizes "
-                    f"{found[name]} and {size} in the batch: give them two names"
+                    f"{sizes_by_name[name]} and {size} in the batch: give them two names"
                 )
-    return found
+    return sizes_by_name

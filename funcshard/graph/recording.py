@@ -67,24 +67,26 @@ def record(
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     counters = [i for i, leaf in enumerate(leaves[:in_state]) if type(leaf) is int]
     inputs = (*tensors, *counters)
-    found: dict[str, Any] = {}
+    recorded_step: dict[str, Any] = {}
 
     def flat(*values: torch.Tensor) -> list[Any]:
-        own = list(leaves)
+        own_leaves = list(leaves)
         for number, value in zip(inputs, values, strict=True):
             # Why item: it gives a number whose arithmetic is recorded.
-            own[number] = value if isinstance(leaves[number], torch.Tensor) else value.item()
-        arguments = tree.build_form(form, own)
+            own_leaves[number] = value if isinstance(leaves[number], torch.Tensor) else value.item()
+        arguments = tree.build_form(form, own_leaves)
         with _Guard(recording):
             result = step(*arguments)
-        found["donated"] = tuple(i for i in tensors if is_donated(own[i]))
-        found["spent"] = tuple(_spent(arguments[0], ()))
-        found["after"] = tree.map(
+        recorded_step["donated"] = tuple(i for i in tensors if is_donated(own_leaves[i]))
+        recorded_step["spent"] = tuple(_spent(arguments[0], ()))
+        recorded_step["after"] = tree.map(
             lambda leaf: 1 if isinstance(leaf, torch.SymInt) else leaf, result[0]
         )
-        results, found["form"] = tree.flatten_with_form(result)
+        results, recorded_step["form"] = tree.flatten_with_form(result)
         outputs: list[Any] = []
-        found["results"] = tuple(_place(each, outputs) for each in results)
+        recorded_step["results"] = tuple(
+            _place(result_tensor, outputs) for result_tensor in results
+        )
         return outputs
 
     names, sizes = names or {}, sizes_of(leaves, names or {})
@@ -128,26 +130,36 @@ def record(
     conditions = _usable(found_conditions, sizes)
     signature = signature_of(leaves, form, in_state, names)._replace(conditions=conditions.texts)
     if names:
-        _check_after(found["after"], sizes)
+        _check_after(recorded_step["after"], sizes)
         _fill(graph, [signature.leaves[i] for i in inputs], constants, sizes)
     tidy(graph, counters=len(counters))
     step_graph = StepGraph(
-        graph, signature, inputs, found["results"], found["form"], found["donated"], found["spent"], constants,
-        tuple(recording.numbers), recording.replayable, sizes, conditions,
-    )  # fmt: skip
-    return step_graph, found["after"]
+        graph,
+        signature,
+        inputs,
+        recorded_step["results"],
+        recorded_step["form"],
+        recorded_step["donated"],
+        recorded_step["spent"],
+        constants,
+        tuple(recording.numbers),
+        recording.replayable,
+        sizes,
+        conditions,
+    )
+    return step_graph, recorded_step["after"]
 
 
 def _usable(conditions: Sequence[tuple[str, str]], sizes: Mapping[str, int]) -> Conditions:
     """Return conditions as data; one that cannot be data fixes all sizes."""
-    found: dict[str, str] = {}
+    dim_places: dict[str, str] = {}
     for text, place in conditions:
         try:
             Conditions((text,))
-            found[text] = place
+            dim_places[text] = place
         except ValueError:
-            found |= {f"{name} == {size}": place for name, size in sizes.items()}
-    usable = Conditions(tuple(found), tuple(found.values()))
+            dim_places |= {f"{name} == {size}": place for name, size in sizes.items()}
+    usable = Conditions(tuple(dim_places), tuple(dim_places.values()))
     assert not usable.failing(sizes), f"a recording serves its own sizes: {usable.failing(sizes)}"
     return usable
 
@@ -181,14 +193,14 @@ def _check_after(state: Any, sizes: Mapping[str, int]) -> None:
 def _variables(step: Step) -> dict[tuple[str, str, int], Any]:
     """Return the numbers, flags and texts that functions of the step's optimizer captured."""
     functions = [
-        each
-        for each in captured(getattr(step, "optimizer", None))
-        if isinstance(each, types.FunctionType)
+        captured_value
+        for captured_value in captured(getattr(step, "optimizer", None))
+        if isinstance(captured_value, types.FunctionType)
     ]
     return {
-        (f"{each.__module__}.{each.__qualname__}", name, number): value
-        for number, each in enumerate(functions)
-        for name, value in inspect.getclosurevars(each).nonlocals.items()
+        (f"{captured_value.__module__}.{captured_value.__qualname__}", name, number): value
+        for number, captured_value in enumerate(functions)
+        for name, value in inspect.getclosurevars(captured_value).nonlocals.items()
         if isinstance(value, bool | int | float | str)
     }
 
@@ -199,10 +211,10 @@ def _where(error: BaseException) -> str:
         os.path.dirname(path) + os.sep for path in (str(torch.__file__), os.path.dirname(__file__))
     )
     frames = traceback.extract_tb((error.__cause__ or error).__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(libraries)]
+    own_frames = [frame for frame in frames if not frame.filename.startswith(libraries)]
     return (
-        f"in {os.path.basename(own[-1].filename)}, line {own[-1].lineno}"
-        if own
+        f"in {os.path.basename(own_frames[-1].filename)}, line {own_frames[-1].lineno}"
+        if own_frames
         else f"in torch: {error}"
     )
 
@@ -242,11 +254,11 @@ class _Guard(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         values = tree.leaves((args, kwargs or {}))
-        given = [value for value in values if isinstance(value, torch.Tensor)]
-        if any(is_dtensor(value) for value in given):
+        given_tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        if any(is_dtensor(value) for value in given_tensors):
             # A DTensor runs the operations of its part, which come here again.
             return NotImplemented
-        self._note_phase(func, given)
+        self._note_phase(func, given_tensors)
         if func is torch.ops.funcshard.set_random_state.default:
             self._set_back = not self._set_back
         elif graph_task_id() != -1 and not self._set_back and is_random(func, args, kwargs or {}):
@@ -263,7 +275,7 @@ class _Guard(TorchDispatchMode):
             )
         # Why not lift_fresh: torch.tensor(1.0) inside the step makes a constant of the graph.
         if "lift_fresh" not in func.name():
-            for value in given:
+            for value in given_tensors:
                 if not is_fake(value) and is_zero_tensor(value):
                     raise ValueError(
                         "trace cannot record this torch.func.jvp: torch differentiates an "
@@ -288,10 +300,10 @@ class _Guard(TorchDispatchMode):
             phase = "update"
         else:  # a forward of the next micro-batch, or what ends backward
             differentiates = func is not torch.ops.aten.detach.default and any(
-                each.requires_grad for each in tensors
+                tensor.requires_grad for tensor in tensors
             )
-            again = differentiates or func is torch.ops.funcshard.all_gather.default
-            phase = "forward" if again or not self._phase else self._phase
+            again_gathers = differentiates or func is torch.ops.funcshard.all_gather.default
+            phase = "forward" if again_gathers or not self._phase else self._phase
         if phase != self._phase:
             self._phase = phase
             torch.ops.funcshard.phase(phase)

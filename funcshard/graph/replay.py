@@ -24,8 +24,8 @@ def bind(step_graph: StepGraph, mesh: Mesh) -> Callable[..., list[Any]]:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(step_graph.graph, copies))
-    for node, own in copies.items():
-        lower(node, own, step_graph, mesh, storages)
+    for node, own_nodes in copies.items():
+        lower(node, own_nodes, step_graph, mesh, storages)
     return fx.GraphModule(dict(step_graph.constants), graph).forward
 
 
@@ -33,39 +33,39 @@ def lower(
     node: fx.Node, own: fx.Node, step_graph: StepGraph, mesh: Mesh, storages: GraphStorages
 ) -> None:
     """Let the copy of a node call what the node does on a mesh, if it is an operation of ours."""
-    kind = collective_of(node)
-    if kind == "wait":
+    collective_kind = collective_of(node)
+    if collective_kind == "wait":
         own.target = _wait
-    elif kind == "number":
+    elif collective_kind == "number":
         tensor = isinstance(node.meta["val"], torch.Tensor)
         index: Any = node.args[0]
         own.target, own.args = _Number(step_graph.numbers[index], tensor), own.args[1:]
-    elif kind == "coordinate":
+    elif collective_kind == "coordinate":
         axis: Any = node.args[0]
         ranks: Any = node.args[1]
         own.target, own.args = _Coordinate(_group(mesh, axis, ranks).rank), ()
-    elif kind in ("random_state", "set_random_state"):
+    elif collective_kind in ("random_state", "set_random_state"):
         # Why not torch.get_rng_state: a GPU has a generator of its own.
-        own.target = RandomState.take if kind == "random_state" else RandomState.put
-    elif kind:
-        own.target = _Start(node, kind, mesh, donated=_is_free(node, storages))
-        own.args, own.kwargs = own.args[: 2 if kind == "broadcast" else 1], {}
+        own.target = RandomState.take if collective_kind == "random_state" else RandomState.put
+    elif collective_kind:
+        own.target = _Start(node, collective_kind, mesh, donated=_is_free(node, storages))
+        own.args, own.kwargs = own.args[: 2 if collective_kind == "broadcast" else 1], {}
 
 
 def _is_free(start: fx.Node, storages: GraphStorages) -> bool:
     """Return whether a collective may overwrite its data, because nothing reads it afterwards."""
     data: Any = start.args[0]
-    found = storages.of.get(data, ())
+    data_storages = storages.of.get(data, ())
     return (
-        len(found) == 1
-        and storages.made[found[0]].op != "placeholder"
-        and storages.last(found[0]) is start
+        len(data_storages) == 1
+        and storages.made[data_storages[0]].op != "placeholder"
+        and storages.last(data_storages[0]) is start
     )
 
 
 def _wait(pending: Any) -> torch.Tensor:
-    found: torch.Tensor = pending.wait()
-    return found
+    waited_tensor: torch.Tensor = pending.wait()
+    return waited_tensor
 
 
 class _Number:
@@ -112,12 +112,12 @@ class _Start:
     """The start of a collective: a function from its data to the collective that runs."""
 
     def __init__(self, node: fx.Node, kind: str, mesh: Mesh, *, donated: bool) -> None:
-        given = operator_arguments(node.target, node.args, node.kwargs)
+        node_arguments = operator_arguments(node.target, node.args, node.kwargs)
         self.__name__ = kind
         self._run = getattr(self, f"_{kind}")
         self._event = node.meta.get("event")
-        self._group = _group(mesh, given["axis"], given["ranks"])
-        self._given, self._label, self._donated = given, given["label"], donated
+        self._group = _group(mesh, node_arguments["axis"], node_arguments["ranks"])
+        self._given, self._label, self._donated = node_arguments, node_arguments["label"], donated
 
     def __call__(self, *data: Any) -> Any:
         if self._event is not None and recording():

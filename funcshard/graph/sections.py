@@ -34,19 +34,19 @@ def sections_of(graph: fx.Graph) -> Iterator[Section]:
     them serve a unit that runs later. Operations that use no parameters belong to the unit before.
     """
     owner = _owners(graph)
-    found = Section("", None, [])
+    current_section = Section("", None, [])
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        phase = node.meta.get("phase", found.phase)
-        unit = owner.get(node, found.unit if phase == found.phase else None)
-        if (phase, unit) != (found.phase, found.unit):
-            if found.nodes:
-                yield found
-            found = Section(phase, unit, [])
-        found.nodes.append(node)
-    if found.nodes:
-        yield found
+        phase = node.meta.get("phase", current_section.phase)
+        unit = owner.get(node, current_section.unit if phase == current_section.phase else None)
+        if (phase, unit) != (current_section.phase, current_section.unit):
+            if current_section.nodes:
+                yield current_section
+            current_section = Section(phase, unit, [])
+        current_section.nodes.append(node)
+    if current_section.nodes:
+        yield current_section
 
 
 def _owners(graph: fx.Graph) -> dict[fx.Node, str]:
@@ -63,14 +63,14 @@ def _owners(graph: fx.Graph) -> dict[fx.Node, str]:
             (params if event.kind == "all_gather" else grads)[number] = event.unit
         elif node.meta.get("unit") is not None:
             params[number] = node.meta["unit"]
-    found = {}
+    owner_of_node = {}
     for node in graph.nodes:
-        kind = collective_of(node)
-        if kind not in ("", "wait"):
+        collective_kind = collective_of(node)
+        if collective_kind not in ("", "wait"):
             continue
         counted = params | grads if node.meta.get("phase") == "update" else params
-        read = {number for each in node.all_input_nodes for number in storages.of[each]}
+        read = {number for input_node in node.all_input_nodes for number in storages.of[input_node]}
         units = {counted[number] for number in read if number in counted}
         if len(units) == 1:
-            (found[node],) = units
-    return found
+            (owner_of_node[node],) = units
+    return owner_of_node

@@ -74,12 +74,12 @@ def _inputs(step_graph: StepGraph, names: dict[fx.Node, str]) -> list[str]:
     """Return a line for each input of a graph."""
     leaves = [step_graph.signature.leaves[i] for i in step_graph.inputs]
     nodes = [node for node in names if node.op == "placeholder"]
-    found = [
+    input_names = [
         (f"{names[node]}:{_input_form(node, leaf)}", node)
         for node, leaf in zip(nodes, leaves, strict=True)
     ]
-    width = max((len(text) for text, _ in found), default=0)
-    return [f"{text:{width}}  {node.meta.get('path', '')}".rstrip() for text, node in found]
+    width = max((len(text) for text, _ in input_names), default=0)
+    return [f"{text:{width}}  {node.meta.get('path', '')}".rstrip() for text, node in input_names]
 
 
 def _input_form(node: fx.Node, leaf: Any) -> str:
@@ -109,35 +109,39 @@ def _body(section: Section, names: dict[fx.Node, str]) -> str:
 
 def _results(step_graph: StepGraph, names: dict[fx.Node, str]) -> str:
     (output,) = step_graph.graph.find_nodes(op="output")
-    return f"return {', '.join(_operand(each, names) for each in output.args[0])}"
+    return f"return {', '.join(_operand(result_node, names) for result_node in output.args[0])}"
 
 
 def line_without_names(node: fx.Node) -> str:
     """Return the line of a node with the forms of its operands; that of a collective has none."""
-    kind = collective_of(node)
-    if kind in _VERBS:
-        return f"→ {_collective(node, kind)}"
-    if kind == "wait":
+    collective_kind = collective_of(node)
+    if collective_kind in _VERBS:
+        return f"→ {_collective(node, collective_kind)}"
+    if collective_kind == "wait":
         (start,) = node.all_input_nodes
         return f"← {_collective(start, collective_of(start))}"
     return _line(
-        node, {each: _form(each.meta.get("val")) for each in (node, *node.all_input_nodes)}
+        node,
+        {
+            line_node: _form(line_node.meta.get("val"))
+            for line_node in (node, *node.all_input_nodes)
+        },
     ).partition(":")[2]
 
 
 def _line(node: fx.Node, names: dict[fx.Node, str]) -> str:
-    kind = collective_of(node)
+    collective_kind = collective_of(node)
     result = f"{names[node]}:{_form(node.meta.get('val'))}"
-    if kind in _VERBS:
-        return f"{result} = → {_collective(node, kind)} {_operand(node.args[0], names)}"
-    if kind == "wait":
+    if collective_kind in _VERBS:
+        return f"{result} = → {_collective(node, collective_kind)} {_operand(node.args[0], names)}"
+    if collective_kind == "wait":
         (start,) = node.all_input_nodes
         return f"{result} = ← {_collective(start, collective_of(start))} {names[start]}"
-    operands = [_operand(each, names) for each in node.args]
+    operands = [_operand(operand, names) for operand in node.args]
     operands += [
         f"{key}={_operand(value, names)}" for key, value in node.kwargs.items() if value is not None
     ]
-    return f"{result} = {_operation(node, kind)} {' '.join(operands)}".rstrip()
+    return f"{result} = {_operation(node, collective_kind)} {' '.join(operands)}".rstrip()
 
 
 def _operation(node: fx.Node, kind: str) -> str:
@@ -163,7 +167,7 @@ def _form(value: Any) -> str:
         dtype = dtype_name(value.dtype)
         return f"{_SHORT.get(dtype, dtype)}[{','.join(str(int(size)) for size in value.shape)}]"
     if isinstance(value, tuple | list):
-        return f"({', '.join(_form(each) for each in tree.leaves(value))})"
+        return f"({', '.join(_form(leaf) for leaf in tree.leaves(value))})"
     if isinstance(value, torch.SymInt | int):
         return "int"
     if isinstance(value, torch.SymFloat | float):
@@ -175,7 +179,7 @@ def _operand(value: Any, names: dict[fx.Node, str]) -> str:
     if isinstance(value, fx.Node):
         return names[value]
     if isinstance(value, tuple | list):
-        return f"[{', '.join(_operand(each, names) for each in value)}]"
+        return f"[{', '.join(_operand(item, names) for item in value)}]"
     if isinstance(value, torch.device):
         return value.type  # ranks have devices of other numbers
     return dtype_name(value) if isinstance(value, torch.dtype) else str(value)

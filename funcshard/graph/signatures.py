@@ -41,14 +41,14 @@ def signature_of(
         names: for the number of a leaf the names of its dims, ``None`` for a fixed size.
     """
     autocast = [
-        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        for kind in ("cpu", "cuda")
+        (torch.is_autocast_enabled(device_kind), torch.get_autocast_dtype(device_kind))
+        for device_kind in ("cpu", "cuda")
     ]
     modes = torch.is_inference_mode_enabled(), *autocast
-    found = [_leaf_signature(leaf, i < counters) for i, leaf in enumerate(leaves)]
-    for number, own in (names or {}).items():
-        found[number] = _named(leaves[number], own)
-    return Signature(form, modes, tuple(found))
+    leaf_signatures = [_leaf_signature(leaf, i < counters) for i, leaf in enumerate(leaves)]
+    for number, named_dims in (names or {}).items():
+        leaf_signatures[number] = _named(leaves[number], named_dims)
+    return Signature(form, modes, tuple(leaf_signatures))
 
 
 def _named(tensor: torch.Tensor, names: Sequence[str | None]) -> Hashable:
@@ -61,10 +61,10 @@ def _named(tensor: torch.Tensor, names: Sequence[str | None]) -> Hashable:
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of a new tensor."""
-    found = [1]
+    strides = [1]
     for size in reversed(shape[1:]):
-        found.append(found[-1] * max(size, 1))
-    return tuple(reversed(found)) if shape else ()
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides)) if shape else ()
 
 
 def sized(leaf: Any, sizes: Mapping[str, int]) -> Any:
@@ -108,9 +108,9 @@ def difference(recorded: Signature, found: Signature) -> str:
     if recorded.form != found.form:
         return _other_form(_paths(recorded.form), _paths(found.form))
     names = ("inference mode", "autocast on the CPU", "autocast on CUDA")
-    for name, before, now in zip(names, recorded.modes, found.modes, strict=True):
-        if before != now:
-            return f"{name}: recorded {_mode(before)}, found {_mode(now)}"
+    for name, mode_before, mode_now in zip(names, recorded.modes, found.modes, strict=True):
+        if mode_before != mode_now:
+            return f"{name}: recorded {_mode(mode_before)}, found {_mode(mode_now)}"
     differing = [
         i
         for i, pair in enumerate(zip(recorded.leaves, found.leaves, strict=True))
@@ -121,21 +121,27 @@ def difference(recorded: Signature, found: Signature) -> str:
     # Why the batch first: other shapes of a batch are the usual reason.
     paths = _paths(found.form)
     first = next((i for i in differing if paths[i].startswith("batch")), differing[0])
-    more = len(differing) - 1
+    more_differing = len(differing) - 1
     further = (
-        f", and {more} other {'leaf differs' if more == 1 else 'leaves differ'}" if more else ""
+        f", and {more_differing} other {'leaf differs' if more_differing == 1 else 'leaves differ'}"
+        if more_differing
+        else ""
     )
-    before, now = _described(recorded.leaves[first], found.leaves[first])
-    return f"leaf `{paths[first]}`: recorded {before}, found {now}{further}"
+    mode_before, mode_now = _described(recorded.leaves[first], found.leaves[first])
+    return f"leaf `{paths[first]}`: recorded {mode_before}, found {mode_now}{further}"
 
 
 def _distance(recorded: Signature, found: Signature) -> tuple[int, int]:
     """Return how far two signatures are apart: other trees are further than other leaves."""
     if recorded.form != found.form:
         return 1, len({*_paths(recorded.form)} ^ {*_paths(found.form)})
-    differing = sum(one != other for one, other in zip(recorded.leaves, found.leaves, strict=True))
+    differing = sum(
+        first_leaf != second_leaf
+        for first_leaf, second_leaf in zip(recorded.leaves, found.leaves, strict=True)
+    )
     return 0, differing + sum(
-        one != other for one, other in zip(recorded.modes, found.modes, strict=True)
+        first_mode != second_mode
+        for first_mode, second_mode in zip(recorded.modes, found.modes, strict=True)
     )
 
 
@@ -152,8 +158,8 @@ def _other_form(recorded: list[str], found: list[str]) -> str:
     ):
         differing = [path for path in paths if path not in others]
         if differing:
-            more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
-            return f"the tree {words} `{differing[0]}`{more}"
+            more_text = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+            return f"the tree {words} `{differing[0]}`{more_text}"
     return "the tree has the same leaves in containers of other types"
 
 
@@ -167,10 +173,10 @@ def _mode(value: Any) -> str:
 def _described(recorded: Any, found: Any) -> tuple[str, str]:
     """Return two leaves as text, with as many facts as make them differ."""
     for facts in range(2, 6):
-        one, other = _leaf(recorded, facts), _leaf(found, facts)
-        if one != other:
+        first_text, second_text = _leaf(recorded, facts), _leaf(found, facts)
+        if first_text != second_text:
             break
-    return one, other
+    return first_text, second_text
 
 
 def _leaf(leaf: Any, facts: int) -> str:

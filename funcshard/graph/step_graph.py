@@ -77,10 +77,10 @@ class StepGraph:
     @property
     def events(self) -> tuple[Event, ...]:
         """The event of each collective that starts in the graph, in order."""
-        found = [
+        graph_events = [
             node.meta.get("event") for node in self.graph.nodes if collective_of(node) in STARTS
         ]
-        return tuple(event for event in found if event is not None)
+        return tuple(event for event in graph_events if event is not None)
 
 
 def collective_of(node: fx.Node) -> str:

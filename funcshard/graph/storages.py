@@ -35,38 +35,38 @@ class GraphStorages:
     @classmethod
     def find(cls, graph: fx.Graph) -> GraphStorages:
         """Return the storages of a graph, from the tensors in ``meta["val"]``."""
-        found = cls({}, {}, {}, {})
+        graph_storages = cls({}, {}, {}, {})
         waited: dict[int, int] = {}  # storage of a wait's result -> that of its start's
         for node in graph.nodes:
             if node.op == "output":
-                own: list[int] = []
+                own_numbers: list[int] = []
             else:
                 value = node.meta.get("val")
                 leaves = [value] if isinstance(value, torch.Tensor) else tree.leaves(value)
                 tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
                 numbers = map(storage_id, tensors)
-                own = [waited.get(number, number) for number in numbers]
+                own_numbers = [waited.get(number, number) for number in numbers]
                 if collective_of(node) == "wait":
                     (start,) = node.all_input_nodes
-                    waited[own[0]] = found.of[start][0]
-                    own = [*found.of[start]]
-                for storage, tensor in zip(own, tensors, strict=True):
-                    if storage not in found.made:
-                        found.made[storage] = node
-                        found.bytes[storage] = tensor.untyped_storage().nbytes()
-                        found.users[storage] = []
-            found.of[node] = tuple(dict.fromkeys(own))
+                    waited[own_numbers[0]] = graph_storages.of[start][0]
+                    own_numbers = [*graph_storages.of[start]]
+                for storage, tensor in zip(own_numbers, tensors, strict=True):
+                    if storage not in graph_storages.made:
+                        graph_storages.made[storage] = node
+                        graph_storages.bytes[storage] = tensor.untyped_storage().nbytes()
+                        graph_storages.users[storage] = []
+            graph_storages.of[node] = tuple(dict.fromkeys(own_numbers))
             touched = {
                 storage
-                for each in (node, *node.all_input_nodes, *held_until(node))
-                for storage in found.of[each]
+                for touched_node in (node, *node.all_input_nodes, *held_until(node))
+                for storage in graph_storages.of[touched_node]
             }
             for storage in touched:
-                if found.made[storage] is not node:
-                    found.users[storage].append(node)
+                if graph_storages.made[storage] is not node:
+                    graph_storages.users[storage].append(node)
             if collective_of(node) == "wait":
-                found._add_sent(node.all_input_nodes[0], node)
-        return found
+                graph_storages._add_sent(node.all_input_nodes[0], node)
+        return graph_storages
 
     def _add_sent(self, start: fx.Node, wait: fx.Node) -> None:
         """Add the memory into which a group copies several parts that it reduces."""
@@ -84,17 +84,17 @@ class GraphStorages:
 
     def taken_by(self) -> dict[fx.Node, list[int]]:
         """Return the storages that each node makes."""
-        found: dict[fx.Node, list[int]] = defaultdict(list)
+        taken_numbers: dict[fx.Node, list[int]] = defaultdict(list)
         for storage, node in self.made.items():
-            found[node].append(storage)
-        return found
+            taken_numbers[node].append(storage)
+        return taken_numbers
 
     def freed_after(self) -> dict[fx.Node, list[int]]:
         """Return the storages that are free after each node."""
-        found: dict[fx.Node, list[int]] = defaultdict(list)
+        freed_numbers: dict[fx.Node, list[int]] = defaultdict(list)
         for storage in self.made:
-            found[self.last(storage)].append(storage)
-        return found
+            freed_numbers[self.last(storage)].append(storage)
+        return freed_numbers
 
 
 def held_until(node: fx.Node) -> list[fx.Node]:

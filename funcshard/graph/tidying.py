@@ -69,10 +69,10 @@ def _drop_copies(graph: fx.Graph) -> None:
     moved: dict[int, tuple[int, torch.Tensor]] = {}
     for copy in [node for node in graph.nodes if operator_name(node.target) == "aten::copy_"]:
         target, source = copy.args[:2]
-        one, other = target.meta["val"], source.meta["val"]
+        target_value, source_value = target.meta["val"], source.meta["val"]
         waited = _behind_views(source)
         (into,), (result,) = storages.of[target], storages.of[source]
-        if collective_of(waited) != "wait" or _layout(one) != _layout(other):
+        if collective_of(waited) != "wait" or _layout(target_value) != _layout(source_value):
             continue
         if storages.made[into].op == "placeholder" or _read_after(copy, into, storages, position):
             continue
@@ -80,7 +80,7 @@ def _drop_copies(graph: fx.Graph) -> None:
             continue
         copy.replace_all_uses_with(source)
         graph.erase_node(copy)
-        moved[storage_id(one)] = position[copy], other
+        moved[storage_id(target_value)] = position[copy], source_value
     # Why: views of a copy, and the results of writes to it, now lie in the memory of its source.
     for node in graph.nodes if moved else ():
         if node.op != "output":
@@ -98,12 +98,14 @@ def _moved(value: Any, moved: dict[int, tuple[int, torch.Tensor]], position: int
     if copied >= position or source.untyped_storage().nbytes() < value.untyped_storage().nbytes():
         return value
     size = value.dtype.itemsize
-    whole = source.as_strided(
+    whole_tensor = source.as_strided(
         (source.untyped_storage().nbytes() // source.dtype.itemsize,), (1,), 0
     ).view(torch.uint8)
-    whole = whole[: whole.numel() // size * size].view(value.dtype)
+    whole_tensor = whole_tensor[: whole_tensor.numel() // size * size].view(value.dtype)
     return _moved(
-        whole.as_strided(value.shape, value.stride(), value.storage_offset()), moved, position
+        whole_tensor.as_strided(value.shape, value.stride(), value.storage_offset()),
+        moved,
+        position,
     )
 
 
@@ -119,8 +121,8 @@ def _read_after(
     return any(
         position[user] > position[copy]
         and any(
-            position[each] < position[copy] and storage in storages.of[each]
-            for each in user.all_input_nodes
+            position[input_node] < position[copy] and storage in storages.of[input_node]
+            for input_node in user.all_input_nodes
         )
         for user in storages.users[storage]
     )

@@ -165,10 +165,10 @@ class Traced:
         cls, step: Any, mesh: Mesh, graphs: Iterable[StepGraph], **options: Any
     ) -> Traced:
         """Return a step with recordings that were made before; ``load_traced`` calls this."""
-        found = cls(step, mesh, **options)
+        traced_step = cls(step, mesh, **options)
         for step_graph in graphs:
-            found._add(step_graph)
-        return found
+            traced_step._add(step_graph)
+        return traced_step
 
     def changed(self, change: Change) -> Traced:
         """Return this step with one more change of its graphs; this one stays as it is.
@@ -281,10 +281,10 @@ class Traced:
         """
         sizes = {name: check_count(name, size, 0, of="elements") for name, size in sizes.items()}
         if sizes.keys() != self.sizes.keys():
-            known = f"the names {', '.join(self.sizes)}" if self.sizes else "none"
+            known_sizes = f"the names {', '.join(self.sizes)}" if self.sizes else "none"
             raise ValueError(
                 "with_sizes takes a size for each name of trace(dynamic_shapes=...), which gave "
-                f"{known}; found {', '.join(sizes) or 'none'}"
+                f"{known_sizes}; found {', '.join(sizes) or 'none'}"
             )
         serving = [each for each in self._entries if not each.step_graph.conditions.failing(sizes)]
         if not serving:
@@ -321,14 +321,15 @@ class Traced:
             outputs = run(*[leaves[i] for i in step_graph.inputs])
             # Why detach: a donated argument and the result that has its memory are two objects.
             outputs = [
-                each.detach() if isinstance(each, torch.Tensor) else each for each in outputs
+                output.detach() if isinstance(output, torch.Tensor) else output
+                for output in outputs
             ]
         donate([leaves[i] for i in step_graph.donated])
         for path in step_graph.spent:
             _spend(state, path)
         results = [
-            outputs[each.number] if isinstance(each, Place) else each.value
-            for each in step_graph.results
+            outputs[step_result.number] if isinstance(step_result, Place) else step_result.value
+            for step_result in step_graph.results
         ]
         state, metrics = tree.build_form(step_graph.form, results)
         return state, metrics
@@ -336,15 +337,15 @@ class Traced:
     def graph_for(self, state: Any, batch: Any) -> tuple[Entry, list[Any]]:
         """Return the graph for some arguments, recorded if need be, and the arguments' leaves."""
         leaves, names, sizes, signature = self._facts(state, batch)
-        found = self._entries.find(signature, sizes)
-        if found is None:
-            found, after = self._record(signature, sizes, names, state, batch)
+        step_entry = self._entries.find(signature, sizes)
+        if step_entry is None:
+            step_entry, state_after = self._record(signature, sizes, names, state, batch)
             # The next step's state may have another form. Why no further: a number in it may change
             # with every step.
-            _, names, _, ahead = self._facts(after, batch)
+            _, names, _, ahead = self._facts(state_after, batch)
             if self._entries.find(ahead, sizes) is None:
-                self._record(ahead, sizes, names, after, batch, what="the step after it")
-        return found, leaves
+                self._record(ahead, sizes, names, state_after, batch, what="the step after it")
+        return step_entry, leaves
 
     def _facts(
         self, state: Any, batch: Any
@@ -455,8 +456,8 @@ class Traced:
     @property
     def plan(self) -> Plan:
         """The plan of the step."""
-        found: Plan = self.step.plan
-        return found
+        step_plan: Plan = self.step.plan
+        return step_plan
 
     def _record(
         self,
@@ -473,8 +474,8 @@ class Traced:
             raise ValueError(
                 f"this traced step has no graph for these arguments ({differs}), and {self._fixed}"
             )
-        recorded, after = record(self.step, state, batch, names)
-        found = self._add(recorded)
+        recorded, state_after = record(self.step, state, batch, names)
+        new_entry = self._add(recorded)
         _log.debug(
             "trace records %s; it has %d recordings",
             f"{what}: {differs}" if differs else "a step",
@@ -487,14 +488,14 @@ class Traced:
                 "with dynamic_shapes=",
                 stacklevel=3,
             )
-        return found, after
+        return new_entry, state_after
 
     def _add(self, step_graph: StepGraph) -> Entry:
         for change in self._changes:
             step_graph = change(step_graph)
-        found = Entry(step_graph, self._bind(step_graph, self.mesh))
-        self._entries.add(found)
-        return found
+        new_entry = Entry(step_graph, self._bind(step_graph, self.mesh))
+        self._entries.add(new_entry)
+        return new_entry
 
 
 def torch_version() -> str:

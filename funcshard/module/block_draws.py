@@ -88,8 +88,8 @@ class BlockDraws:
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor without memory; ``drawn_values`` returns what operations wrote to it."""
-        made: torch.Tensor = _Drawn.of(DrawnValues(self, shape, dtype))
-        return made
+        drawn_tensor: torch.Tensor = _Drawn.of(DrawnValues(self, shape, dtype))
+        return drawn_tensor
 
 
 @dataclass(slots=True)
@@ -134,10 +134,12 @@ class DrawnValues:
         """Make all values, and return them; operations on the tensor now run on these."""
         if self.whole is None:
             filler = float("nan") if self.dtype.is_floating_point or self.dtype.is_complex else 0
-            whole = torch.full(self.shape, filler, dtype=self.dtype, device=self.draws.device)
+            whole_tensor = torch.full(
+                self.shape, filler, dtype=self.dtype, device=self.draws.device
+            )
             if self.steps:
-                self.write(whole.view(-1), 0)
-            self.whole, self.steps = whole, []
+                self.write(whole_tensor.view(-1), 0)
+            self.whole, self.steps = whole_tensor, []
         return self.whole
 
     def assign(self, values: torch.Tensor) -> None:
@@ -154,34 +156,36 @@ class DrawnValues:
         for block in range(begin // BLOCK, -(-end // BLOCK)):
             low, high = block * BLOCK, min((block + 1) * BLOCK, numel)
             inside = in_place and begin <= low and high <= end
-            own = out[max(low, begin) - begin : min(high, end) - begin]
-            values = own if inside else torch.empty(high - low, dtype=self.dtype, device=device)
+            block_part = out[max(low, begin) - begin : min(high, end) - begin]
+            values = (
+                block_part if inside else torch.empty(high - low, dtype=self.dtype, device=device)
+            )
             for func, args, kwargs, seed in self.steps:
                 if seed is None:
                     func(values, *args, **kwargs)
                 else:
                     func(values, *args, **kwargs, generator=generator.manual_seed(seed + block))
             if not inside:
-                own.copy_(values[max(begin - low, 0) : end - low])
+                block_part.copy_(values[max(begin - low, 0) : end - low])
 
     def put(self, shard: torch.Tensor, spec: LeafSpec, buffer: BufferPlan, mesh: Mesh) -> None:
         """Write the elements of a leaf that lie in this rank's shard into ``shard``."""
         part = buffer.part(spec, mesh.shard.rank)
-        own = shard[part.in_shard]
+        shard_part = shard[part.in_shard]
         if not spec.cuts:
-            self.write(own, part.begin)
+            self.write(shard_part, part.begin)
             return
         origin = slice_offsets(spec.shape, spec.cuts, mesh.position)
         for box in boxes(spec.shape, part.begin, part.end):
-            rows, *rest = box.moved(origin).slices
+            rows, *inner_slices = box.moved(origin).slices
             values = torch.empty(
                 (rows.stop - rows.start, *self.shape[1:]),
                 dtype=self.dtype,
                 device=self.draws.device,
             )
             self.write(values.view(-1), rows.start * prod(self.shape[1:]))
-            own[: box.numel].view(box.sizes).copy_(values[:, *rest])
-            own = own[box.numel :]
+            shard_part[: box.numel].view(box.sizes).copy_(values[:, *inner_slices])
+            shard_part = shard_part[box.numel :]
 
     def digest(self) -> torch.Tensor:
         """Return a tensor that differs on two ranks if their values do."""
@@ -198,11 +202,11 @@ class _Drawn(torch.Tensor):
 
     @classmethod
     def of(cls, values: DrawnValues) -> Any:
-        made = wrapper_subclass(
+        drawn_tensor = wrapper_subclass(
             cls, values.shape, values.dtype, values.draws.device, requires_grad=False
         )
-        made.drawn = values
-        return made
+        drawn_tensor.drawn = values
+        return drawn_tensor
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"tensor of shape {tuple(self.shape)} that is drawn in blocks"
@@ -223,8 +227,10 @@ class _Drawn(torch.Tensor):
                 return cls.of(first.drawn)
             if first.drawn.note(func, args[1:], kwargs):
                 return first
-        found = func(*_whole(args), **_whole(kwargs))
-        return first if isinstance(first, cls) and found is first.drawn.whole else found
+        plain_result = func(*_whole(args), **_whole(kwargs))
+        return (
+            first if isinstance(first, cls) and plain_result is first.drawn.whole else plain_result
+        )
 
 
 def drawn_values(tensor: Any) -> DrawnValues | None:

@@ -59,13 +59,13 @@ def forward_in_full_precision(
     module: nn.Module, forward: Callable[[Any, Any], Any], args: Any, kwargs: Any
 ) -> Any:
     """Run a module that is no unit in the widest dtype of its buffers and inner parameters."""
-    own = [
+    own_dtypes = [
         t.dtype
         for t in (*module.parameters(), *module.buffers(recurse=False))
         if t.is_floating_point()
     ]
     return run_in_full_precision(
-        max(own, key=lambda dtype: dtype.itemsize, default=torch.float32),
+        max(own_dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32),
         forward,
         (args, kwargs),
         {},

@@ -34,21 +34,24 @@ def _check_parallel(tree: ModuleTree) -> None:
     # Why by name: an import of torch.distributed.fsdp for this check takes a while.
 
     def by_fsdp(cls: type) -> bool:
-        return any(each.__module__.startswith("torch.distributed.fsdp.") for each in cls.__mro__)
+        return any(
+            base_class.__module__.startswith("torch.distributed.fsdp.")
+            for base_class in cls.__mro__
+        )
 
     wrappers = nn.DataParallel, nn.parallel.DistributedDataParallel
     for name, m in _of(tree, lambda cls: issubclass(cls, wrappers) or by_fsdp(cls)):
-        whole = isinstance(m, wrappers)
+        is_wrapped = isinstance(m, wrappers)
         raise TypeError(
             f"module {name or '(root)'!r} is parallelized by "
-            f"{type(m).__name__ if whole else 'FSDP'}, which exchanges its parameters or gradients "
-            f"by itself; use {'its .module' if whole else 'the module without it'}: fs.fully_shard "
+            f"{type(m).__name__ if is_wrapped else 'FSDP'}, which exchanges its parameters or gradients "
+            f"by itself; use {'its .module' if is_wrapped else 'the module without it'}: fs.fully_shard "
             "takes its place"
         )
 
 
 def _check_tensors(tree: ModuleTree) -> None:
-    for kind, tensors in (("parameter", tree.parameters), ("buffer", tree.buffers)):
+    for tensor_kind, tensors in (("parameter", tree.parameters), ("buffer", tree.buffers)):
         for name, tensor in tensors.items():
             if type(tensor) in (nn.Parameter, torch.Tensor):
                 continue  # only for speed
@@ -57,7 +60,7 @@ def _check_tensors(tree: ModuleTree) -> None:
                     f"{name!r} of a lazy module has no shape yet; run the module once on a sample "
                     "input first"
                 )
-            check_plain(tensor, f"{kind} {name!r}")
+            check_plain(tensor, f"{tensor_kind} {name!r}")
 
 
 def _of(

@@ -35,25 +35,25 @@ def digest(value: Any) -> bytes | None:
     Functions have none, and neither have values that refer to modules or parameters: copies of
     them differ in each call.
     """
-    made = hashlib.blake2b(digest_size=16)
+    value_hash = hashlib.blake2b(digest_size=16)
     try:
-        _feed(value, made.update, {})
+        _feed(value, value_hash.update, {})
     except Exception:  # whatever a user's object raises
         return None
-    return made.digest()
+    return value_hash.digest()
 
 
 def _feed(value: Any, update: Callable[[bytes], None], seen: dict[int, Any]) -> None:
-    kind = type(value)
-    if kind in _PLAIN or isinstance(value, _OF_TORCH):
-        update(f"{kind.__name__} {value!r};".encode())
+    value_type = type(value)
+    if value_type in _PLAIN or isinstance(value, _OF_TORCH):
+        update(f"{value_type.__name__} {value!r};".encode())
         return
     if (
         isinstance(value, (nn.Module, nn.Parameter, types.FunctionType, types.MethodType))
         or len(seen) > _MOST
     ):
         raise _Unknown
-    update(f"{kind.__module__}.{kind.__qualname__}:".encode())
+    update(f"{value_type.__module__}.{value_type.__qualname__}:".encode())
     if id(value) in seen:
         update(b"again;")
         return
@@ -68,15 +68,15 @@ def _feed(value: Any, update: Callable[[bytes], None], seen: dict[int, Any]) -> 
         update(repr(random.Random.getstate(value)).encode())
     elif isinstance(value, (list, tuple, deque)):
         base = next(base for base in (list, tuple, deque) if isinstance(value, base))
-        for each in base.__iter__(value):  # type: ignore[arg-type]
-            _feed(each, update, seen)
+        for item in base.__iter__(value):  # type: ignore[arg-type]
+            _feed(item, update, seen)
     elif isinstance(value, dict):
-        for key, each in dict.items(value):
+        for key, item in dict.items(value):
             _feed(key, update, seen)
-            _feed(each, update, seen)
+            _feed(item, update, seen)
     elif isinstance(value, (set, frozenset)):
-        update(repr(sorted([digest(each) or b"" for each in value])).encode())
-    elif kind.__module__ == "numpy":
+        update(repr(sorted([digest(item) or b"" for item in value])).encode())
+    elif value_type.__module__ == "numpy":
         update(f"{value.dtype} {value.shape}".encode() + value.tobytes())
     else:
         _feed(object.__getattribute__(value, "__dict__"), update, seen)

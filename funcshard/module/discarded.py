@@ -53,7 +53,7 @@ class DiscardedChanges:
             for index, spec in enumerate(skeleton.specs)
             for key, name in spec.buffers.items()
             if name is not None
-            and any(each in skeleton.persistent for each in skeleton.buffers[name])
+            and any(buffer_name in skeleton.persistent for buffer_name in skeleton.buffers[name])
         )
         return cls(skeleton.specs[0].cls.__name__, watched) if watched else None
 
@@ -82,9 +82,9 @@ class DiscardedChanges:
         self.compared.add(training)
         changed = []
         for index, key, name in self.watched:
-            now, own = modules[index]._buffers.get(key), before[name]
-            if (every or now is not own or version(own) != 0) and _differ(
-                now, given[name], own.dtype
+            current_buffer, own_buffer = modules[index]._buffers.get(key), before[name]
+            if (every or current_buffer is not own_buffer or version(own_buffer) != 0) and _differ(
+                current_buffer, given[name], own_buffer.dtype
             ):
                 changed.append(name)
         if changed:
@@ -149,19 +149,19 @@ class DiscardedState:
             training: the training flag of the call.
             kwargs: the call's keyword arguments, whose names distinguish kinds of calls.
         """
-        mode, kind = (method, training), (method, training, *kwargs)
+        mode, call_kind = (method, training), (method, training, *kwargs)
         if self.warned or callable(method):
-            self.kinds.add(kind)
+            self.kinds.add(call_kind)
             return
         if _not_now():
             return
         changed = []
-        for key, before in self.filled.pop(mode, {}).items():
+        for key, digest_before in self.filled.pop(mode, {}).items():
             index, name = key
-            if digest(modules[index].__dict__.get(name)) != before:
+            if digest(modules[index].__dict__.get(name)) != digest_before:
                 changed.append(key)
-        if kind not in self.kinds and len(self.kinds) < _MOST:
-            self.kinds.add(kind)
+        if call_kind not in self.kinds and len(self.kinds) < _MOST:
+            self.kinds.add(call_kind)
             filled = {}
             for index, (spec, module) in enumerate(zip(self.skeleton.specs, modules, strict=True)):
                 for name, old, new in _changes(spec, module, modules):
@@ -214,8 +214,8 @@ def _changes(
             old = inspect.getattr_static(spec.cls, name, _MISSING)
         if old is _MISSING:
             continue
-        one, other = digest(old), digest(new)
-        if one is not None and other is not None and one != other:
+        old_digest, new_digest = digest(old), digest(new)
+        if old_digest is not None and new_digest is not None and old_digest != new_digest:
             yield name, old, new
 
 
@@ -230,13 +230,20 @@ def _was_unset(old: Any, new: Any) -> bool:
     """
     if _is_unset(old):
         return True
-    before, after = getattr(old, "__dict__", None), getattr(new, "__dict__", None)
-    if type(old) is not type(new) or not isinstance(before, dict) or not isinstance(after, dict):
+    old_attributes, new_attributes = getattr(old, "__dict__", None), getattr(new, "__dict__", None)
+    if (
+        type(old) is not type(new)
+        or not isinstance(old_attributes, dict)
+        or not isinstance(new_attributes, dict)
+    ):
         return False
     changed = [
-        name for name in after if name not in before or digest(before[name]) != digest(after[name])
+        name
+        for name in new_attributes
+        if name not in old_attributes
+        or digest(old_attributes[name]) != digest(new_attributes[name])
     ]
-    return bool(changed) and all(_is_unset(before.get(name)) for name in changed)
+    return bool(changed) and all(_is_unset(old_attributes.get(name)) for name in changed)
 
 
 def _not_now() -> bool:

@@ -188,10 +188,10 @@ def _sharded(
     ignored_params: Iterable[str],
     methods: Mapping[str, Iterable[str]],
 ) -> FullyShard:
-    again = read_remat((remat,) if isinstance(remat, str) else remat)
+    remat_names = read_remat((remat,) if isinstance(remat, str) else remat)
     options = {
         "the schedule": str(schedule),
-        "remat": text_of(again if isinstance(again, bool) else sorted(again)),
+        "remat": text_of(remat_names if isinstance(remat_names, bool) else sorted(remat_names)),
         "cast": text_of(cast),
         "compiler": text_of(compiler),
         "methods": text_of(methods),
@@ -205,7 +205,7 @@ def _sharded(
     _warn_of_unfrozen(apply.skeleton, plan)
     if apply.late_changes is not None:
         apply.late_changes.look()
-    recomputed = frozenset(recomputed_modules(plan, again))
+    recomputed = frozenset(recomputed_modules(plan, remat_names))
     if schedule is not None:
         check_schedule(schedule, plan)
     paths = [path for unit in plan.unit_list for path in unit.paths]
@@ -232,7 +232,9 @@ def _sharded(
         for buffer in unit.buffers
         for leaf in buffer.leaves
     }
-    numbers = {each.path: each.index for run in runs.values() for each in run.modules}
+    numbers = {
+        unit_module.path: unit_module.index for run in runs.values() for unit_module in run.modules
+    }
     forwards = (
         {}
         if compiler is None
@@ -252,7 +254,7 @@ def _sharded(
         entered[0] = {apply.method_name: through_unit(classes[0], apply.method_name, compiled[0])}
     learner = ScheduleLearner(schedule or make_schedule(plan), schedule is not None)
     slow_path = without_fast_path(
-        apply.skeleton, [each.path for run in runs.values() for each in run.modules]
+        apply.skeleton, [unit_module.path for run in runs.values() for unit_module in run.modules]
     )
     warned = Warned(already=compiler is not None)
     return FullyShard(
@@ -311,11 +313,11 @@ class FullyShard:
         apply, learner, outside = self.apply, self._learner, self.outside
         if self.ignored:
             outside, buffers = take_ignored(self.ignored, buffers, outside)
-        own = apply.copies(buffers)  # copies, which the call may write to
-        if self.mesh.device.type != "meta" and any(value.is_meta for value in own.values()):
-            _check_buffers_on_meta(own, shards)
-        own = self.precision.cast_buffers(own)
-        modules = apply.skeleton.instantiate(outside, own, training=apply.training)
+        own_buffers = apply.copies(buffers)  # copies, which the call may write to
+        if self.mesh.device.type != "meta" and any(value.is_meta for value in own_buffers.values()):
+            _check_buffers_on_meta(own_buffers, shards)
+        own_buffers = self.precision.cast_buffers(own_buffers)
+        modules = apply.skeleton.instantiate(outside, own_buffers, training=apply.training)
         call = UnitCall.start(self.runs, shards, learner, self.mesh)
         root = self.runs.get("")
         entries = [
@@ -351,7 +353,7 @@ class FullyShard:
                 check_order(self.mesh, "no unit", call.prefetcher)
             learner.learn(call.prefetcher)
             _begin_backward_with(out, call.prefetcher)
-        apply.look(modules, own, buffers, kwargs)
+        apply.look(modules, own_buffers, buffers, kwargs)
         return (out[0], self.precision.restore_buffers(out[1], buffers)) if apply.mutable else out
 
     def __repr__(self) -> str:
@@ -360,8 +362,8 @@ class FullyShard:
     if not TYPE_CHECKING:  # which then still knows what this class lacks
 
         def __getattr__(self, name: str) -> Any:
-            made = name not in self.__slots__
-            raise absent_of_sharded(name, type(self.apply.skeleton.template) if made else None)
+            is_made = name not in self.__slots__
+            raise absent_of_sharded(name, type(self.apply.skeleton.template) if is_made else None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShard:
         return self  # as for a Python function: its results do not depend on what it keeps
@@ -421,8 +423,8 @@ def _check_buffers_on_meta(buffers: Mapping[str, torch.Tensor], shards: Shards) 
     """Raise ``ValueError`` if buffers are on meta and shards are not."""
     if all(
         shard.is_meta
-        for own in shards.values()
-        for shard in own.values()
+        for unit_shards in shards.values()
+        for shard in unit_shards.values()
         if isinstance(shard, torch.Tensor)
     ):
         return
@@ -458,21 +460,24 @@ def _warn_of_unfrozen(skeleton: Skeleton, plan: Plan) -> None:
 def _check_plan(skeleton: Skeleton, plan: Plan, ignored: Mapping[str, Any]) -> None:
     planned = {leaf.path: leaf for leaf in plan.leaves}
     check_ignored(ignored, plan)
-    own = skeleton.shapes.keys() - ignored.keys()
-    missing, unexpected = sorted(own - planned.keys()), sorted(planned.keys() - own)
-    if missing or unexpected:
+    own_names = skeleton.shapes.keys() - ignored.keys()
+    missing_names, unexpected = (
+        sorted(own_names - planned.keys()),
+        sorted(planned.keys() - own_names),
+    )
+    if missing_names or unexpected:
         raise ValueError(
-            f"the plan was made for another module; it lacks {missing[:3] or 'nothing'} of this "
+            f"the plan was made for another module; it lacks {missing_names[:3] or 'nothing'} of this "
             f"one's parameters and has {unexpected[:3] or 'nothing'} besides: make the plan from "
             "the params of this module's make_functional, or name parameters that it should lack "
             "in ignored_params"
         )
-    for path in (path for path in skeleton.shapes if path in own):
+    for path in (path for path in skeleton.shapes if path in own_names):
         shape, leaf = skeleton.shapes[path], planned[path]
-        found = leaf.whole_shape if leaf.placements else leaf.shape
-        if found != shape:
+        leaf_shape = leaf.whole_shape if leaf.placements else leaf.shape
+        if leaf_shape != shape:
             raise ValueError(
-                f"the plan was made for another module: parameter {path!r} has shape {found} in "
+                f"the plan was made for another module: parameter {path!r} has shape {leaf_shape} in "
                 f"the plan and {shape} in the module; make the plan from the params of this "
                 "module's make_functional"
             )

@@ -81,13 +81,16 @@ def make_functional(
     call has module objects of its own, so calls cannot disturb each other.
     """
     if not isinstance(module, nn.Module):
-        found, remedy = type(module).__name__, "unshard shards a function of your own"
+        found_kind, remedy = type(module).__name__, "unshard shards a function of your own"
         if isinstance(module, type) and issubclass(module, nn.Module):
-            found = f"the class {module.__name__}"
+            found_kind = f"the class {module.__name__}"
             remedy = f"make a module of it, as in {module.__name__}(...)"
         elif isinstance(module, Functional):
-            found, remedy = "a function that make_functional returned", "pass it to fully_shard"
-        raise TypeError(f"make_functional takes a torch.nn.Module; found {found}: {remedy}")
+            found_kind, remedy = (
+                "a function that make_functional returned",
+                "pass it to fully_shard",
+            )
+        raise TypeError(f"make_functional takes a torch.nn.Module; found {found_kind}: {remedy}")
     check_flag("mutable", mutable)
     with without_collection():
         skeleton, params, buffers = make_skeleton(module)
@@ -99,7 +102,8 @@ def make_functional(
             # gradient.
             if len(names) > 1:
                 params[name].funcshard_paths = names  # type: ignore[attr-defined]
-            params[name].funcshard_modules = {each: classes(each) for each in names}  # type: ignore[attr-defined]
+            around = {parameter_name: classes(parameter_name) for parameter_name in names}
+            params[name].funcshard_modules = around  # type: ignore[attr-defined]
             params[name].funcshard_names = skeleton.state_names  # type: ignore[attr-defined]
     discarded = None if mutable else DiscardedChanges.of(skeleton)
     late_changes = LateChanges.of(module)
@@ -151,14 +155,14 @@ class Functional:
         if isinstance(params, Mapping) and len(params) > len(self.skeleton.parameters):
             params = self.without_ties(params)
         self.check_names("params", params, self.skeleton.parameters)
-        own = self.copies(buffers)
-        modules = self.skeleton.instantiate(params, own, training=self.training)
+        own_buffers = self.copies(buffers)
+        modules = self.skeleton.instantiate(params, own_buffers, training=self.training)
         if torch.compiler.is_compiling():
             out = self.run(modules[0], args, kwargs)
         else:
             with unchanged(params):
                 out = self.run(modules[0], args, kwargs)
-        self.look(modules, own, buffers, kwargs)
+        self.look(modules, own_buffers, buffers, kwargs)
         return out
 
     def __repr__(self) -> str:
@@ -173,8 +177,8 @@ class Functional:
     if not TYPE_CHECKING:  # which then still knows what this class lacks
 
         def __getattr__(self, name: str) -> Any:
-            made = name not in self.__slots__  # while it is unpickled, it has none of these
-            raise absent_of_apply(name, type(self.skeleton.template) if made else None)
+            is_made = name not in self.__slots__  # while it is unpickled, it has none of these
+            raise absent_of_apply(name, type(self.skeleton.template) if is_made else None)
 
     def method(self, name: str | Callable[..., Any]) -> Functional:
         """Return the function that runs another method, with the same parameters and buffers.
@@ -230,11 +234,13 @@ class Functional:
             for name in names[1:]
             if name in params and names[0] in params
         }
-        for name, other in first.items():
-            if params[name] is not params[other] and not torch.equal(params[name], params[other]):
+        for name, first_name in first.items():
+            if params[name] is not params[first_name] and not torch.equal(
+                params[name], params[first_name]
+            ):
                 raise ValueError(
-                    f"params hold different values of {other!r} and {name!r}, which the module "
-                    f"ties: pass one of them, under the name {other!r}"
+                    f"params hold different values of {first_name!r} and {name!r}, which the module "
+                    f"ties: pass one of them, under the name {first_name!r}"
                 )
         return {name: value for name, value in params.items() if name not in first}
 
@@ -259,10 +265,10 @@ class Functional:
             out = (module if name == "forward" else getattr(module, name))(*args, **kwargs)
         if not self.mutable:
             return out
-        now = dict(module.named_buffers(remove_duplicate=False))
+        buffers_now = dict(module.named_buffers(remove_duplicate=False))
         # Why copies: a checkpoint that runs a part of forward again in backward writes into the
         # call's buffers again.
-        return out, _copies({name: now[name].detach() for name in self.skeleton.buffers})
+        return out, _copies({name: buffers_now[name].detach() for name in self.skeleton.buffers})
 
     def look(
         self,
@@ -298,13 +304,13 @@ class Functional:
                 f"{remedy}"
             )
         if given.keys() != expected.keys():
-            missing = sorted(expected.keys() - given.keys())
+            missing_names = sorted(expected.keys() - given.keys())
             unexpected = sorted(given.keys() - expected.keys())
             remedy = "pass the dictionary that make_functional returned, or one with its names"
             if is_tree_of_shards(given):
                 remedy = "these are shards: call the function of fully_shard, or fs.gather(shards, plan, mesh) first"
             raise ValueError(
-                f"{what} must hold the module's names; missing: {missing[:3] or 'nothing'}, "
+                f"{what} must hold the module's names; missing: {missing_names[:3] or 'nothing'}, "
                 f"unexpected: {unexpected[:3] or 'nothing'}: {remedy}"
             )
 
@@ -316,6 +322,6 @@ def _copies(tensors: Mapping[str, torch.Tensor]) -> Tensors:
         torch.clone if torch.compiler.is_compiling() or recording_or_transforming() else late_copy
     )
     return {
-        name: each.clone() if each.numel() < LARGE else large(each)
-        for name, each in tensors.items()
+        name: tensor.clone() if tensor.numel() < LARGE else large(tensor)
+        for name, tensor in tensors.items()
     }

@@ -37,16 +37,20 @@ def take_ignored(
             f"buffers must be a dictionary {{name: tensor}}; found {type(buffers).__name__}"
         )
     for name, shape in ignored.items():
-        given = buffers.get(name)
-        if not isinstance(given, torch.Tensor) or given.shape != shape:
-            found = (
-                str(tuple(given.shape)) if isinstance(given, torch.Tensor) else type(given).__name__
+        given_value = buffers.get(name)
+        if not isinstance(given_value, torch.Tensor) or given_value.shape != shape:
+            found_form = (
+                str(tuple(given_value.shape))
+                if isinstance(given_value, torch.Tensor)
+                else type(given_value).__name__
             )
-            found = "nothing" if given is None else found
+            found_form = "nothing" if given_value is None else found_form
             raise ValueError(
                 f"buffers must hold a tensor of shape {tuple(shape)} for {name!r}, which is in "
-                f"ignored_params; found {found}: pass {{**buffers, **own}}, where own has the "
+                f"ignored_params; found {found_form}: pass {{**buffers, **own}}, where own has the "
                 "ignored parameters by name"
             )
-    own = {name: buffers[name] for name in ignored}
-    return {**params, **own}, {name: value for name, value in buffers.items() if name not in own}
+    own_params = {name: buffers[name] for name in ignored}
+    return {**params, **own_params}, {
+        name: value for name, value in buffers.items() if name not in own_params
+    }

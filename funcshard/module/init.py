@@ -93,9 +93,9 @@ def init_shards(
             "on meta"
         )
     if not callable(init) or isinstance(init, type):
-        found = f"the class {init.__name__}" if isinstance(init, type) else type(init).__name__
+        found_kind = f"the class {init.__name__}" if isinstance(init, type) else type(init).__name__
         raise TypeError(
-            f"init_shards takes a function init(unit) -> {{path: tensor}}; found {found}: call "
+            f"init_shards takes a function init(unit) -> {{path: tensor}}; found {found_kind}: call "
             "shard(params, plan, mesh) for values that exist already, or init_module(module, "
             "plan, mesh) for those of a module"
         )
@@ -104,12 +104,14 @@ def init_shards(
 
     def init_unit(unit: UnitPlan) -> None:
         values = init(unit)
-        wanted = {leaf.path for leaf in unit.leaves}
-        if not isinstance(values, Mapping) or values.keys() != wanted:
-            found = sorted(values)[:6] if isinstance(values, Mapping) else type(values).__name__
+        wanted_paths = {leaf.path for leaf in unit.leaves}
+        if not isinstance(values, Mapping) or values.keys() != wanted_paths:
+            found_paths = (
+                sorted(values)[:6] if isinstance(values, Mapping) else type(values).__name__
+            )
             raise ValueError(
                 f"init must return {{path: tensor}} for the leaves of unit {unit.title!r}, "
-                f"{sorted(wanted)[:6]}; found {found}"
+                f"{sorted(wanted_paths)[:6]}; found {found_paths}"
             )
         shards[unit.name] = cut(unit, values, mesh, "init(unit)", whole=True)
         for buffer in unit.buffers:
@@ -231,23 +233,23 @@ def _reset_module(
 
     def reset_together(members: list[tuple[str, nn.Module]]) -> None:
         """Allocate parameters of one unit's modules, reset these, and keep this rank's slices."""
-        own = [
+        own_parameters = [
             (m, key, name, locations[name])
             for path, m in members
             for key, name in _own_parameters(path, m)
         ]
         blank = {
             leaf.path: _blank_parameter(leaf, buffer, mesh.device, name in frozen, draws)
-            for _, _, name, (_, buffer, leaf) in own
+            for _, _, name, (_, buffer, leaf) in own_parameters
         }
-        for m, key, _, (_, _, leaf) in own:
+        for m, key, _, (_, _, leaf) in own_parameters:
             m._parameters[key] = blank[leaf.path]
         for path, m in members:
             _reset(path, m, reset)
-        for m, key, name, (unit, buffer, leaf) in own:
+        for m, key, name, (unit, buffer, leaf) in own_parameters:
             value: Any = m._parameters[key]
             shard, axes = shards[unit.name][buffer.key], own_axes(buffer.local, leaf.cuts)
-            before: Any = blank[leaf.path]
+            value_before: Any = blank[leaf.path]
             drawn = drawn_values(value)
             if drawn is not None and drawn.steps:
                 check_leaf(value, leaf, buffer, "the module after its reset", whole=True)
@@ -255,14 +257,14 @@ def _reset_module(
                 checksums.add(leaf.path, drawn.digest(), axes)
                 continue
             if drawn is not None:
-                value = before = drawn.whole
-            if value is not placeholders[leaf.path] and _was_written(value, before, name):
+                value = value_before = drawn.whole
+            if value is not placeholders[leaf.path] and _was_written(value, value_before, name):
                 later.pop(leaf.path, None)
                 check_leaf(value, leaf, buffer, "the module after its reset", whole=True)
                 put_whole(shard, value, leaf, buffer, mesh)
                 checksums.add(leaf.path, value, axes)
                 written.add(leaf.path)
-        for m, key, _, (_, _, leaf) in own:
+        for m, key, _, (_, _, leaf) in own_parameters:
             m._parameters[key] = placeholders[leaf.path]
 
     innermost = innermost_in({unit.name: unit.paths for unit in plan.unit_list})
@@ -324,11 +326,11 @@ def _locate(module: nn.Module, plan: Plan) -> dict[str, _Location]:
         for name in (leaf.path, *leaf.aliases)
     }
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    missing = sorted(parameters.keys() - locations.keys())
+    missing_names = sorted(parameters.keys() - locations.keys())
     unexpected = sorted(locations.keys() - parameters.keys())
-    if missing or unexpected:
+    if missing_names or unexpected:
         raise ValueError(
-            f"the plan was made for another module; it lacks {missing[:3] or 'nothing'} of this "
+            f"the plan was made for another module; it lacks {missing_names[:3] or 'nothing'} of this "
             f"one's parameters and has {unexpected[:3] or 'nothing'} besides: make the plan from "
             "make_functional(module)'s params"
         )

@@ -62,15 +62,17 @@ class LateChanges:
         self.looked = True
         if module is None:
             return
-        after = _state_of(module)
+        state_now = _state_of(module)
         if any(parameter.is_meta for parameter in module.parameters()):
             # The values were dropped, to free memory.
-            after = after._replace(versions=self.before.versions)
-        same_modules = len(after.training) == len(self.before.training)
-        if after == self.before or not same_modules:
+            state_now = state_now._replace(versions=self.before.versions)
+        same_modules = len(state_now.training) == len(self.before.training)
+        if state_now == self.before or not same_modules:
             return
         changes = [
-            words for old, new, words in zip(self.before, after, _WORDS, strict=True) if old != new
+            words
+            for old, new, words in zip(self.before, state_now, _WORDS, strict=True)
+            if old != new
         ]
         warnings.warn(
             f"{type(module).__name__} was changed after make_functional had copied it: "
@@ -87,7 +89,7 @@ def _state_of(module: nn.Module) -> ModuleState:
         # Inference tensors have no version.
         [version(parameter) for parameter in parameters if not parameter.is_inference()],
         [parameter.requires_grad for parameter in parameters],
-        [each.training for each in module.modules()],
+        [submodule.training for submodule in module.modules()],
     )
 
 

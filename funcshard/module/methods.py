@@ -55,7 +55,7 @@ def read_methods(
                 f"{entry!r}; its units are {paths[:6]}: make the module a unit, or let the unit "
                 "around it call the method"
             )
-    found: dict[int, tuple[str, ...]] = {}
+    method_names: dict[int, tuple[str, ...]] = {}
     for path in paths:
         counts = last_match(methods, path)
         if counts is None:
@@ -64,19 +64,21 @@ def read_methods(
         names = tuple(dict.fromkeys(methods[counts]))
         for name in names:
             method = inspect.getattr_static(cls, name, None) if isinstance(name, str) else None
-            what = "" if isinstance(method, types.FunctionType) else f"no such method: {name!r}"
+            refusal_text = (
+                "" if isinstance(method, types.FunctionType) else f"no such method: {name!r}"
+            )
             if name == "forward":
-                what = "forward, which gathers the unit in any case"
-            elif what == "" and name.startswith("__") and name.endswith("__"):
-                what = f"{name}, which Python looks up on the class"
-            if what:
+                refusal_text = "forward, which gathers the unit in any case"
+            elif refusal_text == "" and name.startswith("__") and name.endswith("__"):
+                refusal_text = f"{name}, which Python looks up on the class"
+            if refusal_text:
                 raise ValueError(
                     f"methods of {path!r} must be methods that the class {cls.__name__} defines, "
-                    f"besides forward; found {what}; leave it out, or name one of "
+                    f"besides forward; found {refusal_text}; leave it out, or name one of "
                     f"{_own_methods(cls)[:6]}"
                 )
-        found[units[path]] = names
-    return found
+        method_names[units[path]] = names
+    return method_names
 
 
 def _own_methods(cls: type[nn.Module]) -> list[str]:

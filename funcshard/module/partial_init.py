@@ -112,11 +112,11 @@ def _reset_parameters(
         _replace(module, old[name], _blank_parameter(old[name], mesh.device))
     blanks = {name: holder._parameters[key] for name, (holder, key) in places.items()}
     _reset_around(module, blanks, reset)
-    found = {name: holder._parameters[key] for name, (holder, key) in places.items()}
-    _check_written(found, blanks, "parameter")
-    for name, value in found.items():
+    reset_parameters = {name: holder._parameters[key] for name, (holder, key) in places.items()}
+    _check_written(reset_parameters, blanks, "parameter")
+    for name, value in reset_parameters.items():
         _replace(module, value, old[name])
-    return {name: value.detach() for name, value in found.items() if value is not None}
+    return {name: value.detach() for name, value in reset_parameters.items() if value is not None}
 
 
 def _replace(module: nn.Module, old: Any, new: Any) -> None:
@@ -165,7 +165,9 @@ def _reset_around(module: nn.Module, blanks: Mapping[str, Any], reset: Reset | N
             ]
             own_reset = reset_method(m)
             if own_reset is not None and any(
-                is_blank(tensor) for tensor in held if any(tensor is each for each in own_blanks)
+                is_blank(tensor)
+                for tensor in held
+                if any(tensor is own_blank for own_blank in own_blanks)
             ):
                 written = [
                     (tensor, tensor.detach().clone()) for tensor in held if not is_blank(tensor)
@@ -177,12 +179,12 @@ def _reset_around(module: nn.Module, blanks: Mapping[str, Any], reset: Reset | N
 
 def _init_weights_around(module: nn.Module, path: str) -> Reset | None:
     """Return the ``_init_weights`` of the innermost module that has one and holds ``path``."""
-    found = None
+    init_weights = None
     for i in range(len(path) + 1):
         if i in (0, len(path)) or path[i] == ".":
             m = module.get_submodule(path[:i])
-            found = getattr(m, "_init_weights", None) or found
-    return found
+            init_weights = getattr(m, "_init_weights", None) or init_weights
+    return init_weights
 
 
 def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:

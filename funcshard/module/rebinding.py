@@ -81,18 +81,24 @@ def references(values: Iterable[Any], tree: Collection[int]) -> tuple[Rebindings
     methods: dict[int, types.MethodType] = {}
     shared: dict[int, Any] = {}
     for value in {id(value): value for value in values}.values():
-        for found in reachable(value):
-            if issubclass(type(found), (DeviceMesh, torch.jit.ScriptFunction)):
-                shared[id(found)] = found
-            elif isinstance(found, types.FunctionType) and id(found) not in functions:
+        for reached_value in reachable(value):
+            if issubclass(type(reached_value), (DeviceMesh, torch.jit.ScriptFunction)):
+                shared[id(reached_value)] = reached_value
+            elif (
+                isinstance(reached_value, types.FunctionType) and id(reached_value) not in functions
+            ):
                 followed = tuple(
-                    n for n, cell in enumerate(found.__closure__ or ()) if _leads(cell, tree)
+                    n
+                    for n, cell in enumerate(reached_value.__closure__ or ())
+                    if _leads(cell, tree)
                 )
-                defaults = _leads(found.__defaults__, tree) or _leads(found.__kwdefaults__, tree)
+                defaults = _leads(reached_value.__defaults__, tree) or _leads(
+                    reached_value.__kwdefaults__, tree
+                )
                 if followed or defaults:
-                    functions[id(found)] = Rebinding(found, followed, defaults)
-            elif isinstance(found, types.MethodType):
-                methods[id(found)] = found
+                    functions[id(reached_value)] = Rebinding(reached_value, followed, defaults)
+            elif isinstance(reached_value, types.MethodType):
+                methods[id(reached_value)] = reached_value
     rebound = [
         method
         for method in methods.values()
@@ -106,7 +112,9 @@ def references(values: Iterable[Any], tree: Collection[int]) -> tuple[Rebindings
 
 
 def _leads(value: Any, tree: Collection[int]) -> bool:
-    return value is not None and any(id(each) in tree for each in reachable(value))
+    return value is not None and any(
+        id(reached_value) in tree for reached_value in reachable(value)
+    )
 
 
 def rebind(
@@ -116,10 +124,18 @@ def rebind(
 
     The memo is that of the arguments, or one that begins with what it holds.
     """
-    made = [(each, each.copy()) for each in rebindings if isinstance(each, Rebinding)]
-    memo.update((id(each.function), new) for each, new in made)
-    methods = {id(each): each for each in rebindings if isinstance(each, types.MethodType)}
-    return (_MethodsToo(memo, methods) if methods else memo), made
+    made_functions = [
+        (rebinding, rebinding.copy())
+        for rebinding in rebindings
+        if isinstance(rebinding, Rebinding)
+    ]
+    memo.update((id(rebinding.function), new) for rebinding, new in made_functions)
+    methods = {
+        id(rebinding): rebinding
+        for rebinding in rebindings
+        if isinstance(rebinding, types.MethodType)
+    }
+    return (_MethodsToo(memo, methods) if methods else memo), made_functions
 
 
 class _MethodsToo(dict[int, Any]):
@@ -133,17 +149,17 @@ class _MethodsToo(dict[int, Any]):
         self.methods = methods
 
     def get(self, key: int, default: Any = None) -> Any:
-        found = super().get(key, self)
-        if found is self and key in self.methods:
+        bound_method = super().get(key, self)
+        if bound_method is self and key in self.methods:
             method = self.methods[key]
-            found = self[key] = types.MethodType(
+            bound_method = self[key] = types.MethodType(
                 copied(method.__func__, self), copied(method.__self__, self)
             )
-        return default if found is self else found
+        return default if bound_method is self else bound_method
 
 
 def copied(value: Any, memo: dict[int, Any]) -> Any:
     """Return a deep copy of ``value`` under ``memo``, which may hold copies of functions too."""
     # Why here: new versions of Python copy a function without a look at the memo.
-    found = memo.get(id(value)) if isinstance(value, types.FunctionType) else None
-    return copy.deepcopy(value, memo) if found is None else found
+    copied_function = memo.get(id(value)) if isinstance(value, types.FunctionType) else None
+    return copy.deepcopy(value, memo) if copied_function is None else copied_function

@@ -55,8 +55,8 @@ from funcshard.module.walking import ModuleTree, walk
 # and these are unique. The others are about state dicts, for which a call has no use. No call
 # shares a table with another call.
 _SHARED_TABLES = tuple(
-    (key, kind)
-    for key, kind in TORCH_CONTAINERS.items()
+    (key, table_class)
+    for key, table_class in TORCH_CONTAINERS.items()
     if key
     not in (
         *TABLES,
@@ -149,7 +149,10 @@ class Skeleton:
         modules: list[nn.Module] = [object.__new__(spec.cls) for spec in self.specs]
         # Why all keys beforehand, and each line by itself: it takes less time, and these lines run
         # for every module of every call.
-        begin = {**dict.fromkeys(TORCH_ATTRIBUTES), **{key: kind() for key, kind in _SHARED_TABLES}}
+        begin = {
+            **dict.fromkeys(TORCH_ATTRIBUTES),
+            **{key: table_class() for key, table_class in _SHARED_TABLES},
+        }
         set_state = object.__setattr__  # that of nn.Module takes longer
         for spec, module in zip(self.specs, modules, strict=True):
             state = begin.copy()
@@ -158,9 +161,11 @@ class Skeleton:
             state["_backward_hooks"] = OrderedDict()
             state["_backward_pre_hooks"] = OrderedDict()
             state.update(spec.attributes)
-            own, kept, inner = spec.parameters, spec.buffers, spec.children
+            own_parameters, kept, inner = spec.parameters, spec.buffers, spec.children
             state["_parameters"] = (
-                {k: v if v is None else parameters[v] for k, v in own.items()} if own else {}
+                {k: v if v is None else parameters[v] for k, v in own_parameters.items()}
+                if own_parameters
+                else {}
             )
             state["_buffers"] = (
                 {k: v if v is None else buffers[v] for k, v in kept.items()} if kept else {}
@@ -183,19 +188,21 @@ class Skeleton:
                 (old, parameters[name] if name in parameters else buffers[name])
                 for old, name in self.tensor_names.items()
             )
-            memo.update((id(each), each) for each in self.shared)
+            memo.update((id(shared_value), shared_value) for shared_value in self.shared)
             if self.large and not recording_or_transforming():
-                memo.update((id(each), late_copy(each)) for each in self.large)
+                memo.update(
+                    (id(large_tensor), late_copy(large_tensor)) for large_tensor in self.large
+                )
             # An attribute may be the handle of a hook, which refers to the hook's table.
             memo.update(
                 (id(self.specs[i].attributes[k]), modules[i].__dict__[k])
                 for i, k in self.hook_tables
             )
-            memo, made = rebind(self.rebindings, memo)
+            memo, made_functions = rebind(self.rebindings, memo)
             for index, name in self.copied_attributes:
                 modules[index].__dict__[name] = copied(self.specs[index].attributes[name], memo)
-            for each, function in made:
-                each.fill(function, memo)
+            for rebinding, function in made_functions:
+                rebinding.fill(function, memo)
         return modules
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -212,41 +219,41 @@ class Skeleton:
 
     def paths(self) -> dict[str, int]:
         """Return the index of every module by its path, or its first path if it is shared."""
-        found: dict[str, int] = {}
+        index_by_path: dict[str, int] = {}
         seen: set[int] = set()
 
         def visit(index: int, path: str) -> None:
             if index not in seen:
                 seen.add(index)
-                found[path] = index
+                index_by_path[path] = index
                 for key, child in self.specs[index].children.items():
                     if child is not None:
                         visit(child, f"{path}.{key}" if path else key)
 
         visit(0, "")
-        return found
+        return index_by_path
 
     def find_classes(self) -> Callable[[str], tuple[type[nn.Module], ...]]:
         """Return ``classes`` for many names: the same for all names in one module."""
-        known: dict[str, tuple[type[nn.Module], ...]] = {}
+        known_classes: dict[str, tuple[type[nn.Module], ...]] = {}
 
         def find(name: str) -> tuple[type[nn.Module], ...]:
-            found = known.get(path := name.rpartition(".")[0])
-            if found is None:
-                found = known[path] = self.classes(name)
-            return found
+            found_classes = known_classes.get(path := name.rpartition(".")[0])
+            if found_classes is None:
+                found_classes = known_classes[path] = self.classes(name)
+            return found_classes
 
         return find
 
     def classes(self, name: str) -> tuple[type[nn.Module], ...]:
         """Return the classes of the modules that contain a parameter or buffer, the root first."""
         index: int | None = 0
-        found = [self.specs[0].cls]
+        found_classes = [self.specs[0].cls]
         for key in name.split(".")[:-1]:
             index = self.specs[index or 0].children[key]
             assert index is not None, f"no module contains {name}"
-            found.append(self.specs[index].cls)
-        return tuple(found)
+            found_classes.append(self.specs[index].cls)
+        return tuple(found_classes)
 
 
 def make_skeleton(
@@ -271,20 +278,24 @@ def make_skeleton(
     indices = {id(m): index for index, m in enumerate(template.modules)}
     specs = tuple([_spec(m, names, indices) for m in template.modules])
     attributes = [
-        (index, key, value) for index, each in enumerate(template.attributes) for key, value in each
+        (index, key, value)
+        for index, module_attributes in enumerate(template.attributes)
+        for key, value in module_attributes
     ]
     # Why not torch's own: a hook may refer to any module that its user likes.
-    own = [
+    own_attributes = [
         (index, key, value)
         for index, key, value in attributes
         if key not in TORCH_ATTRIBUTES and key not in graph_attributes(specs[index].cls)
     ]
     rebindings, shared = references(
-        (value for _, _, value in own if may_refer(value)), indices.keys() | names.keys()
+        (value for _, _, value in own_attributes if may_refer(value)), indices.keys() | names.keys()
     )
-    rebound = {id(each.function) for each in rebindings if isinstance(each, Rebinding)}
+    rebound = {
+        id(rebinding.function) for rebinding in rebindings if isinstance(rebinding, Rebinding)
+    }
     in_state_dict = state_names(module, tree.every, tree.classes)
-    known = set(in_state_dict)
+    known_names = set(in_state_dict)
     skeleton = Skeleton(
         template=template.modules[0],
         specs=specs,
@@ -307,14 +318,14 @@ def make_skeleton(
         shapes={name: tuple(parameter.shape) for name, parameter in tree.parameters.items()},
         buffers=tree.buffer_names,
         persistent=frozenset(
-            [name for names in tree.buffer_names.values() for name in names if name in known]
+            [name for names in tree.buffer_names.values() for name in names if name in known_names]
         ),
         state_names=in_state_dict,
         rebindings=rebindings,
         shared=shared,
-        large=_large_tensors(value for _, _, value in own),
+        large=_large_tensors(value for _, _, value in own_attributes),
     )
-    _check_copies(skeleton, tree, own)
+    _check_copies(skeleton, tree, own_attributes)
     parameters = {
         n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in tree.parameters.items()
     }
@@ -370,7 +381,9 @@ def _needs_copy(cls: type[nn.Module], key: str, value: Any) -> bool:
         # exceptions are one that refers to a module of the tree, and a tensor to which the graph
         # may write.
         kinds = (nn.Module, torch.Tensor)
-        return not is_immutable(value) and any(isinstance(each, kinds) for each in reachable(value))
+        return not is_immutable(value) and any(
+            isinstance(reached_value, kinds) for reached_value in reachable(value)
+        )
     return not is_immutable(value)
 
 
@@ -391,20 +404,20 @@ def _large_tensors(values: Iterable[Any]) -> tuple[torch.Tensor, ...]:
         elif type(value) in (list, tuple):
             inner = value
         tensors.update(
-            (id(each), each)
-            for each in inner
-            if type(each) is torch.Tensor and each.layout is torch.strided
+            (id(inner_value), inner_value)
+            for inner_value in inner
+            if type(inner_value) is torch.Tensor and inner_value.layout is torch.strided
         )
     # Of views, deepcopy copies the memory once.
     storages = Counter(map(storage_id, tensors.values()))
     return tuple(
         [
-            each
-            for each in tensors.values()
-            if each.numel() >= LARGE
-            and not each.requires_grad
-            and storages[storage_id(each)] == 1
-            and not each.__dict__
+            large_tensor
+            for large_tensor in tensors.values()
+            if large_tensor.numel() >= LARGE
+            and not large_tensor.requires_grad
+            and storages[storage_id(large_tensor)] == 1
+            and not large_tensor.__dict__
         ]
     )
 
@@ -421,19 +434,19 @@ def _check_copies(
     """
     if not attributes:
         return
-    foreign = skeleton.module_indices.keys() | {id(each) for _, each in tree.modules}
-    foreign |= {id(each) for each in tree.parameters.values()}
+    foreign = skeleton.module_indices.keys() | {id(tree_module) for _, tree_module in tree.modules}
+    foreign |= {id(parameter) for parameter in tree.parameters.values()}
     memo: dict[int, Any] = dict.fromkeys(skeleton.module_indices, nn.Identity())
     memo |= dict.fromkeys(skeleton.tensor_names, torch.empty(0, dtype=torch.float32, device="cpu"))
-    memo.update((id(each), each) for each in skeleton.shared)
-    memo, made = rebind(skeleton.rebindings, memo)
-    for each, function in made:
-        each.fill(function, memo)
+    memo.update((id(shared_value), shared_value) for shared_value in skeleton.shared)
+    memo, made_functions = rebind(skeleton.rebindings, memo)
+    for rebinding, function in made_functions:
+        rebinding.fill(function, memo)
     for index, key, value in attributes:
         if isinstance(value, Mesh):
             continue
         trial = copied(value, memo)
-        if not any(id(found) in foreign for found in reachable(trial)):
+        if not any(id(reached_value) in foreign for reached_value in reachable(trial)):
             continue
         paths = {number: path for path, number in skeleton.paths().items()}
         raise TypeError(

@@ -60,13 +60,13 @@ def make_template(tree: ModuleTree) -> Template:
     empty = torch.empty(0, device="meta", dtype=torch.float32)
     for tensors in (tree.parameters, tree.buffers):
         for name, tensor in tensors.items():
-            own = (
+            empty_tensor = (
                 nn.Parameter(empty, requires_grad=False)
                 if isinstance(tensor, nn.Parameter)
                 else empty.detach()
             )
-            memo[id(tensor)] = own
-            tensor_names[id(own)] = name
+            memo[id(tensor)] = empty_tensor
+            tensor_names[id(empty_tensor)] = name
     modules = [m for _, m in tree.modules]
     follow = [attributes_to_follow(m) for m in modules]
     captured: list[Any] = []
@@ -81,17 +81,17 @@ def make_template(tree: ModuleTree) -> Template:
             if is_immutable(value):
                 continue
             mutable = True
-            for found in reachable(value):
+            for reached_value in reachable(value):
                 # Why a clone: an earlier forward may have kept a tensor that has a graph, which
                 # deepcopy refuses.
-                if isinstance(found, torch.Tensor) and found.grad_fn is not None:
-                    memo[id(found)] = found.detach().clone()
+                if isinstance(reached_value, torch.Tensor) and reached_value.grad_fn is not None:
+                    memo[id(reached_value)] = reached_value.detach().clone()
     of_tree = {id(m) for m in modules} | {
         id(tensor) for ts in (tree.parameters, tree.buffers) for tensor in ts.values()
     }
     rebindings, shared = references(captured, of_tree)
-    memo.update((id(each), each) for each in shared)
-    memo, made = rebind(rebindings, memo)
+    memo.update((id(shared_value), shared_value) for shared_value in shared)
+    memo, made_functions = rebind(rebindings, memo)
     _copy_by_attributes(modules, memo)
     plain = all(map(_is_copied_as_usual, tree.classes))
     if plain:
@@ -99,11 +99,11 @@ def make_template(tree: ModuleTree) -> Template:
     else:
         root = copy.deepcopy(modules[0], memo)
         copies = []
-    for each, function in made:
-        each.fill(function, memo)
+    for rebinding, function in made_functions:
+        rebinding.fill(function, memo)
     if not copies:
         copies = [m for _, m in walk(root).modules]
-    for m in copies if made else ():
+    for m in copies if made_functions else ():
         state = m.__dict__
         functions = [
             key
@@ -113,8 +113,8 @@ def make_template(tree: ModuleTree) -> Template:
         state.update({key: copied(state[key], memo) for key in functions})
     if plain:  # the copies have the same keys
         copied_attributes = [
-            [(key, m.__dict__[key]) for key, _ in each]
-            for m, each in zip(copies, follow, strict=True)
+            [(key, m.__dict__[key]) for key, _ in module_attributes]
+            for m, module_attributes in zip(copies, follow, strict=True)
         ]
     else:
         copied_attributes = [attributes_to_follow(m) for m in copies]
@@ -128,7 +128,7 @@ def _copy_by_attributes(modules: Sequence[nn.Module], memo: dict[int, Any]) -> N
     graph, which no call changes. A pickle may make other children and other tensors, as that of
     e3nn's modules does.
     """
-    found: list[nn.Module] = []
+    copied_modules: list[nn.Module] = []
     # Why by class: a model has thousands of modules of a few classes.
     pickled = {
         cls
@@ -146,13 +146,13 @@ def _copy_by_attributes(modules: Sequence[nn.Module], memo: dict[int, Any]) -> N
                 "__qualname__": cls.__qualname__,
             }
             memo[id(m)] = object.__new__(type(cls.__name__, (cls,), names))
-            found.append(m)
+            copied_modules.append(m)
         elif cls in pickled and _can_copy_attributes(
-            m, memo | {id(each): each for each in modules}
+            m, memo | {id(tree_module): tree_module for tree_module in modules}
         ):
             memo[id(m)] = object.__new__(cls)
-            found.append(m)
-    for m in found:
+            copied_modules.append(m)
+    for m in copied_modules:
         shared = graph_attributes(type(m))
         memo[id(m)].__dict__.update(
             {
@@ -180,14 +180,14 @@ def _copy_plain_modules(
     copies: list[nn.Module] = []
     states: list[dict[str, Any]] = []
     for m in modules:
-        own = m.__dict__
-        state = dict(own)
+        own_state = m.__dict__
+        state = dict(own_state)
         state.pop("_compiled_call_impl", None)  # torch compiled it for the module's own parameters
         for key in TORCH_CONTAINERS:
-            value = own.get(key)
-            kind = type(value)
-            if kind in _CONTAINERS and (not value or key in TABLES):
-                state[key] = table = kind()
+            value = own_state.get(key)
+            value_type = type(value)
+            if value_type in _CONTAINERS and (not value or key in TABLES):
+                state[key] = table = value_type()
                 if handles:
                     memo[id(value)] = table
         memo[id(m)] = new = object.__new__(type(m))
@@ -244,7 +244,7 @@ def _is_copied_as_usual(cls: type[nn.Module], *, pickled_as_usual: bool = True) 
     return (
         not slots
         and not hasattr(cls, "__deepcopy__")
-        and all(getattr(cls, n) is each for n, each in usual.items())
+        and all(getattr(cls, n) is usual_method for n, usual_method in usual.items())
     )
 
 
@@ -284,10 +284,10 @@ def attributes_to_follow(module: nn.Module) -> Attributes:
         (key, value)
         for key, value in module.__dict__.items()
         if (key not in TORCH_ATTRIBUTES or value or type(value) not in _CONTAINERS)
-        and (kind := type(value)) not in _PLAIN
+        and (value_type := type(value)) not in _PLAIN
         and key not in TABLES
         and key != "_compiled_call_impl"
-        and not (kind is tuple and _is_plain(value))
+        and not (value_type is tuple and _is_plain(value))
     ]
 
 
@@ -320,5 +320,5 @@ def is_immutable(value: Any) -> bool:
 
 def _is_plain(value: Any) -> bool:
     """Return whether ``value`` is a number, a text, ``None``, or a tuple of these."""
-    kind = type(value)
-    return kind in _PLAIN or (kind is tuple and _PLAIN.issuperset(map(type, value)))
+    value_type = type(value)
+    return value_type in _PLAIN or (value_type is tuple and _PLAIN.issuperset(map(type, value)))

@@ -35,14 +35,18 @@ def unchanged(params: Mapping[str, torch.Tensor]) -> Iterator[None]:
                 tensor.requires_grad_(trainable)
             if tensor.grad is not grad:
                 tensor.grad = grad
-        for tensor, before in zip(tensors, attributes, strict=True):
-            now = vars(tensor)
-            if len(now) != len(before) or not all(map(operator.is_, now.values(), before.values())):
-                now.clear()
-                now.update(before)
-    if versions != (after := _versions(tensors)):
+        for tensor, attributes_before in zip(tensors, attributes, strict=True):
+            attributes_now = vars(tensor)
+            if len(attributes_now) != len(attributes_before) or not all(
+                map(operator.is_, attributes_now.values(), attributes_before.values())
+            ):
+                attributes_now.clear()
+                attributes_now.update(attributes_before)
+    if versions != (versions_after := _versions(tensors)):
         name = next(
-            name for name, old, new in zip(params, versions, after, strict=True) if old != new
+            name
+            for name, old, new in zip(params, versions, versions_after, strict=True)
+            if old != new
         )
         raise RuntimeError(
             f"forward wrote to its parameter {name!r}, which belongs to the caller: compute with a "

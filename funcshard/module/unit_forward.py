@@ -123,10 +123,10 @@ class UnitCall:
                 "it left the transform, or torch.utils.checkpoint computes again outside of it; "
                 "use fs.remat, which computes again inside"
             )
-        now = [(version(local), address(local)) for local in shard.values()]
+        versions_now = [(version(local), address(local)) for local in shard.values()]
         if not again:
-            self.used[unit.name] = now
-        elif self.used.get(unit.name, now) != now:
+            self.used[unit.name] = versions_now
+        elif self.used.get(unit.name, versions_now) != versions_now:
             raise RuntimeError(
                 f"a shard of unit {unit.title!r} was modified in place, or got other data, between "
                 "forward and backward, which computes a part of forward again, with other values; "
@@ -180,15 +180,19 @@ class UnitRun:
             ValueError: the unit is not a module with a forward, or a hook of ``torch.nn.utils``
                 needs its parameters before forward.
         """
-        found = []
+        table_modules = []
         for path in unit.paths:
             index = _check_module(unit, path, indices.get(path), skeleton, methods)
             apply = functools.partial(forward_with_leaves, table_entries(unit, path, skeleton))
             f = unshard_list(apply, unit, mesh, comms)
-            found.append(
+            table_modules.append(
                 cls(path, index, reshard(f) if unit.reshard_after_forward else f, path in remat)
             )
-        return dataclasses.replace(found[0], members=tuple(found)) if unit.members else found[0]
+        return (
+            dataclasses.replace(table_modules[0], members=tuple(table_modules))
+            if unit.members
+            else table_modules[0]
+        )
 
     @property
     def modules(self) -> tuple[UnitRun, ...]:
@@ -260,18 +264,18 @@ class UnitRun:
             enter = member.enter_recomputed if member.remat else member.enter
             return enter(call, module, forward, args, kwargs)
         name = self.f.unit.name
-        group, left = call.groups.get(name) or (None, set(range(len(self.members))))
+        group, members_left = call.groups.get(name) or (None, set(range(len(self.members))))
         if group is None or group.mode != grad_mode():
             if group is not None:
                 group.close()
             group = self._gather(call, args, kwargs)
-            call.groups[name] = group, left
+            call.groups[name] = group, members_left
         try:
             run = group.run_recomputed if member.remat else group.run
             return run(member.f, module, forward, args, kwargs)
         finally:
-            left.discard(number)
-            if not left and name in call.groups and call.groups[name][1] is left:
+            members_left.discard(number)
+            if not members_left and name in call.groups and call.groups[name][1] is members_left:
                 call.groups.pop(name)[0].close()
 
     def _backward_needs(self, args: Any, kwargs: Any) -> bool:
@@ -295,26 +299,33 @@ class UnitRun:
         entries = (
             []
             if hooks_allowed()
-            else [(each, name) for each in module.modules() for name in each._buffers]
+            else [
+                (submodule, name) for submodule in module.modules() for name in submodule._buffers
+            ]
         )
 
         def unit(shards: dict[str, Any], buffers: list[Any], args: Args, kwargs: Kwargs) -> Any:
-            before = call.shards
-            call.shards = {**before, **shards}
-            own = {id(buffer): buffer if buffer is None else buffer.clone() for buffer in buffers}
+            shards_before = call.shards
+            call.shards = {**shards_before, **shards}
+            own_buffers = {
+                id(buffer): buffer if buffer is None else buffer.clone() for buffer in buffers
+            }
             try:
-                _set_buffers(entries, [own[id(buffer)] for buffer in buffers])
+                _set_buffers(entries, [own_buffers[id(buffer)] for buffer in buffers])
                 out = self.enter(call, module, forward, args, kwargs)
                 return out, _get_buffers(entries)
             finally:
-                call.shards = before
+                call.shards = shards_before
                 # They have no graph in forward, and another one in backward.
                 forget_parametrized(module)
 
         below = {
             name: shard
             for name, shard in call.shards.items()
-            if any(tree.is_under(each.path, self.path) for each in call.runs[name].modules)
+            if any(
+                tree.is_under(unit_module.path, self.path)
+                for unit_module in call.runs[name].modules
+            )
         }
         out, buffers = rematerialised(unit)(below, _get_buffers(entries), args, kwargs)
         _set_buffers(entries, buffers)
@@ -350,19 +361,19 @@ def _check_module(
 ) -> int:
     """Return the index of a module of ``unit``, after checking that it has something to enter."""
     title = repr(unit.title) if not unit.members else f"{unit.title!r}, its module {path!r},"
-    own = None if index is None else skeleton.specs[index].cls
+    own_class = None if index is None else skeleton.specs[index].cls
     if (
         index is None
-        or own is None
-        or (path and own.forward is nn.Module.forward and not methods.get(index))
+        or own_class is None
+        or (path and own_class.forward is nn.Module.forward and not methods.get(index))
     ):
-        what = (
+        found_module = (
             "no module of this model"
-            if own is None
-            else f"a {own.__name__}, which has no forward of its own"
+            if own_class is None
+            else f"a {own_class.__name__}, which has no forward of its own"
         )
         raise ValueError(
-            f"unit {title} is {what}; a unit's parameters are gathered when its forward is called: "
+            f"unit {title} is {found_module}; a unit's parameters are gathered when its forward is called: "
             "choose the modules that are called, such as its children, or name its methods in "
             "fully_shard(methods=...)"
         )
@@ -470,13 +481,13 @@ def _as_made(module: nn.Module) -> Iterator[None]:
 
 def table_entries(unit: UnitPlan, path: str, skeleton: Skeleton) -> TableEntries:
     """Return the entries of parameter tables at and below ``path`` that hold leaves of ``unit``."""
-    found: dict[tuple[str, ...], dict[str, int]] = {}
+    entries_by_paths: dict[tuple[str, ...], dict[str, int]] = {}
     for index, leaf in enumerate(unit.leaves):
         for name in skeleton.parameters[leaf.path]:
             if tree.is_under(name, path):
                 *modules, key = name[len(path) + 1 if path else 0 :].split(".")
-                found.setdefault(tuple(modules), {})[key] = index
-    return tuple(found.items())
+                entries_by_paths.setdefault(tuple(modules), {})[key] = index
+    return tuple(entries_by_paths.items())
 
 
 def forward_with_leaves(

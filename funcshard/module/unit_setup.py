@@ -155,7 +155,9 @@ def compile_units(
         method = (
             None if callable(chosen_method) else inspect.getattr_static(cls, chosen_method, None)
         )
-        innermost = not any(other != name and tree.is_under(other, name) for other in inner)
+        innermost = not any(
+            other_name != name and tree.is_under(other_name, name) for other_name in inner
+        )
         if innermost and isinstance(method, types.FunctionType):
             chosen[name] = method
     functions = {

@@ -55,16 +55,16 @@ def walk(module: nn.Module) -> ModuleTree:
     every: Modules = []
     _visit(module, "", every)
     first: dict[int, tuple[str, nn.Module]] = {}
-    for found in every:
-        first.setdefault(id(found[1]), found)
+    for path_module in every:
+        first.setdefault(id(path_module[1]), path_module)
     modules = list(first.values())
-    classes = frozenset([type(each) for _, each in modules])
+    classes = frozenset([type(path_module) for _, path_module in modules])
     if not all(
         getattr(cls, name) is getattr(nn.Module, name) for cls in classes for name in _WALKS
     ):
         return _walked_by_torch(module)
-    parameters = _named([(path, each._parameters) for path, each in every])
-    buffers = _named([(path, each._buffers) for path, each in every])
+    parameters = _named([(path, path_module._parameters) for path, path_module in every])
+    buffers = _named([(path, path_module._buffers) for path, path_module in every])
     return ModuleTree(modules, every, classes, *parameters, *buffers)
 
 
@@ -89,11 +89,11 @@ def _named(
             if tensor is None:
                 continue
             name = f"{path}.{key}" if path else key
-            own = first.setdefault(id(tensor), name)
-            if own is name:
+            first_name = first.setdefault(id(tensor), name)
+            if first_name is name:
                 tensors[name], names[name] = tensor, (name,)
             else:
-                names[own] += (name,)
+                names[first_name] += (name,)
     return tensors, names
 
 
@@ -106,7 +106,7 @@ def _walked_by_torch(module: nn.Module) -> ModuleTree:
     return ModuleTree(
         modules,
         every,
-        frozenset([type(each) for _, each in modules]),
+        frozenset([type(tree_module) for _, tree_module in modules]),
         parameters,
         _all_names(parameters, module.named_parameters(remove_duplicate=False)),
         buffers,
@@ -119,7 +119,7 @@ def _all_names(
 ) -> Names:
     """Return all names of each tensor in ``unique``, by its name there."""
     first = {id(tensor): name for name, tensor in unique.items()}
-    found: dict[str, list[str]] = {name: [] for name in unique}
+    all_names: dict[str, list[str]] = {name: [] for name in unique}
     for name, tensor in every:
-        found[first[id(tensor)]].append(name)
-    return {name: tuple(names) for name, names in found.items()}
+        all_names[first[id(tensor)]].append(name)
+    return {name: tuple(names) for name, names in all_names.items()}

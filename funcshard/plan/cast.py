@@ -60,12 +60,12 @@ def cast_of(choose: ChooseCast | None, unit: UnitPlan, buffer: BufferPlan) -> Ca
     """Return the pair that ``choose`` gives a buffer; ``None`` for the plain cast."""
     if choose is None:
         return None
-    found: object = choose
+    chosen_cast: object = choose
     if callable(choose) and not isinstance(choose, Cast | type | torch.nn.Module):
-        found = choose(unit, buffer)
-        if found is None or isinstance(found, Cast):
-            return found
+        chosen_cast = choose(unit, buffer)
+        if chosen_cast is None or isinstance(chosen_cast, Cast):
+            return chosen_cast
     raise TypeError(
         "cast must be a function cast(unit, buffer) that returns a funcshard.Cast or None; found "
-        f"{found!r}: for one pair everywhere write cast=lambda unit, buffer: pair"
+        f"{chosen_cast!r}: for one pair everywhere write cast=lambda unit, buffer: pair"
     )

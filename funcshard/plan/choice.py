@@ -51,34 +51,34 @@ def read_units(units: UnitNames, uses: Sequence[tuple[str, ...]]) -> Choice:
     entries = list(units)
     matched = [_matched(entry, nodes) for entry in entries]
     owner: dict[str, int] = {}  # by path: the number of the entry that counts
-    for number, (entry, found) in enumerate(zip(entries, matched, strict=True)):
-        for path in found:
-            before = owner.get(path)
-            if before is None or not _is_written(path, entries[before]):
+    for number, (entry, matched_paths) in enumerate(zip(entries, matched, strict=True)):
+        for path in matched_paths:
+            owner_before = owner.get(path)
+            if owner_before is None or not _is_written(path, entries[owner_before]):
                 owner[path] = number
             elif _is_written(path, entry):
                 raise ValueError(
-                    f"units name {path!r} twice, in {entries[before]!r} and in {entry!r}; remove "
+                    f"units name {path!r} twice, in {entries[owner_before]!r} and in {entry!r}; remove "
                     "one of the two"
                 )
     paths: dict[str, tuple[str, ...]] = {}
     names: dict[Any, list[str]] = {}  # a path, glob or group as given -> the units that it names
-    for number, (entry, found) in enumerate(zip(entries, matched, strict=True)):
-        own = [path for path in found if owner[path] == number]
+    for number, (entry, matched_paths) in enumerate(zip(entries, matched, strict=True)):
+        own_paths = [path for path in matched_paths if owner[path] == number]
         if isinstance(entry, str):
             # A path that is written out takes its place among those of a glob before it.
             paths |= {
                 path: (path,)
-                for path in found
+                for path in matched_paths
                 if isinstance(entries[owner[path]], str) and path not in paths
             }
-            names[entry] = own or [""] * (entry == "")
-        elif len(own) > 1:
+            names[entry] = own_paths or [""] * (entry == "")
+        elif len(own_paths) > 1:
             name = _group_name(entry, nodes, paths)
-            paths[name], names[tuple(entry)] = tuple(own), [name]
+            paths[name], names[tuple(entry)] = tuple(own_paths), [name]
         else:
-            paths |= {path: (path,) for path in own}
-            names[tuple(entry)] = own
+            paths |= {path: (path,) for path in own_paths}
+            names[tuple(entry)] = own_paths
     return Choice(paths, _options(units, names))
 
 
@@ -105,26 +105,26 @@ def _members(group: Sequence[str], nodes: Collection[str]) -> list[str]:
         raise ValueError(
             "units hold an empty group; name the paths of its modules, or leave it out"
         )
-    found: dict[str, None] = {}
+    member_paths: dict[str, None] = {}
     for glob in group:
         matched = found_by(glob, nodes, "unit")
-        twice = next((path for path in matched if path in found), None)
+        twice = next((path for path in matched if path in member_paths), None)
         if not matched or twice is not None:
-            what = "the root ''" if not matched else f"{twice!r} twice"
+            wrong_paths = "the root ''" if not matched else f"{twice!r} twice"
             raise ValueError(
-                f"the group {list(group)} of units names {what}; name each path below the root once"
+                f"the group {list(group)} of units names {wrong_paths}; name each path below the root once"
             )
-        found |= dict.fromkeys(matched)
-    for path in found:
+        member_paths |= dict.fromkeys(matched)
+    for path in member_paths:
         outer = next(
-            (above for above in tree.upwards(path) if above != path and above in found), None
+            (above for above in tree.upwards(path) if above != path and above in member_paths), None
         )
         if outer is not None:
             raise ValueError(
                 f"the group {list(group)} of units names {path!r}, which lies inside {outer!r} of "
                 "the same group; leave the inner path out"
             )
-    return list(found)
+    return list(member_paths)
 
 
 def _group_name(group: Sequence[str], nodes: Collection[str], units: Collection[str]) -> str:
@@ -137,22 +137,24 @@ def _group_name(group: Sequence[str], nodes: Collection[str], units: Collection[
 
 def _options(units: UnitNames, names: Mapping[Any, Sequence[str]]) -> dict[str, Mapping[str, Any]]:
     """Return the options that single units override, by the name of the unit."""
-    given = units if isinstance(units, Mapping) else getattr(units, "overrides", {})
-    found: dict[str, Mapping[str, Any]] = {}
-    known = dict.fromkeys(["", *(name for each in names.values() for name in each)])
-    for key, options in given.items():
+    given_options = units if isinstance(units, Mapping) else getattr(units, "overrides", {})
+    options_by_path: dict[str, Mapping[str, Any]] = {}
+    known_paths = dict.fromkeys(
+        ["", *(name for entry_paths in names.values() for name in entry_paths)]
+    )
+    for key, options in given_options.items():
         if not isinstance(options, Mapping):
             raise TypeError(
                 f"the options of unit {key!r} must be a dictionary, such as {{'strategy': "
                 f"'no_shard'}}, or {{}} for those of make_plan; found {options!r}"
             )
         matched: Sequence[Any] = names.get(key, [key])
-        unknown = next((name for name in matched if name not in known), None)
+        unknown = next((name for name in matched if name not in known_paths), None)
         if unknown is not None:
-            found_units = some(list(known)[1:])
+            found_units = some(list(known_paths)[1:])
             raise ValueError(
                 f"units override options of {unknown!r}, which is not among them; found the units "
                 f"{found_units}: remove the entry from units.overrides too, or name the unit"
             )
-        found |= dict.fromkeys(matched, options)
-    return {name: options for name, options in found.items() if options}
+        options_by_path |= dict.fromkeys(matched, options)
+    return {name: options for name, options in options_by_path.items() if options}

@@ -50,7 +50,7 @@ def _placed(leaf: Leaf, names: Mapping[str, str], mesh_axes: Mapping[str, int]) 
             "none",
             "pass init_device_mesh(mesh_dim_names=...)",
         )
-    found: dict[str, int | None] = {}
+    dim_by_axis: dict[str, int | None] = {}
     for dim, (name, placement) in enumerate(
         zip(device_mesh.mesh_dim_names, tensor.placements, strict=True)
     ):
@@ -84,9 +84,9 @@ def _placed(leaf: Leaf, names: Mapping[str, str], mesh_axes: Mapping[str, int]) 
                 f"{placement} along axis {name!r}",
                 remedy,
             )
-        found[axis] = placement.dim % tensor.ndim if placement.is_shard() else None
+        dim_by_axis[axis] = placement.dim % tensor.ndim if placement.is_shard() else None
     cuts = tuple(
-        LeafCut(axis, dim, mesh_axes[axis]) for axis, dim in found.items() if dim is not None
+        LeafCut(axis, dim, mesh_axes[axis]) for axis, dim in dim_by_axis.items() if dim is not None
     )
     size_of = list(tensor.shape)
     for cut in cuts:
@@ -99,9 +99,11 @@ def _placed(leaf: Leaf, names: Mapping[str, str], mesh_axes: Mapping[str, int]) 
                 remedy,
             )
         size_of[cut.dim] //= cut.ranks
-    local = tuple(axis for axis in mesh_axes if found.get(axis) is not None)
-    several = tuple(cut for cut in cuts if cut.ranks > 1)
-    return dataclasses.replace(leaf, local=local, cuts=several, placements=tuple(found.items()))
+    local = tuple(axis for axis in mesh_axes if dim_by_axis.get(axis) is not None)
+    real_cuts = tuple(cut for cut in cuts if cut.ranks > 1)
+    return dataclasses.replace(
+        leaf, local=local, cuts=real_cuts, placements=tuple(dim_by_axis.items())
+    )
 
 
 def _refuse(leaf: Leaf, rule: str, found: str, remedy: str) -> NoReturn:

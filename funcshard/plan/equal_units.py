@@ -66,13 +66,13 @@ def fold_units(
         >>> [group.title for group in fold_units(plan.unit_list)]
         ['(root)', '126 × blocks.*']
     """
-    found: dict[Any, list[UnitPlan]] = {}
+    units_by_class: dict[Any, list[UnitPlan]] = {}
     for unit in units:
-        found.setdefault((unit_class(unit), key and key(unit)), []).append(unit)
-    patterns = [_pattern(members[0].name) for members in found.values()]
+        units_by_class.setdefault((unit_class(unit), key and key(unit)), []).append(unit)
+    patterns = [_pattern(members[0].name) for members in units_by_class.values()]
     return tuple(
         UnitGroup(_title(members, alone=patterns.count(pattern) == 1), tuple(members))
-        for members, pattern in zip(found.values(), patterns, strict=True)
+        for members, pattern in zip(units_by_class.values(), patterns, strict=True)
     )
 
 
@@ -91,7 +91,7 @@ def representatives(units: Iterable[UnitPlan]) -> dict[str, UnitPlan]:
         {'a': 'a', 'b': 'a', 'c': 'c'}
     """
     first: dict[Hashable, UnitPlan] = {}
-    found: dict[str, UnitPlan] = {}
+    first_units: dict[str, UnitPlan] = {}
     for unit in units:
         buffers = tuple(
             [(b.key, b.dtype, b.numel, b.trainable, b.shards, b.local) for b in unit.buffers]
@@ -107,8 +107,8 @@ def representatives(units: Iterable[UnitPlan]) -> dict[str, UnitPlan]:
             unit.axes,
             id(unit.precision),
         )
-        found[unit.name] = first.setdefault(key, unit)
-    return found
+        first_units[unit.name] = first.setdefault(key, unit)
+    return first_units
 
 
 def unit_class(unit: UnitPlan) -> Hashable:
@@ -174,7 +174,10 @@ def names_text(names: Sequence[str]) -> str:
         [column for column in zip(*numbers, strict=True) if len(set(column)) > 1] if alike else []
     )
     steps = (
-        {after - before for before, after in itertools.pairwise(varying[0])}
+        {
+            next_number - number_before
+            for number_before, next_number in itertools.pairwise(varying[0])
+        }
         if len(varying) == 1
         else set()
     )
@@ -220,8 +223,8 @@ def fold_rows(rows: Sequence[Sequence[str]]) -> list[list[str]]:
         >>> fold_rows([[str(i), f"h.{i}", ""] for i in range(1, 5)])
         [['1–4', 'h.1 … h.4', '']]
     """
-    steps = [_step(one, other) for one, other in itertools.pairwise(rows)]
-    found: list[list[str]] = []
+    steps = [_step(first_row, second_row) for first_row, second_row in itertools.pairwise(rows)]
+    folded_rows: list[list[str]] = []
     start = 0
     while start < len(rows):
         end = start + 1
@@ -229,11 +232,13 @@ def fold_rows(rows: Sequence[Sequence[str]]) -> list[list[str]]:
             end += 1
         if end - start < 3:
             end = start + 1
-            found.append(list(rows[start]))
+            folded_rows.append(list(rows[start]))
         else:
-            found.append([_span(a, b) for a, b in zip(rows[start], rows[end - 1], strict=True)])
+            folded_rows.append(
+                [_span(a, b) for a, b in zip(rows[start], rows[end - 1], strict=True)]
+            )
         start = end
-    return found
+    return folded_rows
 
 
 def _span(first: str, last: str) -> str:
@@ -244,12 +249,12 @@ def _span(first: str, last: str) -> str:
 
 def _step(row: Sequence[str], after: Sequence[str]) -> tuple[int | None, ...] | None:
     """Return the number that rises by one in each cell; ``None`` if rows differ otherwise."""
-    found = []
-    for one, other in zip(row, after, strict=True):
-        pairs = list(zip(_NUMBER.findall(one), _NUMBER.findall(other), strict=False))
+    cell_steps = []
+    for first_cell, second_cell in zip(row, after, strict=True):
+        pairs = list(zip(_NUMBER.findall(first_cell), _NUMBER.findall(second_cell), strict=False))
         risen = [i for i, (low, high) in enumerate(pairs) if low != high]
-        alike = _pattern(one) == _pattern(other) and len(risen) <= 1
+        alike = _pattern(first_cell) == _pattern(second_cell) and len(risen) <= 1
         if not alike or any(int(pairs[i][1]) != int(pairs[i][0]) + 1 for i in risen):
             return None
-        found.append(risen[0] if risen else None)
-    return tuple(found)
+        cell_steps.append(risen[0] if risen else None)
+    return tuple(cell_steps)

@@ -131,15 +131,15 @@ class BackwardOrder:
             moment: the moment that backward has reached.
             most: the number of uses ahead; by default the schedule's limit.
         """
-        found = []
-        left = self._schedule.limit if most is None else most
+        ahead_uses = []
+        uses_left = self._schedule.limit if most is None else most
         for position in range(bisect.bisect_left(self._uses, (moment + 1, 0)), len(self._uses)):
             number = self._uses[position][1]
             if number in self._gathered or not self._reaches(number):
                 continue
             if self._units[number] not in self._schedule.on_demand and self.gather(number):
-                found.append(number)
-            left -= 1
-            if not left:
+                ahead_uses.append(number)
+            uses_left -= 1
+            if not uses_left:
                 break
-        return found
+        return ahead_uses

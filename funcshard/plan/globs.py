@@ -52,11 +52,11 @@ def matcher(glob: str) -> Callable[[str], bool]:
 
 def _occurrences(text: str, path: str) -> int:
     """Return a number with bit i set if ``text`` stands in ``path`` from character i on."""
-    found, at = 0, path.find(text)
+    occurrence_bits, at = 0, path.find(text)
     while at >= 0:
-        found |= 1 << at
+        occurrence_bits |= 1 << at
         at = path.find(text, at + 1)
-    return found
+    return occurrence_bits
 
 
 def _from_first(ends: int, size: int) -> int:

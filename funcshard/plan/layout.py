@@ -94,19 +94,23 @@ def _laid_out(
         assert name is not None, "the root holds every leaf"
         owned[name].append(form)
     cut = cutter(structure)
-    found = []
-    for name, own in owned.items():
-        if own:
-            buffers = _buffers(own)
+    unit_layouts = []
+    for name, owned_leaves in owned.items():
+        if owned_leaves:
+            buffers = _buffers(owned_leaves)
             order = [leaf.index for buffer in buffers for leaf in buffer.leaves]
             keep = {index: position for position, index in enumerate(order)}
             # Why only some: a group enters a module for the leaves that it owns there.
-            used = [path for form in own for path in form.paths] if len(paths[name]) > 1 else []
+            used = (
+                [path for form in owned_leaves for path in form.paths]
+                if len(paths[name]) > 1
+                else []
+            )
             members = tuple(
                 path for path in paths[name] if any(tree.is_under(use, path) for use in used)
             )
-            found.append((name, Layout(members, cut(members or name, keep), buffers)))
-    return tuple(found)
+            unit_layouts.append((name, Layout(members, cut(members or name, keep), buffers)))
+    return tuple(unit_layouts)
 
 
 def _buffers(forms: Sequence[_Form]) -> tuple[BufferPlan, ...]:

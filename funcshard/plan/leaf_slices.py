@@ -39,7 +39,8 @@ class Box(NamedTuple):
     def moved(self, by: Sequence[int]) -> Box:
         """Return the box at offsets that are larger by ``by``."""
         return Box(
-            tuple(begin + more for begin, more in zip(self.offsets, by, strict=True)), self.sizes
+            tuple(begin + more_offset for begin, more_offset in zip(self.offsets, by, strict=True)),
+            self.sizes,
         )
 
     def overlap(self, other: Box) -> Box | None:

@@ -106,9 +106,9 @@ def names_in_order(params: Any, leaves: Sequence[Leaf]) -> tuple[str, ...]:
         if path in names:
             continue
         marks: tuple[str, ...] = getattr(leaf, "funcshard_names", ())
-        own = next(iter(getattr(leaf, "funcshard_modules", {})), path)
-        if f".{path}".endswith(f".{own}"):
-            above = path[: len(path) - len(own)]
+        own_name = next(iter(getattr(leaf, "funcshard_modules", {})), path)
+        if f".{path}".endswith(f".{own_name}"):
+            above = path[: len(path) - len(own_name)]
             names.update(dict.fromkeys(above + name for name in marks))
         names[path] = None
     names.update(dict.fromkeys(path for leaf in leaves for path in leaf.paths))
@@ -121,8 +121,8 @@ def _groups(ties: Any) -> list[tuple[str, ...]]:
         ties, str | bytes | Mapping | torch.Tensor
     )
     groups = [
-        each if isinstance(each, list | tuple | set | frozenset) else (None,)
-        for each in (ties if listed else (0,))
+        tie_group if isinstance(tie_group, list | tuple | set | frozenset) else (None,)
+        for tie_group in (ties if listed else (0,))
     ]
     if not all(isinstance(path, str) for group in groups for path in group):
         raise TypeError(
@@ -141,10 +141,10 @@ def _merge_ties(
     for group in _groups(ties):
         tensors = {id(at[path]) for path in group if path in at}
         if len(tensors) != 1:
-            found = "several tensors there" if tensors else "no leaf there"
+            found_text = "several tensors there" if tensors else "no leaf there"
             raise ValueError(
                 "each group of ties must name the paths of one tensor, and the tree must hold "
-                f"this tensor under at least one of them; for {tuple(group)} found {found}: the "
+                f"this tensor under at least one of them; for {tuple(group)} found {found_text}: the "
                 f"leaves are {some(paths)}"
             )
         named |= {path: tuple(group) for path in group}
@@ -168,8 +168,8 @@ def _renumbered(structure: tree.Structure, new: Mapping[int, int]) -> tree.Struc
     """Return ``structure`` with leaf ``i`` replaced by leaf ``new[i]``."""
     if structure is None or isinstance(structure, int):
         return None if structure is None else new[structure]
-    kind, meta, children = structure
-    return (kind, meta, tuple(_renumbered(child, new) for child in children))
+    node_kind, meta, children = structure
+    return (node_kind, meta, tuple(_renumbered(child, new) for child in children))
 
 
 def _marked_ties(leaf: Any, path: str) -> tuple[str, ...]:
@@ -197,13 +197,13 @@ def _trainable(tensors: Sequence[torch.Tensor]) -> list[bool]:
         for tensor in tensors
     ]
     silent = not any(
-        tensor.requires_grad for tensor, each in zip(tensors, plain, strict=True) if each
+        tensor.requires_grad for tensor, is_plain in zip(tensors, plain, strict=True) if is_plain
     )
     return [
         tensor.is_floating_point() or tensor.is_complex()
-        if each and silent
+        if is_plain and silent
         else tensor.requires_grad
-        for tensor, each in zip(tensors, plain, strict=True)
+        for tensor, is_plain in zip(tensors, plain, strict=True)
     ]
 
 
@@ -217,9 +217,9 @@ def _check_leaf(leaf: Any, path: str) -> None:
             f"{module_remedy(leaf, 'params') or remedy}"
         )
     if leaf.is_nested or leaf.is_quantized:
-        kind = "nested" if leaf.is_nested else "quantized"
+        tensor_kind = "nested" if leaf.is_nested else "quantized"
         raise TypeError(
-            f"leaf {path!r} is a {kind} tensor, of which no shard can be cut: hold its values, and "
+            f"leaf {path!r} is a {tensor_kind} tensor, of which no shard can be cut: hold its values, and "
             "what else it consists of, as plain tensors"
         )
     if not has_numbers(leaf.dtype):
@@ -294,11 +294,11 @@ def _nodes_of(uses: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
     keys: dict[str, tuple[Any, ...]] = {}  # the sort key of each node
 
     def note(node: str) -> tuple[Any, ...]:
-        found = keys.get(node)
-        if found is None:
+        sort_key = keys.get(node)
+        if sort_key is None:
             above, dot, last = node.rpartition(".")
-            found = keys[node] = (note(above) if dot else ()) + tree.natural_key(last)
-        return found
+            sort_key = keys[node] = (note(above) if dot else ()) + tree.natural_key(last)
+        return sort_key
 
     for paths in uses:
         for path in paths:
@@ -322,10 +322,10 @@ def found_by(glob: Any, nodes: Collection[str], noun: str) -> list[str]:
         raise TypeError(
             f"{noun}s must be a list of paths or globs; found {glob!r} in it{policy_hint(glob)}"
         )
-    found = [glob] if glob in nodes else []
+    matched_nodes = [glob] if glob in nodes else []
     if "*" in glob:
-        found = list(filter(matcher(glob), nodes))
-    if not found and glob != "":
+        matched_nodes = list(filter(matcher(glob), nodes))
+    if not matched_nodes and glob != "":
         above, _, last = glob.rpartition(".")
         if last.isdecimal() and above in nodes:
             remedy = f"; if {above!r} holds stacked layers, call unstack(params, {above!r}) first"
@@ -345,7 +345,7 @@ def found_by(glob: Any, nodes: Collection[str], noun: str) -> list[str]:
             f"{noun} {glob!r} matches no part of the tree; {noun}s are paths or globs of nodes "
             f"that hold leaves, such as {some(list(nodes))}{remedy}"
         )
-    return found
+    return matched_nodes
 
 
 def names_under(globs: Any, names: Sequence[str], option: str) -> list[str]:
@@ -359,15 +359,15 @@ def names_under(globs: Any, names: Sequence[str], option: str) -> list[str]:
     Raises:
         TypeError: ``globs`` is not a list of strings.
     """
-    given = (
+    given_globs = (
         list(globs) if isinstance(globs, Iterable) and not isinstance(globs, str) else [globs, None]
     )
-    if not all(isinstance(glob, str) for glob in given):
+    if not all(isinstance(glob, str) for glob in given_globs):
         raise TypeError(
             f"{option} must be a list of paths or globs; found {globs!r}: write "
             f"{option}=['experts.**']"
         )
-    matchers = [matcher(glob) for glob in given]
+    matchers = [matcher(glob) for glob in given_globs]
     nodes = {
         node
         for node in nodes_of((name,) for name in names)

@@ -40,17 +40,17 @@ def with_local_axes(leaves: Sequence[Leaf], local: Any, mesh_axes: Mapping[str, 
 def _with_axes(
     leaf: Leaf, nodes: Mapping[str, dict[str, int | None]], mesh_axes: Mapping[str, int]
 ) -> Leaf:
-    found = [nodes[node] for path in leaf.paths for node in tree.upwards(path) if node in nodes]
-    if not found:
+    leaf_axes = [nodes[node] for path in leaf.paths for node in tree.upwards(path) if node in nodes]
+    if not leaf_axes:
         return leaf
-    if any(axes != found[0] for axes in found):
-        ways = sorted({tuple(axes) for axes in found})
+    if any(axes != leaf_axes[0] for axes in leaf_axes):
+        ways = sorted({tuple(axes) for axes in leaf_axes})
         raise ValueError(
             f"local nodes overlap: leaf {leaf.paths[0]!r} lies under nodes that are local along "
             f"different axes, {ways}; name each leaf's axes once"
         )
     cuts = []
-    for axis, dim in found[0].items():
+    for axis, dim in leaf_axes[0].items():
         if dim is not None:
             if not -leaf.tensor.ndim <= dim < leaf.tensor.ndim:
                 raise ValueError(
@@ -61,28 +61,31 @@ def _with_axes(
             # Why cuts into one slice too: they tell a slice from a value of the rank's own when a
             # checkpoint is restored on more ranks.
             cuts.append(LeafCut(axis, dim % leaf.tensor.ndim, mesh_axes[axis]))
-    return dataclasses.replace(leaf, local=tuple(found[0]), cuts=tuple(cuts))
+    return dataclasses.replace(leaf, local=tuple(leaf_axes[0]), cuts=tuple(cuts))
 
 
 def _axes(glob: str, given: Any, mesh_axes: Mapping[str, int]) -> dict[str, int | None]:
     """Return, for each axis along which a node is local, the dimension that it cuts, if any."""
-    found: dict[str, Any] = {}
+    axes_by_node: dict[str, Any] = {}
     if isinstance(given, Mapping):
-        found = dict(given)
+        axes_by_node = dict(given)
     elif isinstance(given, str | Iterable):
-        found = dict.fromkeys((given,) if isinstance(given, str) else given)
-    whole = all(
+        axes_by_node = dict.fromkeys((given,) if isinstance(given, str) else given)
+    are_dims = all(
         dim is None or (isinstance(dim, Integral) and not isinstance(dim, bool))
-        for dim in found.values()
+        for dim in axes_by_node.values()
     )
-    if not found or found.keys() - mesh_axes.keys() or not whole:
+    if not axes_by_node or axes_by_node.keys() - mesh_axes.keys() or not are_dims:
         raise ValueError(
             f"local node {glob!r} must be local along one or several axes of the mesh, "
             f"{list(mesh_axes)}; found {given!r}: pass names of axes, or the dimension that each "
             f"axis cuts, as in {{'shard': 0}}"
         )
-    data = [axis for axis in AXES if axis in found]
+    data = [axis for axis in AXES if axis in axes_by_node]
     return {
-        axis: found[axis]
-        for axis in [*data, *(axis for axis in mesh_axes if axis in found and axis not in AXES)]
+        axis: axes_by_node[axis]
+        for axis in [
+            *data,
+            *(axis for axis in mesh_axes if axis in axes_by_node and axis not in AXES),
+        ]
     }

@@ -46,13 +46,13 @@ def mesh_axes_of(mesh: Any, name: str = "mesh") -> dict[str, int]:
         )
     # A data axis of one rank gives the same order of ranks wherever it stands, so it stands first;
     # and both do if one of them has one rank and there is no other axis.
-    found = {axis: 1 for axis in AXES if sizes.get(axis, 1) == 1} | {
+    axis_sizes = {axis: 1 for axis in AXES if sizes.get(axis, 1) == 1} | {
         axis: int(size) for axis, size in sizes.items()
     }
     return (
-        {axis: found[axis] for axis in AXES}
-        if found.keys() == set(AXES) and 1 in found.values()
-        else found
+        {axis: axis_sizes[axis] for axis in AXES}
+        if axis_sizes.keys() == set(AXES) and 1 in axis_sizes.values()
+        else axis_sizes
     )
 
 

@@ -120,9 +120,10 @@ class Plan(Shown):
     @property
     def ordered_structure(self) -> tree.Structure:
         """The structure with the keys of dictionaries in the order of ``names``."""
-        known = {name: position for position, name in enumerate(self.names)}
+        known_positions = {name: position for position, name in enumerate(self.names)}
         positions = {
-            leaf.index: known.get(leaf.path, len(known) + leaf.index) for leaf in self.leaves
+            leaf.index: known_positions.get(leaf.path, len(known_positions) + leaf.index)
+            for leaf in self.leaves
         }
         return tree.with_dicts_in_order(
             self.structure, [positions[index] for index in range(len(positions))]
@@ -187,11 +188,11 @@ def plan_from_data(data: Any) -> Plan:
     Raises:
         ValueError: it is not a plan of a known format, or it is damaged.
     """
-    found = data.get("format") if isinstance(data, dict) else type(data).__name__
-    if found != _FORMAT:
+    found_format = data.get("format") if isinstance(data, dict) else type(data).__name__
+    if found_format != _FORMAT:
         raise ValueError(
             f"expected JSON written by Plan.to_json with format {_FORMAT!r}; found "
-            f"{file_data.shown(found)}"
+            f"{file_data.shown(found_format)}"
         )
     try:
         plan: Plan = decode(Plan, {k: v for k, v in data.items() if k not in _BESIDE}, "the plan")
@@ -256,8 +257,10 @@ def _check_numel(numel: int) -> None:
 
 
 def _check_leaves(structure: tree.Structure, leaves: int) -> None:
-    if (found := check_structure(structure)) != leaves:
-        raise ValueError(f"a structure must have the leaves of its units, {leaves}; found {found}")
+    if (leaf_count := check_structure(structure)) != leaves:
+        raise ValueError(
+            f"a structure must have the leaves of its units, {leaves}; found {leaf_count}"
+        )
 
 
 def check_plan(plan: Any) -> None:

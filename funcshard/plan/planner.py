@@ -193,7 +193,7 @@ def make_plan(
             name: {**defaults, "precision": inner if name else precision, **overrides.get(name, {})}
             for name in ("", *names)
         }
-        precisions = {name: each["precision"] for name, each in options.items()}
+        precisions = {name: unit_options["precision"] for name, unit_options in options.items()}
         ignored = _full_precision_modules(leaves, precisions, choice.paths)
         full_precision = set(ignored)
         paths = {"": ("",), **_inserted(ignored, choice.paths, uses)}
@@ -201,15 +201,15 @@ def make_plan(
         planned = []
         for name, layout in lay_out(structure, leaves, paths).items():
             # A module that was inserted has no options of its own.
-            own = chosen[name] = dict(options.get(name, {**options[""], **freeing}))
+            unit_options = chosen[name] = dict(options.get(name, {**options[""], **freeing}))
             around = full_precision.intersection(tree.upwards(paths[name][0]))
             inside = any(
                 all(tree.is_under(path, module) for path in paths[name]) for module in around
             )
             if name in full_precision or (inside and "precision" not in overrides.get(name, {})):
-                own["precision"] = None
-            own["full_precision"] = name in full_precision
-            planned.append(_plan_unit(name, layout, mesh_shape, axes, **own))
+                unit_options["precision"] = None
+            unit_options["full_precision"] = name in full_precision
+            planned.append(_plan_unit(name, layout, mesh_shape, axes, **unit_options))
         undecided = {
             unit.name
             for unit in planned
@@ -288,14 +288,14 @@ def _plan_unit(
     if shards > 1:
         buffers = tuple(
             BufferPlan(
-                each.key,
-                each.dtype,
-                each.trainable,
-                each.leaves,
-                1 if "shard" in each.local else shards,
-                each.local,
+                buffer.key,
+                buffer.dtype,
+                buffer.trainable,
+                buffer.leaves,
+                1 if "shard" in buffer.local else shards,
+                buffer.local,
             )
-            for each in buffers
+            for buffer in buffers
         )
     forward, backward = freeing_of(name, strategy, mesh_shape[1], **freeing)
     return UnitPlan(
@@ -327,10 +327,10 @@ def _joined(
     group_of = {group.units[0]: group for group in groups}
     inside = {name for group in groups for name in group.units[1:]}
     joined: dict[str, tuple[str, ...]] = {}
-    for name, own in paths.items():
+    for name, unit_paths in paths.items():
         group = group_of.get(name)
         if group is None:
-            joined |= {} if name in inside else {name: own}
+            joined |= {} if name in inside else {name: unit_paths}
             continue
         title = joined_name(group.units)
         while title in nodes or title in paths:
@@ -380,7 +380,7 @@ def _full_precision_modules(
         precisions: the precision of each unit by name, including the root.
         paths: the paths of each unit by name, without the root.
     """
-    found: dict[str, str] = {}
+    class_names: dict[str, str] = {}
     # Why first: most models have no module of these classes, and few classes.
     ignored = {
         name
@@ -395,20 +395,20 @@ def _full_precision_modules(
     for leaf in leaves:
         for path in leaf.paths:
             for module, cls in leaf.modules(path):
-                if any(node in found for node in tree.upwards(module)):
+                if any(node in class_names for node in tree.upwards(module)):
                     break
                 precision = precisions[unit_of(module) or ""]
                 if module and precision is not None and is_one_of(cls, precision.ignored_classes):
-                    found[module] = cls.__name__
+                    class_names[module] = cls.__name__
                     break
-    if found:
-        names = ", ".join(sorted(set(found.values())))
+    if class_names:
+        names = ", ".join(sorted(set(class_names.values())))
         warnings.warn(
-            f"ignored_classes of the precision hold {names}: {some(list(found))} become units of "
+            f"ignored_classes of the precision hold {names}: {some(list(class_names))} become units of "
             "their own, in full precision",
             stacklevel=callers_level(),
         )
-    return list(found)
+    return list(class_names)
 
 
 def _inserted(

@@ -93,13 +93,17 @@ class MixedPrecision:
                 )
         for flag in _FLAGS:
             check_flag(flag, getattr(self, flag))
-        given: Any = self.ignored_classes
-        if not isinstance(given, Iterable) or isinstance(given, str):
+        given_classes: Any = self.ignored_classes
+        if not isinstance(given_classes, Iterable) or isinstance(given_classes, str):
             raise TypeError(
-                f"ignored_classes must be a tuple of module classes; found {given!r}: write "
-                f"({given!r},)"
+                f"ignored_classes must be a tuple of module classes; found {given_classes!r}: write "
+                f"({given_classes!r},)"
             )
-        object.__setattr__(self, "ignored_classes", tuple(class_name(each) for each in given))
+        object.__setattr__(
+            self,
+            "ignored_classes",
+            tuple(class_name(module_class) for module_class in given_classes),
+        )
 
 
 def class_name(cls: Any) -> str:

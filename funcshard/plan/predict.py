@@ -117,7 +117,7 @@ def predict_events(
         plan, order, not_saved=not_saved, recomputed=recomputed, micro_batches=micro_batches, reduce=reduce, cast=cast,
         forwards=forwards,
     )  # fmt: skip
-    return tuple(each for each in step if isinstance(each, Event))
+    return tuple(step_item for step_item in step if isinstance(step_item, Event))
 
 
 def predict_step(
@@ -149,37 +149,40 @@ def predict_step(
         of="forwards",
         remedy="pass 1 if the loss function calls the model once",
     )
-    for option, given in (("not_saved", not_saved), ("recomputed", recomputed)):
-        if isinstance(given, str):
+    for option, given_names in (("not_saved", not_saved), ("recomputed", recomputed)):
+        if isinstance(given_names, str):
             raise TypeError(
-                f"{option} must be a list of unit names; found the text {given!r}: pass [{given!r}]"
+                f"{option} must be a list of unit names; found the text {given_names!r}: pass [{given_names!r}]"
             )
     schedule = order if isinstance(order, Schedule) else make_schedule(plan, order)
     check_schedule(schedule, plan)
-    checkpoints = [(each,) if isinstance(each, str) else tuple(each) for each in recomputed]
+    checkpoints = [
+        (checkpoint_units,) if isinstance(checkpoint_units, str) else tuple(checkpoint_units)
+        for checkpoint_units in recomputed
+    ]
     spared = frozenset(not_saved)
     # It raises for unknown names.
     make_schedule(plan, [*sorted(spared), *(name for names in checkpoints for name in names)])
     by_last = {names[-1]: names for names in checkpoints if names}
 
     collectives = _Collectives(plan, cast)
-    found: list[Event | Reached] = []
+    step_items: list[Event | Reached] = []
     kept: set[str] = set()  # the units that stay gathered now
     for number in range(micro_batches):
         last = number == micro_batches - 1
         reductions = _Reductions(collectives, schedule, reduce, last=last, forwards=forwards)
         for _ in range(forwards):
-            found += _forward(collectives, schedule, spared, kept)
+            step_items += _forward(collectives, schedule, spared, kept)
         for _ in range(forwards):
             backward = _Backward(collectives, schedule, spared, kept)
-            found += (
+            step_items += (
                 backward.expected(by_last, reductions)
                 if reached is None
                 else backward.followed(reached, reductions)
             )
-        found += reductions.late
+        step_items += reductions.late
         kept = {name for name in kept if not collectives.units[name].reshard_after_backward}
-    return found
+    return step_items
 
 
 class _Collectives:
@@ -204,25 +207,25 @@ class _Collectives:
 
     def gathers(self, name: str) -> Sequence[Event]:
         """Return the all-gathers of a unit."""
-        found = self._gathers.get(name)
-        if found is None:
+        unit_gathers = self._gathers.get(name)
+        if unit_gathers is None:
             unit = self._kinds[name]
             if unit.name not in self._gathers:
                 self._gathers[unit.name] = _gathers(unit, self._cast)
-            found = self._gathers[name] = _named(self._gathers[unit.name], name)
-        return found
+            unit_gathers = self._gathers[name] = _named(self._gathers[unit.name], name)
+        return unit_gathers
 
     def reduction(self, name: str, buffer: BufferPlan) -> Sequence[Event]:
         """Return the reductions of one buffer's gradient."""
-        found = self._reductions.get((name, buffer.key))
-        if found is None:
+        unit_reductions = self._reductions.get((name, buffer.key))
+        if unit_reductions is None:
             unit = self._kinds[name]
             if (unit.name, buffer.key) not in self._reductions:
                 self._reductions[unit.name, buffer.key] = _reduction(unit, buffer)
-            found = self._reductions[name, buffer.key] = _named(
+            unit_reductions = self._reductions[name, buffer.key] = _named(
                 self._reductions[unit.name, buffer.key], name
             )
-        return found
+        return unit_reductions
 
     def reduced(self, name: str) -> Sequence[BufferPlan]:
         """Return the buffers of a unit that get gradients; of equal units, those of the first."""
@@ -237,8 +240,8 @@ def _named(events: Sequence[Event], name: str) -> Sequence[Event]:
     if not events or events[0].unit == name:
         return events
     return [
-        Event(each.kind, name, each.buffer, each.dtype, each.bytes, each.axis, each.ranks)
-        for each in events
+        Event(event.kind, name, event.buffer, event.dtype, event.bytes, event.axis, event.ranks)
+        for event in events
     ]
 
 
@@ -279,8 +282,8 @@ class _Backward:
         self._expected = schedule.backward_order()
         self._again = {
             moment: name
-            for moment, (what, name) in enumerate(self._expected)
-            if what == "gather"
+            for moment, (moment_kind, name) in enumerate(self._expected)
+            if moment_kind == "gather"
             and units[name].reshard_after_forward
             and name not in spared
             and gathers(name)
@@ -297,25 +300,25 @@ class _Backward:
             recomputed: the units of each checkpoint, by the last of them.
             reductions: the reductions of this backward.
         """
-        here: set[str] = set()  # units gathered for the use that backward is at
+        gathered_units: set[str] = set()  # units gathered for the use that backward is at
         yield from self._begin()
-        for moment, (what, name) in enumerate(self._expected):
+        for moment, (moment_kind, name) in enumerate(self._expected):
             checkpoint = recomputed.get(name, ())
-            yield Reached("need" if what == "gather" else "reduce", name)
-            if what == "gather" and moment in self._again:
-                here.add(name)
+            yield Reached("need" if moment_kind == "gather" else "reduce", name)
+            if moment_kind == "gather" and moment in self._again:
+                gathered_units.add(name)
                 yield from self._need(moment)
                 yield from self._recomputation(checkpoint[:-1])
-            if what == "gather":
+            if moment_kind == "gather":
                 continue
-            if checkpoint and name not in here:
+            if checkpoint and name not in gathered_units:
                 yield from self._recomputation(checkpoint)
                 yield from (
                     self._prefetch(moment)
                     if self._early and self._units[name].reshard_after_forward
                     else ()
                 )
-            here.discard(name)
+            gathered_units.discard(name)
             yield from self._reduce(name, moment, reductions)
 
     def followed(
@@ -323,8 +326,8 @@ class _Backward:
     ) -> Iterator[Event | Reached]:
         """Yield what backward does at known places; it gathers ahead as the schedule says."""
         ends: dict[str, list[int]] = {}  # by unit: the moments at which its calls are reduced
-        for moment, (what, name) in enumerate(self._expected):
-            if what == "reduce":
+        for moment, (place_kind, name) in enumerate(self._expected):
+            if place_kind == "reduce":
                 ends.setdefault(name, []).append(moment)
         uses = {
             end: moment
@@ -332,19 +335,19 @@ class _Backward:
             for end in [_after(ends.get(name, ()), moment)]
         }
         yield from self._begin()
-        for each in reached:
-            yield each
-            what, name = each
-            left = ends.get(name, [])
-            moment = left[0] if left else -1
-            if what == "reduce":
-                del left[:1]
+        for place in reached:
+            yield place
+            place_kind, name = place
+            moments_left = ends.get(name, [])
+            moment = moments_left[0] if moments_left else -1
+            if place_kind == "reduce":
+                del moments_left[:1]
                 yield from self._reduce(name, moment, reductions)
-            elif what == "leave":
-                del left[:1]
-            elif what == "need" and moment in uses:
+            elif place_kind == "leave":
+                del moments_left[:1]
+            elif place_kind == "need" and moment in uses:
                 yield from self._need(uses.pop(moment))
-            elif what == "again" or self._units[name].reshard_after_forward:
+            elif place_kind == "again" or self._units[name].reshard_after_forward:
                 yield from self._recomputation([name])
 
     def _begin(self) -> Iterator[Event | Reached]:
@@ -377,7 +380,7 @@ class _Backward:
 
 
 def _after(moments: Sequence[int], moment: int) -> int:
-    return next((each for each in moments if each > moment), -1)
+    return next((later_moment for later_moment in moments if later_moment > moment), -1)
 
 
 class _Reductions:
@@ -410,7 +413,9 @@ class _Reductions:
         self._last = last
         # How many gradients of each unit are still to come.
         self._awaited = Counter(
-            name for what, name in schedule.backward_order() * forwards if what == "reduce"
+            name
+            for moment_kind, name in schedule.backward_order() * forwards
+            if moment_kind == "reduce"
         )
 
     def add(self, name: str) -> Iterator[Event]:
@@ -484,8 +489,10 @@ def _reduction(unit: UnitPlan, buffer: BufferPlan) -> list[Event]:
     dtype = unit.reduced_dtype(buffer)
     events = []
     if shard > 1 and "shard" not in buffer.local:
-        kind = "reduce_scatter" if unit.sharded else "all_reduce"
-        events.append(_event(kind, unit, buffer, dtype, buffer.padded_numel, "shard", shard))
+        reduction_kind = "reduce_scatter" if unit.sharded else "all_reduce"
+        events.append(
+            _event(reduction_kind, unit, buffer, dtype, buffer.padded_numel, "shard", shard)
+        )
     for axis, ranks in (("replicate", unit.mesh_shape[0]), *unit.model_axes):
         if ranks > 1 and axis not in buffer.local:
             events.append(

@@ -64,15 +64,22 @@ class Schedule(Shown):
         title += f", on demand {', '.join(self.on_demand)}" if self.on_demand else ""
         ahead = [*self.order[1:], ""] if self.forward_prefetch else [""] * len(self.order)
         # Why counted: backward reaches the last call of a unit first.
-        needs = _counted([name for what, name in self.backward_order() if what == "gather"])
+        needs = _counted(
+            [name for moment_kind, name in self.backward_order() if moment_kind == "gather"]
+        )
         then = dict(itertools.pairwise(needs)) if self.backward_prefetch else {}
-        before = [then.get(each, ("", 0))[0] for each in reversed(_counted(self.order[::-1]))]
-        ahead, before = (
-            [n if n not in self.on_demand else "" for n in column] for column in (ahead, before)
+        backward_ahead = [
+            then.get(call, ("", 0))[0] for call in reversed(_counted(self.order[::-1]))
+        ]
+        ahead, backward_ahead = (
+            [n if n not in self.on_demand else "" for n in column]
+            for column in (ahead, backward_ahead)
         )
         rows = [
-            [str(i), name or "(root)", after, earlier]
-            for i, (name, after, earlier) in enumerate(zip(self.order, ahead, before, strict=True))
+            [str(i), name or "(root)", forward_ahead, earlier]
+            for i, (name, forward_ahead, earlier) in enumerate(
+                zip(self.order, ahead, backward_ahead, strict=True)
+            )
         ]
         return [
             Table(
@@ -86,16 +93,18 @@ class Schedule(Shown):
         """Return what backward reaches, in order; see ``backward``."""
         if self.backward is not None:
             return self.backward
-        return tuple((what, name) for name in self.order[::-1] for what in ("gather", "reduce"))
+        return tuple(
+            (moment_kind, name) for name in self.order[::-1] for moment_kind in ("gather", "reduce")
+        )
 
 
 def _counted(names: Sequence[str]) -> list[tuple[str, int]]:
     seen = Counter[str]()
-    found = []
+    counted_calls = []
     for name in names:
-        found.append((name, seen[name]))
+        counted_calls.append((name, seen[name]))
         seen[name] += 1
-    return found
+    return counted_calls
 
 
 def make_schedule(
@@ -137,10 +146,10 @@ def make_schedule(
     ``torch.distributed.fsdp.FullyShardedDataParallel``.
     """
     check_plan(plan)
-    for option, given in (("order", order), ("on_demand", on_demand)):
-        if isinstance(given, str):
+    for option, given_names in (("order", order), ("on_demand", on_demand)):
+        if isinstance(given_names, str):
             raise TypeError(
-                f"{option} must be a list of unit names; found the text {given!r}: pass [{given!r}]"
+                f"{option} must be a list of unit names; found the text {given_names!r}: pass [{given_names!r}]"
             )
     units = plan.units
     names = (

@@ -61,10 +61,10 @@ def _strategy(unit: UnitPlan, buffer: BufferPlan) -> str:
         )
         strategy += "" if "shard" in buffer.local else f", {unit.strategy} along shard"
     strategy += ", offload" if unit.offload else ""
-    own = dtype_of(buffer.dtype)
+    own_dtype = dtype_of(buffer.dtype)
     gathered = unit.gathered_dtype(buffer)
     reduced = unit.reduced_dtype(buffer)
-    if len({own, gathered, reduced}) > 1:
+    if len({own_dtype, gathered, reduced}) > 1:
         strategy += f", in {dtype_name(gathered)}"
         strategy += (
             f", reduced in {dtype_name(reduced)}"

@@ -90,7 +90,7 @@ def small_groups(
         for key, run in alike
         if key is not None and len(members := list(run)) >= _LEAST_UNITS
     ]
-    fits = sum(each.size for run in runs for each in run) <= _GROUP_BYTES
+    fits = sum(small_unit.size for run in runs for small_unit in run) <= _GROUP_BYTES
     return [
         SmallGroup(
             names, fits and names[0] in undecided and bool(run[0].unit.reshard_after_forward)

@@ -81,12 +81,15 @@ def _unstacked(node: Any, path: str) -> list[Any]:
             )
     sizes = {f"{path}.{name}".strip("."): tuple(leaf.shape)[:1] for name, leaf in leaves.items()}
     if len(set(sizes.values())) != 1 or () in sizes.values():
-        found = list(sizes.items())
-        one = found[:1] + [item for item in found if item[1] != found[0][1]][:1]
+        stacked_sizes = list(sizes.items())
+        differing_sizes = (
+            stacked_sizes[:1]
+            + [item for item in stacked_sizes if item[1] != stacked_sizes[0][1]][:1]
+        )
+        differing = [f"{size[0] if size else None} of {name!r}" for name, size in differing_sizes]
         raise ValueError(
             f"all leaves at {path!r} must have one first dimension, of the size of the number of layers; found "
-            f"{', '.join(f'{size[0] if size else None} of {name!r}' for name, size in one) or 'no leaf'}: pass the path of "
-            f"the stacked layers alone"
+            f"{', '.join(differing) or 'no leaf'}: pass the path of the stacked layers alone"
         )
     (count,) = next(iter(sizes.values()))
     return [tree.map(lambda leaf, i=i: leaf[i], node) for i in range(count)]
@@ -104,13 +107,19 @@ def _stacked(node: Any, path: str) -> Any:
         for name, leaf in zip(tree.paths(node[0]), tree.leaves(node[0]), strict=True)
     ]
     for i, layer in enumerate(node):
-        own = [
+        leaf_forms = [
             (name, _kind(leaf))
             for name, leaf in zip(tree.paths(layer), tree.leaves(layer), strict=True)
         ]
-        if own != first:
+        if leaf_forms != first:
             wrong = next(
-                iter([item for item in [*own, *first] if (item in own) != (item in first)]),
+                iter(
+                    [
+                        item
+                        for item in [*leaf_forms, *first]
+                        if (item in leaf_forms) != (item in first)
+                    ]
+                ),
                 ("order", ""),
             )
             raise ValueError(
@@ -134,31 +143,36 @@ def _changed(name: str, params: Any, path: str, change: Callable[[Any], Any]) ->
     def visit(node: Any, keys: list[str]) -> Any:
         if not keys:
             return change(node)
-        key, *rest = keys
+        key, *inner_keys = keys
         if (
             isinstance(node, Mapping)
-            and (found := next((k for k in node if str(k) == key), None)) is not None
+            and (found_key := next((k for k in node if str(k) == key), None)) is not None
         ):
-            new = {k: visit(value, rest) if k is found else value for k, value in node.items()}
+            new = {
+                k: visit(value, inner_keys) if k is found_key else value
+                for k, value in node.items()
+            }
             return new if type(node) is dict else type(node)(new)  # type: ignore[call-arg]
         fields = getattr(node, "_fields", None)
         if fields and key in fields:
-            return node._replace(**{key: visit(getattr(node, key), rest)})
+            return node._replace(**{key: visit(getattr(node, key), inner_keys)})
         if (
             isinstance(node, (list, tuple))
             and not fields
             and key.isdecimal()
             and int(key) < len(node)
         ):
-            items = [visit(value, rest) if i == int(key) else value for i, value in enumerate(node)]
+            items = [
+                visit(value, inner_keys) if i == int(key) else value for i, value in enumerate(node)
+            ]
             return items if isinstance(node, list) else tuple(items)
-        known = (
+        known_keys = (
             list(node)
             if isinstance(node, Mapping)
             else list(fields or range(len(node)) if isinstance(node, (list, tuple)) else [])
         )
         raise ValueError(
-            f"{name} found no node {path!r} in the tree: {key!r} is none of {known[:6]}"
+            f"{name} found no node {path!r} in the tree: {key!r} is none of {known_keys[:6]}"
         )
 
     return visit(params, path.split(".") if path else [])

@@ -50,10 +50,10 @@ class LeafCut(NamedTuple):
 
 def whole_shape_of(shape: Sequence[int], cuts: Iterable[LeafCut]) -> tuple[int, ...]:
     """Return the shape of the tensor of which ``cuts`` make slices of ``shape``."""
-    whole = list(shape)
+    whole_shape = list(shape)
     for cut in cuts:
-        whole[cut.dim] *= cut.ranks
-    return tuple(whole)
+        whole_shape[cut.dim] *= cut.ranks
+    return tuple(whole_shape)
 
 
 Placements = tuple[tuple[str, int | None], ...]  # mesh axis, and the dim that it cuts, if any
@@ -275,10 +275,10 @@ class UnitPlan:
             )
         shards = self.mesh_shape[1] if self.sharded else 1
         for buffer in self.buffers:
-            wanted = 1 if "shard" in buffer.local else shards
-            if buffer.shards != wanted:
+            shard_count = 1 if "shard" in buffer.local else shards
+            if buffer.shards != shard_count:
                 raise ValueError(
-                    f"unit {self.name}: buffer {buffer.key} must have {wanted} shards; found "
+                    f"unit {self.name}: buffer {buffer.key} must have {shard_count} shards; found "
                     f"{buffer.shards}"
                 )
         if self.reshard_after_forward and not self.sharded:
@@ -330,14 +330,16 @@ class UnitPlan:
 
     def gathered_dtype(self, buffer: BufferPlan) -> torch.dtype:
         """Return the dtype in which a buffer is gathered and computed with."""
-        own = dtype_of(buffer.dtype)
-        return (self.precision and own.is_floating_point and self.precision.param_dtype) or own
+        leaf_dtype = dtype_of(buffer.dtype)
+        return (
+            self.precision and leaf_dtype.is_floating_point and self.precision.param_dtype
+        ) or leaf_dtype
 
     def reduced_dtype(self, buffer: BufferPlan) -> torch.dtype:
         """Return the dtype in which a buffer's gradient is reduced."""
-        own = dtype_of(buffer.dtype)
+        leaf_dtype = dtype_of(buffer.dtype)
         return (
-            self.precision and own.is_floating_point and self.precision.reduce_dtype
+            self.precision and leaf_dtype.is_floating_point and self.precision.reduce_dtype
         ) or self.gathered_dtype(buffer)
 
     def in_full_precision(self) -> UnitPlan:
@@ -355,12 +357,12 @@ def innermost_in(units: Mapping[str, Sequence[str]]) -> Callable[[str], str | No
     Arguments:
         units: the paths of each unit, by its name. A call's time does not depend on them.
     """
-    known: dict[str, str | None] = {**owners_of(units)}
+    known_owners: dict[str, str | None] = {**owners_of(units)}
 
     def find(path: str) -> str | None:
-        if path not in known:
-            known[path] = find(path.rpartition(".")[0]) if path else None
-        return known[path]
+        if path not in known_owners:
+            known_owners[path] = find(path.rpartition(".")[0]) if path else None
+        return known_owners[path]
 
     return find
 

@@ -86,13 +86,13 @@ def by_class(*classes: type[nn.Module]) -> Policy:
             None,
         )
         if not classes:
-            found = "none"
+            found_text = "none"
         elif isinstance(wrong, type):
-            found = f"the class {wrong.__name__}"
+            found_text = f"the class {wrong.__name__}"
         else:
-            found = repr(wrong) if isinstance(wrong, str | list) else type(wrong).__name__
+            found_text = repr(wrong) if isinstance(wrong, str | list) else type(wrong).__name__
         raise TypeError(
-            f"by_class takes one or more subclasses of torch.nn.Module; found {found}: write "
+            f"by_class takes one or more subclasses of torch.nn.Module; found {found_text}: write "
             "by_class(A, B)(module), with the classes themselves"
         )
 
@@ -272,7 +272,10 @@ def any_of(*policies: Policy) -> Policy:
         chosen = [choose(module) for choose in policies]
         names = {name for units in chosen for name in units if isinstance(name, str)}
         groups = dict.fromkeys(
-            tuple(each) for units in chosen for each in units if not isinstance(each, str)
+            tuple(unit_group)
+            for units in chosen
+            for unit_group in units
+            if not isinstance(unit_group, str)
         )
         overrides: dict[str, Mapping[str, Any]] = {}
         for units in reversed(chosen):

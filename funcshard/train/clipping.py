@@ -157,7 +157,7 @@ def _norm(leaves: list[torch.Tensor], norm_type: float, mesh: Mesh) -> torch.Ten
     # Why from all leaves: a rank that has nothing but padding of one must send its norm in the same
     # dtype as the ranks that hold its elements.
     dtype = functools.reduce(
-        torch.promote_types, (each.to_real() for each in wide.values()), torch.float32
+        torch.promote_types, (wide_dtype.to_real() for wide_dtype in wide.values()), torch.float32
     )
     filled = [leaf for leaf in leaves if leaf.numel()]
     if not filled:
@@ -169,8 +169,8 @@ def _norm(leaves: list[torch.Tensor], norm_type: float, mesh: Mesh) -> torch.Ten
     # Why one by device: the gradients of offloaded units lie on the CPU, and the host waits for
     # each copy from there.
     of_devices = [
-        torch.linalg.vector_norm(torch.stack(each), norm_type).to(mesh.device, dtype)
-        for each in norms.values()
+        torch.linalg.vector_norm(torch.stack(axis_norm), norm_type).to(mesh.device, dtype)
+        for axis_norm in norms.values()
     ]
     return (
         of_devices[0]
@@ -199,15 +199,15 @@ def norm_of_rows(x: torch.Tensor, norm_type: float, dtype: torch.dtype) -> torch
     if x.device.type != "cpu" or x.shape[-1] < 2 * PIECE:
         # Why no dim: before torch 2.13 the norm of a fake tensor of one element keeps it.
         return torch.linalg.vector_norm(x, norm_type, dim=None if x.dim() == 1 else -1, dtype=dtype)
-    whole = x.shape[-1] // PIECE * PIECE
+    whole_numel = x.shape[-1] // PIECE * PIECE
     pieces = torch.linalg.vector_norm(
-        x[..., :whole].unflatten(-1, (-1, PIECE)), norm_type, dim=-1, dtype=dtype
+        x[..., :whole_numel].unflatten(-1, (-1, PIECE)), norm_type, dim=-1, dtype=dtype
     )
     norm = norm_of_rows(pieces, norm_type, dtype)
-    if whole == x.shape[-1]:
+    if whole_numel == x.shape[-1]:
         return norm
-    rest = torch.linalg.vector_norm(x[..., whole:], norm_type, dim=-1, dtype=dtype)
-    return torch.linalg.vector_norm(torch.stack([norm, rest]), norm_type, dim=0)
+    rest_norm = torch.linalg.vector_norm(x[..., whole_numel:], norm_type, dim=-1, dtype=dtype)
+    return torch.linalg.vector_norm(torch.stack([norm, rest_norm]), norm_type, dim=0)
 
 
 def _without_padding(shard: torch.Tensor, buffer: BufferPlan, rank: int) -> torch.Tensor:

@@ -81,9 +81,9 @@ def make_meter(
                 values[name] = value.item()
             elif isinstance(value, int | float):
                 values[name] = value
-        now = time.perf_counter()
-        steps, seconds = state.step - last_step, now - last_time
-        last_step, last_time = state.step, now
+        current_time = time.perf_counter()
+        steps, seconds = state.step - last_step, current_time - last_time
+        last_step, last_time = state.step, current_time
         if steps > 0:  # a skipped step does not count
             values["seconds_per_step"] = seconds / steps
             if tokens is not None:

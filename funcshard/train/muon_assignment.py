@@ -68,27 +68,31 @@ def assign_owners(plan: Plan, matrices: Iterable[str] | None = None) -> Owners:
         [('all_to_all', 36), ('all_to_all', 36)]
     """
     check_plan(plan)
-    wanted = None if matrices is None else set(leaves_under(plan, matrices, "matrix path"))
-    found = [
+    wanted_leaves = None if matrices is None else set(leaves_under(plan, matrices, "matrix path"))
+    matrix_leaves = [
         (unit, buffer, leaf)
         for unit, buffer in trainable_buffers(plan)
         for leaf in buffer.leaves
-        if len(leaf.shape) == 2 and leaf.numel and (wanted is None or leaf.path in wanted)
+        if len(leaf.shape) == 2
+        and leaf.numel
+        and (wanted_leaves is None or leaf.path in wanted_leaves)
     ]
-    if wanted is not None and not found:
+    if wanted_leaves is not None and not matrix_leaves:
         raise ValueError(
             "matrices must name trainable leaves of two dimensions, or nodes that hold such "
-            f"leaves; found none among {sorted(wanted)[:4]}: choose other paths, or leave matrices "
+            f"leaves; found none among {sorted(wanted_leaves)[:4]}: choose other paths, or leave matrices "
             "out to take every matrix"
         )
     ranks = plan.mesh_shape[1]
-    cut = {each.axis for _, _, leaf in found for each in leaf.cuts if each.ranks > 1}
+    cut = {each.axis for _, _, leaf in matrix_leaves for each in leaf.cuts if each.ranks > 1}
     axes = {axis: size for axis, size in plan.mesh_axes.items() if axis == "shard" or axis in cut}
     # The load of each rank along these axes; ranks along others repeat it.
     load = [0] * math.prod(axes.values())
     candidates: dict[tuple[str, ...], list[_Candidate]] = {}
     assigned = []
-    for unit, buffer, leaf in sorted(found, key=lambda each: (-_work(each[2]), each[2].index)):
+    for unit, buffer, leaf in sorted(
+        matrix_leaves, key=lambda each: (-_work(each[2]), each[2].index)
+    ):
         cuts = tuple(each for each in reversed(leaf.cuts) if each.ranks > 1)
         joined = {each.axis for each in cuts}
         chosen = tuple(
@@ -129,10 +133,10 @@ def _least_loaded(
     """
     while True:
         seen, number, (index, ranks) = candidates[0]
-        now = max(load[rank] for rank in ranks)
-        if now == seen:
+        least_load = max(load[rank] for rank in ranks)
+        if least_load == seen:
             return index, ranks
-        heapq.heapreplace(candidates, (now, number, (index, ranks)))
+        heapq.heapreplace(candidates, (least_load, number, (index, ranks)))
 
 
 def _positions(axes: Mapping[str, int]) -> list[dict[str, int]]:
@@ -144,10 +148,10 @@ def _ranks_by_index(
     chosen: Iterable[str], axes: Mapping[str, int]
 ) -> dict[tuple[int, ...], list[int]]:
     """Return the ranks of a grid by their index along the chosen axes."""
-    found: dict[tuple[int, ...], list[int]] = {}
+    ranks_by_index: dict[tuple[int, ...], list[int]] = {}
     for rank, position in enumerate(_positions(axes)):
-        found.setdefault(tuple(position[axis] for axis in chosen), []).append(rank)
-    return found
+        ranks_by_index.setdefault(tuple(position[axis] for axis in chosen), []).append(rank)
+    return ranks_by_index
 
 
 def _work(leaf: LeafSpec) -> int:
@@ -176,7 +180,7 @@ class Matrix:
 
     def joined_shape(self, axis: str | None) -> tuple[int, ...]:
         """Return the shape of the slices that are joined along ``axis``, or of the whole matrix."""
-        done = [each for each, _ in self.joiners]
+        done = [axis_name for axis_name, _ in self.joiners]
         inner = done if axis is None else done[: done.index(axis)]
         return whole_shape_of(self.leaf.shape, [cut for cut in self.leaf.cuts if cut.axis in inner])
 
@@ -187,19 +191,19 @@ class Matrix:
             position: index of the rank along each mesh axis.
             axis: an axis of ``joiners``, or ``None``.
         """
-        return all(position[each] == index for each, index in self._fixed(axis).items())
+        return all(position[axis_name] == index for axis_name, index in self._fixed(axis).items())
 
     def owner_positions(self, axes: Mapping[str, int], axis: str | None) -> list[dict[str, int]]:
         """Return the positions on a grid of the ranks for which ``owns`` is true."""
         fixed = self._fixed(axis)
-        free = {each: 1 if each in fixed else size for each, size in axes.items()}
+        free = {axis_name: 1 if axis_name in fixed else size for axis_name, size in axes.items()}
         return [position | fixed for position in _positions(free)]
 
     def _fixed(self, axis: str | None) -> dict[str, int]:
         """Return the index along some axes that all ranks have for which ``owns`` is true."""
-        done = [each for each, _ in self.joiners]
-        before = self.joiners if axis is None else self.joiners[: done.index(axis)]
-        return ({} if self.owner is None else {"shard": self.owner}) | dict(before)
+        done = [axis_name for axis_name, _ in self.joiners]
+        joiners_before = self.joiners if axis is None else self.joiners[: done.index(axis)]
+        return ({} if self.owner is None else {"shard": self.owner}) | dict(joiners_before)
 
     def held(self, rank: int) -> range:
         """Return the elements of the raveled matrix that lie in the shard of ``rank``."""
@@ -318,8 +322,13 @@ class Owners(Shown):
         rank sends anything to another one does not run.
         """
         joins = [self._join_event(axis) for axis in self.join_axes]
-        found = [self._event(Matrix.sent), *joins, *reversed(joins), self._event(Matrix.returned)]
-        return tuple(event for event in found if event is not None)
+        step_events = [
+            self._event(Matrix.sent),
+            *joins,
+            *reversed(joins),
+            self._event(Matrix.returned),
+        ]
+        return tuple(event for event in step_events if event is not None)
 
     @property
     def join_axes(self) -> tuple[str, ...]:
@@ -331,20 +340,23 @@ class Owners(Shown):
         """Return the part of the rank at ``position`` in joining slices along ``axis``."""
         size = dict(self.axes)[axis]
         held = [
-            each
-            for each in self.matrices
-            if axis in dict(each.joiners) and each.owns(position, axis)
+            matrix
+            for matrix in self.matrices
+            if axis in dict(matrix.joiners) and matrix.owns(position, axis)
         ]
-        numel = {each.leaf.path: math.prod(each.joined_shape(axis)) for each in held}
+        numel = {matrix.leaf.path: math.prod(matrix.joined_shape(axis)) for matrix in held}
         sent = [
-            [each for each in held if dict(each.joiners)[axis] == other] for other in range(size)
+            [matrix for matrix in held if dict(matrix.joiners)[axis] == other_rank]
+            for other_rank in range(size)
         ]
-        sizes = tuple(sum(numel[each.leaf.path] for each in own) for own in sent)
+        sizes = tuple(
+            sum(numel[matrix.leaf.path] for matrix in rank_matrices) for rank_matrices in sent
+        )
         mine = tuple(sent[position[axis]])
-        joined = sum(numel[each.leaf.path] for each in mine)
+        joined = sum(numel[matrix.leaf.path] for matrix in mine)
         return Join(
             axis,
-            tuple(each for own in sent for each in own),
+            tuple(matrix for rank_matrices in sent for matrix in rank_matrices),
             sizes,
             mine,
             (joined,) * size,
@@ -368,11 +380,11 @@ class Owners(Shown):
                     received[rank] += numel * (size - 1)
                 else:
                     sent[rank] += numel
-        most = max(*sent, *received)
+        most_numel = max(*sent, *received)
         itemsize = dtype_of(_SENT_DTYPE).itemsize
         return (
-            Event("all_to_all", None, "", _SENT_DTYPE, most * itemsize, axis, size)
-            if most
+            Event("all_to_all", None, "", _SENT_DTYPE, most_numel * itemsize, axis, size)
+            if most_numel
             else None
         )
 
@@ -393,18 +405,18 @@ class Owners(Shown):
             pairs = [(to_owners, owner)]
             if owner == rank:
                 holders = (rank,) if matrix.owner is None else matrix.holders(self.ranks)
-                pairs += [(of_owner, other) for other in holders]
-            for parts, other in pairs:
-                between = (rank, other) if parts is sent else (other, rank)
-                if found := elements(matrix, *between):
-                    parts.append((other, MatrixPart(matrix, found)))
+                pairs += [(of_owner, other_rank) for other_rank in holders]
+            for parts, other_rank in pairs:
+                between = (rank, other_rank) if parts is sent else (other_rank, rank)
+                if sent_numel := elements(matrix, *between):
+                    parts.append((other_rank, MatrixPart(matrix, sent_numel)))
 
         def ordered(
             parts: list[tuple[int, MatrixPart]],
         ) -> tuple[tuple[MatrixPart, ...], tuple[int, ...]]:
             sizes = [0] * self.ranks
-            for other, part in parts:
-                sizes[other] += len(part.elements)
+            for other_rank, part in parts:
+                sizes[other_rank] += len(part.elements)
             return tuple(part for _, part in sorted(parts, key=lambda pair: pair[0])), tuple(sizes)
 
         return AllToAll(*ordered(sent), *ordered(received), self._event(elements))

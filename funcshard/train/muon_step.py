@@ -105,23 +105,23 @@ def muon(
         ({key: value for key, value in (adamw or {}).items() if key != "groups"},),
     )
     owners = assign_owners(plan, matrices)
-    now = {
+    options_now = {
         key: plain_number(value(0)) if callable(value) else value for key, value in options.items()
     }
-    check_values(now, "")
-    _with_defaults(now)
+    check_values(options_now, "")
+    _with_defaults(options_now)
     me = mesh.shard.rank
     layout = ParamGroupLayout({matrix.leaf.path: 0 for matrix in owners.matrices}, 1, me)
     others = dict(adamw or {})
-    rest = grouped_step(
+    rest_step = grouped_step(
         torch.optim.AdamW, others, others.pop("groups", ()), plan, mesh, left_out=layout.group_of
     )
     numels = {
-        (unit.name, buffer.key): sum(each.numel for each in layout.ranges(buffer))
+        (unit.name, buffer.key): sum(leaf_range.numel for leaf_range in layout.ranges(buffer))
         for unit, buffer in trainable_buffers(plan)
     }
     step = MuonStep(
-        options, plan, mesh, owners, layout, rest, numels, _local_parts(owners, me), owners.to_owners(me),
+        options, plan, mesh, owners, layout, rest_step, numels, _local_parts(owners, me), owners.to_owners(me),
         owners.from_owners(me), tuple(owners.join(axis, mesh.position) for axis in owners.join_axes),
     )  # fmt: skip
     return TorchOptimizer(step.init, step)
@@ -141,16 +141,16 @@ class LocalPart(NamedTuple):
 
 def _local_parts(owners: Owners, rank: int) -> dict[str, LocalPart]:
     """Return the part of each matrix that lies in the shard of ``rank``, by path."""
-    found: dict[str, LocalPart] = {}
+    parts_by_path: dict[str, LocalPart] = {}
     momentum_numel: dict[tuple[str, str], int] = {}
     for matrix in sorted(owners.matrices, key=lambda matrix: matrix.leaf.offset):
         part = matrix.buffer.part(matrix.leaf, rank)
         if part.numel:
             begin = momentum_numel.get((matrix.unit, matrix.buffer.key), 0)
             end = begin + part.numel
-            found[matrix.leaf.path] = LocalPart(part.in_shard, slice(begin, end))
+            parts_by_path[matrix.leaf.path] = LocalPart(part.in_shard, slice(begin, end))
             momentum_numel[matrix.unit, matrix.buffer.key] = end
-    return found
+    return parts_by_path
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -187,21 +187,21 @@ class MuonStep:
         """Return the state before the first step."""
         check_shards(self.plan, params)
         momentum: dict[str, dict[str, torch.Tensor]] = {name: {} for name in params}
-        rest: dict[str, dict[str, Any]] = {name: {} for name in params}
+        rest_states: dict[str, dict[str, Any]] = {name: {} for name in params}
         for unit, buffer in trainable_buffers(self.plan):
             shard = params[unit.name][buffer.key]
             numel = self.numels[unit.name, buffer.key]
             momentum[unit.name][buffer.key] = torch.zeros(
                 numel, dtype=shard.dtype, device=shard.device
             )
-            rest[unit.name][buffer.key] = {}
-        return {"steps": 0, "momentum": momentum, "adamw": {"steps": 0, "leaves": rest}}
+            rest_states[unit.name][buffer.key] = {}
+        return {"steps": 0, "momentum": momentum, "adamw": {"steps": 0, "leaves": rest_states}}
 
     def __call__(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         """Update ``params`` and ``state``, which are donated, by one step, and return them."""
         check_shards(self.plan, params)
         self._check_state(state)
-        given = params
+        given_params = params
         options = self._options_at(state["steps"])
         params, adamw_state = self.adamw(grads, state["adamw"], params)
         local = self._update_momentum(grads, state["momentum"], options)
@@ -209,12 +209,17 @@ class MuonStep:
         received = self._run(
             self.to_owners, [local[part.matrix.leaf.path] for part in self.to_owners.sent]
         )
-        whole = self._joined(_whole_updates(received))
-        whole = {path: _orthogonalise(update, options) for path, update in whole.items()}
-        whole = {path: update.reshape(-1) for path, update in self._handed_back(whole).items()}
+        whole_updates = self._joined(_whole_updates(received))
+        whole_updates = {
+            path: _orthogonalise(update, options) for path, update in whole_updates.items()
+        }
+        whole_updates = {
+            path: update.reshape(-1) for path, update in self._handed_back(whole_updates).items()
+        }
         # The parts of the orthogonalised updates come back to the ranks that hold them.
         returned = [
-            whole[part.matrix.leaf.path][_slice(part.elements)] for part in self.from_owners.sent
+            whole_updates[part.matrix.leaf.path][_slice(part.elements)]
+            for part in self.from_owners.sent
         ]
         for (matrix, _), update in self._run(self.from_owners, returned):
             if grads[matrix.unit][matrix.buffer.key] is None:
@@ -229,7 +234,7 @@ class MuonStep:
                     options["lr"], options["adjust_lr_fn"], matrix.leaf.whole_shape
                 ),
             )
-        if params is given:  # AdamW has no leaf to update
+        if params is given_params:  # AdamW has no leaf to update
             leaves, unflatten = tree.flatten(params)
             params = unflatten(donate(leaves))
         momentum, state["momentum"] = state["momentum"], DONATED_STATE
@@ -239,7 +244,7 @@ class MuonStep:
     def schedules(self) -> dict[str, Schedule]:
         """The options that are functions of the number of steps; AdamW's begin with ``adamw.``."""
         return schedules_in(self.options) | {
-            f"adamw.{name}": each for name, each in self.adamw.schedules.items()
+            f"adamw.{name}": schedule for name, schedule in self.adamw.schedules.items()
         }
 
     def param_groups(self, steps: int) -> list[dict[str, Any]]:
@@ -254,16 +259,16 @@ class MuonStep:
         recording = current_recording()
         # Why not now: a graph that fs.trace records asks the schedules each time it runs.
         at = steps if recording is None else 0
-        now = {
+        options_now = {
             key: plain_number(value(at)) if callable(value) else value
             for key, value in self.options.items()
         }
-        check_values(now, f" at step {at}")
-        options = _with_defaults(now)
+        check_values(options_now, f" at step {at}")
+        options = _with_defaults(options_now)
         if recording is not None:
             options |= {
-                key: recording.number(each, steps)
-                for key, each in schedules_in(self.options).items()
+                key: recording.number(schedule, steps)
+                for key, schedule in schedules_in(self.options).items()
             }
         return {
             key: value.item() if isinstance(value, torch.Tensor) else value
@@ -273,18 +278,20 @@ class MuonStep:
     def _check_state(self, state: Any) -> None:
         """Raise ``ValueError`` unless ``state`` is one of this optimizer."""
         if not isinstance(state, Mapping) or not {"steps", "momentum", "adamw"} <= state.keys():
-            found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+            found_state = (
+                sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+            )
             raise ValueError(
-                f"a state of muon must hold 'steps', 'momentum' and 'adamw'; found {found}, of "
+                f"a state of muon must hold 'steps', 'momentum' and 'adamw'; found {found_state}, of "
                 f"another optimizer: {REMEDY}"
             )
         check_not_donated(state["momentum"])
         for (unit, key), numel in self.numels.items():
-            found = state["momentum"].get(unit, {}).get(key)
-            if not isinstance(found, torch.Tensor) or found.shape != (numel,):
-                held = "nothing" if found is None else found
-                if isinstance(found, torch.Tensor):
-                    held = tuple(found.shape)
+            found_state = state["momentum"].get(unit, {}).get(key)
+            if not isinstance(found_state, torch.Tensor) or found_state.shape != (numel,):
+                held = "nothing" if found_state is None else found_state
+                if isinstance(found_state, torch.Tensor):
+                    held = tuple(found_state.shape)
                 raise ValueError(
                     f"muon's momentum of buffer {key!r} of unit {unit or '(root)'!r} must have "
                     f"shape ({numel},), the elements of matrices in this shard; found {held}, of "
@@ -297,18 +304,22 @@ class MuonStep:
         """Update momentum in place; return this rank's part of each matrix's update, by path."""
         updates: dict[tuple[str, str], torch.Tensor] = {}
         for unit, buffer in trainable_buffers(self.plan):
-            own = momentum[unit.name][buffer.key]
-            if not own.numel():
+            unit_momentum = momentum[unit.name][buffer.key]
+            if not unit_momentum.numel():
                 continue
             if grads[unit.name][buffer.key] is None:
                 # Why zeros are sent: every step runs the same collectives.
-                updates[unit.name, buffer.key] = own.new_zeros(
-                    own.shape, dtype=torch.bfloat16, device=self.mesh.device
+                updates[unit.name, buffer.key] = unit_momentum.new_zeros(
+                    unit_momentum.shape, dtype=torch.bfloat16, device=self.mesh.device
                 )
                 continue
-            grad = self.layout.pick(grads[unit.name][buffer.key], buffer).to(own.dtype)
-            own.lerp_(grad, 1 - options["momentum"])
-            update = grad.lerp(own, options["momentum"]) if options["nesterov"] else own
+            grad = self.layout.pick(grads[unit.name][buffer.key], buffer).to(unit_momentum.dtype)
+            unit_momentum.lerp_(grad, 1 - options["momentum"])
+            update = (
+                grad.lerp(unit_momentum, options["momentum"])
+                if options["nesterov"]
+                else unit_momentum
+            )
             updates[unit.name, buffer.key] = update.to(self.mesh.device, torch.bfloat16)
         return {
             matrix.leaf.path: updates[matrix.unit, matrix.buffer.key][
@@ -406,7 +417,7 @@ def _whole_updates(received: list[tuple[MatrixPart, torch.Tensor]]) -> dict[str,
     for (matrix, _), part in received:  # in the order of ranks, hence in the order of elements
         parts.setdefault(matrix.leaf.path, []).append(part)
         shapes[matrix.leaf.path] = matrix.leaf.shape
-    return {path: torch.cat(each).view(shapes[path]) for path, each in parts.items()}
+    return {path: torch.cat(leaf_parts).view(shapes[path]) for path, leaf_parts in parts.items()}
 
 
 def _slice(elements: range) -> slice:

@@ -60,11 +60,11 @@ class TorchOptimizer(NamedTuple):
 def refusal(cls: Any) -> Exception:
     """Return the error for a value that is no class of elementwise optimizers."""
     if isinstance(cls, torch.optim.Optimizer):
-        own = type(cls).__name__
+        own_type = type(cls).__name__
         return TypeError(
             "torch_optimizer takes a class of torch.optim and its options, because it makes the "
-            f"state from the shards; found an instance of {own}: pass "
-            f"torch_optimizer(torch.optim.{own}, lr=...), and the shards to step.init"
+            f"state from the shards; found an instance of {own_type}: pass "
+            f"torch_optimizer(torch.optim.{own_type}, lr=...), and the shards to step.init"
         )
     if not callable(cls):
         text = f"found {cls!r}" if isinstance(cls, str) else f"found {type(cls).__name__}"
@@ -102,15 +102,15 @@ def check_optimizer(optimizer: Any, plan: Plan) -> None:
             "tuple of its functions, which stands for a pair (init, update) as TorchOpt's are: "
             "pass the pair itself"
         )
-    own: Plan | None = (
+    own_plan: Plan | None = (
         getattr(optimizer[1], "plan", None) if isinstance(optimizer, TorchOptimizer) else None
     )
-    if own is not None and [(u.name, u.buffers) for u in own.unit_list] != [
+    if own_plan is not None and [(u.name, u.buffers) for u in own_plan.unit_list] != [
         (u.name, u.buffers) for u in plan.unit_list
     ]:
         raise ValueError(
             "the optimizer's groups or matrices lie elsewhere in these shards: it was made with "
-            f"plan {own.fingerprint()}; found plan {plan.fingerprint()} here: make the optimizer "
+            f"plan {own_plan.fingerprint()}; found plan {plan.fingerprint()} here: make the optimizer "
             "and the step with one plan"
         )
 
@@ -118,11 +118,11 @@ def check_optimizer(optimizer: Any, plan: Plan) -> None:
 def _misfit(optimizer: Any) -> str:
     """Return what was found in place of an optimizer's pair, and the remedy."""
     cls = optimizer if isinstance(optimizer, type) else type(optimizer)
-    found = f"{'the class' if cls is optimizer else 'an instance of'} {cls.__name__}"
+    found_text = f"{'the class' if cls is optimizer else 'an instance of'} {cls.__name__}"
     if not callable(optimizer):
-        return f"{found}: pass one of these"
+        return f"{found_text}: pass one of these"
     if not issubclass(cls, torch.optim.Optimizer):
-        return f"{found}: call the function that returns a pair, and pass its result"
+        return f"{found_text}: call the function that returns a pair, and pass its result"
     if cls is getattr(torch.optim, "Muon", None):
-        return f"{found}: pass fs.muon(plan, mesh, lr=...)"
-    return f"{found}: pass fs.torch_optimizer(torch.optim.{cls.__name__}, lr=...), and the shards to step.init"
+        return f"{found_text}: pass fs.muon(plan, mesh, lr=...)"
+    return f"{found_text}: pass fs.torch_optimizer(torch.optim.{cls.__name__}, lr=...), and the shards to step.init"

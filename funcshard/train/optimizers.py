@@ -114,8 +114,8 @@ def torch_optimizer(
         check_flag(
             "elementwise", elementwise, "pass one of the two, or None if torch's own class says it"
         )
-    known = isinstance(cls, type) and issubclass(cls, ELEMENTWISE)
-    if not (known if elementwise is None else elementwise):
+    is_known = isinstance(cls, type) and issubclass(cls, ELEMENTWISE)
+    if not (is_known if elementwise is None else elementwise):
         raise refusal(cls)
     check_names(
         cls, (options, *(group for group in check_groups(groups) if isinstance(group, Mapping)))
@@ -189,10 +189,10 @@ class TorchStep:
     def __call__(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         """Update ``params`` and ``state``, which are donated, by one step, and return them."""
         if not isinstance(state, dict) or not state.keys() & {"leaves", "steps"}:
-            found = list(state)[:4] if isinstance(state, Mapping) else type(state).__name__
+            found_keys = list(state)[:4] if isinstance(state, Mapping) else type(state).__name__
             raise TypeError(
                 "an optimizer's step takes (grads, state, params) and returns (params, state), "
-                f"and the state comes from init or from the step before; found {found} as state"
+                f"and the state comes from init or from the step before; found {found_keys} as state"
             )
         leaves, unflatten = tree.flatten(params)
         try:
@@ -246,10 +246,10 @@ class TorchStep:
     @property
     def schedules(self) -> dict[str, Schedule]:
         """The options that are functions of the number of steps, such as ``"groups[0].lr"``."""
-        found = schedules_in(self.options[0])
+        rate_schedules = schedules_in(self.options[0])
         for number, options in enumerate(self.options[1:]):
-            found |= schedules_in(options, f"groups[{number}].")
-        return found
+            rate_schedules |= schedules_in(options, f"groups[{number}].")
+        return rate_schedules
 
     def param_groups(self, steps: int, paths: Sequence[str]) -> list[dict[str, Any]]:
         """Return the options of each group as ``torch.optim`` writes them, with the group's paths.
@@ -291,8 +291,8 @@ class TorchStep:
             ranges[unit.name][buffer.key] = self.layout.ranges(buffer)
         groups = frozenset(self.layout.group_of.values())
         return [
-            _range_views(leaf.detach(), grad, each, groups)
-            for leaf, grad, each in zip(
+            _range_views(leaf.detach(), grad, leaf_ranges, groups)
+            for leaf, grad, leaf_ranges in zip(
                 leaves, grads, tree.leaves_up_to(params, ranges), strict=True
             )
         ]
@@ -314,11 +314,11 @@ class TorchStep:
         entries = self.known.flat
         flat = next((name for name, is_flat in entries.items() if is_flat), None)
         scalar = next((name for name, is_flat in entries.items() if not is_flat), None)
-        for leaf_state, leaf, own in zip(leaf_states, leaves, views, strict=True):
+        for leaf_state, leaf, leaf_views in zip(leaf_states, leaves, views, strict=True):
             if not leaf_state:
                 continue
             size, groups = (
-                (leaf.shape, 1) if self.layout is None else (_size(own), self.layout.count)
+                (leaf.shape, 1) if self.layout is None else (_size(leaf_views), self.layout.count)
             )
             fits = (
                 leaf_state.keys() == entries.keys()
@@ -338,26 +338,30 @@ class TorchStep:
         recording = current_recording()
         # Why not now: a graph that fs.trace records asks the schedules each time it runs.
         at = steps if recording is None else 0
-        now = [
+        options_now = [
             {k: plain_number(v(at)) if callable(v) else v for k, v in o.items()}
             for o in self.options
         ]
-        for options in now:
+        for options in options_now:
             rates = options.get("lr", 0.0), options.get("weight_decay", 0.0)
             bad_rate = any(type(v) is not float or not 0.0 <= v < math.inf for v in rates)
             if bad_rate or any(isinstance(v, float) and v != v for v in options.values()):
                 check_values(options, f" at step {at}")
         members = [
-            [view.parameter for view in views if view.group == group] for group in range(len(now))
+            [view.parameter for view in views if view.group == group]
+            for group in range(len(options_now))
         ]
-        if len(now) == 1:
-            optimizer = self.cls(members[0], **now[0])
+        if len(options_now) == 1:
+            optimizer = self.cls(members[0], **options_now[0])
         else:
-            further = zip(members, [{}, *now[1:]], strict=True)
-            optimizer = self.cls([{"params": own, **more} for own, more in further], **now[0])
+            further = zip(members, [{}, *options_now[1:]], strict=True)
+            optimizer = self.cls(
+                [{"params": group_views, **more_options} for group_views, more_options in further],
+                **options_now[0],
+            )
         if recording is not None:
-            for group, own in zip(optimizer.param_groups, self.options, strict=True):
-                for name, value in {**self.options[0], **own}.items():
+            for group, group_options in zip(optimizer.param_groups, self.options, strict=True):
+                for name, value in {**self.options[0], **group_options}.items():
                     if callable(value):
                         # Why a tensor: the fused kernels take lr as one, or as a constant.
                         fused = name == "lr" and bool(group.get("fused"))
@@ -424,7 +428,7 @@ def _range_views(
     grad = None if grad is None else grad.to(leaf.dtype)  # it may be of lower precision
     # Why empty views: a group without elements in this shard still counts its steps. Its scalars
     # are the same as on other ranks, and the state has one form on every rank.
-    absent = groups - {each.group for each in ranges}
+    absent = groups - {leaf_range.group for leaf_range in ranges}
     views, done = [], 0
     for group, start, stop in (*ranges, *(GroupRange(group, 0, 0) for group in sorted(absent))):
         parameter = torch.nn.Parameter(leaf[start:stop])
@@ -463,7 +467,7 @@ def _split_state(
             if (
                 scalar is None
                 and isinstance(value, tuple)
-                and any(each is not None for each in value)
+                and any(buffer_state is not None for buffer_state in value)
             ):
                 anew += members
                 continue

@@ -59,7 +59,7 @@ class ParamGroupLayout:
 
         The padding at the end of the buffer belongs to the group of the last leaf.
         """
-        found: list[GroupRange] = []
+        group_ranges: list[GroupRange] = []
         for leaf in buffer.leaves:
             group = self.group_of.get(leaf.path)
             part = buffer.part(leaf, self.shard_rank)
@@ -68,11 +68,11 @@ class ParamGroupLayout:
             stop = buffer.shard_numel if is_last else start + part.numel
             if group is None or start >= stop:
                 continue
-            if found and found[-1].group == group and found[-1].stop == start:
-                found[-1] = GroupRange(group, found[-1].start, stop)
+            if group_ranges and group_ranges[-1].group == group and group_ranges[-1].stop == start:
+                group_ranges[-1] = GroupRange(group, group_ranges[-1].start, stop)
             else:
-                found.append(GroupRange(group, start, stop))
-        return tuple(found)
+                group_ranges.append(GroupRange(group, start, stop))
+        return tuple(group_ranges)
 
     def pick(self, flat: torch.Tensor, buffer: BufferPlan) -> torch.Tensor:
         """Return the elements of a shard that belong to a group, range after range.
@@ -80,7 +80,7 @@ class ParamGroupLayout:
         ``spread`` is the inverse. The result is ``flat`` itself if every element belongs to a
         group.
         """
-        parts = [flat[each.start : each.stop] for each in self.ranges(buffer)]
+        parts = [flat[leaf_range.start : leaf_range.stop] for leaf_range in self.ranges(buffer)]
         if sum(part.numel() for part in parts) == flat.numel():
             return flat
         return torch.cat([flat[:0], *parts])
@@ -94,9 +94,9 @@ class ParamGroupLayout:
             return picked
         flat = picked.new_zeros(buffer.shard_numel)
         done = 0
-        for each in self.ranges(buffer):
-            flat[each.start : each.stop] = picked[done : done + each.numel]
-            done += each.numel
+        for leaf_range in self.ranges(buffer):
+            flat[leaf_range.start : leaf_range.stop] = picked[done : done + leaf_range.numel]
+            done += leaf_range.numel
         return flat
 
 

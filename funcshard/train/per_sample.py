@@ -115,12 +115,14 @@ def per_sample_grad(
     check_callable("per_sample_grad", loss_fn)
     _check_options(max_norm, noise_multiplier, generator, batch_size, chunk_size)
     check_mesh(plan, mesh)
-    buffers = [each for unit in plan.unit_list for each in UnitBuffer.all_of(unit, mesh)]
-    for each in buffers:
-        if each.buffer.trainable and any(axis in AXES for axis in each.buffer.local):
+    buffers = [
+        unit_buffer for unit in plan.unit_list for unit_buffer in UnitBuffer.all_of(unit, mesh)
+    ]
+    for unit_buffer in buffers:
+        if unit_buffer.buffer.trainable and any(axis in AXES for axis in unit_buffer.buffer.local):
             raise ValueError(
-                f"per_sample_grad adds up the samples of all ranks; unit {each.unit.title!r} has "
-                f"trainable leaves that are local to a rank, {each.buffer.leaves[0].path!r} first: "
+                f"per_sample_grad adds up the samples of all ranks; unit {unit_buffer.unit.title!r} has "
+                f"trainable leaves that are local to a rank, {unit_buffer.buffer.leaves[0].path!r} first: "
                 "freeze them, or make the plan without local, or local along model axes only"
             )
 
@@ -141,7 +143,7 @@ def per_sample_grad(
             state = hashlib.sha256(generator.get_state().numpy().tobytes()).hexdigest()[:16]
             check_same(mesh, state, "the state of per_sample_grad's generator")
         call = lambda local, sample: loss_fn(local, *first, sample, **kwargs)  # noqa: E731
-        found = sum_of_samples(
+        sample_result = sum_of_samples(
             call,
             shards,
             batch,
@@ -151,10 +153,11 @@ def per_sample_grad(
             chunk_size=chunk_size,
             on_grads=on_grads,
         )
-        losses, norms, sums = found.losses, found.norms, found.sums
-        trained = [each for each in buffers if each.buffer.trainable]
+        losses, norms, sums = sample_result.losses, sample_result.norms, sample_result.sums
+        trained = [unit_buffer for unit_buffer in buffers if unit_buffer.buffer.trainable]
         pending = [
-            start_reduce(sums.pop(0), _over_data_axes(each, mesh), donated=True) for each in trained
+            start_reduce(sums.pop(0), _over_data_axes(unit_buffer, mesh), donated=True)
+            for unit_buffer in trained
         ]
         divisor = batch_size
         if divisor is None:
@@ -168,11 +171,11 @@ def per_sample_grad(
         result: dict[str, dict[str, Any]] = {
             unit.name: {buffer.key: None for buffer in unit.buffers} for unit in plan.unit_list
         }
-        for each in trained:
+        for unit_buffer in trained:
             grad = pending.pop(0).finish()
             if noise_multiplier and generator is not None and max_norm is not None:
-                grad += _noise(each, grad, noise_multiplier * max_norm, generator, mesh)
-            result[each.unit.name][each.buffer.key] = grad.div_(divisor)
+                grad += _noise(unit_buffer, grad, noise_multiplier * max_norm, generator, mesh)
+            result[unit_buffer.unit.name][unit_buffer.buffer.key] = grad.div_(divisor)
         return (losses, norms), result
 
     return run
@@ -185,13 +188,13 @@ def _noise(
     # Why every rank draws noise for the whole buffer: an element's noise then does not depend
     # on how many ranks share the buffer.
     buffer = each.buffer
-    whole = torch.zeros(buffer.padded_numel, dtype=grad.dtype, device=generator.device)
+    whole_noise = torch.zeros(buffer.padded_numel, dtype=grad.dtype, device=generator.device)
     if buffer.local:
-        _draw_slices(buffer, whole, deviation, generator, mesh)
+        _draw_slices(buffer, whole_noise, deviation, generator, mesh)
     else:
-        whole[: buffer.numel].normal_(0.0, deviation, generator=generator)
+        whole_noise[: buffer.numel].normal_(0.0, deviation, generator=generator)
     shard = mesh.shard.rank if buffer.shards > 1 else 0
-    return whole.view(buffer.shards, -1)[shard].to(grad.device)
+    return whole_noise.view(buffer.shards, -1)[shard].to(grad.device)
 
 
 def _draw_slices(
@@ -199,11 +202,11 @@ def _draw_slices(
 ) -> None:
     """Draw noise for the whole tensors of local leaves; put this rank's slices into ``out``."""
     for leaf in buffer.leaves:
-        own = {axis: mesh.shape.get(axis, 1) for axis in own_axes(buffer.local, leaf.cuts)}
-        drawn = out.new_empty(math.prod(own.values()), *leaf.whole_shape).normal_(
+        own_sizes = {axis: mesh.shape.get(axis, 1) for axis in own_axes(buffer.local, leaf.cuts)}
+        drawn = out.new_empty(math.prod(own_sizes.values()), *leaf.whole_shape).normal_(
             0.0, deviation, generator=generator
         )
-        mine = drawn[rank_at({axis: mesh.position.get(axis, 0) for axis in own}, own)]
+        mine = drawn[rank_at({axis: mesh.position.get(axis, 0) for axis in own_sizes}, own_sizes)]
         within = Box(slice_offsets(leaf.shape, leaf.cuts, mesh.position), leaf.shape)
         out[leaf.offset : leaf.offset + leaf.numel] = mine[within.slices].reshape(-1)
 

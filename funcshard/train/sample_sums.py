@@ -124,23 +124,35 @@ def sum_of_samples(
     samples, unflatten_sample = tree.flatten(batch)
     count = _count(samples)
     _check_samples(count, chunk_size, mesh)
-    trained = [each for each in buffers if each.buffer.trainable]
-    whole = {
-        each.name: start_gather(each.shard_in(shards), each.comm, read_only=True).finish()
-        for each in buffers
+    trained = [unit_buffer for unit_buffer in buffers if unit_buffer.buffer.trainable]
+    whole_buffers = {
+        unit_buffer.name: start_gather(
+            unit_buffer.shard_in(shards), unit_buffer.comm, read_only=True
+        ).finish()
+        for unit_buffer in buffers
     }
-    gathered = {each.name: views(whole[each.name], each.buffer) for each in buffers}
-    writes = {name: version(full) for name, full in whole.items()}
+    gathered = {
+        unit_buffer.name: views(whole_buffers[unit_buffer.name], unit_buffer.buffer)
+        for unit_buffer in buffers
+    }
+    writes = {name: version(full) for name, full in whole_buffers.items()}
 
     def loss_of(
         leaves: list[list[torch.Tensor]], probes: list[torch.Tensor], sample: list[torch.Tensor]
     ) -> torch.Tensor:
-        given = gathered | {each.name: own for each, own in zip(trained, leaves, strict=True)}
+        given_leaves = gathered | {
+            unit_buffer.name: buffer_leaves
+            for unit_buffer, buffer_leaves in zip(trained, leaves, strict=True)
+        }
         traced = {name: dict(shard) for name, shard in shards.items()}
-        for each, probe in zip(trained, probes, strict=True):
-            traced[each.unit.name][each.buffer.key] = _Watch.apply(each.shard_in(shards), probe)
+        for unit_buffer, probe in zip(trained, probes, strict=True):
+            traced[unit_buffer.unit.name][unit_buffer.buffer.key] = _Watch.apply(
+                unit_buffer.shard_in(shards), probe
+            )
         with activate(
-            GradReducer([traced[unit][key] for unit, key in given], gathered=[*given.values()])
+            GradReducer(
+                [traced[unit][key] for unit, key in given_leaves], gathered=[*given_leaves.values()]
+            )
         ):
             loss = call(traced, unflatten_sample(sample))
         if leaves and isinstance(loss, torch.Tensor) and not loss.requires_grad:
@@ -155,25 +167,28 @@ def sum_of_samples(
     of_samples = torch.vmap(
         torch.func.grad_and_value(loss_of, argnums=(0, 1)), (None, None, 0), randomness="different"
     )
-    leaves = [gathered[each.name] for each in trained]
+    leaves = [gathered[unit_buffer.name] for unit_buffer in trained]
     probes = [
-        torch.zeros((), device=each.shard_in(shards).device, dtype=torch.float32)
-        for each in trained
+        torch.zeros((), device=unit_buffer.shard_in(shards).device, dtype=torch.float32)
+        for unit_buffer in trained
     ]
     # The sums have the dtype of the shards, also in a unit that computes in a narrower dtype.
     make = torch.empty_like if count else torch.zeros_like  # the first chunk fills the sums
-    sums = [make(whole[each.name], dtype=each.shard_in(shards).dtype) for each in trained]
+    sums = [
+        make(whole_buffers[unit_buffer.name], dtype=unit_buffer.shard_in(shards).dtype)
+        for unit_buffer in trained
+    ]
     losses: list[torch.Tensor] = []
     norms: list[torch.Tensor] = []
     for begin, end in _chunks(count, chunk_size):
         (grads, direct), values = of_samples(
             leaves, probes, [sample[begin:end] for sample in samples]
         )
-        _check_unchanged(buffers, whole, writes)
+        _check_unchanged(buffers, whole_buffers, writes)
         _check_direct(trained, direct)
         grads = [
-            _own(_over_model_axes(own, each, mesh))
-            for each, own in zip(trained, grads, strict=True)
+            _own(_over_model_axes(buffer_grads, unit_buffer, mesh))
+            for unit_buffer, buffer_grads in zip(trained, grads, strict=True)
         ]
         if on_grads is not None:
             _show(trained, grads, on_grads)
@@ -216,9 +231,12 @@ def _show(trained: Sequence[UnitBuffer], grads: Sequence[Grads], on_grads: OnSam
     """Call ``on_grads`` for each unit with the gradients of one chunk."""
     with torch.no_grad():
         shown: dict[str, dict[str, torch.Tensor]] = {}
-        for each, own in zip(trained, grads, strict=True):
-            shown.setdefault(each.unit.name, {}).update(
-                {leaf.path: grad for leaf, grad in zip(each.buffer.leaves, own, strict=True)}
+        for unit_buffer, buffer_grads in zip(trained, grads, strict=True):
+            shown.setdefault(unit_buffer.unit.name, {}).update(
+                {
+                    leaf.path: grad
+                    for leaf, grad in zip(unit_buffer.buffer.leaves, buffer_grads, strict=True)
+                }
             )
         for unit, by_path in shown.items():
             on_grads(unit, by_path)
@@ -226,12 +244,16 @@ def _show(trained: Sequence[UnitBuffer], grads: Sequence[Grads], on_grads: OnSam
 
 def _norms(grads: Sequence[Grads], trained: Sequence[UnitBuffer], mesh: Mesh) -> torch.Tensor:
     """Return the norm of each sample's gradient over all buffers, in float32 or wider."""
-    norms = [_norm(own) for own in grads]
+    norms = [_norm(buffer_grads) for buffer_grads in grads]
     axes = model_axes(mesh)
-    for local in dict.fromkeys(each.buffer.local for each in trained):
+    for local in dict.fromkeys(unit_buffer.buffer.local for unit_buffer in trained):
         if along := [axis for axis in axes if axis in local]:
             # The rest of these buffers lies on the ranks along these axes.
-            held = [number for number, each in enumerate(trained) if each.buffer.local == local]
+            held = [
+                number
+                for number, unit_buffer in enumerate(trained)
+                if unit_buffer.buffer.local == local
+            ]
             squares = torch.stack([norms[number].square() for number in held]).sum(0)
             squares = all_reduce_flat(
                 squares, mesh, local=tuple(axis for axis in mesh.groups if axis not in along)
@@ -272,16 +294,16 @@ def _add(
         first: whether this is the first chunk.
     """
     scale = torch.ones_like(norms) if max_norm is None else (max_norm / norms).clamp(max=1.0)
-    for total, own, each in zip(sums, grads, trained, strict=True):
+    for total, buffer_grads, unit_buffer in zip(sums, grads, trained, strict=True):
         weights = scale.to(total)
-        for leaf, grad in zip(each.buffer.leaves, own, strict=True):
+        for leaf, grad in zip(unit_buffer.buffer.leaves, buffer_grads, strict=True):
             if leaf.numel:
                 rows = grad.reshape(len(grad), -1).to(total.dtype)
                 total.narrow(0, leaf.offset, leaf.numel).addmv_(
                     rows.t(), weights, beta=0 if first else 1
                 )
         if first:
-            total[each.buffer.numel :] = 0  # the padding
+            total[unit_buffer.buffer.numel :] = 0  # the padding
 
 
 def _chunks(count: int, size: int | None) -> Iterator[tuple[int, int]]:
@@ -312,17 +334,17 @@ def _check_samples(count: int, chunk_size: int | None, mesh: Mesh) -> None:
     axes = model_axes(mesh)
     if not axes:
         return
-    found = all_gather_texts(
+    counts_by_rank = all_gather_texts(
         mesh, f"{count} in chunks of {chunk_size}" if chunk_size else str(count), "samples"
     )
     first: dict[tuple[int, ...], int] = {}
-    for rank, text in enumerate(found):
+    for rank, text in enumerate(counts_by_rank):
         position = position_of(rank, mesh.shape)
         peer = first.setdefault(tuple(position[axis] for axis in AXES), rank)
-        if text != found[peer]:
+        if text != counts_by_rank[peer]:
             raise ValueError(
                 f"ranks along {' and '.join(map(repr, axes))} must pass the same samples, whose "
-                f"losses they compute together; found {found[peer]} on rank {peer} and {text} on "
+                f"losses they compute together; found {counts_by_rank[peer]} on rank {peer} and {text} on "
                 f"rank {rank}: split the batch along the data axes only"
             )
 
@@ -333,9 +355,9 @@ def _check_unchanged(
     writes: dict[tuple[str, str], int],
 ) -> None:
     """Raise ``RuntimeError`` if a gathered buffer was written to since it came."""
-    for each in buffers:
-        if version(whole[each.name]) != writes[each.name]:
-            raise modified_leaf(each.unit, each.buffer)
+    for unit_buffer in buffers:
+        if version(whole[unit_buffer.name]) != writes[unit_buffer.name]:
+            raise modified_leaf(unit_buffer.unit, unit_buffer.buffer)
 
 
 def _check_direct(trained: Sequence[UnitBuffer], direct: Sequence[torch.Tensor]) -> None:
@@ -344,11 +366,11 @@ def _check_direct(trained: Sequence[UnitBuffer], direct: Sequence[torch.Tensor])
     reached = (
         torch.stack([grad.any().to(direct[0].device) for grad in direct]).tolist() if direct else []
     )
-    for each, found in zip(trained, reached, strict=True):
-        if found:
+    for unit_buffer, reached_grads in zip(trained, reached, strict=True):
+        if reached_grads:
             raise ValueError(
                 "per_sample_grad differentiates gathered units only; a gradient reached the shard "
-                f"{each.buffer.key!r} of unit {each.unit.title!r} by another way, such as a "
+                f"{unit_buffer.buffer.key!r} of unit {unit_buffer.unit.title!r} by another way, such as a "
                 "penalty on the shard itself or remat around the unit: leave these out of "
                 "loss_fn, and add a penalty's gradient to the result"
             )

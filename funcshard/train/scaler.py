@@ -187,20 +187,20 @@ class GradScaler:
             # Why not the kernel: a graph can fuse arithmetic, and transforms know no rule for the
             # kernel.
             new = [leaf.to(dtype) * inverses[leaf.device].to(dtype) for leaf, dtype in wide]
-            found = {
+            found_infs = {
                 device: torch.zeros((), device=device, dtype=torch.float32) for device in inverses
             }
             for leaf in _first(leaves, sizes):
-                found[leaf.device] = torch.maximum(
-                    found[leaf.device], leaf.isfinite().all().logical_not().float()
+                found_infs[leaf.device] = torch.maximum(
+                    found_infs[leaf.device], leaf.isfinite().all().logical_not().float()
                 )
         else:
             new = [leaf.to(dtype, copy=not donate) for leaf, dtype in wide]
-            found = unscale_in_place(_first(new, sizes), inverses)
+            found_infs = unscale_in_place(_first(new, sizes), inverses)
         # A scale of zero hides every infinity from the gradients.
         anywhere = inverse.isfinite().logical_not().float().to(mesh.device)
-        for other in found.values():
-            anywhere = torch.maximum(anywhere, other.to(mesh.device))
+        for other_inf in found_infs.values():
+            anywhere = torch.maximum(anywhere, other_inf.to(mesh.device))
         return unflatten(new), psum_world(anywhere, mesh) > 0
 
     def update(self, state: ScalerState, found_inf: torch.Tensor) -> ScalerState:

@@ -62,14 +62,16 @@ def check_names(cls: type, options: Iterable[Mapping[str, Any]]) -> None:
         parameters = inspect.signature(cls).parameters
     except (TypeError, ValueError):  # a class that does not say what it takes
         return
-    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
     names = list(parameters)[1:]  # the first one is for the parameters
-    for number, own in enumerate(options):
-        for name, value in own.items():
+    for number, group_options in enumerate(options):
+        for name, value in group_options.items():
             check_no_scheduler(name, value)
-        wrong = [name for name in own if name not in names and not (number and name == "paths")]
-        if wrong and not (number and "paths" not in own):
+        wrong = [
+            name for name in group_options if name not in names and not (number and name == "paths")
+        ]
+        if wrong and not (number and "paths" not in group_options):
             where = (
                 f"group {number} has options that {cls.__name__} does not take"
                 if number
@@ -103,8 +105,8 @@ def check_options(cls: type[torch.optim.Optimizer], options: Sequence[Mapping[st
         cls: the class.
         options: the options of all leaves, then the options that each further group overrides.
     """
-    for number, own in enumerate(options):
-        merged = {**options[0], **own}
+    for number, group_options in enumerate(options):
+        merged = {**options[0], **group_options}
         where = f" of group {number}" if number else ""
         check_values({name: value for name, value in merged.items() if not callable(value)}, where)
         if any(
@@ -177,7 +179,7 @@ def learn_entries(
         for group in sorted(members):
             merged = {**options[0], **options[group]}
             exact = exact and not any(callable(merged.get(name)) for name in _DECISIVE)
-            now = {
+            options_now = {
                 name: v(0) if callable(v) else v
                 for name, v in merged.items()
                 if name not in _IGNORED
@@ -191,7 +193,7 @@ def learn_entries(
                 with_plain_factories(),
             ):
                 warnings.simplefilter("ignore")
-                optimizer: Any = cls([parameter], **now, **rate)
+                optimizer: Any = cls([parameter], **options_now, **rate)
                 optimizer.step()
             for name, value in optimizer.state.get(parameter, {}).items():
                 flat[name] = isinstance(value, torch.Tensor) and value.shape == parameter.shape
@@ -206,9 +208,9 @@ def check_trees(grads: Any, state: Any, params: Any, title: str) -> None:
     ``title`` names the optimizer in the error.
     """
     if not isinstance(state, Mapping) or not {"steps", "leaves"} <= state.keys():
-        found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+        found_keys = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
         raise ValueError(
-            f"a state of {title} must hold 'steps' and 'leaves'; found {found}, of another "
+            f"a state of {title} must hold 'steps' and 'leaves'; found {found_keys}, of another "
             f"optimizer: {REMEDY}"
         )
     if not _same_structure(params, state["leaves"]):
@@ -258,11 +260,11 @@ def check_dtypes(leaves: Sequence[torch.Tensor], params: Any, title: str) -> Non
 
 def check_size(shard: Any, buffer: BufferPlan, unit: UnitPlan) -> None:
     """Raise ``ValueError`` unless a shard has the size for which parameter groups were laid out."""
-    found = tuple(shard.shape) if isinstance(shard, torch.Tensor) else shard
-    if found != (buffer.shard_numel,):
+    found_shape = tuple(shard.shape) if isinstance(shard, torch.Tensor) else shard
+    if found_shape != (buffer.shard_numel,):
         raise ValueError(
             f"shard {buffer.key!r} of unit {unit.title!r} must have shape ({buffer.shard_numel},), "
-            f"under the plan that the optimizer was made with; found {found}: make the optimizer "
+            f"under the plan that the optimizer was made with; found {found_shape}: make the optimizer "
             "with the plan of these shards"
         )
 
@@ -301,8 +303,8 @@ def _fault(known: KnownEntries, state: Mapping[str, Any], size: Any, groups: int
     for name, value in state.items():
         if known.flat.get(name):
             if value is not None and (not isinstance(value, torch.Tensor) or value.shape != size):
-                found = tuple(value.shape) if isinstance(value, torch.Tensor) else value
-                return f"its {name!r} must have shape {tuple(size)}; found {found}, of another plan or number of ranks"
+                found_value = tuple(value.shape) if isinstance(value, torch.Tensor) else value
+                return f"its {name!r} must have shape {tuple(size)}; found {found_value}, of another plan or number of ranks"
         elif known.exact and value is not None and _values(value) != groups:
             return f"its {name!r} must have a value for each of {groups} groups; found {value!r}"
     return None
@@ -315,13 +317,17 @@ def _difference(wanted: Any, found: Any, where: str = "") -> str:
     if wanted.keys() == found.keys():
         inner = ((wanted[key], found[key], f" at {key!r}") for key in wanted)
         return next(
-            (_difference(*each) for each in inner if not _alike(each[0], each[1])),
+            (
+                _difference(*inner_pair)
+                for inner_pair in inner
+                if not _alike(inner_pair[0], inner_pair[1])
+            ),
             "another structure",
         )
-    missing, unexpected = (
+    missing_names, unexpected = (
         sorted(map(str, a.keys() - b.keys()))[:3] for a, b in ((wanted, found), (found, wanted))
     )
-    return f"a tree without {missing or 'nothing'} and with {unexpected or 'nothing'} more{where}"
+    return f"a tree without {missing_names or 'nothing'} and with {unexpected or 'nothing'} more{where}"
 
 
 def _alike(wanted: Any, found: Any) -> bool:

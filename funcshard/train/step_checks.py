@@ -20,13 +20,15 @@ def texts_of_optimizer(optimizer: Any) -> dict[str, str]:
     """Return the settings of an optimizer by name, as texts that ranks can compare."""
     step = optimizer[1] if isinstance(optimizer, tuple) and len(optimizer) == 2 else optimizer
     if isinstance(step, MuonStep):
-        own = {f"{name} of muon": text_of(value) for name, value in sorted(step.options.items())}
+        own_texts = {
+            f"{name} of muon": text_of(value) for name, value in sorted(step.options.items())
+        }
         matrices = {f"the optimizer of leaf {path!r}": "muon" for path in sorted(step.owners.of)}
-        rest = {
+        rest_texts = {
             f"{name}, for other leaves": text
             for name, text in texts_of_optimizer((None, step.adamw)).items()
         }
-        return {"the optimizer": "muon", **own, **matrices, **rest}
+        return {"the optimizer": "muon", **own_texts, **matrices, **rest_texts}
     if not isinstance(step, TorchStep):
         return {"the optimizer": text_of(step)}
     texts = {"the optimizer": text_of(step.cls)} | {
@@ -88,14 +90,14 @@ def check_loss_fn(loss_fn: Any) -> None:
 
 def found_as_state(value: Any) -> str:
     """Return what was found in place of a state, and the remedy if it is known."""
-    found = type(value).__name__
+    found_type = type(value).__name__
     if isinstance(value, tuple) and value and isinstance(value[0], TrainState):
-        return f"{found}: write state, metrics = step(state, batch)"
+        return f"{found_type}: write state, metrics = step(state, batch)"
     if isinstance(value, Mapping):
-        inner = [name for name, each in value.items() if isinstance(each, TrainState)]
+        inner = [name for name, inner_value in value.items() if isinstance(inner_value, TrainState)]
         return (
-            f"{found}: pass its entry {inner[0]!r}"
+            f"{found_type}: pass its entry {inner[0]!r}"
             if inner
-            else f"{found}: make the state with step.init(shards, buffers)"
+            else f"{found_type}: make the state with step.init(shards, buffers)"
         )
-    return found
+    return found_type

@@ -268,15 +268,15 @@ def _gradient_function(loss_fn: Any, mesh: Mesh, keywords: GradientKeywords) -> 
                 f"{min(keywords)!r} beside a function of value_and_grad or accumulate: pass it "
                 "there"
             )
-        given = loss_fn.options.mesh
-        if given is not None and given.shape != mesh.shape:
+        given_mesh = loss_fn.options.mesh
+        if given_mesh is not None and given_mesh.shape != mesh.shape:
             raise ValueError(
-                f"the loss function and the step must have one mesh; found {given.shape} and "
+                f"the loss function and the step must have one mesh; found {given_mesh.shape} and "
                 f"{mesh.shape}: leave mesh= out of value_and_grad or accumulate"
             )
         return loss_fn
-    own = {name: value for name, value in keywords.items() if name != "accumulate"}
-    options = GradientOptions(mesh=mesh, **own)  # type: ignore[arg-type]
+    own_options = {name: value for name, value in keywords.items() if name != "accumulate"}
+    options = GradientOptions(mesh=mesh, **own_options)  # type: ignore[arg-type]
     count = check_reduce(keywords.get("accumulate", 1), options.reduce, "accumulate")
     if count == 1:
         return gradient_function(loss_fn, options)
@@ -288,14 +288,14 @@ def _check_names(new_buffers: Any, buffers: Any) -> None:
     if isinstance(buffers, Mapping) and (
         not isinstance(new_buffers, Mapping) or new_buffers.keys() != buffers.keys()
     ):
-        found = (
+        found_names = (
             sorted(map(str, new_buffers))[:4]
             if isinstance(new_buffers, Mapping)
             else type(new_buffers).__name__
         )
         raise TypeError(
             "with mutable=True loss_fn must return the new buffers, under the names "
-            f"{sorted(buffers)[:4]}; found {found}: the order of its results is (loss, weight, "
+            f"{sorted(buffers)[:4]}; found {found_names}: the order of its results is (loss, weight, "
             "new_buffers, aux)"
         )
 
@@ -306,12 +306,14 @@ def _named_results(result: Any, has_aux: bool, mutable: bool, weighted: bool) ->
     if len(names) == 1 and not isinstance(result, tuple):
         return {"loss": result}
     if not isinstance(result, tuple) or len(result) != len(names):
-        wanted = names[0] if len(names) == 1 else f"({', '.join(names)})"
-        found = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+        wanted_text = names[0] if len(names) == 1 else f"({', '.join(names)})"
+        found_text = (
+            f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+        )
         raise TypeError(
             f"with has_aux={has_aux} and mutable={mutable}{' and weighted=True' if weighted else ''} loss_fn must return "
-            f"{wanted}; found {found}: for (loss, aux) pass has_aux=True, for (loss, new_buffers) mutable=True, for "
-            f"(loss, weight) weighted=True"
+            f"{wanted_text}; found {found_text}: for (loss, aux) pass has_aux=True, for (loss, new_buffers) "
+            f"mutable=True, for (loss, weight) weighted=True"
         )
     return dict(zip(names, result, strict=True))
 
@@ -403,10 +405,12 @@ class TrainStep:
                 f"TrainState of step.init, or of the step before; found {found_as_state(state)}"
             )
         if (state.scaler is None) != (self.scaler is None):
-            given, other = ("a scaler", "none") if self.scaler is not None else ("no scaler", "one")
+            given_text, other_text = (
+                ("a scaler", "none") if self.scaler is not None else ("no scaler", "one")
+            )
             remedy = "scaler.init(mesh)" if self.scaler is not None else "None"
             raise ValueError(
-                f"the step was made with {given}, and the state holds {other}, so losses would not "
+                f"the step was made with {given_text}, and the state holds {other_text}, so losses would not "
                 f"be scaled as before; set it with state._replace(scaler={remedy})"
             )
 
@@ -477,10 +481,10 @@ class TrainStep:
             )
         _log.debug("step %d ends", state.step + 1)
         shards = {name: {**state.shards[name], **new.get(name, {})} for name in state.shards}
-        after = TrainState(shards, buffers, opt_state, state.step + 1, scaling)
+        state_after = TrainState(shards, buffers, opt_state, state.step + 1, scaling)
         if skips:
-            after = self._chosen(state, after, weight, metrics.get("found_inf"))
-        return after, metrics
+            state_after = self._chosen(state, state_after, weight, metrics.get("found_inf"))
+        return state_after, metrics
 
     def _chosen(
         self,
@@ -509,8 +513,8 @@ class TrainStep:
             recording.replayable = False
             return after
         chosen = choose_tree(skipped, before, after)
-        whole = after if no_data is None else choose_tree(no_data, before, after)
-        return chosen._replace(buffers=whole.buffers, scaler=whole.scaler)
+        chosen_state = after if no_data is None else choose_tree(no_data, before, after)
+        return chosen._replace(buffers=chosen_state.buffers, scaler=chosen_state.scaler)
 
 
 def _trainable(shards: Shards, plan: Plan) -> Shards:

@@ -79,8 +79,8 @@ class SharedMemoryBackend:
         def read() -> None:
             rows = out.view(self._size, -1)
             shards = exchange.all_contributions(key, shard.numel(), out.dtype)
-            for row, theirs in zip(rows, shards, strict=True):
-                row.copy_(theirs)
+            for row, peer_shard in zip(rows, shards, strict=True):
+                row.copy_(peer_shard)
 
         return _CollectiveWork(self, key, read)
 
@@ -103,8 +103,10 @@ class SharedMemoryBackend:
             if shard.ndim == 1:
                 output[self._rank * shard.nbytes :][: shard.nbytes].view(dtype).copy_(shard)
             else:
-                whole = output[: shard.nbytes * self._size].view(dtype)
-                _slices(whole, shard.shape, self._size)[self._rank].copy_(shard.flatten(0, -2))
+                whole_output = output[: shard.nbytes * self._size].view(dtype)
+                _slices(whole_output, shard.shape, self._size)[self._rank].copy_(
+                    shard.flatten(0, -2)
+                )
             exchange.announce(
                 key, IN_OUTPUT, None if self._rank else exchange.contributions[-number][0]
             )
@@ -116,15 +118,20 @@ class SharedMemoryBackend:
 
     def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], number: int) -> Work:
         """See ``Group``."""
-        key, own, rank, exchange = self._begin(number), out.view(-1), self._rank, self.exchange
-        n = own.numel()
+        key, own_output, rank, exchange = (
+            self._begin(number),
+            out.view(-1),
+            self._rank,
+            self.exchange,
+        )
+        n = own_output.numel()
         numel = n * (self._size - 1)
-        block, offset = self.blocks.reserve(numel * own.itemsize)
-        written = block.tensor(numel, own.dtype, offset=offset)
+        block, offset = self.blocks.reserve(numel * own_output.itemsize)
+        written = block.tensor(numel, own_output.dtype, offset=offset)
         # The slices of the peers go into the block. This rank's slice goes to ``out``.
         for target, begin in (
             (written[: rank * n], 0),
-            (own, rank * n),
+            (own_output, rank * n),
             (written[rank * n :], (rank + 1) * n),
         ):
             if len(target):
@@ -137,13 +144,13 @@ class SharedMemoryBackend:
             # comes one position earlier in the contributions of lower ranks.
             peers = [r for r in range(self._size) if r != rank]
             slices = [
-                exchange.contribution(key, r, (rank + (r > rank)) * n, own.dtype)[-n:]
+                exchange.contribution(key, r, (rank + (r > rank)) * n, own_output.dtype)[-n:]
                 for r in peers
             ]
             # Why clone: the first addition overwrites ``own``, so a slice that is added later must
             # lie elsewhere.
-            slices.insert(rank, own.clone() if rank > 1 else own)
-            sum_in_rank_order(own, slices)
+            slices.insert(rank, own_output.clone() if rank > 1 else own_output)
+            sum_in_rank_order(own_output, slices)
 
         work = _CollectiveWork(self, key, read, adds_in_place=True)
         # An inference tensor cannot be written to outside inference mode.
@@ -168,7 +175,7 @@ class SharedMemoryBackend:
 
         def read_in_two_phases() -> None:
             contributions = exchange.all_contributions(key, begin + mine.numel(), flat.dtype)
-            sum_in_rank_order(mine, [theirs[begin:] for theirs in contributions])
+            sum_in_rank_order(mine, [peer_part[begin:] for peer_part in contributions])
             second = key + 1
             # Otherwise an earlier wait was interrupted after this.
             if second not in exchange.contributions:
@@ -390,10 +397,10 @@ def _slices(gathered: torch.Tensor, shape: torch.Size, size: int) -> torch.Tenso
 
 def _is_unfinished(work: weakref.ref[_CollectiveWork]) -> bool:
     """Read a reduction now if every rank has contributed; return whether it remains unread."""
-    found = work()
-    if found is None:
+    unfinished_work = work()
+    if unfinished_work is None:
         return False
     # Why not inside a mode or transform: the sum is no part of the computation that runs there.
     if torch.is_inference_mode_enabled() or recording_or_transforming():
         return True
-    return not found.finish_if_arrived()
+    return not unfinished_work.finish_if_arrived()

@@ -167,12 +167,12 @@ class Exchange:
     def first_without(self, key: int) -> Peer | None:
         """Return the first peer that has not announced ``key`` with this rank's history."""
         history = self.in_progress[key >> 1]
-        found = (
+        peer_without = (
             peer
             for peer in self.peers.all
             if key not in peer.received or peer.received[key].history != history
         )
-        return next(found, None)
+        return next(peer_without, None)
 
     def contribution(self, key: int, rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the first ``numel`` elements of a rank's contribution."""
@@ -276,10 +276,10 @@ class Arrival:
             else min(self._end, time.monotonic() + patience.total_seconds())
         )
         while not self._exchange.has_arrived(self._key):
-            left = end - time.monotonic()
+            seconds_left = end - time.monotonic()
             # Why receive once more after the end: this thread may have spent the time elsewhere
             # while the messages came.
-            if not self._exchange.receive(max(left, 0.0)) and left <= 0:
+            if not self._exchange.receive(max(seconds_left, 0.0)) and seconds_left <= 0:
                 raise RuntimeError(
                     f"Timed out waiting {self._exchange.timeout:g} s for the ranks of one machine"
                 )

@@ -152,9 +152,9 @@ class Pool:
         pool = weakref.ref(self)
 
         def give_back(block: Block) -> None:
-            own = pool()
-            if own is not None:
-                own.give_back(block)
+            own_pool = pool()
+            if own_pool is not None:
+                own_pool.give_back(block)
 
         self._on_free = give_back
 
@@ -173,10 +173,10 @@ class Pool:
         # Why reversed: of equal blocks the pool takes the one that came back last, so blocks that
         # are not needed move to the front of the list.
         fitting = [block for block in reversed(free) if fits(block, size)]
-        found = min(fitting, key=lambda block: len(block.memory)) if fitting else None
+        free_block = min(fitting, key=lambda block: len(block.memory)) if fitting else None
         dropped = None
-        if found is not None:
-            free.remove(found)
+        if free_block is not None:
+            free.remove(free_block)
             if free and free[0].idle_since + _IDLE_TAKES < self._takes:
                 dropped = free[0]
         else:  # a new block replaces the largest of the free blocks that are too small
@@ -185,11 +185,11 @@ class Pool:
         if dropped is not None:
             free.remove(dropped)
             dropped.close()
-        if found is None:
-            found = self._make(size)
+        if free_block is None:
+            free_block = self._make(size)
             self.made += 1
-            found.number = self.made
-        return found, dropped.number if dropped is not None else 0
+            free_block.number = self.made
+        return free_block, dropped.number if dropped is not None else 0
 
     def give_back(self, block: Block) -> None:
         """Give a block back to the pool; ``take`` is the inverse."""
@@ -237,10 +237,10 @@ class SharedBlocks:
         # for 7 MiB), this rank never depends on its peers.
         end = time.monotonic() + min(size * _WAIT_PER_BYTE, _MAX_WAIT)
         while not self.pool.has(size) and any(fits(block, size) for block in busy()):
-            left = end - time.monotonic()
-            if left <= 0:
+            seconds_left = end - time.monotonic()
+            if seconds_left <= 0:
                 break
-            receive(left)
+            receive(seconds_left)
         return self.take(size)
 
     def reserve(self, size: int) -> tuple[Block, int]:

@@ -69,7 +69,7 @@ def connect(
         answers = [
             json.loads(text) for text in all_gather_text(json.dumps([machine, name, secret]))
         ]
-        if listener is None or any(other != machine for other, _, _ in answers):
+        if listener is None or any(other_machine != machine for other_machine, _, _ in answers):
             return {}
         meeting = _Meeting(
             rank, listener, bytes.fromhex(answers[0][2]), [address for _, address, _ in answers]
@@ -94,8 +94,8 @@ def connect(
 
 def close(sockets: Mapping[int, socket.socket]) -> None:
     """Close the sockets that ``connect`` returned; ``connect`` is the inverse."""
-    for each in sockets.values():
-        each.close()
+    for peer_socket in sockets.values():
+        peer_socket.close()
 
 
 @dataclass(slots=True, eq=False)
@@ -141,16 +141,16 @@ class _Meeting:
 
     def call(self, end: float) -> bool:
         """Call every lower rank; return whether all were reached before ``end``."""
-        return all(self._call(other, end) for other in range(self._rank))
+        return all(self._call(peer_rank, end) for peer_rank in range(self._rank))
 
     def prove(self, end: float) -> bool:
         """Prove and check all connections; return whether all ranks were there before ``end``."""
         while len(self.proven) < len(self._addresses) - 1:
-            left = end - time.monotonic()
-            if left <= 0 or (self._lost and not self._call(self._lost.pop(), end)):
+            seconds_left = end - time.monotonic()
+            if seconds_left <= 0 or (self._lost and not self._call(self._lost.pop(), end)):
                 return False
             if not self._lost:
-                self._step(left)
+                self._step(seconds_left)
         return True
 
     def hang_up(self) -> None:
@@ -184,7 +184,7 @@ class _Meeting:
     def _step(self, seconds: float) -> None:
         """Wait at most ``seconds`` until something comes, and handle all that has come."""
         poll = select.poll()
-        called = {call.connection.fileno(): other for other, call in self._called.items()}
+        called = {call.connection.fileno(): peer_rank for peer_rank, call in self._called.items()}
         for file in (self._listener.fileno(), *called, *self._calls):
             poll.register(file, select.POLLIN)
         for file, _ in poll.poll(seconds * 1000):
@@ -242,9 +242,11 @@ class _Meeting:
                 data, self._proof("caller", call.caller, self._rank, call)
             ):
                 call.connection.send(_WELCOME)
-                known = self.proven.pop(call.caller, None)
-                if known is not None:  # an earlier call of the same rank, which it has given up
-                    known.close()
+                proven_caller = self.proven.pop(call.caller, None)
+                if (
+                    proven_caller is not None
+                ):  # an earlier call of the same rank, which it has given up
+                    proven_caller.close()
                 self.proven[call.caller] = self._calls.pop(file).connection
                 return
         except BlockingIOError:

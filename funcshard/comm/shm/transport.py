@@ -100,7 +100,9 @@ class Peers:
         look: Callable[[], object] = lambda: None,
         patience: float = math.inf,
     ) -> None:
-        self.all = [Peer(other, connection) for other, connection in sorted(connections.items())]
+        self.all = [
+            Peer(peer_rank, connection) for peer_rank, connection in sorted(connections.items())
+        ]
         self._timeout, self._look, self._patience = timeout, look, patience
         self._poll = select.poll()
         self._by_file = {}
@@ -146,16 +148,16 @@ class Peers:
                 # If the peer has gone, a wait for its next message will raise.
                 if error.errno not in _FULL:
                     return
-                now = time.monotonic()
+                current_time = time.monotonic()
                 if not end:
-                    end, next_look = now + self._timeout, now + self._patience
-                if now > end:
+                    end, next_look = current_time + self._timeout, current_time + self._patience
+                if current_time > end:
                     raise RuntimeError(
                         f"Timed out waiting {self._timeout:g} s for rank {peer.rank} to read"
                     ) from None
-                if now > next_look:
+                if current_time > next_look:
                     self._look()
-                    next_look = now + self._patience / 8
+                    next_look = current_time + self._patience / 8
                 # Why receive here: the peer has hundreds of messages to read, and may itself be
                 # waiting until this rank reads.
                 if not receive(0.01):
@@ -239,9 +241,9 @@ def _map_received(peer: Peer, files: list[int]) -> torch.Tensor:
     try:
         if not files:  # the system drops a file for which the process has no room
             raise OSError(errno.EMFILE, "the file did not come with its message")
-        found = os.fstat(files[0]).st_size
-        size = f" ({found:,} bytes)"
-        if not found:
+        file_size = os.fstat(files[0]).st_size
+        size = f" ({file_size:,} bytes)"
+        if not file_size:
             raise OSError(errno.EINVAL, "the file is empty")
         return map_block(files[0])
     except (OSError, RuntimeError) as error:
@@ -253,13 +255,13 @@ def _map_received(peer: Peer, files: list[int]) -> torch.Tensor:
             f"{remedy}, or pass shared_memory=False to init_mesh; the system says: {error}",
         ) from error
     finally:
-        for each in files:
-            os.close(each)
+        for received_file in files:
+            os.close(received_file)
 
 
 def _code_of(error: OSError | RuntimeError) -> int:
     """Return the number of the system's error; torch tells it at the end of its message only."""
     if isinstance(error, OSError):
         return error.errno or errno.EIO
-    found = re.search(r"\((\d+)\)$", str(error).splitlines()[0])
-    return int(found[1]) if found else errno.EIO
+    code_match = re.search(r"\((\d+)\)$", str(error).splitlines()[0])
+    return int(code_match[1]) if code_match else errno.EIO

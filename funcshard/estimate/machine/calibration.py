@@ -75,7 +75,7 @@ def calibrate(
         "ranks", ranks, 2, remedy="pass at least 2, since one rank issues no collectives"
     )
     check_flag("shared_memory", shared_memory)
-    sizes = sorted({check_count("sizes", each, 4 * ranks, of="bytes") for each in sizes})
+    sizes = sorted({check_count("sizes", size, 4 * ranks, of="bytes") for size in sizes})
     if len(sizes) < 2:
         raise ValueError(
             f"sizes must hold at least 2 sizes, for a latency and a bandwidth; found {sizes}: add "
@@ -99,8 +99,8 @@ def calibrate(
             (ranks, folder, shared_memory, sizes, seconds, reference or Reference()),
             nprocs=ranks,
         )
-        found = [torch.load(Path(folder, f"rank{rank}.pt")) for rank in range(ranks)]
-    hardware = _describe(found, ranks, shared_memory)
+        rank_results = [torch.load(Path(folder, f"rank{rank}.pt")) for rank in range(ranks)]
+    hardware = _describe(rank_results, ranks, shared_memory)
     if path is not None:
         Path(path).write_text(hardware.to_json(), encoding="utf-8")
         say(f"Wrote {os.fspath(path)}")
@@ -168,9 +168,9 @@ def _rank(
     wait = datetime.timedelta(minutes=5)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=wait)
     mesh = init_mesh({"shard": ranks}, device="cpu", shared_memory=shared_memory)
-    found = measure(mesh, sizes, seconds, reference)
+    rank_results = measure(mesh, sizes, seconds, reference)
     dist.destroy_process_group()
-    torch.save(found, Path(folder, f"rank{rank}.pt"))
+    torch.save(rank_results, Path(folder, f"rank{rank}.pt"))
 
 
 def _describe(found: Sequence[_Times], ranks: int, shared_memory: bool) -> Hardware:
@@ -180,27 +180,34 @@ def _describe(found: Sequence[_Times], ranks: int, shared_memory: bool) -> Hardw
     source = Source(f"measured by python -m funcshard calibrate{option} on {_cpu()}, {today}")
 
     def mean(figure: str) -> float:
-        return statistics.mean(each[figure] for each in found)
+        return statistics.mean(rank_result[figure] for rank_result in found)
 
     runs = {
-        key: zip(*(each["collectives"][key] for each in found), strict=True)
+        key: zip(*(rank_result["collectives"][key] for rank_result in found), strict=True)
         for key in found[0]["collectives"]
     }
     times = {key: min(map(statistics.mean, ranks_times)) for key, ranks_times in runs.items()}
     links = tuple(
         fit_link(
-            kind,
+            collective_kind,
             ranks,
-            {size: taken for (each, size), taken in times.items() if each == kind},
+            {
+                size: taken
+                for (timed_kind, size), taken in times.items()
+                if timed_kind == collective_kind
+            },
             source,
         )
-        for kind in KINDS
+        for collective_kind in KINDS
     )
     flops = {
-        name: statistics.mean(each["flops"][name] for each in found) for name in found[0]["flops"]
+        name: statistics.mean(rank_result["flops"][name] for rank_result in found)
+        for name in found[0]["flops"]
     }
     bandwidth = mean("memory_bandwidth")
-    rates = StepRates(*map(statistics.mean, zip(*(each["rates"] for each in found), strict=True)))
+    rates = StepRates(
+        *map(statistics.mean, zip(*(rank_result["rates"] for rank_result in found), strict=True))
+    )
     step = Source(f"{source.text}, in a training step of a transformer")
     return Hardware(
         name=f"cpu-{ranks}x-{way}",

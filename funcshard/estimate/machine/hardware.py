@@ -180,7 +180,7 @@ class Hardware:
                 "of a node; found none: add the latency and bandwidth of at least one number of "
                 "ranks"
             )
-        sizes = [each.bytes for each in self.size_factors]
+        sizes = [size_factor.bytes for size_factor in self.size_factors]
         if sizes != sorted(set(sizes)):
             raise ValueError(
                 f"size_factors must stand in order of their bytes; found {sizes}: sort them"
@@ -207,7 +207,7 @@ class Hardware:
             _FIGURES if self.optimizer_efficiency is None else (*_FIGURES, "optimizer_efficiency")
         )
         return {name: getattr(self, name) for name in names} | {
-            f"flops.{name}": each for name, each in self.flops.items()
+            f"flops.{name}": dtype_flops for name, dtype_flops in self.flops.items()
         }
 
     def to_json(self) -> str:
@@ -223,11 +223,15 @@ class Hardware:
             for name, value in self.flops.items()
         }
         figures["offload"] = _link_data(self.offload)
-        figures["node"] = [_link_data(each) for each in self.node]
-        figures["network"] = [_link_data(each) for each in self.network]
+        figures["node"] = [_link_data(link) for link in self.node]
+        figures["network"] = [_link_data(link) for link in self.network]
         figures["size_factors"] = [
-            {"bytes": each.bytes, "factor": each.factor, **_source_data(each.source)}
-            for each in self.size_factors
+            {
+                "bytes": size_factor.bytes,
+                "factor": size_factor.factor,
+                **_source_data(size_factor.source),
+            }
+            for size_factor in self.size_factors
         ]
         head = {
             "name": self.name,
@@ -263,29 +267,31 @@ class Hardware:
 
 
 def _from_data(data: dict[str, Any]) -> Hardware:
-    known = {each.name for each in fields(Hardware)} - {"sources"}
-    if wrong := sorted(set(data) - known):
+    known_fields = {class_field.name for class_field in fields(Hardware)} - {"sources"}
+    if wrong := sorted(set(data) - known_fields):
         raise ValueError(
-            f"a hardware description must have the fields {', '.join(sorted(known))}; found "
-            f"{wrong[0]!r}: " + did_you_mean(wrong[0], known, otherwise="remove it")
+            f"a hardware description must have the fields {', '.join(sorted(known_fields))}; found "
+            f"{wrong[0]!r}: " + did_you_mean(wrong[0], known_fields, otherwise="remove it")
         )
     values: dict[str, Any] = {}
     sources: dict[str, Source] = {}
     for name in (*_FIGURES, *(name for name in ("optimizer_efficiency",) if name in data)):
         values[name], sources[name] = _figure(name, _part(data, name, data))
     values["flops"] = {}
-    for dtype, each in file_data.table("flops", _part(data, "flops", data)).items():
-        values["flops"][dtype], sources[f"flops.{dtype}"] = _figure(f"flops.{dtype}", each)
+    for dtype, dtype_flops in file_data.table("flops", _part(data, "flops", data)).items():
+        values["flops"][dtype], sources[f"flops.{dtype}"] = _figure(f"flops.{dtype}", dtype_flops)
     values["offload"] = _link("offload", _part(data, "offload", data))
     for name in ("node", "network"):
         values[name] = tuple(
-            _link(name, each) for each in file_data.listed(name, data.get(name, []))
+            _link(name, link_data) for link_data in file_data.listed(name, data.get(name, []))
         )
     values["size_factors"] = tuple(
         SizeFactor(
-            _part(each, "bytes", each), _part(each, "factor", each), _source("size_factors", each)
+            _part(factor_data, "bytes", factor_data),
+            _part(factor_data, "factor", factor_data),
+            _source("size_factors", factor_data),
         )
-        for each in file_data.listed("size_factors", data.get("size_factors", []))
+        for factor_data in file_data.listed("size_factors", data.get("size_factors", []))
     )
     head = {
         "about": file_data.text("about", data.get("about", "")),
@@ -366,13 +372,13 @@ def hardware_names() -> tuple[str, ...]:
 @functools.cache
 def _names() -> Mapping[str, str]:
     """Return the name of each shipped description by name and alias."""
-    found: dict[str, str] = {}
+    names_by_alias: dict[str, str] = {}
     for path in sorted(_FOLDER.glob("*.json")):
-        found[path.stem] = path.stem
-        found |= dict.fromkeys(
+        names_by_alias[path.stem] = path.stem
+        names_by_alias |= dict.fromkeys(
             json.loads(path.read_text(encoding="utf-8")).get("aliases", ()), path.stem
         )
-    return MappingProxyType(found)
+    return MappingProxyType(names_by_alias)
 
 
 @functools.cache
@@ -419,9 +425,9 @@ def _source_data(source: Source) -> dict[str, str]:
 
 
 def _link_data(link: Link) -> dict[str, Any]:
-    kind = {} if link.kind == ALL_KINDS else {"kind": link.kind}
+    kind_data = {} if link.kind == ALL_KINDS else {"kind": link.kind}
     return {
-        **kind,
+        **kind_data,
         "size": link.size,
         "latency": link.latency,
         "bandwidth": link.bandwidth,

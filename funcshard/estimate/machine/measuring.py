@@ -56,7 +56,7 @@ def measure(
     """
     group = mesh.groups["shard"]
     # Why not always: ranks that share a core wait for each other, which is part of their step.
-    now = CLOCK if group.size <= cores() else time.perf_counter
+    clock = CLOCK if group.size <= cores() else time.perf_counter
     peaks: dict[Any, Callable[[], Any]] = {}
     flops: dict[str, int] = {}
     for dtype in DTYPES:
@@ -79,7 +79,11 @@ def measure(
         torch.ones(TENSORS[-1] // 4, dtype=torch.float32, device="cpu").copy_,
         torch.ones(TENSORS[-1] // 4, dtype=torch.float32, device="cpu"),
     )
-    collectives = {(kind, size): _collective(group, kind, size) for kind in KINDS for size in sizes}
+    collectives = {
+        (collective_kind, size): _collective(group, collective_kind, size)
+        for collective_kind in KINDS
+        for size in sizes
+    }
     swept = torch.ones(2 * max(sizes) // 4, dtype=torch.float32, device="cpu")
     train, update, updated = reference_step(reference)
     best = dict.fromkeys(peaks, math.inf)
@@ -93,16 +97,16 @@ def measure(
             counts[key] = counts.get(key) or _count(run, group, seconds / passes / ROUNDS)
             for _ in range(ROUNDS if counts[key] > 1 else 1):
                 _together(group)
-                best[key] = min(best[key], _clock(run, times=counts[key], now=now))
+                best[key] = min(best[key], _clock(run, times=counts[key], now=clock))
         for _ in range(ROUNDS):
-            kernels.append(_clock(_small_kernels, now=now))
+            kernels.append(_clock(_small_kernels, now=clock))
             for key, run in collectives.items():
                 swept.add_(1)
                 _together(group)
                 links[key].append(_clock(run))
             _together(group)
-            trained.append(_clock(train, now=now))
-            updates.append(_clock(update, now=now))
+            trained.append(_clock(train, now=clock))
+            updates.append(_clock(update, now=clock))
             runs.append(times_of(train))
     overhead = min(kernels) / (2 * KERNELS)
     return {
@@ -125,9 +129,9 @@ def _collective(group: Group, kind: str, size: int) -> Callable[[], Any]:
     A reduction also joins gradients into one buffer and divides the sum, as in a training step.
     """
     ranks, me = group.size, group.rank
-    whole = torch.ones(max(size // 4 // ranks, 1) * ranks, dtype=torch.float32, device="cpu")
-    shard = whole[: whole.numel() // ranks].clone()
-    grads = [part.clone() for part in whole.tensor_split(LEAVES)]
+    whole_tensor = torch.ones(max(size // 4 // ranks, 1) * ranks, dtype=torch.float32, device="cpu")
+    shard = whole_tensor[: whole_tensor.numel() // ranks].clone()
+    grads = [part.clone() for part in whole_tensor.tensor_split(LEAVES)]
     if kind == "all_gather":
         return lambda: group.all_gather_shared(shard).wait()
     if kind == "reduce_scatter":
@@ -137,7 +141,7 @@ def _collective(group: Group, kind: str, size: int) -> Callable[[], Any]:
     if kind == "all_reduce":
         return functools.partial(_reduce, group.all_reduce, group.size, lambda: (torch.cat(grads),))
     if kind == "broadcast":
-        return lambda: group.broadcast(whole, 0).wait()
+        return lambda: group.broadcast(whole_tensor, 0).wait()
     # Exchanges: a rank sends `size` bytes to others, in equal parts or all to the next rank.
     part = size // 4 // (ranks - 1) if kind == "all_to_all" else size // 4
     others = (

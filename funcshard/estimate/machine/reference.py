@@ -80,9 +80,10 @@ class KernelTimes(TorchDispatchMode):
         out = func(*args, **kwargs)
         seconds = CLOCK() - start
         inputs, results = list(tensors_in((args, kwargs))), list(tensors_in(out))
-        known = {storage_id(tensor) for tensor in inputs}
+        known_storages = {storage_id(tensor) for tensor in inputs}
         if results and (
-            writes_inputs(func) or any(storage_id(tensor) not in known for tensor in results)
+            writes_inputs(func)
+            or any(storage_id(tensor) not in known_storages for tensor in results)
         ):
             moved = sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *results))
             self.kernels.append(KernelTime(count_flops(func, args, kwargs, out), moved, seconds))
@@ -104,8 +105,8 @@ class _Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norms[0](x)
         q, k, v = (
-            each(y).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for each in (self.queries, self.keys, self.values)
+            projection(y).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for projection in (self.queries, self.keys, self.values)
         )
         x = x + self.out(
             F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
@@ -172,15 +173,18 @@ def rates_of(
         StepRates(flops=100.0, bandwidth=10.0)
     """
     typical = [
-        each[0]._replace(seconds=statistics.median(one.seconds for one in each))
-        for each in zip(*runs, strict=True)
+        kernel_runs[0]._replace(
+            seconds=statistics.median(timed_run.seconds for timed_run in kernel_runs)
+        )
+        for kernel_runs in zip(*runs, strict=True)
     ]
-    computing = [each for each in typical if each.flops]
-    moving = [each for each in typical if not each.flops]
+    computing = [kernel for kernel in typical if kernel.flops]
+    moving = [kernel for kernel in typical if not kernel.flops]
     # Why a least: tiny kernels take no longer than their overhead.
-    left = max(seconds - kernel_overhead * len(typical), 0.1 * seconds)
-    scale = left / sum(each.seconds for each in typical)
+    seconds_left = max(seconds - kernel_overhead * len(typical), 0.1 * seconds)
+    scale = seconds_left / sum(kernel.seconds for kernel in typical)
     return StepRates(
-        sum(each.flops for each in computing) / (scale * sum(each.seconds for each in computing)),
-        sum(each.bytes for each in moving) / (scale * sum(each.seconds for each in moving)),
+        sum(kernel.flops for kernel in computing)
+        / (scale * sum(kernel.seconds for kernel in computing)),
+        sum(kernel.bytes for kernel in moving) / (scale * sum(kernel.seconds for kernel in moving)),
     )

@@ -79,7 +79,7 @@ def reserved_band(pools: int, memory: int | None = None) -> tuple[int, int, str]
     Source: the runs in ``RESERVED_RUNS``.
     """
     pools = check_count("pools", pools, 0, of="bytes")
-    factors = [each.factor for each in RESERVED_RUNS]
+    factors = [reserved_run.factor for reserved_run in RESERVED_RUNS]
     low, high = min(factors), max(factors)
     text = (
         f"{low:.2f} to {high:.2f} times the allocator's pools, the least and the most of "
@@ -87,5 +87,5 @@ def reserved_band(pools: int, memory: int | None = None) -> tuple[int, int, str]
     )
     bound = max(pools, check_count("memory", memory, 0, of="bytes")) if memory is not None else None
     ends = [int(pools * factor) for factor in (low, high)]
-    least, most = ends if bound is None else [min(each, bound) for each in ends]
-    return least, most, text
+    least, most_bytes = ends if bound is None else [min(end, bound) for end in ends]
+    return least, most_bytes, text

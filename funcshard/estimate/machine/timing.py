@@ -88,8 +88,8 @@ def collective_time(
     # Why all ranks in one node without a network: a measured machine, such as a laptop.
     nodes = _nodes(ranks, stride, hardware.ranks_per_node) if hardware.network else 1
     links = hardware.network if nodes > 1 else hardware.node
-    own = _of_kind(links, event_kind)
-    if event_kind == "all_reduce" and not own:
+    kind_links = _of_kind(links, event_kind)
+    if event_kind == "all_reduce" and not kind_links:
         scatter = collective_time(hardware, "reduce_scatter", nbytes, ranks, stride=stride)
         gather = collective_time(hardware, "all_gather", nbytes, ranks, stride=stride)
         return Timed(scatter.seconds + gather.seconds, weakest(scatter.source, gather.source))
@@ -148,7 +148,7 @@ def compute_time(
     )
     parts = {used: max(computing, moving), ("kernel_overhead",): kernels * hardware.kernel_overhead}
     largest = max(parts, key=lambda names: parts[names])
-    how = [hardware.sources[each].how for each in largest if parts[largest]]
+    how = [hardware.sources[figure_name].how for figure_name in largest if parts[largest]]
     return Timed(sum(parts.values()), weakest(*how))
 
 
@@ -169,7 +169,7 @@ def update_time(hardware: Hardware, nbytes: int) -> Timed:
         hardware.memory_bandwidth * getattr(hardware, name)
     )
     used = ("memory_bandwidth", name) if nbytes else ()
-    return Timed(seconds, weakest(*(hardware.sources[each].how for each in used)))
+    return Timed(seconds, weakest(*(hardware.sources[figure_name].how for figure_name in used)))
 
 
 def offload_time(hardware: Hardware, nbytes: int) -> Timed:
@@ -196,7 +196,7 @@ def _nodes(ranks: int, stride: int, per_node: int) -> int:
 
 
 def _of_kind(links: Sequence[Link], kind: str) -> list[Link]:
-    return sorted((each for each in links if each.kind == kind), key=lambda each: each.size)
+    return sorted((link for link in links if link.kind == kind), key=lambda each: each.size)
 
 
 def _shared(links: Sequence[Link]) -> list[Link]:
@@ -205,8 +205,8 @@ def _shared(links: Sequence[Link]) -> list[Link]:
 
 
 def _inside_node(hardware: Hardware, kind: str, nbytes: int, ranks: int) -> Timed:
-    if own := _of_kind(hardware.node, kind):
-        latency, bandwidth, how = _at(own, ranks)
+    if node_links := _of_kind(hardware.node, kind):
+        latency, bandwidth, how = _at(node_links, ranks)
         return Timed(latency + nbytes / bandwidth, how)
     links = _node_links(hardware, kind)
     latency, bandwidth, how = _at(links, 2 if kind == "ppermute" else ranks)
@@ -227,19 +227,19 @@ def _node_links(hardware: Hardware, kind: str) -> list[Link]:
 
 def _across_nodes(hardware: Hardware, kind: str, nbytes: int, ranks: int, nodes: int) -> Timed:
     full = hardware.ranks_per_node
-    here = 2 if kind == "ppermute" else nodes  # nodes that one message crosses
+    crossed_nodes = 2 if kind == "ppermute" else nodes  # nodes that one message crosses
     latency, bandwidth, how = _at(
-        _of_kind(hardware.network, kind) or _shared(hardware.network), here
+        _of_kind(hardware.network, kind) or _shared(hardware.network), crossed_nodes
     )
     rank_share = ranks / nodes / full  # of the node's cards
     # Why: the links are those of a ring through all ranks of each node. A ring through fewer ranks
     # has fewer steps there.
     if full > 1:
         in_node, _, node_how = _at(_node_links(hardware, kind), full)
-        steps = here * full * (1 - (1 / full if kind == "ppermute" else rank_share))
+        steps = crossed_nodes * full * (1 - (1 / full if kind == "ppermute" else rank_share))
         latency = max(latency - steps * in_node / (full - 1), latency * rank_share)
         how = weakest(how, node_how)
-    wire = _wire(bandwidth, full * here)  # bytes per second through all cards of a node
+    wire = _wire(bandwidth, full * crossed_nodes)  # bytes per second through all cards of a node
     factor, factor_how = _size_factor(hardware, nbytes if kind in EXCHANGES else nbytes // ranks)
     how = weakest(how, factor_how)
     if kind == "ppermute":
@@ -259,30 +259,32 @@ def _wire(bandwidth: float, ranks: int) -> float:
 
 def _at(links: Sequence[Link], size: int) -> tuple[float, float, str]:
     """Return latency, bandwidth and source for a number of ranks or nodes."""
-    sizes = [each.size for each in links]
+    sizes = [link.size for link in links]
     index = bisect.bisect_left(sizes, size)
     if index < len(links) and sizes[index] == size:
         return links[index].latency, links[index].bandwidth, links[index].source.how
     if index == 0:
         return links[0].latency, links[0].bandwidth, "extrapolated"
-    before = links[index - 1]
+    smaller_link = links[index - 1]
     if index == len(links):
-        other = links[-2] if len(links) > 1 else None
-        base = (other.size, other.latency) if other else (1, 0.0)
+        second_last = links[-2] if len(links) > 1 else None
+        base = (second_last.size, second_last.latency) if second_last else (1, 0.0)
         slope = (
-            (before.latency - base[1]) / (before.size - base[0]) if before.size > base[0] else 0.0
+            (smaller_link.latency - base[1]) / (smaller_link.size - base[0])
+            if smaller_link.size > base[0]
+            else 0.0
         )
         return (
-            before.latency + max(slope, 0.0) * (size - before.size),
-            before.bandwidth,
+            smaller_link.latency + max(slope, 0.0) * (size - smaller_link.size),
+            smaller_link.bandwidth,
             "extrapolated",
         )
-    after = links[index]
-    part = (size - before.size) / (after.size - before.size)
-    log_part = math.log(size / before.size) / math.log(after.size / before.size)
-    latency = before.latency + part * (after.latency - before.latency)
-    bandwidth = before.bandwidth + log_part * (after.bandwidth - before.bandwidth)
-    return latency, bandwidth, weakest(before.source.how, after.source.how)
+    larger_link = links[index]
+    part = (size - smaller_link.size) / (larger_link.size - smaller_link.size)
+    log_part = math.log(size / smaller_link.size) / math.log(larger_link.size / smaller_link.size)
+    latency = smaller_link.latency + part * (larger_link.latency - smaller_link.latency)
+    bandwidth = smaller_link.bandwidth + log_part * (larger_link.bandwidth - smaller_link.bandwidth)
+    return latency, bandwidth, weakest(smaller_link.source.how, larger_link.source.how)
 
 
 def _size_factor(hardware: Hardware, nbytes: int) -> tuple[float, str]:
@@ -290,12 +292,14 @@ def _size_factor(hardware: Hardware, nbytes: int) -> tuple[float, str]:
     factors = hardware.size_factors
     if not factors:
         return 1.0, "exact"
-    index = bisect.bisect_right([each.bytes for each in factors], nbytes)
+    index = bisect.bisect_right([size_factor.bytes for size_factor in factors], nbytes)
     if index in (0, len(factors)):
         near = factors[max(index - 1, 0)]
         return near.factor, near.source.how
-    before, after = factors[index - 1], factors[index]
-    part = math.log(nbytes / before.bytes) / math.log(after.bytes / before.bytes)
-    return before.factor + part * (after.factor - before.factor), weakest(
-        before.source.how, after.source.how
+    smaller_factor, larger_factor = factors[index - 1], factors[index]
+    part = math.log(nbytes / smaller_factor.bytes) / math.log(
+        larger_factor.bytes / smaller_factor.bytes
+    )
+    return smaller_factor.factor + part * (larger_factor.factor - smaller_factor.factor), weakest(
+        smaller_factor.source.how, larger_factor.source.how
     )

@@ -145,18 +145,18 @@ def compare(before: Report, after: Report) -> Comparison:
 
 def _pairs(before: Report, after: Report) -> tuple[UnitPair, ...]:
     both = before.plan.units.keys() & after.plan.units.keys()
-    again = recomputed_units(before), recomputed_units(after)
+    recomputed_names = recomputed_units(before), recomputed_units(after)
     units = before.plan.units, after.plan.units
-    known: dict[str, Hashable] = {
+    known_classes: dict[str, Hashable] = {
         name: tuple(
             (unit_class(plan[name]), name in names)
-            for plan, names in zip(units, again, strict=True)
+            for plan, names in zip(units, recomputed_names, strict=True)
         )
         for name in both
     }
 
     def key(unit: UnitPlan) -> Hashable:
-        return known.get(unit.name)
+        return known_classes.get(unit.name)
 
     old, new = ({use.names: use for use in by_unit(report, key)} for report in (before, after))
     return tuple(UnitPair(old.get(names), new.get(names)) for names in dict.fromkeys((*new, *old)))
@@ -178,10 +178,10 @@ def _moves(
         return [name, text(old), text(new), table.signed(new - old, text)]
 
     rows = [
-        row(name, *(each.get(name, 0) for each in values))
+        row(name, *(report_values.get(name, 0) for report_values in values))
         for name in dict.fromkeys((*values[0], *values[1]))
     ]
-    last = row("total", *(total or [sum(each.values()) for each in values]))
+    last = row("total", *(total or [sum(report_values.values()) for report_values in values]))
     return Table(title, ["", "before", "after", "±"], rows, last)
 
 

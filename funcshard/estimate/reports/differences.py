@@ -29,7 +29,7 @@ def differences_between(before: Report, after: Report) -> tuple[str, ...]:
 
     If several units differ in the same way, that is one difference.
     """
-    found = (
+    all_differences = (
         *_of_whole(before, after),
         *_of_units(before, after),
         *_of_options(before, after),
@@ -39,7 +39,7 @@ def differences_between(before: Report, after: Report) -> tuple[str, ...]:
         getattr(before, field.name) == getattr(after, field.name)
         for field in dataclasses.fields(Report)
     )
-    return found if found or same else (_UNSEEN,)
+    return all_differences if all_differences or same else (_UNSEEN,)
 
 
 def _of_whole(before: Report, after: Report) -> Iterable[str]:
@@ -50,7 +50,7 @@ def _of_whole(before: Report, after: Report) -> Iterable[str]:
         yield f"the mesh has {mesh_text(new.mesh_axes)} instead of {mesh_text(old.mesh_axes)}"
     shapes = _shapes(old), _shapes(new)
     if shapes[0] != shapes[1]:
-        numbers = [sum(map(math.prod, each.values())) for each in shapes]
+        numbers = [sum(map(math.prod, leaf_shapes.values())) for leaf_shapes in shapes]
         others = f"{numbers[1]:,} parameters instead of {numbers[0]:,}"
         yield f"the model has {'other parameters' if numbers[0] == numbers[1] else others}"
     elif old.units.keys() != new.units.keys():
@@ -71,13 +71,13 @@ def _of_whole(before: Report, after: Report) -> Iterable[str]:
 
 
 def _of_units(before: Report, after: Report) -> Iterable[str]:
-    old, again = before.plan.units, (recomputed_units(before), recomputed_units(after))
+    old, recomputed_names = before.plan.units, (recomputed_units(before), recomputed_units(after))
     both = [unit for unit in after.plan.unit_list if unit.name in old]
 
     def differences(unit: UnitPlan) -> tuple[str, ...]:
-        was, now = (unit.name in names for names in again)
-        recomputed = f"{{is}} {'' if now else 'not '}recomputed in backward"
-        return (*_of_unit(old[unit.name], unit), *([recomputed] if was != now else []))
+        was, recomputed_now = (unit.name in names for names in recomputed_names)
+        recomputed = f"{{is}} {'' if recomputed_now else 'not '}recomputed in backward"
+        return (*_of_unit(old[unit.name], unit), *([recomputed] if was != recomputed_now else []))
 
     by_name = {unit.name: differences(unit) for unit in both}
     for change in dict.fromkeys(change for texts in by_name.values() for change in texts):
@@ -119,12 +119,14 @@ def _of_unit(old: UnitPlan, new: UnitPlan) -> Iterable[str]:
         yield f"{{has}} leaves in {_dtypes(new)} instead of {_dtypes(old)}"
     if same and _trainable(old) != _trainable(new):
         yield f"{{has}} {_trainable(new)} trainable leaves instead of {_trainable(old)}"
-    before, after = (dataclasses.asdict(unit.precision or MixedPrecision()) for unit in (old, new))
-    if _precision(before) != _precision(after):
-        yield f"{{use}} {_precision(after)} instead of {_precision(before)}"
-    for name in after:
-        if not name.endswith("_dtype") and before[name] != after[name]:
-            yield f"{{use}} {name}={after[name]!r} instead of {before[name]!r}"
+    old_precision, new_precision = (
+        dataclasses.asdict(unit.precision or MixedPrecision()) for unit in (old, new)
+    )
+    if _precision(old_precision) != _precision(new_precision):
+        yield f"{{use}} {_precision(new_precision)} instead of {_precision(old_precision)}"
+    for name in new_precision:
+        if not name.endswith("_dtype") and old_precision[name] != new_precision[name]:
+            yield f"{{use}} {name}={new_precision[name]!r} instead of {old_precision[name]!r}"
     if old.offload != new.offload:
         yield f"{{is}} {'' if new.offload else 'not '}offloaded to the CPU"
     if same and {buffer.local for buffer in old.buffers} != {
@@ -149,8 +151,12 @@ def _trainable(unit: UnitPlan) -> int:
 
 
 def _precision(precision: Mapping[str, Any]) -> str:
-    dtypes = {what: precision[f"{what}_dtype"] for what in _DTYPES}
-    texts = [f"{dtype_name(dtype)} for {_DTYPES[what]}" for what, dtype in dtypes.items() if dtype]
+    dtypes = {dtype_use: precision[f"{dtype_use}_dtype"] for dtype_use in _DTYPES}
+    texts = [
+        f"{dtype_name(dtype)} for {_DTYPES[dtype_use]}"
+        for dtype_use, dtype in dtypes.items()
+        if dtype
+    ]
     return " and ".join(texts) or "the dtypes of the leaves"
 
 

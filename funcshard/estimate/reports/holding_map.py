@@ -140,16 +140,16 @@ class Holdings(Shown):
                 f"{world_size - 1}"
             )
         shard = position_of(rank, self.plan.mesh_axes)["shard"]
-        found = []
+        rank_holdings = []
         for unit in self.plan.unit_list:
             for buffer in unit.buffers:
                 parts = [(leaf.path, buffer.part(leaf, shard)) for leaf in buffer.leaves]
-                found += [
+                rank_holdings += [
                     Held(unit.name, path, part, part.numel * buffer.itemsize)
                     for path, part in parts
                     if part.numel
                 ]
-        return tuple(found)
+        return tuple(rank_holdings)
 
     def bytes_of(self, rank: int) -> int:
         """Return the bytes of leaves that one rank holds, without padding."""
@@ -230,8 +230,8 @@ def holdings(plan: Plan) -> Holdings:
 def _rows(plan: Plan, axes: tuple[tuple[str, int], ...]) -> Iterator[Holding]:
     for group in fold_units(plan.unit_list):
         for buffer in group.first.buffers:
-            own = {*buffer.local, *(["shard"] if buffer.shards > 1 else [])}
-            cut = tuple(axis for axis, size in axes if axis in own and size > 1)
+            cut_axes = {*buffer.local, *(["shard"] if buffer.shards > 1 else [])}
+            cut = tuple(axis for axis, size in axes if axis in cut_axes and size > 1)
             yield Holding(
                 group,
                 buffer,
@@ -245,8 +245,10 @@ def _bounds(buffer: BufferPlan) -> list[int]:
     """Return the indices on the shard axis from which ranks hold fewer elements than before."""
     if buffer.shards == 1 or not buffer.numel:
         return []
-    full, rest = divmod(buffer.numel, buffer.shard_numel)
-    return [bound for bound in ([full, full + 1] if rest else [full]) if bound < buffer.shards]
+    full, last_numel = divmod(buffer.numel, buffer.shard_numel)
+    return [
+        bound for bound in ([full, full + 1] if last_numel else [full]) if bound < buffer.shards
+    ]
 
 
 def _shown(groups: tuple[RankGroup, ...]) -> tuple[RankGroup, ...]:

@@ -38,51 +38,61 @@ def to_perfetto(report: Step, path: str | Path) -> Path:
         The path of the file.
     """
     path = Path(path)
-    more = {
+    more_facts = {
         "plan": report.plan.fingerprint(), "mesh": mesh_text(report.plan.mesh_axes), "hardware": report.hardware,
         "rank": report.rank, "peak bytes": report.peak, "step seconds": report.step_time,
     }  # fmt: skip
-    data = {"displayTimeUnit": "ms", "otherData": more, "traceEvents": list(trace_events(report))}
+    data = {
+        "displayTimeUnit": "ms",
+        "otherData": more_facts,
+        "traceEvents": list(trace_events(report)),
+    }
     path.write_text(json.dumps(data), encoding="utf-8")
     return path
 
 
 def trace_events(report: Step) -> Iterator[dict[str, Any]]:
     """Yield the events of the trace of a report: names first, then spans, then counters."""
-    here = {"pid": report.rank}
-    yield {"ph": "M", "name": "process_name", **here, "args": {"name": f"rank {report.rank}"}}
+    rank_place = {"pid": report.rank}
+    yield {"ph": "M", "name": "process_name", **rank_place, "args": {"name": f"rank {report.rank}"}}
     tracks = tracks_of(report)
     for thread, track in enumerate(tracks):
-        yield {"ph": "M", "name": "thread_name", **here, "tid": thread, "args": {"name": track}}
+        yield {
+            "ph": "M",
+            "name": "thread_name",
+            **rank_place,
+            "tid": thread,
+            "args": {"name": track},
+        }
         yield {
             "ph": "M",
             "name": "thread_sort_index",
-            **here,
+            **rank_place,
             "tid": thread,
             "args": {"sort_index": thread},
         }
     for thread, spans in enumerate(tracks.values()):
         for span in spans:
             yield {
-                "ph": "X", "name": f"{span.what} {span.unit or '(root)'}", "cat": span.lane, **here,
+                "ph": "X", "name": f"{span.what} {span.unit or '(root)'}", "cat": span.lane, **rank_place,
                 "tid": thread, "ts": span.begin * _MICROSECONDS, "dur": span.seconds * _MICROSECONDS,
                 "args": {"unit": span.unit, "bytes": span.bytes, "flops": span.flops, "source": span.source},
             }  # fmt: skip
-    yield from _counters(report, here)
+    yield from _counters(report, rank_place)
 
 
 def _counters(report: Step, here: dict[str, int]) -> Iterator[dict[str, Any]]:
     # Why only where it changes: a counter keeps its value, and 126 blocks have many moments.
     used = {category for moment in report.timeline for category in moment.memory}
     names = [*(each for each in CATEGORIES if each in used), *sorted(used.difference(CATEGORIES))]
-    before: dict[str, int] = {}
+    values_before: dict[str, int] = {}
     for moment in report.timeline:
-        now = {
+        current_values = {
             TOTAL: moment.total,
             **{f"{TOTAL}: {name}": moment.memory.get(name, 0) for name in names},
         }
-        for name, size in now.items():
-            if before.get(name) != size:
+        for name, size in current_values.items():
+            if values_before.get(name) != size:
                 yield {
                     "ph": "C",
                     "name": name,
@@ -90,4 +100,4 @@ def _counters(report: Step, here: dict[str, int]) -> Iterator[dict[str, Any]]:
                     "ts": moment.seconds * _MICROSECONDS,
                     "args": {"bytes": size},
                 }
-        before = now
+        values_before = current_values

@@ -121,17 +121,20 @@ def draw_timeline(
         key=lambda each: each[0].begin,
     )
     colours = {
-        what: _PHASES.get(what, _OTHER) for what in dict.fromkeys(span.what for span, _ in shown)
+        span_kind: _PHASES.get(span_kind, _OTHER)
+        for span_kind in dict.fromkeys(span.what for span, _ in shown)
     }
-    for what, row in itertools.product(colours, range(len(rows))):
-        found = [
-            (span.begin / second, span.seconds / second) for span in rows[row] if span.what == what
+    for span_kind, row in itertools.product(colours, range(len(rows))):
+        kind_spans = [
+            (span.begin / second, span.seconds / second)
+            for span in rows[row]
+            if span.what == span_kind
         ]
-        if found:
+        if kind_spans:
             axes.broken_barh(
-                found,
+                kind_spans,
                 (row - 0.38, 0.76),
-                facecolors=colours[what],
+                facecolors=colours[span_kind],
                 snap=False,
                 **_edges(len(shown)),
             )
@@ -157,7 +160,7 @@ def draw_timeline(
     _legend(
         axes,
         [Patch(color=colour) for colour in colours.values()],
-        [what.replace("_", "-") for what in colours],
+        [span_kind.replace("_", "-") for span_kind in colours],
     )
     return _saved(figure, path)
 
@@ -239,13 +242,17 @@ def draw_pareto(reports: Mapping[str, Report], *, path: str | Path | None = None
     )
     handles, labels = axes.get_legend_handles_labels()
     listed = [f"{number}  {name}" for number, name in enumerate(front, start=1)]
-    more = [
+    more_labels = [
         *listed[:_MOST_NAMES],
         *([f"and {len(listed) - _MOST_NAMES} more"] if len(listed) > _MOST_NAMES else []),
     ]
     from matplotlib.lines import Line2D
 
-    _legend(axes, [*handles, *(Line2D([], [], linestyle="") for _ in more)], [*labels, *more])
+    _legend(
+        axes,
+        [*handles, *(Line2D([], [], linestyle="") for _ in more_labels)],
+        [*labels, *more_labels],
+    )
     return _saved(figure, path)
 
 
@@ -276,9 +283,9 @@ def draw_holdings(
     """
     import numpy as np
 
-    found = holdings(plan)
+    rank_holdings = holdings(plan)
     chosen = list(range(min(plan.world_size, _MOST_RANKS)) if ranks is None else ranks)
-    rows = [row for row in found.rows if row.buffer.numel]
+    rows = [row for row in rank_holdings.rows if row.buffer.numel]
     parts = np.array([[_shade(row, rank) for rank in chosen] for row in rows]).reshape(
         len(rows), len(chosen)
     )

@@ -48,9 +48,9 @@ def report_parts(report: Step) -> Iterator[Part]:
         and report.options.get("optimizer") is not None
     ):
         yield "Offload: the optimizer's update of offloaded shards runs on the host, and the step time leaves it out."
-    asked = report.options.get("budget")
-    if isinstance(asked, int) and report.budget is not None and asked > report.budget:
-        yield f"Budget: {table.size(asked)} is more than the device has, so its memory counts."
+    asked_budget = report.options.get("budget")
+    if isinstance(asked_budget, int) and report.budget is not None and asked_budget > report.budget:
+        yield f"Budget: {table.size(asked_budget)} is more than the device has, so its memory counts."
     if report.budget and report.fits and report.reserved[1] >= _FULL * report.budget:
         share = table.share(report.reserved[1], report.budget)
         yield (
@@ -105,7 +105,7 @@ def left_text(budget: int | None, peak: int) -> str:
 
 def memory_table(report: Step, title: str) -> Table:
     """Return the table of the memory at the peak, by category."""
-    peak, found = report.peak_moment, report.by_category
+    peak, category_bytes = report.peak_moment, report.by_category
     others = {
         category: size
         for category, size in peak.memory.items()
@@ -113,7 +113,7 @@ def memory_table(report: Step, title: str) -> Table:
     }
     rows = [
         [category, table.size(size), table.share(size, report.peak), source_of(report, category)]
-        for category, size in (found | others).items()
+        for category, size in (category_bytes | others).items()
     ]
     total = ["total", table.size(report.peak), table.share(report.peak, report.peak), ""]
     return Table(title, ["category", "bytes", "share", "source"], rows, total)

@@ -14,17 +14,22 @@ def tracks_of(report: Step) -> dict[str, tuple[Span, ...]]:
     A lane is one track. If spans of a lane overlap, as all-reduces that run beside reduce-scatters
     do, each kind of collective has a track, such as ``"reduce: all_reduce"``.
     """
-    found: dict[str, tuple[Span, ...]] = {}
+    spans_by_track: dict[str, tuple[Span, ...]] = {}
     for lane in [*LANES, *sorted({span.lane for span in report.spans}.difference(LANES))]:
         spans = [span for span in report.spans if span.lane == lane]
         if not _overlap(spans):
-            found[lane] = tuple(spans)
+            spans_by_track[lane] = tuple(spans)
             continue
-        for what in dict.fromkeys(span.what for span in spans):
-            found[f"{lane}: {what}"] = tuple(span for span in spans if span.what == what)
-    return found
+        for span_kind in dict.fromkeys(span.what for span in spans):
+            spans_by_track[f"{lane}: {span_kind}"] = tuple(
+                span for span in spans if span.what == span_kind
+            )
+    return spans_by_track
 
 
 def _overlap(spans: Sequence[Span]) -> bool:
     ordered = sorted(spans, key=lambda span: (span.begin, span.end))
-    return any(after.begin < before.end for before, after in itertools.pairwise(ordered))
+    return any(
+        later_span.begin < earlier_span.end
+        for earlier_span, later_span in itertools.pairwise(ordered)
+    )

@@ -56,19 +56,19 @@ def by_unit(report: Step, key: Callable[[UnitPlan], Hashable] | None = None) -> 
     compute: defaultdict[str, float] = defaultdict(float)
     communication: defaultdict[str, float] = defaultdict(float)
     for span in report.spans:
-        whole = span.unit == "" and (span.what in _OF_STEP or "" not in report.plan.units)
+        is_whole = span.unit == "" and (span.what in _OF_STEP or "" not in report.plan.units)
         seconds = compute if span.lane == "compute" else communication
-        seconds[_NO_UNIT if whole else span.unit] += span.seconds
-    again = recomputed_units(report)
+        seconds[_NO_UNIT if is_whole else span.unit] += span.seconds
+    recomputed_names = recomputed_units(report)
     groups = fold_units(
-        report.plan.unit_list, key=lambda unit: (unit.name in again, key and key(unit))
+        report.plan.unit_list, key=lambda unit: (unit.name in recomputed_names, key and key(unit))
     )
-    found = [(group.title, group.names) for group in groups]
-    known = {*report.plan.units}
-    found += [
+    unit_rows = [(group.title, group.names) for group in groups]
+    known_units = {*report.plan.units}
+    unit_rows += [
         (name, (name,))
         for name in dict.fromkeys((*traffic, *compute, *communication))
-        if name not in known
+        if name not in known_units
     ]
 
     def use(title: str, names: tuple[str, ...]) -> UnitUse:
@@ -80,7 +80,7 @@ def by_unit(report: Step, key: Callable[[UnitPlan], Hashable] | None = None) -> 
         seconds = [sum(times[name] for name in names) for times in (compute, communication)]
         return UnitUse(title, names, dict(memory), sum(traffic[name] for name in names), *seconds)
 
-    return tuple(use(title, names) for title, names in found)
+    return tuple(use(title, names) for title, names in unit_rows)
 
 
 def recomputed_units(report: Step) -> set[str]:

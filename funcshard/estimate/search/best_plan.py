@@ -94,12 +94,12 @@ class Best(Shown):
             peak += f" of {table.size(report.budget)}"
         rows = [
             [
-                each.text,
-                table.duration(each.seconds),
-                table.size(each.peak),
-                left_text(report.budget, each.peak),
+                point.text,
+                table.duration(point.seconds),
+                table.size(point.peak),
+                left_text(report.budget, point.peak),
             ]
-            for each in self.pareto
+            for point in self.pareto
         ]
         return [
             (
@@ -173,11 +173,11 @@ def auto_plan(
             f"space must be a Space, or None for the usual one; found {space!r}: pass Space(...)"
         )
     check_runtime(runtime)
-    for each in units.values() if isinstance(units, Mapping) else ():
+    for unit_options in units.values() if isinstance(units, Mapping) else ():
         if chosen := [
             name
             for name in ("strategy", "reshard_after_forward", "offload")
-            if name in (each or {})
+            if name in (unit_options or {})
         ]:
             raise ValueError(
                 f"auto_plan chooses the options of units itself; found {chosen[0]!r}: leave it "
@@ -199,16 +199,17 @@ def auto_plan(
     classes = unit_classes(single, first.program(single), lambda run: clock.compute(run)[0])
     runtime = Runtime.on(machine.device) if runtime is None else runtime
     scorer = Scorer(profiles, make, classes, machine, optimizer_memory(optimizer), runtime)
-    found = _search(scorer, space, ranks, limit)
+    search_result = _search(scorer, space, ranks, limit)
     if (
-        found.best is not None
-        and _report(scorer, found.best, optimizer, limit).peak != found.scores[found.best].peak
+        search_result.best is not None
+        and _report(scorer, search_result.best, optimizer, limit).peak
+        != search_result.scores[search_result.best].peak
     ):
         # The programs of some remat sets were spliced, and units that look equal are not.
         scorer = dataclasses.replace(scorer, exact=True, _programs={}, _seconds={})
-        found = _search(scorer, space, ranks, limit)
-    if found.best is None:
-        lean = found.lean
+        search_result = _search(scorer, space, ranks, limit)
+    if search_result.best is None:
+        lean = search_result.lean
         report = _report(scorer, lean, optimizer, budget)
         changes = changes_to_fit(
             scorer.profiles[lean.profile][1], report.plan, budget=budget, hardware=machine, optimizer=optimizer,
@@ -216,20 +217,20 @@ def auto_plan(
             runtime=runtime, local=local,
         )  # fmt: skip
         return Infeasible(
-            limit, report, described(lean, classes, scorer), found.considered, changes
+            limit, report, described(lean, classes, scorer), search_result.considered, changes
         )
-    report = _report(scorer, found.best, optimizer, budget)
-    micro_batches, own = scorer.profiles[found.best.profile]
+    report = _report(scorer, search_result.best, optimizer, budget)
+    micro_batches, best_profile = scorer.profiles[search_result.best.profile]
     return Best(
         plan=report.plan,
         schedule=report.schedule,
-        remat=scorer.remat(found.best),
+        remat=scorer.remat(search_result.best),
         micro_batches=micro_batches,
-        profile=own,
+        profile=best_profile,
         report=report,
-        text=described(found.best, classes, scorer),
-        considered=found.considered,
-        pareto=tuple(_pareto(found.scores, classes, scorer)),
+        text=described(search_result.best, classes, scorer),
+        considered=search_result.considered,
+        pareto=tuple(_pareto(search_result.scores, classes, scorer)),
     )
 
 
@@ -245,33 +246,36 @@ class _Found:
 
 def _search(scorer: Scorer, space: Space, ranks: int, budget: int) -> _Found:
     """Return the candidate of least time, peak and position among those that fit."""
-    found = list(
+    all_ladders = list(
         ladders(space, ranks, scorer.classes, len(scorer.profiles), splices=scorer.splices())
     )
-    assert found, "a space has at least one plan"
-    fixed = [scorer.fixed(each.first) for each in found]
-    least = [scorer.least_seconds(each.first, own) for each, own in zip(found, fixed, strict=True)]
+    assert all_ladders, "a space has at least one plan"
+    fixed = [scorer.fixed(each.first) for each in all_ladders]
+    least = [
+        scorer.least_seconds(each.first, fixed_part)
+        for each, fixed_part in zip(all_ladders, fixed, strict=True)
+    ]
     scores: dict[Candidate, Score] = {}
     best: tuple[float, int, int, int] | None = None
     winner: Candidate | None = None
 
     def score(ladder: int, rung: int) -> Score:
-        candidate = found[ladder].rung(rung)
+        candidate = all_ladders[ladder].rung(rung)
         if candidate not in scores:
             scores[candidate] = scorer.score(candidate)
         return scores[candidate]
 
     def ends(ladder: int, rung: int) -> bool:
         """Return whether a rung fits, or is too slow as all that are above it."""
-        own = score(ladder, rung)
-        return own.peak <= budget or (best is not None and own.seconds > best[0])
+        rung_score = score(ladder, rung)
+        return rung_score.peak <= budget or (best is not None and rung_score.seconds > best[0])
 
-    for i in sorted(range(len(found)), key=least.__getitem__):
+    for i in sorted(range(len(all_ladders)), key=least.__getitem__):
         if best is not None and least[i] > best[0]:
             break
         if fixed[i].held > budget:
             continue
-        rungs = range(len(found[i].counts))
+        rungs = range(len(all_ladders[i].counts))
         if len(rungs) > MOST_RUNGS:
             # Why the first one before: most ladders end there, as slower than the best plan.
             steps = rungs[:-1]
@@ -282,16 +286,16 @@ def _search(scorer: Scorer, space: Space, ranks: int, budget: int) -> _Found:
             )
             rungs = rungs[first : first + 1]
         for rung in rungs:
-            own = score(i, rung)
-            if best is not None and own.seconds > best[0]:
+            rung_score = score(i, rung)
+            if best is not None and rung_score.seconds > best[0]:
                 break
-            if own.peak <= budget and (best is None or (*own, i, rung) < best):
-                best, winner = (*own, i, rung), found[i].rung(rung)
+            if rung_score.peak <= budget and (best is None or (*rung_score, i, rung) < best):
+                best, winner = (*rung_score, i, rung), all_ladders[i].rung(rung)
     if winner is None:
-        for i in sorted(range(len(found)), key=lambda i: fixed[i].held)[:_LEAN]:
-            score(i, len(found[i].counts) - 1)
+        for i in sorted(range(len(all_ladders)), key=lambda i: fixed[i].held)[:_LEAN]:
+            score(i, len(all_ladders[i].counts) - 1)
     lean = min(scores, key=lambda each: (scores[each].peak, scores[each].seconds))
-    return _Found(winner, lean, scores, sum(len(each.counts) for each in found))
+    return _Found(winner, lean, scores, sum(len(each.counts) for each in all_ladders))
 
 
 def _report(
@@ -307,17 +311,21 @@ def _report(
 
 def _profiles(given: Profiles) -> Iterator[tuple[int, Profile]]:
     """Yield number of micro-batches and profile, for each profile given."""
-    for count, each in dict(given).items() if isinstance(given, Mapping) else [(1, given)]:
-        several = list(each) if isinstance(each, list | tuple) else [each]
-        for own in several:
-            if not isinstance(own, Profile):
+    for count, count_profiles in (
+        dict(given).items() if isinstance(given, Mapping) else [(1, given)]
+    ):
+        profile_list = (
+            list(count_profiles) if isinstance(count_profiles, list | tuple) else [count_profiles]
+        )
+        for single_profile in profile_list:
+            if not isinstance(single_profile, Profile):
                 raise TypeError(
                     "profile must be the Profile that fs.profile returned, a sequence of them, or "
                     "a dictionary from numbers of micro-batches to them; found "
-                    f"{type(own).__name__}"
+                    f"{type(single_profile).__name__}"
                 )
-            yield check_count("micro-batches", count, of="micro-batches"), own
-        if not several:
+            yield check_count("micro-batches", count, of="micro-batches"), single_profile
+        if not profile_list:
             raise ValueError(
                 "profile must hold at least one Profile; found an empty sequence: pass "
                 "fs.profile(...)"
@@ -352,16 +360,18 @@ def described(candidate: Candidate, classes: Sequence[UnitClass], scorer: Scorer
             else f"{micro_batches} micro-batches in {dtype}"
         )
     for units, choice in zip(classes, candidate.choices, strict=True):
-        most = len(units.names)
+        most_units = len(units.names)
         for count, verb in (
-            (most * (choice.strategy == "no_shard"), "replicate"),
+            (most_units * (choice.strategy == "no_shard"), "replicate"),
             (choice.kept, "keep"),
-            ((most - choice.kept) * bool(choice.slices), f"hold by {choice.slices} ranks"),
+            ((most_units - choice.kept) * bool(choice.slices), f"hold by {choice.slices} ranks"),
             (choice.remat, "remat"),
-            (most * choice.offload, "offload"),
+            (most_units * choice.offload, "offload"),
         ):
             if count:
-                number = f"all {most} " if count == most else f"{count} of {most} "
-                parts.append(f"{verb} {number if most > 1 else ''}{units.title}")
+                number = (
+                    f"all {most_units} " if count == most_units else f"{count} of {most_units} "
+                )
+                parts.append(f"{verb} {number if most_units > 1 else ''}{units.title}")
     parts += [f"{candidate.limit} gathered ahead"] * (candidate.limit > 1)
     return ", ".join(parts)

@@ -71,10 +71,10 @@ class Infeasible(Shown):
         over, moment = table.size(report.peak - self.budget), moment_text(report.peak_moment)
         rows = [
             [
-                each.text, table.signed(each.peak, table.size), table.signed(each.seconds, table.duration),
-                table.signed(each.share, lambda part: table.share(part, 1)), left_text(self.budget, each.report.peak),
+                change.text, table.signed(change.peak, table.size), table.signed(change.seconds, table.duration),
+                table.signed(change.share, lambda part: table.share(part, 1)), left_text(self.budget, change.report.peak),
             ]
-            for each in self.changes
+            for change in self.changes
         ]  # fmt: skip
         leanest = f"The leanest one, {self.text}, needs {over} too much in the {moment}."
         return [
@@ -131,23 +131,32 @@ def changes_to_fit(
     """
 
     def estimated(plan: Plan, again: Sequence[str] = remat, chosen: Any = optimizer) -> Report:
-        own = None if schedule is None else dataclasses.replace(schedule, on_demand=())
+        own_schedule = None if schedule is None else dataclasses.replace(schedule, on_demand=())
         return estimate(
-            profile, plan, hardware=hardware, optimizer=chosen, schedule=own, remat=tuple(again),
+            profile, plan, hardware=hardware, optimizer=chosen, schedule=own_schedule, remat=tuple(again),
             micro_batches=micro_batches, budget=budget, runtime=runtime,
         )  # fmt: skip
 
-    before = estimated(plan)
-    found = [
+    report_before = estimated(plan)
+    listed_changes = [
         Change(
-            text, after.peak - before.peak, after.step_time - before.step_time,
-            after.step_time / before.step_time - 1 if before.step_time else 0.0, after.fits, after,
+            text,
+            report_after.peak - report_before.peak,
+            report_after.step_time - report_before.step_time,
+            report_after.step_time / report_before.step_time - 1
+            if report_before.step_time
+            else 0.0,
+            report_after.fits,
+            report_after,
         )
-        for text, after in _changed(profile, plan, remat, optimizer, local, estimated)
-        if after.peak < before.peak
-    ]  # fmt: skip
+        for text, report_after in _changed(profile, plan, remat, optimizer, local, estimated)
+        if report_after.peak < report_before.peak
+    ]
     return tuple(
-        sorted(found, key=lambda each: (not each.fits, each.seconds if each.fits else each.peak))
+        sorted(
+            listed_changes,
+            key=lambda each: (not each.fits, each.seconds if each.fits else each.peak),
+        )
     )
 
 
@@ -161,9 +170,11 @@ def _changed(
 ) -> Iterator[tuple[str, Report]]:
     """Yield changes in words, with the estimate of each."""
     names = [unit.name for unit in plan.unit_list if unit.name and not unit.members]
-    rest = [name for name in names if name not in set(remat)]
-    if rest:
-        count, report = _fewest(len(rest), lambda count: estimated(plan, [*remat, *rest[:count]]))
+    other_names = [name for name in names if name not in set(remat)]
+    if other_names:
+        count, report = _fewest(
+            len(other_names), lambda count: estimated(plan, [*remat, *other_names[:count]])
+        )
         yield f"remat {count} more of the {len(names)} units", report
 
     def made(
@@ -192,8 +203,8 @@ def _changed(
 
         count, report = _fewest(len(kept), resharded)
         yield f"reshard {count} more units after forward", report
-    whole = [unit for unit in plan.unit_list if not unit.sharded]
-    if whole and replicate * shard > 1:
+    whole_units = [unit for unit in plan.unit_list if not unit.sharded]
+    if whole_units and replicate * shard > 1:
         sharded = {"strategy": "full_shard", "reshard_after_forward": None}
         mesh = (replicate, shard) if shard > 1 else (1, replicate)
         yield (
@@ -216,24 +227,24 @@ def _changed(
 def _fewest(most: int, report: Callable[[int], Report]) -> tuple[int, Report]:
     """Return the least number for which a report fits, by bisection; ``most`` if none does."""
     low, high = 1, most
-    found = report(most)
-    if not found.fits:
-        return most, found
+    fitting_report = report(most)
+    if not fitting_report.fits:
+        return most, fitting_report
     while low < high:
         middle = (low + high) // 2
-        each = report(middle)
-        if each.fits:
-            high, found = middle, each
+        middle_report = report(middle)
+        if middle_report.fits:
+            high, fitting_report = middle, middle_report
         else:
             low = middle + 1
-    return high, found
+    return high, fitting_report
 
 
 def _first(most: int, report: Callable[[int], Report]) -> tuple[int, Report]:
     """Return the first number from 1 for which a report fits; ``most`` if none does."""
     for number in range(1, most):
-        if (found := report(number)).fits:
-            return number, found
+        if (power_report := report(number)).fits:
+            return number, power_report
     return most, report(most)
 
 
@@ -249,15 +260,15 @@ def _remade(
     for unit in plan.unit_list:
         if unit.full_precision:
             continue
-        own = {
+        unit_options = {
             "strategy": unit.strategy, "offload": unit.offload, "precision": unit.precision,
             "reshard_after_forward": unit.reshard_after_forward or None if unit.strategy != "full_shard"
             else unit.reshard_after_forward,
             "reshard_after_backward": unit.reshard_after_backward,
         }  # fmt: skip
-        options[unit.members or unit.name] = {**own, **change(unit)}
+        options[unit.members or unit.name] = {**unit_options, **change(unit)}
     axes = {"replicate": mesh[0], "shard": mesh[1]}
-    made = make_plan(
+    remade_plan = make_plan(
         profile.forms,
         axes,
         units=options,
@@ -270,6 +281,6 @@ def _remade(
     names = {unit.members: unit.name for unit in plan.unit_list if unit.members}
     units = tuple(
         dataclasses.replace(unit, name=names.get(unit.members, unit.name))
-        for unit in made.unit_list
+        for unit in remade_plan.unit_list
     )
-    return dataclasses.replace(made, unit_list=units)
+    return dataclasses.replace(remade_plan, unit_list=units)

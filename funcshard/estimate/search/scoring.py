@@ -99,14 +99,14 @@ class Scorer:
 
     def _modes(self, candidate: Candidate) -> dict[str, _Mode]:
         """Return the options of each unit."""
-        found: dict[str, _Mode] = {}
+        modes_by_unit: dict[str, _Mode] = {}
         for units, choice in zip(self.classes, candidate.choices, strict=True):
             freed = len(units.names) - choice.kept
             for position, name in enumerate(units.names):
                 kept = position >= freed and choice.strategy == "full_shard"
                 strategy = "shard_grad_op" if kept else choice.strategy
-                found[name] = _Mode(strategy, choice.offload, 0 if kept else choice.slices)
-        return found
+                modes_by_unit[name] = _Mode(strategy, choice.offload, 0 if kept else choice.slices)
+        return modes_by_unit
 
     def remat(self, candidate: Candidate) -> tuple[str, ...]:
         """Return the names of the units that backward computes again."""
@@ -127,11 +127,11 @@ class Scorer:
         """Simulate a candidate."""
         micro_batches, profile = self.profiles[candidate.profile]
         plan = self.plan(candidate)
-        found, _ = run_step(
+        simulation, _ = run_step(
             profile, plan, self.program(candidate), self._clock(candidate.mesh), optimizer=self.optimizer,
             schedule=self.schedule(candidate, plan), micro_batches=micro_batches, runtime=self.runtime,
         )  # fmt: skip
-        return Score(found.step_time, found.peak)
+        return Score(simulation.step_time, simulation.peak)
 
     def fixed(self, candidate: Candidate) -> Fixed:
         """Return what all rungs of the candidate's ladder share."""
@@ -173,9 +173,11 @@ class Scorer:
         """Return the program of a candidate's remat set."""
         key = _, counts = self._key(candidate)
         if key not in self._programs:
-            found = None if self.exact else self._spliced(candidate, counts)
+            spliced_program = None if self.exact else self._spliced(candidate, counts)
             self._programs[key] = (
-                found if found is not None else self._traced(candidate.profile, counts)
+                spliced_program
+                if spliced_program is not None
+                else self._traced(candidate.profile, counts)
             )
         return self._programs[key]
 
@@ -191,11 +193,11 @@ class Scorer:
         middle = len(names) // 2
         if not self.classes[largest].repeated or counts[largest] == middle:
             return None
-        other = (*counts[:largest], middle, *counts[largest + 1 :])
+        other_counts = (*counts[:largest], middle, *counts[largest + 1 :])
         # Why first: it costs nothing if the counts are too near to an end.
         if min(middle, counts[largest], len(names) - middle, len(names) - counts[largest]) <= 3:
             return None
-        return splice(self._traced(candidate.profile, other), names, middle, counts[largest])
+        return splice(self._traced(candidate.profile, other_counts), names, middle, counts[largest])
 
     def _traced(self, number: int, counts: tuple[int, ...]) -> Program:
         _, profile = self.profiles[number]
@@ -235,20 +237,27 @@ class Scorer:
         gathered: dict[str, int] = {}
         updated: dict[str, int] = {}
         seconds = {name: [0.0, 0.0, 0.0] for name in plan.units}
-        known: dict[Any, tuple[int, int, int]] = {}
+        known_sizes: dict[Any, tuple[int, int, int]] = {}
         for unit in plan.unit_list:
             forms = tuple(
-                (each.key, each.numel, each.dtype, each.trainable, each.shards, each.local)
-                for each in unit.buffers
+                (
+                    buffer.key,
+                    buffer.numel,
+                    buffer.dtype,
+                    buffer.trainable,
+                    buffer.shards,
+                    buffer.local,
+                )
+                for buffer in unit.buffers
             )
-            if (key := (forms, unit.precision, unit.reshard_after_forward)) not in known:
+            if (key := (forms, unit.precision, unit.reshard_after_forward)) not in known_sizes:
                 sizes = sizes_of(unit, accelerator=self.runtime.accelerator)
                 device = not sizes.offload
                 held = (sizes.shard + states * sizes.trainable_shard) if device else 0
-                trained = any(each.trainable for each in sizes.buffers)
-                stays = sum(each.gathered for each in sizes.buffers) if trained else 0
-                known[key] = held, stays, sizes.trainable_shard if device else 0
-            resident[unit.name], gathered[unit.name], updated[unit.name] = known[key]
+                trained = any(buffer.trainable for buffer in sizes.buffers)
+                stays = sum(buffer.gathered for buffer in sizes.buffers) if trained else 0
+                known_sizes[key] = held, stays, sizes.trainable_shard if device else 0
+            resident[unit.name], gathered[unit.name], updated[unit.name] = known_sizes[key]
         program = self._traced(number, (0,) * len(self.classes))
         units, clock = plan.units, self._clock(mesh)
         for event in predict_events(
@@ -273,8 +282,8 @@ def _on_mesh(plan: Plan, mesh: tuple[int, int], mode: _Mode) -> Plan:
     units = []
     for unit in plan.unit_list:
         buffers = tuple(
-            dataclasses.replace(each, shards=1 if "shard" in each.local else shards)
-            for each in unit.buffers
+            dataclasses.replace(buffer, shards=1 if "shard" in buffer.local else shards)
+            for buffer in unit.buffers
         )
         freed = (
             (mode.slices or True) if mode.strategy == "full_shard" and unit.name != "" else False

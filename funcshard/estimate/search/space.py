@@ -62,9 +62,11 @@ class Space:
 
     def __post_init__(self) -> None:
         for name in ("strategies", "offload", "slices", "limits"):
-            if isinstance(found := getattr(self, name), str) or not isinstance(found, Sequence):
+            if isinstance(space_option := getattr(self, name), str) or not isinstance(
+                space_option, Sequence
+            ):
                 raise TypeError(
-                    f"{name} must be a tuple of values to try; found {found!r}: write ({found!r},)"
+                    f"{name} must be a tuple of values to try; found {space_option!r}: write ({space_option!r},)"
                 )
         for mesh in self.meshes or ():
             if not isinstance(mesh, Sequence) or len(mesh) != 2:
@@ -186,19 +188,20 @@ def unit_classes(
     groups: dict[Any, list[str]] = {}
     for unit in sorted(plan.unit_list, key=lambda unit: order.get(unit.name, len(order))):
         forms = tuple(
-            (each.key, each.numel, each.dtype, each.trainable, each.local) for each in unit.buffers
+            (buffer.key, buffer.numel, buffer.dtype, buffer.trainable, buffer.local)
+            for buffer in unit.buffers
         )
         key = (unit.name == "", unit.members == (), forms, unit.precision, flops.get(unit.name, 0))
         groups.setdefault(key, []).append(unit.name)
     units = plan.units
     modules = {unit.name for unit in plan.unit_list if unit.name and not unit.members}
-    found = []
+    class_list = []
     for names in groups.values():
         if len(names) > 1:
             titles = [group.title for group in fold_units(units[name] for name in names)]
             title = titles[0].rpartition("× ")[2] if len(titles) == 1 else f"units like {names[0]}"
-            again = tuple(name for name in names if name in modules)
-            found.append(UnitClass(tuple(names), again, True, title))
+            recomputed_names = tuple(name for name in names if name in modules)
+            class_list.append(UnitClass(tuple(names), recomputed_names, True, title))
     single = tuple(names[0] for names in groups.values() if len(names) == 1)
     title = "other units" if len(single) > 1 else "".join(single) or "the root"
     costs = {
@@ -206,8 +209,12 @@ def unit_classes(
         for name in single
         if name in modules
     }
-    again = tuple(sorted(costs, key=lambda name: costs[name]))
-    return (*found, UnitClass(single, again, False, title)) if single else tuple(found)
+    recomputed_names = tuple(sorted(costs, key=lambda name: costs[name]))
+    return (
+        (*class_list, UnitClass(single, recomputed_names, False, title))
+        if single
+        else tuple(class_list)
+    )
 
 
 def ladders(
@@ -223,16 +230,18 @@ def ladders(
         splices: whether programs of equal units can be spliced, so that a step takes no trace.
     """
     pairs = space.meshes or tuple((ranks // size, size) for size in _divisors(ranks))
-    repeats = any(each.repeated for each in classes)
-    able = [len(each.again) if each.repeated or not repeats else 0 for each in classes]
+    repeats = any(unit_class.repeated for unit_class in classes)
+    able = [
+        len(unit_class.again) if unit_class.repeated or not repeats else 0 for unit_class in classes
+    ]
     climbed = max(range(len(classes)), key=lambda i: able[i])
     counts = [_counts(units, _PARTS if space.remat is None else space.remat) for units in able]
     if space.remat is None and (able[climbed] <= _FEW or (splices and classes[climbed].repeated)):
         counts[climbed] = _fine_counts(able[climbed])
     for profile, mesh, limit in itertools.product(range(profiles), pairs, space.limits):
         options = [
-            _choices(space, mesh, each, counts[i] if i != climbed else [0])
-            for i, each in enumerate(classes)
+            _choices(space, mesh, unit_class, counts[i] if i != climbed else [0])
+            for i, unit_class in enumerate(classes)
         ]
         for choices in itertools.product(*options):
             yield Ladder(Candidate(profile, mesh, limit, choices), climbed, tuple(counts[climbed]))
@@ -240,15 +249,15 @@ def ladders(
 
 def _divisors(number: int) -> list[int]:
     """Return the divisors of a number, the largest first."""
-    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
-    return sorted({*small, *(number // each for each in small)}, reverse=True)
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)}, reverse=True)
 
 
 def _choices(
     space: Space, mesh: tuple[int, int], units: UnitClass, remat: Sequence[int]
 ) -> list[Choice]:
     """Return the choices of one class."""
-    found = []
+    unit_choices = []
     for strategy, offload in itertools.product(space.strategies, space.offload):
         # Why one shard is left out: then nothing is gathered, as with no_shard.
         if strategy == "no_shard" and mesh[1] == 1 and "full_shard" in space.strategies:
@@ -257,12 +266,16 @@ def _choices(
         for kept in _counts(len(units.names), space.kept) if gathered else [0]:
             freed = gathered and any(units.names[: len(units.names) - kept])
             slices = [
-                each for each in space.slices if freed and each < mesh[1] and mesh[1] % each == 0
+                slice_count
+                for slice_count in space.slices
+                if freed and slice_count < mesh[1] and mesh[1] % slice_count == 0
             ]
-            found += [
-                Choice(strategy, kept, k, offload, each) for each in (0, *slices) for k in remat
+            unit_choices += [
+                Choice(strategy, kept, k, offload, slice_count)
+                for slice_count in (0, *slices)
+                for k in remat
             ]
-    return found
+    return unit_choices
 
 
 def _counts(units: int, parts: int) -> list[int]:

@@ -35,31 +35,37 @@ def splice(program: Program, units: Sequence[str], made: int, wanted: int) -> Pr
         return None
     source = {name: units[_source(i, made, wanted)] for i, name in enumerate(units)}
     parts = list(_parts(program.steps))
-    own: dict[str, list[int]] = {name: [] for name in units}
+    positions_of: dict[str, list[int]] = {name: [] for name in units}
     for i, (name, _, _) in enumerate(parts):
-        if name in own:
-            own[name].append(i)
-    if any(len(places) != 2 for places in own.values()):
+        if name in positions_of:
+            positions_of[name].append(i)
+    if any(len(places) != 2 for places in positions_of.values()):
         return None
     steps: list[Run | Mark] = []
-    now = _NONE
+    memory_now = _NONE
     for i, part in enumerate(parts):
         name, begin, taken = part
-        if name in own and source[name] != name:
-            _, begin, taken = parts[own[source[name]][own[name].index(i)]]
-        more = Memory(*(here - there for here, there in zip(now, begin, strict=True)))
+        if name in positions_of and source[name] != name:
+            _, begin, taken = parts[positions_of[source[name]][positions_of[name].index(i)]]
+        more_memory = Memory(
+            *(byte_change - there for byte_change, there in zip(memory_now, begin, strict=True))
+        )
         taken = (
-            [_moved(step, name, more) for step in taken]
-            if any(more) or taken is not part[2]
+            [_moved(step, name, more_memory) for step in taken]
+            if any(more_memory) or taken is not part[2]
             else taken
         )
         steps += taken
-        now = next((step.end for step in reversed(taken) if isinstance(step, Run)), now)
-    spared = {name for name in program.not_saved if name not in own} | {
+        memory_now = next(
+            (step.end for step in reversed(taken) if isinstance(step, Run)), memory_now
+        )
+    spared = {name for name in program.not_saved if name not in positions_of} | {
         name for name in units if source[name] in program.not_saved
     }
-    found = {name: program.saved.get(source.get(name, name)) for name in (*program.saved, *units)}
-    saved = {name: size for name, size in found.items() if size is not None}
+    saved_bytes = {
+        name: program.saved.get(source.get(name, name)) for name in (*program.saved, *units)
+    }
+    saved = {name: size for name, size in saved_bytes.items() if size is not None}
     return Program(tuple(steps), program.order, program.backward, frozenset(spared), saved)
 
 
@@ -82,14 +88,14 @@ def _parts(steps: Sequence[Run | Mark]) -> Iterator[tuple[str, Memory, list[Run 
     """Yield the steps unit by unit, with the memory before each."""
     begin = _NONE
     for name, group in itertools.groupby(steps, key=lambda step: step.unit):
-        own = list(group)
-        yield name, begin, own
-        begin = next((step.end for step in reversed(own) if isinstance(step, Run)), begin)
+        group_steps = list(group)
+        yield name, begin, group_steps
+        begin = next((step.end for step in reversed(group_steps) if isinstance(step, Run)), begin)
 
 
 def _moved(step: Run | Mark, name: str, more: Memory) -> Run | Mark:
     """Return a step of another unit, with some more memory all the time."""
     if isinstance(step, Mark):
         return Mark(step.what, name)
-    highest, end = (Memory(*map(int.__add__, each, more)) for each in (step.highest, step.end))
+    highest, end = (Memory(*map(int.__add__, memory, more)) for memory in (step.highest, step.end))
     return Run(name, step.what, step.work, highest, end)

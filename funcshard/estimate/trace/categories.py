@@ -12,29 +12,29 @@ ACTIVATION, TEMPORARY, LOSS_TENSOR, GRADIENT = range(4)
 
 def categories_of(events: Sequence[Any]) -> dict[int, int]:
     """Return the category of each storage, by the position of the event that makes it."""
-    made: dict[int, int] = {}
-    found: dict[int, int] = {}
+    made_by: dict[int, int] = {}
+    category_numbers: dict[int, int] = {}
     backward: set[int] = set()
     path, phase = "", "forward"
     for position, event in enumerate(events):
         if isinstance(event, At):
             path, phase = event
         elif isinstance(event, Alloc):
-            made[event.storage] = position
-            found[position] = LOSS_TENSOR if path == LOSS else TEMPORARY
+            made_by[event.storage] = position
+            category_numbers[position] = LOSS_TENSOR if path == LOSS else TEMPORARY
             if phase != "forward":
                 backward.add(position)
         elif isinstance(event, Free):
-            begin = made.get(event.storage)
+            begin = made_by.get(event.storage)
             if (
                 begin is not None
-                and found[begin] == TEMPORARY
+                and category_numbers[begin] == TEMPORARY
                 and phase != "forward"
                 and begin not in backward
             ):
-                found[begin] = ACTIVATION
+                category_numbers[begin] = ACTIVATION
         elif isinstance(event, Grad):
-            begin = made.get(event.storage)
+            begin = made_by.get(event.storage)
             if begin is not None:
-                found[begin] = GRADIENT
-    return found
+                category_numbers[begin] = GRADIENT
+    return category_numbers

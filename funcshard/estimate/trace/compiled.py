@@ -86,8 +86,8 @@ class Region(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         inputs, results = list(tensors_in((args, kwargs))), list(tensors_in(out))
-        known = set(map(self._number, inputs))
-        fresh = [tensor for tensor in results if self._number(tensor) not in known]
+        known_numbers = set(map(self._number, inputs))
+        fresh = [tensor for tensor in results if self._number(tensor) not in known_numbers]
         if not fresh:  # a view, or an operation in place
             return out
         if is_fused(func):
@@ -97,7 +97,7 @@ class Region(TorchDispatchMode):
                 roots.update(self.roots.get(number, {number: tensor}))
             self.roots.update((self._number(tensor), roots) for tensor in fresh)
         elif not is_reduction(func):
-            self.read |= known
+            self.read |= known_numbers
         return out
 
     def _pack(self, tensor: torch.Tensor) -> Any:
@@ -109,26 +109,26 @@ class Region(TorchDispatchMode):
     def _choose(self) -> None:
         """Drop what the compiler computes again, and note the rest as saved."""
         candidates, kept = [], set()
-        for each in self.packed:
-            number = self._number(each.tensor)
+        for candidate in self.packed:
+            number = self._number(candidate.tensor)
             if number in self.roots and number not in self.read:
-                candidates.append(each)
+                candidates.append(candidate)
             else:
                 kept.add(number)
-                self.recorder.pack(each.tensor)
-        for each in candidates:
-            number = self._number(each.tensor)
+                self.recorder.pack(candidate.tensor)
+        for candidate in candidates:
+            number = self._number(candidate.tensor)
             roots = {
                 key: root for key, root in self.roots[number].items() if not self._is_param(root)
             }
-            more = {key: root for key, root in roots.items() if key not in kept}
-            if number in kept or sum(map(_nbytes, more.values())) > _nbytes(each.tensor):
+            more_roots = {key: root for key, root in roots.items() if key not in kept}
+            if number in kept or sum(map(_nbytes, more_roots.values())) > _nbytes(candidate.tensor):
                 kept.add(number)
-                self.recorder.pack(each.tensor)
+                self.recorder.pack(candidate.tensor)
                 continue
             kept |= set(roots)
-            each.tensor, each.kept = None, list(roots.values())
-            for root in each.kept:
+            candidate.tensor, candidate.kept = None, list(roots.values())
+            for root in candidate.kept:
                 self.recorder.pack(root)
         self.packed, self.roots = [], {}
 

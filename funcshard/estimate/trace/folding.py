@@ -135,50 +135,58 @@ class _Folder:
                 where = frame.path, phase
                 events.append(At(frame.path[prefix:], phase))
             events.append(_relative(event, prefix))
-        found: list[Event] = []
+        folded_events: list[Event] = []
         for each in events:
-            found += self._call(each, prefix) if isinstance(each, _Window) else [each]
-        return found
+            folded_events += self._call(each, prefix) if isinstance(each, _Window) else [each]
+        return folded_events
 
     def _call(self, window: _Window, prefix: int) -> list[Event]:
         """Return the call of a window, and the frees that follow it."""
-        frame, own = window.frame, [event for _, _, event in window.log]
+        frame, call_events = window.frame, [event for _, _, event in window.log]
         assert frame.fold is not None, "a window is that of a folded call"
         exchanged = self._exchanged.setdefault(frame.number, {})
         mine = self._own.setdefault(frame.number, set())
-        made = [event.storage for event in own if isinstance(event, Alloc)]
-        freed = [event.storage for event in own if isinstance(event, Free)]
+        made_storages = [event.storage for event in call_events if isinstance(event, Alloc)]
+        freed = [event.storage for event in call_events if isinstance(event, Free)]
         if window.phase == "backward":
-            grads = {event.storage for event in own if isinstance(event, Grad)}
-            known = {*made, *exchanged, *mine}
-            given = [each for each in freed if each not in known]
-            given.sort(key=lambda each: each not in frame.output_grads)
-            left = [each for each in made if each not in freed and each not in grads]
-            _number(exchanged, _GIVEN, given)
-            _number(exchanged, _MADE, left)
+            grads = {event.storage for event in call_events if isinstance(event, Grad)}
+            known_storages = {*made_storages, *exchanged, *mine}
+            given_storages = [storage for storage in freed if storage not in known_storages]
+            given_storages.sort(key=lambda each: each not in frame.output_grads)
+            left_storages = [
+                storage
+                for storage in made_storages
+                if storage not in freed and storage not in grads
+            ]
+            _number(exchanged, _GIVEN, given_storages)
+            _number(exchanged, _MADE, left_storages)
             if _fold_around(frame) is not None:
-                self._check(window, given, left)
+                self._check(window, given_storages, left_storages)
             else:
-                sizes = tuple(self._sizes[each] for each in left)
+                sizes = tuple(self._sizes[storage] for storage in left_storages)
                 backwards = self._backwards.setdefault(frame.fold, {}).setdefault(frame.path, set())
-                more = len([each for each in given if each not in frame.output_grads])
-                backwards.add((sizes, more, tuple(frame.grad_forms)))
+                more_given = len(
+                    [storage for storage in given_storages if storage not in frame.output_grads]
+                )
+                backwards.add((sizes, more_given, tuple(frame.grad_forms)))
         else:
-            inputs = next((event.inputs for event in own if isinstance(event, Enter)), ())
+            inputs = next((event.inputs for event in call_events if isinstance(event, Enter)), ())
             outputs = next(
-                (event.outputs for event in reversed(own) if isinstance(event, Exit)), ()
+                (event.outputs for event in reversed(call_events) if isinstance(event, Exit)), ()
             )
             _number(exchanged, _INPUTS, inputs)
             _number(exchanged, _OUTPUTS, outputs)
-            mine.update(each for each in made if each not in exchanged)
+            mine.update(storage for storage in made_storages if storage not in exchanged)
         if not frame.stub and window.phase not in self.parts.get(frame.fold, {}):
             events = tuple(_exchanging(event, exchanged) for event in self.level(window.log, frame))
             self.parts.setdefault(frame.fold, {})[window.phase] = events
         pairs = tuple((inside, outside) for outside, inside in exchanged.items())
         outside = [
-            each for each in freed if each not in mine and (each in exchanged or each not in made)
+            storage
+            for storage in freed
+            if storage not in mine and (storage in exchanged or storage not in made_storages)
         ]
-        gone = tuple(exchanged[each] for each in freed if each in exchanged)
+        gone = tuple(exchanged[storage] for storage in freed if storage in exchanged)
         return [
             Call(frame.fold, frame.path[prefix:], window.phase, frame.number, pairs, gone),
             *map(Free, outside),
@@ -195,8 +203,10 @@ class _Folder:
         """
         wrong: set[str] = set()
         for fold, backwards in self._backwards.items():
-            own = backwards.get(paths[fold])
-            others = {path for path, each in backwards.items() if each != own}
+            own_backward = backwards.get(paths[fold])
+            others = {
+                path for path, backward_shape in backwards.items() if backward_shape != own_backward
+            }
             # Why the fold's own: if it is the odd one out, another one may stand for the rest.
             wrong |= others if 2 * len(others) < len(backwards) else {paths[fold]}
         if wrong:
@@ -209,13 +219,13 @@ class _Folder:
         them. Then the modules differ.
         """
         frame, events = window.frame, [event for _, _, event in window.log]
-        sizes = [self._sizes[each] for each in left]
+        sizes = [self._sizes[storage] for storage in left]
         if frame.stub:
             same = not any(isinstance(event, Op) for event in events)
         else:
             # Why not without any left: then all of backward ends here, and other storages with it.
             same = not left or frame.output_grads.issuperset(given)
-            given = [each for each in given if each in frame.output_grads]
+            given = [storage for storage in given if storage in frame.output_grads]
         if not same or len(given) > 1 or self._left.setdefault(frame.fold, sizes) != sizes:
             raise CannotFoldError(1)
 
@@ -227,7 +237,9 @@ class _Folder:
                 makes = {each.storage for each in part if isinstance(each, Alloc)}
                 for each in part:  # a call inside it makes what it leaves behind
                     if isinstance(each, Call) and each.phase == "backward":
-                        makes.update(there for here, there in each.exchanged if here <= _MADE)
+                        makes.update(
+                            there for own_number, there in each.exchanged if own_number <= _MADE
+                        )
                 for inside, outside in event.exchanged:
                     if event.phase == "backward" and inside <= _MADE and inside not in makes:
                         yield Alloc(outside, self._sizes.get(outside, 0))
@@ -242,21 +254,21 @@ def _number(exchanged: dict[int, int], start: int, storages: Iterable[int]) -> N
 
 def _outermost_fold(frame: Frame, root: Frame | None) -> Frame | None:
     """Return the outermost folded call below ``root`` that contains a call."""
-    found = None
-    each: Frame | None = frame
-    while each is not None and each is not root:
-        if each.fold is not None:
-            found = each
-        each = each.parent
-    return found
+    outermost_frame = None
+    outer_frame: Frame | None = frame
+    while outer_frame is not None and outer_frame is not root:
+        if outer_frame.fold is not None:
+            outermost_frame = outer_frame
+        outer_frame = outer_frame.parent
+    return outermost_frame
 
 
 def _fold_around(frame: Frame) -> Frame | None:
     """Return the innermost folded call around a call."""
-    each = frame.parent
-    while each is not None and each.fold is None:
-        each = each.parent
-    return each
+    outer_frame = frame.parent
+    while outer_frame is not None and outer_frame.fold is None:
+        outer_frame = outer_frame.parent
+    return outer_frame
 
 
 def _relative(event: Event, prefix: int) -> Event:
@@ -284,6 +296,8 @@ def _exchanging(event: Event, exchanged: Mapping[int, int]) -> Event:
         return event._replace(outputs=tuple(map(inside, event.outputs)))
     if isinstance(event, Call):
         return event._replace(
-            exchanged=tuple((own, inside(storage)) for own, storage in event.exchanged)
+            exchanged=tuple(
+                (own_number, inside(storage)) for own_number, storage in event.exchanged
+            )
         )
     return event

@@ -55,7 +55,7 @@ def kinds_of(skeleton: Any, form: Callable[[str], Hashable], marked: Collection[
     numbers: dict[Hashable, int] = {}
     kinds: dict[int, int] = {}
     groups: dict[int, list[int]] = {}
-    known: dict[type, frozenset[str] | None] = {}
+    known_settings: dict[type, frozenset[str] | None] = {}
     for index in reversed(range(len(skeleton.specs))):  # children come after their parents
         spec = skeleton.specs[index]
         children = tuple(
@@ -66,17 +66,17 @@ def kinds_of(skeleton: Any, form: Callable[[str], Hashable], marked: Collection[
             for table in (spec.parameters, spec.buffers)
             for key, name in table.items()
         ])  # fmt: skip
-        fixed = _fixed(spec.cls, known)
+        fixed = _fixed(spec.cls, known_settings)
         settings = tuple([
             (key, value if type(value) is bool else value_of(value))
             for key, value in spec.attributes.items()
             if (fixed is None or key in fixed) and (value or type(value) not in _TABLES)  # most are empty tables of hooks
         ])  # fmt: skip
         alone = any(spec.attributes.get(hooks) for hooks in _HOOKS) or "forward" in spec.attributes
-        kind = (
+        module_kind = (
             spec.cls, children, tensors, tuple(spec.attributes), settings, index if alone else None, index in marked
         )  # fmt: skip
-        number = kinds[index] = numbers.setdefault(kind, len(numbers))
+        number = kinds[index] = numbers.setdefault(module_kind, len(numbers))
         groups.setdefault(number, []).append(index)
 
     @functools.cache
@@ -87,7 +87,7 @@ def kinds_of(skeleton: Any, form: Callable[[str], Hashable], marked: Collection[
 
     differing: dict[int, dict[str, Hashable]] = {}
     for group in groups.values():
-        fixed = known[skeleton.specs[group[0]].cls]
+        fixed = known_settings[skeleton.specs[group[0]].cls]
         if len(group) > 1 and fixed is not None:
             tables = {index: skeleton.specs[index].attributes for index in group}
             for key, values in _differing(tables, fixed, owners):
@@ -119,9 +119,9 @@ def _differing(
     for key, first in next(iter(tables.values())).items():
         if key in fixed:
             continue
-        kind = type(first) if is_plain(first) else None
+        value_type = type(first) if is_plain(first) else None
         if all(
-            table[key] is first or (type(table[key]) is kind and table[key] == first)
+            table[key] is first or (type(table[key]) is value_type and table[key] == first)
             for table in tables.values()
         ):
             continue
@@ -135,7 +135,7 @@ def _foldable(skeleton: Any, kinds: Mapping[int, int]) -> dict[int, int]:
     paths = skeleton.paths()
     tied = [names for names in skeleton.parameters.values() if len(names) > 1]
     numbers: dict[Hashable, int] = {}
-    found = {}
+    kinds_by_index = {}
     for path, index in paths.items():
         spec = skeleton.specs[index]
         runs = spec.cls.forward is not nn.Module.forward or "forward" in spec.attributes
@@ -147,9 +147,13 @@ def _foldable(skeleton: Any, kinds: Mapping[int, int]) -> dict[int, int]:
         ]
         if all(len(names) in (0, len(every)) for names, every in zip(within, tied, strict=True)):
             shared = tuple(names for names in within if names)
-            found[index] = numbers.setdefault((kinds[index], shared), len(numbers))
-    counts = Counter(found.values())
-    return {index: kind for index, kind in found.items() if counts[kind] > 1}
+            kinds_by_index[index] = numbers.setdefault((kinds[index], shared), len(numbers))
+    counts = Counter(kinds_by_index.values())
+    return {
+        index: module_kind
+        for index, module_kind in kinds_by_index.items()
+        if counts[module_kind] > 1
+    }
 
 
 def _below(skeleton: Any) -> Callable[[int], tuple[int, ...]]:

@@ -34,12 +34,12 @@ class Owners:
 
     def owner(self, path: str) -> str:
         """Return the innermost unit that contains a module; ``""`` if no unit but the root does."""
-        found = self._cache.get(path)
-        if found is None:
-            own = self.of_path.get(path)
-            found = own if own is not None else self.owner(path.rpartition(".")[0])
-            self._cache[path] = found
-        return found
+        owner_name = self._cache.get(path)
+        if owner_name is None:
+            own_unit = self.of_path.get(path)
+            owner_name = own_unit if own_unit is not None else self.owner(path.rpartition(".")[0])
+            self._cache[path] = owner_name
+        return owner_name
 
 
 class Needs:
@@ -105,12 +105,12 @@ class Needs:
 
     def use(self, unit: str, path: str) -> Iterator[tuple[str, str]]:
         """Backward, or a forward that runs again, uses a leaf of a unit in a module."""
-        known = (
+        is_known = (
             any(name == unit for name, _ in self._again)
             if self._again
             else not self._sees(unit, path)
         )
-        if not known:
+        if not is_known:
             yield from self._need(unit)
 
     def ask(self, path: str) -> Iterator[tuple[str, str]]:
@@ -119,11 +119,11 @@ class Needs:
         That checkpoint may ask another one around it for its inputs. The outermost unit in each of
         them lends its leaves.
         """
-        found = [
+        asked_units = [
             [unit for unit in units if unit in self._resharded] for units in self._checkpoints(path)
         ]
-        self._lent = {units[-1] for units in found if units}
-        first = next((units[0] for units in found if units), None)
+        self._lent = {units[-1] for units in asked_units if units}
+        first = next((units[0] for units in asked_units if units), None)
         if first in self.used:
             yield from self._need(first)
 
@@ -136,8 +136,8 @@ class Needs:
 
     def exit_again(self) -> Iterator[tuple[str, str]]:
         """The module that a checkpoint called last returns."""
-        unit, own = self._again.pop()
-        if own:
+        unit, own_units = self._again.pop()
+        if own_units:
             yield "free", unit
 
     def reduce(self, unit: str) -> None:
@@ -159,18 +159,18 @@ class Needs:
     def _checkpoints(self, path: str) -> Iterator[list[str]]:
         """Yield the units inside each checkpoint around a module, the innermost first."""
         units: list[str] = []
-        for each in tree.upwards(path):
-            unit = self._owners.of_path.get(each)
+        for node_path in tree.upwards(path):
+            unit = self._owners.of_path.get(node_path)
             if unit is not None:
                 units.append(unit)
-            if each in self._held:
+            if node_path in self._held:
                 yield units
                 units = []
 
     def _sees(self, unit: str, path: str) -> bool:
         """Return whether no checkpoint inside a unit hides what autograd saves in a module."""
-        for each in tree.upwards(path):
-            own = self._owners.of_path.get(each) == unit
-            if own or each in self._held:
-                return own
+        for node_path in tree.upwards(path):
+            is_own = self._owners.of_path.get(node_path) == unit
+            if is_own or node_path in self._held:
+                return is_own
         return True

@@ -95,8 +95,8 @@ class Profile(Shown):
             ]
             with without_collection():
                 self._programs[key] = make_program(self.tape(remat, apart), paths, stays=stays)
-        found: Program = self._programs[key]
-        return found
+        traced_program: Program = self._programs[key]
+        return traced_program
 
     def check(self, plan: Plan) -> None:
         """Raise unless the plan is for the parameters and the precision of the profile."""
@@ -105,16 +105,16 @@ class Profile(Shown):
             for buffer in unit.buffers:
                 dtype = dtype_name(unit.gathered_dtype(buffer))
                 for leaf in buffer.leaves:
-                    found = dtypes.get(leaf.path)
-                    if found == dtype:
+                    traced_dtype = dtypes.get(leaf.path)
+                    if traced_dtype == dtype:
                         continue
-                    if found is None:
+                    if traced_dtype is None:
                         raise ValueError(
                             f"the profile has no parameter {leaf.path!r}, which the plan has: "
                             "profile the function for whose params the plan was made"
                         )
                     raise ValueError(
-                        f"parameter {leaf.path!r} was profiled in {found}, but unit {unit.title!r} "
+                        f"parameter {leaf.path!r} was profiled in {traced_dtype}, but unit {unit.title!r} "
                         f"of the plan computes in {dtype}: pass profile the precision of the plan"
                     )
 
@@ -150,34 +150,34 @@ class Profile(Shown):
         key = "repeated"
         if key not in self._programs:
             self._programs[key] = self.tape().repeated()
-        found: frozenset[str] = self._programs[key]
-        return found
+        repeated_paths: frozenset[str] = self._programs[key]
+        return repeated_paths
 
     def _forward_flops(self) -> Mapping[str, int]:
         key = "forward_flops"
         if key not in self._programs:
             self._programs[key] = self.tape().forward_flops()
-        found: Mapping[str, int] = self._programs[key]
-        return found
+        flops_by_path: Mapping[str, int] = self._programs[key]
+        return flops_by_path
 
     def _root(self) -> Program:
         key = "root"
         if key not in self._programs:
             self._programs[key] = make_program(self.tape(), {"": ("",)})
-        found: Program = self._programs[key]
-        return found
+        root_program: Program = self._programs[key]
+        return root_program
 
     def _parts(self) -> list[Table]:
         runs = [run for run in self._root().steps if isinstance(run, Run)]
         rows = []
-        for what in ("forward", "loss", "backward"):
-            own = [run for run in runs if run.what == what]
-            work = [work for run in own for work in run.work]
-            highest = max((run.highest.total for run in own), default=0)
-            rows.append([
-                what, f"{sum(each.flops for each in work):,}", f"{sum(each.bytes for each in work):,}",
-                f"{sum(each.kernels for each in work):,}", f"{highest:,}",
-            ])  # fmt: skip
+        for phase_name in ("forward", "loss", "backward"):
+            phase_runs = [run for run in runs if run.what == phase_name]
+            work = [work for run in phase_runs for work in run.work]
+            highest = max((run.highest.total for run in phase_runs), default=0)
+            flops = sum(item.flops for item in work)
+            moved = sum(item.bytes for item in work)
+            kernels = sum(item.kernels for item in work)
+            rows.append([phase_name, f"{flops:,}", f"{moved:,}", f"{kernels:,}", f"{highest:,}"])
         title = f"Profile: autograd keeps {self.saved:,} bytes"
         return [Table(title, ["phase", "FLOPs", "bytes moved", "kernels", "highest bytes"], rows)]
 
@@ -302,11 +302,11 @@ def profile(
         for leaf in buffer.leaves
     }
     first = next(tensors_in((args, kwargs)), None)
-    whole = first is not None and not first.is_floating_point() and not first.is_complex()
-    found = Profile(
+    is_integral = first is not None and not first.is_floating_point() and not first.is_complex()
+    new_profile = Profile(
         retrace=retrace,
         dtypes=dtypes,
-        tokens=first.numel() if first is not None and whole else 0,
+        tokens=first.numel() if first is not None and is_integral else 0,
         inputs=_stored_bytes((args, kwargs, targets)),
         buffers=_stored_bytes(buffers),
         embedded=_embedded(apply.skeleton),
@@ -314,43 +314,43 @@ def profile(
         ties=apply.ties,
         precision=plan.precision,
     )
-    found.tape()
-    return found
+    new_profile.tape()
+    return new_profile
 
 
 def _autocast() -> torch.dtype | None:
     """Return the dtype of the autocast that is active, on any device; ``None`` without one."""
-    found = [
-        torch.get_autocast_dtype(kind)
-        for kind in ("cuda", "cpu")
-        if torch.is_autocast_enabled(kind)
+    autocast_dtypes = [
+        torch.get_autocast_dtype(device_kind)
+        for device_kind in ("cuda", "cpu")
+        if torch.is_autocast_enabled(device_kind)
     ]
-    return found[0] if found else None
+    return autocast_dtypes[0] if autocast_dtypes else None
 
 
 def _check_plain(params: Mapping[str, torch.Tensor]) -> None:
     """Raise ``ValueError`` if a parameter is a DTensor."""
-    found = next((name for name, param in params.items() if is_dtensor(param)), None)
-    if found is not None:
+    dtensor_name = next((name for name, param in params.items() if is_dtensor(param)), None)
+    if dtensor_name is not None:
         raise ValueError(
             "profile takes parameters that are plain tensors, because DTensor's own collectives "
-            f"cannot be traced; found a DTensor at {found!r}: profile the model before "
+            f"cannot be traced; found a DTensor at {dtensor_name!r}: profile the model before "
             "parallelize_module, or cut it with make_plan(local=...)"
         )
 
 
 def _check_names(params: Mapping[str, torch.Tensor], plan: Plan) -> None:
     """Raise ``ValueError`` unless the plan is for all of these parameters."""
-    missing = params.keys() - {leaf.path for leaf in plan.leaves}
-    if missing:
+    missing_names = params.keys() - {leaf.path for leaf in plan.leaves}
+    if missing_names:
         raise ValueError(
             "precision must be a plan of the same parameters; found a plan without "
-            f"{min(missing)!r}: pass the plan that make_plan made for these params"
+            f"{min(missing_names)!r}: pass the plan that make_plan made for these params"
         )
 
 
 def _nested(paths: Mapping[str, Sequence[str]]) -> bool:
-    nodes = {node for each in paths.values() for node in each if node}
+    nodes = {node for unit_nodes in paths.values() for node in unit_nodes if node}
     return any(not nodes.isdisjoint([*tree.upwards(node)][1:]) for node in nodes)
 
 
@@ -358,19 +358,19 @@ def _form(param: torch.Tensor, trainable: bool) -> torch.Tensor:
     """Return a parameter on the meta device, with the notes of ``make_functional`` on it."""
     if type(param) is torch.Tensor and param.is_meta and param.requires_grad == trainable:
         return param
-    found = torch.empty_like(param, device="meta", requires_grad=trainable)
-    found.__dict__.update(param.__dict__)
-    return found
+    meta_tensor = torch.empty_like(param, device="meta", requires_grad=trainable)
+    meta_tensor.__dict__.update(param.__dict__)
+    return meta_tensor
 
 
 def _embedded(skeleton: Any) -> int:
     """Return the elements of parameters that belong to embeddings alone."""
-    found = 0
+    embedded_numel = 0
     for name, names in skeleton.parameters.items():
-        owners = [skeleton.classes(each)[-1] for each in names]
+        owners = [skeleton.classes(parameter_name)[-1] for parameter_name in names]
         if all(issubclass(owner, (nn.Embedding, nn.EmbeddingBag)) for owner in owners):
-            found += math.prod(skeleton.shapes[name])
-    return found
+            embedded_numel += math.prod(skeleton.shapes[name])
+    return embedded_numel
 
 
 def _stored_bytes(tensors: Any) -> int:

@@ -121,12 +121,14 @@ class Program:
 
     def __post_init__(self) -> None:
         # Why here: many plans share a program.
-        found = (
+        unit_steps = (
             step
             for step in self.steps
             if isinstance(step, Mark) and step.what in ("need", "again", "reduce", "leave")
         )
-        object.__setattr__(self, "reached", tuple(Reached(mark.what, mark.unit) for mark in found))
+        object.__setattr__(
+            self, "reached", tuple(Reached(mark.what, mark.unit) for mark in unit_steps)
+        )
 
 
 def make_program(
@@ -204,8 +206,8 @@ class _Builder:
                 if self.highest is None or self.total > self.highest[0]:
                     self.highest = self.total, Memory(*self.memory)
             elif isinstance(event, Free):
-                found = self.live.get(event.storage)
-                if found is not None and found[0] != GRADIENT:
+                live_storage = self.live.get(event.storage)
+                if live_storage is not None and live_storage[0] != GRADIENT:
                     self._free(event.storage)
             elif isinstance(event, Stretch):
                 self._add(event)
@@ -227,13 +229,13 @@ class _Builder:
                 if phase == "backward" and not in_backward:
                     in_backward = True
                     self._mark("return", "")
-                what = "loss" if path == LOSS else phase
+                run_phase = "loss" if path == LOSS else phase
                 if in_backward and path != LOSS and not began:
                     began = True
                     self._mark("backward", "")
-                if (unit, what) != (self.unit, self.what):
+                if (unit, run_phase) != (self.unit, self.what):
                     self._flush()
-                    self.unit, self.what = unit, what
+                    self.unit, self.what = unit, run_phase
             elif isinstance(event, Enter):
                 name = self.units.of_path.get(event.path, "") if event.path else ""
                 if in_backward:
@@ -267,8 +269,8 @@ class _Builder:
                 self._marks(needs.ask(event.path))
             elif isinstance(event, Grad):
                 unit = param_unit[event.name]
-                found = self.live.get(event.storage)
-                if found is not None:
+                live_storage = self.live.get(event.storage)
+                if live_storage is not None:
                     grads.setdefault(unit, []).append(event.storage)
                 owners[unit, event.call] -= 1
                 if owners[unit, event.call] == 0:
@@ -290,24 +292,30 @@ class _Builder:
         inside = (
             set()
             if path is None
-            else {self.units.of_path.get(each) for each in ("", *tree.upwards(path))}
+            else {self.units.of_path.get(node_path) for node_path in ("", *tree.upwards(path))}
         )
-        left = [each for each in self.complete if each[0] not in inside]
-        self.complete = [each for each in self.complete if each[0] in inside]
-        for unit, storages, size in sorted(left, key=lambda each: -self.needs.position(each[0])):
+        waiting_units = [
+            complete_unit for complete_unit in self.complete if complete_unit[0] not in inside
+        ]
+        self.complete = [
+            complete_unit for complete_unit in self.complete if complete_unit[0] in inside
+        ]
+        for unit, storages, size in sorted(
+            waiting_units, key=lambda each: -self.needs.position(each[0])
+        ):
             self._mark("reduce", unit)
             self.needs.reduce(unit)
             for storage in storages:
                 self._free(storage)
             self.memory[GRADIENT] -= size
             self.total -= size
-            now = Memory(*self.memory)
-            self.steps.append(Run(self.unit, self.what, (), now, now))
+            current_memory = Memory(*self.memory)
+            self.steps.append(Run(self.unit, self.what, (), current_memory, current_memory))
 
     def _leave(self, path: str) -> None:
         """Leave units without gradients, as backward comes to a module outside of them."""
-        inside = {self.units.of_path.get(each) for each in ("", *tree.upwards(path))}
-        for unit in [each for each in self.lent if each not in inside]:
+        inside = {self.units.of_path.get(node_path) for node_path in ("", *tree.upwards(path))}
+        for unit in [lent_unit for lent_unit in self.lent if lent_unit not in inside]:
             self.lent.remove(unit)
             self._mark("leave", unit)
             self.needs.leave(unit)
@@ -331,36 +339,38 @@ class _Builder:
             for i, count in enumerate(counts):
                 work[i] += count
         if stretch.highest is not None:
-            most = self.total + sum(stretch.highest)
-            if self.highest is None or most > self.highest[0]:
-                self.highest = most, Memory(*map(operator.add, self.memory, stretch.highest))
+            most_bytes = self.total + sum(stretch.highest)
+            if self.highest is None or most_bytes > self.highest[0]:
+                self.highest = most_bytes, Memory(*map(operator.add, self.memory, stretch.highest))
         for category, size in enumerate(stretch.end):
             self.memory[category] += size
             self.total += size
 
     def _free(self, storage: int) -> None:
-        found = self.live.pop(storage, None)
-        if found is not None:
-            category, size = found
+        freed_storage = self.live.pop(storage, None)
+        if freed_storage is not None:
+            category, size = freed_storage
             self.memory[category] -= size
             self.total -= size
 
     def _flush(self) -> None:
         """End the current run."""
         if self.work or self.highest is not None:
-            now = Memory(*self.memory)
+            current_memory = Memory(*self.memory)
             highest = (
-                now if self.highest is None or self.highest[0] <= self.total else self.highest[1]
+                current_memory
+                if self.highest is None or self.highest[0] <= self.total
+                else self.highest[1]
             )
             work = tuple([Work(dtype, *counts) for (dtype, _), counts in self.work.items()])
             work = self.works.setdefault(work, work)
-            self.steps.append(Run(self.unit, self.what, work, highest, now))
+            self.steps.append(Run(self.unit, self.what, work, highest, current_memory))
         self.work, self.highest = {}, None
 
     def _marks(self, marks: Iterable[tuple[str, str]]) -> None:
-        for what, unit in marks:
-            self._mark(what, unit)
-            if what == "need" and unit in self.ungraded:
+        for mark_kind, unit in marks:
+            self._mark(mark_kind, unit)
+            if mark_kind == "need" and unit in self.ungraded:
                 self.lent.append(unit)
 
     def _mark(self, what: str, unit: str) -> None:

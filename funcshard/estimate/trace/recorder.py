@@ -103,16 +103,16 @@ class Recorder(TorchDispatchMode):
     @contextlib.contextmanager
     def call(self, path: str) -> Iterator[Frame]:
         """Note a call of a module's forward for the ``with`` block."""
-        again = self.phase == "backward" and len(self._stack) == 1
-        if again:
+        runs_again = self.phase == "backward" and len(self._stack) == 1
+        if runs_again:
             self._follow_backward()
             if self._running not in self._asks:
                 self.emit(Ask(self.frame.path))
-        before = self.frame
-        parent = self._caller(path) if again else self._stack[-1]
+        frame_before = self.frame
+        parent = self._caller(path) if runs_again else self._stack[-1]
         self._frames += 1
         frame = Frame(
-            path, parent, self._frames, again=again or parent.again, compiled=parent.compiled
+            path, parent, self._frames, again=runs_again or parent.again, compiled=parent.compiled
         )
         if frame.again:
             frame.number = self._last[path].number if path in self._last else frame.number
@@ -124,7 +124,7 @@ class Recorder(TorchDispatchMode):
             yield frame
         finally:
             self._stack.pop()
-            self._enter(before if again else self._stack[-1])
+            self._enter(frame_before if runs_again else self._stack[-1])
 
     def _enter(self, frame: Frame) -> None:
         self.frame = frame
@@ -208,9 +208,9 @@ class Recorder(TorchDispatchMode):
             known: whether the storage is no memory of the step, such as that of a parameter.
         """
         identity = storage_id(tensor)
-        found = self._storages.get(identity)
-        if found is not None:
-            return found[0]
+        storage_number = self._storages.get(identity)
+        if storage_number is not None:
+            return storage_number[0]
         self._numbers += 1
         number, storage = self._numbers, tensor.untyped_storage()
 
@@ -261,14 +261,15 @@ class Recorder(TorchDispatchMode):
 
     def parts(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors with the data of ``tensors``: several of a sparse one."""
-        before, self.paused = self.paused, True
+        paused_before, self.paused = self.paused, True
         try:
             parts = [
-                [each] if each.layout is torch.strided else stored_parts(each) for each in tensors
+                [tensor] if tensor.layout is torch.strided else stored_parts(tensor)
+                for tensor in tensors
             ]
-            return [part for found in parts for part in found if storage_id(part)]
+            return [part for tensor_parts in parts for part in tensor_parts if storage_id(part)]
         finally:
-            self.paused = before
+            self.paused = paused_before
 
     def pack_held(self, outer: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
         """Note a tensor that a checkpoint keeps, and let the checkpoint pack it."""
@@ -294,9 +295,9 @@ class Recorder(TorchDispatchMode):
         results = self.parts(outputs)
         new = []
         for tensor in results:
-            before = self._numbers
+            numbers_before = self._numbers
             self.number(tensor)
-            new += [tensor] if self._numbers > before else []
+            new += [tensor] if self._numbers > numbers_before else []
         if results and (new or writes_inputs(func)):
             moved = moved_bytes(func, args, kwargs, new, self.parts)
             if moved and self.frame.compiled:

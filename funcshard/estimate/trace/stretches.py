@@ -37,10 +37,10 @@ Counts = dict[tuple[str, bool], list[int]]
 
 def add_operation(counts: Counts, op: Op) -> None:
     """Count an operation."""
-    found = counts.setdefault((op.dtype, op.flops > 0), [0, 0, 0])
-    found[0] += op.flops
-    found[1] += op.bytes
-    found[2] += 1
+    dtype_counts = counts.setdefault((op.dtype, op.flops > 0), [0, 0, 0])
+    dtype_counts[0] += op.flops
+    dtype_counts[1] += op.bytes
+    dtype_counts[2] += 1
 
 
 class Stretch(NamedTuple):
@@ -77,7 +77,7 @@ def compact(tape: Tape, paths: Collection[str]) -> Iterator[Event | Stretch]:
     for event in tape.events:
         if isinstance(event, Call):
             lives.setdefault(event.instance, []).append(event)
-    known: dict[object, tuple[tuple[Event | Stretch, ...], ...]] = {}
+    known_lives: dict[object, tuple[tuple[Event | Stretch, ...], ...]] = {}
     waiting: dict[int, Iterator[tuple[Event | Stretch, ...]]] = {}
     for event in tape.events:
         if not isinstance(event, Call):
@@ -89,14 +89,16 @@ def compact(tape: Tape, paths: Collection[str]) -> Iterator[Event | Stretch]:
             key = (
                 event.fold,
                 units,
-                tuple((each.phase, _inner(each), frozenset(each.freed)) for each in life),
+                tuple(
+                    (stretch.phase, _inner(stretch), frozenset(stretch.freed)) for stretch in life
+                ),
             )
-            if key not in known:
-                known[key] = _summarised(tape, life, units)
-            waiting[event.instance] = iter(known[key])
+            if key not in known_lives:
+                known_lives[key] = _summarised(tape, life, units)
+            waiting[event.instance] = iter(known_lives[key])
         outside = dict(event.exchanged)
-        for each in next(waiting[event.instance]):
-            yield _outer(each, event.path, outside)
+        for life_part in next(waiting[event.instance]):
+            yield _outer(life_part, event.path, outside)
 
 
 def _inner(call: Call) -> frozenset[int]:
@@ -109,7 +111,7 @@ def _outer(event: Event | Stretch, path: str, outside: Mapping[int, int]) -> Eve
         if not event.grads:
             return event
         return event._replace(
-            grads=tuple((joined(path, each[0]), *each[1:]) for each in event.grads)
+            grads=tuple((joined(path, grad[0]), *grad[1:]) for grad in event.grads)
         )
     if isinstance(event, (At, Enter, Exit, Ask)):
         return event._replace(path=joined(path, event.path))
@@ -132,11 +134,11 @@ def _summarised(
         units: paths of units below the module, and ``""`` if it is one itself.
     """
     # Why such calls: storages that the caller knows keep the numbers that they have inside.
-    own = [
+    own_calls = [
         call._replace(path="", exchanged=tuple((number, number) for number, _ in call.exchanged))
         for call in life
     ]
-    phases = list(tape.expanded_calls(own))
+    phases = list(tape.expanded_calls(own_calls))
     # Why a moment first: a storage may be freed before the first operation.
     begins = [At("", "forward" if call.phase == "forward" else "backward") for call in life]
     every = [
@@ -144,16 +146,16 @@ def _summarised(
     ]
     categories = categories_of(every)
     summary = _Summary(units)
-    found, position = [], 0
+    summed_events, position = [], 0
     for events in phases:
         position += 1
-        found.append(
+        summed_events.append(
             tuple(
                 summary.phase(events, [categories.get(position + i, 0) for i in range(len(events))])
             )
         )
         position += len(events)
-    return tuple(found)
+    return tuple(summed_events)
 
 
 @dataclass(slots=True)
@@ -231,7 +233,7 @@ class _Summary:
         }
         at: object = None
         forward = False
-        before: set[object] = set()  # uses and asks that change nothing if they come again
+        moments_before: set[object] = set()  # uses and asks that change nothing if they come again
         depth = 0  # modules that a checkpoint runs again
         counted: set[int] = set()
         stretch = _Sum()
@@ -250,8 +252,8 @@ class _Summary:
                     category, size = self.live.pop(event.storage)
                     stretch.now[category] -= size
             elif isinstance(event, At):
-                here = (self._place(event.path), event.phase)
-                kept, at, forward = here != at, here, event.phase == "forward"
+                current_place = (self._place(event.path), event.phase)
+                kept, at, forward = current_place != at, current_place, event.phase == "forward"
             elif isinstance(event, (Enter, Exit)):
                 kept = event.path in self.units
                 if forward:
@@ -263,21 +265,23 @@ class _Summary:
                     kept = kept or not depth  # the outermost module decides for all inside
                     depth += isinstance(event, Enter)
                 if kept:
-                    before = set()
+                    moments_before = set()
             elif isinstance(event, Ask):
-                kept = (Ask, self._place(event.path)) not in before
-                before.add((Ask, self._place(event.path)))
+                kept = (Ask, self._place(event.path)) not in moments_before
+                moments_before.add((Ask, self._place(event.path)))
             elif isinstance(event, Save):
                 kept = event.storage < 0 and not forward
             elif isinstance(event, UseParam):
                 use = (self.owner(_module(event.name)), at)
-                kept = use not in before
-                before = {use, *before} if not forward else {use}  # in forward, the last use counts
+                kept = use not in moments_before
+                moments_before = (
+                    {use, *moments_before} if not forward else {use}
+                )  # in forward, the last use counts
             elif isinstance(event, Grad):
                 owner = self.owner(_module(event.name))
                 kept = last[owner, event.call] == position or event.storage < 0
                 if last[owner, event.call] == position:
-                    before = set()  # the unit may be freed here
+                    moments_before = set()  # the unit may be freed here
                 if event.storage > 0:
                     fresh = event.storage in self.live and event.storage not in counted
                     counted.add(event.storage)

@@ -90,6 +90,6 @@ class Stub(torch.autograd.Function):
         ctx.recorder.touch()
         kept = ctx.saved_tensors
         needed = zip(ctx.forms, ctx.needs_input_grad[3:], strict=True)
-        found = [form.gradient() if each else None for form, each in needed]
+        form_gradients = [form.gradient() if is_needed else None for form, is_needed in needed]
         del kept
-        return None, None, None, *found
+        return None, None, None, *form_gradients

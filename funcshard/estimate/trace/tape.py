@@ -162,9 +162,9 @@ class Tape:
     def expanded_calls(self, calls: Iterable[Call]) -> Iterator[list[Event]]:
         """Yield the events of each of some calls that stand in no fold."""
         numbers = itertools.count(1 << 40)
-        known: dict[int, _Instance] = {}
+        known_instances: dict[int, _Instance] = {}
         for call in calls:
-            yield list(self._call(call, "", _outside, known, numbers))
+            yield list(self._call(call, "", _outside, known_instances, numbers))
 
     def forward_flops(self) -> Mapping[str, int]:
         """Return the floating-point operations of forward by dtype, without those of the loss."""
@@ -186,30 +186,34 @@ class Tape:
         calls: dict[int, _Instance],
         numbers: Iterator[int],
     ) -> Iterator[Event]:
-        own = calls.setdefault(call.instance, _Instance({}, {}))
-        own.storages.update((inside, outer(outside)) for inside, outside in call.exchanged)
+        call_instance = calls.setdefault(call.instance, _Instance({}, {}))
+        call_instance.storages.update(
+            (inside, outer(outside)) for inside, outside in call.exchanged
+        )
         path = joined(prefix, call.path)
-        known = own.storages
+        known_numbers = call_instance.storages
 
         def number(storage: int) -> int:
-            found = known.get(storage)
-            if found is None:
-                found = known[storage] = next(numbers)
-            return found
+            storage_number = known_numbers.get(storage)
+            if storage_number is None:
+                storage_number = known_numbers[storage] = next(numbers)
+            return storage_number
 
         for event in self.folds[call.fold].parts.get(call.phase, ()):
             if isinstance(event, Op):
                 yield event
             elif isinstance(event, Alloc):
-                if event.storage > 0 or event.storage in known:
+                if event.storage > 0 or event.storage in known_numbers:
                     yield Alloc(number(event.storage), event.bytes)
             elif isinstance(event, Free):
-                if event.storage in known and (event.storage > 0 or event.storage in call.freed):
-                    yield Free(known[event.storage])
+                if event.storage in known_numbers and (
+                    event.storage > 0 or event.storage in call.freed
+                ):
+                    yield Free(known_numbers[event.storage])
             elif isinstance(event, At):
                 yield At(joined(path, event.path), event.phase)
             elif isinstance(event, Call):
-                yield from self._call(event, path, number, own.calls, numbers)
+                yield from self._call(event, path, number, call_instance.calls, numbers)
             elif isinstance(event, Enter):
                 yield Enter(joined(path, event.path), tuple(map(number, event.inputs)), event.held)
             elif isinstance(event, Exit):
@@ -227,18 +231,18 @@ class Tape:
 def _forward_flops(
     events: tuple[Event, ...], forwards: list[tuple[Event, ...]], known: dict[int, Counter[str]]
 ) -> Counter[str]:
-    found, counts = Counter[str](), True
+    flops_by_path, counts = Counter[str](), True
     for event in events:
         if isinstance(event, At):
             counts = event.phase == "forward" and event.path != LOSS
         elif isinstance(event, Op):
             if counts and event.flops:
-                found[event.dtype] += event.flops
+                flops_by_path[event.dtype] += event.flops
         elif isinstance(event, Call) and event.phase == "forward":
             if event.fold not in known:
                 known[event.fold] = _forward_flops(forwards[event.fold], forwards, known)
-            found.update(known[event.fold])
-    return found
+            flops_by_path.update(known[event.fold])
+    return flops_by_path
 
 
 def _repeated(
@@ -252,13 +256,13 @@ def _repeated(
             counts[event.path] += 1
         if isinstance(event, Call):
             calls[event.path] = event.fold
-    found = {path for path, count in counts.items() if count > 1}
+    repeated_paths = {path for path, count in counts.items() if count > 1}
     for path, fold in calls.items():
         if fold not in known:
             known[fold] = _repeated(forwards[fold], forwards, known)
-        inside = known[fold] if path not in found else _paths(forwards[fold], forwards)
-        found.update(joined(path, each) for each in inside)
-    return found
+        inside = known[fold] if path not in repeated_paths else _paths(forwards[fold], forwards)
+        repeated_paths.update(joined(path, inner_path) for inner_path in inside)
+    return repeated_paths
 
 
 def _paths(events: tuple[Event, ...], forwards: list[tuple[Event, ...]]) -> Iterator[str]:
@@ -266,7 +270,10 @@ def _paths(events: tuple[Event, ...], forwards: list[tuple[Event, ...]]) -> Iter
         if isinstance(event, (Enter, Call)):
             yield event.path
         if isinstance(event, Call):
-            yield from (joined(event.path, each) for each in _paths(forwards[event.fold], forwards))
+            yield from (
+                joined(event.path, inner_path)
+                for inner_path in _paths(forwards[event.fold], forwards)
+            )
 
 
 @dataclass(slots=True)

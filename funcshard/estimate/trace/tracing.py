@@ -85,36 +85,36 @@ def trace(
     """
     with fake_tensors():
         args, kwargs, targets = map_tensors(_fake, (args, dict(kwargs), targets))
-        own = map_tensors(_fake, dict(buffers))
+        fake_buffers = map_tensors(_fake, dict(buffers))
         if loss is not None and targets is not None:
             loss = functools.partial(_with_targets, loss, targets)
-        depth, whole = 2 if fold else 0, frozenset[str]()
+        depth, whole_paths = 2 if fold else 0, frozenset[str]()
         for attempt in itertools.count():
             tracer = _Tracer(
-                apply, plan, forms, frozenset(remat), frozenset(apart), frozenset(compiled), depth, whole
+                apply, plan, forms, frozenset(remat), frozenset(apart), frozenset(compiled), depth, whole_paths
             )  # fmt: skip
             tracer.know(targets)
             try:
-                return tracer.run(own, args, kwargs, loss)
+                return tracer.run(fake_buffers, args, kwargs, loss)
             except CannotFoldError as error:
                 depth = min(depth, error.depth if attempt < _ATTEMPTS else 0)
-                whole |= error.paths
+                whole_paths |= error.paths
         raise AssertionError("a trace that folds nothing raises no such error")
 
 
 def _forward(module: weakref.ref[nn.Module], *args: Any, **kwargs: Any) -> Any:
-    own = module()
-    assert own is not None, "a module lives while it runs"
-    return type(own).forward(own, *args, **kwargs)
+    call_module = module()
+    assert call_module is not None, "a module lives while it runs"
+    return type(call_module).forward(call_module, *args, **kwargs)
 
 
 def _recomputed(
     module: weakref.ref[nn.Module], call: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    own = module()  # a checkpoint holds the module until backward
+    call_module = module()  # a checkpoint holds the module until backward
 
     def held(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert own is not None, "a module lives while it runs"
+        assert call_module is not None, "a module lives while it runs"
         return call(*args, **kwargs)
 
     # Why as trees: so does the runtime, and then a checkpoint around this one keeps the inputs too.
@@ -130,8 +130,10 @@ def _nothing() -> None:
 
 
 def _fake(tensor: torch.Tensor) -> torch.Tensor:
-    found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-    return found.requires_grad_(tensor.requires_grad)
+    fake_tensor = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+    )
+    return fake_tensor.requires_grad_(tensor.requires_grad)
 
 
 class _Tracer:
@@ -162,21 +164,21 @@ class _Tracer:
         self.ran: dict[str, int | None] = {}  # modules of a kind that ran: the fold of each
         self.stubbed: dict[Any, Traced] = {}  # by path and inputs: the module that stood for one
         self.dtypes = {
-            leaf.path: kind
+            leaf.path: leaf_form
             for unit in plan.unit_list
             for buffer in unit.buffers
-            for kind in [(unit.gathered_dtype(buffer), buffer.trainable)]
+            for leaf_form in [(unit.gathered_dtype(buffer), buffer.trainable)]
             for leaf in buffer.leaves
         }
         self.modules: list[nn.Module] = []
         # The hook of the checkpoint in which a module of a kind ran last.
         self.checkpoint: Callable[[], Any] = _nothing
         self.paths = self.skeleton.paths()
-        again = {self.paths[path] for path in remat | compiled if path in self.paths}
-        found = kinds_of(self.skeleton, self._form_of, again)
-        self.kinds = dict(found.of) if depth else {}
+        again_indices = {self.paths[path] for path in remat | compiled if path in self.paths}
+        kinds_by_index = kinds_of(self.skeleton, self._form_of, again_indices)
+        self.kinds = dict(kinds_by_index.of) if depth else {}
         self.copied = frozenset(self.skeleton.copied_attributes)
-        self.differing, self.below = found.differing, found.below
+        self.differing, self.below = kinds_by_index.differing, kinds_by_index.below
         self.names = {index: path for path, index in self.paths.items()}
         self.making = False
         # By index of a module: paths of those around it that may be folded.
@@ -189,7 +191,7 @@ class _Tracer:
         # Why not inside compiled modules: tensors that a module makes there live until they return.
         # Why not modules whose calls are apart, and those around them: their gradients come when a
         # call is over.
-        around = {each for path in apart for each in tree.upwards(path)}
+        around = {node_path for path in apart for node_path in tree.upwards(path)}
         for path, index in self.paths.items() if compiled or apart or whole else ():
             inside = compiled.intersection([*tree.upwards(path)][1:]) or apart.intersection(
                 tree.upwards(path)
@@ -297,7 +299,9 @@ class _Tracer:
         elif index not in self.roots:
             path = self.names[index]
             self.roots[index] = [
-                each for each in tree.upwards(path) if self.paths.get(each) in self.kinds
+                node_path
+                for node_path in tree.upwards(path)
+                if self.paths.get(node_path) in self.kinds
             ]
         for path in self.roots[index] if name is None else ():
             if not self.recorder.runs(path):
@@ -359,18 +363,20 @@ class _Tracer:
             form,
             around is None,
         )
-        known = self.stubbed.get((path, form)) or self._standing(index, self.traced.get(key, ()))
-        if known is not None:
-            self.stubbed[path, form] = known
-            for place, name, _ in known.reads:
+        known_stub = self.stubbed.get((path, form)) or self._standing(
+            index, self.traced.get(key, ())
+        )
+        if known_stub is not None:
+            self.stubbed[path, form] = known_stub
+            for place, name, _ in known_stub.reads:
                 self._note(self.below(index)[place], name)
             with recorder.call(path) as frame:
-                frame.fold, frame.stub = known.fold, True
+                frame.fold, frame.stub = known_stub.fold, True
                 recorder.emit(Enter(path, tuple(map(recorder.number, inputs))))
-                outs = Stub.apply(known, recorder, self.anchor, *inputs)
+                outs = Stub.apply(known_stub, recorder, self.anchor, *inputs)
                 recorder.emit(Exit(path, tuple(map(recorder.number, outs))))
             recorder.watch_grads(frame, inputs, outs)
-            return known.build(list(outs))
+            return known_stub.build(list(outs))
         self.ran[path] = None
         self._make(index)
         if key in self.never:
@@ -378,39 +384,41 @@ class _Tracer:
         fold = len(self.fold_paths)
         self.fold_paths.append(path)
         self.ran[path] = fold
-        begin, before = len(recorder.log), self._state(index, args, kwargs)
+        begin, state_before = len(recorder.log), self._state(index, args, kwargs)
         self.reading.append(set())
         out, frame = self._run(path, forward, args, kwargs, inputs, fold)
         reads = self.reading.pop()
         recorder.watch_grads(frame, inputs, out)
-        found = (
+        call_result = (
             self._traced(index, fold, out, inputs, begin, reads)
-            if before == self._state(index, args, kwargs)
+            if state_before == self._state(index, args, kwargs)
             else None
         )
-        if found is None:
+        if call_result is None:
             self.never.add(key)
             self.ran[path] = frame.fold = None
         else:
-            self.traced.setdefault(key, []).append(found)
+            self.traced.setdefault(key, []).append(call_result)
         return out
 
     def _standing(self, index: int, candidates: Iterable[Traced]) -> Traced | None:
         """Return the module that ran with the values of the attributes that it read."""
         below, differing = self.below(index), self.differing
-        for each in candidates:
+        for candidate in candidates:
             if all(
                 differing.get(below[place], {}).get(name) == value
-                for place, name, value in each.reads
+                for place, name, value in candidate.reads
             ):
-                return each
+                return candidate
         return None
 
     def _hooked(self, index: int) -> bool:
         """Return whether a module below another one got a hook during the call."""
         modules, hooks = self.modules, ("_forward_hooks", "_forward_pre_hooks")
         return bool(modules) and any(
-            modules[each].__dict__[name] for each in self.below(index)[1:] for name in hooks
+            modules[module_index].__dict__[name]
+            for module_index in self.below(index)[1:]
+            for name in hooks
         )
 
     def _state(self, index: int, args: Any, kwargs: Any) -> Any:
@@ -418,11 +426,11 @@ class _Tracer:
         copied = self.copied
         state = [
             [
-                (key, value_of(value) if (each, key) in copied else id(value))
+                (key, value_of(value) if (module_index, key) in copied else id(value))
                 for key, value in (*module.__dict__.items(), *module._buffers.items())
             ]
-            for each in self.below(index)
-            for module in [self.modules[each]]
+            for module_index in self.below(index)
+            for module in [self.modules[module_index]]
         ]
         values = tree.leaves((args, kwargs))
         tensors = [
@@ -530,7 +538,7 @@ class _Tracer:
             if name is not None
         ]
         trained = {name: self._param(name) for _, _, name in tables if self.dtypes[name][1]}
-        before = [table[key] for table, key, _ in tables]
+        values_before = [table[key] for table, key, _ in tables]
         leaves = dict(
             zip(
                 trained,
@@ -547,7 +555,7 @@ class _Tracer:
         try:
             yield
         finally:
-            for (table, key, _), param in zip(tables, before, strict=True):
+            for (table, key, _), param in zip(tables, values_before, strict=True):
                 table[key] = param
 
     @contextlib.contextmanager
@@ -555,12 +563,12 @@ class _Tracer:
         """See what a checkpoint keeps of a module; yield whether no module is between the two."""
         hooks, recorder = outer_saved_tensors_hooks(), self.recorder
         pack = None if hooks is None else getattr(hooks[0], "func", hooks[0])
-        own = (
+        is_own = (
             pack is None
             or pack in (recorder.pack, recorder.pack_held)
             or isinstance(getattr(pack, "__self__", None), Region)
         )
-        if own or hooks is None or recorder.phase == "backward":
+        if is_own or hooks is None or recorder.phase == "backward":
             yield False
         else:
             with saved_tensors_hooks(functools.partial(recorder.pack_held, hooks[0]), hooks[1]):
@@ -569,12 +577,12 @@ class _Tracer:
     def _check_checkpoint(self) -> None:
         """Raise if another module of a kind ran in the innermost checkpoint before."""
         hooks = outer_saved_tensors_hooks()
-        before = self.checkpoint()
+        checkpoint_before = self.checkpoint()
         # Why weak: the hook holds the inputs of its checkpoint.
         self.checkpoint = (
             _nothing if hooks is None or self._hooks_are_own() else weakref.ref(hooks[0])
         )
-        if before is not None and self.checkpoint() is before:
+        if checkpoint_before is not None and self.checkpoint() is checkpoint_before:
             raise CannotFoldError(0)
 
     def _hooks_are_own(self) -> bool:
@@ -607,10 +615,10 @@ class _Tracer:
             return None
         if not all(isinstance(value, torch.Tensor) or is_plain(value) for value in values):
             return None  # such as a cache
-        rest = [None if isinstance(value, torch.Tensor) else value for value in values]
+        plain_values = [None if isinstance(value, torch.Tensor) else value for value in values]
 
         def rebuilt(tensors: list[Any]) -> Any:
-            filled = list(rest)
+            filled = list(plain_values)
             for i, tensor in zip(places, tensors, strict=True):
                 filled[i] = tensor
             return build(filled)
@@ -623,11 +631,15 @@ class _Tracer:
             saved = set(map(numbers, inputs))  # a checkpoint hides what it saves
         kept = tuple(i for i, tensor in enumerate(inputs) if numbers(tensor) in saved)
         kept_outputs = tuple(i for i, tensor in enumerate(outs) if numbers(tensor) in saved)
-        place = {each: number for number, each in enumerate(self.below(index))}
-        own = [
-            (place[each], name, self.differing[each][name]) for each, name in reads if each in place
+        place = {module_index: number for number, module_index in enumerate(self.below(index))}
+        own_reads = [
+            (place[module_index], name, self.differing[module_index][name])
+            for module_index, name in reads
+            if module_index in place
         ]
-        return Traced(fold, tuple(map(Form.of, outs)), rebuilt, kept, kept_outputs, tuple(own))
+        return Traced(
+            fold, tuple(map(Form.of, outs)), rebuilt, kept, kept_outputs, tuple(own_reads)
+        )
 
 
 def _in_region(region: Region, forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -643,14 +655,14 @@ def _holds_tensor(value: Any) -> bool:
 def _loss_of(out: Any, loss: Loss | None) -> torch.Tensor:
     if loss is not None:
         return loss(out)
-    found = [tensor for tensor in tensors_in(out) if tensor.requires_grad]
-    if not found:
+    graded_tensors = [tensor for tensor in tensors_in(out) if tensor.requires_grad]
+    if not graded_tensors:
         raise ValueError(
             "the model's outputs require no gradient, so there is no backward to trace; pass "
             "trainable parameters"
         )
     return (
-        found[0]
-        if len(found) == 1 and found[0].dim() == 0
-        else torch.stack([each.sum() for each in found]).sum()
+        graded_tensors[0]
+        if len(graded_tensors) == 1 and graded_tensors[0].dim() == 0
+        else torch.stack([each.sum() for each in graded_tensors]).sum()
     )

@@ -71,32 +71,38 @@ class _Values:
         return self._inside(value)
 
     def _inside(self, value: Any) -> Any:
-        kind = type(value)
+        value_type = type(value)
         if isinstance(value, types.FunctionType):
             cells = [self._cell(cell) for cell in value.__closure__ or ()]
             defaults = value.__defaults__, value.__kwdefaults__, value.__dict__
-            return kind, value.__code__, id(value.__globals__), tuple(cells), self.of(defaults)
+            return (
+                value_type,
+                value.__code__,
+                id(value.__globals__),
+                tuple(cells),
+                self.of(defaults),
+            )
         if isinstance(value, types.MethodType):
-            return kind, self.of(value.__func__), self.of(value.__self__)
-        if kind is functools.partial:
-            return kind, self.of((value.func, value.args, value.keywords))
+            return value_type, self.of(value.__func__), self.of(value.__self__)
+        if value_type is functools.partial:
+            return value_type, self.of((value.func, value.args, value.keywords))
         # Why __new__: a class that C code made may keep what Python does not show.
         builtin = next(
             base
-            for base in kind.__mro__
+            for base in value_type.__mro__
             if not base.__flags__ & _HEAP
             or type(base.__dict__.get("__new__")) is types.BuiltinFunctionType
         )
-        parts: list[Any] = [kind]
+        parts: list[Any] = [value_type]
         if issubclass(builtin, dict):
-            parts += [(self.of(key), self.of(each)) for key, each in dict.items(value)]
+            parts += [(self.of(key), self.of(dict_value)) for key, dict_value in dict.items(value)]
         elif issubclass(builtin, (list, tuple)):
             parts += map(self.of, builtin.__iter__(value))
         elif issubclass(builtin, (set, frozenset)):
             parts.append(frozenset(map(self.of, builtin.__iter__(value))))
         elif builtin not in (object, types.SimpleNamespace):
             return "object", id(value)
-        for base in kind.__mro__:
+        for base in value_type.__mro__:
             slots = base.__dict__.get("__slots__", ())
             for name in (slots,) if isinstance(slots, str) else slots:
                 member = base.__dict__.get(name)
@@ -106,7 +112,7 @@ class _Values:
             state = object.__getattribute__(value, "__dict__")
         except AttributeError:
             return tuple(parts)
-        return (*parts, *((key, self.of(each)) for key, each in state.items()))
+        return (*parts, *((key, self.of(attribute)) for key, attribute in state.items()))
 
     def _cell(self, cell: Any) -> Any:
         try:

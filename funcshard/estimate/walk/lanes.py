@@ -50,12 +50,12 @@ class Lanes:
 
     def compute(self, run: Run) -> None:
         """Run a computation."""
-        found = self._costs.get(id(run.work))
-        if found is None:
+        run_cost = self._costs.get(id(run.work))
+        if run_cost is None:
             moved = sum(work.bytes for work in run.work)
             flops = sum(work.flops for work in run.work)
-            found = self._costs[id(run.work)] = (*self._clock.compute(run), moved, flops)
-        seconds, source, moved, flops = found
+            run_cost = self._costs[id(run.work)] = (*self._clock.compute(run), moved, flops)
+        seconds, source, moved, flops = run_cost
         if seconds:
             self.spans.append(
                 Span("compute", run.what, run.unit, self.now, seconds, moved, flops, source)
@@ -79,21 +79,21 @@ class Lanes:
     def communicate(self, lane: str, event: Event) -> float:
         """Run a collective on its lane; return when it is over."""
         seconds, source = self._clock.collective(event)
-        runtime, kind = self._runtime, event.kind
-        if runtime.replicates_apart and kind == "all_reduce":
+        runtime, event_kind = self._runtime, event.kind
+        if runtime.replicates_apart and event_kind == "all_reduce":
             begin = max(self.now, self._reducing, self._replicating)
             self._replicating = begin + seconds
             self.spans.append(
-                Span(lane, kind, event.unit or "", begin, seconds, event.bytes, 0, source)
+                Span(lane, event_kind, event.unit or "", begin, seconds, event.bytes, 0, source)
             )
             if not runtime.overlaps:
                 self.wait(begin + seconds)
             return 0.0
-        own = self._gathering if lane == "gather" else self._reducing
+        own_lane = self._gathering if lane == "gather" else self._reducing
         begin = (
             max(self.now, self._gathering, self._reducing)
             if runtime.one_lane
-            else max(self.now, own)
+            else max(self.now, own_lane)
         )
         end = begin + seconds
         if lane == "gather":
@@ -101,7 +101,7 @@ class Lanes:
         else:
             self._reducing = end
         self.spans.append(
-            Span(lane, kind, event.unit or "", begin, seconds, event.bytes, 0, source)
+            Span(lane, event_kind, event.unit or "", begin, seconds, event.bytes, 0, source)
         )
         if not runtime.overlaps:
             self.wait(end)

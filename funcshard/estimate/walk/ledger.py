@@ -61,19 +61,19 @@ class Ledger:
             end: seconds from the start of the step to its end.
         """
         # Why not note: a step of a large model has hundreds of runs.
-        now, moments = self._now, self.moments
+        current_sizes, moments = self._now, self.moments
         others = self.total - self._tape
-        now[_TAPE] = run.highest
+        current_sizes[_TAPE] = run.highest
         total = others + sum(run.highest)
         if total > self.peak:
             self.peak, self.highest = total, len(moments)
-        moments.append((begin, run.what, run.unit, tuple(now)))
-        now[_TAPE] = run.end
+        moments.append((begin, run.what, run.unit, tuple(current_sizes)))
+        current_sizes[_TAPE] = run.end
         self._tape = sum(run.end)
         self.total = total = others + self._tape
         if total > self.peak:
             self.peak, self.highest = total, len(moments)
-        moments.append((end, run.what, run.unit, tuple(now)))
+        moments.append((end, run.what, run.unit, tuple(current_sizes)))
 
     def clear_tape(self) -> None:
         """Free all bytes of the categories that the tape knows."""
@@ -98,8 +98,14 @@ class Ledger:
             return self.peak
         gathered, reduced = _INDEX["gathered"], _INDEX["gradient shards"]
         sizes = [row[3] for row in self.moments]
-        rest = max(sum(each) - each[gathered] - each[reduced] for each in sizes)
-        return rest + max(each[gathered] for each in sizes) + max(each[reduced] for each in sizes)
+        rest_bytes = max(
+            sum(pool_sizes) - pool_sizes[gathered] - pool_sizes[reduced] for pool_sizes in sizes
+        )
+        return (
+            rest_bytes
+            + max(pool_sizes[gathered] for pool_sizes in sizes)
+            + max(pool_sizes[reduced] for pool_sizes in sizes)
+        )
 
     def timeline(self) -> Timeline:
         """Return the moments as data."""

@@ -46,21 +46,22 @@ def optimize(walk: Walk) -> None:
             walk.ledger.add("optimizer", size, host=host)
     if optimizer is not None:
         trained = [
-            (unit.offload, each.shard)
+            (unit.offload, buffer.shard)
             for unit in walk.sizes.values()
-            for each in unit.buffers
-            if each.trainable and each.shard
+            for buffer in unit.buffers
+            if buffer.trainable and buffer.shard
         ]
         states = optimizer.states
         if optimizer.first_step:
             for host, size in trained:
                 walk.ledger.add("optimizer", states * size, host=host)
-        kind = optimizer.temporaries
-        if kind == "foreach":
+        temporary_kind = optimizer.temporaries
+        if temporary_kind == "foreach":
             # On the CPU torch loops over the tensors.
-            kind = "all" if walk.runtime.accelerator else "largest"
+            temporary_kind = "all" if walk.runtime.accelerator else "largest"
         temporaries = {
-            host: _temporaries(kind, [s for h, s in trained if h == host]) for host in (False, True)
+            host: _temporaries(temporary_kind, [s for h, s in trained if h == host])
+            for host in (False, True)
         }
         for host, size in temporaries.items():
             walk.ledger.add("temporaries", size, host=host)
@@ -83,4 +84,6 @@ def _temporaries(kind: str, shards: Sequence[int]) -> int:
     if kind == "all":
         return sum(shards)
     # Why three: the result for the shard before lives while the next one takes two tensors.
-    return max(before + 2 * size for before, size in zip([0, *shards], shards, strict=False))
+    return max(
+        shard_before + 2 * size for shard_before, size in zip([0, *shards], shards, strict=False)
+    )

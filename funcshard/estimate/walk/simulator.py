@@ -95,11 +95,16 @@ def simulate_step(
         plan.units,
     )
     walk.start(buffers, inputs)
-    walk.reductions = Counter(unit for what, unit in program.reached if what == "reduce")
+    walk.reductions = Counter(
+        unit for place_kind, unit in program.reached if place_kind == "reduce"
+    )
     steps = itertools.chain.from_iterable(itertools.repeat(program.steps, micro_batches))
     walk.run(steps, predicted)
     optimize(walk)
-    events, ledger = tuple(each for each in predicted if isinstance(each, Event)), walk.ledger
+    events, ledger = (
+        tuple(step_item for step_item in predicted if isinstance(step_item, Event)),
+        walk.ledger,
+    )
     return Simulation(
         ledger,
         tuple(lanes.spans),
@@ -168,11 +173,11 @@ class _Walk:
 
     def start(self, buffers: int, inputs: int) -> None:
         """Hold what a rank holds between steps."""
-        known: dict[str, UnitSizes] = {}
+        known_sizes: dict[str, UnitSizes] = {}
         for name, unit in representatives(self.plan.unit_list).items():
-            if unit.name not in known:
-                known[unit.name] = sizes_of(unit, accelerator=self.runtime.accelerator)
-            self.sizes[name] = known[unit.name]
+            if unit.name not in known_sizes:
+                known_sizes[unit.name] = sizes_of(unit, accelerator=self.runtime.accelerator)
+            self.sizes[name] = known_sizes[unit.name]
         states = 0 if self.optimizer is None else self.optimizer.states_before
         for sizes in self.sizes.values():
             self.ledger.add("shards", sizes.shard, host=sizes.offload)
@@ -185,27 +190,29 @@ class _Walk:
     def run(self, steps: Iterator[Run | Mark], predicted: Sequence[Event | Reached]) -> None:
         """Walk through the program and the predicted collectives side by side."""
         reached = Reached("start", "")
-        for each in predicted:
-            if isinstance(each, Event):
-                if each.kind == "all_gather":
-                    self._gather(each, reached)
+        for step_item in predicted:
+            if isinstance(step_item, Event):
+                if step_item.kind == "all_gather":
+                    self._gather(step_item, reached)
                 else:
-                    self._reduce(each)
+                    self._reduce(step_item)
                 continue
             self._settle(reached)
-            what, unit = reached = each
-            if what == "forward" and self.running:  # the backward of the micro-batch before is over
+            place_kind, unit = reached = step_item
+            if (
+                place_kind == "forward" and self.running
+            ):  # the backward of the micro-batch before is over
                 self._complete_all()
-            self._until(steps, each)
-            self.arrived = what not in ("forward", "need")
-            if what == "backward":
+            self._until(steps, step_item)
+            self.arrived = place_kind not in ("forward", "need")
+            if place_kind == "backward":
                 self.backwards += 1
                 self.left = self.reductions.copy()
-            elif what == "reduce":
+            elif place_kind == "reduce":
                 self._begin_reduce(unit)
-            elif what == "leave":
+            elif place_kind == "leave":
                 self._leave(unit)
-            elif what != "again":
+            elif place_kind != "again":
                 self._hold_uncut(unit)
         self._settle(reached)
         self._until(steps, None)
@@ -337,7 +344,7 @@ class _Walk:
         if sizes is None:
             return
         spared = name in self.not_saved
-        if not sizes.stays or (spared and not any(each.trainable for each in sizes.buffers)):
+        if not sizes.stays or (spared and not any(buffer.trainable for buffer in sizes.buffers)):
             if sizes.slice and not spared:
                 self.ledger.add("gathered", sizes.slice)
                 self.slices[name] = self.slices.get(name, 0) + sizes.slice
@@ -371,8 +378,8 @@ class _Walk:
         """Join the gradients of a unit, for the reduction whose events follow."""
         sizes = self.sizes[name]
         self.left[name] -= 1
-        more, last = self.left[name] > 0, self.backwards == self.micro_batches
-        if not (sizes.stays and more) and (self.units[name].reshard_after_backward or last):
+        more_coming, last = self.left[name] > 0, self.backwards == self.micro_batches
+        if not (sizes.stays and more_coming) and (self.units[name].reshard_after_backward or last):
             self._drop(name)
         if name in self.slices:
             self.ledger.free("gathered", _take(self.slices, name, sizes.slice))
@@ -381,7 +388,7 @@ class _Walk:
                 self._start(name, buffer, joined=False)
                 continue
             cast = self._join(name, buffer)
-            if last and not more:
+            if last and not more_coming:
                 self.summed.discard((name, buffer.key))
                 self._start(name, buffer, joined=True)
             self.ledger.free("reduction", cast)
@@ -471,20 +478,23 @@ class _Walk:
             if position > self.ledger.highest:
                 break
             held[name] = held.get(name, 0) + change
-        found = {}
+        bytes_by_unit = {}
         for name, sizes in self.sizes.items():
             if not sizes.offload:
-                found[name] = {"shards": sizes.shard, "optimizer": states * sizes.trainable_shard}
+                bytes_by_unit[name] = {
+                    "shards": sizes.shard,
+                    "optimizer": states * sizes.trainable_shard,
+                }
             else:
-                found[name] = {}
+                bytes_by_unit[name] = {}
             if held.get(name):
-                found[name]["gathered"] = held[name]
-        return found
+                bytes_by_unit[name]["gathered"] = held[name]
+        return bytes_by_unit
 
 
 def _take(sizes: dict[str, int], name: str, most: int) -> int:
     """Take bytes off a unit's, and return how many; the unit is left out when it has none."""
-    found = sizes.pop(name, 0)
-    if found > most:
-        sizes[name] = found - most
-    return min(found, most)
+    taken_bytes = sizes.pop(name, 0)
+    if taken_bytes > most:
+        sizes[name] = taken_bytes - most
+    return min(taken_bytes, most)

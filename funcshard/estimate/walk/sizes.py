@@ -85,13 +85,13 @@ def sizes_of(unit: UnitPlan, *, accelerator: bool) -> UnitSizes:
         unit: the unit.
         accelerator: whether the mesh has another device than the CPU, so that ``offload`` counts.
     """
-    found = []
+    buffer_sizes = []
     keeps = unit.precision is not None and unit.precision.keep_low_precision_grads
     for buffer in unit.buffers:
         stored = buffer.itemsize
         gathered = unit.gathered_dtype(buffer).itemsize
         reduced = unit.reduced_dtype(buffer).itemsize
-        own, whole = buffer.shard_numel, buffer.padded_numel
+        shard_numel, padded_numel = buffer.shard_numel, buffer.padded_numel
         cut = buffer.shards > 1
         cast = unit.gathered_dtype(buffer) != _stored(unit, buffer.key)
         moved = unit.offload and accelerator
@@ -100,38 +100,38 @@ def sizes_of(unit: UnitPlan, *, accelerator: bool) -> UnitSizes:
             axis for axis, size in unit.mesh_axes.items() if size > 1 and axis not in buffer.local
         ]
         cast_grads = trained and unit.reduced_dtype(buffer) != unit.gathered_dtype(buffer)
-        found.append(
+        buffer_sizes.append(
             BufferSizes(
                 key=buffer.key,
                 trainable=trained,
                 cut=cut,
                 repeated=any(axis != "shard" for axis in axes) or (bool(axes) and not cut),
-                shard=own * stored,
-                sent=own * gathered if cut and (cast or moved) else 0,
-                gathered=whole * gathered if cut or cast or moved else 0,
+                shard=shard_numel * stored,
+                sent=shard_numel * gathered if cut and (cast or moved) else 0,
+                gathered=padded_numel * gathered if cut or cast or moved else 0,
                 grads=buffer.numel * gathered if trained else 0,
-                full=whole * reduced if trained else 0,
-                full_before_cast=whole * gathered if cast_grads and not cut else 0,
+                full=padded_numel * reduced if trained else 0,
+                full_before_cast=padded_numel * gathered if cast_grads and not cut else 0,
                 casts_grads=cast_grads,
-                reduced=own * reduced if trained else 0,
-                kept=(own * (reduced if keeps else stored)) if trained else 0,
+                reduced=shard_numel * reduced if trained else 0,
+                kept=(shard_numel * (reduced if keeps else stored)) if trained else 0,
             )
         )
-    gathered_bytes = sum(each.gathered for each in found if each.cut)
+    gathered_bytes = sum(each.gathered for each in buffer_sizes if each.cut)
     ranks = unit.post_forward_ranks
     return UnitSizes(
-        tuple(found),
+        tuple(buffer_sizes),
         0 if ranks is None else gathered_bytes // ranks,
         unit.offload and accelerator,
         not unit.reshard_after_forward,
-        sum(each.shard for each in found),
-        sum(each.shard for each in found if each.trainable),
-        sum(each.gathered for each in found if not each.cut),
-        sum(each.gathered for each in found),
-        sum(each.sent for each in found if each.cut),
-        next((each.key for each in reversed(found) if each.cut), ""),
-        tuple(each for each in reversed(found) if each.trainable and each.grads),
-        {each.key: each for each in found},
+        sum(each.shard for each in buffer_sizes),
+        sum(each.shard for each in buffer_sizes if each.trainable),
+        sum(each.gathered for each in buffer_sizes if not each.cut),
+        sum(each.gathered for each in buffer_sizes),
+        sum(each.sent for each in buffer_sizes if each.cut),
+        next((each.key for each in reversed(buffer_sizes) if each.cut), ""),
+        tuple(each for each in reversed(buffer_sizes) if each.trainable and each.grads),
+        {each.key: each for each in buffer_sizes},
     )
 
 

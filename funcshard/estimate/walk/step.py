@@ -94,10 +94,10 @@ class Timeline(Sequence[Moment]):
 
 
 def _moment(row: Row) -> Moment:
-    seconds, what, unit, sizes = row
+    seconds, moment_kind, unit, sizes = row
     return Moment(
         seconds,
-        what,
+        moment_kind,
         unit,
         {name: size for name, size in zip(CATEGORIES, sizes, strict=True) if size},
     )
@@ -202,10 +202,10 @@ class Step:
     @property
     def traffic(self) -> dict[str, int]:
         """Bytes that the rank sends in one step, by mesh axis."""
-        found: dict[str, int] = {}
+        traffic_by_axis: dict[str, int] = {}
         for event in self.events:
-            found[event.axis] = found.get(event.axis, 0) + event.traffic
-        return found
+            traffic_by_axis[event.axis] = traffic_by_axis.get(event.axis, 0) + event.traffic
+        return traffic_by_axis
 
     @property
     def tokens_per_second(self) -> float:

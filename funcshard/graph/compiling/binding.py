@@ -138,27 +138,38 @@ def _schedule(
             copies[step] = graph.node_copy(step, value)
             lower(step, copies[step], step_graph, mesh, storages)
     (output,) = [node for node in step_graph.graph.nodes if node.op == "output"]
-    graph.output([value(each) if isinstance(each, fx.Node) else each for each in output.args[0]])
+    graph.output(
+        [
+            value(result_node) if isinstance(result_node, fx.Node) else result_node
+            for result_node in output.args[0]
+        ]
+    )
     return graph
 
 
 def _view(node: fx.Node, cut: Cut, graph: fx.Graph, value: Callable[[fx.Node], fx.Node]) -> fx.Node:
     """Return a view for an ordinary call, with as few operations as possible."""
     base = cut.behind(node)
-    own, whole = node.meta["val"], base.meta["val"]
+    view_value, base_value = node.meta["val"], base.meta["val"]
     if (
-        isinstance(own, torch.Tensor)
-        and isinstance(whole, torch.Tensor)
-        and own.dtype == whole.dtype
+        isinstance(view_value, torch.Tensor)
+        and isinstance(base_value, torch.Tensor)
+        and view_value.dtype == base_value.dtype
     ):
-        if (own.shape, own.stride(), own.storage_offset()) == (
-            whole.shape,
-            whole.stride(),
-            whole.storage_offset(),
+        if (view_value.shape, view_value.stride(), view_value.storage_offset()) == (
+            base_value.shape,
+            base_value.stride(),
+            base_value.storage_offset(),
         ):
             return value(base)
-        if own.is_contiguous() and whole.is_contiguous() and own.numel() == whole.numel():
-            return graph.call_function(torch.ops.aten.view.default, (value(base), list(own.shape)))
+        if (
+            view_value.is_contiguous()
+            and base_value.is_contiguous()
+            and view_value.numel() == base_value.numel()
+        ):
+            return graph.call_function(
+                torch.ops.aten.view.default, (value(base), list(view_value.shape))
+            )
     if writes(node):
         return value(cut.views[node])
     return graph.node_copy(node, value)

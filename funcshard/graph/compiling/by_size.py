@@ -29,27 +29,29 @@ class BySize:
     def __init__(self, step_graph: StepGraph, make: Callable[[StepGraph], Any]) -> None:
         self._step_graph, self._make = step_graph, make
         leaves = [step_graph.signature.leaves[i] for i in step_graph.inputs]
-        found: dict[str, tuple[int, int]] = {}  # of each name, an input and its dim of that size
+        size_places: dict[
+            str, tuple[int, int]
+        ] = {}  # of each name, an input and its dim of that size
         for number, leaf in enumerate(leaves):
             for dim, name in enumerate(leaf[0]) if isinstance(leaf, tuple) else ():
                 if isinstance(name, str):
-                    found.setdefault(name, (number, dim))
-        self._where = tuple(found.items())
-        own = tuple(step_graph.sizes[name] for name in found)
+                    size_places.setdefault(name, (number, dim))
+        self._where = tuple(size_places.items())
+        recorded_sizes = tuple(step_graph.sizes[name] for name in size_places)
         self._first = make(fixed(step_graph, dict(step_graph.sizes)))
-        self._made = {own: self._first}
+        self._made = {recorded_sizes: self._first}
 
     @property
     def graph(self) -> fx.Graph:
         """The calls that run for the sizes of the recording."""
-        found: fx.Graph = self._first.graph
-        return found
+        first_graph: fx.Graph = self._first.graph
+        return first_graph
 
     @property
     def events(self) -> tuple[Event, ...]:
         """The event of each collective that starts, in order, which no size changes."""
-        found: tuple[Event, ...] = self._first.events
-        return found
+        first_events: tuple[Event, ...] = self._first.events
+        return first_events
 
     def __call__(self, *inputs: Any) -> list[Any]:
         sizes = tuple([inputs[number].shape[dim] for _, (number, dim) in self._where])
@@ -62,14 +64,14 @@ class BySize:
                 len(self._made) + 1,
             )
             run = self._made[sizes] = self._make(fixed(self._step_graph, named))
-        found: list[Any] = run(*inputs)
-        return found
+        step_results: list[Any] = run(*inputs)
+        return step_results
 
 
 def fixed(step_graph: StepGraph, sizes: dict[str, int]) -> StepGraph:
     """Return a graph for any size as a graph for some sizes, which are numbers in it."""
-    found = filled(step_graph, sizes)
-    graph = found.graph
+    filled_graph = filled(step_graph, sizes)
+    graph = filled_graph.graph
     for node in list(graph.nodes):
         value = node.meta.get("val")
         if (
@@ -79,4 +81,4 @@ def fixed(step_graph: StepGraph, sizes: dict[str, int]) -> StepGraph:
         ):
             put_number(node, value)
             graph.erase_node(node)
-    return dataclasses.replace(found, sizes={}, conditions=Conditions())
+    return dataclasses.replace(filled_graph, sizes={}, conditions=Conditions())

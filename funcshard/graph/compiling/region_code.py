@@ -61,7 +61,7 @@ def _operand(value: Any, names: dict[fx.Node, str]) -> str:
     if isinstance(value, fx.Node):
         return names[value]
     if isinstance(value, tuple | list):
-        return f"[{', '.join(_operand(each, names) for each in value)}]"
+        return f"[{', '.join(_operand(item, names) for item in value)}]"
     if isinstance(value, dict):
-        return ", ".join(f"{key}={_operand(each, names)}" for key, each in value.items())
+        return ", ".join(f"{key}={_operand(item, names)}" for key, item in value.items())
     return repr(value)

@@ -121,8 +121,8 @@ class _Cutter:
         if node.target is operator.getitem:
             (parent,) = node.all_input_nodes
             return parent if parent in self.found.views else None
-        own = self.storages.of[node]
-        if not own or any(self.storages.made[each] is node for each in own):
+        own_storages = self.storages.of[node]
+        if not own_storages or any(self.storages.made[storage] is node for storage in own_storages):
             return None
         return node.all_input_nodes[0]
 
@@ -132,7 +132,9 @@ class _Cutter:
             return True
         if node.target is operator.getitem:
             return node.args[0] not in self.stretch
-        return _is_number(node) and all(_is_number(each) for each in node.all_input_nodes)
+        return _is_number(node) and all(
+            _is_number(input_node) for input_node in node.all_input_nodes
+        )
 
     def _is_compiled(self, node: fx.Node) -> bool:
         """Return whether a compiler takes an operation."""
@@ -143,7 +145,7 @@ class _Cutter:
         if (
             not name.startswith(("aten::", "prims::"))
             or name in _FUSED
-            or any(each in name for each in _SCATTERED)
+            or any(scatter_name in name for scatter_name in _SCATTERED)
         ):
             return False
         if {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape} & set(target.tags):
@@ -151,14 +153,14 @@ class _Cutter:
         values = [leaf for leaf in tree.leaves(node.meta.get("val")) if leaf is not None]
         if any(not isinstance(value, torch.Tensor) or value.is_complex() for value in values):
             return False
-        return not any(_is_number(each) for each in node.all_input_nodes)
+        return not any(_is_number(input_node) for input_node in node.all_input_nodes)
 
     def _add(self, node: fx.Node, stretch: int) -> None:
         self.stretch[node], self.above[node] = stretch, node
         if writes(node) and isinstance(node.meta.get("val"), torch.Tensor):
             self.found.views[node] = node.all_input_nodes[0]
-        for each in node.all_input_nodes:
-            base = self.found.behind(each)
+        for input_node in node.all_input_nodes:
+            base = self.found.behind(input_node)
             if self.stretch.get(base) == stretch:
                 self._join(node, base)
 
@@ -178,12 +180,12 @@ class _Cutter:
             for storage in self._touched(node):
                 users.setdefault(storage, []).append(node)
         for storage in {storage for node in compute for storage in self._written(node)}:
-            for one, other in zip(users[storage], users[storage][1:], strict=False):
-                self._join(one, other)
-        found: dict[fx.Node, Region] = {}
+            for first_user, second_user in zip(users[storage], users[storage][1:], strict=False):
+                self._join(first_user, second_user)
+        region_of_node: dict[fx.Node, Region] = {}
         for node in compute:
-            found.setdefault(self._head(node), Region()).nodes.append(node)
-        for region in found.values():
+            region_of_node.setdefault(self._head(node), Region()).nodes.append(node)
+        for region in region_of_node.values():
             self._find_inputs(region)
             if self._is_worth(region):
                 yield region
@@ -194,7 +196,9 @@ class _Cutter:
 
     def _touched(self, node: fx.Node) -> set[int]:
         return {
-            storage for each in (node, *node.all_input_nodes) for storage in self.storages.of[each]
+            storage
+            for touched_node in (node, *node.all_input_nodes)
+            for storage in self.storages.of[touched_node]
         }
 
     def _written(self, node: fx.Node) -> set[int]:
@@ -202,13 +206,15 @@ class _Cutter:
 
     def _find_inputs(self, region: Region) -> None:
         inside = set(region.nodes)
-        found = (
-            self.found.behind(each)
+        inputs_behind = (
+            self.found.behind(input_node)
             for node in region.nodes
-            for each in node.all_input_nodes
-            if each not in inside
+            for input_node in node.all_input_nodes
+            if input_node not in inside
         )
-        region.inputs = list(dict.fromkeys(each for each in found if each not in inside))
+        region.inputs = list(
+            dict.fromkeys(input_node for input_node in inputs_behind if input_node not in inside)
+        )
 
     def _is_worth(self, region: Region) -> bool:
         storages = [storage for node in region.inputs for storage in self.storages.of[node]]
@@ -229,16 +235,16 @@ class _Cutter:
         }
         used: dict[fx.Node, None] = {}
         for node in self.graph.nodes:
-            own = region_of.get(node)
-            if own is None and node in self.found.views and node not in self.above:
+            own_region = region_of.get(node)
+            if own_region is None and node in self.found.views and node not in self.above:
                 continue  # each user makes the view itself
-            for each in node.all_input_nodes:
-                base = each
+            for input_node in node.all_input_nodes:
+                base = input_node
                 while base in self.found.views and not (
-                    own is not None and region_of.get(base) is own
+                    own_region is not None and region_of.get(base) is own_region
                 ):
                     base = self.found.views[base]
-                if base in region_of and region_of[base] is not own:
+                if base in region_of and region_of[base] is not own_region:
                     used[base] = None
         for node, region in region_of.items():
             if node in used:
@@ -247,12 +253,12 @@ class _Cutter:
 
 def _begins(graph: fx.Graph) -> Iterator[fx.Node]:
     """Yield where the work of another unit begins, in forward and in backward."""
-    before = None
+    unit_before = None
     for section in sections_of(graph):
         if section.phase != "update" and section.unit is not None:
-            if before is not None and section.unit != before:
+            if unit_before is not None and section.unit != unit_before:
                 yield section.nodes[0]
-            before = section.unit
+            unit_before = section.unit
 
 
 def writes(node: fx.Node) -> bool:

@@ -61,7 +61,7 @@ class _Writer:
                 inputs.append(name)
             elif node.op == "output":
                 self.lines.append(
-                    f"return [{', '.join(self._operand(each) for each in node.args[0])}]"
+                    f"return [{', '.join(self._operand(result_node) for result_node in node.args[0])}]"
                 )
                 break
             elif node.op == "get_attr":
@@ -82,23 +82,25 @@ class _Writer:
 
     def _region(self, node: fx.Node, free: dict[fx.Node, list[fx.Node]]) -> None:
         inputs: Any = node.args[0]
-        self.lines.append(f"box = [{', '.join(self.names[each] for each in inputs)}]")
-        self._free([each for each in free[node] if each is not node])
+        self.lines.append(f"box = [{', '.join(self.names[input_node] for input_node in inputs)}]")
+        self._free([freed_node for freed_node in free[node] if freed_node is not node])
         parts: dict[Any, fx.Node] = {user.args[1]: user for user in node.users}
         outputs = [parts.get(number) for number in range(max(parts, default=-1) + 1)]
         for number, part in enumerate(outputs):
             if part is not None:
                 self.names[part] = f"p{len(self.names)}_{number}"
-        left = "".join(f"{'_' if part is None else self.names[part]}, " for part in outputs)
+        left_names = "".join(f"{'_' if part is None else self.names[part]}, " for part in outputs)
         assert isinstance(node.target, CompiledRegion)
-        self.lines.append(f"{left + '= ' if left else ''}{self._global(node.target.run)}(box)")
+        self.lines.append(
+            f"{left_names + '= ' if left_names else ''}{self._global(node.target.run)}(box)"
+        )
 
     def _call(self, node: fx.Node) -> str:
         name = operator_name(node.target)
         if name in _METHODS and not node.kwargs:
-            first, *rest = (self._operand(each) for each in node.args)
-            return f"{first}.{_METHODS[name]}({', '.join(rest)})"
-        operands = [self._operand(each) for each in node.args]
+            first, *further_operands = (self._operand(operand_node) for operand_node in node.args)
+            return f"{first}.{_METHODS[name]}({', '.join(further_operands)})"
+        operands = [self._operand(operand_node) for operand_node in node.args]
         operands += [f"{key}={self._operand(value)}" for key, value in node.kwargs.items()]
         if node.target is operator.getitem:
             return f"{operands[0]}[{operands[1]}]"
@@ -112,7 +114,7 @@ class _Writer:
         if isinstance(value, fx.Node):
             return self.names[value]
         if isinstance(value, tuple | list):
-            return f"[{', '.join(self._operand(each) for each in value)}]"
+            return f"[{', '.join(self._operand(item) for item in value)}]"
         if value is None or isinstance(value, bool | int | float | str):
             return repr(value)
         return self._global(value)
@@ -125,13 +127,13 @@ class _Writer:
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """Return the nodes whose values are free after each node."""
-    found: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    last_uses: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         last[node] = node
-        for each in node.all_input_nodes:
-            last[each] = node
+        for input_node in node.all_input_nodes:
+            last[input_node] = node
     for node, user in last.items():
         if node.op != "output" and not isinstance(node.target, CompiledRegion):
-            found[user].append(node)
-    return found
+            last_uses[user].append(node)
+    return last_uses

@@ -122,18 +122,20 @@ def _bucket(step_graph: StepGraph, limit: int) -> None:
     bucket_of = _assign(graph, limit)
     order = {unit: number for number, unit in enumerate(bucket_of)}
     # One kind after another, because a bucket of reduce-scatters brings all-reduces together.
-    for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+    for collective_kind in ("all_gather", "reduce_scatter", "all_reduce"):
         storages = GraphStorages.find(graph)
         needed = dependencies(graph, storages)
-        found = _find(step_graph, kind, bucket_of, storages, needed)
-        for members in found:
+        joined_groups = _find(step_graph, collective_kind, bucket_of, storages, needed)
+        for members in joined_groups:
             in_order = sorted(members, key=lambda each: order[each.event.unit or ""])
-            (_join_gathers if kind == "all_gather" else _join_reductions)(members, in_order)
+            (_join_gathers if collective_kind == "all_gather" else _join_reductions)(
+                members, in_order
+            )
             for member in members:
                 graph.erase_node(member.wait)
                 graph.erase_node(member.start)
         # The users of a reduction's result have to come after those of the bucket.
-        if found and kind != "all_gather":
+        if joined_groups and collective_kind != "all_gather":
             _sort(graph, needed)
 
 
@@ -151,22 +153,22 @@ def _assign(graph: fx.Graph, limit: int) -> dict[str, int]:
         event = start.meta.get("event")
         if event is not None and event.unit and " + " not in event.unit:
             buffers[event.unit].setdefault(event.buffer, event)
-    found: dict[str, int] = {}
+    bucket_numbers: dict[str, int] = {}
     last, size, number = None, 0, 0
     for unit, events in buffers.items():
-        own = sum(event.bytes for event in events.values())
+        unit_bytes = sum(event.bytes for event in events.values())
         key = {
             (event.kind, event.buffer, event.dtype, event.axis, event.ranks)
             for event in events.values()
         }
-        if own > limit:
+        if unit_bytes > limit:
             last = None
             continue
-        if key != last or size + own > limit:
+        if key != last or size + unit_bytes > limit:
             last, size, number = key, 0, number + 1
-        size += own
-        found[unit] = number
-    return found
+        size += unit_bytes
+        bucket_numbers[unit] = number
+    return bucket_numbers
 
 
 def _find(
@@ -181,9 +183,11 @@ def _find(
     forward = forward_nodes(step_graph)
     position = {node: number for number, node in enumerate(graph.nodes)}
     gathered = {
-        each.start: each for each in gathered_buffers(graph, storages) if each.base is each.wait
+        gather.start: gather
+        for gather in gathered_buffers(graph, storages)
+        if gather.base is gather.wait
     }
-    found: list[list[_Member]] = []
+    member_groups: list[list[_Member]] = []
     growing: dict[Hashable, list[_Member]] = {}
     phase = False
     waits = {start: wait for start, (wait,) in starts_and_waits(graph)}
@@ -205,14 +209,14 @@ def _find(
         ):
             continue
         key = bucket_of[event.unit], member.key
-        own = growing.get(key, [])
-        apart = all(each.event.unit != event.unit for each in own)
-        if own and apart and _may_join(own, member, storages, position, needed):
-            own.append(member)
+        growing_group = growing.get(key, [])
+        apart = all(each.event.unit != event.unit for each in growing_group)
+        if growing_group and apart and _may_join(growing_group, member, storages, position, needed):
+            growing_group.append(member)
         else:
             growing[key] = [member]
-            found.append(growing[key])
-    return [each for each in found if len(each) > 1]
+            member_groups.append(growing[key])
+    return [member_group for member_group in member_groups if len(member_group) > 1]
 
 
 def _may_join(
@@ -224,7 +228,11 @@ def _may_join(
 ) -> bool:
     """Return whether all members have their data when the bucket starts, and keep it."""
     if member.gathered is not None:
-        inputs = [each for node in member.gathered.payload_nodes() for each in node.all_input_nodes]
+        inputs = [
+            input_node
+            for node in member.gathered.payload_nodes()
+            for input_node in node.all_input_nodes
+        ]
         return not _is_written(
             [*member.data, *inputs], own[0].start, member.start, storages, position
         )
@@ -302,8 +310,8 @@ def _join_reductions(members: list[_Member], in_order: list[_Member]) -> None:
         if cut:
             # Why by rank: each rank receives its slice of every unit, one after another.
             rows = [
-                add_node(graph, _ATEN.view.default, whole, [last.event.ranks, -1])
-                for whole in wholes
+                add_node(graph, _ATEN.view.default, whole_tensor, [last.event.ranks, -1])
+                for whole_tensor in wholes
             ]
             joined = add_node(graph, _ATEN.cat.default, rows, 1)
             data: Any = [add_node(graph, _ATEN.view.default, joined, [-1])]
@@ -322,14 +330,14 @@ def _join_reductions(members: list[_Member], in_order: list[_Member]) -> None:
 def _whole(member: _Member) -> fx.Node:
     """Add the data of a reduction as one tensor, in the dtype of the sum."""
     graph = member.start.graph
-    found = (
+    whole_node = (
         member.data[0] if len(member.data) == 1 else add_node(graph, _ATEN.cat.default, member.data)
     )
     dtype = member.wait.meta["val"].dtype
     return (
-        found
-        if found.meta["val"].dtype == dtype
-        else add_node(graph, conversion(), found, dtype=dtype)
+        whole_node
+        if whole_node.meta["val"].dtype == dtype
+        else add_node(graph, conversion(), whole_node, dtype=dtype)
     )
 
 
@@ -340,8 +348,8 @@ def _start(like: _Member, in_order: list[_Member], data: Any, *more: Any) -> fx.
     event = dataclasses.replace(
         like.event, unit=" + ".join(units), bytes=sum(member.event.bytes for member in in_order)
     )
-    given = operator_arguments(like.start.target, like.start.args, like.start.kwargs)
-    where = (event.unit, event.buffer, given["axis"], given["ranks"], label)
+    start_arguments = operator_arguments(like.start.target, like.start.args, like.start.kwargs)
+    where = (event.unit, event.buffer, start_arguments["axis"], start_arguments["ranks"], label)
     start = add_node(like.start.graph, like.start.target, data, *more, *where)
     start.meta["event"] = event
     return start
@@ -351,25 +359,29 @@ def _sort(graph: fx.Graph, needed: Needed) -> None:
     """Put operations after all that they need; those that may keep their place keep it."""
     order = list(graph.nodes)
     number = {node: place for place, node in enumerate(order)}
-    missing: dict[fx.Node, int] = {}
+    missing_counts: dict[fx.Node, int] = {}
     users: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in order:
-        before = {each for each in (*node.all_input_nodes, *needed.get(node, ())) if each in number}
-        missing[node] = len(before)
-        for each in before:
-            users[each].append(node)
-    ready = [number[node] for node in order if not missing[node]]
+        nodes_before = {
+            node_before
+            for node_before in (*node.all_input_nodes, *needed.get(node, ()))
+            if node_before in number
+        }
+        missing_counts[node] = len(nodes_before)
+        for node_before in nodes_before:
+            users[node_before].append(node)
+    ready = [number[node] for node in order if not missing_counts[node]]
     heapq.heapify(ready)
-    found = []
+    sorted_nodes = []
     while ready:
         node = order[heapq.heappop(ready)]
-        found.append(node)
+        sorted_nodes.append(node)
         for user in users[node]:
-            missing[user] -= 1
-            if not missing[user]:
+            missing_counts[user] -= 1
+            if not missing_counts[user]:
                 heapq.heappush(ready, number[user])
-    assert len(found) == len(order), "operations of a bucket wait for each other"
-    *nodes, output = found
+    assert len(sorted_nodes) == len(order), "operations of a bucket wait for each other"
+    *nodes, output = sorted_nodes
     assert output.op == "output", "the output comes last"
     for node in nodes:
         output.prepend(node)

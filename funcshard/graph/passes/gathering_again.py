@@ -84,14 +84,14 @@ def _gather_again(step_graph: StepGraph, units: list[str] | None) -> None:
     graph = step_graph.graph
     storages = GraphStorages.find(graph)
     gathered = gathered_buffers(graph, storages)
-    names = {each.unit for each in gathered}
+    names = {gathered_buffer.unit for gathered_buffer in gathered}
     for unit in units or ():
         if unit not in names:
-            known = ", ".join(map(repr, sorted(names)[:4])) or "no unit"
+            known_units = ", ".join(map(repr, sorted(names)[:4])) or "no unit"
             hint = did_you_mean(
                 str(unit),
                 sorted(names),
-                otherwise=f"it gathers {known}" + " and others" * (len(names) > 4),
+                otherwise=f"it gathers {known_units}" + " and others" * (len(names) > 4),
             )
             raise ValueError(
                 f"gather_again takes names of units that the step gathers; found {unit!r}: {hint}"
@@ -101,24 +101,24 @@ def _gather_again(step_graph: StepGraph, units: list[str] | None) -> None:
     order = list(graph.nodes)
     position = {node: number for number, node in enumerate(order)}
     uses = [
-        _Use(position[node], node, each, node in forward)
-        for each in gathered
-        for node in uses_of(each.base, storages)
+        _Use(position[node], node, gathered_buffer, node in forward)
+        for gathered_buffer in gathered
+        for node in uses_of(gathered_buffer.base, storages)
     ]
     uses.sort(key=lambda use: use.position)
     new: dict[Gathered, _Copies] = {}
     last: dict[Gathered, _Use] = {}
     for number, use in enumerate(uses):
-        own = use.gathered
-        if own.unit not in chosen or _is_written(own, storages):
+        own_gather = use.gathered
+        if own_gather.unit not in chosen or _is_written(own_gather, storages):
             continue
-        if not use.forward and own in last and last[own].forward:
-            new[own] = _Copies.gather(
-                own, _place_ahead(uses[:number], use, order, forward), use.node
+        if not use.forward and own_gather in last and last[own_gather].forward:
+            new[own_gather] = _Copies.gather(
+                own_gather, _place_ahead(uses[:number], use, order, forward), use.node
             )
-        last[own] = use
-        if own in new:
-            new[own].give(use.node, storages)
+        last[own_gather] = use
+        if own_gather in new:
+            new[own_gather].give(use.node, storages)
 
 
 def _is_written(gathered: Gathered, storages: GraphStorages) -> bool:
@@ -137,11 +137,13 @@ def _place_ahead(
     the operation after the last one of forward.
     """
     place = None
-    for before in reversed(earlier):
-        if before.forward or (place is not None and before.gathered.unit != place.gathered.unit):
+    for earlier_node in reversed(earlier):
+        if earlier_node.forward or (
+            place is not None and earlier_node.gathered.unit != place.gathered.unit
+        ):
             break
-        if before.gathered.unit != use.gathered.unit:
-            place = before
+        if earlier_node.gathered.unit != use.gathered.unit:
+            place = earlier_node
     if place is not None:
         return place.node
     return order[
@@ -166,8 +168,15 @@ class _Copies:
                 copies[node] = clone_node(graph, node, copies)
             label = old.args[6] if gathered.base is gathered.wait else _label(gathered)
             payload = copies.get(gathered.payload, gathered.payload)
-            given = (payload, old.args[1], gathered.unit, gathered.buffer, *old.args[4:6], label)
-            start = add_node(graph, old.target, *given)
+            given_arguments = (
+                payload,
+                old.args[1],
+                gathered.unit,
+                gathered.buffer,
+                *old.args[4:6],
+                label,
+            )
+            start = add_node(graph, old.target, *given_arguments)
             start.meta["event"] = dataclasses.replace(
                 old.meta["event"], unit=gathered.unit, bytes=gathered.bytes
             )
@@ -177,16 +186,16 @@ class _Copies:
     def give(self, use: fx.Node, storages: GraphStorages) -> None:
         """Let an operation read the new buffer, through the same views."""
         with self._graph.inserting_before(use):
-            for each in use.all_input_nodes:
-                if self._is_ours(each, storages):
-                    use.replace_input_with(each, self._copy(each, storages))
+            for input_node in use.all_input_nodes:
+                if self._is_ours(input_node, storages):
+                    use.replace_input_with(input_node, self._copy(input_node, storages))
 
     def _copy(self, node: fx.Node, storages: GraphStorages) -> fx.Node:
         if node not in self._copies:
             inputs = {
-                each: self._copy(each, storages)
-                for each in node.all_input_nodes
-                if self._is_ours(each, storages)
+                input_node: self._copy(input_node, storages)
+                for input_node in node.all_input_nodes
+                if self._is_ours(input_node, storages)
             }
             self._copies[node] = clone_node(self._graph, node, inputs)
         return self._copies[node]

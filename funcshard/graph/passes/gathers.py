@@ -49,17 +49,17 @@ class Gathered:
 
     def payload_nodes(self) -> list[fx.Node]:
         """Return the nodes that make the payload of inputs of the graph, in order."""
-        found: dict[fx.Node, None] = {}
+        payload: dict[fx.Node, None] = {}
 
         def visit(node: fx.Node) -> None:
             node = self.part if node is self.whole else node
-            if node not in found and is_pure(node):
-                for each in node.all_input_nodes:
-                    visit(each)
-                found[node] = None
+            if node not in payload and is_pure(node):
+                for input_node in node.all_input_nodes:
+                    visit(input_node)
+                payload[node] = None
 
         visit(self.payload)
-        return list(found)
+        return list(payload)
 
     def _value_of(self, value: Any) -> Hashable:
         """Return how an argument is computed; equal for equal computations of the same inputs."""
@@ -71,11 +71,11 @@ class Gathered:
                 else value
             )
         if isinstance(value, Mapping):
-            return tuple((key, self._value_of(each)) for key, each in value.items())
-        found: Hashable = (
+            return tuple((key, self._value_of(item)) for key, item in value.items())
+        node_value: Hashable = (
             tuple(map(self._value_of, value)) if isinstance(value, tuple | list) else value
         )
-        return found
+        return node_value
 
 
 def gathered_buffers(graph: fx.Graph, storages: GraphStorages) -> list[Gathered]:
@@ -84,9 +84,9 @@ def gathered_buffers(graph: fx.Graph, storages: GraphStorages) -> list[Gathered]
     A gather is left out if its data comes from another one, as with ``reshard_after_forward=n``.
     """
     return [
-        each
+        gathered_buffer
         for start, (wait,) in starts_and_waits(graph)
-        for each in _buffers_of(start, wait, storages)
+        for gathered_buffer in _buffers_of(start, wait, storages)
     ]
 
 
@@ -113,15 +113,23 @@ def _buffers_of(start: fx.Node, wait: fx.Node, storages: GraphStorages) -> Itera
         )
         return
     outs: Any = split.kwargs["out"]
-    whole = payload
-    while operator_name(whole.target) != "aten::cat":  # a conversion of the dtype
-        (whole,) = whole.all_input_nodes
-    parts: Any = whole.args[0]
+    whole_node = payload
+    while operator_name(whole_node.target) != "aten::cat":  # a conversion of the dtype
+        (whole_node,) = whole_node.all_input_nodes
+    parts: Any = whole_node.args[0]
     for unit, part, out in zip(units, parts, outs, strict=True):
         (base,) = out.all_input_nodes
         (storage,) = storages.of[base]
         yield Gathered(
-            unit, event.buffer, start, wait, payload, part, whole, base, storages.bytes[storage]
+            unit,
+            event.buffer,
+            start,
+            wait,
+            payload,
+            part,
+            whole_node,
+            base,
+            storages.bytes[storage],
         )
 
 
@@ -131,10 +139,12 @@ def _is_from_inputs(payload: fx.Node, storages: GraphStorages) -> bool:
     while waiting:
         node = waiting.pop()
         if node.op == "call_function":
-            own = {storage for storage in storages.of[node] if storages.made[storage] is node}
+            own_storages = {
+                storage for storage in storages.of[node] if storages.made[storage] is node
+            }
             written = any(
-                written_storages(user, storages) & own
-                for storage in own
+                written_storages(user, storages) & own_storages
+                for storage in own_storages
                 for user in storages.users[storage]
             )
             if written or not is_pure(node):
@@ -180,11 +190,11 @@ def forward_nodes(step_graph: StepGraph) -> set[fx.Node]:
     assert isinstance(place, Place), "the loss of a step is a tensor"
     output = next(iter(reversed(step_graph.graph.nodes)))
     outputs: Any = output.args[0]
-    found: set[fx.Node] = set()
+    forward_set: set[fx.Node] = set()
     waiting = [outputs[place.number]]
     while waiting:
         node = waiting.pop()
-        if node not in found:
-            found.add(node)
+        if node not in forward_set:
+            forward_set.add(node)
             waiting += node.all_input_nodes
-    return found
+    return forward_set

@@ -81,7 +81,7 @@ class _Candidate(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        return sum(each.bytes for each in self.seconds)
+        return sum(second_gather.bytes for second_gather in self.seconds)
 
 
 def _keep(step_graph: StepGraph, limit: int) -> None:
@@ -110,40 +110,40 @@ def _candidates(graph: fx.Graph, storages: GraphStorages) -> list[_Candidate]:
         )
     )
     collectives: dict[fx.Node, list[Gathered]] = defaultdict(list)
-    for each in gathered_buffers(graph, storages):
-        collectives[each.start].append(each)
-    found = []
+    for gathered_buffer in gathered_buffers(graph, storages):
+        collectives[gathered_buffer.start].append(gathered_buffer)
+    kept_candidates = []
     last: dict[Hashable, Gathered] = {}
     for start, seconds in collectives.items():
-        firsts = [last[each.key] for each in seconds if each.key in last]
-        last |= {each.key: each for each in seconds}
+        firsts = [last[second_gather.key] for second_gather in seconds if second_gather.key in last]
+        last |= {second_gather.key: second_gather for second_gather in seconds}
         if len(firsts) < len(seconds) or any(
             map(partial(_written, storages, position), firsts, seconds)
         ):
             continue
         uses = [user for first in firsts for user in (first.wait, *uses_of(first.base, storages))]
-        found.append(
+        kept_candidates.append(
             _Candidate(
                 firsts, seconds, range(max(map(moment.__getitem__, uses)), moment[start] + 1)
             )
         )
-    return found
+    return kept_candidates
 
 
 def _written(
     storages: GraphStorages, position: dict[fx.Node, int], one: Gathered, other: Gathered
 ) -> bool:
     """Return whether a node writes to a gathered buffer, or to the shard between two gathers."""
-    for each in (one, other):
+    for gathered_buffer in (one, other):
         if any(
-            storages.of[each.base][0] in written_storages(user, storages)
-            for user in uses_of(each.base, storages)
+            storages.of[gathered_buffer.base][0] in written_storages(user, storages)
+            for user in uses_of(gathered_buffer.base, storages)
         ):
             return True
     inputs = {
-        each
+        touched_node
         for node in (other.part, *other.payload_nodes())
-        for each in (node, *node.all_input_nodes)
+        for touched_node in (node, *node.all_input_nodes)
     }
     for storage in {storage for node in inputs for storage in storages.of[node]}:
         for user in storages.users[storage]:
@@ -156,12 +156,12 @@ def _written(
 def _chosen(candidates: list[_Candidate], limit: int) -> list[_Candidate]:
     """Return, in order, those to keep: the shortest first, as long as the budget holds."""
     held: Counter[int] = Counter()
-    found = []
+    chosen_candidates = []
     for candidate in sorted(candidates, key=lambda each: len(each.moments)):
         if all(held[moment] + candidate.bytes <= limit for moment in candidate.moments):
             held.update(dict.fromkeys(candidate.moments, candidate.bytes))
-            found.append(candidate)
-    return [each for each in candidates if each in found]
+            chosen_candidates.append(candidate)
+    return [each for each in candidates if each in chosen_candidates]
 
 
 def _read_instead(second: Gathered, first: Gathered) -> None:

@@ -112,18 +112,22 @@ def _gather_earlier(step_graph: StepGraph, by: int | None, budget: int | None) -
     timeline = Timeline(step_graph, budget)
     # Why freed: a unit that is gathered again while it is still gathered takes memory twice.
     freed: dict[str, fx.Node] = {}
-    before = None
+    node_before = None
     for start, (wait,) in list(starts_and_waits(step_graph.graph)):
         if _is_unit_gather(start):
             units = start.meta["event"].unit.split(" + ")
             _move_start(
                 timeline,
                 start,
-                [each for each in (before, *map(freed.get, units)) if each is not None],
+                [
+                    later_node
+                    for later_node in (node_before, *map(freed.get, units))
+                    if later_node is not None
+                ],
                 by,
             )
             freed |= dict.fromkeys(units, timeline.last[timeline.storages.of[wait][0]])
-        before = start
+        node_before = start
 
 
 def _is_unit_gather(node: fx.Node) -> bool:
@@ -144,10 +148,10 @@ def _move_start(timeline: Timeline, start: fx.Node, before: list[fx.Node], by: i
         default=floor,
     )
     for node in (*group, start):
-        for each in node.all_input_nodes:
-            if each not in group:
-                floor = max(floor, position[each])
-            for storage in timeline.storages.of[each]:
+        for input_node in node.all_input_nodes:
+            if input_node not in group:
+                floor = max(floor, position[input_node])
+            for storage in timeline.storages.of[input_node]:
                 writers = [
                     user
                     for user in timeline.storages.users[storage]
@@ -174,14 +178,16 @@ def _move_start(timeline: Timeline, start: fx.Node, before: list[fx.Node], by: i
 
 def _own_inputs(node: fx.Node) -> list[fx.Node]:
     """Return the nodes that only help to compute the inputs of a node, and may run elsewhere."""
-    found: list[fx.Node] = []
+    own_nodes: list[fx.Node] = []
     waiting = list(node.all_input_nodes)
     while waiting:
-        each = waiting.pop()
-        if is_pure(each) and all(user is node or user in found for user in each.users):
-            found.append(each)
-            waiting += each.all_input_nodes
-    return found
+        waiting_node = waiting.pop()
+        if is_pure(waiting_node) and all(
+            user is node or user in own_nodes for user in waiting_node.users
+        ):
+            own_nodes.append(waiting_node)
+            waiting += waiting_node.all_input_nodes
+    return own_nodes
 
 
 # --- waits ----------------------------------------------------------------------------------------

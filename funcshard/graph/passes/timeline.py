@@ -65,17 +65,17 @@ class Timeline:
 
     def set_last(self, storage: int, node: fx.Node) -> None:
         """Note that a storage is free after another node."""
-        before = self.last[storage]
-        self._freed[before] -= self.storages.bytes[storage]
+        last_before = self.last[storage]
+        self._freed[last_before] -= self.storages.bytes[storage]
         self._freed[node] += self.storages.bytes[storage]
         self.last[storage] = node
-        first, end = sorted((self.position[before], self.position[node]))
+        first, end = sorted((self.position[last_before], self.position[node]))
         self._count(first, end + 1)
 
     def _count(self, first: int, end: int) -> None:
         """Count the bytes held anew, from operation ``first`` to ``end``."""
-        before = self.order[first - 1] if first else None
-        held = 0 if before is None else self.live[before] - self._freed[before]
+        count_before = self.order[first - 1] if first else None
+        held = 0 if count_before is None else self.live[count_before] - self._freed[count_before]
         for node in self.order[first:end]:
             held += self.taken[node]
             self.live[node] = held

@@ -76,8 +76,8 @@ def _update_early(step_graph: StepGraph) -> None:
     for node in sorted(updates, key=lambda each: position[arrival[each]]):
         place = arrival[node]
         group = _after(place, node, needed, position, moved)
-        stop = next((each for each in group if communicates(each)), None)
-        if len({arrivals[each] for each in awaited[node]}) > 1:
+        stop = next((group_node for group_node in group if communicates(group_node)), None)
+        if len({arrivals[wait_node] for wait_node in awaited[node]}) > 1:
             reasons.append(_joint(node, needed, awaited, arrivals))
         elif stop is not None:
             reasons.append(
@@ -85,9 +85,9 @@ def _update_early(step_graph: StepGraph) -> None:
                 "depends"
             )
         else:
-            for each in sorted(group, key=position.__getitem__):
-                ends.get(place, place).append(each)
-                ends[place] = each
+            for group_node in sorted(group, key=position.__getitem__):
+                ends.get(place, place).append(group_node)
+                ends[place] = group_node
             moved.update(group)
     if reasons and not moved:
         raise ValueError(
@@ -108,22 +108,24 @@ def _arrivals(graph: fx.Graph) -> dict[fx.Node, Units]:
             and event.kind in ("reduce_scatter", "all_reduce")
         ):
             last |= {(unit, event.buffer): wait for unit in event.unit.split(" + ")}
-    found: dict[fx.Node, Units] = {}
+    units_by_node: dict[fx.Node, Units] = {}
     for (unit, _), wait in last.items():
-        found[wait] = found.get(wait, frozenset()) | {unit}
-    return found
+        units_by_node[wait] = units_by_node.get(wait, frozenset()) | {unit}
+    return units_by_node
 
 
 def _awaited(
     needed: Mapping[fx.Node, Sequence[fx.Node]], arrivals: Mapping[fx.Node, Units]
 ) -> dict[fx.Node, frozenset[fx.Node]]:
     """Return, by node, the arrivals that it depends on."""
-    found: dict[fx.Node, frozenset[fx.Node]] = {}
-    for node, before in needed.items():
-        own = [found[each] for each in before if found[each]]
-        joined = own[0] if len(own) == 1 else frozenset().union(*own)
-        found[node] = joined | {node} if node in arrivals else joined
-    return found
+    awaited_nodes: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node, nodes_before in needed.items():
+        own_waits = [
+            awaited_nodes[node_before] for node_before in nodes_before if awaited_nodes[node_before]
+        ]
+        joined = own_waits[0] if len(own_waits) == 1 else frozenset().union(*own_waits)
+        awaited_nodes[node] = joined | {node} if node in arrivals else joined
+    return awaited_nodes
 
 
 def _updates(step_graph: StepGraph, storages: GraphStorages) -> list[fx.Node]:
@@ -132,12 +134,14 @@ def _updates(step_graph: StepGraph, storages: GraphStorages) -> list[fx.Node]:
     *_, output = step_graph.graph.nodes
     outputs: Any = output.args[0]
     places = step_graph.results[: len(tree.leaves(state))]
-    found = {outputs[place.number]: None for place in places if isinstance(place, Place)}
-    given = {number for number, node in storages.made.items() if node.op == "placeholder"}
-    found |= {
-        node: None for node in step_graph.graph.nodes if written_storages(node, storages) & given
+    update_nodes = {outputs[place.number]: None for place in places if isinstance(place, Place)}
+    given_numbers = {number for number, node in storages.made.items() if node.op == "placeholder"}
+    update_nodes |= {
+        node: None
+        for node in step_graph.graph.nodes
+        if written_storages(node, storages) & given_numbers
     }
-    return [node for node in found if node.op == "call_function"]
+    return [node for node in update_nodes if node.op == "call_function"]
 
 
 def _after(
@@ -148,14 +152,18 @@ def _after(
     moved: set[fx.Node],
 ) -> set[fx.Node]:
     """Return a node and all that it needs, without those before ``place`` or moved already."""
-    found: set[fx.Node] = set()
+    later_nodes: set[fx.Node] = set()
     waiting = [node]
     while waiting:
-        each = waiting.pop()
-        if each not in found and each not in moved and position[each] > position[place]:
-            found.add(each)
-            waiting += needed[each]
-    return found
+        waiting_node = waiting.pop()
+        if (
+            waiting_node not in later_nodes
+            and waiting_node not in moved
+            and position[waiting_node] > position[place]
+        ):
+            later_nodes.add(waiting_node)
+            waiting += needed[waiting_node]
+    return later_nodes
 
 
 def _joint(
@@ -166,10 +174,12 @@ def _joint(
 ) -> str:
     """Return words for the first operation on which a node depends and that joins several units."""
     while larger := [
-        each for each in needed[node] if len({arrivals[wait] for wait in awaited[each]}) > 1
+        needed_node
+        for needed_node in needed[node]
+        if len({arrivals[wait] for wait in awaited[needed_node]}) > 1
     ]:
         node = larger[0]
-    units = frozenset().union(*(arrivals[each] for each in awaited[node]))
+    units = frozenset().union(*(arrivals[wait_node] for wait_node in awaited[node]))
     return f"{operator_name(node.target) or node.name}, which joins gradients of {_names(units)}"
 
 
@@ -203,11 +213,11 @@ def _split_list(graph: fx.Graph, node: fx.Node) -> None:
     results: dict[int, fx.Node] = {}
     with graph.inserting_before(node):
         for number in range(count):
-            own = {
+            own_arguments = {
                 name: [value[number]] if name in names else value for name, value in given.items()
             }
-            args = [own.pop(name) for name in list(own)[: len(node.args)]]
-            part = add_node(graph, node.target, *args, **own)
+            args = [own_arguments.pop(name) for name in list(own_arguments)[: len(node.args)]]
+            part = add_node(graph, node.target, *args, **own_arguments)
             if any(
                 user.target is operator.getitem and user.args[1] == number for user in node.users
             ):

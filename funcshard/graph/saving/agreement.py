@@ -37,32 +37,40 @@ def save_together(
     Raises:
         ValueError: ranks differ, or one of them has an error.
     """
-    own = {
+    own_report = {
         "text": text_digest(text), "collectives": text_digest(collectives), "per_rank": per_rank,
         "facts": text_digest(json.dumps(facts)), "error": error,
     }  # fmt: skip
-    found = [json.loads(each) for each in all_gather_texts(mesh, json.dumps(own), "a saved step")]
-    for rank, each in enumerate(found):
-        if each["error"]:
+    rank_reports = [
+        json.loads(report_text)
+        for report_text in all_gather_texts(mesh, json.dumps(own_report), "a saved step")
+    ]
+    for rank, rank_report in enumerate(rank_reports):
+        if rank_report["error"]:
             raise ValueError(
-                each["error"]
-                if each["error"] == error
-                else f"rank {rank} cannot save: {each['error']}"
+                rank_report["error"]
+                if rank_report["error"] == error
+                else f"rank {rank} cannot save: {rank_report['error']}"
             )
-    for rank, each in enumerate(found):
-        if (each["facts"], each["per_rank"]) != (found[0]["facts"], found[0]["per_rank"]):
+    for rank, rank_report in enumerate(rank_reports):
+        if (rank_report["facts"], rank_report["per_rank"]) != (
+            rank_reports[0]["facts"],
+            rank_reports[0]["per_rank"],
+        ):
             raise ValueError(
                 f"every rank saves the same step with the same options; ranks 0 and {rank} differ "
                 "in the plan, the mesh, the number of passes or per_rank"
             )
-    digests = [each["text"] for each in found]
+    digests = [rank_report["text"] for rank_report in rank_reports]
     # The first rank of each kind.
     firsts = [digests.index(digest) for digest in dict.fromkeys(digests)]
     texts = {0: text}
     if len(firsts) > 1:
-        here = text if mesh.rank in firsts else ""
+        rank_text = text if mesh.rank in firsts else ""
         sent = all_gather_texts(
-            mesh, json.dumps([here, collectives if here else ""]), "the graphs of a saved step"
+            mesh,
+            json.dumps([rank_text, collectives if rank_text else ""]),
+            "the graphs of a saved step",
         )
         both = {rank: json.loads(sent[rank]) for rank in firsts}
         texts = {rank: text for rank, (text, _) in both.items()}

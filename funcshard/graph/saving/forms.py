@@ -12,7 +12,9 @@ from funcshard.graph.saving.values import MOST, decoded, device_from, encoded
 from funcshard.graph.signatures import Signature
 from funcshard.plan import dtype_name, dtype_of
 
-_PLAIN: dict[str, type] = {each.__name__: each for each in (bool, int, float, str, complex)}
+_PLAIN: dict[str, type] = {
+    plain_type.__name__: plain_type for plain_type in (bool, int, float, str, complex)
+}
 
 
 def form_to(form: Any) -> Any:
@@ -32,7 +34,7 @@ def form_to(form: Any) -> Any:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     if value is None or isinstance(value, bool | int | str | float):
         return value
     raise ValueError(
@@ -74,11 +76,11 @@ def _leaf_to(leaf: Any) -> Any:
     if leaf is int:
         return "a counter"
     if len(leaf) == 2:
-        kind, value = leaf
-        if kind.__name__ not in _PLAIN or type(value) is not kind:
+        leaf_kind, value = leaf
+        if leaf_kind.__name__ not in _PLAIN or type(value) is not leaf_kind:
             raise ValueError(
                 "a file of graphs holds numbers and texts of the batch; found a leaf of type "
-                f"{kind.__name__}: pass it as a tensor, or keep it out of the batch"
+                f"{leaf_kind.__name__}: pass it as a tensor, or keep it out of the batch"
             )
         return {"value": encoded(value, {})}
     shape, dtype, device, stride, requires_grad = leaf
@@ -99,10 +101,10 @@ def _leaf_from(data: Any, device: torch.device) -> Hashable:
         if type(value) not in _PLAIN.values():
             raise ValueError(f"found a leaf {value!r}")
         return type(value), value
-    dtype, shape, stride, kind, requires_grad = data
+    dtype, shape, stride, leaf_kind, requires_grad = data
     numbers = (*(size for size in shape if type(size) is not str), *(stride or ()))
     if (
-        not all(type(each) is int and 0 <= each < MOST for each in numbers)
+        not all(type(number) is int and 0 <= number < MOST for number in numbers)
         or type(requires_grad) is not bool
     ):
         raise ValueError(f"found a tensor of shape {shape} and stride {stride}")
@@ -113,7 +115,7 @@ def _leaf_from(data: Any, device: torch.device) -> Hashable:
     return (
         tuple(shape) if named else torch.Size(shape),
         dtype_of(dtype),
-        device_from(kind, device),
+        device_from(leaf_kind, device),
         strides,
         requires_grad,
     )

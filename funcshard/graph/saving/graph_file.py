@@ -109,7 +109,7 @@ def read_file(path: Path) -> FileContents:
         ValueError: ``write_file`` did not write it, or it is damaged.
     """
     data = read_regular(path)
-    first, _, rest = data.partition(b"\n")
+    first, _, file_rest = data.partition(b"\n")
     try:
         head = file_data.table("its first line", file_data.parse(first), ("format",))
     except ValueError:
@@ -117,16 +117,18 @@ def read_file(path: Path) -> FileContents:
             f"{path} is not a file of Traced.save; found {first[:40]!r} in its first line"
         ) from None
     if head["format"] != FORMAT:
-        found = file_data.shown(head["format"])
-        raise ValueError(f"{path} is of format {found}; this version of funcshard reads {FORMAT!r}")
-    digest = hashlib.sha256(rest).hexdigest()
+        format_text = file_data.shown(head["format"])
+        raise ValueError(
+            f"{path} is of format {format_text}; this version of funcshard reads {FORMAT!r}"
+        )
+    digest = hashlib.sha256(file_rest).hexdigest()
     if head.get("sha256") != digest:
         raise ValueError(
             f"{path} is damaged: its checksum is not the one that was saved; save the traced step "
             "again"
         )
     try:
-        facts, _, kinds = rest.partition(b"\n")
+        facts, _, kinds = file_rest.partition(b"\n")
         return _contents(file_data.parse(facts), file_data.parse(kinds), digest)
     except ValueError as error:
         raise ValueError(f"{path} cannot be read: {error}; save the traced step again") from None
@@ -136,8 +138,8 @@ def _contents(facts: Any, kinds: Any, digest: str) -> FileContents:
     file_data.table(
         "its second line", facts, ("torch", "mesh", "plan", "changes", "dynamic_shapes", "of_rank")
     )
-    for kind in file_data.listed("the graphs", kinds):
-        for recording in file_data.listed("the graphs of a rank", kind):
+    for graph_kind in file_data.listed("the graphs", kinds):
+        for recording in file_data.listed("the graphs of a rank", graph_kind):
             file_data.texts(
                 "numbers", file_data.table("a graph", recording, ("numbers",))["numbers"]
             )

@@ -66,13 +66,13 @@ def operator_of(name: str) -> Any:
     if name in FUNCTIONS:
         return FUNCTIONS[name]
     space, packet, overload = _check(name)
-    found = operator_by_name(space, packet, overload)
-    if found is None:
+    named_operator = operator_by_name(space, packet, overload)
+    if named_operator is None:
         raise ValueError(
             f"the file holds the operation {name!r}, and this torch ({torch.__version__}) has none "
             "of that name"
         )
-    return found
+    return named_operator
 
 
 def _check(name: str) -> tuple[str, str, str]:

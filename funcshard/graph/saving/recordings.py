@@ -50,7 +50,7 @@ def graph_to(step_graph: StepGraph, schedules: Mapping[str, Callable[..., Any]])
         "inputs": list(step_graph.inputs),
         "memory": input_memory([node for node in nodes if node.op == "placeholder"]),
         "form": form_to(step_graph.form),
-        "results": [_result_to(each) for each in step_graph.results],
+        "results": [_result_to(step_result) for step_result in step_graph.results],
         "donated": list(step_graph.donated),
         "spent": [list(path) for path in step_graph.spent],
         "numbers": [_schedule_name(number, schedules) for number in step_graph.numbers],
@@ -102,7 +102,7 @@ def graph_from(
     fill_in(graph, [sized(leaf, sizes) for leaf in tensors], data["memory"], constants, items)
     _check_sizes(graph)
     outputs, form = len(graph.output_node().args[0]), form_from(data["form"])  # type: ignore[arg-type]
-    results = tuple(_result_from(each, outputs, device) for each in data["results"])
+    results = tuple(_result_from(step_result, outputs, device) for step_result in data["results"])
     if form.num_leaves != len(results):
         raise ValueError(
             f"the results have {form.num_leaves} leaves, and the file describes {len(results)}"
@@ -164,16 +164,16 @@ def _node_to(
         name = _ITEM
     kwargs = {key: encoded(value, names) for key, value in node.kwargs.items()}
     event = node.meta.get("event")
-    found: list[Any] = [
+    node_data: list[Any] = [
         names[node],
         name,
         encoded(node.args, names),
         kwargs,
         None if event is None else dataclasses.astuple(event),
     ]
-    while not found[-1]:
-        found.pop()
-    return found
+    while not node_data[-1]:
+        node_data.pop()
+    return node_data
 
 
 def _nodes_from(
@@ -185,7 +185,7 @@ def _nodes_from(
     if last != "return" or not isinstance(outputs, list):
         raise ValueError("the graph returns nothing")
     phase = None
-    for name, operation, *rest in operations:
+    for name, operation, *node_fields in operations:
         if name == "phase":
             phase = _text(operation)
             continue
@@ -196,13 +196,15 @@ def _nodes_from(
             or name[0] != "%"
         ):
             raise ValueError(f"found an operation that is named {name!r}")
-        node = nodes[name] = _node_from(graph, name[1:], operation, rest, nodes, device, constants)
+        node = nodes[name] = _node_from(
+            graph, name[1:], operation, node_fields, nodes, device, constants
+        )
         if operation == _ITEM:
             items.add(node)
         if phase is not None and node.op != "placeholder":
             node.meta["phase"] = phase
         _check_collective(node, ranks)
-    graph.output([decoded(each, nodes, device) for each in outputs])
+    graph.output([decoded(output, nodes, device) for output in outputs])
     graph.lint()
     return graph, items
 
@@ -224,14 +226,16 @@ def _node_from(
         if rest[0] not in constants:
             raise ValueError(f"found the constant {rest[0]!r}, which the file does not hold")
         return graph.create_node("get_attr", rest[0], name=name)
-    missing: list[Any] = [[], {}, None]
-    data, kwargs, event = [*rest, *missing[len(rest) :]]
+    missing_fields: list[Any] = [[], {}, None]
+    data, kwargs, event = [*rest, *missing_fields[len(rest) :]]
     target = operator_of("funcshard::number.default" if operation == _ITEM else operation)
-    args = tuple(decoded(each, nodes, device) for each in data)
+    args = tuple(decoded(argument, nodes, device) for argument in data)
     kwargs = {key: decoded(value, nodes, device) for key, value in kwargs.items()}
     if not all(map(str.isidentifier, kwargs)):
         raise ValueError(f"found arguments of {name} that are named {list(kwargs)}")
-    if operation in FUNCTIONS and (kwargs or not any(isinstance(each, fx.Node) for each in args)):
+    if operation in FUNCTIONS and (
+        kwargs or not any(isinstance(argument, fx.Node) for argument in args)
+    ):
         raise ValueError(f"found {operation} without an operation that it depends on")
     node = graph.create_node("call_function", target, args, kwargs, name=name)
     if event is not None:
@@ -246,12 +250,12 @@ def _text(value: Any) -> str:
 
 
 def _event_from(data: Any) -> Event:
-    kind, unit, buffer, dtype, size, axis, ranks = data
-    for each in (kind, buffer, dtype, axis, "" if unit is None else unit):
-        _text(each)
+    event_kind, unit, buffer, dtype, size, axis, ranks = data
+    for event_text in (event_kind, buffer, dtype, axis, "" if unit is None else unit):
+        _text(event_text)
     if type(size) is not int or type(ranks) is not int:
         raise ValueError(f"found {data}, which describes no collective")
-    return Event(kind, unit, buffer, dtype, size, axis, ranks)
+    return Event(event_kind, unit, buffer, dtype, size, axis, ranks)
 
 
 def _check_collective(node: fx.Node, sizes: Mapping[str, int]) -> None:

@@ -44,15 +44,15 @@ def encoded(value: Any, names: Mapping[fx.Node, str]) -> Any:
     if isinstance(value, str):
         return f"'{value}"
     if isinstance(value, tuple | list):
-        return [encoded(each, names) for each in value]
+        return [encoded(item, names) for item in value]
     if isinstance(value, torch.dtype):
         return {"dtype": dtype_name(value)}
     if isinstance(value, torch.device):
         return {"device": value.type}  # ranks have devices of other numbers
-    for kind, known in (("layout", _LAYOUTS), ("memory_format", _FORMATS)):
-        for name, each in known.items():
-            if each is value:
-                return {kind: name}
+    for value_kind, known_values in (("layout", _LAYOUTS), ("memory_format", _FORMATS)):
+        for name, known_value in known_values.items():
+            if known_value is value:
+                return {value_kind: name}
     if isinstance(value, complex):
         return {"complex": [encoded(value.real, names), encoded(value.imag, names)]}
     raise ValueError(
@@ -85,21 +85,21 @@ def decoded(data: Any, nodes: Mapping[str, fx.Node], device: torch.device) -> An
             raise ValueError(f"found {data!r}, which no operation before it is named")
         return nodes[data]
     if isinstance(data, list):
-        return [decoded(each, nodes, device) for each in data]
+        return [decoded(item, nodes, device) for item in data]
     if isinstance(data, dict) and len(data) == 1:
-        ((kind, found),) = data.items()
-        if kind == "float" and found in ("inf", "-inf", "nan"):
-            return float(found)
-        if kind == "dtype" and isinstance(found, str):
-            return dtype_of(found)
-        if kind == "device" and isinstance(found, str):
-            return device_from(found, device)
-        if kind == "layout" and found in _LAYOUTS:
-            return _LAYOUTS[found]
-        if kind == "memory_format" and found in _FORMATS:
-            return _FORMATS[found]
-        if kind == "complex":
-            real, imag = decoded(found, {}, device)
+        ((value_kind, coded_value),) = data.items()
+        if value_kind == "float" and coded_value in ("inf", "-inf", "nan"):
+            return float(coded_value)
+        if value_kind == "dtype" and isinstance(coded_value, str):
+            return dtype_of(coded_value)
+        if value_kind == "device" and isinstance(coded_value, str):
+            return device_from(coded_value, device)
+        if value_kind == "layout" and coded_value in _LAYOUTS:
+            return _LAYOUTS[coded_value]
+        if value_kind == "memory_format" and coded_value in _FORMATS:
+            return _FORMATS[coded_value]
+        if value_kind == "complex":
+            real, imag = decoded(coded_value, {}, device)
             return complex(real, imag)
     raise ValueError(f"found {str(data)[:60]}, which stands for no value")
 
