@@ -24,6 +24,7 @@ Read in this order:
 - ``fully_sharded``: ``fully_shard``, which turns that function into one of shards, run unit by
   unit.
 - ``block_draws``: random numbers in blocks, of which a rank draws those that it keeps.
+- ``resets``: blank tensors, and which of them a reset wrote.
 - ``init``: ``init_shards`` and ``init_module``, which make shards without ever holding all
   parameters.
 - ``partial_init``: ``init_buffers``, and ``init_missing`` for parameters that a file lacks.

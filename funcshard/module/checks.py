@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import nn
@@ -120,3 +120,15 @@ def _check_max_norm(tree: ModuleTree) -> None:
                 "that change: set the module's max_norm to None, and rescale the weight between "
                 "steps, or in forward by torch.nn.utils.parametrize"
             )
+
+
+def check_plan_names(parameters: Collection[str], planned: Collection[str]) -> None:
+    """Raise ``ValueError`` unless the plan holds the parameters of the module, and no others."""
+    missing, unexpected = sorted({*parameters} - {*planned}), sorted({*planned} - {*parameters})
+    if missing or unexpected:
+        raise ValueError(
+            f"the plan was made for another module; it lacks {missing[:3] or 'nothing'} of this "
+            f"one's parameters and has {unexpected[:3] or 'nothing'} besides: make the plan from "
+            "the params of this module's make_functional, or name parameters that it should lack "
+            "in ignored_params"
+        )

@@ -34,6 +34,7 @@ from funcshard.core import (
     unit_comms,
 )
 from funcshard.module.call_precision import CallPrecision, forward_in_full_precision
+from funcshard.module.checks import check_plan_names
 from funcshard.module.fast_path import leave_fast_path, without_fast_path
 from funcshard.module.functional import Functional
 from funcshard.module.ignored import check_ignored, take_ignored
@@ -458,23 +459,17 @@ def _warn_of_unfrozen(skeleton: Skeleton, plan: Plan) -> None:
 def _check_plan(skeleton: Skeleton, plan: Plan, ignored: Mapping[str, Any]) -> None:
     planned = {leaf.path: leaf for leaf in plan.leaves}
     check_ignored(ignored, plan)
-    own = skeleton.shapes.keys() - ignored.keys()
-    missing, unexpected = sorted(own - planned.keys()), sorted(planned.keys() - own)
-    if missing or unexpected:
-        raise ValueError(
-            f"the plan was made for another module; it lacks {missing[:3] or 'nothing'} of this "
-            f"one's parameters and has {unexpected[:3] or 'nothing'} besides: make the plan from "
-            "the params of this module's make_functional, or name parameters that it should lack "
-            "in ignored_params"
-        )
-    for path in (path for path in skeleton.shapes if path in own):
-        shape, leaf = skeleton.shapes[path], planned[path]
-        found = leaf.whole_shape if leaf.placements else leaf.shape
-        if found != shape:
+    check_plan_names(skeleton.shapes.keys() - ignored.keys(), planned.keys())
+    for path in filter(planned.get, skeleton.shapes):
+        leaf, shape = planned[path], skeleton.shapes[path]
+        planned_shape = leaf.shape
+        if leaf.placements:
+            planned_shape = leaf.whole_shape
+        if planned_shape != shape:
             raise ValueError(
-                f"the plan was made for another module: parameter {path!r} has shape {found} in "
-                f"the plan and {shape} in the module; make the plan from the params of this "
-                "module's make_functional"
+                f"the plan was made for another module: parameter {path!r} has shape "
+                f"{planned_shape} in the plan and {shape} in the module; make the plan from the "
+                "params of this module's make_functional"
             )
     for unit in plan.unit_list:
         for leaf in unit.leaves:
