@@ -76,7 +76,9 @@ def allocate_buffers(module: nn.Module, device: torch.device) -> dict[str, torch
 def unwritten_buffers(module: nn.Module, blanks: Mapping[str, torch.Tensor]) -> list[str]:
     """Return the names of the buffers of ``allocate_buffers`` that no reset wrote."""
     buffers = dict(module.named_buffers())
-    return [name for name in blanks if not was_written(buffers.get(name), blanks[name], name)]
+    return [
+        name for name in sorted(blanks) if not was_written(buffers.get(name), blanks[name], name)
+    ]
 
 
 def in_apply_order(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
