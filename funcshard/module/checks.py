@@ -64,8 +64,7 @@ def _of(
     tree: ModuleTree, suspicious: Callable[[type[nn.Module]], bool]
 ) -> list[tuple[str, nn.Module]]:
     """Return path and module of the modules of suspicious classes."""
-    classes = {cls for cls in tree.classes if suspicious(cls)}
-    return [(path, m) for path, m in tree.modules if type(m) in classes] if classes else []
+    return [(path, m) for path, m in tree.modules if suspicious(type(m))]
 
 
 def _check_compiled(tree: ModuleTree) -> None:

@@ -283,7 +283,8 @@ def make_skeleton(
         (value for _, _, value in own if may_refer(value)), indices.keys() | names.keys()
     )
     rebound = {id(each.function) for each in rebindings if isinstance(each, Rebinding)}
-    in_state_dict = state_names(module, tree.every, tree.classes)
+    every = list(module.named_modules(remove_duplicate=False))
+    in_state_dict = state_names(module, every, {type(m) for _, m in tree.modules})
     known = set(in_state_dict)
     skeleton = Skeleton(
         template=template.modules[0],
