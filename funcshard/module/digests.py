@@ -8,7 +8,6 @@ their methods.
 from __future__ import annotations
 
 import hashlib
-import random
 import types
 from collections import deque
 from collections.abc import Callable
@@ -64,20 +63,14 @@ def _feed(value: Any, update: Callable[[bytes], None], seen: dict[int, Any]) -> 
         _feed_tensor(value, update)
     elif isinstance(value, torch.Generator):
         _feed_tensor(value.get_state(), update)
-    elif isinstance(value, random.Random):
-        update(repr(random.Random.getstate(value)).encode())
     elif isinstance(value, (list, tuple, deque)):
         base = next(base for base in (list, tuple, deque) if isinstance(value, base))
-        for each in base.__iter__(value):  # type: ignore[arg-type]
-            _feed(each, update, seen)
+        for item in base.__iter__(value):  # type: ignore[arg-type]
+            _feed(item, update, seen)
     elif isinstance(value, dict):
-        for key, each in dict.items(value):
-            _feed(key, update, seen)
-            _feed(each, update, seen)
+        _feed([*dict.items(value)], update, seen)
     elif isinstance(value, (set, frozenset)):
-        update(repr(sorted([digest(each) or b"" for each in value])).encode())
-    elif kind.__module__ == "numpy":
-        update(f"{value.dtype} {value.shape}".encode() + value.tobytes())
+        update(repr(sorted([digest(item) or b"" for item in value])).encode())
     else:
         _feed(object.__getattribute__(value, "__dict__"), update, seen)
     update(b";")
