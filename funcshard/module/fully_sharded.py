@@ -233,7 +233,7 @@ def _sharded(
         for buffer in unit.buffers
         for leaf in buffer.leaves
     }
-    numbers = {each.path: each.index for run in runs.values() for each in run.modules}
+    numbers = {member.path: member.index for run in runs.values() for member in run.modules}
     forwards = (
         {}
         if compiler is None
@@ -252,9 +252,7 @@ def _sharded(
         assert isinstance(apply.method_name, str), "compile_units compiles methods of classes"
         entered[0] = {apply.method_name: through_unit(classes[0], apply.method_name, compiled[0])}
     learner = ScheduleLearner(schedule or make_schedule(plan), schedule is not None)
-    slow_path = without_fast_path(
-        apply.skeleton, [each.path for run in runs.values() for each in run.modules]
-    )
+    slow_path = without_fast_path(apply.skeleton, numbers)
     warned = Warned(already=compiler is not None)
     return FullyShard(
         apply, plan, mesh, runs, entered, outside, ignored, precision, slow_path, learner, warned
@@ -319,8 +317,11 @@ class FullyShard:
         modules = apply.skeleton.instantiate(outside, own, training=apply.training)
         call = UnitCall.start(self.runs, shards, learner, self.mesh)
         root = self.runs.get("")
-        entries = [
-            entry for name, run in self.runs.items() if name != "" for entry in run.entries(call)
+        entries: list[tuple[int, Callable[..., Any]]] = [
+            (member.index, functools.partial(run.enter, call, number))
+            for name, run in self.runs.items()
+            if name != ""
+            for number, member in enumerate(run.modules)
         ]
         entries += [(number, forward_in_full_precision) for number in self.precision.full_precision]
         if 0 in self.methods:
@@ -338,7 +339,7 @@ class FullyShard:
             if root is None:
                 out = forward(*cast_inputs(self.precision.root, True, args, kwargs))
             else:
-                out = root.enter(call, modules[0], forward, args, kwargs)
+                out = root.enter(call, 0, modules[0], forward, args, kwargs)
         finally:
             for module, entry in entered:
                 entry.end(module)
