@@ -91,7 +91,6 @@ def make_functional(
     check_flag("mutable", mutable)
     with without_collection():
         skeleton, params, buffers = make_skeleton(module)
-        classes = skeleton.find_classes()
         for name, names in skeleton.parameters.items():
             # Why these attributes: make_plan reads from them all names of a tied parameter, the
             # classes of the modules that contain a parameter, and the order of the module's state
@@ -99,7 +98,7 @@ def make_functional(
             # gradient.
             if len(names) > 1:
                 params[name].funcshard_paths = names  # type: ignore[attr-defined]
-            params[name].funcshard_modules = {each: classes(each) for each in names}  # type: ignore[attr-defined]
+            params[name].funcshard_modules = {alias: skeleton.classes(alias) for alias in names}  # type: ignore[attr-defined]
             params[name].funcshard_names = skeleton.state_names  # type: ignore[attr-defined]
     discarded = None if mutable else DiscardedChanges.of(skeleton)
     late_changes = LateChanges.of(module)

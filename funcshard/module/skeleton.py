@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
@@ -35,6 +35,7 @@ from funcshard._utils import (
     recording_or_transforming,
     state_names,
     storage_id,
+    tree,
 )
 from funcshard.comm import Mesh
 from funcshard.module.checks import check_module
@@ -49,6 +50,8 @@ from funcshard.module.template import (
     may_refer,
 )
 from funcshard.module.walking import ModuleTree, walk
+
+Entry = TypeVar("Entry", str, int)
 
 # Why the modules of a call share these of torch's tables: an empty dictionary for each would double
 # the time of a call. The tables that say how a hook is called have the numbers of hooks as keys,
@@ -183,19 +186,19 @@ class Skeleton:
                 (old, parameters[name] if name in parameters else buffers[name])
                 for old, name in self.tensor_names.items()
             )
-            memo.update((id(each), each) for each in self.shared)
+            memo.update((id(value), value) for value in self.shared)
             if self.large and not recording_or_transforming():
-                memo.update((id(each), late_copy(each)) for each in self.large)
+                memo.update((id(tensor), late_copy(tensor)) for tensor in self.large)
             # An attribute may be the handle of a hook, which refers to the hook's table.
             memo.update(
                 (id(self.specs[i].attributes[k]), modules[i].__dict__[k])
                 for i, k in self.hook_tables
             )
-            memo, made = rebind(self.rebindings, memo)
+            memo, functions = rebind(self.rebindings, memo)
             for index, name in self.copied_attributes:
                 modules[index].__dict__[name] = copied(self.specs[index].attributes[name], memo)
-            for each, function in made:
-                each.fill(function, memo)
+            for rebinding, function in functions:
+                rebinding.fill(function, memo)
         return modules
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -212,41 +215,22 @@ class Skeleton:
 
     def paths(self) -> dict[str, int]:
         """Return the index of every module by its path, or its first path if it is shared."""
-        found: dict[str, int] = {}
-        seen: set[int] = set()
+        first_paths: dict[int, str] = {}
 
         def visit(index: int, path: str) -> None:
-            if index not in seen:
-                seen.add(index)
-                found[path] = index
+            if index not in first_paths:
+                first_paths[index] = path
                 for key, child in self.specs[index].children.items():
                     if child is not None:
                         visit(child, f"{path}.{key}" if path else key)
 
         visit(0, "")
-        return found
-
-    def find_classes(self) -> Callable[[str], tuple[type[nn.Module], ...]]:
-        """Return ``classes`` for many names: the same for all names in one module."""
-        known: dict[str, tuple[type[nn.Module], ...]] = {}
-
-        def find(name: str) -> tuple[type[nn.Module], ...]:
-            found = known.get(path := name.rpartition(".")[0])
-            if found is None:
-                found = known[path] = self.classes(name)
-            return found
-
-        return find
+        return {path: index for index, path in first_paths.items()}
 
     def classes(self, name: str) -> tuple[type[nn.Module], ...]:
         """Return the classes of the modules that contain a parameter or buffer, the root first."""
-        index: int | None = 0
-        found = [self.specs[0].cls]
-        for key in name.split(".")[:-1]:
-            index = self.specs[index or 0].children[key]
-            assert index is not None, f"no module contains {name}"
-            found.append(self.specs[index].cls)
-        return tuple(found)
+        indices = [self.find(path) for path in tree.upwards(name.rpartition(".")[0])]
+        return tuple([self.specs[index].cls for index in reversed(indices) if index is not None])
 
 
 def make_skeleton(
@@ -264,33 +248,37 @@ def make_skeleton(
         TypeError: an attribute refers to a module of the tree in a way that copying does not
             follow.
     """
-    tree = walk(module)
-    check_module(tree)
-    template = make_template(tree)
-    names = template.tensor_names
+    modules = walk(module)
+    check_module(modules)
+    template = make_template(modules)
+    tensor_names = template.tensor_names
     indices = {id(m): index for index, m in enumerate(template.modules)}
-    specs = tuple([_spec(m, names, indices) for m in template.modules])
+    specs = tuple([_spec(m, tensor_names, indices) for m in template.modules])
     attributes = [
-        (index, key, value) for index, each in enumerate(template.attributes) for key, value in each
+        (index, key, value)
+        for index, of_module in enumerate(template.attributes)
+        for key, value in of_module
     ]
     # Why not torch's own: a hook may refer to any module that its user likes.
-    own = [
+    own_attributes = [
         (index, key, value)
         for index, key, value in attributes
         if key not in TORCH_ATTRIBUTES and key not in graph_attributes(specs[index].cls)
     ]
     rebindings, shared = references(
-        (value for _, _, value in own if may_refer(value)), indices.keys() | names.keys()
+        (value for _, _, value in own_attributes if may_refer(value)),
+        indices.keys() | tensor_names.keys(),
     )
-    rebound = {id(each.function) for each in rebindings if isinstance(each, Rebinding)}
+    rebound = {id(r.function) for r in rebindings if isinstance(r, Rebinding)}
     every = list(module.named_modules(remove_duplicate=False))
-    in_state_dict = state_names(module, every, {type(m) for _, m in tree.modules})
-    known = set(in_state_dict)
+    in_state_dict = state_names(module, every, {type(m) for _, m in modules.modules})
+    buffer_names = {name for names in modules.buffer_names.values() for name in names}
+    parameters = modules.parameters
     skeleton = Skeleton(
         template=template.modules[0],
         specs=specs,
         module_indices=indices,
-        tensor_names=names,
+        tensor_names=tensor_names,
         copied_attributes=tuple(
             [
                 (index, key)
@@ -301,50 +289,42 @@ def make_skeleton(
         hook_tables=tuple(
             [(index, key) for index, key, value in attributes if _is_plain_table(key, value)]
         ),
-        parameters=tree.parameter_names,
-        frozen=frozenset(
-            [name for name, parameter in tree.parameters.items() if not parameter.requires_grad]
-        ),
-        shapes={name: tuple(parameter.shape) for name, parameter in tree.parameters.items()},
-        buffers=tree.buffer_names,
-        persistent=frozenset(
-            [name for names in tree.buffer_names.values() for name in names if name in known]
-        ),
+        parameters=modules.parameter_names,
+        frozen=frozenset([name for name, p in parameters.items() if not p.requires_grad]),
+        shapes={name: tuple(parameter.shape) for name, parameter in parameters.items()},
+        buffers=modules.buffer_names,
+        persistent=frozenset(buffer_names & {*in_state_dict}),
         state_names=in_state_dict,
         rebindings=rebindings,
         shared=shared,
-        large=_large_tensors(value for _, _, value in own),
+        large=_large_tensors(value for _, _, value in own_attributes),
     )
-    _check_copies(skeleton, tree, own)
-    parameters = {
-        n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in tree.parameters.items()
-    }
-    return skeleton, parameters, {n: b.detach().clone() for n, b in tree.buffers.items()}
+    _check_copies(skeleton, modules, own_attributes)
+    copies = {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in parameters.items()}
+    return skeleton, copies, {n: b.detach().clone() for n, b in modules.buffers.items()}
 
 
 def _spec(
     m: nn.Module, tensor_names: Mapping[int, str], module_indices: Mapping[int, int]
 ) -> ModuleSpec:
     """Return a module of a template as data."""
-    attributes = {
-        key: value for key, value in m.__dict__.items() if key not in TORCH_CONTAINERS or value
-    }
     parameters, buffers, children = [m.__dict__[key] for key in TABLES]
-    for key in TABLES:
-        attributes.pop(key, None)
     return ModuleSpec(
-        class_for_calls(m),
-        attributes,
-        {
-            key: None if value is None else tensor_names[id(value)]
-            for key, value in parameters.items()
+        cls=class_for_calls(m),
+        attributes={
+            key: value
+            for key, value in m.__dict__.items()
+            if key not in TABLES and (key not in TORCH_CONTAINERS or value)
         },
-        {key: None if value is None else tensor_names[id(value)] for key, value in buffers.items()},
-        {
-            key: None if value is None else module_indices[id(value)]
-            for key, value in children.items()
-        },
+        parameters={key: _look_up(value, tensor_names) for key, value in parameters.items()},
+        buffers={key: _look_up(value, tensor_names) for key, value in buffers.items()},
+        children={key: _look_up(value, module_indices) for key, value in children.items()},
     )
+
+
+def _look_up(value: Any, by_id: Mapping[int, Entry]) -> Entry | None:
+    """Return what stands for an entry of a table, which may be ``None``."""
+    return None if value is None else by_id[id(value)]
 
 
 def _restored(values: dict[str, Any]) -> Skeleton:
@@ -371,7 +351,9 @@ def _needs_copy(cls: type[nn.Module], key: str, value: Any) -> bool:
         # exceptions are one that refers to a module of the tree, and a tensor to which the graph
         # may write.
         kinds = (nn.Module, torch.Tensor)
-        return not is_immutable(value) and any(isinstance(each, kinds) for each in reachable(value))
+        return not is_immutable(value) and any(
+            isinstance(inner, kinds) for inner in reachable(value)
+        )
     return not is_immutable(value)
 
 
@@ -386,55 +368,54 @@ def _large_tensors(values: Iterable[Any]) -> tuple[torch.Tensor, ...]:
     """Return the large plain tensors among attributes, and inside their lists and dictionaries."""
     tensors: dict[int, torch.Tensor] = {}
     for value in values:
-        inner: Iterable[Any] = (value,)
+        items: Iterable[Any] = (value,)
         if type(value) is dict:
-            inner = value.values()
+            items = value.values()
         elif type(value) in (list, tuple):
-            inner = value
+            items = value
         tensors.update(
-            (id(each), each)
-            for each in inner
-            if type(each) is torch.Tensor and each.layout is torch.strided
+            (id(item), item)
+            for item in items
+            if type(item) is torch.Tensor and item.layout is torch.strided
         )
-    # Of views, deepcopy copies the memory once.
+    # Note: of views, deepcopy copies the memory once.
     storages = Counter(map(storage_id, tensors.values()))
     return tuple(
         [
-            each
-            for each in tensors.values()
-            if each.numel() >= LARGE
-            and not each.requires_grad
-            and storages[storage_id(each)] == 1
-            and not each.__dict__
+            tensor
+            for tensor in tensors.values()
+            if tensor.numel() >= LARGE
+            and not (tensor.requires_grad or vars(tensor))
+            and storages[storage_id(tensor)] == 1
         ]
     )
 
 
 def _check_copies(
-    skeleton: Skeleton, tree: ModuleTree, attributes: list[tuple[int, str, Any]]
+    skeleton: Skeleton, modules: ModuleTree, attributes: list[tuple[int, str, Any]]
 ) -> None:
     """Raise if an attribute copied for a call would still lead to a module outside the call.
 
     Arguments:
         skeleton: the skeleton.
-        tree: the tree that it was made of.
+        modules: the modules that it was made of.
         attributes: index of a module, name and value of the attributes to look at.
     """
     if not attributes:
         return
-    foreign = skeleton.module_indices.keys() | {id(each) for _, each in tree.modules}
-    foreign |= {id(each) for each in tree.parameters.values()}
+    foreign = {*skeleton.module_indices, *map(id, modules.parameters.values())}
+    foreign |= {id(m) for _, m in modules.modules}
     memo: dict[int, Any] = dict.fromkeys(skeleton.module_indices, nn.Identity())
     memo |= dict.fromkeys(skeleton.tensor_names, torch.empty(0, dtype=torch.float32, device="cpu"))
-    memo.update((id(each), each) for each in skeleton.shared)
-    memo, made = rebind(skeleton.rebindings, memo)
-    for each, function in made:
-        each.fill(function, memo)
+    memo.update((id(value), value) for value in skeleton.shared)
+    memo, functions = rebind(skeleton.rebindings, memo)
+    for rebinding, function in functions:
+        rebinding.fill(function, memo)
     for index, key, value in attributes:
         if isinstance(value, Mesh):
             continue
         trial = copied(value, memo)
-        if not any(id(found) in foreign for found in reachable(trial)):
+        if not any(id(inner) in foreign for inner in reachable(trial)):
             continue
         paths = {number: path for path, number in skeleton.paths().items()}
         raise TypeError(
