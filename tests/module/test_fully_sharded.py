@@ -75,40 +75,6 @@ def evaluate(mesh, functional, units, strategy="full_shard", loss_fn=None):
     return loss, fs.gather(grads, plan, mesh), (plan, sharded.schedule), events
 
 
-UNITS = {
-    "one unit": [],
-    "blocks": ["blocks.*"],
-    "blocks and what is in them": ["blocks.*", "blocks.*.up"],
-    "layers": ["blocks.*.up", "blocks.*.down", "blocks.*.norm"],
-    "the embedding, which is tied to the head": ["embed", "blocks.1"],
-}
-WORLDS = [1, 3, {"replicate": 2, "shard": 2}]
-STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world", "strategy", "units"),
-    [
-        pytest.param(world, STRATEGIES[(i + j) % 3], units, id=f"{world}-{STRATEGIES[(i + j) % 3]}-{name}")
-        for i, (name, units) in enumerate(UNITS.items())
-        for j, world in enumerate(WORLDS)
-    ],
-)
-def test_loss_and_gradients_are_the_unsharded_ones_and_the_collectives_the_predicted_ones(world, strategy, units):
-    module = made()
-    functional = fs.make_functional(module)
-    expected_loss, expected = unsharded(module)
-    for loss, grads, (plan, schedule), events in fs.simulate(
-        lambda mesh: evaluate(mesh, functional, units, strategy), world
-    ):
-        torch.testing.assert_close(loss, expected_loss)
-        torch.testing.assert_close(grads, expected)
-        nested = "blocks.0" in plan.units and any(name.endswith(".up") for name in plan.units)
-        if not nested:  # the all-gathers of a nested unit lie between those of the outer unit
-            assert tuple(events) == fs.predict_events(plan, schedule)
-
-
 def test_only_the_root_and_the_running_unit_are_gathered_at_any_moment():
     moments = []
 
