@@ -34,12 +34,12 @@ def digest(value: Any) -> bytes | None:
     Functions have none, and neither have values that refer to modules or parameters: copies of
     them differ in each call.
     """
-    made = hashlib.blake2b(digest_size=16)
+    state = hashlib.blake2b(digest_size=16)
     try:
-        _feed(value, made.update, {})
+        _feed(value, state.update, {})
     except Exception:  # whatever a user's object raises
         return None
-    return made.digest()
+    return state.digest()
 
 
 def _feed(value: Any, update: Callable[[bytes], None], seen: dict[int, Any]) -> None:

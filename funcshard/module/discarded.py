@@ -52,8 +52,7 @@ class DiscardedChanges:
             (index, key, name)
             for index, spec in enumerate(skeleton.specs)
             for key, name in spec.buffers.items()
-            if name is not None
-            and any(each in skeleton.persistent for each in skeleton.buffers[name])
+            if name is not None and not skeleton.persistent.isdisjoint(skeleton.buffers[name])
         )
         return cls(skeleton.specs[0].cls.__name__, watched) if watched else None
 
@@ -61,7 +60,7 @@ class DiscardedChanges:
         self,
         modules: Sequence[nn.Module],
         before: Mapping[str, torch.Tensor],
-        given: Mapping[str, torch.Tensor],
+        caller_buffers: Mapping[str, torch.Tensor],
         training: bool | None,
     ) -> None:
         """Warn if a call changed a buffer.
@@ -71,21 +70,20 @@ class DiscardedChanges:
         Arguments:
             modules: those of the call, after it.
             before: the call's own copies of the buffers, by name, with which it began.
-            given: the buffers that the caller gave.
+            caller_buffers: those that the call was given.
             training: the training flag of the call.
         """
         if self.warned or _not_now() or torch.is_inference_mode_enabled():
             return
         # Why compare all values once: F.batch_norm changes its statistics without counting it in
         # their versions. BatchNorm also counts its batches, which the versions show.
-        every = training not in self.compared
+        all_values = training not in self.compared
         self.compared.add(training)
         changed = []
         for index, key, name in self.watched:
-            now, own = modules[index]._buffers.get(key), before[name]
-            if (every or now is not own or version(own) != 0) and _differ(
-                now, given[name], own.dtype
-            ):
+            after, own_copy = modules[index]._buffers.get(key), before[name]
+            suspicious = all_values or after is not own_copy or version(own_copy) != 0
+            if suspicious and _differ(after, caller_buffers[name], own_copy.dtype):
                 changed.append(name)
         if changed:
             self.warned = True
@@ -98,13 +96,13 @@ class DiscardedChanges:
             )
 
 
-def _differ(now: torch.Tensor | None, given: torch.Tensor, dtype: torch.dtype) -> bool:
+def _differ(after: torch.Tensor | None, before: torch.Tensor, dtype: torch.dtype) -> bool:
     """Return whether a buffer has other bits than the one given to the call, cast to ``dtype``."""
-    if now is None or now.shape != given.shape:
+    if after is None or after.shape != before.shape:
         return True
-    if now.is_meta or now.layout != torch.strided or given.layout != torch.strided:
+    if after.is_meta or {after.layout, before.layout} != {torch.strided}:
         return False
-    return not torch.equal(byte_view(now.to(dtype)), byte_view(given.to(dtype)))
+    return not torch.equal(byte_view(after.to(dtype)), byte_view(before.to(dtype)))
 
 
 @dataclass(slots=True, eq=False)
@@ -155,11 +153,11 @@ class DiscardedState:
             return
         if _not_now():
             return
-        changed = []
-        for key, before in self.filled.pop(mode, {}).items():
-            index, name = key
-            if digest(modules[index].__dict__.get(name)) != before:
-                changed.append(key)
+        changed = [
+            (index, name)
+            for (index, name), before in self.filled.pop(mode, {}).items()
+            if digest(vars(modules[index]).get(name)) != before
+        ]
         if kind not in self.kinds and len(self.kinds) < _MOST:
             self.kinds.add(kind)
             filled = {}
@@ -214,8 +212,8 @@ def _changes(
             old = inspect.getattr_static(spec.cls, name, _MISSING)
         if old is _MISSING:
             continue
-        one, other = digest(old), digest(new)
-        if one is not None and other is not None and one != other:
+        digests = {digest(old), digest(new)}
+        if len(digests) == 2 and None not in digests:
             yield name, old, new
 
 
@@ -246,6 +244,5 @@ def _not_now() -> bool:
 
 def _some(names: Sequence[str]) -> str:
     """Return the first of some names, for a message."""
-    return ", ".join(
-        [repr(name) for name in names[:3]] + [f"{len(names) - 3} more"] * (len(names) > 3)
-    )
+    more = [f"{len(names) - 3} more"] if len(names) > 3 else []
+    return ", ".join([*map(repr, names[:3]), *more])

@@ -362,8 +362,8 @@ class FullyShard:
     if not TYPE_CHECKING:  # which then still knows what this class lacks
 
         def __getattr__(self, name: str) -> Any:
-            made = name not in self.__slots__
-            raise absent_of_sharded(name, type(self.apply.skeleton.template) if made else None)
+            cls = None if name in self.__slots__ else type(self.apply.skeleton.template)
+            raise absent_of_sharded(name, cls)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShard:
         return self  # as for a Python function: its results do not depend on what it keeps

@@ -37,16 +37,16 @@ def take_ignored(
             f"buffers must be a dictionary {{name: tensor}}; found {type(buffers).__name__}"
         )
     for name, shape in ignored.items():
-        given = buffers.get(name)
-        if not isinstance(given, torch.Tensor) or given.shape != shape:
-            found = (
-                str(tuple(given.shape)) if isinstance(given, torch.Tensor) else type(given).__name__
-            )
-            found = "nothing" if given is None else found
+        tensor = buffers.get(name)
+        if not isinstance(tensor, torch.Tensor) or tensor.shape != shape:
+            kind = "nothing" if tensor is None else type(tensor).__name__
+            if isinstance(tensor, torch.Tensor):
+                kind = str(tuple(tensor.shape))
             raise ValueError(
                 f"buffers must hold a tensor of shape {tuple(shape)} for {name!r}, which is in "
-                f"ignored_params; found {found}: pass {{**buffers, **own}}, where own has the "
+                f"ignored_params; found {kind}: pass {{**buffers, **own}}, where own has the "
                 "ignored parameters by name"
             )
-    own = {name: buffers[name] for name in ignored}
-    return {**params, **own}, {name: value for name, value in buffers.items() if name not in own}
+    ignored_params = {name: buffers[name] for name in ignored}
+    planned_buffers = {name: value for name, value in buffers.items() if name not in ignored}
+    return {**params, **ignored_params}, planned_buffers

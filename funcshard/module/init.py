@@ -108,12 +108,12 @@ def init_shards(
 
     def init_unit(unit: UnitPlan) -> None:
         values = init(unit)
-        wanted = {leaf.path for leaf in unit.leaves}
-        if not isinstance(values, Mapping) or values.keys() != wanted:
-            found = sorted(values)[:6] if isinstance(values, Mapping) else type(values).__name__
+        paths = {leaf.path for leaf in unit.leaves}
+        if not isinstance(values, Mapping) or values.keys() != paths:
+            names = sorted(values)[:6] if isinstance(values, Mapping) else type(values).__name__
             raise ValueError(
                 f"init must return {{path: tensor}} for the leaves of unit {unit.title!r}, "
-                f"{sorted(wanted)[:6]}; found {found}"
+                f"{sorted(paths)[:6]}; found {names}"
             )
         shards[unit.name] = cut(unit, values, mesh, "init(unit)", whole=True)
         for buffer in unit.buffers:

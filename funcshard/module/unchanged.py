@@ -36,13 +36,17 @@ def unchanged(params: Mapping[str, torch.Tensor]) -> Iterator[None]:
             if tensor.grad is not grad:
                 tensor.grad = grad
         for tensor, before in zip(tensors, attributes, strict=True):
-            now = vars(tensor)
-            if len(now) != len(before) or not all(map(operator.is_, now.values(), before.values())):
-                now.clear()
-                now.update(before)
-    if versions != (after := _versions(tensors)):
+            after = vars(tensor)
+            if len(after) != len(before) or not all(
+                map(operator.is_, after.values(), before.values())
+            ):
+                after.clear()
+                after.update(before)
+    if versions != (versions_after := _versions(tensors)):
         name = next(
-            name for name, old, new in zip(params, versions, after, strict=True) if old != new
+            name
+            for name, old, new in zip(params, versions, versions_after, strict=True)
+            if old != new
         )
         raise RuntimeError(
             f"forward wrote to its parameter {name!r}, which belongs to the caller: compute with a "

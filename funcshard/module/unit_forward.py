@@ -124,10 +124,10 @@ class UnitCall:
                 "it left the transform, or torch.utils.checkpoint computes again outside of it; "
                 "use fs.remat, which computes again inside"
             )
-        now = [(version(local), address(local)) for local in shard.values()]
+        shard_state = [(version(local), address(local)) for local in shard.values()]
         if not again:
-            self.used[unit.name] = now
-        elif self.used.get(unit.name, now) != now:
+            self.used[unit.name] = shard_state
+        elif self.used.get(unit.name, shard_state) != shard_state:
             raise RuntimeError(
                 f"a shard of unit {unit.title!r} was modified in place, or got other data, between "
                 "forward and backward, which computes a part of forward again, with other values; "
