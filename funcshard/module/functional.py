@@ -309,7 +309,7 @@ class Functional:
 def _copies(tensors: Mapping[str, torch.Tensor]) -> Tensors:
     """Return copies of tensors; those of large ones share their memory until it is written to."""
     # Why not below a transform: it has to see the copy, and so has a graph that is recorded.
-    large_copy = late_copy
+    large_copy: Callable[[torch.Tensor], torch.Tensor] = late_copy
     if torch.compiler.is_compiling() or recording_or_transforming():
         large_copy = torch.clone
     return {
