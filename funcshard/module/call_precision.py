@@ -49,10 +49,12 @@ class CallPrecision:
         return cast_outputs(self.root, out)
 
     def restore_buffers(
-        self, buffers: dict[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+        self, buffers: dict[str, torch.Tensor], caller_buffers: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Return the new buffers of a call in the dtypes of the buffers that were given to it."""
-        restored = {name: buffers[name].to(given[name].dtype) for name in self.buffer_dtypes}
+        restored = {
+            name: buffers[name].to(caller_buffers[name].dtype) for name in self.buffer_dtypes
+        }
         return {**buffers, **restored}
 
 

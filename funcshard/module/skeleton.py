@@ -161,15 +161,19 @@ class Skeleton:
             state["_backward_hooks"] = OrderedDict()
             state["_backward_pre_hooks"] = OrderedDict()
             state.update(spec.attributes)
-            own, kept, inner = spec.parameters, spec.buffers, spec.children
+            own_parameters, own_buffers, children = spec.parameters, spec.buffers, spec.children
             state["_parameters"] = (
-                {k: v if v is None else parameters[v] for k, v in own.items()} if own else {}
+                {k: v if v is None else parameters[v] for k, v in own_parameters.items()}
+                if own_parameters
+                else {}
             )
             state["_buffers"] = (
-                {k: v if v is None else buffers[v] for k, v in kept.items()} if kept else {}
+                {k: v if v is None else buffers[v] for k, v in own_buffers.items()}
+                if own_buffers
+                else {}
             )
             state["_modules"] = (
-                {k: v if v is None else modules[v] for k, v in inner.items()} if inner else {}
+                {k: v if v is None else modules[v] for k, v in children.items()} if children else {}
             )
             if training is not None:
                 state["training"] = training
