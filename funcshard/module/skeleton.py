@@ -44,6 +44,7 @@ from funcshard.module.template import (
     TABLES,
     TORCH_ATTRIBUTES,
     TORCH_CONTAINERS,
+    attributes_to_follow,
     graph_attributes,
     is_immutable,
     make_template,
@@ -254,14 +255,13 @@ def make_skeleton(
     """
     modules = walk(module)
     check_module(modules)
-    template = make_template(modules)
-    tensor_names = template.tensor_names
-    indices = {id(m): index for index, m in enumerate(template.modules)}
-    specs = tuple([_spec(m, tensor_names, indices) for m in template.modules])
+    template, tensor_names = make_template(modules)
+    indices = {id(m): index for index, m in enumerate(template)}
+    specs = tuple([_spec(m, tensor_names, indices) for m in template])
     attributes = [
         (index, key, value)
-        for index, of_module in enumerate(template.attributes)
-        for key, value in of_module
+        for index, m in enumerate(template)
+        for key, value in attributes_to_follow(m)
     ]
     # Why not torch's own: a hook may refer to any module that its user likes.
     own_attributes = [
@@ -279,7 +279,7 @@ def make_skeleton(
     buffer_names = {name for names in modules.buffer_names.values() for name in names}
     parameters = modules.parameters
     skeleton = Skeleton(
-        template=template.modules[0],
+        template=template[0],
         specs=specs,
         module_indices=indices,
         tensor_names=tensor_names,

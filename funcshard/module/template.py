@@ -13,9 +13,7 @@ import pathlib
 import re
 import types
 import weakref
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,27 +32,15 @@ TORCH_CONTAINERS = {
 }
 # The graph and its code.
 _GRAPH_ATTRIBUTES = frozenset(fx.GraphModule({}, fx.Graph()).__dict__) - TORCH_ATTRIBUTES
-Attributes = list[tuple[str, Any]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Template:
-    """A copy of a module tree in which empty tensors replace parameters and buffers.
+def make_template(tree: ModuleTree) -> tuple[list[nn.Module], dict[int, str]]:
+    """Return the template of a tree.
 
-    Attributes:
-        modules: its modules, each once, parents first.
-        attributes: the attributes of each module that may refer to something, as from
-            ``attributes_to_follow``.
-        tensor_names: id of each empty tensor -> first name of the parameter or buffer.
+    Returns:
+        The modules of the copy, each once, parents first; and id of each empty tensor -> first name
+        of the parameter or buffer.
     """
-
-    modules: list[nn.Module]
-    attributes: list[Attributes]
-    tensor_names: dict[int, str]
-
-
-def make_template(tree: ModuleTree) -> Template:
-    """Return the template of a tree."""
     memo: dict[int, Any] = {}
     tensor_names: dict[int, str] = {}
     empty = torch.empty(0, device="meta", dtype=torch.float32)
@@ -97,7 +83,7 @@ def make_template(tree: ModuleTree) -> Template:
                 if isinstance(value, types.FunctionType)
             }
         )
-    return Template(copies, [attributes_to_follow(m) for m in copies], tensor_names)
+    return copies, tensor_names
 
 
 def _copy_by_attributes(modules: Sequence[nn.Module], memo: dict[int, Any]) -> None:
@@ -157,7 +143,6 @@ def _has_own_pickle(cls: type[nn.Module]) -> bool:
 
 
 _PLAIN = frozenset({type(None), bool, int, float, str})
-_CONTAINERS = frozenset({dict, OrderedDict, set})
 _IMMUTABLE = (
     *(
         type(None),
@@ -179,20 +164,14 @@ _IMMUTABLE = (
 )
 
 
-def attributes_to_follow(module: nn.Module) -> Attributes:
-    """Return the attributes that may refer to something, without the tables of the tree.
-
-    Plain values do not, and neither do the empty tables of hooks that every module has.
-    """
-    # Why in one expression: it runs for twenty attributes of every module.
+def attributes_to_follow(module: nn.Module) -> list[tuple[str, Any]]:
+    """Return the attributes that may refer to something, without the tables of the tree."""
     return [
         (key, value)
         for key, value in module.__dict__.items()
-        if (key not in TORCH_ATTRIBUTES or value or type(value) not in _CONTAINERS)
-        and (kind := type(value)) not in _PLAIN
-        and key not in TABLES
-        and key != "_compiled_call_impl"
-        and not (kind is tuple and _is_plain(value))
+        if type(value) not in _PLAIN
+        and (key not in TORCH_CONTAINERS or value)
+        and key not in (*TABLES, "_compiled_call_impl")
     ]
 
 
@@ -221,9 +200,3 @@ def is_immutable(value: Any) -> bool:
     if dataclasses.is_dataclass(value) and type(value).__dataclass_params__.frozen:  # type: ignore[union-attr]
         return all(is_immutable(getattr(value, field.name)) for field in dataclasses.fields(value))
     return False
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether ``value`` is a number, a text, ``None``, or a tuple of these."""
-    kind = type(value)
-    return kind in _PLAIN or (kind is tuple and _PLAIN.issuperset(map(type, value)))
