@@ -16,15 +16,15 @@ Read in this order:
 - ``late_changes``: a warning for a module that was changed after it had been copied.
 - ``placeholder``: the tensor that a module holds for a parameter outside its unit's forward.
 - ``unit_forward``: how a unit's module runs during a call.
-- ``call_precision``: the casts of a call that no unit does.
+- ``call_precision``: the dtypes of units, of other modules and of buffers in a call.
 - ``methods``: the option that names further methods that enter a unit.
 - ``fast_path``: keeps torch's transformer layers from reading placeholders.
-- ``unit_setup``: which modules compute in full precision, and which forwards are compiled.
+- ``unit_setup``: which forwards are compiled.
 - ``ignored``: parameters that are no part of the plan.
 - ``fully_sharded``: ``fully_shard``, which turns that function into one of shards, run unit by
   unit.
-- ``blanks``: blank tensors, which show whether a reset wrote them.
 - ``block_draws``: random numbers in blocks, of which a rank draws those that it keeps.
+- ``resets``: blank tensors, and which of them a reset wrote.
 - ``init``: ``init_shards`` and ``init_module``, which make shards without ever holding all
   parameters.
 - ``partial_init``: ``init_buffers``, and ``init_missing`` for parameters that a file lacks.

@@ -88,8 +88,8 @@ class BlockDraws:
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor without memory; ``drawn_values`` returns what operations wrote to it."""
-        drawn_tensor: torch.Tensor = _Drawn.of(DrawnValues(self, shape, dtype))
-        return drawn_tensor
+        tensor: torch.Tensor = _Drawn.of(DrawnValues(self, shape, dtype))
+        return tensor
 
 
 @dataclass(slots=True)
@@ -134,12 +134,10 @@ class DrawnValues:
         """Make all values, and return them; operations on the tensor now run on these."""
         if self.whole is None:
             filler = float("nan") if self.dtype.is_floating_point or self.dtype.is_complex else 0
-            whole_tensor = torch.full(
-                self.shape, filler, dtype=self.dtype, device=self.draws.device
-            )
+            whole = torch.full(self.shape, filler, dtype=self.dtype, device=self.draws.device)
             if self.steps:
-                self.write(whole_tensor.view(-1), 0)
-            self.whole, self.steps = whole_tensor, []
+                self.write(whole.view(-1), 0)
+            self.whole, self.steps = whole, []
         return self.whole
 
     def assign(self, values: torch.Tensor) -> None:
@@ -156,43 +154,41 @@ class DrawnValues:
         for block in range(begin // BLOCK, -(-end // BLOCK)):
             low, high = block * BLOCK, min((block + 1) * BLOCK, numel)
             inside = in_place and begin <= low and high <= end
-            block_part = out[max(low, begin) - begin : min(high, end) - begin]
-            values = (
-                block_part if inside else torch.empty(high - low, dtype=self.dtype, device=device)
-            )
+            part = out[max(low, begin) - begin : min(high, end) - begin]
+            # Why whole blocks: the numbers at a block's end depend on those before them.
+            values = part if inside else torch.empty(high - low, dtype=self.dtype, device=device)
             for func, args, kwargs, seed in self.steps:
                 if seed is None:
                     func(values, *args, **kwargs)
                 else:
                     func(values, *args, **kwargs, generator=generator.manual_seed(seed + block))
             if not inside:
-                block_part.copy_(values[max(begin - low, 0) : end - low])
+                part.copy_(values[max(begin - low, 0) : end - low])
 
     def put(self, shard: torch.Tensor, spec: LeafSpec, buffer: BufferPlan, mesh: Mesh) -> None:
         """Write the elements of a leaf that lie in this rank's shard into ``shard``."""
         part = buffer.part(spec, mesh.shard.rank)
-        shard_part = shard[part.in_shard]
+        elements = shard[part.in_shard]
         if not spec.cuts:
-            self.write(shard_part, part.begin)
+            self.write(elements, part.begin)
             return
         origin = slice_offsets(spec.shape, spec.cuts, mesh.position)
         for box in boxes(spec.shape, part.begin, part.end):
-            rows, *inner_slices = box.moved(origin).slices
+            rows, *other_dims = box.moved(origin).slices
             values = torch.empty(
                 (rows.stop - rows.start, *self.shape[1:]),
                 dtype=self.dtype,
                 device=self.draws.device,
             )
             self.write(values.view(-1), rows.start * prod(self.shape[1:]))
-            shard_part[: box.numel].view(box.sizes).copy_(values[:, *inner_slices])
-            shard_part = shard_part[box.numel :]
+            elements[: box.numel].view(box.sizes).copy_(values[:, *other_dims])
+            elements = elements[box.numel :]
 
     def digest(self) -> torch.Tensor:
         """Return a tensor that differs on two ranks if their values do."""
-        text = repr([(str(func), args, kwargs, seed) for func, args, kwargs, seed in self.steps])
-        return torch.tensor(
-            list(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8, device="cpu"
-        )
+        steps = repr([(str(func), args, kwargs, seed) for func, args, kwargs, seed in self.steps])
+        digest = hashlib.sha256(steps.encode()).digest()
+        return torch.tensor(list(digest), dtype=torch.uint8, device="cpu")
 
 
 class _Drawn(torch.Tensor):
@@ -202,11 +198,11 @@ class _Drawn(torch.Tensor):
 
     @classmethod
     def of(cls, values: DrawnValues) -> Any:
-        drawn_tensor = wrapper_subclass(
+        tensor = wrapper_subclass(
             cls, values.shape, values.dtype, values.draws.device, requires_grad=False
         )
-        drawn_tensor.drawn = values
-        return drawn_tensor
+        tensor.drawn = values
+        return tensor
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"tensor of shape {tuple(self.shape)} that is drawn in blocks"
@@ -227,10 +223,10 @@ class _Drawn(torch.Tensor):
                 return cls.of(first.drawn)
             if first.drawn.note(func, args[1:], kwargs):
                 return first
-        plain_result = func(*_whole(args), **_whole(kwargs))
-        return (
-            first if isinstance(first, cls) and plain_result is first.drawn.whole else plain_result
-        )
+        result = func(*_whole(args), **_whole(kwargs))
+        if isinstance(first, cls) and result is first.drawn.whole:
+            return first  # an operation in place returns the tensor that it wrote
+        return result
 
 
 def drawn_values(tensor: Any) -> DrawnValues | None:

@@ -1,7 +1,8 @@
-"""The casts of a call that no unit does, and modules in full precision that are no units."""
+"""In which dtypes a call computes: the plan's ``MixedPrecision`` for units and other modules."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from funcshard._utils import tree
 from funcshard.core import cast_outputs, run_in_full_precision
-from funcshard.plan import MixedPrecision
+from funcshard.module.functional import Functional
+from funcshard.plan import MixedPrecision, Plan, UnitPlan, innermost_in, is_one_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,41 +35,108 @@ class CallPrecision:
 
     def cast_buffers(self, buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the buffers in the dtypes of the call; ``restore_buffers`` is the inverse."""
-        dtypes = {
-            name: dtype
+        cast = {
+            name: buffers[name].to(dtype)
             for name, dtype in self.buffer_dtypes.items()
             if buffers[name].is_floating_point()
         }
-        return {name: b.to(dtypes[name]) if name in dtypes else b for name, b in buffers.items()}
+        return {**buffers, **cast}
 
     def cast_outputs(self, out: Any, *, mutable: bool) -> Any:
         """Return the results of the whole model, with outputs but not new buffers cast."""
-        return (
-            (cast_outputs(self.root, out[0]), out[1]) if mutable else cast_outputs(self.root, out)
-        )
+        if mutable:
+            return cast_outputs(self.root, out[0]), out[1]
+        return cast_outputs(self.root, out)
 
     def restore_buffers(
-        self, buffers: dict[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+        self, buffers: dict[str, torch.Tensor], caller_buffers: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Return the new buffers of a call in the dtypes of the buffers that were given to it."""
-        return {
-            name: b.to(given[name].dtype) if name in self.buffer_dtypes else b
-            for name, b in buffers.items()
+        restored = {
+            name: buffers[name].to(caller_buffers[name].dtype) for name in self.buffer_dtypes
         }
+        return {**buffers, **restored}
+
+
+def call_precision(plan: Plan, apply: Functional) -> CallPrecision:
+    """Return the casts that calls of ``apply`` need besides those of the plan's units.
+
+    Raises:
+        ValueError: a module of ``ignored_classes`` should compute in full precision, but a unit of
+            lower precision owns one of its parameters.
+    """
+    units, specs = plan.units, apply.skeleton.specs
+    if plan.precision is None and all(unit.precision is None for unit in units.values()):
+        # Why early: a model has thousands of modules.
+        return CallPrecision(None, {}, frozenset())
+    innermost = innermost_in({name: unit.paths for name, unit in units.items()})
+    full_precision_paths = [name for name, unit in units.items() if unit.full_precision]
+    full_precision: list[int] = []
+    buffer_dtypes: dict[str, torch.dtype] = {}
+    for path, index in apply.skeleton.paths().items():
+        unit = units.get(innermost(path) or "")
+        precision = plan.precision if unit is None else unit.precision
+        if precision is None or tree.is_under_any(path, full_precision_paths):
+            continue
+        if path and is_one_of(specs[index].cls, precision.ignored_classes):
+            _check_uncast(path, plan, apply)
+            full_precision_paths.append(path)
+            full_precision.append(index)
+        elif precision.buffer_dtype is not None and not _evaluates_in_full(precision, index, apply):
+            names = [name for name in specs[index].buffers.values() if name is not None]
+            buffer_dtypes.update(dict.fromkeys(names, precision.buffer_dtype))
+    root = units[""].precision if "" in units else plan.precision
+    if _evaluates_in_full(root, 0, apply):
+        root = None
+    return CallPrecision(root, buffer_dtypes, frozenset(full_precision))
+
+
+def _check_uncast(path: str, plan: Plan, apply: Functional) -> None:
+    """Raise if a unit of lower precision owns a parameter of a module in full precision."""
+    for unit in plan.unit_list:
+        for leaf in unit.leaves if unit.precision is not None else ():
+            for name in apply.skeleton.parameters[leaf.path]:
+                if tree.is_under(name, path):
+                    raise ValueError(
+                        f"module {path!r} is of ignored_classes, which are in full precision, but "
+                        f"its parameter {name!r} is in unit {unit.title!r}, of lower precision: "
+                        "pass make_plan the params of make_functional unchanged, or name the "
+                        "module among the units, with a precision of None"
+                    )
+
+
+def effective_unit(unit: UnitPlan, apply: Functional) -> UnitPlan:
+    """Return the unit, in full precision if its module evaluates and its precision asks for it.
+
+    A group is in full precision if all of its modules evaluate. The root is returned without
+    ``output_dtype``: with ``mutable`` its function returns new buffers beside the outputs, and
+    these are not cast.
+    """
+    precision = unit.precision
+    if precision is None:
+        return unit
+    indices = [apply.skeleton.find(path) or 0 for path in unit.paths]
+    if all(_evaluates_in_full(precision, index, apply) for index in indices):
+        return unit.in_full_precision()
+    if unit.name == "":
+        precision = dataclasses.replace(precision, output_dtype=None)
+        return dataclasses.replace(unit, precision=precision)
+    return unit
+
+
+def _evaluates_in_full(precision: MixedPrecision | None, index: int, apply: Functional) -> bool:
+    """Return whether a module is in evaluation mode, in which ``precision`` casts nothing."""
+    training = apply.training
+    if training is None:
+        training = apply.skeleton.specs[index].attributes["training"]
+    return precision is not None and precision.full_precision_in_eval and not training
 
 
 def forward_in_full_precision(
     module: nn.Module, forward: Callable[[Any, Any], Any], args: Any, kwargs: Any
 ) -> Any:
     """Run a module that is no unit in the widest dtype of its buffers and inner parameters."""
-    own_dtypes = [
-        t.dtype
-        for t in (*module.parameters(), *module.buffers(recurse=False))
-        if t.is_floating_point()
-    ]
-    return run_in_full_precision(
-        max(own_dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32),
-        forward,
-        (args, kwargs),
-        {},
-    )
+    tensors = (*module.parameters(), *module.buffers(recurse=False))
+    dtypes = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
+    widest = max(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
+    return run_in_full_precision(widest, forward, (args, kwargs), {})

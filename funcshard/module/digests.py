@@ -8,7 +8,6 @@ their methods.
 from __future__ import annotations
 
 import hashlib
-import random
 import types
 from collections import deque
 from collections.abc import Callable
@@ -35,25 +34,25 @@ def digest(value: Any) -> bytes | None:
     Functions have none, and neither have values that refer to modules or parameters: copies of
     them differ in each call.
     """
-    value_hash = hashlib.blake2b(digest_size=16)
+    state = hashlib.blake2b(digest_size=16)
     try:
-        _feed(value, value_hash.update, {})
+        _feed(value, state.update, {})
     except Exception:  # whatever a user's object raises
         return None
-    return value_hash.digest()
+    return state.digest()
 
 
 def _feed(value: Any, update: Callable[[bytes], None], seen: dict[int, Any]) -> None:
-    value_type = type(value)
-    if value_type in _PLAIN or isinstance(value, _OF_TORCH):
-        update(f"{value_type.__name__} {value!r};".encode())
+    kind = type(value)
+    if kind in _PLAIN or isinstance(value, _OF_TORCH):
+        update(f"{kind.__name__} {value!r};".encode())
         return
     if (
         isinstance(value, (nn.Module, nn.Parameter, types.FunctionType, types.MethodType))
         or len(seen) > _MOST
     ):
         raise _Unknown
-    update(f"{value_type.__module__}.{value_type.__qualname__}:".encode())
+    update(f"{kind.__module__}.{kind.__qualname__}:".encode())
     if id(value) in seen:
         update(b"again;")
         return
@@ -64,20 +63,14 @@ def _feed(value: Any, update: Callable[[bytes], None], seen: dict[int, Any]) -> 
         _feed_tensor(value, update)
     elif isinstance(value, torch.Generator):
         _feed_tensor(value.get_state(), update)
-    elif isinstance(value, random.Random):
-        update(repr(random.Random.getstate(value)).encode())
     elif isinstance(value, (list, tuple, deque)):
         base = next(base for base in (list, tuple, deque) if isinstance(value, base))
         for item in base.__iter__(value):  # type: ignore[arg-type]
             _feed(item, update, seen)
     elif isinstance(value, dict):
-        for key, item in dict.items(value):
-            _feed(key, update, seen)
-            _feed(item, update, seen)
+        _feed([*dict.items(value)], update, seen)
     elif isinstance(value, (set, frozenset)):
         update(repr(sorted([digest(item) or b"" for item in value])).encode())
-    elif value_type.__module__ == "numpy":
-        update(f"{value.dtype} {value.shape}".encode() + value.tobytes())
     else:
         _feed(object.__getattribute__(value, "__dict__"), update, seen)
     update(b";")

@@ -52,8 +52,7 @@ class DiscardedChanges:
             (index, key, name)
             for index, spec in enumerate(skeleton.specs)
             for key, name in spec.buffers.items()
-            if name is not None
-            and any(buffer_name in skeleton.persistent for buffer_name in skeleton.buffers[name])
+            if name is not None and not skeleton.persistent.isdisjoint(skeleton.buffers[name])
         )
         return cls(skeleton.specs[0].cls.__name__, watched) if watched else None
 
@@ -61,7 +60,7 @@ class DiscardedChanges:
         self,
         modules: Sequence[nn.Module],
         before: Mapping[str, torch.Tensor],
-        given: Mapping[str, torch.Tensor],
+        caller_buffers: Mapping[str, torch.Tensor],
         training: bool | None,
     ) -> None:
         """Warn if a call changed a buffer.
@@ -71,21 +70,20 @@ class DiscardedChanges:
         Arguments:
             modules: those of the call, after it.
             before: the call's own copies of the buffers, by name, with which it began.
-            given: the buffers that the caller gave.
+            caller_buffers: those that the call was given.
             training: the training flag of the call.
         """
         if self.warned or _not_now() or torch.is_inference_mode_enabled():
             return
         # Why compare all values once: F.batch_norm changes its statistics without counting it in
         # their versions. BatchNorm also counts its batches, which the versions show.
-        every = training not in self.compared
+        all_values = training not in self.compared
         self.compared.add(training)
         changed = []
         for index, key, name in self.watched:
-            current_buffer, own_buffer = modules[index]._buffers.get(key), before[name]
-            if (every or current_buffer is not own_buffer or version(own_buffer) != 0) and _differ(
-                current_buffer, given[name], own_buffer.dtype
-            ):
+            after, own_copy = modules[index]._buffers.get(key), before[name]
+            suspicious = all_values or after is not own_copy or version(own_copy) != 0
+            if suspicious and _differ(after, caller_buffers[name], own_copy.dtype):
                 changed.append(name)
         if changed:
             self.warned = True
@@ -98,13 +96,13 @@ class DiscardedChanges:
             )
 
 
-def _differ(now: torch.Tensor | None, given: torch.Tensor, dtype: torch.dtype) -> bool:
+def _differ(after: torch.Tensor | None, before: torch.Tensor, dtype: torch.dtype) -> bool:
     """Return whether a buffer has other bits than the one given to the call, cast to ``dtype``."""
-    if now is None or now.shape != given.shape:
+    if after is None or after.shape != before.shape:
         return True
-    if now.is_meta or now.layout != torch.strided or given.layout != torch.strided:
+    if after.is_meta or {after.layout, before.layout} != {torch.strided}:
         return False
-    return not torch.equal(byte_view(now.to(dtype)), byte_view(given.to(dtype)))
+    return not torch.equal(byte_view(after.to(dtype)), byte_view(before.to(dtype)))
 
 
 @dataclass(slots=True, eq=False)
@@ -149,19 +147,19 @@ class DiscardedState:
             training: the training flag of the call.
             kwargs: the call's keyword arguments, whose names distinguish kinds of calls.
         """
-        mode, call_kind = (method, training), (method, training, *kwargs)
+        mode, kind = (method, training), (method, training, *kwargs)
         if self.warned or callable(method):
-            self.kinds.add(call_kind)
+            self.kinds.add(kind)
             return
         if _not_now():
             return
-        changed = []
-        for key, digest_before in self.filled.pop(mode, {}).items():
-            index, name = key
-            if digest(modules[index].__dict__.get(name)) != digest_before:
-                changed.append(key)
-        if call_kind not in self.kinds and len(self.kinds) < _MOST:
-            self.kinds.add(call_kind)
+        changed = [
+            (index, name)
+            for (index, name), before in self.filled.pop(mode, {}).items()
+            if digest(vars(modules[index]).get(name)) != before
+        ]
+        if kind not in self.kinds and len(self.kinds) < _MOST:
+            self.kinds.add(kind)
             filled = {}
             for index, (spec, module) in enumerate(zip(self.skeleton.specs, modules, strict=True)):
                 for name, old, new in _changes(spec, module, modules):
@@ -214,8 +212,8 @@ def _changes(
             old = inspect.getattr_static(spec.cls, name, _MISSING)
         if old is _MISSING:
             continue
-        old_digest, new_digest = digest(old), digest(new)
-        if old_digest is not None and new_digest is not None and old_digest != new_digest:
+        digests = {digest(old), digest(new)}
+        if len(digests) == 2 and None not in digests:
             yield name, old, new
 
 
@@ -230,20 +228,13 @@ def _was_unset(old: Any, new: Any) -> bool:
     """
     if _is_unset(old):
         return True
-    old_attributes, new_attributes = getattr(old, "__dict__", None), getattr(new, "__dict__", None)
-    if (
-        type(old) is not type(new)
-        or not isinstance(old_attributes, dict)
-        or not isinstance(new_attributes, dict)
-    ):
+    before, after = getattr(old, "__dict__", None), getattr(new, "__dict__", None)
+    if type(old) is not type(new) or not isinstance(before, dict) or not isinstance(after, dict):
         return False
     changed = [
-        name
-        for name in new_attributes
-        if name not in old_attributes
-        or digest(old_attributes[name]) != digest(new_attributes[name])
+        name for name in after if name not in before or digest(before[name]) != digest(after[name])
     ]
-    return bool(changed) and all(_is_unset(old_attributes.get(name)) for name in changed)
+    return bool(changed) and all(_is_unset(before.get(name)) for name in changed)
 
 
 def _not_now() -> bool:
@@ -253,6 +244,5 @@ def _not_now() -> bool:
 
 def _some(names: Sequence[str]) -> str:
     """Return the first of some names, for a message."""
-    return ", ".join(
-        [repr(name) for name in names[:3]] + [f"{len(names) - 3} more"] * (len(names) > 3)
-    )
+    more = [f"{len(names) - 3} more"] if len(names) > 3 else []
+    return ", ".join([*map(repr, names[:3]), *more])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,13 @@ from funcshard.core import (
     current_reducer,
     unit_comms,
 )
-from funcshard.module.call_precision import CallPrecision, forward_in_full_precision
+from funcshard.module.call_precision import (
+    CallPrecision,
+    call_precision,
+    effective_unit,
+    forward_in_full_precision,
+)
+from funcshard.module.checks import check_plan_names
 from funcshard.module.fast_path import leave_fast_path, without_fast_path
 from funcshard.module.functional import Functional
 from funcshard.module.ignored import check_ignored, take_ignored
@@ -49,13 +55,7 @@ from funcshard.module.unit_forward import (
     check_order,
     through_unit,
 )
-from funcshard.module.unit_setup import (
-    Compiler,
-    call_precision,
-    check_compiler,
-    compile_units,
-    effective_unit,
-)
+from funcshard.module.unit_setup import Compiler, check_compiler, compile_units
 from funcshard.plan import (
     ChooseCast,
     Plan,
@@ -163,103 +163,96 @@ def fully_shard(
         )
     if compiler is not None:
         check_compiler(compiler)
+    methods = {} if methods is None else methods
     with without_collection():
-        return _sharded(
-            apply,
-            plan,
-            mesh,
-            schedule,
-            cast,
-            remat,
-            compiler,
-            ignored_params,
-            {} if methods is None else methods,
-        )
-
-
-def _sharded(
-    apply: Functional,
-    plan: Plan,
-    mesh: Mesh,
-    schedule: Schedule | None,
-    cast: ChooseCast | None,
-    remat: Iterable[str] | bool,
-    compiler: Compiler | None,
-    ignored_params: Iterable[str],
-    methods: Mapping[str, Iterable[str]],
-) -> FullyShard:
-    remat_names = read_remat((remat,) if isinstance(remat, str) else remat)
-    options = {
-        "the schedule": str(schedule),
-        "remat": text_of(remat_names if isinstance(remat_names, bool) else sorted(remat_names)),
-        "cast": text_of(cast),
-        "compiler": text_of(compiler),
-        "methods": text_of(methods),
-    }
-    check_mesh(plan, mesh, options, "fully_shard")
-    shapes = apply.skeleton.shapes
-    ignored = {
-        name: shapes[name] for name in names_under(ignored_params, tuple(shapes), "ignored_params")
-    }
-    _check_plan(apply.skeleton, plan, ignored)
-    _warn_of_unfrozen(apply.skeleton, plan)
-    if apply.late_changes is not None:
-        apply.late_changes.look()
-    recomputed = frozenset(recomputed_modules(plan, remat_names))
-    if schedule is not None:
-        check_schedule(schedule, plan)
-    paths = [path for unit in plan.unit_list for path in unit.paths]
-    indices = {path: index for path in paths if (index := apply.skeleton.find(path)) is not None}
-    extra = read_methods(methods, apply, indices)
-    precision = call_precision(plan, apply)
-    units = [effective_unit(unit, apply) for unit in plan.unit_list]
-    comms = {unit.name: unit_comms(unit, mesh, cast) for unit in units}
-    runs = {
-        unit.name: UnitRun.of(
-            unit,
-            apply.skeleton,
-            mesh,
-            comms[unit.name],
-            remat=recomputed,
-            indices=indices,
-            methods=extra,
-        )
-        for unit in units
-    }
-    outside: dict[str, torch.Tensor] = {
-        leaf.path: placeholder(leaf, buffer, unit, mesh.device)
-        for unit in units
-        for buffer in unit.buffers
-        for leaf in buffer.leaves
-    }
-    numbers = {
-        unit_module.path: unit_module.index for run in runs.values() for unit_module in run.modules
-    }
-    forwards = (
-        {}
-        if compiler is None
-        else compile_units(apply, numbers, precision.full_precision, compiler)
-    )
-    compiled = {numbers[path]: forward for path, forward in forwards.items()}
-    classes = [spec.cls for spec in apply.skeleton.specs]
-    entered: dict[int, UnitMethods] = {
-        index: {
-            "forward": through_unit(classes[index], "forward", compiled.get(index)),
-            **{name: through_unit(classes[index], name) for name in extra.get(index, ())},
+        remat_names = read_remat([remat] if isinstance(remat, str) else remat)
+        options = {
+            "the schedule": str(schedule),
+            "remat": text_of(remat_names if isinstance(remat_names, bool) else sorted(remat_names)),
+            "cast": text_of(cast),
+            "compiler": text_of(compiler),
+            "methods": text_of(methods),
         }
-        for index in {*precision.full_precision, *numbers.values()} - {0}
+        check_mesh(plan, mesh, options, "fully_shard")
+        skeleton = apply.skeleton
+        shapes = skeleton.shapes
+        ignored = {
+            name: shapes[name]
+            for name in names_under(ignored_params, tuple(shapes), "ignored_params")
+        }
+        _check_plan(skeleton, plan, ignored)
+        _warn_of_unfrozen(skeleton, plan)
+        if apply.late_changes is not None:
+            apply.late_changes.look()
+        recomputed = frozenset(recomputed_modules(plan, remat_names))
+        if schedule is not None:
+            check_schedule(schedule, plan)
+        paths = [path for unit in plan.unit_list for path in unit.paths]
+        indices = {path: index for path in paths if (index := skeleton.find(path)) is not None}
+        methods_by_index = read_methods(methods, apply, indices)
+        precision = call_precision(plan, apply)
+        units = [effective_unit(unit, apply) for unit in plan.unit_list]
+        runs = {
+            unit.name: UnitRun.of(
+                unit,
+                skeleton,
+                mesh,
+                unit_comms(unit, mesh, cast),
+                remat=recomputed,
+                indices=indices,
+                methods=methods_by_index,
+            )
+            for unit in units
+        }
+        placeholders = {
+            leaf.path: placeholder(leaf, buffer, unit, mesh.device)
+            for unit in units
+            for buffer in unit.buffers
+            for leaf in buffer.leaves
+        }
+        compiled: dict[str, Callable[..., Any]] = {}
+        if compiler is not None:
+            compiled = compile_units(apply, indices, precision.full_precision, compiler)
+        methods_of_modules = _entering_methods(
+            apply, indices, precision.full_precision, methods_by_index, compiled
+        )
+        return FullyShard(
+            apply=apply,
+            plan=plan,
+            mesh=mesh,
+            runs=runs,
+            methods=methods_of_modules,
+            outside=placeholders,
+            ignored=ignored,
+            precision=precision,
+            slow_path=without_fast_path(skeleton, indices),
+            _learner=ScheduleLearner(schedule or make_schedule(plan), schedule is not None),
+            warned=Warned(already=compiler is not None),
+        )
+
+
+def _entering_methods(
+    apply: Functional,
+    units: Mapping[str, int],
+    full_precision: Collection[int],
+    methods: Mapping[int, Sequence[str]],
+    compiled: Mapping[str, Callable[..., Any]],
+) -> dict[int, UnitMethods]:
+    """Return the methods that enter units or run in full precision, by index of the module."""
+    classes = [spec.cls for spec in apply.skeleton.specs]
+    compiled_forwards = {units[path]: forward for path, forward in compiled.items()}
+    entering: dict[int, UnitMethods] = {
+        index: {
+            "forward": through_unit(classes[index], "forward", compiled_forwards.get(index)),
+            **{name: through_unit(classes[index], name) for name in methods.get(index, ())},
+        }
+        for index in {*full_precision, *units.values()} - {0}
     }
-    if 0 in compiled:
+    if 0 in compiled_forwards:
         assert isinstance(apply.method_name, str), "compile_units compiles methods of classes"
-        entered[0] = {apply.method_name: through_unit(classes[0], apply.method_name, compiled[0])}
-    learner = ScheduleLearner(schedule or make_schedule(plan), schedule is not None)
-    slow_path = without_fast_path(
-        apply.skeleton, [unit_module.path for run in runs.values() for unit_module in run.modules]
-    )
-    warned = Warned(already=compiler is not None)
-    return FullyShard(
-        apply, plan, mesh, runs, entered, outside, ignored, precision, slow_path, learner, warned
-    )
+        name = apply.method_name
+        entering[0] = {name: through_unit(classes[0], name, compiled_forwards[0])}
+    return entering
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -313,21 +306,26 @@ class FullyShard:
         apply, learner, outside = self.apply, self._learner, self.outside
         if self.ignored:
             outside, buffers = take_ignored(self.ignored, buffers, outside)
-        own_buffers = apply.copies(buffers)  # copies, which the call may write to
-        if self.mesh.device.type != "meta" and any(value.is_meta for value in own_buffers.values()):
-            _check_buffers_on_meta(own_buffers, shards)
-        own_buffers = self.precision.cast_buffers(own_buffers)
-        modules = apply.skeleton.instantiate(outside, own_buffers, training=apply.training)
+        call_buffers = apply.copies(buffers)  # which the call may write to
+        if self.mesh.device.type != "meta" and any(
+            value.is_meta for value in call_buffers.values()
+        ):
+            _check_buffers_on_meta(call_buffers, shards)
+        call_buffers = self.precision.cast_buffers(call_buffers)
+        modules = apply.skeleton.instantiate(outside, call_buffers, training=apply.training)
         call = UnitCall.start(self.runs, shards, learner, self.mesh)
         root = self.runs.get("")
-        entries = [
-            entry for name, run in self.runs.items() if name != "" for entry in run.entries(call)
+        entries: list[tuple[int, Callable[..., Any]]] = [
+            (member.index, functools.partial(run.enter, call, number))
+            for name, run in self.runs.items()
+            if name != ""
+            for number, member in enumerate(run.modules)
         ]
         entries += [(number, forward_in_full_precision) for number in self.precision.full_precision]
         if 0 in self.methods:
             entries.append((0, _run_inside))
         entered = [
-            (modules[number], UnitEntry(enter, self.methods[number])) for number, enter in entries
+            (modules[index], UnitEntry(enter, self.methods[index])) for index, enter in entries
         ]
         for module, entry in entered:
             entry.begin(module)
@@ -339,7 +337,7 @@ class FullyShard:
             if root is None:
                 out = forward(*cast_inputs(self.precision.root, True, args, kwargs))
             else:
-                out = root.enter(call, modules[0], forward, args, kwargs)
+                out = root.enter(call, 0, modules[0], forward, args, kwargs)
         finally:
             for module, entry in entered:
                 entry.end(module)
@@ -353,8 +351,10 @@ class FullyShard:
                 check_order(self.mesh, "no unit", call.prefetcher)
             learner.learn(call.prefetcher)
             _begin_backward_with(out, call.prefetcher)
-        apply.look(modules, own_buffers, buffers, kwargs)
-        return (out[0], self.precision.restore_buffers(out[1], buffers)) if apply.mutable else out
+        apply.look(modules, call_buffers, buffers, kwargs)
+        if apply.mutable:
+            return out[0], self.precision.restore_buffers(out[1], buffers)
+        return out
 
     def __repr__(self) -> str:
         return f"<fully_shard of {self.apply.skeleton.specs[0].cls.__name__}, plan {self.plan.fingerprint()}, {self.mesh!r}>"
@@ -362,8 +362,8 @@ class FullyShard:
     if not TYPE_CHECKING:  # which then still knows what this class lacks
 
         def __getattr__(self, name: str) -> Any:
-            is_made = name not in self.__slots__
-            raise absent_of_sharded(name, type(self.apply.skeleton.template) if is_made else None)
+            cls = None if name in self.__slots__ else type(self.apply.skeleton.template)
+            raise absent_of_sharded(name, cls)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShard:
         return self  # as for a Python function: its results do not depend on what it keeps
@@ -421,12 +421,7 @@ def _misfit(apply: Any) -> str:
 
 def _check_buffers_on_meta(buffers: Mapping[str, torch.Tensor], shards: Shards) -> None:
     """Raise ``ValueError`` if buffers are on meta and shards are not."""
-    if all(
-        shard.is_meta
-        for unit_shards in shards.values()
-        for shard in unit_shards.values()
-        if isinstance(shard, torch.Tensor)
-    ):
+    if all(shard.is_meta for shard in tensors_in(shards)):
         return
     name = next(name for name, value in buffers.items() if value.is_meta)
     raise ValueError(
@@ -438,13 +433,8 @@ def _check_buffers_on_meta(buffers: Mapping[str, torch.Tensor], shards: Shards) 
 
 def _warn_of_unfrozen(skeleton: Skeleton, plan: Plan) -> None:
     """Warn if the plan trains every parameter although some were frozen in the module."""
-    trained = {
-        leaf.path
-        for unit in plan.unit_list
-        for buffer in unit.buffers
-        if buffer.trainable
-        for leaf in buffer.leaves
-    }
+    buffers = [buffer for unit in plan.unit_list for buffer in unit.buffers if buffer.trainable]
+    trained = {leaf.path for buffer in buffers for leaf in buffer.leaves}
     frozen = sorted(skeleton.frozen & trained)
     if frozen and trained == skeleton.shapes.keys():
         warnings.warn(
@@ -460,26 +450,17 @@ def _warn_of_unfrozen(skeleton: Skeleton, plan: Plan) -> None:
 def _check_plan(skeleton: Skeleton, plan: Plan, ignored: Mapping[str, Any]) -> None:
     planned = {leaf.path: leaf for leaf in plan.leaves}
     check_ignored(ignored, plan)
-    own_names = skeleton.shapes.keys() - ignored.keys()
-    missing_names, unexpected = (
-        sorted(own_names - planned.keys()),
-        sorted(planned.keys() - own_names),
-    )
-    if missing_names or unexpected:
-        raise ValueError(
-            f"the plan was made for another module; it lacks {missing_names[:3] or 'nothing'} of this "
-            f"one's parameters and has {unexpected[:3] or 'nothing'} besides: make the plan from "
-            "the params of this module's make_functional, or name parameters that it should lack "
-            "in ignored_params"
-        )
-    for path in (path for path in skeleton.shapes if path in own_names):
-        shape, leaf = skeleton.shapes[path], planned[path]
-        leaf_shape = leaf.whole_shape if leaf.placements else leaf.shape
-        if leaf_shape != shape:
+    check_plan_names(skeleton.shapes.keys() - ignored.keys(), planned.keys())
+    for path in filter(planned.get, skeleton.shapes):
+        leaf, shape = planned[path], skeleton.shapes[path]
+        planned_shape = leaf.shape
+        if leaf.placements:
+            planned_shape = leaf.whole_shape
+        if planned_shape != shape:
             raise ValueError(
-                f"the plan was made for another module: parameter {path!r} has shape {leaf_shape} in "
-                f"the plan and {shape} in the module; make the plan from the params of this "
-                "module's make_functional"
+                f"the plan was made for another module: parameter {path!r} has shape "
+                f"{planned_shape} in the plan and {shape} in the module; make the plan from the "
+                "params of this module's make_functional"
             )
     for unit in plan.unit_list:
         for leaf in unit.leaves:

@@ -81,20 +81,16 @@ def make_functional(
     call has module objects of its own, so calls cannot disturb each other.
     """
     if not isinstance(module, nn.Module):
-        found_kind, remedy = type(module).__name__, "unshard shards a function of your own"
+        kind, remedy = type(module).__name__, "unshard shards a function of your own"
         if isinstance(module, type) and issubclass(module, nn.Module):
-            found_kind = f"the class {module.__name__}"
+            kind = f"the class {module.__name__}"
             remedy = f"make a module of it, as in {module.__name__}(...)"
         elif isinstance(module, Functional):
-            found_kind, remedy = (
-                "a function that make_functional returned",
-                "pass it to fully_shard",
-            )
-        raise TypeError(f"make_functional takes a torch.nn.Module; found {found_kind}: {remedy}")
+            kind, remedy = "a function that make_functional returned", "pass it to fully_shard"
+        raise TypeError(f"make_functional takes a torch.nn.Module; found {kind}: {remedy}")
     check_flag("mutable", mutable)
     with without_collection():
         skeleton, params, buffers = make_skeleton(module)
-        classes = skeleton.find_classes()
         for name, names in skeleton.parameters.items():
             # Why these attributes: make_plan reads from them all names of a tied parameter, the
             # classes of the modules that contain a parameter, and the order of the module's state
@@ -102,8 +98,7 @@ def make_functional(
             # gradient.
             if len(names) > 1:
                 params[name].funcshard_paths = names  # type: ignore[attr-defined]
-            around = {parameter_name: classes(parameter_name) for parameter_name in names}
-            params[name].funcshard_modules = around  # type: ignore[attr-defined]
+            params[name].funcshard_modules = {alias: skeleton.classes(alias) for alias in names}  # type: ignore[attr-defined]
             params[name].funcshard_names = skeleton.state_names  # type: ignore[attr-defined]
     discarded = None if mutable else DiscardedChanges.of(skeleton)
     late_changes = LateChanges.of(module)
@@ -155,14 +150,14 @@ class Functional:
         if isinstance(params, Mapping) and len(params) > len(self.skeleton.parameters):
             params = self.without_ties(params)
         self.check_names("params", params, self.skeleton.parameters)
-        own_buffers = self.copies(buffers)
-        modules = self.skeleton.instantiate(params, own_buffers, training=self.training)
+        call_buffers = self.copies(buffers)
+        modules = self.skeleton.instantiate(params, call_buffers, training=self.training)
         if torch.compiler.is_compiling():
             out = self.run(modules[0], args, kwargs)
         else:
             with unchanged(params):
                 out = self.run(modules[0], args, kwargs)
-        self.look(modules, own_buffers, buffers, kwargs)
+        self.look(modules, call_buffers, buffers, kwargs)
         return out
 
     def __repr__(self) -> str:
@@ -177,8 +172,9 @@ class Functional:
     if not TYPE_CHECKING:  # which then still knows what this class lacks
 
         def __getattr__(self, name: str) -> Any:
-            is_made = name not in self.__slots__  # while it is unpickled, it has none of these
-            raise absent_of_apply(name, type(self.skeleton.template) if is_made else None)
+            # Note: while the function is unpickled, it has none of its own attributes.
+            cls = None if name in self.__slots__ else type(self.skeleton.template)
+            raise absent_of_apply(name, cls)
 
     def method(self, name: str | Callable[..., Any]) -> Functional:
         """Return the function that runs another method, with the same parameters and buffers.
@@ -228,21 +224,19 @@ class Functional:
         Raises:
             ValueError: there are different values under two names of a tied parameter.
         """
-        first = {
-            name: names[0]
-            for names in self.ties
-            for name in names[1:]
-            if name in params and names[0] in params
+        first_names = {
+            alias: name
+            for name, *aliases in self.ties
+            for alias in aliases
+            if alias in params and name in params
         }
-        for name, first_name in first.items():
-            if params[name] is not params[first_name] and not torch.equal(
-                params[name], params[first_name]
-            ):
+        for alias, name in first_names.items():
+            if params[alias] is not params[name] and not torch.equal(params[alias], params[name]):
                 raise ValueError(
-                    f"params hold different values of {first_name!r} and {name!r}, which the module "
-                    f"ties: pass one of them, under the name {first_name!r}"
+                    f"params hold different values of {name!r} and {alias!r}, which the module "
+                    f"ties: pass one of them, under the name {name!r}"
                 )
-        return {name: value for name, value in params.items() if name not in first}
+        return {name: value for name, value in params.items() if name not in first_names}
 
     def persistent(self, buffers: Mapping[str, torch.Tensor]) -> Tensors:
         """Return the buffers in the module's state dict, under all names that they have there."""
@@ -265,15 +259,15 @@ class Functional:
             out = (module if name == "forward" else getattr(module, name))(*args, **kwargs)
         if not self.mutable:
             return out
-        buffers_now = dict(module.named_buffers(remove_duplicate=False))
+        after = dict(module.named_buffers(remove_duplicate=False))
         # Why copies: a checkpoint that runs a part of forward again in backward writes into the
         # call's buffers again.
-        return out, _copies({name: buffers_now[name].detach() for name in self.skeleton.buffers})
+        return out, _copies({name: after[name].detach() for name in self.skeleton.buffers})
 
     def look(
         self,
         modules: Sequence[nn.Module],
-        own: Mapping[str, torch.Tensor],
+        call_buffers: Mapping[str, torch.Tensor],
         buffers: Mapping[str, torch.Tensor],
         kwargs: Mapping[str, Any],
     ) -> None:
@@ -281,36 +275,33 @@ class Functional:
 
         Arguments:
             modules: those of the call, after it.
-            own: the call's copies of the buffers, with which it began.
-            buffers: the buffers that the caller gave.
+            call_buffers: the call's copies of the buffers, with which it began.
+            buffers: those of the caller.
             kwargs: the call's keyword arguments.
         """
         if self.discarded is not None:
-            self.discarded.look(modules, own, buffers, self.training)
+            self.discarded.look(modules, call_buffers, buffers, self.training)
         state = self.state
         if state.filled or (self.method_name, self.training, *kwargs) not in state.kinds:
             state.look(modules, self.method_name, self.training, kwargs)
 
     @staticmethod
-    def check_names(what: str, given: Any, expected: Mapping[str, Any]) -> None:
-        """Raise unless ``given`` is a dictionary with exactly the expected names."""
-        if not isinstance(given, Mapping):
-            remedy = (
-                module_remedy(given, f"{what}")
-                or "pass the dictionary that make_functional returned"
-            )
+    def check_names(kind: str, tensors: Any, expected: Mapping[str, Any]) -> None:
+        """Raise unless ``tensors`` is a dictionary with exactly the expected names."""
+        remedy = "pass the dictionary that make_functional returned"
+        if not isinstance(tensors, Mapping):
             raise TypeError(
-                f"{what} must be a dictionary {{name: tensor}}; found {type(given).__name__}: "
-                f"{remedy}"
+                f"{kind} must be a dictionary {{name: tensor}}; found {type(tensors).__name__}: "
+                f"{module_remedy(tensors, kind) or remedy}"
             )
-        if given.keys() != expected.keys():
-            missing_names = sorted(expected.keys() - given.keys())
-            unexpected = sorted(given.keys() - expected.keys())
-            remedy = "pass the dictionary that make_functional returned, or one with its names"
-            if is_tree_of_shards(given):
+        if tensors.keys() != expected.keys():
+            missing = sorted(expected.keys() - tensors.keys())
+            unexpected = sorted(tensors.keys() - expected.keys())
+            remedy += ", or one with its names"
+            if is_tree_of_shards(tensors):
                 remedy = "these are shards: call the function of fully_shard, or fs.gather(shards, plan, mesh) first"
             raise ValueError(
-                f"{what} must hold the module's names; missing: {missing_names[:3] or 'nothing'}, "
+                f"{kind} must hold the module's names; missing: {missing[:3] or 'nothing'}, "
                 f"unexpected: {unexpected[:3] or 'nothing'}: {remedy}"
             )
 
@@ -318,10 +309,10 @@ class Functional:
 def _copies(tensors: Mapping[str, torch.Tensor]) -> Tensors:
     """Return copies of tensors; those of large ones share their memory until it is written to."""
     # Why not below a transform: it has to see the copy, and so has a graph that is recorded.
-    large = (
-        torch.clone if torch.compiler.is_compiling() or recording_or_transforming() else late_copy
-    )
+    large_copy: Callable[[torch.Tensor], torch.Tensor] = late_copy
+    if torch.compiler.is_compiling() or recording_or_transforming():
+        large_copy = torch.clone
     return {
-        name: tensor.clone() if tensor.numel() < LARGE else large(tensor)
+        name: tensor.clone() if tensor.numel() < LARGE else large_copy(tensor)
         for name, tensor in tensors.items()
     }

@@ -37,20 +37,16 @@ def take_ignored(
             f"buffers must be a dictionary {{name: tensor}}; found {type(buffers).__name__}"
         )
     for name, shape in ignored.items():
-        given_value = buffers.get(name)
-        if not isinstance(given_value, torch.Tensor) or given_value.shape != shape:
-            found_form = (
-                str(tuple(given_value.shape))
-                if isinstance(given_value, torch.Tensor)
-                else type(given_value).__name__
-            )
-            found_form = "nothing" if given_value is None else found_form
+        tensor = buffers.get(name)
+        if not isinstance(tensor, torch.Tensor) or tensor.shape != shape:
+            kind = "nothing" if tensor is None else type(tensor).__name__
+            if isinstance(tensor, torch.Tensor):
+                kind = str(tuple(tensor.shape))
             raise ValueError(
                 f"buffers must hold a tensor of shape {tuple(shape)} for {name!r}, which is in "
-                f"ignored_params; found {found_form}: pass {{**buffers, **own}}, where own has the "
+                f"ignored_params; found {kind}: pass {{**buffers, **own}}, where own has the "
                 "ignored parameters by name"
             )
-    own_params = {name: buffers[name] for name in ignored}
-    return {**params, **own_params}, {
-        name: value for name, value in buffers.items() if name not in own_params
-    }
+    ignored_params = {name: buffers[name] for name in ignored}
+    planned_buffers = {name: value for name, value in buffers.items() if name not in ignored}
+    return {**params, **ignored_params}, planned_buffers

@@ -6,12 +6,11 @@ on the meta device and calls the ``reset_parameters`` of its modules.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,9 +27,20 @@ from funcshard.core import (
     empty_shard,
     put_whole,
 )
-from funcshard.module.blanks import allocate_buffers, blank_tensor, is_blank, reset_method
 from funcshard.module.block_draws import BlockDraws, drawn_values
+from funcshard.module.checks import check_plan_names
 from funcshard.module.placeholder import placeholder
+from funcshard.module.resets import (
+    Reset,
+    allocate_buffers,
+    blank_tensor,
+    check_written,
+    compared,
+    in_apply_order,
+    own_reset,
+    unwritten_buffers,
+    was_written,
+)
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of, innermost_in, own_axes
 
 _REMEDY = (
@@ -86,39 +96,31 @@ def init_shards(
     """
     check_mesh(plan, mesh)
     _check_random_state(mesh)
-    if isinstance(init, nn.Module):
+    if not callable(init) or isinstance(init, type | nn.Module):
+        kind = f"the class {init.__name__}" if isinstance(init, type) else type(init).__name__
         raise TypeError(
-            f"init_shards takes a function init(unit) -> {{path: tensor}}; found a module, "
-            f"{type(init).__name__}: call init_module(module, plan, mesh), which resets a module "
-            "on meta"
-        )
-    if not callable(init) or isinstance(init, type):
-        found_kind = f"the class {init.__name__}" if isinstance(init, type) else type(init).__name__
-        raise TypeError(
-            f"init_shards takes a function init(unit) -> {{path: tensor}}; found {found_kind}: call "
-            "shard(params, plan, mesh) for values that exist already, or init_module(module, "
-            "plan, mesh) for those of a module"
+            f"init_shards takes a function init(unit) -> {{path: tensor}}; found {kind}: call "
+            "init_module(module, plan, mesh) for a module on meta, or shard(params, plan, mesh) "
+            "for values that exist already"
         )
     checksums = LeafChecksums(mesh, "init(unit)", _REMEDY)
     shards: Shards = {}
 
     def init_unit(unit: UnitPlan) -> None:
         values = init(unit)
-        wanted_paths = {leaf.path for leaf in unit.leaves}
-        if not isinstance(values, Mapping) or values.keys() != wanted_paths:
-            found_paths = (
-                sorted(values)[:6] if isinstance(values, Mapping) else type(values).__name__
-            )
+        paths = {leaf.path for leaf in unit.leaves}
+        if not isinstance(values, Mapping) or values.keys() != paths:
+            names = sorted(values)[:6] if isinstance(values, Mapping) else type(values).__name__
             raise ValueError(
                 f"init must return {{path: tensor}} for the leaves of unit {unit.title!r}, "
-                f"{sorted(wanted_paths)[:6]}; found {found_paths}"
+                f"{sorted(paths)[:6]}; found {names}"
             )
         shards[unit.name] = cut(unit, values, mesh, "init(unit)", whole=True)
         for buffer in unit.buffers:
             for leaf in buffer.leaves:
                 checksums.add(leaf.path, values[leaf.path], own_axes(buffer.local, leaf.cuts))
 
-    with _compared(checksums):
+    with compared(checksums):
         for unit in plan.unit_list:
             init_unit(unit)  # and free its leaves before init makes those of the next unit
     return shards
@@ -129,7 +131,7 @@ def init_module(
     plan: Plan,
     mesh: Mesh,
     *,
-    reset: Callable[[nn.Module], object] | None = None,
+    reset: Reset | None = None,
     draws: str = "whole",
 ) -> tuple[Shards, dict[str, torch.Tensor]]:
     """Make shards and buffers of a module on meta, with one unit's parameters in memory at a time.
@@ -198,7 +200,7 @@ def init_module(
     _check_random_state(mesh)
     blocks = BlockDraws.after_seed(mesh.device) if draws == "blocks" else None
     checksums = LeafChecksums(mesh, "the module after its reset", _REMEDY)
-    with _compared(checksums):
+    with compared(checksums):
         return _reset_module(module, plan, mesh, reset, checksums, blocks)
 
 
@@ -206,18 +208,15 @@ def _reset_module(
     module: nn.Module,
     plan: Plan,
     mesh: Mesh,
-    reset: Callable[[nn.Module], object] | None,
+    reset: Reset | None,
     checksums: LeafChecksums,
     draws: BlockDraws | None,
 ) -> tuple[Shards, dict[str, torch.Tensor]]:
     """Reset a copy of the module, one unit after another; see ``init_module``."""
     locations = _locate(module, plan)
     new = copy.deepcopy(module)  # cheap: its parameters are meta tensors
-    frozen = {
-        path
-        for path, parameter in module.named_parameters(remove_duplicate=False)
-        if not parameter.requires_grad
-    }
+    parameters = module.named_parameters(remove_duplicate=False)
+    frozen = {path for path, parameter in parameters if not parameter.requires_grad}
     blank_buffers = allocate_buffers(new, mesh.device)
     placeholders: dict[str, Any] = {
         leaf.path: placeholder(leaf, buffer, unit.in_full_precision(), mesh.device)
@@ -233,23 +232,24 @@ def _reset_module(
 
     def reset_together(members: list[tuple[str, nn.Module]]) -> None:
         """Allocate parameters of one unit's modules, reset these, and keep this rank's slices."""
-        own_parameters = [
+        entries = [
             (m, key, name, locations[name])
             for path, m in members
             for key, name in _own_parameters(path, m)
         ]
-        blank = {
+        blanks: dict[str, Any] = {
             leaf.path: _blank_parameter(leaf, buffer, mesh.device, name in frozen, draws)
-            for _, _, name, (_, buffer, leaf) in own_parameters
+            for _, _, name, (_, buffer, leaf) in entries
         }
-        for m, key, _, (_, _, leaf) in own_parameters:
-            m._parameters[key] = blank[leaf.path]
+        for m, key, _, (_, _, leaf) in entries:
+            m._parameters[key] = blanks[leaf.path]
         for path, m in members:
             _reset(path, m, reset)
-        for m, key, name, (unit, buffer, leaf) in own_parameters:
+        for m, key, name, (unit, buffer, leaf) in entries:
             value: Any = m._parameters[key]
+            m._parameters[key] = placeholders[leaf.path]
             shard, axes = shards[unit.name][buffer.key], own_axes(buffer.local, leaf.cuts)
-            value_before: Any = blank[leaf.path]
+            before = blanks[leaf.path]
             drawn = drawn_values(value)
             if drawn is not None and drawn.steps:
                 check_leaf(value, leaf, buffer, "the module after its reset", whole=True)
@@ -257,20 +257,18 @@ def _reset_module(
                 checksums.add(leaf.path, drawn.digest(), axes)
                 continue
             if drawn is not None:
-                value = value_before = drawn.whole
-            if value is not placeholders[leaf.path] and _was_written(value, value_before, name):
+                value = before = drawn.whole
+            if value is not placeholders[leaf.path] and was_written(value, before, name):
                 later.pop(leaf.path, None)
                 check_leaf(value, leaf, buffer, "the module after its reset", whole=True)
                 put_whole(shard, value, leaf, buffer, mesh)
                 checksums.add(leaf.path, value, axes)
                 written.add(leaf.path)
-        for m, key, _, (_, _, leaf) in own_parameters:
-            m._parameters[key] = placeholders[leaf.path]
 
     innermost = innermost_in({unit.name: unit.paths for unit in plan.unit_list})
     with torch.no_grad():
         for _, members in itertools.groupby(
-            _in_apply_order("", new), lambda item: innermost(item[0]) or ""
+            in_apply_order(new), lambda item: innermost(item[0]) or ""
         ):
             reset_together(list(members))
         for path, put_values in later.items():
@@ -282,29 +280,9 @@ def _reset_module(
                 )
                 raise
     written |= later.keys()
-    buffers = dict(new.named_buffers())
     unwritten = [leaf.path for leaf in plan.leaves if leaf.path not in written]
-    unwritten += [
-        name for name, value in buffers.items()
-        if name in blank_buffers and not _was_written(value, blank_buffers[name], name)
-    ]  # fmt: skip
-    if unwritten:
-        raise ValueError(
-            "every parameter, and every buffer on meta, must be written by the reset of a module "
-            f"that holds it; no reset wrote {unwritten[:6]}: pass reset=function, which is called "
-            "with each module, or give buffers their values"
-        )
-    return shards, buffers
-
-
-def _in_apply_order(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules with their paths in the order of ``nn.Module.apply``, children first.
-
-    A module with two parents comes twice, as in ``nn.Module.apply``.
-    """
-    for name, child in module.named_children():
-        yield from _in_apply_order(f"{path}.{name}".removeprefix("."), child)
-    yield path, module
+    check_written([*unwritten, *unwritten_buffers(new, blank_buffers)])
+    return shards, dict(new.named_buffers())
 
 
 def _own_parameters(path: str, module: nn.Module) -> list[tuple[str, str]]:
@@ -326,14 +304,7 @@ def _locate(module: nn.Module, plan: Plan) -> dict[str, _Location]:
         for name in (leaf.path, *leaf.aliases)
     }
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    missing_names = sorted(parameters.keys() - locations.keys())
-    unexpected = sorted(locations.keys() - parameters.keys())
-    if missing_names or unexpected:
-        raise ValueError(
-            f"the plan was made for another module; it lacks {missing_names[:3] or 'nothing'} of this "
-            f"one's parameters and has {unexpected[:3] or 'nothing'} besides: make the plan from "
-            "make_functional(module)'s params"
-        )
+    check_plan_names(parameters.keys(), locations.keys())
     for leaf in plan.leaves:
         untied = [name for name in leaf.aliases if parameters[name] is not parameters[leaf.path]]
         if untied:
@@ -360,27 +331,13 @@ def _blank_parameter(
     return nn.Parameter(blank, requires_grad=buffer.trainable and not frozen)
 
 
-def _was_written(value: torch.Tensor | None, blank: torch.Tensor, name: str) -> bool:
-    """Return whether a reset wrote ``blank`` or assigned a tensor; raise if it wrote a part."""
-    if value is None or value is not blank:
-        return value is not None
-    if not is_blank(value):
-        return True
-    if value.is_floating_point() and not value.isnan().all():
-        raise ValueError(
-            f"{name!r} still has elements that its module's reset did not write, or wrote NaN to: "
-            "write every element"
-        )
-    return False
-
-
-def _reset(path: str, module: nn.Module, reset: Callable[[nn.Module], object] | None) -> None:
-    own_reset = reset_method(module)
+def _reset(path: str, module: nn.Module, reset: Reset | None) -> None:
+    method = own_reset(module)
     try:
         if reset is not None:
             reset(module)
-        elif own_reset is not None:
-            own_reset()
+        elif method is not None:
+            method()
     except Exception as error:
         error.add_note(
             f"while module {path or '(root)'!r} ({type(module).__name__}) was reset; only "
@@ -388,17 +345,6 @@ def _reset(path: str, module: nn.Module, reset: Callable[[nn.Module], object] | 
             "module's own parameters"
         )
         raise
-
-
-@contextlib.contextmanager
-def _compared(checksums: LeafChecksums) -> Iterator[None]:
-    """Compare the checksums at the end of the block; every rank raises if it failed on one rank."""
-    fault: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        fault = error
-    checksums.start(fault).finish()
 
 
 def _check_random_state(mesh: Mesh) -> None:

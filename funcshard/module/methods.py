@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -32,62 +32,53 @@ def read_methods(
         ValueError: it names a module that is no unit, the root, or a method that cannot run through
             the unit.
     """
+    paths = [path for path in units if path]
+    _validate(methods, paths)
+    names_by_index: dict[int, tuple[str, ...]] = {}
+    for path in paths:
+        entry = last_match(methods, path)
+        if entry is not None:
+            names = tuple(dict.fromkeys(methods[entry]))
+            _check_names(path, apply.skeleton.specs[units[path]].cls, names)
+            names_by_index[units[path]] = names
+    return names_by_index
+
+
+def _validate(methods: Any, paths: Sequence[str]) -> None:
+    """Raise unless ``methods`` is a dictionary from units to lists."""
     if not isinstance(methods, Mapping):
         raise TypeError(
             f"methods must be a dictionary from units to lists of method names; found {methods!r}: "
             f"write {{'encoder': ['encode']}}"
         )
-    paths = [path for path in units if path]
     for entry, names in methods.items():
         if isinstance(names, str) or not isinstance(names, Iterable):
             raise TypeError(
                 f"the methods of {entry!r} must be a list of names; found {names!r}: write "
                 f"[{names!r}]"
             )
-        if entry == "":
-            raise ValueError(
-                "methods are those of units inside the model; found those of the root '': call "
-                "fully_shard(apply.method(name), plan, mesh) for a method of the whole model"
-            )
         if not any(matches(entry, path) for path in paths):
             raise ValueError(
-                "methods must name units of the plan, which are gathered for them; found "
-                f"{entry!r}; its units are {paths[:6]}: make the module a unit, or let the unit "
-                "around it call the method"
+                f"methods must name units of the plan inside the model; found {entry!r}; its units "
+                f"are {paths[:6]}: make the module a unit, or, for a method of the whole model, "
+                "call fully_shard(apply.method(name), plan, mesh)"
             )
-    method_names: dict[int, tuple[str, ...]] = {}
-    for path in paths:
-        counts = last_match(methods, path)
-        if counts is None:
-            continue
-        cls = apply.skeleton.specs[units[path]].cls
-        names = tuple(dict.fromkeys(methods[counts]))
-        for name in names:
-            method = inspect.getattr_static(cls, name, None) if isinstance(name, str) else None
-            refusal_text = (
-                "" if isinstance(method, types.FunctionType) else f"no such method: {name!r}"
-            )
-            if name == "forward":
-                refusal_text = "forward, which gathers the unit in any case"
-            elif refusal_text == "" and name.startswith("__") and name.endswith("__"):
-                refusal_text = f"{name}, which Python looks up on the class"
-            if refusal_text:
-                raise ValueError(
-                    f"methods of {path!r} must be methods that the class {cls.__name__} defines, "
-                    f"besides forward; found {refusal_text}; leave it out, or name one of "
-                    f"{_own_methods(cls)[:6]}"
-                )
-        method_names[units[path]] = names
-    return method_names
 
 
-def _own_methods(cls: type[nn.Module]) -> list[str]:
-    """Return the names of the methods that a class has besides those of ``nn.Module``."""
-    names = [
+def _check_names(path: str, cls: type[nn.Module], names: Sequence[str]) -> None:
+    """Raise unless all names are those of methods that can enter a unit of class ``cls``."""
+    methods = [
         name
         for name in dir(cls)
-        if not name.startswith("_") and name != "forward" and not hasattr(nn.Module, name)
+        if isinstance(inspect.getattr_static(cls, name), types.FunctionType)
+        and name != "forward"
+        and not (name.startswith("__") and name.endswith("__"))
     ]
-    return [
-        name for name in names if isinstance(inspect.getattr_static(cls, name), types.FunctionType)
-    ]
+    wrong = next((name for name in names if name not in methods), None)
+    if wrong is not None:
+        own_names = [name for name in methods if name[0] != "_" and not hasattr(nn.Module, name)]
+        raise ValueError(
+            f"methods of {path!r} must be methods that the class {cls.__name__} defines, besides "
+            f"forward and those that Python calls; found {wrong!r}; leave it out, or name one of "
+            f"{own_names[:6]}"
+        )

@@ -9,18 +9,28 @@ rotary embeddings, are in no file, and a module on the meta device has not compu
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from funcshard._utils import tree
 from funcshard.comm import Mesh
 from funcshard.core import LeafChecksums, Shards, put_whole
-from funcshard.module.blanks import allocate_buffers, blank_tensor, is_blank, reset_method
+from funcshard.module.resets import (
+    Reset,
+    allocate_buffers,
+    blank_tensor,
+    check_written,
+    compared,
+    in_apply_order,
+    is_blank,
+    own_reset,
+    unwritten_buffers,
+    was_written,
+)
 from funcshard.plan import Plan, own_axes
-
-Reset = Callable[[nn.Module], object]
 
 
 def init_buffers(
@@ -88,8 +98,8 @@ def init_missing(
     """
     new = copy.deepcopy(module)
     remedy = "call torch.manual_seed(0) on every rank before"
-    checksums, fault = LeafChecksums(mesh, "the parameters that the files lack", remedy), None
-    try:
+    checksums = LeafChecksums(mesh, "the parameters that the files lack", remedy)
+    with compared(checksums):
         _reset_buffers(new, mesh, None)  # because a reset may read them
         for unit in plan.unit_list:
             for buffer in unit.buffers:
@@ -97,30 +107,29 @@ def init_missing(
                 for path, value in _reset_parameters(new, mesh, leaves, reset).items():
                     put_whole(shards[unit.name][buffer.key], value, leaves[path], buffer, mesh)
                     checksums.add(path, value, own_axes(buffer.local, leaves[path].cuts))
-    except Exception as error:  # of any kind, because other ranks wait
-        fault = error
-    checksums.start(fault).finish()
 
 
 def _reset_parameters(
-    module: nn.Module, mesh: Mesh, leaves: Mapping[str, Any], reset: Reset | None
+    module: nn.Module, mesh: Mesh, names: Collection[str], reset: Reset | None
 ) -> dict[str, torch.Tensor]:
     """Return initial values of some parameters, by name; the module's own are on meta again."""
-    places = {name: _place(module, name) for name in leaves}
-    old = {name: holder._parameters[key] for name, (holder, key) in places.items()}
-    for name in places:
-        _replace(module, old[name], _blank_parameter(old[name], mesh.device))
-    blanks = {name: holder._parameters[key] for name, (holder, key) in places.items()}
+    before = {name: module.get_parameter(name) for name in names}
+    blanks = {
+        name: nn.Parameter(blank_tensor(old.shape, old.dtype, mesh.device), old.requires_grad)
+        for name, old in before.items()
+    }
+    for name in names:
+        _replace(module, before[name], blanks[name])
     _reset_around(module, blanks, reset)
-    reset_parameters = {name: holder._parameters[key] for name, (holder, key) in places.items()}
-    _check_written(reset_parameters, blanks, "parameter")
-    for name, value in reset_parameters.items():
-        _replace(module, value, old[name])
-    return {name: value.detach() for name, value in reset_parameters.items() if value is not None}
+    values = {name: module.get_parameter(name) for name in names}
+    check_written([name for name in names if not was_written(values[name], blanks[name], name)])
+    for name, value in values.items():
+        _replace(module, value, before[name])
+    return {name: value.detach() for name, value in values.items()}
 
 
 def _replace(module: nn.Module, old: Any, new: Any) -> None:
-    """Replace one parameter in every table: a tied one stands in several."""
+    """Replace one parameter in every table: a tied one is in several."""
     for m in module.modules():
         m._parameters.update(
             {key: new for key, parameter in m._parameters.items() if parameter is old}
@@ -131,80 +140,46 @@ def _reset_buffers(module: nn.Module, mesh: Mesh, reset: Reset | None) -> dict[s
     """Compute the buffers of ``module``, in place, and return them."""
     blanks = allocate_buffers(module, mesh.device)
     _reset_around(module, blanks, reset)
-    _check_written(
-        {name: holder._buffers[key] for name in blanks for holder, key in [_place(module, name)]},
-        blanks,
-        "buffer",
-    )
+    check_written(unwritten_buffers(module, blanks))
     return dict(module.named_buffers())
 
 
-def _reset_around(module: nn.Module, blanks: Mapping[str, Any], reset: Reset | None) -> None:
+@torch.no_grad()
+def _reset_around(
+    module: nn.Module, blanks: Mapping[str, torch.Tensor], reset: Reset | None
+) -> None:
     """Reset the modules that hold the tensors named in ``blanks``, and those around them."""
-    holders: dict[str, list[Any]] = {}
-    for name, blank in blanks.items():
-        holders.setdefault(name.rpartition(".")[0], []).append(blank)
-    around = {path[:i] for path in holders for i in range(len(path)) if path[i] == "."} | {
-        *holders,
-        *([""] if holders else []),
-    }
-    modules = dict(module.named_modules())
-    with torch.no_grad():
-        for path in sorted(
-            around & modules.keys(), key=lambda path: (-(path.count(".") + bool(path)), path)
-        ):
-            chosen = reset or _init_weights_around(module, path)
-            if chosen is not None:
-                chosen(modules[path])
-        for path, own_blanks in holders.items() if reset is None else ():
-            m = modules[path]
-            held = [
-                t
-                for t in (*m._parameters.values(), *m._buffers.values())
-                if t is not None and not t.is_meta
-            ]
-            own_reset = reset_method(m)
-            if own_reset is not None and any(
-                is_blank(tensor)
-                for tensor in held
-                if any(tensor is own_blank for own_blank in own_blanks)
-            ):
-                written = [
-                    (tensor, tensor.detach().clone()) for tensor in held if not is_blank(tensor)
-                ]
-                own_reset()
-                for tensor, value in written:  # _init_weights has decided on these
-                    tensor.copy_(value)
+    holders = dict.fromkeys(name.rpartition(".")[0] for name in blanks)
+    around = {outer for path in holders for outer in tree.upwards(path)}
+    for path, m in in_apply_order(module):
+        init_weights = reset or _init_weights_around(module, path)
+        if path in around and init_weights is not None:
+            init_weights(m)
+    if reset is None:
+        for path in holders:
+            _reset_rest(module.get_submodule(path), blanks.values())
+
+
+def _reset_rest(module: nn.Module, blanks: Collection[torch.Tensor]) -> None:
+    """Call the module's own reset for the tensors that ``_init_weights`` left blank."""
+    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    unwritten = [tensor for tensor in tensors if not tensor.is_meta and is_blank(tensor)]
+    method = own_reset(module)
+    if method is None or not {*map(id, unwritten)} & {*map(id, blanks)}:
+        return
+    # Why: ``_init_weights`` has decided on the values of the other tensors.
+    decided = [
+        (tensor, tensor.detach().clone())
+        for tensor in tensors
+        if not tensor.is_meta and not is_blank(tensor)
+    ]
+    method()
+    for tensor, value in decided:
+        tensor.copy_(value)
 
 
 def _init_weights_around(module: nn.Module, path: str) -> Reset | None:
     """Return the ``_init_weights`` of the innermost module that has one and holds ``path``."""
-    init_weights = None
-    for i in range(len(path) + 1):
-        if i in (0, len(path)) or path[i] == ".":
-            m = module.get_submodule(path[:i])
-            init_weights = getattr(m, "_init_weights", None) or init_weights
-    return init_weights
-
-
-def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the module that holds a tensor, and the key in its table."""
-    path, _, key = name.rpartition(".")
-    return module.get_submodule(path), key
-
-
-def _blank_parameter(old: Any, device: torch.device) -> nn.Parameter:
-    blank = blank_tensor(old.shape, old.dtype, device)
-    return nn.Parameter(blank, requires_grad=old.requires_grad)
-
-
-def _check_written(found: Mapping[str, Any], blanks: Mapping[str, Any], what: str) -> None:
-    unwritten = sorted(
-        name for name, value in found.items() if value is blanks[name] and is_blank(value)
-    )
-    if unwritten:
-        raise ValueError(
-            f"every {what} on meta must be written by the reset of a module that holds it; no "
-            f"reset wrote {unwritten[:3]}: give the module a reset_parameters that writes it, pass "
-            "reset=function, or build the module with real buffers"
-        )
+    inside_out = (module.get_submodule(outer) for outer in tree.upwards(path))
+    methods = (getattr(m, "_init_weights", None) for m in inside_out)
+    return next(filter(None, methods), None)

@@ -20,15 +20,15 @@ def placeholder(
     unit. The alternatives would be to compute with garbage, or to gather the unit unasked, in a
     collective that the plan does not predict.
     """
-    placeholder_tensor: Any = wrapper_subclass(
+    tensor: Any = wrapper_subclass(
         _Placeholder,
         leaf.whole_shape if leaf.placements else leaf.shape,
         unit.gathered_dtype(buffer),
         device,
         requires_grad=buffer.trainable,
     )
-    placeholder_tensor.leaf, placeholder_tensor.unit = leaf.path, unit.title
-    return placeholder_tensor
+    tensor.leaf, tensor.unit = leaf.path, unit.title
+    return tensor
 
 
 class _Placeholder(torch.Tensor):
@@ -52,17 +52,17 @@ class _Placeholder(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        first_placeholder = next(x for x in tree.leaves((args, kwargs)) if isinstance(x, cls))
+        tensor = next(x for x in tree.leaves((args, kwargs)) if isinstance(x, cls))
         if graph_task_id() != -1:
             raise ValueError(
-                f"parameter {first_placeholder.leaf!r} was read (by {func}) outside the forward of unit "
-                f"{first_placeholder.unit!r}, in backward: torch.utils.checkpoint inside a unit works with "
+                f"parameter {tensor.leaf!r} was read (by {func}) outside the forward of unit "
+                f"{tensor.unit!r}, in backward: torch.utils.checkpoint inside a unit works with "
                 "use_reentrant=False and outside of torch.func transforms; let fully_shard(..., "
                 "remat=True) compute the unit again"
             )
         raise ValueError(
-            f"parameter {first_placeholder.leaf!r} was read (by {func}) outside the forward of unit "
-            f"{first_placeholder.unit!r}, which owns it, and is gathered only during that forward (hooks of "
+            f"parameter {tensor.leaf!r} was read (by {func}) outside the forward of unit "
+            f"{tensor.unit!r}, which owns it, and is gathered only during that forward (hooks of "
             "the unit's own module run before or after it); call the unit's module, choose units "
             "so that one unit contains every use of the parameter, or, if another method of the "
             f"unit's module read it, name that in fully_shard(..., methods={{unit: [name]}})"

@@ -78,43 +78,36 @@ def references(values: Iterable[Any], tree: Collection[int]) -> tuple[Rebindings
         between ranks, and functions of torch.jit, which have no state and cannot be copied.
     """
     functions: dict[int, Rebinding] = {}
-    methods: dict[int, types.MethodType] = {}
-    shared: dict[int, Any] = {}
-    for value in {id(value): value for value in values}.values():
-        for reached_value in reachable(value):
-            if issubclass(type(reached_value), (DeviceMesh, torch.jit.ScriptFunction)):
-                shared[id(reached_value)] = reached_value
-            elif (
-                isinstance(reached_value, types.FunctionType) and id(reached_value) not in functions
-            ):
-                followed = tuple(
-                    n
-                    for n, cell in enumerate(reached_value.__closure__ or ())
-                    if _leads(cell, tree)
-                )
-                defaults = _leads(reached_value.__defaults__, tree) or _leads(
-                    reached_value.__kwdefaults__, tree
-                )
-                if followed or defaults:
-                    functions[id(reached_value)] = Rebinding(reached_value, followed, defaults)
-            elif isinstance(reached_value, types.MethodType):
-                methods[id(reached_value)] = reached_value
+    methods: list[types.MethodType] = []
+    shared: list[Any] = []
+    distinct = {id(value): value for value in values}.values()
+    inner = {id(item): item for value in distinct for item in reachable(value)}
+    for item in inner.values():
+        # Why by class: isinstance of a DeviceMesh reads an attribute of the object in torch 2.12.
+        if issubclass(type(item), (DeviceMesh, torch.jit.ScriptFunction)):
+            shared.append(item)
+        elif isinstance(item, types.MethodType):
+            methods.append(item)
+        elif isinstance(item, types.FunctionType):
+            cells = item.__closure__ or ()
+            followed = tuple(n for n, cell in enumerate(cells) if _leads(cell, tree))
+            defaults = _leads(item.__defaults__, tree) or _leads(item.__kwdefaults__, tree)
+            if followed or defaults:
+                functions[id(item)] = Rebinding(item, followed, defaults)
     rebound = [
         method
-        for method in methods.values()
+        for method in methods
         if (
             id(method.__func__) in functions
             if isinstance(method.__func__, types.FunctionType)
             else _leads(method, tree)
         )
     ]
-    return (*functions.values(), *rebound), tuple(shared.values())
+    return (*functions.values(), *rebound), tuple(shared)
 
 
 def _leads(value: Any, tree: Collection[int]) -> bool:
-    return value is not None and any(
-        id(reached_value) in tree for reached_value in reachable(value)
-    )
+    return value is not None and any(id(item) in tree for item in reachable(value))
 
 
 def rebind(
@@ -124,18 +117,10 @@ def rebind(
 
     The memo is that of the arguments, or one that begins with what it holds.
     """
-    made_functions = [
-        (rebinding, rebinding.copy())
-        for rebinding in rebindings
-        if isinstance(rebinding, Rebinding)
-    ]
-    memo.update((id(rebinding.function), new) for rebinding, new in made_functions)
-    methods = {
-        id(rebinding): rebinding
-        for rebinding in rebindings
-        if isinstance(rebinding, types.MethodType)
-    }
-    return (_MethodsToo(memo, methods) if methods else memo), made_functions
+    copies = [(r, r.copy()) for r in rebindings if isinstance(r, Rebinding)]
+    memo.update((id(rebinding.function), function) for rebinding, function in copies)
+    methods = {id(m): m for m in rebindings if isinstance(m, types.MethodType)}
+    return (_MethodsToo(memo, methods) if methods else memo), copies
 
 
 class _MethodsToo(dict[int, Any]):
@@ -149,17 +134,17 @@ class _MethodsToo(dict[int, Any]):
         self.methods = methods
 
     def get(self, key: int, default: Any = None) -> Any:
-        bound_method = super().get(key, self)
-        if bound_method is self and key in self.methods:
+        if key not in self and key in self.methods:
             method = self.methods[key]
-            bound_method = self[key] = types.MethodType(
+            self[key] = types.MethodType(
                 copied(method.__func__, self), copied(method.__self__, self)
             )
-        return default if bound_method is self else bound_method
+        return super().get(key, default)
 
 
 def copied(value: Any, memo: dict[int, Any]) -> Any:
     """Return a deep copy of ``value`` under ``memo``, which may hold copies of functions too."""
     # Why here: new versions of Python copy a function without a look at the memo.
-    copied_function = memo.get(id(value)) if isinstance(value, types.FunctionType) else None
-    return copy.deepcopy(value, memo) if copied_function is None else copied_function
+    if isinstance(value, types.FunctionType) and id(value) in memo:
+        return memo[id(value)]
+    return copy.deepcopy(value, memo)

@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
@@ -35,6 +35,7 @@ from funcshard._utils import (
     recording_or_transforming,
     state_names,
     storage_id,
+    tree,
 )
 from funcshard.comm import Mesh
 from funcshard.module.checks import check_module
@@ -43,6 +44,7 @@ from funcshard.module.template import (
     TABLES,
     TORCH_ATTRIBUTES,
     TORCH_CONTAINERS,
+    attributes_to_follow,
     graph_attributes,
     is_immutable,
     make_template,
@@ -50,13 +52,15 @@ from funcshard.module.template import (
 )
 from funcshard.module.walking import ModuleTree, walk
 
+Entry = TypeVar("Entry", str, int)
+
 # Why the modules of a call share these of torch's tables: an empty dictionary for each would double
 # the time of a call. The tables that say how a hook is called have the numbers of hooks as keys,
 # and these are unique. The others are about state dicts, for which a call has no use. No call
 # shares a table with another call.
 _SHARED_TABLES = tuple(
-    (key, table_class)
-    for key, table_class in TORCH_CONTAINERS.items()
+    (key, kind)
+    for key, kind in TORCH_CONTAINERS.items()
     if key
     not in (
         *TABLES,
@@ -149,10 +153,7 @@ class Skeleton:
         modules: list[nn.Module] = [object.__new__(spec.cls) for spec in self.specs]
         # Why all keys beforehand, and each line by itself: it takes less time, and these lines run
         # for every module of every call.
-        begin = {
-            **dict.fromkeys(TORCH_ATTRIBUTES),
-            **{key: table_class() for key, table_class in _SHARED_TABLES},
-        }
+        begin = {**dict.fromkeys(TORCH_ATTRIBUTES), **{key: kind() for key, kind in _SHARED_TABLES}}
         set_state = object.__setattr__  # that of nn.Module takes longer
         for spec, module in zip(self.specs, modules, strict=True):
             state = begin.copy()
@@ -161,17 +162,19 @@ class Skeleton:
             state["_backward_hooks"] = OrderedDict()
             state["_backward_pre_hooks"] = OrderedDict()
             state.update(spec.attributes)
-            own_parameters, kept, inner = spec.parameters, spec.buffers, spec.children
+            own_parameters, own_buffers, children = spec.parameters, spec.buffers, spec.children
             state["_parameters"] = (
                 {k: v if v is None else parameters[v] for k, v in own_parameters.items()}
                 if own_parameters
                 else {}
             )
             state["_buffers"] = (
-                {k: v if v is None else buffers[v] for k, v in kept.items()} if kept else {}
+                {k: v if v is None else buffers[v] for k, v in own_buffers.items()}
+                if own_buffers
+                else {}
             )
             state["_modules"] = (
-                {k: v if v is None else modules[v] for k, v in inner.items()} if inner else {}
+                {k: v if v is None else modules[v] for k, v in children.items()} if children else {}
             )
             if training is not None:
                 state["training"] = training
@@ -188,20 +191,18 @@ class Skeleton:
                 (old, parameters[name] if name in parameters else buffers[name])
                 for old, name in self.tensor_names.items()
             )
-            memo.update((id(shared_value), shared_value) for shared_value in self.shared)
+            memo.update((id(value), value) for value in self.shared)
             if self.large and not recording_or_transforming():
-                memo.update(
-                    (id(large_tensor), late_copy(large_tensor)) for large_tensor in self.large
-                )
+                memo.update((id(tensor), late_copy(tensor)) for tensor in self.large)
             # An attribute may be the handle of a hook, which refers to the hook's table.
             memo.update(
                 (id(self.specs[i].attributes[k]), modules[i].__dict__[k])
                 for i, k in self.hook_tables
             )
-            memo, made_functions = rebind(self.rebindings, memo)
+            memo, functions = rebind(self.rebindings, memo)
             for index, name in self.copied_attributes:
                 modules[index].__dict__[name] = copied(self.specs[index].attributes[name], memo)
-            for rebinding, function in made_functions:
+            for rebinding, function in functions:
                 rebinding.fill(function, memo)
         return modules
 
@@ -219,41 +220,22 @@ class Skeleton:
 
     def paths(self) -> dict[str, int]:
         """Return the index of every module by its path, or its first path if it is shared."""
-        index_by_path: dict[str, int] = {}
-        seen: set[int] = set()
+        first_paths: dict[int, str] = {}
 
         def visit(index: int, path: str) -> None:
-            if index not in seen:
-                seen.add(index)
-                index_by_path[path] = index
+            if index not in first_paths:
+                first_paths[index] = path
                 for key, child in self.specs[index].children.items():
                     if child is not None:
                         visit(child, f"{path}.{key}" if path else key)
 
         visit(0, "")
-        return index_by_path
-
-    def find_classes(self) -> Callable[[str], tuple[type[nn.Module], ...]]:
-        """Return ``classes`` for many names: the same for all names in one module."""
-        known_classes: dict[str, tuple[type[nn.Module], ...]] = {}
-
-        def find(name: str) -> tuple[type[nn.Module], ...]:
-            found_classes = known_classes.get(path := name.rpartition(".")[0])
-            if found_classes is None:
-                found_classes = known_classes[path] = self.classes(name)
-            return found_classes
-
-        return find
+        return {path: index for index, path in first_paths.items()}
 
     def classes(self, name: str) -> tuple[type[nn.Module], ...]:
         """Return the classes of the modules that contain a parameter or buffer, the root first."""
-        index: int | None = 0
-        found_classes = [self.specs[0].cls]
-        for key in name.split(".")[:-1]:
-            index = self.specs[index or 0].children[key]
-            assert index is not None, f"no module contains {name}"
-            found_classes.append(self.specs[index].cls)
-        return tuple(found_classes)
+        indices = [self.find(path) for path in tree.upwards(name.rpartition(".")[0])]
+        return tuple([self.specs[index].cls for index in reversed(indices) if index is not None])
 
 
 def make_skeleton(
@@ -271,16 +253,15 @@ def make_skeleton(
         TypeError: an attribute refers to a module of the tree in a way that copying does not
             follow.
     """
-    tree = walk(module)
-    check_module(tree)
-    template = make_template(tree)
-    names = template.tensor_names
-    indices = {id(m): index for index, m in enumerate(template.modules)}
-    specs = tuple([_spec(m, names, indices) for m in template.modules])
+    modules = walk(module)
+    check_module(modules)
+    template, tensor_names = make_template(modules)
+    indices = {id(m): index for index, m in enumerate(template)}
+    specs = tuple([_spec(m, tensor_names, indices) for m in template])
     attributes = [
         (index, key, value)
-        for index, module_attributes in enumerate(template.attributes)
-        for key, value in module_attributes
+        for index, m in enumerate(template)
+        for key, value in attributes_to_follow(m)
     ]
     # Why not torch's own: a hook may refer to any module that its user likes.
     own_attributes = [
@@ -289,18 +270,19 @@ def make_skeleton(
         if key not in TORCH_ATTRIBUTES and key not in graph_attributes(specs[index].cls)
     ]
     rebindings, shared = references(
-        (value for _, _, value in own_attributes if may_refer(value)), indices.keys() | names.keys()
+        (value for _, _, value in own_attributes if may_refer(value)),
+        indices.keys() | tensor_names.keys(),
     )
-    rebound = {
-        id(rebinding.function) for rebinding in rebindings if isinstance(rebinding, Rebinding)
-    }
-    in_state_dict = state_names(module, tree.every, tree.classes)
-    known_names = set(in_state_dict)
+    rebound = {id(r.function) for r in rebindings if isinstance(r, Rebinding)}
+    every = list(module.named_modules(remove_duplicate=False))
+    in_state_dict = state_names(module, every, {type(m) for _, m in modules.modules})
+    buffer_names = {name for names in modules.buffer_names.values() for name in names}
+    parameters = modules.parameters
     skeleton = Skeleton(
-        template=template.modules[0],
+        template=template[0],
         specs=specs,
         module_indices=indices,
-        tensor_names=names,
+        tensor_names=tensor_names,
         copied_attributes=tuple(
             [
                 (index, key)
@@ -311,50 +293,42 @@ def make_skeleton(
         hook_tables=tuple(
             [(index, key) for index, key, value in attributes if _is_plain_table(key, value)]
         ),
-        parameters=tree.parameter_names,
-        frozen=frozenset(
-            [name for name, parameter in tree.parameters.items() if not parameter.requires_grad]
-        ),
-        shapes={name: tuple(parameter.shape) for name, parameter in tree.parameters.items()},
-        buffers=tree.buffer_names,
-        persistent=frozenset(
-            [name for names in tree.buffer_names.values() for name in names if name in known_names]
-        ),
+        parameters=modules.parameter_names,
+        frozen=frozenset([name for name, p in parameters.items() if not p.requires_grad]),
+        shapes={name: tuple(parameter.shape) for name, parameter in parameters.items()},
+        buffers=modules.buffer_names,
+        persistent=frozenset(buffer_names & {*in_state_dict}),
         state_names=in_state_dict,
         rebindings=rebindings,
         shared=shared,
         large=_large_tensors(value for _, _, value in own_attributes),
     )
-    _check_copies(skeleton, tree, own_attributes)
-    parameters = {
-        n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in tree.parameters.items()
-    }
-    return skeleton, parameters, {n: b.detach().clone() for n, b in tree.buffers.items()}
+    _check_copies(skeleton, modules, own_attributes)
+    copies = {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in parameters.items()}
+    return skeleton, copies, {n: b.detach().clone() for n, b in modules.buffers.items()}
 
 
 def _spec(
     m: nn.Module, tensor_names: Mapping[int, str], module_indices: Mapping[int, int]
 ) -> ModuleSpec:
     """Return a module of a template as data."""
-    attributes = {
-        key: value for key, value in m.__dict__.items() if key not in TORCH_CONTAINERS or value
-    }
     parameters, buffers, children = [m.__dict__[key] for key in TABLES]
-    for key in TABLES:
-        attributes.pop(key, None)
     return ModuleSpec(
-        class_for_calls(m),
-        attributes,
-        {
-            key: None if value is None else tensor_names[id(value)]
-            for key, value in parameters.items()
+        cls=class_for_calls(m),
+        attributes={
+            key: value
+            for key, value in m.__dict__.items()
+            if key not in TABLES and (key not in TORCH_CONTAINERS or value)
         },
-        {key: None if value is None else tensor_names[id(value)] for key, value in buffers.items()},
-        {
-            key: None if value is None else module_indices[id(value)]
-            for key, value in children.items()
-        },
+        parameters={key: _look_up(value, tensor_names) for key, value in parameters.items()},
+        buffers={key: _look_up(value, tensor_names) for key, value in buffers.items()},
+        children={key: _look_up(value, module_indices) for key, value in children.items()},
     )
+
+
+def _look_up(value: Any, by_id: Mapping[int, Entry]) -> Entry | None:
+    """Return what stands for an entry of a table, which may be ``None``."""
+    return None if value is None else by_id[id(value)]
 
 
 def _restored(values: dict[str, Any]) -> Skeleton:
@@ -382,7 +356,7 @@ def _needs_copy(cls: type[nn.Module], key: str, value: Any) -> bool:
         # may write.
         kinds = (nn.Module, torch.Tensor)
         return not is_immutable(value) and any(
-            isinstance(reached_value, kinds) for reached_value in reachable(value)
+            isinstance(inner, kinds) for inner in reachable(value)
         )
     return not is_immutable(value)
 
@@ -398,55 +372,54 @@ def _large_tensors(values: Iterable[Any]) -> tuple[torch.Tensor, ...]:
     """Return the large plain tensors among attributes, and inside their lists and dictionaries."""
     tensors: dict[int, torch.Tensor] = {}
     for value in values:
-        inner: Iterable[Any] = (value,)
+        items: Iterable[Any] = (value,)
         if type(value) is dict:
-            inner = value.values()
+            items = value.values()
         elif type(value) in (list, tuple):
-            inner = value
+            items = value
         tensors.update(
-            (id(inner_value), inner_value)
-            for inner_value in inner
-            if type(inner_value) is torch.Tensor and inner_value.layout is torch.strided
+            (id(item), item)
+            for item in items
+            if type(item) is torch.Tensor and item.layout is torch.strided
         )
-    # Of views, deepcopy copies the memory once.
+    # Note: of views, deepcopy copies the memory once.
     storages = Counter(map(storage_id, tensors.values()))
     return tuple(
         [
-            large_tensor
-            for large_tensor in tensors.values()
-            if large_tensor.numel() >= LARGE
-            and not large_tensor.requires_grad
-            and storages[storage_id(large_tensor)] == 1
-            and not large_tensor.__dict__
+            tensor
+            for tensor in tensors.values()
+            if tensor.numel() >= LARGE
+            and not (tensor.requires_grad or vars(tensor))
+            and storages[storage_id(tensor)] == 1
         ]
     )
 
 
 def _check_copies(
-    skeleton: Skeleton, tree: ModuleTree, attributes: list[tuple[int, str, Any]]
+    skeleton: Skeleton, modules: ModuleTree, attributes: list[tuple[int, str, Any]]
 ) -> None:
     """Raise if an attribute copied for a call would still lead to a module outside the call.
 
     Arguments:
         skeleton: the skeleton.
-        tree: the tree that it was made of.
+        modules: the modules that it was made of.
         attributes: index of a module, name and value of the attributes to look at.
     """
     if not attributes:
         return
-    foreign = skeleton.module_indices.keys() | {id(tree_module) for _, tree_module in tree.modules}
-    foreign |= {id(parameter) for parameter in tree.parameters.values()}
+    foreign = {*skeleton.module_indices, *map(id, modules.parameters.values())}
+    foreign |= {id(m) for _, m in modules.modules}
     memo: dict[int, Any] = dict.fromkeys(skeleton.module_indices, nn.Identity())
     memo |= dict.fromkeys(skeleton.tensor_names, torch.empty(0, dtype=torch.float32, device="cpu"))
-    memo.update((id(shared_value), shared_value) for shared_value in skeleton.shared)
-    memo, made_functions = rebind(skeleton.rebindings, memo)
-    for rebinding, function in made_functions:
+    memo.update((id(value), value) for value in skeleton.shared)
+    memo, functions = rebind(skeleton.rebindings, memo)
+    for rebinding, function in functions:
         rebinding.fill(function, memo)
     for index, key, value in attributes:
         if isinstance(value, Mesh):
             continue
         trial = copied(value, memo)
-        if not any(id(reached_value) in foreign for reached_value in reachable(trial)):
+        if not any(id(inner) in foreign for inner in reachable(trial)):
             continue
         paths = {number: path for path, number in skeleton.paths().items()}
         raise TypeError(

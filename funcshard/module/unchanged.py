@@ -35,13 +35,13 @@ def unchanged(params: Mapping[str, torch.Tensor]) -> Iterator[None]:
                 tensor.requires_grad_(trainable)
             if tensor.grad is not grad:
                 tensor.grad = grad
-        for tensor, attributes_before in zip(tensors, attributes, strict=True):
-            attributes_now = vars(tensor)
-            if len(attributes_now) != len(attributes_before) or not all(
-                map(operator.is_, attributes_now.values(), attributes_before.values())
+        for tensor, before in zip(tensors, attributes, strict=True):
+            after = vars(tensor)
+            if len(after) != len(before) or not all(
+                map(operator.is_, after.values(), before.values())
             ):
-                attributes_now.clear()
-                attributes_now.update(attributes_before)
+                after.clear()
+                after.update(before)
     if versions != (versions_after := _versions(tensors)):
         name = next(
             name

@@ -62,6 +62,7 @@ from funcshard.plan import UnitPlan
 Forward = Callable[[Any, Any], Any]  # of args and kwargs
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
+Inputs = tuple[nn.Module, Forward, Args, Kwargs]  # what runs in a unit
 UnitMethods = Mapping[str, Callable[..., Any]]  # name -> the method that runs through the unit
 
 # The parameter tables that hold a unit's leaves: path of a module below the unit's module -> (key
@@ -123,10 +124,10 @@ class UnitCall:
                 "it left the transform, or torch.utils.checkpoint computes again outside of it; "
                 "use fs.remat, which computes again inside"
             )
-        versions_now = [(version(local), address(local)) for local in shard.values()]
+        shard_state = [(version(local), address(local)) for local in shard.values()]
         if not again:
-            self.used[unit.name] = versions_now
-        elif self.used.get(unit.name, versions_now) != versions_now:
+            self.used[unit.name] = shard_state
+        elif self.used.get(unit.name, shard_state) != shard_state:
             raise RuntimeError(
                 f"a shard of unit {unit.title!r} was modified in place, or got other data, between "
                 "forward and backward, which computes a part of forward again, with other values; "
@@ -135,23 +136,33 @@ class UnitCall:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class UnitRun:
-    """How one unit runs inside a call: which module it is, and its forward through the combinators.
+class ModuleRun:
+    """How one module of a unit runs: where it is, and its forward through the combinators.
 
     Attributes:
         path: path of the module.
         index: index of the module in the skeleton.
         f: ``unshard`` of the module's forward, or ``reshard``, if the unit is freed after forward.
         remat: whether backward computes the forward again.
-        members: how each module of a group runs by itself. The other attributes are then those of
-            the first one.
     """
 
     path: str
     index: int
     f: Unshard
     remat: bool
-    members: tuple[UnitRun, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnitRun:
+    """How one unit runs inside a call.
+
+    Attributes:
+        f: gathers the unit.
+        modules: the unit's module, or those of a group.
+    """
+
+    f: Unshard
+    modules: tuple[ModuleRun, ...]
 
     @classmethod
     def of(
@@ -180,67 +191,21 @@ class UnitRun:
             ValueError: the unit is not a module with a forward, or a hook of ``torch.nn.utils``
                 needs its parameters before forward.
         """
-        table_modules = []
-        for path in unit.paths:
-            index = _check_module(unit, path, indices.get(path), skeleton, methods)
-            apply = functools.partial(forward_with_leaves, table_entries(unit, path, skeleton))
-            f = unshard_list(apply, unit, mesh, comms)
-            table_modules.append(
-                cls(path, index, reshard(f) if unit.reshard_after_forward else f, path in remat)
+        f = unshard_list(forward_with_leaves, unit, mesh, comms)
+        f = reshard(f) if unit.reshard_after_forward else f
+        modules = [
+            ModuleRun(
+                path=path,
+                index=_check_module(unit, path, indices.get(path), skeleton, methods),
+                f=dataclasses.replace(f, apply=functools.partial(forward_with_leaves, tables)),
+                remat=path in remat,
             )
-        return (
-            dataclasses.replace(table_modules[0], members=tuple(table_modules))
-            if unit.members
-            else table_modules[0]
-        )
-
-    @property
-    def modules(self) -> tuple[UnitRun, ...]:
-        """How each module of the unit runs: those of a group, or the only one."""
-        return self.members or (self,)
-
-    def entries(self, call: UnitCall) -> list[tuple[int, Callable[..., Any]]]:
-        """Return the index of each module, and the function by which a call enters it."""
-        if not self.members:
-            return [
-                (
-                    self.index,
-                    functools.partial(self.enter_recomputed if self.remat else self.enter, call),
-                )
-            ]
-        return [
-            (member.index, functools.partial(self.enter_member, call, number))
-            for number, member in enumerate(self.members)
+            for path, tables in table_entries(unit, skeleton).items()
         ]
+        return cls(f, tuple(modules))
 
     @untraced
     def enter(
-        self, call: UnitCall, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs
-    ) -> Any:
-        """Gather the unit and run one module of it as part of a call."""
-        gathered = self._gather(call, args, kwargs)
-        try:
-            return gathered.run(self.f, module, forward, args, kwargs)
-        finally:
-            gathered.close()
-
-    def _gather(self, call: UnitCall, args: Args, kwargs: Kwargs) -> Gathered:
-        unit, shard, prefetcher = self.f.unit, call.shards[self.f.unit.name], call.prefetcher
-        # A transform inside the call has to see the all-gather, which the unit then starts itself.
-        if prefetcher is None or transforms_active():
-            return self.f.open(shard)
-        if call.mesh is not None:
-            check_order(call.mesh, f"unit {unit.title!r}", prefetcher)
-        handles = prefetcher.pre_forward(unit.name, stays=not self.f.freed)
-        if not self.f.freed:  # a unit that is gathered again in backward compares for itself
-            call.note_used(unit, shard, again=handles is None)
-            handles = self.f.stay_gathered(
-                shard, handles, needed=self._backward_needs(args, kwargs)
-            )
-        return self.f.open(shard, handles, prefetcher)
-
-    @untraced
-    def enter_member(
         self,
         call: UnitCall,
         number: int,
@@ -249,97 +214,123 @@ class UnitRun:
         args: Args,
         kwargs: Kwargs,
     ) -> Any:
-        """Run one module of a group as part of a call.
+        """Run one module of the unit as part of a call: the only way in.
 
-        The module that comes first gathers the group, which is freed when all of its modules have
-        run, or at the end of the call. A module that backward computes again, or that is inside a
-        transform that the call is not, gathers the group for itself.
+        The module of a group that comes first gathers the group, which is freed when all of its
+        modules have run, or at the end of the call. A module that backward computes again, or that
+        is inside a transform that the call is not, gathers the group for itself.
         """
-        member, prefetcher = self.members[number], call.prefetcher
-        if prefetcher is None:
-            alone = member.remat or transform_level() != call.level
-        else:
-            alone = prefetcher.returned or not hooks_allowed()
-        if alone:
-            enter = member.enter_recomputed if member.remat else member.enter
-            return enter(call, module, forward, args, kwargs)
-        name = self.f.unit.name
-        group, members_left = call.groups.get(name) or (None, set(range(len(self.members))))
+        member, prefetcher = self.modules[number], call.prefetcher
+        inputs = module, forward, args, kwargs
+        if len(self.modules) > 1:
+            if prefetcher is None:
+                alone = member.remat or transform_level() != call.level
+            else:
+                alone = prefetcher.returned or not hooks_allowed()
+            if not alone:
+                return self._run_in_group(call, number, inputs)
+        if member.remat:
+            return _run_recomputed(call, member, inputs)
+        return _run_alone(call, member, inputs)
+
+    def _run_in_group(
+        self,
+        call: UnitCall,
+        number: int,
+        inputs: Inputs,
+    ) -> Any:
+        name, member = self.f.unit.name, self.modules[number]
+        group, waiting = call.groups.get(name) or (None, set(range(len(self.modules))))
         if group is None or group.mode != grad_mode():
             if group is not None:
                 group.close()
-            group = self._gather(call, args, kwargs)
-            call.groups[name] = group, members_left
+            # Why not by the inputs: they are those of the first module alone.
+            group = _gather(call, self.f, needed=torch.is_grad_enabled())
+            call.groups[name] = group, waiting
         try:
             run = group.run_recomputed if member.remat else group.run
-            return run(member.f, module, forward, args, kwargs)
+            return run(member.f, *inputs)
         finally:
-            members_left.discard(number)
-            if not members_left and name in call.groups and call.groups[name][1] is members_left:
+            waiting.discard(number)
+            if not waiting and name in call.groups and call.groups[name][1] is waiting:
                 call.groups.pop(name)[0].close()
 
-    def _backward_needs(self, args: Any, kwargs: Any) -> bool:
-        """Return whether backward may need the leaves of a unit that runs with these inputs."""
-        if not torch.is_grad_enabled():
-            return False
-        # Why members: these are the inputs of the first module of a group alone.
-        return (
-            self.f.trainable
-            or bool(self.members)
-            or any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
-        )
 
-    @untraced
-    def enter_recomputed(
-        self, call: UnitCall, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs
-    ) -> Any:
-        """Run the unit under ``remat``, as a function of every tensor to differentiate by."""
-        # Why buffers: under a transform the call's copies of buffers belong to the transform, so
-        # they have to be arguments and results.
-        entries = (
-            []
-            if hooks_allowed()
-            else [
-                (submodule, name) for submodule in module.modules() for name in submodule._buffers
-            ]
-        )
-
-        def unit(shards: dict[str, Any], buffers: list[Any], args: Args, kwargs: Kwargs) -> Any:
-            shards_before = call.shards
-            call.shards = {**shards_before, **shards}
-            own_buffers = {
-                id(buffer): buffer if buffer is None else buffer.clone() for buffer in buffers
-            }
-            try:
-                _set_buffers(entries, [own_buffers[id(buffer)] for buffer in buffers])
-                out = self.enter(call, module, forward, args, kwargs)
-                return out, _get_buffers(entries)
-            finally:
-                call.shards = shards_before
-                # They have no graph in forward, and another one in backward.
-                forget_parametrized(module)
-
-        below = {
-            name: shard
-            for name, shard in call.shards.items()
-            if any(
-                tree.is_under(unit_module.path, self.path)
-                for unit_module in call.runs[name].modules
-            )
-        }
-        out, buffers = rematerialised(unit)(below, _get_buffers(entries), args, kwargs)
-        _set_buffers(entries, buffers)
-        return out
+def _run_alone(
+    call: UnitCall,
+    member: ModuleRun,
+    inputs: Inputs,
+) -> Any:
+    """Gather the unit for one module, and run that."""
+    needed = torch.is_grad_enabled() and (
+        member.f.trainable or any(tensor.requires_grad for tensor in tensors_in(inputs[2:]))
+    )
+    gathered = _gather(call, member.f, needed=needed)
+    try:
+        return gathered.run(member.f, *inputs)
+    finally:
+        gathered.close()
 
 
-def check_order(mesh: Mesh, found: str, prefetcher: Prefetcher) -> None:
-    """Raise on every rank unless all come to the same unit; ``found`` is that of this rank."""
+def _gather(call: UnitCall, f: Unshard, *, needed: bool) -> Gathered:
+    """Gather a unit; ``needed`` says whether backward may need its leaves."""
+    unit, shard, prefetcher = f.unit, call.shards[f.unit.name], call.prefetcher
+    # A transform inside the call has to see the all-gather, which the unit then starts itself.
+    if prefetcher is None or transforms_active():
+        return f.open(shard)
+    if call.mesh is not None:
+        check_order(call.mesh, f"unit {unit.title!r}", prefetcher)
+    handles = prefetcher.pre_forward(unit.name, stays=not f.freed)
+    if not f.freed:  # a unit that is gathered again in backward compares for itself
+        call.note_used(unit, shard, again=handles is None)
+        handles = f.stay_gathered(shard, handles, needed=needed)
+    return f.open(shard, handles, prefetcher)
+
+
+def _run_recomputed(
+    call: UnitCall,
+    member: ModuleRun,
+    inputs: Inputs,
+) -> Any:
+    """Run a module under ``remat``, as a function of every tensor to differentiate by."""
+    module, forward, args, kwargs = inputs
+    # Why buffers: under a transform the call's copies of buffers belong to the transform, so they
+    # have to be arguments and results.
+    entries = [(m, name) for m in module.modules() for name in m._buffers]
+    if hooks_allowed():
+        entries = []
+
+    def run(shards: dict[str, Any], buffers: list[Any], args: Args, kwargs: Kwargs) -> Any:
+        before = call.shards
+        call.shards = {**before, **shards}
+        copies = {id(buffer): buffer if buffer is None else buffer.clone() for buffer in buffers}
+        try:
+            _set_buffers(entries, [copies[id(buffer)] for buffer in buffers])
+            out = _run_alone(call, member, (module, forward, args, kwargs))
+            return out, _get_buffers(entries)
+        finally:
+            call.shards = before
+            # They have no graph in forward, and another one in backward.
+            forget_parametrized(module)
+
+    below = {
+        name: shard
+        for name, shard in call.shards.items()
+        if any(tree.is_under(inner.path, member.path) for inner in call.runs[name].modules)
+    }
+    out, buffers = rematerialised(run)(below, _get_buffers(entries), args, kwargs)
+    _set_buffers(entries, buffers)
+    return out
+
+
+def check_order(mesh: Mesh, reached: str, prefetcher: Prefetcher) -> None:
+    """Raise on every rank unless all come to the same unit; ``reached`` is that of this rank."""
     remedy = (
         "let every rank call the same units in one order, equally often; if generate() stops at "
         "different times, ask for equally many tokens"
     )
     check_same(
-        mesh, f"{found} at position {len(prefetcher.ran)}", "the order of units", remedy=remedy
+        mesh, f"{reached} at position {len(prefetcher.ran)}", "the order of units", remedy=remedy
     )
 
 
@@ -360,20 +351,16 @@ def _check_module(
     methods: Mapping[int, Sequence[str]],
 ) -> int:
     """Return the index of a module of ``unit``, after checking that it has something to enter."""
-    title = repr(unit.title) if not unit.members else f"{unit.title!r}, its module {path!r},"
-    own_class = None if index is None else skeleton.specs[index].cls
-    if (
-        index is None
-        or own_class is None
-        or (path and own_class.forward is nn.Module.forward and not methods.get(index))
-    ):
-        found_module = (
-            "no module of this model"
-            if own_class is None
-            else f"a {own_class.__name__}, which has no forward of its own"
-        )
+    title = repr(unit.title)
+    if unit.members:
+        title += f", its module {path!r},"
+    kind = "no module of this model"
+    if index is not None:
+        cls = skeleton.specs[index].cls
+        kind = f"a {cls.__name__}, which has no forward of its own"
+    if index is None or (path and cls.forward is nn.Module.forward and not methods.get(index)):
         raise ValueError(
-            f"unit {title} is {found_module}; a unit's parameters are gathered when its forward is called: "
+            f"unit {title} is {kind}; a unit's parameters are gathered when its forward is called: "
             "choose the modules that are called, such as its children, or name its methods in "
             "fully_shard(methods=...)"
         )
@@ -479,15 +466,15 @@ def _as_made(module: nn.Module) -> Iterator[None]:
 # --- parameters -----------------------------------------------------------------------------------
 
 
-def table_entries(unit: UnitPlan, path: str, skeleton: Skeleton) -> TableEntries:
-    """Return the entries of parameter tables at and below ``path`` that hold leaves of ``unit``."""
-    entries_by_paths: dict[tuple[str, ...], dict[str, int]] = {}
+def table_entries(unit: UnitPlan, skeleton: Skeleton) -> dict[str, TableEntries]:
+    """Return the entries at and below each module of ``unit`` that hold leaves of the unit."""
+    tables: dict[str, dict[tuple[str, ...], dict[str, int]]] = {path: {} for path in unit.paths}
     for index, leaf in enumerate(unit.leaves):
         for name in skeleton.parameters[leaf.path]:
-            if tree.is_under(name, path):
-                *modules, key = name[len(path) + 1 if path else 0 :].split(".")
-                entries_by_paths.setdefault(tuple(modules), {})[key] = index
-    return tuple(entries_by_paths.items())
+            for path in filter(tables.__contains__, tree.upwards(name)):
+                *modules, key = name.removeprefix(f"{path}." if path else "").split(".")
+                tables[path].setdefault(tuple(modules), {})[key] = index
+    return {path: tuple(entries.items()) for path, entries in tables.items()}
 
 
 def forward_with_leaves(

@@ -75,40 +75,6 @@ def evaluate(mesh, functional, units, strategy="full_shard", loss_fn=None):
     return loss, fs.gather(grads, plan, mesh), (plan, sharded.schedule), events
 
 
-UNITS = {
-    "one unit": [],
-    "blocks": ["blocks.*"],
-    "blocks and what is in them": ["blocks.*", "blocks.*.up"],
-    "layers": ["blocks.*.up", "blocks.*.down", "blocks.*.norm"],
-    "the embedding, which is tied to the head": ["embed", "blocks.1"],
-}
-WORLDS = [1, 3, {"replicate": 2, "shard": 2}]
-STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world", "strategy", "units"),
-    [
-        pytest.param(world, STRATEGIES[(i + j) % 3], units, id=f"{world}-{STRATEGIES[(i + j) % 3]}-{name}")
-        for i, (name, units) in enumerate(UNITS.items())
-        for j, world in enumerate(WORLDS)
-    ],
-)
-def test_loss_and_gradients_are_the_unsharded_ones_and_the_collectives_the_predicted_ones(world, strategy, units):
-    module = made()
-    functional = fs.make_functional(module)
-    expected_loss, expected = unsharded(module)
-    for loss, grads, (plan, schedule), events in fs.simulate(
-        lambda mesh: evaluate(mesh, functional, units, strategy), world
-    ):
-        torch.testing.assert_close(loss, expected_loss)
-        torch.testing.assert_close(grads, expected)
-        nested = "blocks.0" in plan.units and any(name.endswith(".up") for name in plan.units)
-        if not nested:  # the all-gathers of a nested unit lie between those of the outer unit
-            assert tuple(events) == fs.predict_events(plan, schedule)
-
-
 def test_only_the_root_and_the_running_unit_are_gathered_at_any_moment():
     moments = []
 
@@ -582,64 +548,63 @@ def test_a_parameter_read_outside_its_units_forward_is_named():
         fs.simulate(lambda mesh: evaluate(mesh, functional, ["blocks.*"]), 2)
 
 
-def refused(build, words, kind=ValueError):
-    with pytest.raises(kind, match=words):
-        build(fs.Mesh(), *fs.make_functional(made()))
+def without_marks(params):
+    return {name: p.clone() for name, p in params.items()}  # clones lose the attribute that marks a tie
 
 
-def test_a_plan_of_another_module_is_refused():
-    other = fs.make_functional(made(Model, None, 2))[1]
-    words = (
-        r"made for another module; it lacks \['blocks\.2\.down\.bias', .*\] of this one's parameters and has nothing besides"
-    )
-    refused(lambda mesh, apply, params, buffers: fs.fully_shard(apply, fs.make_plan(other, mesh), mesh), words)
+# name -> (what is sharded, by which parameters and units, the error)
+REFUSED = {
+    "a plan of another size": (
+        lambda apply: apply,
+        lambda params: {name: torch.zeros(*p.shape[:-1], 2 * p.shape[-1]) for name, p in params.items()},
+        [],
+        ValueError(r"parameter 'embed\.weight' has shape \(11, 16\) in the plan and \(11, 8\) in the module"),
+    ),
+    "a plan of fewer blocks": (
+        lambda apply: apply,
+        lambda params: fs.make_functional(made(Model, None, 2))[1],
+        [],
+        ValueError(r"it lacks \['blocks\.2\.down\.bias', .*\] of this one's parameters and has nothing besides"),
+    ),
+    "a unit that is never called": (
+        lambda apply: apply,
+        dict,
+        ["blocks"],
+        ValueError(r"unit 'blocks' is a ModuleList, which has no forward of its own"),
+    ),
+    "a unit that is a parameter": (
+        lambda apply: apply,
+        dict,
+        ["blocks.0.up.weight"],
+        ValueError(r"unit 'blocks\.0\.up\.weight' is no module of this model"),
+    ),
+    "a tie across units that the plan does not know": (
+        lambda apply: apply,
+        without_marks,
+        ["embed"],
+        ValueError(r"'embed\.weight' is tied to 'head\.weight', which lies outside unit 'embed' .* ties=apply\.ties"),
+    ),
+    "a plain function": (
+        lambda apply: loss_of,
+        dict,
+        [],
+        TypeError(r"the apply that make_functional returned; .* unshard and reshard around its un"),
+    ),
+}
 
 
-def test_a_plan_of_a_module_of_another_size_is_refused():
-    def build(mesh, apply, params, buffers):
-        wider = {name: torch.zeros(*p.shape[:-1], 2 * p.shape[-1]) for name, p in params.items()}
-        fs.fully_shard(apply, fs.make_plan(wider, mesh), mesh)
-
-    refused(build, r"parameter 'embed\.weight' has shape \(11, 16\) in the plan and \(11, 8\) in the module")
-
-
-@pytest.mark.parametrize(
-    ("unit", "words"),
-    [
-        ("blocks", r"unit 'blocks' is a ModuleList, which has no forward of its own"),
-        ("blocks.0.up.weight", r"unit 'blocks\.0\.up\.weight' is no module of this model"),
-    ],
-)
-def test_a_unit_that_is_never_called_is_refused(unit, words):
-    refused(lambda mesh, a, params, b: fs.fully_shard(a, fs.make_plan(params, mesh, units=[unit]), mesh), words)
-
-
-def test_a_tie_across_units_that_the_plan_does_not_know_is_refused():
-    def build(mesh, apply, params, buffers):
-        copies = {name: p.clone() for name, p in params.items()}  # clones lose the attribute that marks the tie
-        fs.fully_shard(apply, fs.make_plan(copies, mesh, units=["embed"]), mesh)
-
-    refused(
-        build, r"parameter 'embed\.weight' is tied to 'head\.weight', which lies outside unit 'embed' .* ties=apply\.ties"
-    )
+@pytest.mark.parametrize(("function", "planned", "units", "error"), REFUSED.values(), ids=REFUSED)
+def test_what_does_not_fit_is_refused(function, planned, units, error):
+    apply, params, _ = fs.make_functional(made())
+    with pytest.raises(type(error), match=str(error)):
+        fs.fully_shard(function(apply), fs.make_plan(planned(params), fs.Mesh(), units=units), fs.Mesh())
 
 
 def test_a_tie_that_is_told_to_the_plan_is_taken():
     apply, params, _ = fs.make_functional(made())
-    copies = {name: p.clone() for name, p in params.items()}
-    plan = fs.make_plan(copies, fs.Mesh(), units=["embed", "blocks.0"], ties=apply.ties)
+    plan = fs.make_plan(without_marks(params), fs.Mesh(), units=["embed", "blocks.0"], ties=apply.ties)
     assert plan == fs.make_plan(params, fs.Mesh(), units=["embed", "blocks.0"])
     assert list(plan.units) == ["", "blocks.0"]
-
-
-def test_sharding_twice_and_sharding_a_plain_function_are_refused():
-    def twice(mesh, apply, params, buffers):
-        plan = fs.make_plan(params, mesh)
-        fs.fully_shard(fs.fully_shard(apply, plan, mesh), plan, mesh)
-
-    refused(twice, "sharded already", TypeError)
-    plain = r"takes the apply that make_functional returned; .* unshard and reshard around its units"
-    refused(lambda mesh, a, params, b: fs.fully_shard(loss_of, fs.make_plan(params, mesh), mesh), plain, TypeError)
 
 
 class HalfFrozen(nn.Module):

@@ -418,38 +418,6 @@ def test_frozen_units_stay_gathered_if_backward_may_need_them(passes):
 
 # --- micro-batches --------------------------------------------------------------------------------
 
-OVER = {  # options of the plan -> the units that are gathered once for all micro-batches
-    "all": ({"strategy": "shard_grad_op", "reshard_after_backward": False}, ALL),
-    "the root": ({"overrides": {"": {"reshard_after_backward": False}}}, [""]),
-    "one unit": ({"strategy": "shard_grad_op", "overrides": {"blocks.1": {"reshard_after_backward": False}}}, ["blocks.1"]),
-    "in a group": ({"strategy": "shard_grad_op", "reshard_after_backward": False, "bucket_bytes": 1 << 20}, ["", JOINED]),
-    "none": ({"strategy": "shard_grad_op"}, []),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("reduce", ["each", "once"])
-@pytest.mark.parametrize(("world", "way"), [*((2, way) for way in OVER), (GRID, "all")], ids=str)
-def test_units_stay_gathered_over_micro_batches_if_the_plan_says_so(world, way, reduce):
-    options, stays = OVER[way]
-    _, _, (apply, params, buffers) = made()
-
-    def main(mesh, options):
-        plan = planned(params, mesh, **options)
-        sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
-        loss_fn = lambda s, x: sharded(s, buffers, x).square().mean()  # noqa: E731
-        for _ in range(2):
-            with fs.record_events() as events:
-                loss, grads = fs.accumulate(loss_fn, 3, reduce=reduce)(shards, batch_of(mesh, 6))
-        assert tuple(events) == fs.predict_events(plan, sharded.schedule, micro_batches=3, reduce=reduce)
-        return gathers(events), (loss, fs.gather(grads, plan, mesh))
-
-    for (count, result), (_, plain) in zip(
-        fs.simulate(lambda mesh: main(mesh, options), world), fs.simulate(lambda mesh: main(mesh, {}), world), strict=True
-    ):
-        assert {name for name in count if count[name] == 1} == set(stays)
-        same_bits(result, plain)
-
 
 def test_a_unit_that_stays_over_micro_batches_is_freed_after_the_last():
     log, _, (apply, params, buffers) = made()

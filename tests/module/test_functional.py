@@ -576,12 +576,6 @@ def test_transforms_of_functions_go_through() -> None:
         torch.testing.assert_close(value, torch.stack([each[name] for each in one_by_one]))
 
 
-@pytest.mark.parametrize("not_a_module", [nn.Linear, F.relu, {"w": torch.ones(1)}])
-def test_what_is_no_module_is_refused(not_a_module: Any) -> None:
-    with pytest.raises(TypeError, match=r"make_functional takes a torch\.nn\.Module; found"):
-        fs.make_functional(not_a_module)
-
-
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [

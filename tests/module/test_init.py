@@ -256,17 +256,6 @@ def test_infinite_values_count_as_written() -> None:
     assert torch.equal(shards[""]["float32"], values.view(-1))
 
 
-def test_a_module_with_values_or_of_another_plan_is_refused() -> None:
-    _, params, _ = fs.make_functional(nn.Linear(2, 2))
-    plan = fs.make_plan(params, 1)
-    with pytest.raises(
-        ValueError, match=r"all parameters on meta; \['bias', 'weight'\] have values: use shard|'weight', 'b"
-    ):
-        fs.init_module(nn.Linear(2, 2), plan, fs.Mesh())
-    with pytest.raises(ValueError, match=r"made for another module; it lacks \['0.bias', '0.weight'\] of this one's parame"):
-        fs.init_module(on_meta(lambda: nn.Sequential(nn.Linear(2, 2))), plan, fs.Mesh())
-
-
 @pytest.mark.parametrize(
     ("values", "words"),
     [
@@ -280,19 +269,6 @@ def test_what_init_must_return(values: Any, words: str) -> None:
     plan = fs.make_plan({"a": torch.zeros(2), "b": torch.zeros(2)}, 1)
     with pytest.raises(ValueError, match=words):
         fs.init_shards(lambda unit: values, plan, fs.Mesh())
-
-
-def test_ranks_that_were_seeded_differently_get_an_error() -> None:
-    def main(mesh: fs.Mesh) -> None:
-        torch.manual_seed(mesh.rank)
-        plan = fs.make_plan({"a": torch.zeros(2)}, mesh)
-        words = (
-            r"the state of torch's random number generators, as after torch.manual_seed, must be the same on every rank; r"
-        )
-        with pytest.raises(ValueError, match=words):
-            fs.init_shards(lambda unit: {"a": torch.randn(2)}, plan, mesh)
-
-    fs.simulate(main, 2)
 
 
 def numpys(mesh: fs.Mesh) -> torch.Tensor:

@@ -3,7 +3,6 @@
 import functools
 import gc
 import shutil
-import warnings
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 import funcshard as fs
 from tests.models import SUBJECTS
 from tests.module.test_fully_sharded import TOKENS, Model, loss_of, made
-from tests.ranks import run_ranks, run_simulated
 from tests.storages import Log
 
 OF_TORCH = (  # torch's own warnings; Dynamo hides the first one unless it is an error
@@ -112,23 +110,6 @@ def test_between_forward_and_backward_a_compiled_unit_is_free():
             torch._dynamo.reset()
     finally:
         gc.enable()
-
-
-def _on_a_rank(mesh, compiled):
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", OF_TORCH[0])
-        backend = Backend()
-        loss, grads, _ = evaluated(
-            mesh, fs.make_functional(made()), backend.compiler if compiled else None, ["blocks.*"], steps=2
-        )
-    return loss, grads, backend.graphs
-
-
-@pytest.mark.slow
-def test_processes_compute_the_same_bits_compiled():
-    found, expected = run_ranks(_on_a_rank, 2, True), run_simulated(_on_a_rank, 2, False)
-    torch.testing.assert_close([each[:2] for each in found], [each[:2] for each in expected], rtol=0, atol=0)
-    assert [graphs for _, _, graphs in (*found, *expected)] == [1, 1, 0, 0]
 
 
 @pytest.mark.slow
