@@ -51,7 +51,15 @@ def make_template(tree: ModuleTree) -> tuple[list[nn.Module], dict[int, str]]:
         memo[id(tensor)] = stand_in
         tensor_names[id(stand_in)] = name
     modules = [m for _, m in tree.modules]
-    parts = {*memo, *map(id, modules)}
+    # Why not by deepcopy: a module has a dozen empty tables of hooks, which take most of its time.
+    tables = [
+        m.__dict__[key]
+        for m in modules
+        for key, kind in TORCH_CONTAINERS.items()
+        if type(m.__dict__.get(key)) is kind
+    ]
+    memo.update((id(table), type(table)()) for table in tables if not table)
+    parts = {*map(id, modules), *map(id, tree.parameters.values()), *map(id, tree.buffers.values())}
     values = [
         (key, value)
         for m in modules
