@@ -23,7 +23,7 @@ from funcshard._utils import (
 )
 from funcshard.estimate.trace.program import Program, Run, make_program
 from funcshard.estimate.trace.tape import Tape
-from funcshard.estimate.trace.tracing import trace
+from funcshard.estimate.trace.tracing import trace_model
 from funcshard.plan import MixedPrecision, Plan, dtype_name, make_plan, match
 
 
@@ -281,7 +281,7 @@ def profile(
                 torch.enable_grad(),
                 torch.autocast("cpu", dtype=autocast, enabled=autocast is not None),
             ):
-                return trace(
+                return trace_model(
                     apply, plan, forms, buffers, args, kwargs, loss=loss, targets=targets, remat=remat, apart=apart,
                     compiled=chosen, fold=fold,
                 )  # fmt: skip

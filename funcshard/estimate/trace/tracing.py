@@ -1,4 +1,4 @@
-"""``trace``: run a model once without data, and write down its memory and its operations.
+"""``trace_model``: run a model once without data, and write down its memory and its operations.
 
 The tensors of the trace are torch's fake tensors, which have shapes and storages but no data. The
 tracer runs forward, the loss and backward of the whole model as a training step does, so all that
@@ -51,7 +51,7 @@ _ATTEMPTS = 3  # traces that fold something
 _NESTED = 4  # least number of equal modules that are folded inside a folded module
 
 
-def trace(
+def trace_model(
     apply: Any,
     plan: Plan,
     forms: Mapping[str, torch.Tensor],

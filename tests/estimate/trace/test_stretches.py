@@ -12,7 +12,7 @@ from funcshard.demo.decoder_configs import DECODERS, LatentSizes
 from funcshard.estimate.trace.program import make_program
 from funcshard.estimate.trace.stretches import Stretch, compact
 from funcshard.estimate.trace.tape import Tape
-from funcshard.estimate.trace.tracing import trace
+from funcshard.estimate.trace.tracing import trace_model
 from tests.estimate.trace.test_tracing import MODELS, lookups
 
 
@@ -34,7 +34,7 @@ def traced(make, *, remat=(), folds=(True,)):
         path for path, module in model.named_modules()
         if path and next(module.parameters(), None) is not None and not isinstance(module, nn.ModuleList)
     ]  # fmt: skip
-    return *(trace(apply, plan, params, buffers, args, {}, remat=remat, fold=fold) for fold in folds), modules
+    return *(trace_model(apply, plan, params, buffers, args, {}, remat=remat, fold=fold) for fold in folds), modules
 
 
 def choices(modules):

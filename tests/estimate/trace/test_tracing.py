@@ -12,7 +12,7 @@ import funcshard as fs
 from funcshard.demo.gpt import GPT, GPTConfig
 from funcshard.estimate.trace.program import Run, make_program
 from funcshard.estimate.trace.tape import Alloc, Call, Free, Grad, Op, Save
-from funcshard.estimate.trace.tracing import trace
+from funcshard.estimate.trace.tracing import trace_model
 
 
 class Layer(nn.Module):
@@ -186,7 +186,7 @@ MODELS = {
 def tape_of(name, **options):
     args, model = MODELS[name]()
     apply, params, buffers = fs.make_functional(model)
-    return trace(apply, fs.make_plan(params, 1), params, buffers, args, {}, **options), params
+    return trace_model(apply, fs.make_plan(params, 1), params, buffers, args, {}, **options), params
 
 
 def summary(tape):
@@ -286,17 +286,19 @@ def test_a_loss_without_parameters_is_refused():
     apply, params, buffers = fs.make_functional(nn.Linear(2, 2).requires_grad_(False))
     plan = fs.make_plan(params, 1)
     with pytest.raises(ValueError, match="require no gradient, so there is no backward to trace"):
-        trace(apply, plan, params, buffers, (torch.zeros(1, 2),), {})
+        trace_model(apply, plan, params, buffers, (torch.zeros(1, 2),), {})
     apply, params, buffers = fs.make_functional(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="does not depend on a trainable parameter"):
-        trace(apply, fs.make_plan(params, 1), params, buffers, (torch.zeros(1, 2),), {}, loss=lambda out: torch.zeros(()))
+        trace_model(
+            apply, fs.make_plan(params, 1), params, buffers, (torch.zeros(1, 2),), {}, loss=lambda out: torch.zeros(())
+        )
 
 
 def test_a_folded_trace_keeps_no_input_of_a_checkpoint_longer_than_the_checkpoint():
     blocks = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()).requires_grad_(False) for _ in range(2)]
     apply, params, buffers = fs.make_functional(nn.Sequential(*blocks, nn.Linear(8, 64)))
     given = apply, fs.make_plan(params, 1), params, buffers, (torch.zeros(16, 8),), {}
-    whole, folded = (summary(trace(*given, remat=["0", "1"], fold=fold)) for fold in (False, True))
+    whole, folded = (summary(trace_model(*given, remat=["0", "1"], fold=fold)) for fold in (False, True))
     assert folded == whole
 
 
@@ -538,7 +540,7 @@ def test_one_module_stands_for_others_only_if_they_trace_alike(name):
     found = []
     for fold in (False, True):
         apply, params, buffers = fs.make_functional(ALIKE[name]())
-        tape = trace(apply, fs.make_plan(params, 1), params, buffers, (torch.zeros(8, 4, 16),), {}, fold=fold)
+        tape = trace_model(apply, fs.make_plan(params, 1), params, buffers, (torch.zeros(8, 4, 16),), {}, fold=fold)
         found.append(summary(tape))
     assert found[0] == found[1]
 
@@ -549,7 +551,7 @@ def test_one_module_stands_for_others_only_if_they_trace_alike(name):
 )
 def test_modules_that_read_equal_values_are_traced_once(name, number):
     apply, params, buffers = fs.make_functional(ALIKE[name]())
-    tape = trace(apply, fs.make_plan(params, 1), params, buffers, (torch.zeros(8, 4, 16),), {})
+    tape = trace_model(apply, fs.make_plan(params, 1), params, buffers, (torch.zeros(8, 4, 16),), {})
     assert len(tape.folds) == number
 
 
@@ -563,7 +565,7 @@ def test_memory_that_nothing_writes_is_no_work():
     moved = []
     for cls in (nn.Linear, Empty):
         apply, params, buffers = fs.make_functional(cls(16, 16))
-        tape = trace(apply, fs.make_plan(params, 1), params, buffers, (torch.zeros(8, 16),), {})
+        tape = trace_model(apply, fs.make_plan(params, 1), params, buffers, (torch.zeros(8, 16),), {})
         moved.append([event.bytes for event in tape.events if isinstance(event, Op)])
     assert moved[1] == [4 << 20, *moved[0]]  # zero_ writes once and reads nothing
 
