@@ -52,9 +52,7 @@ ALLOWED: dict[str, Allowed] = {
         _TO_CUDA + _TO_CPU, "a checkpoint is read to the CPU; replan moves what is offloaded"
     ),
     "checkpoint/state_dict.py:kept_copy": Allowed(_TO_CPU, "offload=True asks for a state dict on the CPU"),
-    "module/init.py:_was_written": Allowed(
-        _ITEM, "an initialisation that leaves a leaf out is an error, which Python raises"
-    ),
+    "module/resets.py:is_blank": Allowed(_ITEM, "an initialisation that leaves a leaf out is an error, which Python raises"),
     "train/train_step.py:__call__": Allowed(
         _ITEM, "scaler: Python decides whether the optimizer runs, as torch.amp.GradScaler does", in_step=True
     ),
