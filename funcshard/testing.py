@@ -24,7 +24,7 @@ def delayed(mesh: Mesh, kind: str, seconds: float) -> Mesh:
     Until a slow collective has been waited for, its output is full of NaN, or of zeros if the dtype
     has no NaN. ``wait`` returns the result once ``seconds`` have passed since the start. So code
     that reads too early computes NaN in every run, instead of the right numbers in most runs. Code
-    that waits gets the same bits as without the delay. On CUDA a stream of its own sleeps, for a
+    that waits gets the same bits as without the delay. On CUDA a separate stream sleeps, for a
     number of clock cycles, and the host does not.
 
     Arguments:

@@ -44,7 +44,7 @@ def untraced_with_warning(text: str) -> Callable[[Method[S, P, T]], Method[S, P,
     object warns once. Where the whole program has to be one graph, the text is in torch's error.
 
     Arguments:
-        text: why the object is not compiled, and the remedy.
+        text: why the object is not compiled, and what to do.
     """
 
     def decorate(method: Method[S, P, T]) -> Method[S, P, T]:

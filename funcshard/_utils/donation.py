@@ -34,7 +34,7 @@ class _DonatedTensor(torch.Tensor):
 
 
 class _DonatedState:
-    """Stands in an optimizer's state for the tensors that were donated to a step."""
+    """Replaces, in an optimizer's state, the tensors that were donated to a step."""
 
     def __repr__(self) -> str:
         return "<optimizer state that was donated to a step>"

@@ -2,7 +2,7 @@
 
 A file may be damaged, or made to do harm. Each function here takes the name of a part and its
 value, and returns the value if it is of the type. If not, it raises a ``ValueError`` that gives the
-name, the rule and the value. The caller adds the name of the file and a remedy.
+name, the rule and the value. The caller adds the name of the file and what to do.
 """
 
 from __future__ import annotations

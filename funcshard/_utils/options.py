@@ -1,6 +1,6 @@
 """Check the options of public functions: numbers, counts, flags and names from a list.
 
-Each check raises an error that names the option, the rule, the value found and a remedy. A value of
+Each check raises an error that names option, rule, the value found and what to do. A value of
 the wrong type is a ``TypeError``, any other wrong value a ``ValueError``. Numbers may be Python's,
 NumPy's, or tensors without dimensions; ``True`` and ``False`` are no numbers.
 """
@@ -188,7 +188,7 @@ def check_choice(
         name: name of the option.
         value: its value.
         choices: the choices.
-        usual: remedies for the names that choices have in other libraries, in small letters, of
+        usual: advice for the names that choices have in other libraries, in small letters, of
             texts or of members of an enumeration.
 
     Raises:
@@ -212,12 +212,12 @@ def check_choice(
 
 
 def did_you_mean(value: str, names: Iterable[str], *, otherwise: str) -> str:
-    """Return the end of an error: a question for the name that is like ``value``, or a remedy.
+    """Return the end of an error: a question for the name that is like ``value``, or what to do.
 
     Arguments:
         value: the wrong name.
         names: the names that are right.
-        otherwise: the remedy if none is like it.
+        otherwise: what to do if none is like it.
 
     Example:
         >>> from funcshard._utils import did_you_mean

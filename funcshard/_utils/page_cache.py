@@ -51,7 +51,7 @@ def release_pages(tensor: torch.Tensor) -> None:
     the tensor again maps them again.
 
     Arguments:
-        tensor: a tensor in memory of its own, or a view of a mapped file that is never written to,
+        tensor: a tensor in separate memory, or a view of a mapped file that is never written to,
             behind the file's first byte.
 
     Source: Linux manual pages, madvise(2).

@@ -1,4 +1,4 @@
-"""Remedies for the habits of other libraries, in the errors of this one.
+"""Advice for the habits of other libraries, in the errors of this one.
 
 A module where its function belongs, ``sharded.eval()``, ``optimizer.zero_grad()``: such a call is
 right in torch, so its error names the call that does the same here.
@@ -13,12 +13,12 @@ from torch import nn
 
 
 def absent(title: str, name: str, remedies: Mapping[str, str]) -> AttributeError:
-    """Return the error for an attribute that an object lacks, with a remedy if one is known.
+    """Return the error for an attribute that an object lacks, with what to do if that's known.
 
     Arguments:
-        title: the object, in words.
+        title: the object, as text.
         name: the attribute.
-        remedies: the remedy for each attribute that torch's object of this kind has.
+        remedies: what to do for each attribute that torch's object of this kind has.
 
     Example:
         >>> from funcshard._utils import absent

@@ -82,7 +82,7 @@ def text_of(parts: Iterable[Part]) -> str:
 
 
 def html_of(parts: Iterable[Part]) -> str:
-    """Return parts as escaped HTML; several tables stand side by side if they fit."""
+    """Return parts as escaped HTML; several tables are side by side if they fit."""
     parts = list(parts)
     has_tables = sum(isinstance(part, Table) for part in parts) > 1
     return "".join(

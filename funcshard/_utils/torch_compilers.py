@@ -34,7 +34,7 @@ def _compiling() -> Iterator[Any]:
 
 
 def _fake_like(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without data of the same form, with memory of its own."""
+    """Return a tensor without data of the same form, with separate memory."""
     with mode:
         return torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device

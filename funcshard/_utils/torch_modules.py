@@ -20,7 +20,7 @@ def state_names(
     Arguments:
         module: the module.
         every: path and module of every module of its tree, under all paths, parents first.
-        classes: the classes of these modules. If one of them has a state dict of its own kind, or
+        classes: the classes of these modules. If one of them has its own kind of state dict, or
             a module has a hook, the state dict is made.
     """
     try:

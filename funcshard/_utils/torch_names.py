@@ -66,7 +66,7 @@ def needed_for(feature: str) -> Iterator[None]:
 
 
 class MissingName:
-    """Stands for what torch does not have: a function, a class, a base class, or a module.
+    """Takes the place of what torch does not have: a function, a class, a base class, or a module.
 
     Arguments:
         name: the private name.

@@ -7,9 +7,9 @@ leaf the same path.
 A *structure* describes a tree without its leaves. It consists of integers, strings and nested
 tuples only, so it can be hashed, compared and stored as JSON:
 
-- an integer stands for the leaf of that index,
-- ``None`` stands for ``None`` in the tree, which is not a leaf,
-- ``(kind, meta, children)`` stands for a container.
+- an integer represents the leaf of that index,
+- ``None`` represents ``None`` in the tree, which is not a leaf,
+- ``(kind, meta, children)`` represents a container.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def none_paths(tree: Any) -> list[str]:
 
 
 def leaves_up_to(tree: Any, deeper: Any) -> list[Any]:
-    """Return the subtrees of ``deeper`` that stand at the positions of the leaves of ``tree``."""
+    """Return the subtrees of ``deeper`` that are at the positions of the leaves of ``tree``."""
     return optree.tree_structure(tree).flatten_up_to(deeper)
 
 

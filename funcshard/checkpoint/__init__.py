@@ -29,7 +29,7 @@ Read the files in this order:
 - ``open_folder``: a reader sees one checkpoint.
 - ``foreign_folders``: which other library wrote a folder, and how to read it.
 - ``writer``: the thread that writes one rank's part.
-- ``other_files``: folders that hold no safetensors, and the remedy for each.
+- ``other_files``: folders that hold no safetensors, and what to do for each.
 - ``safetensors``: ``export_safetensors`` and ``import_safetensors``.
 - ``adapters``: the names of a model under peft's adapters, and their initial values.
 - ``hugging_face``: Hugging Face's models on meta, and their names in files.

@@ -77,7 +77,7 @@ class Region:
 def write_slices(
     folder: Path, rank: int, slices: Sequence[TensorSlice], tensors: Mapping[str, TensorMetadata]
 ) -> list[Region]:
-    """Write one rank's slices into a file of its own, sync it to the disk, and return its regions.
+    """Write one rank's slices into its own file, sync it to the disk, and return its regions.
 
     Raises:
         OSError: the file cannot be written.

@@ -186,7 +186,7 @@ def _leaves(plan: Plan) -> Iterable[tuple[Any, BufferPlan, LeafSpec]]:
 
 
 def _name_in(stored: Mapping[str, Any], leaf: LeafSpec, prefix: str) -> str:
-    """Return the name of a leaf in the checkpoint; a tied one may stand under any of its names."""
+    """Return the name of a leaf in the checkpoint; a tied one may be under any of its names."""
     return next(
         (prefix + name for name in (leaf.path, *leaf.aliases) if prefix + name in stored), ""
     )

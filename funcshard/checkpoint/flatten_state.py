@@ -8,7 +8,7 @@ of ranks remains in it. It recognises these trees by their form, under any name 
 - in the state of an optimizer, a list of such tensors in the order of the tree's leaves, as
   TorchOpt has. Such a list elsewhere is an error, because it may be the same on every rank.
 
-Every other tensor or value must be the same on every rank, or stand in a ``PerRank``. Nothing here
+Every other tensor or value must be the same on every rank, or be in a ``PerRank``. Nothing here
 communicates or reads a file. ``unflatten_state`` is the inverse, under the same plan or another.
 """
 

@@ -436,7 +436,7 @@ def _group(path: str, layout: ParamGroupLayout | None) -> int:
 def _check_groups(
     begun: Sequence[str], anew: Sequence[str], layout: ParamGroupLayout | None
 ) -> None:
-    """Raise unless no leaf that begins anew shares buffer and group with one that has state."""
+    """Raise if a leaf that begins from scratch shares buffer and group with one that has state."""
     for path in anew:
         peer = next((peer for peer in begun if _group(peer, layout) == _group(path, layout)), None)
         if peer is not None:
@@ -476,7 +476,7 @@ def _scalars(
 ) -> Any:
     """Return the scalar of each parameter group; its leaves in one buffer must have the same.
 
-    ``without`` are the groups whose leaves in this buffer begin anew; they have no scalar.
+    ``without`` are the groups whose leaves in this buffer begin from scratch; they have no scalar.
     """
     first_scalars: dict[int, tuple[str, Any]] = {}
     # Why leaves elsewhere count: a shard also keeps the scalars of groups that it has no leaf of,

@@ -2,7 +2,7 @@
 
 On the shards, an optimizer keeps flat tensors that are cut like the shards, such as ``exp_avg``,
 and scalars, such as ``step``, once per flat buffer and parameter group. By name, each parameter has
-a dictionary of its own. The inverse of ``optimizer_to_state_dict`` is in ``optimizer_loading``.
+its own dictionary. The inverse of ``optimizer_to_state_dict`` is in ``optimizer_loading``.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def optimizer_to_state_dict(
         ``{"exp_avg": tensor, "step": tensor, ...}``, with the scalars of its parameter group. A
         group is ``{"lr": ..., "params": [names]}``. Frozen leaves have no state, and before the
         first step no leaf has. For an ``(init, update)`` pair, the keys of a leaf's state are paths
-        in the pair's state (``"0.mu"``), and values that belong to no parameter stand in the one
+        in the pair's state (``"0.mu"``), and values that belong to no parameter are in the one
         group.
 
     Raises:

@@ -12,7 +12,7 @@ from funcshard.checkpoint.foreign_folders import foreign_remedy
 
 
 def what_it_holds(folder: Path) -> str:
-    """Return the end of an error about a folder: the files that it holds, and the remedy."""
+    """Return the end of an error about a folder: the files that it holds, and what to do."""
     names = sorted(path.name for path in folder.iterdir())
     cls = _architecture(_json(folder / "config.json"))
     if "adapter_config.json" in names:

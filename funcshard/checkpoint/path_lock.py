@@ -104,7 +104,7 @@ def take_soon(path: Path) -> PathLock | None:
 
 
 def holder_of(path: Path) -> str:
-    """Return the process that holds the lock of a path, in words."""
+    """Return the process that holds the lock of a path, as text."""
     try:
         holder_text = _words(lock_file(path))
         return (

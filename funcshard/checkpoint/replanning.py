@@ -25,13 +25,13 @@ def replan(states: Sequence[Any], old: Plan, new: Plan) -> list[Any]:
     A pure function, which one process computes without communication. Saving under the old plan and
     restoring under the new one gives the same states through files.
 
-    - Every tree that looks like shards is cut again leaf by leaf, under whatever name it stands in
+    - Every tree that looks like shards is cut again leaf by leaf, under whatever name it has in
       the state: parameters, averages of them, optimizer states.
     - A tensor or value that is the same on every rank stays the same.
     - New rank ``r`` takes the ``PerRank`` values and the local leaves of old rank ``r`` modulo the
       old number of ranks.
 
-    Replanning from old to new and back gives the same states, apart from values of their own that
+    Replanning from old to new and back gives the same states, apart from their own values that
     the last ranks lose when the new plan has fewer ranks.
 
     Arguments:

@@ -109,7 +109,7 @@ def export_safetensors(
         mesh: the ranks.
         buffers: further tensors to write, such as ``apply.persistent(buffers)``.
         max_shard_size: the most bytes of tensors in one of several files, as a number or as text
-            with a decimal unit, such as ``"500MB"``. A single larger tensor gets a file of its own.
+            with a decimal unit, such as ``"500MB"``. A single larger tensor gets its own file.
         dtype: floating-point dtype of all floating-point tensors in the files, such as
             ``torch.bfloat16``. By default each tensor keeps its own dtype.
 
@@ -223,7 +223,7 @@ def import_safetensors(
 ) -> Shards:
     """Return this rank's shards of safetensors files; ``export_safetensors`` is the inverse.
 
-    The files are mapped into memory, and each rank reads only the bytes of its own shards, besides
+    The files are mapped into memory, and each rank reads only the bytes of its shards, besides
     the first 64 KiB of each leaf. Ranks compare these, because ranks on several machines may find
     different files under one path. Files that differ only after that are not told apart: then every
     rank would have to read all files.
@@ -231,7 +231,7 @@ def import_safetensors(
     Arguments:
         path: a safetensors file, or a folder as ``save_pretrained`` writes it, with one file or
             with several and their ``model.safetensors.index.json``. Names that are not leaves of
-            the plan are ignored. A tied parameter may stand under any of its names.
+            the plan are ignored. A tied parameter may be under any of its names.
         plan: the plan to cut the shards by.
         mesh: the ranks.
         cast: whether to convert tensors to the plan's dtypes, such as bfloat16 ones to float32,

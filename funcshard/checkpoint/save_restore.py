@@ -155,7 +155,7 @@ def save(
         mesh: the ranks.
         wait: whether to return only when the checkpoint is complete. If ``False``, the state is
             copied to the CPU, and a thread of low priority that issues no collective writes it
-            while training goes on. Call the returned ``Saving``'s ``wait()`` later; the memory of
+            while training continues. Call the returned ``Saving``'s ``wait()`` later; the memory of
             the copy is freed with the ``Saving``. A program that ends without that call ends when
             the checkpoint is complete, or with exit code 1 and a message if it can't be saved.
         after: the ``Saving`` of an earlier save, to wait for first, so that one save runs at a

@@ -71,7 +71,7 @@ def to_state_dict(
 
     Returns:
         A dictionary that ``module.load_state_dict`` takes, in the order of ``module.state_dict()``
-        if the plan was made for params from ``make_functional``. A tied parameter stands under each
+        if the plan was made for params from ``make_functional``. A tied parameter is under each
         of its names, as one tensor, as in ``module.state_dict()``. Of a leaf that ranks
         hold in slices (``local={"up": {"tensor": 0}}``) it holds the whole tensor. A leaf that is
         local to each rank otherwise has the same name on every rank, and this rank's values.
@@ -148,7 +148,7 @@ def from_state_dict(
             - pieces: one ``Piece`` per name, or a list of the pieces of several ranks.
 
             Names that are not leaves of the plan, such as those of buffers, are ignored. A tied
-            parameter may stand under any of its names.
+            parameter may be under any of its names.
         plan: the plan to cut the shards by.
         mesh: the ranks.
         src: the rank that has the state dict, which must hold full tensors. That rank broadcasts
@@ -394,11 +394,11 @@ def find_leaves(
     rule: str = "the state dict must hold every leaf of the plan",
     remedy: str = "",
 ) -> dict[str, Any]:
-    """Return the entry of each leaf by path; a tied parameter may stand under any of its names.
+    """Return the entry of each leaf by path; a tied parameter may be under any of its names.
 
     Raises:
         ValueError: a leaf is missing; the message begins with ``rule`` and ends with ``remedy``. Or
-            a tied parameter stands under several names with different values.
+            a tied parameter is under several names with different values.
     """
     if not isinstance(state_dict, Mapping):
         remedy = "pass a dictionary {name: tensor}"

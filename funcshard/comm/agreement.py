@@ -43,7 +43,7 @@ def check_same(mesh: Ranks, text: str, what: str, *, remedy: str = _REMEDY) -> N
         mesh: the ranks; each of them has to call this.
         text: the text to compare.
         what: a name for the text, for the error.
-        remedy: the remedy, for the error.
+        remedy: what to do, for the error.
     """
     check_all_same(mesh, {what: text}, remedy=remedy)
 
@@ -75,7 +75,7 @@ def check_all_same(
 def check_once(mesh: Ranks, texts: Mapping[str, str], label: str) -> None:
     """Do what ``check_all_same`` does, but nothing if these texts of this mesh were equal before.
 
-    This is for functions that a program may make anew in every step. Ranks whose texts differ are
+    This is for functions that a program may make again in every step. Ranks whose texts differ are
     found all the same: those that know their text issue another collective than the rest.
     """
     known_call = json.dumps([label, dict(texts), [axis for axis, _ in mesh.axes]])
@@ -110,7 +110,7 @@ def first_difference(
 def text_of(value: Any) -> str:
     """Return a text of an argument that ranks can compare, which is the same in every process.
 
-    A function is compared by its name if it stands at the top of a module. Any other one, such as a
+    A function is compared by its name if it is at the top of a module. Any other one, such as a
     lambda, may be the same as any function of another rank.
     """
     if isinstance(value, functools.partial):

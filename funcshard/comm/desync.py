@@ -229,7 +229,7 @@ class DesyncDetector:
         """Wait for every work of collective ``number``.
 
         A slow rank is no error: if a wait exceeds ``patience``, this rank reads the other ranks'
-        latest collectives and signs of life, and goes on waiting unless one of them differs, or a
+        latest collectives and signs of life, and keeps waiting unless one of them differs, or a
         rank has given none for ``give_up`` seconds.
 
         Raises:
@@ -276,7 +276,7 @@ class DesyncDetector:
             raise RuntimeError(lost_text)
 
     def latest(self) -> str:
-        """Return the latest collective in words."""
+        """Return the latest collective as text."""
         return f"{self._describe(self.number)}, collective number {self.number} on mesh axis {self._axis!r}"
 
     def raise_desync(self, number: int, rank: int, latest: int) -> NoReturn:
@@ -549,7 +549,7 @@ class DesyncDetector:
                     receive.wait(datetime.timedelta(milliseconds=1))
 
     def _describe(self, number: int) -> str:
-        """Return what collective ``number`` is, in words for an error."""
+        """Return what collective ``number`` is, as text for an error."""
         at = number - (self.number - len(self._entries)) - 1
         if not 0 <= at < len(self._entries):
             return "a collective that is no longer recorded"

@@ -131,7 +131,7 @@ def device_mesh_of(
 ) -> DeviceMesh:
     """Return the device mesh over all processes; its groups have the timeout of the default group.
 
-    Why not ``init_device_mesh``: its groups have a timeout of their own, half an hour.
+    Why not ``init_device_mesh``: its groups have another timeout, half an hour.
     """
     names, shape, world = tuple(sizes), tuple(sizes.values()), dist.get_world_size()
     job, backend = dist.group.WORLD, str(dist.get_backend())

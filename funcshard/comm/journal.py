@@ -1,6 +1,6 @@
 """Find ranks that wait for each other on different axes or meshes, and say so on each of them.
 
-Each axis of a mesh counts its collectives by itself. If one rank goes on with an all-gather along
+Each axis of a mesh counts its collectives by itself. If one rank continues with an all-gather along
 ``shard`` and its neighbour with an all-reduce along ``replicate``, or along an axis of another
 mesh, each axis by itself looks like one with slow ranks. So all axes of all meshes of a process
 share a ``Journal``. A rank that has waited longer than ``patience`` writes two facts into the job's
@@ -13,7 +13,7 @@ it does not have, it has issued none. If these waits form a circle, no rank of t
 however long the others take. A rank that is merely slow waits for nothing, or for ranks that still
 go on, so it is in no circle.
 
-A rank may read old notes. So ranks write anew each time they look, and a circle counts
+A rank may read old notes. So ranks write again each time they look, and a circle counts
 only if it is there twice in a row, with new notes by all of its ranks: at the moment of the first
 look, all of them waited.
 
@@ -65,7 +65,7 @@ class Wait:
     Attributes:
         group: name of the group, the same on all of its ranks.
         number: of the collective on the axis.
-        what: the collective and its axis in words.
+        what: the collective and its axis as text.
         ranks: the global ranks without whose part the collective cannot end; this rank may be among
             them.
         serial: number of the wait on this rank.

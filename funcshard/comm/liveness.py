@@ -9,8 +9,8 @@ A rank that has waited longer than ``patience`` looks at the beats of the ranks 
 and gives a rank up in two cases:
 
 - The rank's beat has stayed the same for ``give_up`` seconds, and for two of the intervals in which
-  it beats: a rank that has not made the mesh of a short ``give_up`` yet beats more seldom. The
-  looking rank measures them with a clock that goes on only while its own heart beats. So no time
+  it beats: a rank that has not made the mesh of a short ``give_up`` yet beats less often. The
+  looking rank measures them with a clock that runs only while its own heart beats. So no time
   counts in which it was suspended itself, as when a whole job is paused.
 - The rank runs on the same machine, and its process has ended without a farewell, which a process
   that ends by itself writes instead of its last beat. A rank that has said farewell is lost only if
@@ -71,7 +71,7 @@ class _Detector(Protocol):
     number: int
 
     def latest(self) -> str:
-        """Return the latest collective in words."""
+        """Return the latest collective as text."""
 
 
 class SilentStoreError(RuntimeError):
@@ -106,10 +106,10 @@ class _Pulse:
         number: how many beats were written.
         clock: seconds that this process has lived with a heart, as far as it was not suspended.
         detectors: each detector of this process, and its number of collectives at the last beat.
-        latest: the latest collective in words.
+        latest: the latest collective as text.
         questions: calls of the store for other threads; ``None`` asks for a beat. Python collects
             garbage on any thread and between any two instructions, and may stop the heart there: no
-            lock of Python's code stands that.
+            lock of Python's code outlasts that.
         ended: whether the thread has to end.
         fault: why the thread has ended, if the process that holds the store has.
     """
@@ -279,7 +279,7 @@ class Heart:
         return [ranks[(begin + i) % len(ranks)] for i in range(_MOST_READ)]
 
     def _why_lost(self, rank: int, give_up: float, is_away: Callable[[int], bool]) -> str:
-        """Return why a rank is lost, in words; ``""`` if it is not."""
+        """Return why a rank is lost, as text; ``""`` if it is not."""
         beat, clock = self._read(rank), self._pulse.clock
         if beat != self._seen.get(rank, (b"", 0.0))[0]:
             self._seen[rank] = beat, clock

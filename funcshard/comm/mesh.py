@@ -52,7 +52,7 @@ class Memo:
     """What the ranks of a mesh have done together, and need not do again.
 
     Attributes:
-        parts: the parts of this rank's row that have groups of their own, without any changes to
+        parts: the parts of this rank's row that have their own groups, without any changes to
             collectives, by the size of the shard axis and that of the part.
         agreed: the texts that ``check_once`` has found to be equal on all ranks.
     """
@@ -383,7 +383,7 @@ def init_mesh(
         timeout: seconds after which a collective fails because a rank has not joined it. It applies
             only if this call initialises ``torch.distributed``.
         patience: seconds that a wait on the CPU may take before the waiting rank compares its
-            latest collectives with the other ranks'. If they agree, the wait goes on, because a
+            latest collectives with the other ranks'. If they agree, the wait continues, because a
             slow rank is no error. If they differ, or if ranks wait for each other on different
             axes, every waiting rank raises an error that names the difference.
         shared_memory: whether ranks on the CPUs of one machine communicate through its memory, if

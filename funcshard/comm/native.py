@@ -1,6 +1,6 @@
 """Collectives for NCCL and every other backend but gloo: the backend's own.
 
-Reductions may have a communicator of their own. They then run on a stream of their own too, so an
+Reductions may have a separate communicator. They then run on a separate stream too, so an
 all-gather that starts after a reduction does not queue behind it.
 
 The host waits for none of these collectives. ``wait`` makes the current stream wait. Until then

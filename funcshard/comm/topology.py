@@ -23,7 +23,7 @@ class Topology:
     Attributes:
         mesh: the ranks.
         sharded: whether the buffer is cut along the shard axis (``False``: repeated along it).
-        local: mesh axes along which each rank has a buffer of its own, unknown to the other ranks.
+        local: mesh axes along which each rank has its own buffer, unknown to the other ranks.
         cut: whether there is anything to gather.
         repeated: the axes, with more than one rank, along which the buffer is repeated.
     """

@@ -91,7 +91,7 @@ class TorchGroup:
             patience: seconds that a wait on the CPU may take before this rank looks for a desync.
             shared_memory: whether ranks on the CPUs of one machine communicate through its memory,
                 if the system lets them.
-            separate_reductions: whether reductions get a process group of their own; by default on
+            separate_reductions: whether reductions get a separate process group; by default on
                 every backend but gloo.
             give_up: seconds without a sign of life after which this rank gives up one for which it
                 waits.

@@ -1,6 +1,6 @@
 """One unit: gather its leaves, compute, reduce their gradients. The heart of the library.
 
-Read in this order; each file stands on those before it. docs/life-of-a-step.md follows one step
+Read in this order; each file builds on those before it. docs/life-of-a-step.md follows one step
 through them.
 
 - ``buffer_comm``: how one flat buffer is gathered and reduced. ``start_gather`` starts every

@@ -150,7 +150,7 @@ def _unit_names(shards: Any) -> list[str]:
 
 
 def _remedy(leaves: Sequence[Any]) -> str:
-    """Return the remedy for a batch with these leaves, which cannot be split."""
+    """Return what to do for a batch with these leaves, which cannot be split."""
     # Why one: a batch of a class that is no pytree is one leaf.
     if len(leaves) == 1 and isinstance(leaves[0], Mapping):
         return "pass dict(batch)"

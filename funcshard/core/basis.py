@@ -8,7 +8,7 @@ are of different elements. The result has the shape of a Jacobian, and is none.
 The autograd Functions of ``flat_buffer`` and ``collectives`` call ``noted`` when autograd records
 them, and one of the ``refuse`` functions before they communicate a derivative. ``BufferComm.loops``
 carries the loops from forward to backward, because on CUDA torch runs backward in another thread,
-which does not see the caller. A recomputation opens transforms of its own; ``acting_for`` says for
+which does not see the caller. A recomputation opens its own transforms; ``acting_for`` says for
 which loop.
 
 All other results are true objects, which docs/transforms.md lists. A sum of the ranks' gradients is
@@ -60,7 +60,7 @@ def within(loops: Loops) -> Iterator[None]:
 
 
 def below_transforms(f: Callable[..., T], *args: Any) -> T:
-    """Return ``f(*args)``, computed below all transforms of the callers: levels begin anew."""
+    """Return ``f(*args)``, computed below all transforms of the callers, with levels from 0."""
     with within({level: loop for level, loop in _known.get().items() if level == 0}):
         return f(*args)
 

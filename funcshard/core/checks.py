@@ -1,4 +1,4 @@
-"""Check that meshes, leaves and shards fit a plan; errors name the value found and a remedy."""
+"""Check that meshes, leaves and shards fit a plan; errors name the value found and what to do."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def check_shards(plan: Plan, shards: Any) -> None:
 
 
 def _cause(plan: Plan, found: Any) -> str:
-    """Return what was passed in place of shards, as far as its form tells, and the remedy."""
+    """Return what was passed in place of shards, as far as its form tells, and what to do."""
     if isinstance(found, torch.nn.Module):
         return module_remedy(found, "shards = fs.shard(params, plan, mesh)")
     if hasattr(found, "shards"):

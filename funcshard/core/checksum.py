@@ -39,7 +39,7 @@ class LeafChecksums:
     Attributes:
         mesh: the ranks. If there is only one, nothing is computed.
         what: a name for the tree of leaves, for the error.
-        remedy: the remedy for leaves that differ, for the error.
+        remedy: what to do for leaves that differ, for the error.
         found: the local axes and the checksum of each leaf that ranks share, by name.
         weights: the weights of checksums, by device.
     """
@@ -182,7 +182,7 @@ def _raise_difference(checksums: LeafChecksums) -> None:
 
 
 def check_tie(spec: LeafSpec, by_path: Mapping[str, Any], where: str) -> None:
-    """Raise ``ValueError`` if a tied leaf stands under several of its paths with different values.
+    """Raise ``ValueError`` if a tied leaf is under several of its paths with different values.
 
     Arguments:
         spec: the leaf's entry in the plan.

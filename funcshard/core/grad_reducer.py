@@ -2,8 +2,8 @@
 
 ``value_and_grad`` makes a ``GradReducer`` and activates it around the user's loss function. A unit
 that gathers a shard finds the reducer in a context variable and takes a ``GradSlot``: the reducer,
-and what it knows of the leaf. In backward the unit hands its unreduced gradient to the slot, and
-autograd goes on while the reduction runs. A reducer lives for one call.
+and what it knows of the leaf. In backward the unit passes its unreduced gradient to the slot, and
+autograd continues while the reduction runs. A reducer lives for one call.
 
 A call may run several forwards and backwards, one for each micro-batch. ``reduce`` says whether the
 reductions of all of them add up, or the unreduced gradients, or the sums over the shard axis alone.

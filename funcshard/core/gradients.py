@@ -2,7 +2,7 @@
 
 ``value_and_grad`` and ``accumulate`` are one thing: a loss and its gradient, of one or of several
 micro-batches. Both call ``evaluate``. It activates a ``GradReducer`` and runs forward and backward
-of one micro-batch after another. The units that the loss function calls hand their gradients to the
+of one micro-batch after another. The units that the loss function calls pass their gradients to the
 reducer, which adds them up over ranks and over micro-batches. ``evaluate`` then divides each sum
 by the number of ranks, or by the sum of the weights. (Without weights, the loss of each of several
 micro-batches is divided by their number before its backward.)
@@ -64,7 +64,7 @@ def value_and_grad(
         mesh: the ranks that the mean runs over, which check that their options are the same. By
             default, those of the collectives inside ``loss_fn``: gathers of units, ``psum`` and
             ``pmean``. ``fs.Mesh()`` takes the gradient of this rank's own loss, which has none of
-            these. A tensor that is no shard is a variable of its own on each rank, also if all
+            these. A tensor that is no shard is a separate variable on each rank, also if all
             ranks hold the same values.
         weighted: whether ``loss_fn`` also returns the weight of this rank's loss in the mean, which
             is the number of samples or tokens that the loss is the mean of. A weight is finite and
@@ -481,7 +481,7 @@ def _check_result(result: Any, has_aux: bool, weighted: bool) -> tuple[torch.Ten
 
 
 def _found_as_loss(loss: Any, alone: bool) -> str:
-    """Return what was found in place of a loss, and the remedy if it is known."""
+    """Return what was found in place of a loss, and what to do if it is known."""
     if isinstance(loss, torch.Tensor):
         loss_text = f"a tensor of shape {tuple(loss.shape)} and {loss.dtype}"
         return f"{loss_text}: reduce it, as in .mean()" if loss.is_floating_point() else loss_text

@@ -523,7 +523,7 @@ class SavedUnit:
     def hooks(self) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
         """Return the two functions for ``saved_tensors_hooks``, inside the hooks that are active.
 
-        Why outer: autograd calls the innermost hooks only, so these hand all other tensors to the
+        Why outer: autograd calls the innermost hooks only, so these pass all other tensors to the
         hooks around them (checkpoint, offload). Those may hold the module of the call, which holds
         this object; stored here, they would make a cycle.
         """

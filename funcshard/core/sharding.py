@@ -1,6 +1,6 @@
 """``shard`` and ``gather``: from the whole parameter tree to this rank's shards, and back.
 
-``shard`` cuts this rank's shards out of its own params, or out of params that one rank broadcasts.
+``shard`` cuts this rank's shards out of its params, or out of params that one rank broadcasts.
 ``gather`` is the inverse. The helpers at the end of the file cut one unit, one buffer or one leaf
 at a time, for other wings too.
 """

@@ -43,7 +43,7 @@ def add_mesh(parser: argparse.ArgumentParser, ranks: str, units: str = "blocks.*
     Arguments:
         parser: the parser.
         ranks: help for ``--ranks``.
-        units: the default of ``--units``, in words.
+        units: the default of ``--units``, as text.
     """
     parser.add_argument("--ranks", type=at_least(1), default=2, metavar="N", help=ranks)
     parser.add_argument(

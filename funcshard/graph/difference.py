@@ -91,7 +91,7 @@ def _lines(graph: fx.Graph) -> list[str]:
 
 
 def _changes(before: Sequence[str], after: Sequence[str]) -> list[str]:
-    """Return the lines that one of two lists lacks, and those that stand elsewhere, in order."""
+    """Return the lines that one of two lists lacks, and those that are elsewhere, in order."""
     places: dict[str, list[int]] = defaultdict(list)
     for number, line in enumerate(after):
         places[line].append(number)

@@ -57,7 +57,7 @@ def tensor_storages(node: fx.Node) -> set[int]:
 
 
 def _follow(users: Iterable[fx.Node], gone: set[int]) -> None:
-    """Make the results of views and writes anew whose storages were replaced."""
+    """Make again the results of views and writes whose storages were replaced."""
     for user in users:
         storages_before = tensor_storages(user)
         if user.op == "call_function" and storages_before & gone:

@@ -65,7 +65,7 @@ class Entries:
         return self._served.get(key)
 
     def difference(self, signature: Signature, sizes: Mapping[str, int]) -> str:
-        """Return in words why no recording serves arguments; ``""`` if there is no recording."""
+        """Return as text why no recording serves arguments; ``""`` if there is no recording."""
         alike = [
             entry
             for entry_key, entry in self._entries.items()

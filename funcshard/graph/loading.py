@@ -35,7 +35,7 @@ def load_traced(
     rank of the mesh has to call this.
 
     Schedules are functions of Python, so a file has only their names. If the step has any, pass
-    ``step``. A step is also needed for arguments of other shapes, which are recorded anew.
+    ``step``. A step is also needed for arguments of other shapes, which are recorded again.
 
     Arguments:
         path: the file.

@@ -1,7 +1,7 @@
 """Record a step: run it on tensors without data, and write down every operation.
 
 The step runs as it does eagerly: backward, the reductions and the optimizer included. Below
-autograd, torch's make_fx sees each operation. The collectives become operations of their own (see
+autograd, torch's make_fx sees each operation. The collectives become their own operations (see
 ``comm.recorded_group``), so the ranks exchange nothing.
 """
 

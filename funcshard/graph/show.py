@@ -26,7 +26,7 @@ _VERBS = {
 def graph_text(step_graph: StepGraph) -> str:
     """Return a graph as text, in order, with a line for each operation.
 
-    A result has a number, its dtype and its shape. Collectives stand out: an arrow to the right
+    A result has a number, its dtype and its shape. Collectives are marked: an arrow to the right
     starts one, and an arrow to the left waits for it. A heading says which part of the step and
     which unit the operations after it belong to.
     """

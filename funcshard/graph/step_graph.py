@@ -69,7 +69,7 @@ class StepGraph:
     conditions: Conditions = field(default_factory=Conditions)
 
     def copy(self) -> StepGraph:
-        """Return the same graph with nodes of its own, for a pass to change."""
+        """Return the same graph with its own nodes, for a pass to change."""
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         graph.output(graph.graph_copy(self.graph, copies))
         return dataclasses.replace(self, graph=graph)

@@ -58,7 +58,7 @@ def _take_items(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _drop_copies(graph: fx.Graph) -> None:
-    """Use the result of a collective itself where the step copies it into memory of its own.
+    """Use the result of a collective itself where the step copies it into separate memory.
 
     A group writes into memory that it is given. The operation in the graph returns new memory, so
     the recording holds a copy from one into the other.

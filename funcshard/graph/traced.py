@@ -49,7 +49,7 @@ def trace(step: TrainStep, state: Any, batch: Any, *, dynamic_shapes: Any = None
 
     The recording runs the step on tensors without data, and communicates nothing. The result is
     called as the step is, gives the same bits, and issues the same collectives. An optimizer makes
-    its state in the first step, so that step has a graph of its own.
+    its state in the first step, so that step has its own graph.
 
     A run uses the operations of the recording, and not the Python code of the step: a value that
     Python computed from the arguments' shapes is in the graph as a constant. These stay inputs: the
@@ -61,10 +61,10 @@ def trace(step: TrainStep, state: Any, batch: Any, *, dynamic_shapes: Any = None
         state: a state to record with, such as that of ``step.init``. It stays as it is.
         batch: a batch to record with, on this rank.
         dynamic_shapes: names of the sizes in the batch that later batches may have otherwise. The
-            text ``"b, ..."`` names dim 0 of all tensors, and ``"b, t"`` both dims; ``_`` stands for
+            text ``"b, ..."`` names dim 0 of all tensors, and ``"b, t"`` both dims; ``_`` means
             a fixed dim, ``...`` for all further ones. A tree in the form of the batch has a text or
             ``None`` for each part. One recording then serves all sizes that take the same way
-            through the Python code. Other ones are recorded anew, and the log says why.
+            through the Python code. Other ones are recorded again, and the log says why.
 
     Returns:
         The step as a graph.
@@ -149,7 +149,7 @@ class Traced:
             mesh: the ranks.
             changes: the changes of each recording before it runs, in order.
             bind: makes a graph a function that runs.
-            fixed: why nothing can be recorded anew; ``""`` if it can.
+            fixed: why nothing can be recorded again; ``""`` if it can.
             earlier: number of changes that the recordings had before they were loaded.
             names: the sizes of batches that may change.
             entries: the recordings; none by default.
@@ -410,7 +410,7 @@ class Traced:
             path: the file. It appears under this name once it is complete.
             per_rank: whether ranks may have other graphs, as with ``muon`` and with groups of an
                 optimizer. The file then holds one graph for each kind of rank. Their collectives
-                have to be equal in any case.
+                have to be equal anyway.
 
         Raises:
             ValueError: the graphs of two ranks differ, and the message names the first line that
@@ -442,7 +442,7 @@ class Traced:
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits: the same for equal graphs, on all ranks, in all processes.
 
-        They stand for all recordings after all passes, with their constants.
+        They represent all recordings after all passes, with their constants.
 
         Raises:
             ValueError: see ``save``.

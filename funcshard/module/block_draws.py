@@ -1,13 +1,13 @@
 """Random numbers in blocks: a rank draws those that its shards need, and no others.
 
 torch's generators make one number after another, so a rank that needs the second half of a tensor
-has to draw the first half too. Here each block of ``BLOCK`` elements has a generator of its own,
+has to draw the first half too. Here each block of ``BLOCK`` elements has its own generator,
 whose seed is the block's number. So a rank draws the blocks that its shards touch, and any mesh
 gets the same values. JAX's ``jax_threefry_partitionable`` is the same idea.
 
-``BlockDraws`` makes tensors that stand for parameters while a module is reset. Such a tensor notes
-the operations on it, and runs them later on some blocks. An operation that needs all elements, such
-as a view, first makes them; from then on the tensor is an ordinary one.
+``BlockDraws`` makes tensors that take the place of parameters while a module is reset. Such a
+tensor notes the operations on it, and runs them later on some blocks. An operation that needs all
+elements, such as a view, first makes them; from then on the tensor is an ordinary one.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class BlockDraws:
 
     @classmethod
     def after_seed(cls, device: torch.device) -> BlockDraws:
-        """Return draws that begin where torch's generator on the CPU stands, which moves on."""
+        """Return draws that begin where torch's generator on the CPU is, which moves on."""
         return cls(device, int(torch.randint(2**62, (), device="cpu")))
 
     def seed(self, blocks: int) -> int:

@@ -22,7 +22,7 @@ def check_module(tree: ModuleTree) -> None:
     Raises:
         TypeError: DistributedDataParallel or FSDP runs one of its modules; ``torch.compile``,
             ``torch.jit`` or ``torch.export.unflatten`` made one; a parameter or buffer is of a
-            tensor class with operations of its own.
+            tensor class with its own operations.
         ValueError: a lazy module has not been initialised; a module writes to its parameter in
             forward.
     """

@@ -27,7 +27,7 @@ def leave_fast_path(module: nn.Module) -> None:
 
 
 def without_fast_path(skeleton: Skeleton, units: Iterable[str]) -> tuple[int, ...]:
-    """Return the indices of the layers that contain a unit and have no forward hook of their own.
+    """Return the indices of the layers that contain a unit and have no forward hooks themselves.
 
     Arguments:
         skeleton: the model.

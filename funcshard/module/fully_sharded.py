@@ -98,7 +98,7 @@ def fully_shard(
     Arguments:
         apply: the function that ``make_functional`` returned.
         plan: the plan for the params of ``make_functional``. Each unit must be a module with a
-            forward of its own, or with a method that ``methods`` names.
+            its own forward, or with a method that ``methods`` names.
         mesh: the ranks; the mesh must have the plan's shape. Every rank must call ``fully_shard``
             with the same arguments, which is checked; functions are compared by their names.
         schedule: which units are gathered ahead of their use, and when. By default
@@ -403,7 +403,7 @@ def _begin_backward_with(out: Any, prefetcher: Prefetcher) -> None:
 
 
 def _misfit(apply: Any) -> str:
-    """Return what was found in place of an ``apply``, and the remedy."""
+    """Return what was found in place of an ``apply``, and what to do."""
     if hasattr(apply, "_torchdynamo_orig_callable"):
         return (
             f"{type(apply).__name__}, compiled: pass apply itself, and compiler=torch.compile, "

@@ -60,7 +60,7 @@ def make_functional(
             ``False``; ``torch.compile`` or DistributedDataParallel wrapped one of its modules, FSDP
             has changed it, or ``torch.jit`` made it; an attribute refers to one of its modules in a
             way that copying does not follow, such as a global variable; a parameter or buffer is of
-            a tensor class with operations of its own, other than DTensor.
+            a tensor class with its own operations, other than DTensor.
         ValueError: a lazy module has not been initialised; an embedding has a ``max_norm``.
 
     Example:
@@ -78,7 +78,7 @@ def make_functional(
         (tensor(0), tensor(1))
 
     Source: ``torch.func.functional_call``, which swaps tensors into one shared module. Here every
-    call has module objects of its own, so calls cannot disturb each other.
+    call has its own module objects, so calls cannot disturb each other.
     """
     if not isinstance(module, nn.Module):
         kind, remedy = type(module).__name__, "unshard shards a function of your own"

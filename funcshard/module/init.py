@@ -161,7 +161,7 @@ def init_module(
             has one.
         draws: ``"whole"``: every rank draws the random numbers of the whole model, and gets the
             values that are described above. ``"blocks"``: each block of 32,768 elements of a
-            parameter has a generator of its own, and a rank draws the blocks that its shards touch.
+            parameter has its own generator, and a rank draws the blocks that its shards touch.
             So the time falls with the number of ranks. The values are others, but again the same on
             every mesh. A reset has to write a parameter by operations in place on all elements, as
             ``nn.init.normal_`` and the resets of ``nn.Linear`` and ``nn.Embedding`` do. A parameter

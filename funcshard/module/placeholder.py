@@ -15,7 +15,7 @@ def placeholder(
 ) -> torch.Tensor:
     """Return a tensor with the shape, dtype and device of the gathered leaf, but without values.
 
-    Models look at shapes, dtypes and devices of parameters in many places, and that goes on
+    Models look at shapes, dtypes and devices of parameters in many places, and that continues
     working. Code that computes with a placeholder gets an error with the parameter's path and its
     unit. The alternatives would be to compute with garbage, or to gather the unit unasked, in a
     collective that the plan does not predict.

@@ -74,7 +74,7 @@ def references(values: Iterable[Any], tree: Collection[int]) -> tuple[Rebindings
 
     Returns:
         A rebinding for each function that captured a part of the tree, the bound methods of such
-        functions, and the objects that are not copied: DeviceMeshes, which stand for connections
+        functions, and the objects that are not copied: DeviceMeshes, which represent connections
         between ranks, and functions of torch.jit, which have no state and cannot be copied.
     """
     functions: dict[int, Rebinding] = {}

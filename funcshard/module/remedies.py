@@ -1,4 +1,4 @@
-"""Remedies for calls of methods that a module has and a function lacks, such as ``eval()``.
+"""Advice for calls of methods that a module has and a function lacks, such as ``eval()``.
 
 ``absent_of_apply`` and ``absent_of_sharded`` make the errors. A method of the module's own class,
 such as ``generate``, is told by its name.
@@ -80,7 +80,7 @@ def absent_of_sharded(name: str, cls: type | None) -> AttributeError:
 def _with_method(
     remedies: Mapping[str, str], name: str, cls: type | None, call: str
 ) -> Mapping[str, str]:
-    """Return the remedies, with one for a method of the module's own class."""
+    """Return the advice, with one for a method of the module's class."""
     if (
         name in remedies
         or name.startswith("_")

@@ -1,4 +1,4 @@
-"""A module tree without its tensors, from which every call gets module objects of its own.
+"""A module tree without its tensors, from which every call gets its own module objects.
 
 ``torch.func.functional_call`` swaps tensors into one shared module and out again.
 ``make_functional`` does not. A ``Skeleton`` keeps the class, the attributes and the table entries
@@ -327,7 +327,7 @@ def _spec(
 
 
 def _look_up(value: Any, by_id: Mapping[int, Entry]) -> Entry | None:
-    """Return what stands for an entry of a table, which may be ``None``."""
+    """Return what represents an entry of a table, which may be ``None``."""
     return None if value is None else by_id[id(value)]
 
 

@@ -1,4 +1,4 @@
-"""The template of a skeleton: a copy of a module tree in which empty tensors stand for all tensors.
+"""The template of a skeleton: a copy of a module tree in which empty tensors replace all tensors.
 
 ``copy.deepcopy`` makes the copy, with a memo for what it cannot copy: functions that captured
 modules, graphs of ``torch.fx``, and tensors that have a graph.

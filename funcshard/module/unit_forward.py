@@ -1,6 +1,6 @@
 """How the module of a unit runs inside one call of ``fully_shard``.
 
-Every call has module objects of its own (see ``skeleton``). During a call, attributes of a unit's
+Every call has its own module objects (see ``skeleton``). During a call, attributes of a unit's
 module object hide ``forward`` and the methods of ``methods=``, and enter the unit (``UnitEntry``);
 its class stays as it is. User code calls the module as before, in any order, any number of times.
 

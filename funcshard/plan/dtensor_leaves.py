@@ -22,7 +22,7 @@ def with_placements(leaves: Sequence[Leaf], mesh: Any, mesh_axes: Mapping[str, i
 
     Arguments:
         leaves: the leaves of the tree.
-        mesh: the mesh in any form. A ``Mesh`` knows which of its axes stands for which axis of a
+        mesh: the mesh in any form. A ``Mesh`` knows which of its axes represents which axis of a
             DeviceMesh; otherwise they have the same names.
         mesh_axes: size of each axis of the mesh.
 

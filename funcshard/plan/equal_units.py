@@ -36,7 +36,7 @@ class UnitGroup:
 
     @property
     def first(self) -> UnitPlan:
-        """The unit that stands for all."""
+        """The unit that represents all."""
         return self.units[0]
 
     @property

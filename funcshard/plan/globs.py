@@ -51,7 +51,7 @@ def matcher(glob: str) -> Callable[[str], bool]:
 
 
 def _occurrences(text: str, path: str) -> int:
-    """Return a number with bit i set if ``text`` stands in ``path`` from character i on."""
+    """Return a number with bit i set if ``text`` is in ``path`` from character i on."""
     occurrence_bits, at = 0, path.find(text)
     while at >= 0:
         occurrence_bits |= 1 << at

@@ -1,6 +1,6 @@
-"""Which keys of a tree may stand in a plan: those that JSON gives back, and that have a path.
+"""Which keys of a tree may be in a plan: those that JSON gives back, and that have a path.
 
-A plan is data. Keys of dictionaries and the metadata of custom nodes stand in it as they are, and
+A plan is data. Keys of dictionaries and the metadata of custom nodes are in it as they are, and
 JSON would give back text in place of bytes, of members of an enum or of dtypes: another plan.
 """
 

@@ -99,7 +99,7 @@ def names_in_order(params: Any, leaves: Sequence[Leaf]) -> tuple[str, ...]:
     """Return the paths of all uses of leaves in the order of the tree as it was given.
 
     Parameters from ``make_functional`` come in the order of the module's state dict, and the names
-    of its buffers stand among them.
+    of its buffers are among them.
     """
     names: dict[str, None] = {}
     for path, leaf in tree.insertion_order(params):

@@ -49,7 +49,7 @@ class Plan(Shown):
         structure: structure of the whole tree: its containers and keys, without the tensors.
         unit_list: the units: the root first if it owns a leaf, then the others in the given order.
         precision: precision of the root and of all modules outside other units.
-        axes: all mesh axes in the order of ranks; ``()`` stands for ``replicate`` and ``shard``.
+        axes: all mesh axes in the order of ranks; ``()`` represents ``replicate`` and ``shard``.
         names: the names of leaves, and of a module's buffers, in the order of the tree as it was
             given, or of the module's state dict. It decides the order of keys in results, and is no
             part of the fingerprint: plans that differ in it alone are equal.

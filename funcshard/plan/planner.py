@@ -81,7 +81,7 @@ def make_plan(
             gathered and reduced in one collective, and its name joins what the list holds with
             ``+``: ``"embed+lm_head"``. A group owns a tied leaf that all of its uses lie in.
 
-            A mapping gives units options of their own: ``{"blocks.*": {}, "blocks.0": {"strategy":
+            A mapping gives units their own options: ``{"blocks.*": {}, "blocks.0": {"strategy":
             "no_shard"}, ("embed", "lm_head"): {"offload": True}}``, with ``""`` for the root. A
             unit can override ``strategy``, ``offload``, ``precision``, ``reshard_after_forward``
             and ``reshard_after_backward``.
@@ -104,11 +104,11 @@ def make_plan(
             A mapping from paths or globs to mesh axes, a name or several, says along which axes the
             values differ. Call the ranks along the shard axis a row:
 
-            - ``"replicate"``: each row has values of its own, sharded over the row. The gradient is
+            - ``"replicate"``: each row has its own values, sharded over the row. The gradient is
               the mean over the row.
-            - ``"shard"``: each rank of a row holds whole values of its own. The gradient is the
+            - ``"shard"``: each rank of a row holds its own whole values. The gradient is the
               mean over the ranks along the replicate axis, which hold the same values.
-            - ``("replicate", "shard")``: each rank has values of its own.
+            - ``("replicate", "shard")``: each rank has its own values.
             - a model axis, such as ``"tensor"``: the ranks along it hold different parts of one
               model. The gradient is that of the mean of all losses, as for leaves that are not
               local. It is added over the ranks that hold the same values, and not along this axis.
@@ -121,7 +121,7 @@ def make_plan(
             is moved back. A unit may override it.
         precision: dtypes in which units compute and communicate. A unit may override it. If
             ``params`` come from ``make_functional``, modules of ``precision.ignored_classes``
-            become units of their own in full precision, and a warning names them.
+            become their own units in full precision, and a warning names them.
         bucket_bytes: makes groups of small units, whose collectives take longer to start than to
             run. The planner joins adjacent units of the same options and dtypes while the gathered
             buffers of the group take at most this many bytes. The name of such a group says where
@@ -152,7 +152,7 @@ def make_plan(
             DTensor is placed along a data axis, along an axis that the mesh does not have, or
             otherwise than in equal slices and copies.
         TypeError: an option is of another type; a leaf is not a dense tensor, or is of a tensor
-            class with operations of its own, other than DTensor; a container cannot be described as
+            class with its own operations, other than DTensor; a container cannot be described as
             data.
 
     Example:

@@ -45,7 +45,7 @@ class MixedPrecision:
             root's ``param_dtype``.
         ignored_classes: module classes that compute in full precision, given as classes or by
             qualified name, and stored by name. Modules of these classes and of their subclasses
-            become units of their own. Their inputs are cast to the dtype of their leaves, and their
+            become their own units. Their inputs are cast to the dtype of their leaves, and their
             outputs are cast back to the dtype of their inputs. Units inside such modules are in
             full precision too.
         full_precision_in_eval: whether modules in evaluation mode compute and communicate in full

@@ -34,7 +34,7 @@ def recomputed_modules(plan: Plan, remat: Iterable[str] | bool) -> list[str]:
     Arguments:
         plan: the plan.
         remat: names or globs of units, or of modules of groups; ``True`` for all, ``False`` for
-            none. The root is not among those that ``True`` and globs stand for.
+            none. The root is not among those that ``True`` and globs represent.
 
     Raises:
         TypeError: ``remat`` is neither a list of texts nor a flag.

@@ -247,7 +247,7 @@ class UnitPlan:
         reshard_after_backward: whether the unit is freed after the backward of every micro-batch;
             if not, only after that of the last one.
         members: the paths of a group; ``()`` for a unit of one path.
-        axes: all mesh axes in the order of ranks; ``()`` stands for ``replicate`` and ``shard``.
+        axes: all mesh axes in the order of ranks; ``()`` represents ``replicate`` and ``shard``.
     """
 
     name: str

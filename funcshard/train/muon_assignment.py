@@ -167,7 +167,7 @@ class Matrix:
         buffer: its flat buffer.
         leaf: the leaf.
         owner: position along the shard axis of the rank that computes its update; ``None`` if the
-            leaf is local to a rank, so that every rank owns a matrix of its own.
+            leaf is local to a rank, so that every rank owns its own matrix.
         joiners: for each mesh axis along which ranks hold slices of the matrix, the innermost
             first, the position along it of the rank that joins them.
     """
@@ -261,7 +261,7 @@ class AllToAll:
 class Join:
     """The part of one rank in the all-to-all that joins slices of matrices along an axis.
 
-    The all-to-all that hands the slices back has ``sizes`` and ``joined_sizes`` swapped.
+    The all-to-all that returns the slices has ``sizes`` and ``joined_sizes`` swapped.
 
     Attributes:
         axis: the mesh axis.
@@ -308,7 +308,7 @@ class Owners(Shown):
     def of(self) -> dict[str, int | None]:
         """The position of each matrix's owner along the shard axis, by path.
 
-        ``None`` stands for a matrix that is local to a rank: every rank owns its own.
+        ``None`` represents a matrix that is local to a rank: every rank owns its own.
         """
         return {matrix.leaf.path: matrix.owner for matrix in self.matrices}
 
@@ -318,7 +318,7 @@ class Owners(Shown):
 
         The first all-to-all brings the updates to the owners, the last one brings the
         orthogonalised updates back. Between them are two for each axis along which ranks hold
-        slices of matrices: to join the slices, and to hand them back. An all-to-all in which no
+        slices of matrices: to join the slices, and to return them. An all-to-all in which no
         rank sends anything to another one does not run.
         """
         joins = [self._join_event(axis) for axis in self.join_axes]

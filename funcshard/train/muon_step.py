@@ -5,7 +5,7 @@ orthogonalisation needs whole matrices. Each matrix has an owner (see ``muon_ass
 all-to-all brings the owners the parts of the update that they do not hold; each owner
 orthogonalises its matrices; and a second all-to-all brings every rank the parts that it holds. If
 ranks along a model axis hold slices of a matrix, two further all-to-alls join them at one of their
-owners and hand them back. All carry bfloat16, so the bits are those of ``torch.optim.Muon`` on the
+owners and return them. All carry bfloat16, so the bits are those of ``torch.optim.Muon`` on the
 whole model.
 """
 

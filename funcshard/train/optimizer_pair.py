@@ -116,7 +116,7 @@ def check_optimizer(optimizer: Any, plan: Plan) -> None:
 
 
 def _misfit(optimizer: Any) -> str:
-    """Return what was found in place of an optimizer's pair, and the remedy."""
+    """Return what was found in place of an optimizer's pair, and what to do."""
     cls = optimizer if isinstance(optimizer, type) else type(optimizer)
     found_text = f"{'the class' if cls is optimizer else 'an instance of'} {cls.__name__}"
     if not callable(optimizer):

@@ -447,7 +447,7 @@ def _split_state(
 ) -> list[dict[str, Any]]:
     """Return the state of each view, given its leaf's state; ``_merge_state`` is the inverse.
 
-    A group without a scalar that another group has begins anew: its views have no state yet.
+    A group without a scalar that another group has begins from scratch, as its views have no state.
     """
     if layout is None:
         return [dict(leaf_state)]

@@ -105,7 +105,7 @@ def group_leaves(
 ) -> tuple[dict[str, int], list[dict[str, Any]]]:
     """Return the number of each trainable leaf's group by path, and the options of each group.
 
-    Group 0 holds the leaves that no group's globs match, and has no options of its own.
+    Group 0 holds the leaves that no group's globs match, and has no options.
 
     Arguments:
         plan: the plan.

@@ -1,6 +1,6 @@
 """``per_sample_grad``: the mean of single samples' gradients, each clipped to a norm, plus noise.
 
-Each rank clips and adds up the gradients of its own samples, and only the sum is reduced. After the
+Each rank clips and adds up the gradients of its samples, and only the sum is reduced. After the
 reduction a gradient is already a sum over ranks, and no sample's own gradient can be told from it.
 Ranks along a model axis compute a sample's loss together, so the gradient of each sample is added
 up over them first.
@@ -50,7 +50,7 @@ def per_sample_grad(
     ``(Σ_i g_i · min(1, max_norm / |g_i|) + noise) / batch_size``. Here ``g_i`` is the gradient of
     sample i of the whole world's batch, over all units together.
 
-    Each rank clips the gradients of its own samples and adds them up before anything is reduced. So
+    Each rank clips the gradients of its samples and adds them up before anything is reduced. So
     a call gathers each unit once and reduces it once, and ranks may have different numbers of
     samples, or none. A rank holds all units gathered, one sum of gradients of that size, and the
     gradients of ``chunk_size`` samples at a time.

@@ -50,7 +50,7 @@ def check_scaler(scaler: Any) -> None:
 
 
 def _misfit(scaler: Any) -> str:
-    """Return what was found in place of a scaler, and the remedy."""
+    """Return what was found in place of a scaler, and what to do."""
     if isinstance(scaler, torch.amp.GradScaler):
         return (
             "torch's GradScaler, which keeps its scale to itself and unscales .grad: pass "
@@ -89,7 +89,7 @@ def check_loss_fn(loss_fn: Any) -> None:
 
 
 def found_as_state(value: Any) -> str:
-    """Return what was found in place of a state, and the remedy if it is known."""
+    """Return what was found in place of a state, and what to do if it is known."""
     found_type = type(value).__name__
     if isinstance(value, tuple) and value and isinstance(value[0], TrainState):
         return f"{found_type}: write state, metrics = step(state, batch)"

@@ -1,7 +1,7 @@
 """``make_train_step``: one function from state and batch to the new state and metrics.
 
 A step evaluates the loss and its gradient, unscales and clips the gradient, and runs the optimizer.
-Each of these is a function of its own in this wing or in ``funcshard.core``.
+Each of these is its own function in this wing or in ``funcshard.core``.
 """
 
 from __future__ import annotations

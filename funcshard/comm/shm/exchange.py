@@ -4,12 +4,12 @@ All ranks of a group issue the same collectives in the same order. On each rank 
 ``DesyncDetector`` counts them from 1, and keeps a hash of their history. One collective takes five
 steps:
 
-1. **Write.** Each rank copies its contribution into a block of its own shared memory.
+1. **Write.** Each rank copies its contribution into a block of its shared memory.
 2. **Announce.** The rank sends a message to each of its peers, which are all other ranks. The
    message names the collective, the rank's history, the block, and the offset of the contribution
    in the block. The first message about a block carries the file of the block, and each peer maps
    it.
-3. **Compute.** The caller goes on. No thread works in the background.
+3. **Compute.** The caller continues. No thread works in the background.
 4. **Read.** When the caller waits, the rank receives messages until every peer has announced its
    contribution. It first compares their histories with its own: ranks that issue different
    collectives raise here, before they read wrong data. Then it reads the contributions where they

@@ -3,7 +3,7 @@
 Every unit of every step needs memory for its gathered parameters and its gradients. The C library
 returns freed blocks of that size to the system. The system then hands out the next block page by
 page, filled with zeros, which takes as long as copying a unit's parameters into it. A ``Pool``
-keeps freed blocks instead, and hands them out again. It makes as many blocks as are in use at one
+keeps freed blocks instead, and gives them out again. It makes as many blocks as are in use at one
 time. It drops a block that was not needed for long, such as those of a model that was gathered
 once.
 

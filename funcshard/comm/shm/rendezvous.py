@@ -15,7 +15,7 @@ has proven itself; all others are hung up, and the rank never waits for a single
 
 The proof is a challenge in both directions. Each end sends a number that it has drawn for this
 connection, and its far end answers with a keyed hash (HMAC) of both numbers, both ranks and the
-side on which it stands. So an answer is worth nothing in another connection or direction, and the
+side that it's on. So an answer is worth nothing in another connection or direction, and the
 secret itself is never sent over a socket. A call has four messages: the caller's rank and number,
 the called rank's number and proof, the caller's proof, and the called rank's word that it holds.
 """

@@ -50,7 +50,7 @@ class Point:
     Attributes:
         seconds: time of a step.
         peak: bytes at the peak.
-        text: the plan in words.
+        text: the plan as text.
     """
 
     seconds: float
@@ -69,7 +69,7 @@ class Best(Shown):
         micro_batches: number of micro-batches, for ``accumulate``.
         profile: the profile of one micro-batch.
         report: the estimate of the plan.
-        text: the plan in words.
+        text: the plan as text.
         considered: number of plans in the space.
         pareto: of the plans that the search simulated, those that no other one beats in both time
             and peak.
@@ -348,7 +348,7 @@ def _pareto(
 
 
 def described(candidate: Candidate, classes: Sequence[UnitClass], scorer: Scorer) -> str:
-    """Return a candidate in words."""
+    """Return a candidate as text."""
     replicate, shard = candidate.mesh
     parts = [f"{shard} shards" if replicate == 1 else f"{replicate} × {shard} ranks"]
     micro_batches, profile = scorer.profiles[candidate.profile]

@@ -23,7 +23,7 @@ class Change:
     """One change of a plan, and its effect.
 
     Attributes:
-        text: the change in words.
+        text: the change as text.
         peak: bytes that it adds to the peak; negative if it saves memory.
         seconds: seconds that it adds to a step.
         share: the same as a share of the step before.
@@ -53,7 +53,7 @@ class Infeasible(Shown):
     Attributes:
         budget: the budget in bytes.
         report: the estimate of the leanest plan that the search found.
-        text: that plan in words.
+        text: that plan as text.
         considered: number of plans in the space.
         changes: changes of that plan that the space does not hold, with their prices.
     """
@@ -168,7 +168,7 @@ def _changed(
     local: Any,
     estimated: Callable[..., Report],
 ) -> Iterator[tuple[str, Report]]:
-    """Yield changes in words, with the estimate of each."""
+    """Yield changes as text, with the estimate of each."""
     names = [unit.name for unit in plan.unit_list if unit.name and not unit.members]
     other_names = [name for name in names if name not in set(remat)]
     if other_names:

@@ -157,7 +157,7 @@ class UnitClass(NamedTuple):
             the first come first. Of others those come first that take the least time for each byte
             that they save: a knapsack is filled well in that order.
         repeated: whether they are equal; if not, they are those without an equal one.
-        title: the units in words, such as ``"blocks.*"``.
+        title: the units as text, such as ``"blocks.*"``.
     """
 
     names: tuple[str, ...]

@@ -3,11 +3,11 @@
 A trace becomes a tape, whose events belong to modules. A tape and the units of a plan become a
 program. In reading order:
 
-- ``tape``: the events of forward and backward as data; equal modules stand in it once.
+- ``tape``: the events of forward and backward as data; equal modules are in it once.
 - ``tracing``: runs a model on fake tensors. ``recorder`` writes down what happens there,
   and ``leaves`` tells it of parameters.
 - ``kinds``: finds modules that may be equal; ``values`` compares what they hold. ``folding`` keeps
-  the events of one of them, and ``stubs`` stand for the others.
+  the events of one of them, and ``stubs`` represent the others.
 - ``compiled``: the tensors that a compiler keeps, and the operations that it fuses.
 - ``needs``: which units backward gathers, and in which order.
 - ``program``: a tape, cut at the moments at which the units of a plan act. ``stretches`` adds up

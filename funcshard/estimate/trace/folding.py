@@ -1,4 +1,4 @@
-"""Fold a log: the events of a module that stands for others are kept once.
+"""Fold a log: the events of a module that represents others are kept once.
 
 The tracer's log has all events in order, each with the call that it belongs to. ``fold`` turns it
 into a tape. A call of a folded module becomes one ``Call`` event for its forward and one for its
@@ -35,7 +35,7 @@ _INPUTS, _OUTPUTS, _GIVEN, _MADE = -1, -1001, -2001, -3001
 
 
 class CannotFoldError(Exception):
-    """Some modules of a trace are called in ways in which no other one can stand for them.
+    """Some modules of a trace are called in ways in which no other one can represent them.
 
     Attributes:
         depth: 1 if modules inside other folded ones may not be folded, 0 if none may, and 2 if only
@@ -54,10 +54,10 @@ def fold_log(log: Log, paths: Sequence[str]) -> Tape:
 
     Arguments:
         log: the events in order, each with its call and its phase.
-        paths: path of the module that stands for each fold.
+        paths: path of the module that represents each fold.
 
     Raises:
-        CannotFoldError: backward of a module is not that of the one that stands for it.
+        CannotFoldError: backward of a module is not that of the one that represents it.
     """
     folder = _Folder(log)
     events = folder.level(log, None)
@@ -193,13 +193,13 @@ class _Folder:
         ]
 
     def check_backwards(self, paths: Sequence[str]) -> None:
-        """Raise unless the backward of each module is that of the one that stands for it.
+        """Raise unless the backward of each module is that of the one that represents it.
 
         Autograd adds the gradients of a tensor that several modules read in the backward of one of
         them: of all but that which runs first.
 
         Arguments:
-            paths: path of the module that stands for each fold.
+            paths: path of the module that represents each fold.
         """
         wrong: set[str] = set()
         for fold, backwards in self._backwards.items():

@@ -1,8 +1,8 @@
-"""Which modules of a model are of one kind, so that a trace of one may stand for all of them.
+"""Which modules of a model are of one kind, so that a trace of one may represent all of them.
 
 Modules of one kind agree in class, parameters, buffers, children and hooks, and in the names of
 their attributes. The values of attributes may differ, as a layer's number does: the tracer sees
-which of them a module reads, and a module stands for another one only if these are equal in both.
+which of them a module reads, and a module represents another one only if these are equal in both.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TORCH = frozenset(nn.Module().__dict__)
 
 @dataclass(frozen=True, slots=True)
 class Kinds:
-    """The modules of a tree that may stand for others.
+    """The modules of a tree that may represent others.
 
     Attributes:
         of: index of each module that may be folded -> number of its kind.
@@ -99,7 +99,7 @@ def kinds_of(skeleton: Any, form: Callable[[str], Hashable], marked: Collection[
 def _fixed(cls: type[nn.Module], known: dict[type, frozenset[str] | None]) -> frozenset[str] | None:
     """Return the attributes whose values must be equal in a kind: those that can be read unseen.
 
-    ``None`` stands for all attributes.
+    ``None`` represents all attributes.
     """
     if cls not in known:
         as_usual = (

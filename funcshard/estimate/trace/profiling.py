@@ -64,7 +64,7 @@ class Profile(Shown):
         Arguments:
             remat: paths of the modules that backward computes again.
             apart: paths of the modules that are called several times, and of which each call has
-                gradients of its own.
+                its own gradients.
         """
         key = frozenset(remat), frozenset(apart)
         if key not in self._tapes:
@@ -199,7 +199,7 @@ def profile(
 
     The trace records the memory that comes and goes in each module, the tensors that autograd
     keeps, and the operations. It needs no device: it runs on torch's fake tensors, which behave as
-    CPU tensors. Of modules of one kind that are called with equal inputs, one is traced and stands
+    CPU tensors. Of modules of one kind that are called with equal inputs, one is traced and counts
     for the others.
 
     Arguments:
@@ -214,7 +214,7 @@ def profile(
             for. A plan gives its own, with those of its units.
         compiled: paths of modules that ``torch.compile`` compiles, each by itself; globs as in
             ``make_plan``. Their pointwise operations are fused, and recomputed in backward.
-        fold: whether one module stands for all modules of its kind.
+        fold: whether one module represents all modules of its kind.
         kwargs: further inputs.
 
     Returns:

@@ -321,7 +321,7 @@ class _Builder:
             self.needs.leave(unit)
 
     def _leave_root(self) -> None:
-        """Leave the root after the last computation of its own, if it has no gradients."""
+        """Leave the root after its last own computation, if it has no gradients."""
         if "" not in self.lent:
             return
         last = next(

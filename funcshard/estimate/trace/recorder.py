@@ -44,7 +44,7 @@ class Frame:
         parent: the call that it happens in; ``None`` for the model itself.
         number: number of the call; a forward that a checkpoint runs again has that of the first.
         fold: index of the fold that its events belong to, if the module is folded.
-        stub: whether the module did not run, and another one of its kind stands for it.
+        stub: whether the module did not run, and another one of its kind represents it.
         again: whether a checkpoint runs the forward again in backward.
         compiled: whether a compiler fuses the module's operations.
         output_grads: storages of the gradients of its outputs, if these are watched.
@@ -160,7 +160,7 @@ class Recorder(TorchDispatchMode):
             self.emit(At(self.frame.path, self.phase))
 
     def fold_around(self) -> Frame | None:
-        """Return the innermost call, of those that run, of a module that stands for others."""
+        """Return the innermost call, of those that run, of a module that represents others."""
         frame: Frame | None = self._stack[-1]
         while frame is not None and frame.fold is None:
             frame = frame.parent

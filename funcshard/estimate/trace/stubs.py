@@ -1,4 +1,4 @@
-"""``Stub``: stands for a module whose kind ran before, with the same form of inputs."""
+"""``Stub``: represents a module whose kind ran before, with the same form of inputs."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ The tracer writes a tape once. Everything else reads it: which unit an operation
 on the plan, and a tape only says in which module it ran.
 
 Storages have numbers. A tape of a model with many equal modules holds the events of one of them in
-a ``Fold``, and a ``Call`` stands for the events of each one. Inside a fold, the numbers of storages
+a ``Fold``, and a ``Call`` represents the events of each one. Inside a fold, the numbers of storages
 that it exchanges with its caller are negative; see ``Call``.
 """
 
@@ -126,7 +126,7 @@ Event = At | Enter | Exit | Alloc | Free | Op | Save | UseParam | Ask | Grad | C
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """The events of one module, which stands for all modules of its kind.
+    """The events of one module, which represents all modules of its kind.
 
     Attributes:
         path: path of the module that was traced.
@@ -160,7 +160,7 @@ class Tape:
                 yield event
 
     def expanded_calls(self, calls: Iterable[Call]) -> Iterator[list[Event]]:
-        """Yield the events of each of some calls that stand in no fold."""
+        """Yield the events of each of some calls that are in no fold."""
         numbers = itertools.count(1 << 40)
         known_instances: dict[int, _Instance] = {}
         for call in calls:

@@ -5,7 +5,7 @@ tracer runs forward, the loss and backward of the whole model as a training step
 the model's own code does is in the tape: checkpoints, casts, attention kernels, the loss.
 
 A model of many equal modules is traced quickly: of modules of one kind that are called with equal
-inputs, one runs, and a ``Stub`` stands for each other one. A stub returns outputs and gradients of
+inputs, one runs, and a ``Stub`` represents each other one. A stub returns outputs and gradients of
 the right form, and keeps the inputs that the module would keep.
 """
 
@@ -79,9 +79,9 @@ def trace_model(
         loss: from the outputs to the loss. ``None``: the outputs are the loss, or their sum is.
         targets: the second argument of the loss, if it is not ``None``.
         remat: paths of modules that backward computes again, as ``fully_shard(remat=...)`` does.
-        apart: paths of modules of which each call has gradients of its own.
+        apart: paths of modules of which each call has its own gradients.
         compiled: paths of modules that a compiler compiles, each by itself.
-        fold: whether one module stands for others of its kind.
+        fold: whether one module represents others of its kind.
     """
     with fake_tensors():
         args, kwargs, targets = map_tensors(_fake, (args, dict(kwargs), targets))
@@ -333,7 +333,7 @@ class _Tracer:
         return self.params[name]
 
     def _call(self, index: int, path: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run one module, or let a stub stand for it."""
+        """Run one module, or let a stub replace it."""
         recorder = self.recorder
         inputs = list(tensors_in((args, kwargs)))
         around = recorder.fold_around()
@@ -463,7 +463,7 @@ class _Tracer:
         return tuple(tree.paths(inputs)), tuple(values)
 
     def _nests(self, around: str, index: int) -> bool:
-        """Return whether a module may stand for others inside a module that does so too.
+        """Return whether a module may represent others inside a module that does so too.
 
         It may if there are several of them, such as experts. Fewer are not worth the stubs.
         """
@@ -525,7 +525,7 @@ class _Tracer:
 
     @contextlib.contextmanager
     def _own_leaves(self, path: str, frame: Frame) -> Iterator[None]:
-        """Give the parameters of one call of a module gradients of their own."""
+        """Give the parameters of one call of a module their own gradients."""
         if path not in self.apart or frame.again or not torch.is_grad_enabled():
             yield
             return

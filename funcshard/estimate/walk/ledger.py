@@ -91,7 +91,7 @@ class Ledger:
         """Return the bytes that an allocator needs that keeps no memory in reserve.
 
         Arguments:
-            streams: whether gathered units and reduced gradients have pools of their own. Then each
+            streams: whether gathered units and reduced gradients have their own pools. Then each
                 pool is as large as its own peak, whenever that is.
         """
         if not streams:

@@ -77,7 +77,7 @@ class Runtime:
             the buffer itself then lives until the next unit is gathered.
         frees_first: whether a reduction frees the send buffer of the one before, and then takes its
             own. On the CPU it always does.
-        streams: whether gathered buffers and reduced gradients have streams of their own. The
+        streams: whether gathered buffers and reduced gradients have their own streams. The
             allocator keeps a pool for each stream, and no pool lends memory to another.
         replicates_apart: whether all-reduces run beside gathers and reduce-scatters, and are waited
             for after backward.
@@ -119,7 +119,7 @@ class Runtime:
         """Return the runtime of torch's ``fully_shard`` on GPUs.
 
         The shards are cast straight into their place in the gathered buffer. When the gather is
-        over, parameters get tensors of their own. A reduction first drops the input of the one
+        over, parameters get their own tensors. A reduction first drops the input of the one
         before.
 
         Source: ``foreach_all_gather``, ``wait_for_unshard`` and ``post_backward`` in

@@ -13,7 +13,7 @@ The rules below give the buffers that the runtime holds, and when:
   before; on another device it waits for that one afterwards.
 - The optimizer runs when all gradients are reduced.
 
-Compute and communication have clocks of their own. A collective starts when its lane is free and
+Compute and communication have their own clocks. A collective starts when its lane is free and
 the rank has reached its start; a computation waits for the collectives that it needs.
 """
 

@@ -24,7 +24,7 @@ class BufferSizes:
         grads: the gradients of the leaves.
         full: the flat gradient that is reduced.
         full_before_cast: the flat gradient before its cast to the dtype of the reduction; 0 without
-            a cast of its own.
+            its own cast.
         casts_grads: whether gradients are reduced in another dtype.
         reduced: the rank's part of the reduced gradient, in the dtype of the reduction.
         kept: the same in the dtype of the shard, as the optimizer gets it.

@@ -16,7 +16,7 @@ from funcshard.graph.storages import GraphStorages
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gathered:
-    """One buffer of a unit, gathered by a collective of its own or of a bucket.
+    """One buffer of a unit, gathered by its own collective or a bucket's.
 
     Attributes:
         unit: name of the unit.
@@ -24,7 +24,7 @@ class Gathered:
         start: the node that starts the all-gather.
         wait: the node that waits for it.
         payload: the data that this rank sends.
-        part: the node of the payload that stands for this buffer alone: the payload itself, or one
+        part: the node of the payload that represents this buffer alone: the payload itself, or one
             of the parts of a bucket, before they are put together.
         whole: the node that puts the parts of a bucket together; the payload without a bucket.
         base: the node that makes the buffer: the wait, or the memory that a bucket's result is
@@ -134,7 +134,7 @@ def _buffers_of(start: fx.Node, wait: fx.Node, storages: GraphStorages) -> Itera
 
 
 def _is_from_inputs(payload: fx.Node, storages: GraphStorages) -> bool:
-    """Return whether data is computed from inputs of the graph alone, in memory of its own."""
+    """Return whether data is computed from inputs of the graph alone, in separate memory."""
     waiting = [payload]
     while waiting:
         node = waiting.pop()

@@ -73,7 +73,7 @@ class Timeline:
         self._count(first, end + 1)
 
     def _count(self, first: int, end: int) -> None:
-        """Count the bytes held anew, from operation ``first`` to ``end``."""
+        """Count further bytes that are held, from operation ``first`` to ``end``."""
         count_before = self.order[first - 1] if first else None
         held = 0 if count_before is None else self.live[count_before] - self._freed[count_before]
         for node in self.order[first:end]:

@@ -1,7 +1,7 @@
 """The arguments of operations, and constant results, as JSON.
 
 A node is ``"%3"``, and a text begins with an apostrophe. Numbers, ``true``, ``false``, ``null`` and
-lists stand for themselves. All else is an object with one key, such as ``{"dtype": "float32"}``.
+lists are themselves. All else is an object with one key, such as ``{"dtype": "float32"}``.
 """
 
 from __future__ import annotations
