@@ -233,12 +233,12 @@ def _seed(text: str) -> int:
 
 def _positive(text: str) -> float:
     try:
-        number = float(text)
+        float_value = float(text)
     except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
+        float_value = 0.0
+    if not 0 < float_value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be a positive number; found {text!r}")
-    return number
+    return float_value
 
 
 _COMMANDS = {"train": _train, "plan": _plan, "inspect": _inspect, "calibrate": calibrate_command}

@@ -44,13 +44,13 @@ def check_count(
         TypeError: the value is no number.
         ValueError: the number is not whole, or it is too small.
     """
-    number = _number(value)
-    if isinstance(number, int) and number >= least:
-        return number
+    count_value = _number(value)
+    if isinstance(count_value, int) and count_value >= least:
+        return count_value
     rule = f"a whole number{of and f' of {of}'}, at least {least}{none and f', or None {none}'}"
-    if isinstance(number, float) and number >= least and math.isfinite(number):
-        remedy = f"pass {int(number)}" if number.is_integer() else "round it"
-    raise _error(name, rule, value, number, remedy or f"pass at least {least}")
+    if isinstance(count_value, float) and count_value >= least and math.isfinite(count_value):
+        remedy = f"pass {int(count_value)}" if count_value.is_integer() else "round it"
+    raise _error(name, rule, value, count_value, remedy or f"pass at least {least}")
 
 
 def check_bytes(name: str, value: Any, *, example: str = "5GB") -> int:
@@ -104,14 +104,18 @@ def check_number(
         TypeError: the value is no number.
         ValueError: the number is NaN, infinite or out of bounds.
     """
-    number = _number(value)
-    if number is not None:
+    checked_value = _number(value)
+    if checked_value is not None:
         in_bounds = (
-            (above is None or number > above)
-            and (least is None or number >= least)
-            and number == number
+            (above is None or checked_value > above)
+            and (least is None or checked_value >= least)
+            and checked_value == checked_value
         )
-        if in_bounds and (below is None or number < below) and _is_float(number, infinite):
+        if (
+            in_bounds
+            and (below is None or checked_value < below)
+            and _is_float(checked_value, infinite)
+        ):
             return
     elif isinstance(value, torch.Tensor) and is_transformed(value):
         return  # a transform hides the value
@@ -123,7 +127,7 @@ def check_number(
     if below is not None:
         rule += f"{' and' if above is not None or least is not None else ''} below {below:g}"
     rule += f"{', or math.inf' if infinite else ''}{none and f', or None {none}'}"
-    raise _error(name, rule, value, number, remedy or "pass a number within these bounds")
+    raise _error(name, rule, value, checked_value, remedy or "pass a number within these bounds")
 
 
 def check_flag(name: str, value: Any, remedy: str = "") -> None:
@@ -160,8 +164,8 @@ def check_path(name: str, value: Any) -> Path:
         TypeError: the value is neither text nor a path of text.
         ValueError: it holds a character that no path can hold.
     """
-    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
-    if not isinstance(text, str):
+    path_text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(path_text, str):
         # Why not always the value: the text of a state or a model fills the screen.
         shown_path = (
             repr(value)
@@ -171,12 +175,12 @@ def check_path(name: str, value: Any) -> Path:
         raise TypeError(
             f"{name} must be a path, as text or a pathlib.Path; found {shown_path}: pass its name"
         )
-    if "\0" in text:
+    if "\0" in path_text:
         raise ValueError(
-            f"{name} must be a path, which holds no character of number zero; found {text!r}: "
+            f"{name} must be a path, which holds no character of number zero; found {path_text!r}: "
             "leave it out"
         )
-    return Path(text)
+    return Path(path_text)
 
 
 def check_choice(

@@ -373,11 +373,11 @@ def cast_of(tensor: torch.Tensor) -> tuple[torch.Tensor, Any, int, bool] | None:
     node = cast.grad_fn
     if node is None or node.name() != "ToCopyBackward0" or version(cast):
         return None
-    source, number = node.next_functions[0]
+    source, output_index = node.next_functions[0]
     if source is None or source.name() not in _TRANSPOSES:
-        return cast, source, number, False
-    source, number = source.next_functions[0]
-    return cast, source, number, True
+        return cast, source, output_index, False
+    source, output_index = source.next_functions[0]
+    return cast, source, output_index, True
 
 
 def sequence_number(node: Any) -> int:

@@ -56,16 +56,18 @@ def record_sized_graph(
         mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
     pairs = list(zip(examples, names, strict=True))
     fakes = [
-        _fake(mode, tensor, size_names, f"input{number}")
-        for number, (tensor, size_names) in enumerate(pairs)
+        _fake(mode, tensor, size_names, f"input{input_index}")
+        for input_index, (tensor, size_names) in enumerate(pairs)
     ]
     dims = [
-        (number, dim, name)
-        for number, size_names in enumerate(names)
+        (input_index, dim, name)
+        for input_index, size_names in enumerate(names)
         for dim, name in enumerate(size_names)
         if name is not None
     ]
-    symbols = [(_expression(fakes[number].shape[dim]), name) for number, dim, name in dims]
+    symbols = [
+        (_expression(fakes[input_index].shape[dim]), name) for input_index, dim, name in dims
+    ]
     # Why: functions of torch.compile in the code run as if they were not compiled.
     dynamo = sys.modules.get("torch._dynamo")
     plain = (

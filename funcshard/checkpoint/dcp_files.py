@@ -207,8 +207,10 @@ def _in_whole(
     """Return the name of the whole tensor that a stored one is a slice of, and where it begins."""
     if not stored.cuts:
         return name, tuple(0 for _ in stored.shape)
-    first, _, number = name.rpartition("@")
-    position = position_of(int(number), {axis: mesh_axes[axis] for axis in local_axes(stored.kind)})
+    first, _, rank_text = name.rpartition("@")
+    position = position_of(
+        int(rank_text), {axis: mesh_axes[axis] for axis in local_axes(stored.kind)}
+    )
     own_sizes = {axis: mesh_axes[axis] for axis in stored.own_axes}
     return f"{first}@{rank_at(position, own_sizes)}" if own_sizes else first, slice_offsets(
         stored.shape, stored.cuts, position

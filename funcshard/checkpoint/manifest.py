@@ -421,7 +421,7 @@ def read_folder(folder: OpenFolder, *, whole: bool = True) -> Contents:
         hint = hint if inner else foreign_remedy(at) or hint
         raise ValueError(f"{path} is not a complete checkpoint: {hint}")
     try:
-        text, digest = read_text(index, at)
+        index_text, digest = read_text(index, at)
     except ValueError:
         if foreign_text := foreign_remedy(at):
             raise ValueError(
@@ -430,7 +430,7 @@ def read_folder(folder: OpenFolder, *, whole: bool = True) -> Contents:
         raise
     try:
         body = file_data.table(
-            "the index", file_data.parse(text), ("saved", "plan", "outline", "items")
+            "the index", file_data.parse(index_text), ("saved", "plan", "outline", "items")
         )
         if old := "regions" in body or "files" in body:
             contents = _old_contents(folder, body, digest)
@@ -479,8 +479,8 @@ def _old_contents(folder: OpenFolder, body: Mapping[str, Any], digest: str) -> C
         region = old_region_from(data, files, contents.shared)
         regions.setdefault(region.file, {}).setdefault(region.name, []).append(region)
     for rank, rank_specs in enumerate(file_data.listed("own", body["own"], contents.world_size)):
-        for number, spec in enumerate(file_data.listed("own", rank_specs)):
-            check_outline(spec, contents.shared, None, number)
+        for rank_index, spec in enumerate(file_data.listed("own", rank_specs)):
+            check_outline(spec, contents.shared, None, rank_index)
         contents.tables[rank] = RankTable(rank_specs, {}, regions.get(file_of(rank), {}))
     return contents
 
@@ -541,8 +541,10 @@ def _groups(contents: Contents) -> dict[str, Any]:
         group[0] += [group_kind] if group_kind not in group[0] else []
         copies = math.prod(mesh_axes[axis] for axis in axes)
         numel = math.prod(metadata.whole_shape)
-        for i, number in enumerate((1, numel, numel * dtype_of(metadata.dtype).itemsize), start=1):
-            group[i] += number * copies
+        for i, row_count in enumerate(
+            (1, numel, numel * dtype_of(metadata.dtype).itemsize), start=1
+        ):
+            group[i] += row_count * copies
     return groups
 
 

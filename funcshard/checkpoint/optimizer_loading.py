@@ -148,20 +148,20 @@ def _from_rank(
     check_no_local_leaf(plan)
     by_path: dict[str, LeafState] = {}
     options: dict[str, Any] = {}
-    text, fault = "", None
+    state_text, fault = "", None
     try:
         check_optimizer(optimizer, plan)
         if mesh.rank == src:
             by_path, options = _by_path(state_dict, plan, strict)
             options = {} if isinstance(optimizer, TorchOptimizer) else options  # it has its own
-            text = encode_state(by_path, options, plan)
+            state_text = encode_state(by_path, options, plan)
     except Exception as error:  # of any kind, because other ranks wait
         fault = error
     # Why every rank learns of a fault: it would wait for a broadcast that never starts.
     raise_on_every_rank(mesh, fault)
-    text = broadcast_text(text, src, mesh)
+    state_text = broadcast_text(state_text, src, mesh)
     if mesh.rank != src:
-        by_path, options = decode_state(text, mesh.device)
+        by_path, options = decode_state(state_text, mesh.device)
     # From here on every rank has the same names, shapes and scalars, so every rank does the same.
     return _state_on_shards(
         by_path,

@@ -407,7 +407,9 @@ def save_pretrained(
             write_config(folder, module, dtype or next(floating, None))
         except OSError as error:
             fault = str(error)
-    if fault := next((text for text in all_gather_texts(mesh, fault) if text), ""):
+    if fault := next(
+        (fault_text for fault_text in all_gather_texts(mesh, fault) if fault_text), ""
+    ):
         raise OSError(f"cannot save to {path}: {fault}")
     return write_tensors(folder, entries, tensors, mesh, most_bytes, dtype)
 

@@ -110,8 +110,8 @@ def read_table(
         size = body["size"] and file_data.whole("size", body["size"])
         items = items_from(body["items"], mesh_axes, rank)
         regions = regions_from(body["regions"], file_of(rank), size or 0, {**shared, **items})
-        for number, spec in enumerate(file_data.listed("own", body["own"])):
-            check_outline(spec, items, None, number)
+        for rank_index, spec in enumerate(file_data.listed("own", body["own"])):
+            check_outline(spec, items, None, rank_index)
     except ValueError as error:
         raise damaged(path, error) from None
     if size is not None:
@@ -122,11 +122,11 @@ def read_table(
 def _body(path: Path, save: str, keys: Sequence[str], at: int | None) -> dict[str, Any]:
     """Return the data of a text file that belongs to a save."""
     try:
-        text, _ = read_text(path, at)
+        table_text, _ = read_text(path, at)
     except FileNotFoundError:
         raise _missing(path) from None
     try:
-        body = file_data.table("the file", file_data.parse(text), ("save", *keys))
+        body = file_data.table("the file", file_data.parse(table_text), ("save", *keys))
     except ValueError as error:
         raise damaged(path, error) from None
     if body["save"] != save:
@@ -173,10 +173,10 @@ def check_size(file: Path, size: int, at: int | None = None) -> None:
 
 def write_text(path: Path, body: Any) -> None:
     """Write JSON with its checksum, and sync it to the disk."""
-    text = json.dumps(body, separators=(",", ":"))
-    head = json.dumps({"format": FORMAT, "sha256": hashlib.sha256(text.encode()).hexdigest()})
+    json_text = json.dumps(body, separators=(",", ":"))
+    head = json.dumps({"format": FORMAT, "sha256": hashlib.sha256(json_text.encode()).hexdigest()})
     with open(path, "w") as file:
-        file.write(f"{head}\n{text}\n")
+        file.write(f"{head}\n{json_text}\n")
         file.flush()
         os.fsync(file.fileno())
 
@@ -196,7 +196,7 @@ def read_text(path: Path, at: int | None = None) -> tuple[bytes, str]:
     with in_folder(path, at) as name:
         data = read_regular(name, most=_LARGEST, links=False, folder=at)
     try:
-        first, text, *_ = data.split(b"\n")
+        first, body_text, *_ = data.split(b"\n")
         head = file_data.table("its first line", file_data.parse(first), ("format",))
     except ValueError as error:
         raise damaged(path, error) from None
@@ -205,13 +205,13 @@ def read_text(path: Path, at: int | None = None) -> tuple[bytes, str]:
         raise ValueError(
             f"{path} is of format {format_text}; this version of funcshard reads {FORMAT!r}"
         )
-    digest = hashlib.sha256(text).hexdigest()
+    digest = hashlib.sha256(body_text).hexdigest()
     if head.get("sha256") != digest:
         raise ValueError(
             f"{path} is damaged: its checksum is not the one that was saved; restore another "
             "checkpoint"
         )
-    return text, digest
+    return body_text, digest
 
 
 def damaged(path: Path, why: Exception | None = None) -> ValueError:

@@ -212,7 +212,7 @@ def write_tensors(
     for _ in tensors:  # every rank takes part in every all-gather, even if rank 0 could not write
         pass
     for _, group in mesh.axes:  # no rank returns before rank 0 has written the files
-        fault = next((text for text in group.all_gather_text(fault) if text), "")
+        fault = next((fault_text for fault_text in group.all_gather_text(fault) if fault_text), "")
     if fault:
         raise OSError(f"cannot export to {path}: {fault}")
     return [folder / name for name in names]
@@ -392,9 +392,11 @@ def _write_one(
             "dtype": _NAMES[entry.dtype], "shape": _in_file(entry), "data_offsets": [end, end + entry.nbytes]
         }  # fmt: skip
         end += entry.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the tensors begin at a multiple of 8 bytes
-    file.write(len(text).to_bytes(8, "little") + text)
+    header_text = json.dumps(header, separators=(",", ":")).encode()
+    header_text += b" " * (
+        -len(header_text) % 8
+    )  # so that the tensors begin at a multiple of 8 bytes
+    file.write(len(header_text).to_bytes(8, "little") + header_text)
     for entry in entries:
         tensor = next(tensors).detach().cpu().to(entry.dtype).contiguous()
         if entry.nbytes:

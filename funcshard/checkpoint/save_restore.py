@@ -103,11 +103,13 @@ class Saving:
             )
             # Rank 0 reports "rank 1 could not write its part"; rank 1 itself says why.
             causes = [
-                f"rank {rank}: {text}"
-                for rank, text in enumerate(errors)
-                if text and not text.startswith("rank ")
+                f"rank {rank}: {error_text}"
+                for rank, error_text in enumerate(errors)
+                if error_text and not error_text.startswith("rank ")
             ]
-            self._outcome = "; ".join(causes) or next((text for text in errors if text), "")
+            self._outcome = "; ".join(causes) or next(
+                (error_text for error_text in errors if error_text), ""
+            )
             self._thread = None
             if self._outcome:
                 discard(self._part)
@@ -474,20 +476,25 @@ def _agree(path: Path, summary: dict[str, Any], mesh: Mesh, drawn: int) -> str:
     """Check that ranks agree on the path and the state, and return the token that rank 0 drew."""
     digest = hashlib.sha256(json.dumps(summary, sort_keys=True).encode()).hexdigest()
     reports = {
-        tuple(json.loads(text))
-        for text in set(all_gather_texts(mesh, json.dumps([str(path), digest])))
+        tuple(json.loads(report_text))
+        for report_text in set(all_gather_texts(mesh, json.dumps([str(path), digest])))
     }
     paths, digests = {report[0] for report in reports}, {report[1] for report in reports}
     if len(paths) > 1:
         raise ValueError(f"path must be the same on every rank; found {sorted(paths)}")
     if len(digests) > 1:  # only then are whole summaries gathered
-        check_replicated([json.loads(text) for text in all_gather_texts(mesh, json.dumps(summary))])
+        check_replicated(
+            [
+                json.loads(summary_text)
+                for summary_text in all_gather_texts(mesh, json.dumps(summary))
+            ]
+        )
     # Why no text: ranks that gather texts send all of them if one differs.
-    number = torch.tensor(drawn, device=mesh.device)
+    token_tensor = torch.tensor(drawn, device=mesh.device)
     for _, group in mesh.axes:  # from position 0 of each axis in turn, and so from rank 0
-        group.broadcast(number, 0, label="token of a save").wait()
+        group.broadcast(token_tensor, 0, label="token of a save").wait()
     # Why int: the host waits for the stream here, so the thread that writes reads finished tensors.
-    return f"{int(number):08x}"
+    return f"{int(token_tensor):08x}"
 
 
 def _copied(

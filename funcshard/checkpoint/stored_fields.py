@@ -63,8 +63,8 @@ def _item_from(name: str, data: Any, axes: Mapping[str, int], rank: int | None) 
             f"{file_data.shown(tensor_kind)}"
         )
     if word == "rank":  # the tensors of one rank are stored as name@rank
-        number = name.rpartition("@")[2]
-        owner = int(number) if number.isdecimal() and len(number) < 12 else -1
+        owner_text = name.rpartition("@")[2]
+        owner = int(owner_text) if owner_text.isdecimal() and len(owner_text) < 12 else -1
         if owner != rank if rank is not None else not 0 <= owner < math.prod(axes.values()):
             raise ValueError(
                 f"a tensor of one rank must be named after it, as in 'name@0'; found {name!r}"

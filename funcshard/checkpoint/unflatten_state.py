@@ -400,8 +400,8 @@ class _Unflattener:
             targets.append((box.moved(origin), own[: box.numel].view(box.sizes)))
             own = own[box.numel :]
         ways = {cut.axis: cut.ranks for cut in metadata.cuts}
-        for number in range(math.prod(ways.values())):
-            old = source | position_of(number, ways)
+        for way_index in range(math.prod(ways.values())):
+            old = source | position_of(way_index, ways)
             held = Box(slice_offsets(metadata.shape, metadata.cuts, old), metadata.shape)
             stored = stored_name(name, metadata.kind, old, self.old_mesh_axes)
             for box, out in targets:
@@ -421,11 +421,11 @@ class _Unflattener:
         """
         position, mesh_axes = position_of(self.rank, self.plan.mesh_axes), self.plan.mesh_axes
         old_axes = {axis: self.old_mesh_axes.get(axis, 1) for axis in axes}
-        number = rank_at(
+        source_rank = rank_at(
             {axis: position.get(axis, 0) for axis in axes},
             {axis: mesh_axes.get(axis, 1) for axis in axes},
         )
-        return position_of(number % math.prod(old_axes.values()), old_axes)
+        return position_of(source_rank % math.prod(old_axes.values()), old_axes)
 
 
 def _sort(metadata: TensorMetadata) -> str:

@@ -399,9 +399,12 @@ class DesyncDetector:
 
     def _find_difference(self) -> str:
         """Return an error message about the first difference between ranks; ``""`` for none."""
-        for rank, (number, names) in sorted(self._exchange_entries().items()):
-            own_first, other_first = self.number - len(self._entries) + 1, number - len(names) + 1
-            for at in range(max(own_first, other_first), min(self.number, number) + 1):
+        for rank, (first_index, names) in sorted(self._exchange_entries().items()):
+            own_first, other_first = (
+                self.number - len(self._entries) + 1,
+                first_index - len(names) + 1,
+            )
+            for at in range(max(own_first, other_first), min(self.number, first_index) + 1):
                 own_text, other_text = self._describe(at), names[at - other_first]
                 if own_text != other_text:
                     return (
@@ -427,8 +430,8 @@ class DesyncDetector:
             self._store.set(str(self._rank), json.dumps([self.number, names]))
             for rank in self._ranks_to_read():
                 if self._store.check([str(rank)]):
-                    number, entries = json.loads(self._store.get(str(rank)))
-                    entries_by_rank[rank] = (number, entries)
+                    first_index, entries = json.loads(self._store.get(str(rank)))
+                    entries_by_rank[rank] = (first_index, entries)
         # The store is silent, its process has ended, or a text is cut short.
         except (RuntimeError, ValueError):
             return entries_by_rank
@@ -474,13 +477,13 @@ class DesyncDetector:
         self.close_connections()
         if difference:
             raise RuntimeError(f"{difference}. Communication ended with: {error}") from error
-        numbers = {rank: number for rank, (number, _) in self._exchange_entries().items()}
+        numbers = {rank: first_index for rank, (first_index, _) in self._exchange_entries().items()}
         differing_ranks = [
             rank
             for rank in range(len(self._ranks))
             if rank != self._rank and numbers.get(rank, 0) < number
         ]
-        seen = {rank: f"last seen at number {number}" for rank, number in numbers.items()}
+        seen = {rank: f"last seen at number {last_index}" for rank, last_index in numbers.items()}
         behind = [
             f"{self._title(rank)} ({seen.get(rank, 'never seen')})"
             for rank in differing_ranks[:MOST_READ]

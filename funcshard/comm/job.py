@@ -197,14 +197,14 @@ def _choose_gpu(number: int) -> None:
 
 def _number(name: str, least: int) -> int:
     """Return a number that torchrun has put into the environment."""
-    text = os.environ.get(name, "")
-    if not text.isdecimal() or int(text) < least:
+    variable_text = os.environ.get(name, "")
+    if not variable_text.isdecimal() or int(variable_text) < least:
         raise ValueError(
             f"the environment variable {name} must be a whole number of at least {least}, as "
-            f"torchrun sets it; found {text!r}: start the program with torchrun, or unset RANK and "
+            f"torchrun sets it; found {variable_text!r}: start the program with torchrun, or unset RANK and "
             "WORLD_SIZE for one rank alone"
         )
-    return int(text)
+    return int(variable_text)
 
 
 def _check_launcher(address: str, port: int, patience: float) -> None:

@@ -113,9 +113,11 @@ class _Note:
 
     @classmethod
     def of(cls, text: bytes) -> _Note:
-        beat, (group, number, waited_for, ranks, serial), counts, blocker = json.loads(text)
+        beat, (group, collective_index, waited_for, ranks, serial), counts, blocker = json.loads(
+            text
+        )
         ranks = range(*ranks["range"]) if isinstance(ranks, dict) else ranks
-        return cls(beat, Wait(group, number, waited_for, ranks, serial), counts, blocker)
+        return cls(beat, Wait(group, collective_index, waited_for, ranks, serial), counts, blocker)
 
     def lacks(self, wait: Wait) -> bool:
         """Return whether this rank has not issued the collective that another one waits for."""

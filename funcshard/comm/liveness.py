@@ -285,9 +285,9 @@ class Heart:
             self._seen[rank] = beat, clock
         if not beat:  # it has made no mesh yet
             return ""
-        number, latest, (name, process, *place), *every = json.loads(beat)
+        beat_count, latest, (name, process, *place), *every = json.loads(beat)
         where = f"process {process} on {name}, last seen in {latest}"
-        if number == _FAREWELL:
+        if beat_count == _FAREWELL:
             return f"rank {rank} {_LEFT} ({where})" if is_away(rank) else ""
         silent = clock - self._seen[rank][1]
         if _has_ended(process, place):
@@ -419,9 +419,9 @@ def _call(pulse: _Pulse, call: Callable[[Any], Any]) -> tuple[Any, Exception | N
 def _write_beat(pulse: _Pulse, store: Any) -> None:
     # Why a name for the list: a thread that makes a mesh may replace it meanwhile by a shorter one.
     detectors = pulse.detectors
-    for at, (detector_reference, number) in enumerate(detectors):
+    for at, (detector_reference, detector_count) in enumerate(detectors):
         detector = detector_reference()
-        if detector is not None and detector.number != number:
+        if detector is not None and detector.number != detector_count:
             pulse.latest = detector.latest()
             detectors[at] = detector_reference, detector.number
     pulse.number += 1

@@ -248,12 +248,15 @@ class Mesh:
         own_shape = json.dumps(
             [group.global_rank, {"the shape of Mesh.reshaped": axes_text(sizes)}]
         )
-        rows = [json.loads(text) for text in all_gather_texts(self, own_shape, "Mesh.reshaped")]
+        rows = [
+            json.loads(shape_text)
+            for shape_text in all_gather_texts(self, own_shape, "Mesh.reshaped")
+        ]
         ranks = [rank for rank, _ in rows]
         if difference := first_difference([shape for _, shape in rows], range(len(rows))):
             raise ValueError(difference)
         along = {
-            axis: [ranks[number] for number in line]
+            axis: [ranks[rank_index] for rank_index in line]
             for axis, line in lines_through(self.rank, sizes).items()
         }
         groups = {
@@ -330,8 +333,8 @@ def neighbours(mesh: Mesh, ranks: int) -> Mesh:
     if key not in parts:
         label = f"the parts of {ranks} ranks"
         row = [
-            int(text)
-            for text in mesh.shard.all_gather_text(str(mesh.shard.global_rank), label=label)
+            int(rank_text)
+            for rank_text in mesh.shard.all_gather_text(str(mesh.shard.global_rank), label=label)
         ]
         first = mesh.shard.rank // ranks * ranks
         group = mesh.shard.subgroup(row[first : first + ranks], "shard")

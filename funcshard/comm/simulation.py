@@ -263,21 +263,23 @@ class _World:
         Raises:
             RuntimeError: another rank of the group has issued something else.
         """
-        number = self._counts[ranks, position] = self._counts.get((ranks, position), 0) + 1
-        collective = self._open.setdefault((ranks, number), _Collective(what, ranks, number, {}))
+        meeting_index = self._counts[ranks, position] = self._counts.get((ranks, position), 0) + 1
+        collective = self._open.setdefault(
+            (ranks, meeting_index), _Collective(what, ranks, meeting_index, {})
+        )
         if collective.what != what:
             first = next(iter(collective.arguments))
             (low, first_name), (high, another) = sorted(
                 [(ranks[first], str(collective.what)), (ranks[position], str(what))]
             )
             raise RuntimeError(
-                f"ranks issue different collectives: number {number} on mesh axis {what.axis!r} is "
+                f"ranks issue different collectives: number {meeting_index} on mesh axis {what.axis!r} is "
                 f"{first_name} on rank {low} and {another} on rank {high}; every rank has to issue the "
                 "same ones in the same order"
             )
         collective.arguments[position] = arguments
         if len(collective.arguments) == len(ranks):
-            del self._open[ranks, number]
+            del self._open[ranks, meeting_index]
             collective.run()
         return collective
 

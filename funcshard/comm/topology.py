@@ -56,10 +56,10 @@ class Topology:
     @property
     def copy(self) -> int:
         """Number of this rank's copy among the ranks that hold the same elements."""
-        number = 0
+        copy_index = 0
         for _, group in reversed(self.repeated):
-            number = number * group.size + group.rank
-        return number
+            copy_index = copy_index * group.size + group.rank
+        return copy_index
 
 
 @dataclass(frozen=True, slots=True)

@@ -218,23 +218,27 @@ class TorchGroup:
         # The choice depends only on facts that are the same on every rank, such as sizes.
         if self.shm is None or shard.device.type != "cpu" or shard.nbytes * self.size < _POOLED:
             return all_gather_last(self, shard, label=label)
-        number = self._record("all_gather", label, shard.reshape(1, -1).expand(self.size, -1))
-        return self.shm.all_gather_shared(shard, number)
+        collective_index = self._record(
+            "all_gather", label, shard.reshape(1, -1).expand(self.size, -1)
+        )
+        return self.shm.all_gather_shared(shard, collective_index)
 
     def reduce_scatter(
         self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = ""
     ) -> Work:
         if not out.numel():
             return DONE
-        number = self._record("reduce_scatter", label, out.reshape(1, -1).expand(self.size, -1))
+        collective_index = self._record(
+            "reduce_scatter", label, out.reshape(1, -1).expand(self.size, -1)
+        )
         if self.shm is not None:
-            return self.shm.reduce_scatter(out, parts, number)
+            return self.shm.reduce_scatter(out, parts, collective_index)
         full = (
             parts[0]
             if len(parts) == 1
             else concatenate(parts, self.empty(self.size * out.numel(), out))
         )
-        return self.backend.reduce_scatter(out.view(-1), full, number)
+        return self.backend.reduce_scatter(out.view(-1), full, collective_index)
 
     def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:
         if not tensor.numel():
@@ -261,8 +265,8 @@ class TorchGroup:
         # A rank that neither sends nor receives has to call this too. Sizes differ between ranks,
         # so they are not recorded.
         needs = None if all(out_sizes) else [rank for rank, size in enumerate(out_sizes) if size]
-        number = self.desync.record("all_to_all", label, out[:0], needs=needs)
-        return self.backend.all_to_all(out, full, out_sizes, sizes, number)
+        collective_index = self.desync.record("all_to_all", label, out[:0], needs=needs)
+        return self.backend.all_to_all(out, full, out_sizes, sizes, collective_index)
 
     def all_gather_text(self, text: str, *, label: str = "") -> list[str]:
         return self.desync.all_gather_text(text, label)

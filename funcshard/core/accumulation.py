@@ -169,13 +169,13 @@ def _stream(batches: Iterator[Any], micro_batches: int) -> Callable[[], Any]:
     numbers = itertools.count()
 
     def take() -> Any:
-        number = next(numbers)
+        batch_index = next(numbers)
         try:
             return next(batches)
         except StopIteration:
             raise ValueError(
                 f"an iterator must hold the {micro_batches} micro-batches of every call, on every "
-                f"rank; found {number}: leave out the incomplete rest of an epoch, or continue "
+                f"rank; found {batch_index}: leave out the incomplete rest of an epoch, or continue "
                 "with batches of weight zero (weighted=True)"
             ) from None
 

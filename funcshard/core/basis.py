@@ -68,7 +68,11 @@ def below_transforms(f: Callable[..., T], *args: Any) -> T:
 @contextlib.contextmanager
 def acting_for(loop: BasisLoop | None, level: int) -> Iterator[None]:
     """Take the transform that will run at ``level`` as part of ``loop``, or of no loop."""
-    loops = {number: basis_loop for number, basis_loop in _known.get().items() if number < level}
+    loops = {
+        level_index: basis_loop
+        for level_index, basis_loop in _known.get().items()
+        if level_index < level
+    }
     with within(loops if loop is None else {**loops, level: loop}):
         yield
 
@@ -122,7 +126,7 @@ def refuse_mixed_sum(comm: BufferComm, loop: BasisLoop | None) -> None:
     for tensor in loop.arguments:
         digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode() + unwrapped_bytes(tensor))
     texts = all_gather_texts(comm.mesh, digest.hexdigest(), "the tensors of a basis")
-    if comm.topology.cut or any(text != texts[0] for text in texts):
+    if comm.topology.cut or any(rank_text != texts[0] for rank_text in texts):
         raise RuntimeError(
             f"{_caller(loop)} would mix columns at the gradient of {_unit(comm)}: the "
             f"{comm.mesh.world_size} ranks differentiate by tensors of their own at the same time, "

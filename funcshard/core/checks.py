@@ -276,6 +276,6 @@ def raise_on_every_rank(mesh: Mesh, fault: Exception | None) -> None:
         torch.OutOfMemoryError,
     )
     kinds = {error_kind.__name__: error_kind for error_kind in raised}
-    for rank, text in enumerate(faults):
-        if error_texts := json.loads(text):
+    for rank, fault_text in enumerate(faults):
+        if error_texts := json.loads(fault_text):
             raise kinds.get(error_texts[0], ValueError)(f"{error_texts[1]} (found on rank {rank})")

@@ -148,8 +148,10 @@ def _raise_difference(checksums: LeafChecksums) -> None:
         name: [local, value.item()] for name, (local, value) in checksums.found.items()
     }
     everyone = [
-        json.loads(text)
-        for text in all_gather_texts(mesh, json.dumps(own_checksums), "checksums of leaves")
+        json.loads(checksums_text)
+        for checksums_text in all_gather_texts(
+            mesh, json.dumps(own_checksums), "checksums of leaves"
+        )
     ]
     local_axes = {
         name: local for rank_checksums in everyone for name, (local, _) in rank_checksums.items()

@@ -322,11 +322,11 @@ def ppermute(x: T, mesh: Mesh, perm: Iterable[tuple[int, int]], *, axis: Axis = 
     pairs = [(place(source), place(target)) for source, target in numbers]
     # Why in words: ranks with different pairs would wait for data that no rank sends. The words are
     # part of the collective's label, which has to be the same on every rank.
-    text = str(sorted(numbers))
+    pairs_text = str(sorted(numbers))
     detail = (
-        f" by {text}"
-        if len(text) < 60
-        else f" by {text[:40]}... (checksum {zlib.crc32(text.encode()):08x})"
+        f" by {pairs_text}"
+        if len(pairs_text) < 60
+        else f" by {pairs_text[:40]}... (checksum {zlib.crc32(pairs_text.encode()):08x})"
     )
     return _mapped(
         "ppermute", x, mesh, lambda leaf, _: _permuted(leaf, mesh, names, pairs, detail), axis
@@ -487,9 +487,9 @@ def _check_sum(caller: str, x: Any) -> None:
 
 
 def _check_tensors(caller: str, x: Any) -> None:
-    for number, leaf in enumerate(tree.leaves(x)):
+    for leaf_index, leaf in enumerate(tree.leaves(x)):
         if not isinstance(leaf, torch.Tensor):
-            path = tree.describe(x)[2][number]
+            path = tree.describe(x)[2][leaf_index]
             remedy = "make it one with torch.tensor(..., device=mesh.device)"
             if isinstance(leaf, Mesh):
                 remedy = f"the tensor comes before the mesh, as in {caller}(x, mesh)"

@@ -334,7 +334,7 @@ def _backward(
         Whether a gradient reached any leaf, or there is none that one could reach.
     """
     reached = False
-    wanted_numbers = [number for number, leaf in enumerate(local) if leaf.requires_grad]
+    wanted_numbers = [leaf_index for leaf_index, leaf in enumerate(local) if leaf.requires_grad]
     if wanted_numbers and loss.requires_grad:
         # Why a view: it has an autograd node of its own, whose hook runs before hooks on the loss
         # itself.
@@ -347,7 +347,7 @@ def _backward(
             # as the event log.
             with torch.autograd.set_multithreading_enabled(False):
                 computed_grads = torch.autograd.grad(
-                    loss, [local[number] for number in wanted_numbers], allow_unused=True
+                    loss, [local[leaf_index] for leaf_index in wanted_numbers], allow_unused=True
                 )
         except RuntimeError as error:
             if "backward through the graph a second time" in str(error):
@@ -358,11 +358,11 @@ def _backward(
             raise
         finally:
             begun.remove()
-        for number, grad in zip(wanted_numbers, computed_grads, strict=True):
+        for leaf_index, grad in zip(wanted_numbers, computed_grads, strict=True):
             if grad is not None:
                 reached = True
-                direct_grad, grad = direct[number], _clean(grad, zero_weight)
-                direct[number] = grad if direct_grad is None else direct_grad + grad
+                direct_grad, grad = direct[leaf_index], _clean(grad, zero_weight)
+                direct[leaf_index] = grad if direct_grad is None else direct_grad + grad
     reducer.post_backward()
     return reached or reducer.received or not wanted_numbers
 
@@ -512,15 +512,15 @@ def check_weight(weight: Any) -> float:
     if isinstance(weight, torch.SymInt | torch.SymFloat):  # fs.trace records, and sizes are symbols
         return torch.sym_float(weight)
     try:
-        number = float(weight)
+        weight_value = float(weight)
     except (TypeError, ValueError, RuntimeError):
-        number = math.nan
-    if not 0 <= number < math.inf:
+        weight_value = math.nan
+    if not 0 <= weight_value < math.inf:
         raise ValueError(
             "a weight must be one number, finite and not negative: zero for no data; found "
             f"{weight!r}"
         )
-    return number
+    return weight_value
 
 
 def loss_value(loss: torch.Tensor) -> torch.Tensor:

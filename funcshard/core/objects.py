@@ -42,15 +42,15 @@ def broadcast_object(value: Any, mesh: Mesh, src: int = 0) -> Any:
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a Mesh, as from init_mesh(); found {type(mesh).__name__}")
     check_source(src, mesh)
-    text, fault = "", None  # type: tuple[str, Exception | None]
+    json_text, fault = "", None  # type: tuple[str, Exception | None]
     if mesh.rank == src:
         try:
             _check(value, "value")
-            text = json.dumps(value)
+            json_text = json.dumps(value)
         except Exception as error:  # of any kind, because other ranks wait
             fault = error
     raise_on_every_rank(mesh, fault)
-    return json.loads(all_gather_texts(mesh, text, "an object")[src])
+    return json.loads(all_gather_texts(mesh, json_text, "an object")[src])
 
 
 def _check(value: Any, path: str) -> None:

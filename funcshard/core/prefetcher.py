@@ -536,10 +536,16 @@ class SavedUnit:
 
     def pack(self, tensor: torch.Tensor, outer: Any = None) -> Any:
         """Replace a saved view of a gathered buffer by the position of that view."""
-        number = self._buffer_of.get(storage_id(tensor))
-        if number is not None and tensor.dtype == self._dtypes[number] and not tensor.is_conj():
+        buffer_index = self._buffer_of.get(storage_id(tensor))
+        if (
+            buffer_index is not None
+            and tensor.dtype == self._dtypes[buffer_index]
+            and not tensor.is_conj()
+        ):
             self.note_needed()
-            return _PackedView(self, number, tensor.shape, tensor.stride(), tensor.storage_offset())
+            return _PackedView(
+                self, buffer_index, tensor.shape, tensor.stride(), tensor.storage_offset()
+            )
         source = self._source_of_cast(tensor)
         if source is not None:
             self.note_needed()
@@ -564,19 +570,19 @@ class SavedUnit:
         the leaf again gives the same bits, so the cast is freed with the buffer.
         """
         cast_source = cast_of(tensor)
-        number = None if cast_source is None else self._node_of.get(id(cast_source[1]))
-        if cast_source is None or number is None:
+        buffer_index = None if cast_source is None else self._node_of.get(id(cast_source[1]))
+        if cast_source is None or buffer_index is None:
             return None
         cast, _, output, transposed = cast_source
-        size, stride, offset = self._leaf_views[number][output]
+        size, stride, offset = self._leaf_views[buffer_index][output]
         if transposed:
             size, stride = size[::-1], stride[::-1]
         # Why strides: a cast to another memory format moves elements, and so does a permutation
         # that is no transpose.
         same = (len(size) == 2 or not transposed) and cast.shape == size and cast.stride() == stride
-        if not same or cast.storage_offset() or cast.device != self._devices[number]:
+        if not same or cast.storage_offset() or cast.device != self._devices[buffer_index]:
             return None
-        return _PackedView(self, number, size, stride, self._begins[number] + offset)
+        return _PackedView(self, buffer_index, size, stride, self._begins[buffer_index] + offset)
 
     def unpack(self, packed: Any) -> torch.Tensor:
         """Return the tensor that ``pack`` replaced."""

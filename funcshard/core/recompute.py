@@ -209,7 +209,7 @@ class _Remat(torch.autograd.Function):
         level = transform_level()
         ctx.loop = ctx.call.loops.get(level)
         ctx.outer_loops = {
-            number: loop for number, loop in ctx.call.loops.items() if number < level
+            level_index: loop for level_index, loop in ctx.call.loops.items() if level_index < level
         }
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)

@@ -287,19 +287,20 @@ class Unshard:
         except RuntimeError as error:
             # torch's errors for some of the writes, which name no leaf; the second one comes under
             # per_sample_grad, where leaves are the arguments of a gradient
-            text, reducer = str(error), current_reducer()
+            error_text, reducer = str(error), current_reducer()
             argument = (
                 reducer is not None
                 and reducer.has_gathered
-                and "a leaf Variable that requires grad" in text
+                and "a leaf Variable that requires grad" in error_text
             )
             # Why first: after a write that torch did not prevent, it also raises for the nodes.
             _check_unchanged(versions_before, gathered, self.unit)
             nodes = [leaves[0].grad_fn for leaves in gathered]
             refused = any(
-                node is not None and node.name().removesuffix("Backward") in text for node in nodes
+                node is not None and node.name().removesuffix("Backward") in error_text
+                for node in nodes
             )
-            if argument or ("inplace" in text and refused):
+            if argument or ("inplace" in error_text and refused):
                 raise RuntimeError(
                     f"the forward of unit {self.unit.title!r} modified a leaf in place; "
                     f"{_READ_ONLY}"
@@ -430,10 +431,10 @@ class RecomputeParams(dict[str, Any]):
         return params
 
     def __getitem__(self, name: str) -> Any:
-        number = self.numbers.get(name)
-        if number is None or graph_task_id() == -1:
+        leaf_index = self.numbers.get(name)
+        if leaf_index is None or graph_task_id() == -1:
             return super().__getitem__(name)
-        return self.saved.leaves()[number]
+        return self.saved.leaves()[leaf_index]
 
 
 def cast_inputs(

@@ -24,15 +24,15 @@ def at_least(least: int, most: int = MOST) -> Callable[[str], int]:
     """
 
     def parse(text: str) -> int:
-        number = int(text) if re.fullmatch(r"[+-]?\d{1,30}", text) else None
+        integer_value = int(text) if re.fullmatch(r"[+-]?\d{1,30}", text) else None
         shown = text if len(text) < 40 else f"{text[:40]}…"
-        if number is None or number < least:
+        if integer_value is None or integer_value < least:
             raise argparse.ArgumentTypeError(
                 f"must be a whole number, at least {least}; found {shown!r}"
             )
-        if number > most:
+        if integer_value > most:
             raise argparse.ArgumentTypeError(f"must be at most {most:,}; found {shown!r}")
-        return number
+        return integer_value
 
     return parse
 

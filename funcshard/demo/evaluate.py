@@ -44,11 +44,11 @@ def validation_loss(
     """
     inputs, targets = windows(data, count=WINDOWS, context=context)
     total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-    for number in range(passes(mesh, size)):
+    for pass_index in range(passes(mesh, size)):
         # Why weights: every forward contains collectives, so all ranks run the same number of
         # batches. A rank that has no window left repeats the last one with weight zero.
         mine = (
-            torch.arange(number * size, (number + 1) * size, device="cpu") * mesh.world_size
+            torch.arange(pass_index * size, (pass_index + 1) * size, device="cpu") * mesh.world_size
             + mesh.rank
         )
         weight = (mine < len(inputs)).to(mesh.device)
@@ -58,7 +58,7 @@ def validation_loss(
             logits.transpose(1, 2), targets[mine].to(mesh.device), reduction="none"
         ).mean(1)
         total += torch.stack([(losses * weight).sum(), weight.sum()])
-        show(number + 1, "")
+        show(pass_index + 1, "")
     loss, count = fs.psum(total, mesh).tolist()
     return loss / count
 
@@ -87,14 +87,14 @@ def sample(
     """
     generator = torch.Generator().manual_seed(seed)
     written = list(b"\n")
-    for number in range(length):
+    for sample_index in range(length):
         logits = model(torch.tensor([written[-context:]], device=mesh.device))[0, -1]
         chances = (logits.float().cpu() / temperature).softmax(0)
         written.append(int(torch.multinomial(chances, 1, generator=generator)))
-        show(number + 1, "")
+        show(sample_index + 1, "")
     return _printable(bytes(written[1:]))
 
 
 def _printable(data: bytes) -> str:
-    text = data.decode(errors="replace").replace("\ufffd", "·").expandtabs(4)
-    return "".join(c if c.isprintable() or c == "\n" else "·" for c in text)
+    decoded_text = data.decode(errors="replace").replace("\ufffd", "·").expandtabs(4)
+    return "".join(c if c.isprintable() or c == "\n" else "·" for c in decoded_text)

@@ -255,12 +255,12 @@ def _wait(processes: list[Any], folder: Path) -> dict[str, Any] | None:
 def _failure(rank: int, error: BaseException) -> dict[str, Any]:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{Path(frame.filename).name}:{frame.lineno}, in {frame.name}"
-    text = "".join(traceback.format_exception(error))
+    failure_text = "".join(traceback.format_exception(error))
     return {
         "time": time.time_ns(),
         "rank": rank,
         "why": f"{type(error).__name__}: {error} ({where})",
-        "traceback": text,
+        "traceback": failure_text,
     }
 
 
@@ -297,12 +297,14 @@ def _on_signal(function: Callable[[bool], None]) -> Iterator[None]:
         count += 1
         function(count > 1)
 
-    handlers_before = {number: signal.signal(number, handler) for number in SIGNALS}
+    handlers_before = {
+        signal_number: signal.signal(signal_number, handler) for signal_number in SIGNALS
+    }
     try:
         yield
     finally:
-        for number, old in handlers_before.items():
-            signal.signal(number, old)
+        for signal_number, old in handlers_before.items():
+            signal.signal(signal_number, old)
 
 
 def _use_loopback() -> None:

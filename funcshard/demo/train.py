@@ -197,7 +197,7 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
     loss_after = validate("after") if state.step else loss_before
     length = 60 if stop.happened else 200
     with progress("Sampling", length, quiet=not first) as show:
-        text = sample(
+        sample_text = sample(
             lambda inputs: sharded(state.shards, state.buffers, inputs),
             mesh, length=length, context=config.context, seed=settings.seed, show=show,
         )  # fmt: skip
@@ -213,12 +213,12 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
             "losses": losses,
             "tokens_per_second": rate,
             "seconds": {"training": seconds, "all": time.perf_counter() - began},
-            "sample": text,
+            "sample": sample_text,
         }
         _write(
             out / "metrics.json", lambda path: path.write_text(json.dumps(metrics, indent=1) + "\n")
         )
-        _conclude(text, loss_before, loss_after, state.step, seconds, rate, out)
+        _conclude(sample_text, loss_before, loss_after, state.step, seconds, rate, out)
 
 
 def _schedule(step: int, settings: Settings) -> float:

@@ -33,7 +33,7 @@ def check_graph(
     Raises:
         ValueError: it may not; the error names the nodes.
     """
-    position = {node: number for number, node in enumerate(graph.nodes)}
+    position = {node: node_index for node_index, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         for input_node in node.all_input_nodes:
             if position.get(input_node, len(position)) >= position[node]:
@@ -68,7 +68,7 @@ def _check_data(graph: fx.Graph, storages: GraphStorages, position: dict[fx.Node
 
 
 def _check_order(graph: fx.Graph, before: fx.Graph, keeps_order: bool) -> None:
-    current_order = {node.name: number for number, node in enumerate(graph.nodes)}
+    current_order = {node.name: node_index for node_index, node in enumerate(graph.nodes)}
     if keeps_order:
         _check_kept(
             "collectives", [node.name for node in before.nodes if communicates(node)], current_order
@@ -79,7 +79,7 @@ def _check_order(graph: fx.Graph, before: fx.Graph, keeps_order: bool) -> None:
         current_order,
     )
     storages = GraphStorages.find(before)
-    then = {node: number for number, node in enumerate(before.nodes)}
+    then = {node: node_index for node_index, node in enumerate(before.nodes)}
     for node in before.nodes:
         for storage in written_storages(node, storages) if node.name in current_order else ():
             for user in storages.users[storage]:

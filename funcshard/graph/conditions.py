@@ -44,10 +44,14 @@ class Conditions:
 
     def failing(self, sizes: Mapping[str, int]) -> str:
         """Return the first condition that sizes do not fulfil, with its place; ``""`` for none."""
-        for number, parsed in enumerate(self._parsed):
+        for condition_index, parsed in enumerate(self._parsed):
             if not _value(parsed, sizes):
-                place = self.places[number] if number < len(self.places) else ""
-                return f"{self.texts[number]} ({place})" if place else self.texts[number]
+                place = self.places[condition_index] if condition_index < len(self.places) else ""
+                return (
+                    f"{self.texts[condition_index]} ({place})"
+                    if place
+                    else self.texts[condition_index]
+                )
         return ""
 
 

@@ -88,8 +88,8 @@ def cost_of(step_graph: StepGraph) -> StepCost:
     cost_by_kind: dict[tuple[str, str], list[int]] = {}
     for event in step_graph.events:
         totals = cost_by_kind.setdefault((event.axis, event.kind), [0, 0, 0])
-        for i, number in enumerate((1, event.bytes, event.traffic)):
-            totals[i] += number
+        for i, column_value in enumerate((1, event.bytes, event.traffic)):
+            totals[i] += column_value
     return StepCost(
         flops,
         moved,

@@ -93,22 +93,22 @@ def _lines(graph: fx.Graph) -> list[str]:
 def _changes(before: Sequence[str], after: Sequence[str]) -> list[str]:
     """Return the lines that one of two lists lacks, and those that are elsewhere, in order."""
     places: dict[str, list[int]] = defaultdict(list)
-    for number, line in enumerate(after):
-        places[line].append(number)
+    for line_index, line in enumerate(after):
+        places[line].append(line_index)
     pairs: list[tuple[int, int]] = []
     listed_changes: list[tuple[float, str]] = []
     count: Counter[str] = Counter()
-    for number, line in enumerate(before):
+    for line_index, line in enumerate(before):
         if count[line] < len(places[line]):
-            pairs.append((number, places[line][count[line]]))
+            pairs.append((line_index, places[line][count[line]]))
         else:
-            listed_changes.append((number, f"gone: {line}"))
+            listed_changes.append((line_index, f"gone: {line}"))
         count[line] += 1
     scale = len(before) / max(len(after), 1)
     listed_changes += [
-        (number * scale, f"new: {line}")
+        (line_index * scale, f"new: {line}")
         for line, line_places in places.items()
-        for number in line_places[count[line] :]
+        for line_index in line_places[count[line] :]
     ]
     kept = _longest_rise([second for _, second in pairs])
     latest = -1
@@ -126,10 +126,10 @@ def _longest_rise(numbers: Sequence[int]) -> set[int]:
     """Return the members of a longest rising subsequence of different numbers."""
     ends: list[int] = []  # the smallest end of a rise of each length
     node_before: dict[int, int | None] = {}
-    for number in numbers:
-        place = bisect_left(ends, number)
-        node_before[number] = ends[place - 1] if place else None
-        ends[place : place + 1] = [number]
+    for node_index in numbers:
+        place = bisect_left(ends, node_index)
+        node_before[node_index] = ends[place - 1] if place else None
+        ends[place : place + 1] = [node_index]
     rising_nodes: set[int] = set()
     last = ends[-1] if ends else None
     while last is not None:
@@ -142,8 +142,8 @@ def _folded(lines: Sequence[str]) -> list[str]:
     """Return lines with those that repeat as one, and no more than can be read."""
     folded_lines = []
     for line, same in groupby(lines):
-        number = len(list(same))
+        same_count = len(list(same))
         word, _, line_rest = line.partition(": ")
-        folded_lines.append(line if number == 1 else f"{word}: {number} × {line_rest}")
+        folded_lines.append(line if same_count == 1 else f"{word}: {same_count} × {line_rest}")
     more_lines = len(folded_lines) - _MOST
     return folded_lines if more_lines <= 0 else [*folded_lines[:_MOST], f"and {more_lines} more"]

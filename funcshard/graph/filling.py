@@ -42,8 +42,8 @@ def input_memory(placeholders: Sequence[fx.Node]) -> InputMemory:
         tensor = node.meta["val"]
         if isinstance(tensor, torch.Tensor):
             storage = tensor.untyped_storage()
-            number = numbers.setdefault(storage_id(tensor), len(numbers))
-            input_bytes.append([number, int(storage.nbytes()), int(tensor.storage_offset())])
+            storage_index = numbers.setdefault(storage_id(tensor), len(numbers))
+            input_bytes.append([storage_index, int(storage.nbytes()), int(tensor.storage_offset())])
     return input_bytes
 
 
@@ -80,11 +80,15 @@ def sized_memory(
 ) -> InputMemory:
     """Return where inputs lie if some sizes are others; an input with names shares no memory."""
     memory_sizes = []
-    for number, (leaf, leaf_memory) in enumerate(zip(leaves, memory, strict=True)):
+    for leaf_index, (leaf, leaf_memory) in enumerate(zip(leaves, memory, strict=True)):
         if any(isinstance(size, str) for size in leaf[0]):
             shape, dtype, _, strides, _ = sized(leaf, sizes)
             last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-            leaf_memory = [len(memory) + number, (last + 1) * dtype.itemsize * (0 not in shape), 0]
+            leaf_memory = [
+                len(memory) + leaf_index,
+                (last + 1) * dtype.itemsize * (0 not in shape),
+                0,
+            ]
         memory_sizes.append(leaf_memory)
     return memory_sizes
 
@@ -135,14 +139,14 @@ def _another(value: Any) -> Any:
 def _inputs(tensors: Sequence[Any], memory: InputMemory) -> list[torch.Tensor]:
     storages: dict[int, torch.Tensor] = {}
     input_tensors = []
-    for (shape, dtype, device, stride, _), (number, size, offset) in zip(
+    for (shape, dtype, device, stride, _), (storage_index, size, offset) in zip(
         tensors, memory, strict=True
     ):
-        if number not in storages:
-            storages[number] = torch.empty(size, dtype=torch.uint8, device=device)
-        base = storages[number]
+        if storage_index not in storages:
+            storages[storage_index] = torch.empty(size, dtype=torch.uint8, device=device)
+        base = storages[storage_index]
         if base.numel() != size or base.device.type != device.type:
-            raise ValueError(f"two inputs lie in memory {number}, and give it other sizes")
+            raise ValueError(f"two inputs lie in memory {storage_index}, and give it other sizes")
         whole_tensor = base[: size // dtype.itemsize * dtype.itemsize].view(dtype)
         input_tensors.append(whole_tensor.as_strided(shape, stride, offset))
     return input_tensors

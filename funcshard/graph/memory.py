@@ -50,10 +50,12 @@ def memory_of(step_graph: StepGraph) -> StepMemory:
     """Return the memory of a step, by the lives of the graph's storages."""
     storages = GraphStorages.find(step_graph.graph)
     taken, freed = storages.taken_by(), storages.freed_after()
-    given_numbers = {number for number, node in storages.made.items() if node.op == "placeholder"}
+    given_numbers = {
+        storage_index for storage_index, node in storages.made.items() if node.op == "placeholder"
+    }
     gathered = {
-        number
-        for number, node in storages.made.items()
+        storage_index
+        for storage_index, node in storages.made.items()
         if collective_of(node) == "all_gather"
         and (event := node.meta.get("event")) is not None
         and event.unit is not None
@@ -64,28 +66,34 @@ def memory_of(step_graph: StepGraph) -> StepMemory:
     for node in step_graph.graph.nodes:
         if node.op == "output":
             returned = {
-                number
+                storage_index
                 for input_node in node.all_input_nodes
-                for number in storages.of.get(input_node, ())
+                for storage_index in storages.of.get(input_node, ())
             }
             break
-        freed_numbers = [number for number in taken.get(node, ()) if number not in given_numbers]
-        live += sum(storages.bytes[number] for number in freed_numbers)
+        freed_numbers = [
+            storage_index
+            for storage_index in taken.get(node, ())
+            if storage_index not in given_numbers
+        ]
+        live += sum(storages.bytes[storage_index] for storage_index in freed_numbers)
         live_gathered += sum(
-            storages.bytes[number] for number in freed_numbers if number in gathered
+            storages.bytes[storage_index]
+            for storage_index in freed_numbers
+            if storage_index in gathered
         )
         if live > peak:
             peak, at = live, node.name
         peak_gathered = max(peak_gathered, live_gathered)
-        for number in freed.get(node, ()):
-            if number not in given_numbers:
-                live -= storages.bytes[number]
-                live_gathered -= storages.bytes[number] if number in gathered else 0
-    arguments = sum(storages.bytes[number] for number in given_numbers)
+        for storage_index in freed.get(node, ()):
+            if storage_index not in given_numbers:
+                live -= storages.bytes[storage_index]
+                live_gathered -= storages.bytes[storage_index] if storage_index in gathered else 0
+    arguments = sum(storages.bytes[storage_index] for storage_index in given_numbers)
     return StepMemory(
         arguments=arguments,
-        outputs=sum(storages.bytes[number] for number in returned),
-        donated=sum(storages.bytes[number] for number in returned & given_numbers),
+        outputs=sum(storages.bytes[storage_index] for storage_index in returned),
+        donated=sum(storages.bytes[storage_index] for storage_index in returned & given_numbers),
         temporary=peak,
         peak=arguments + peak,
         peak_gathered=peak_gathered,

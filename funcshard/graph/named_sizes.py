@@ -27,8 +27,8 @@ class NamedSizes:
 
     def __init__(self, spec: Any) -> None:
         self.spec = spec
-        for text in _texts(spec):
-            _parts(text)
+        for dims_text in _texts(spec):
+            _parts(dims_text)
         # By form of the arguments: the text of each leaf.
         self._known: dict[Any, dict[int, str]] = {}
 
@@ -45,10 +45,10 @@ class NamedSizes:
             _, batch = tree.build_form(form, range(form.num_leaves))
             texts = self._known[form] = dict(_spread(self.spec, batch, "batch"))
         dims_by_name = {}
-        for number, text in texts.items():
-            leaf = leaves[number]
+        for leaf_index, dims_text in texts.items():
+            leaf = leaves[leaf_index]
             if isinstance(leaf, torch.Tensor):
-                dims_by_name[number] = _names(text, leaf)
+                dims_by_name[leaf_index] = _names(dims_text, leaf)
         return dims_by_name
 
 
@@ -85,7 +85,7 @@ def _spread(spec: Any, batch: Any, path: str) -> Iterator[tuple[int, str]]:
     if spec is None:
         return
     if isinstance(spec, str):
-        yield from ((number, spec) for number in tree.leaves(batch))
+        yield from ((leaf_index, spec) for leaf_index in tree.leaves(batch))
         return
     if isinstance(spec, Mapping):
         fits = isinstance(batch, Mapping) and batch.keys() == spec.keys()
@@ -130,8 +130,8 @@ def sizes_of(leaves: Sequence[Any], names: Mapping[int, Names]) -> dict[str, int
         ValueError: two dims of one name have different sizes.
     """
     sizes_by_name: dict[str, int] = {}
-    for number, named_dims in names.items():
-        for name, size in zip(named_dims, leaves[number].shape, strict=True):
+    for leaf_index, named_dims in names.items():
+        for name, size in zip(named_dims, leaves[leaf_index].shape, strict=True):
             if name is not None and sizes_by_name.setdefault(name, size) != size:
                 raise ValueError(
                     f"dynamic_shapes gives the name {name!r} to dims of one size; found the sizes "

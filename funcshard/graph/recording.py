@@ -71,9 +71,11 @@ def record(
 
     def flat(*values: torch.Tensor) -> list[Any]:
         own_leaves = list(leaves)
-        for number, value in zip(inputs, values, strict=True):
+        for leaf_index, value in zip(inputs, values, strict=True):
             # Why item: it gives a number whose arithmetic is recorded.
-            own_leaves[number] = value if isinstance(leaves[number], torch.Tensor) else value.item()
+            own_leaves[leaf_index] = (
+                value if isinstance(leaves[leaf_index], torch.Tensor) else value.item()
+            )
         arguments = tree.build_form(form, own_leaves)
         with _Guard(recording):
             result = step(*arguments)
@@ -125,8 +127,8 @@ def record(
     for (start, _), event in zip(starts_and_waits(graph), recording.started, strict=True):
         start.meta["event"] = event
     units = {id(leaf): unit for unit, shard in state.shards.items() for leaf in tree.leaves(shard)}
-    for node, number in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
-        node.meta["path"], node.meta["unit"] = paths[number], units.get(id(leaves[number]))
+    for node, leaf_index in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
+        node.meta["path"], node.meta["unit"] = paths[leaf_index], units.get(id(leaves[leaf_index]))
     conditions = _usable(found_conditions, sizes)
     signature = signature_of(leaves, form, in_state, names)._replace(conditions=conditions.texts)
     if names:
@@ -153,10 +155,10 @@ def record(
 def _usable(conditions: Sequence[tuple[str, str]], sizes: Mapping[str, int]) -> Conditions:
     """Return conditions as data; one that cannot be data fixes all sizes."""
     dim_places: dict[str, str] = {}
-    for text, place in conditions:
+    for condition_text, place in conditions:
         try:
-            Conditions((text,))
-            dim_places[text] = place
+            Conditions((condition_text,))
+            dim_places[condition_text] = place
         except ValueError:
             dim_places |= {f"{name} == {size}": place for name, size in sizes.items()}
     usable = Conditions(tuple(dim_places), tuple(dim_places.values()))
@@ -198,8 +200,8 @@ def _variables(step: Step) -> dict[tuple[str, str, int], Any]:
         if isinstance(captured_value, types.FunctionType)
     ]
     return {
-        (f"{captured_value.__module__}.{captured_value.__qualname__}", name, number): value
-        for number, captured_value in enumerate(functions)
+        (f"{captured_value.__module__}.{captured_value.__qualname__}", name, function_index): value
+        for function_index, captured_value in enumerate(functions)
         for name, value in inspect.getclosurevars(captured_value).nonlocals.items()
         if isinstance(value, bool | int | float | str)
     }

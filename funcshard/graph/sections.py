@@ -57,20 +57,24 @@ def _owners(graph: fx.Graph) -> dict[fx.Node, str]:
     storages = GraphStorages.find(graph)
     params: dict[int, str] = {}
     grads: dict[int, str] = {}
-    for number, node in storages.made.items():
+    for storage_index, node in storages.made.items():
         event = node.meta.get("event")
         if event is not None and event.unit is not None:
-            (params if event.kind == "all_gather" else grads)[number] = event.unit
+            (params if event.kind == "all_gather" else grads)[storage_index] = event.unit
         elif node.meta.get("unit") is not None:
-            params[number] = node.meta["unit"]
+            params[storage_index] = node.meta["unit"]
     owner_of_node = {}
     for node in graph.nodes:
         collective_kind = collective_of(node)
         if collective_kind not in ("", "wait"):
             continue
         counted = params | grads if node.meta.get("phase") == "update" else params
-        read = {number for input_node in node.all_input_nodes for number in storages.of[input_node]}
-        units = {counted[number] for number in read if number in counted}
+        read = {
+            storage_index
+            for input_node in node.all_input_nodes
+            for storage_index in storages.of[input_node]
+        }
+        units = {counted[storage_index] for storage_index in read if storage_index in counted}
         if len(units) == 1:
             (owner_of_node[node],) = units
     return owner_of_node

@@ -67,7 +67,7 @@ def _details(title: str, count: int, collectives: list[str], text: str) -> str:
 def _names(step_graph: StepGraph) -> dict[fx.Node, str]:
     """Return the name of each node, in order."""
     nodes = [node for node in step_graph.graph.nodes if node.op != "output"]
-    return {node: f"%{number}" for number, node in enumerate(nodes)}
+    return {node: f"%{node_index}" for node_index, node in enumerate(nodes)}
 
 
 def _inputs(step_graph: StepGraph, names: dict[fx.Node, str]) -> list[str]:
@@ -78,8 +78,11 @@ def _inputs(step_graph: StepGraph, names: dict[fx.Node, str]) -> list[str]:
         (f"{names[node]}:{_input_form(node, leaf)}", node)
         for node, leaf in zip(nodes, leaves, strict=True)
     ]
-    width = max((len(text) for text, _ in input_names), default=0)
-    return [f"{text:{width}}  {node.meta.get('path', '')}".rstrip() for text, node in input_names]
+    width = max((len(input_text) for input_text, _ in input_names), default=0)
+    return [
+        f"{input_text:{width}}  {node.meta.get('path', '')}".rstrip()
+        for input_text, node in input_names
+    ]
 
 
 def _input_form(node: fx.Node, leaf: Any) -> str:

@@ -46,8 +46,8 @@ def signature_of(
     ]
     modes = torch.is_inference_mode_enabled(), *autocast
     leaf_signatures = [_leaf_signature(leaf, i < counters) for i, leaf in enumerate(leaves)]
-    for number, named_dims in (names or {}).items():
-        leaf_signatures[number] = _named(leaves[number], named_dims)
+    for leaf_index, named_dims in (names or {}).items():
+        leaf_signatures[leaf_index] = _named(leaves[leaf_index], named_dims)
     return Signature(form, modes, tuple(leaf_signatures))
 
 

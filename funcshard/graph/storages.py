@@ -45,7 +45,9 @@ class GraphStorages:
                 leaves = [value] if isinstance(value, torch.Tensor) else tree.leaves(value)
                 tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
                 numbers = map(storage_id, tensors)
-                own_numbers = [waited.get(number, number) for number in numbers]
+                own_numbers = [
+                    waited.get(storage_index, storage_index) for storage_index in numbers
+                ]
                 if collective_of(node) == "wait":
                     (start,) = node.all_input_nodes
                     waited[own_numbers[0]] = graph_storages.of[start][0]
@@ -71,12 +73,16 @@ class GraphStorages:
     def _add_sent(self, start: fx.Node, wait: fx.Node) -> None:
         """Add the memory into which a group copies several parts that it reduces."""
         if collective_of(start) == "reduce_scatter" and len(start.all_input_nodes) > 1:
-            number = -len(self.made)  # no tensor of the graph lies there
+            sent_index = -len(self.made)  # no tensor of the graph lies there
             size = (
                 sum(part.meta["val"].numel() for part in start.all_input_nodes)
                 * wait.meta["val"].itemsize
             )
-            self.made[number], self.bytes[number], self.users[number] = start, size, [wait]
+            self.made[sent_index], self.bytes[sent_index], self.users[sent_index] = (
+                start,
+                size,
+                [wait],
+            )
 
     def last(self, storage: int) -> fx.Node:
         """Return the last node that uses a storage; the graph's output, if it returns it."""

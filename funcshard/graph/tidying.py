@@ -64,7 +64,7 @@ def _drop_copies(graph: fx.Graph) -> None:
     the recording holds a copy from one into the other.
     """
     storages = GraphStorages.find(graph)
-    position = {node: number for number, node in enumerate(graph.nodes)}
+    position = {node: node_index for node_index, node in enumerate(graph.nodes)}
     # By storage of a copy: its position, and its source.
     moved: dict[int, tuple[int, torch.Tensor]] = {}
     for copy in [node for node in graph.nodes if operator_name(node.target) == "aten::copy_"]:

@@ -316,12 +316,15 @@ class FullyShard:
         call = UnitCall.start(self.runs, shards, learner, self.mesh)
         root = self.runs.get("")
         entries: list[tuple[int, Callable[..., Any]]] = [
-            (member.index, functools.partial(run.enter, call, number))
+            (member.index, functools.partial(run.enter, call, member_index))
             for name, run in self.runs.items()
             if name != ""
-            for number, member in enumerate(run.modules)
+            for member_index, member in enumerate(run.modules)
         ]
-        entries += [(number, forward_in_full_precision) for number in self.precision.full_precision]
+        entries += [
+            (module_index, forward_in_full_precision)
+            for module_index in self.precision.full_precision
+        ]
         if 0 in self.methods:
             entries.append((0, _run_inside))
         entered = [
@@ -329,8 +332,8 @@ class FullyShard:
         ]
         for module, entry in entered:
             entry.begin(module)
-        for number in self.slow_path:
-            leave_fast_path(modules[number])
+        for layer_index in self.slow_path:
+            leave_fast_path(modules[layer_index])
         forward = functools.partial(apply.run, modules[0])
         _log.debug("root pre_forward")
         try:

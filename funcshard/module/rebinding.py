@@ -41,8 +41,8 @@ class Rebinding:
         """Return a copy whose followed cells are empty."""
         old = self.function
         cells = list(old.__closure__ or ())
-        for number in self.followed:
-            cells[number] = types.CellType()
+        for cell_index in self.followed:
+            cells[cell_index] = types.CellType()
         new = types.FunctionType(
             old.__code__, old.__globals__, old.__name__, old.__defaults__, tuple(cells)
         )
@@ -52,9 +52,9 @@ class Rebinding:
 
     def fill(self, new: types.FunctionType, memo: dict[int, Any]) -> None:
         """Give a copy what the function captured, copied: the contents of cells, and defaults."""
-        for number in self.followed:
-            old_cell = (self.function.__closure__ or ())[number]
-            new_cell = (new.__closure__ or ())[number]
+        for cell_index in self.followed:
+            old_cell = (self.function.__closure__ or ())[cell_index]
+            new_cell = (new.__closure__ or ())[cell_index]
             new_cell.cell_contents = copied(old_cell.cell_contents, memo)
         if self.defaults:
             new.__defaults__ = copied(self.function.__defaults__, memo)

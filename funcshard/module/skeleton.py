@@ -421,7 +421,7 @@ def _check_copies(
         trial = copied(value, memo)
         if not any(id(inner) in foreign for inner in reachable(trial)):
             continue
-        paths = {number: path for path, number in skeleton.paths().items()}
+        paths = {module_index: path for path, module_index in skeleton.paths().items()}
         raise TypeError(
             f"attribute {key!r} of module {paths[index] or '(root)'!r} refers to a module or "
             "parameter of the model in a way that copying does not follow (a global variable, a "

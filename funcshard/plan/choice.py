@@ -51,11 +51,11 @@ def read_units(units: UnitNames, uses: Sequence[tuple[str, ...]]) -> Choice:
     entries = list(units)
     matched = [_matched(entry, nodes) for entry in entries]
     owner: dict[str, int] = {}  # by path: the number of the entry that counts
-    for number, (entry, matched_paths) in enumerate(zip(entries, matched, strict=True)):
+    for entry_index, (entry, matched_paths) in enumerate(zip(entries, matched, strict=True)):
         for path in matched_paths:
             owner_before = owner.get(path)
             if owner_before is None or not _is_written(path, entries[owner_before]):
-                owner[path] = number
+                owner[path] = entry_index
             elif _is_written(path, entry):
                 raise ValueError(
                     f"units name {path!r} twice, in {entries[owner_before]!r} and in {entry!r}; remove "
@@ -63,8 +63,8 @@ def read_units(units: UnitNames, uses: Sequence[tuple[str, ...]]) -> Choice:
                 )
     paths: dict[str, tuple[str, ...]] = {}
     names: dict[Any, list[str]] = {}  # a path, glob or group as given -> the units that it names
-    for number, (entry, matched_paths) in enumerate(zip(entries, matched, strict=True)):
-        own_paths = [path for path in matched_paths if owner[path] == number]
+    for entry_index, (entry, matched_paths) in enumerate(zip(entries, matched, strict=True)):
+        own_paths = [path for path in matched_paths if owner[path] == entry_index]
         if isinstance(entry, str):
             # A path that is written out takes its place among those of a glob before it.
             paths |= {

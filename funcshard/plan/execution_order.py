@@ -134,11 +134,11 @@ class BackwardOrder:
         ahead_uses = []
         uses_left = self._schedule.limit if most is None else most
         for position in range(bisect.bisect_left(self._uses, (moment + 1, 0)), len(self._uses)):
-            number = self._uses[position][1]
-            if number in self._gathered or not self._reaches(number):
+            use_index = self._uses[position][1]
+            if use_index in self._gathered or not self._reaches(use_index):
                 continue
-            if self._units[number] not in self._schedule.on_demand and self.gather(number):
-                ahead_uses.append(number)
+            if self._units[use_index] not in self._schedule.on_demand and self.gather(use_index):
+                ahead_uses.append(use_index)
             uses_left -= 1
             if not uses_left:
                 break

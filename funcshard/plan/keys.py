@@ -74,7 +74,7 @@ def _is_data(value: Any) -> bool:
 
 def _shown(value: Any) -> str:
     try:
-        text = repr(value)
+        shown_text = repr(value)
     except Exception:  # such as a number of too many digits
         return f"of class {type(value).__name__}"
-    return text if len(text) < 80 else f"{text[:60]}…"
+    return shown_text if len(shown_text) < 80 else f"{shown_text[:60]}…"

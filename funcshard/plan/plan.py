@@ -174,8 +174,8 @@ class Plan(Shown):
         """
         if not self._digest:
             compared = {key: value for key, value in encode(self).items() if key != "names"}
-            text = _canonical({"format": _FORMAT, **compared})
-            object.__setattr__(self, "_digest", hashlib.sha256(text.encode()).hexdigest()[:16])
+            plan_text = _canonical({"format": _FORMAT, **compared})
+            object.__setattr__(self, "_digest", hashlib.sha256(plan_text.encode()).hexdigest()[:16])
         return self._digest
 
     def _parts(self) -> list[Table]:

@@ -422,10 +422,10 @@ def _inserted(
     if not modules:
         return dict(units)
     first: dict[str, int] = {}  # the first leaf of each node
-    for number, used in enumerate(uses):
+    for leaf_index, used in enumerate(uses):
         for path in used:
             for node in tree.upwards(path):
-                first.setdefault(node, number)
+                first.setdefault(node, leaf_index)
     # A module that leaves its group becomes a unit.
     alone = set(modules)
     groups = {

@@ -168,8 +168,8 @@ def predict_step(
     collectives = _Collectives(plan, cast)
     step_items: list[Event | Reached] = []
     kept: set[str] = set()  # the units that stay gathered now
-    for number in range(micro_batches):
-        last = number == micro_batches - 1
+    for batch_index in range(micro_batches):
+        last = batch_index == micro_batches - 1
         reductions = _Reductions(collectives, schedule, reduce, last=last, forwards=forwards)
         for _ in range(forwards):
             step_items += _forward(collectives, schedule, spared, kept)

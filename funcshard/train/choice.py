@@ -22,19 +22,19 @@ def choose_tree(first: torch.Tensor, one: T, other: T) -> T:
 
     # Why once: the host waits for each copy to the CPU, and for each number.
     on_device = {first.device: first}
-    number: Any = None
+    flag_value: Any = None
 
     def choose(one: Any, other: Any) -> Any:
-        nonlocal number
+        nonlocal flag_value
         if isinstance(other, torch.Tensor):
             if other.device not in on_device:
                 on_device[other.device] = first.to(other.device)
             return torch.where(on_device[other.device], one, other)
         if one is other:
             return other
-        if number is None:
-            number = first.to(torch.int64).item()
-        return other + (one - other) * number
+        if flag_value is None:
+            flag_value = first.to(torch.int64).item()
+        return other + (one - other) * flag_value
 
     return tree.map(choose, one, other)
 

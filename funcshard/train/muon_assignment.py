@@ -132,11 +132,11 @@ def _least_loaded(
     for which it is right has the least load of all.
     """
     while True:
-        seen, number, (index, ranks) = candidates[0]
+        seen, rank_order, (index, ranks) = candidates[0]
         least_load = max(load[rank] for rank in ranks)
         if least_load == seen:
             return index, ranks
-        heapq.heapreplace(candidates, (least_load, number, (index, ranks)))
+        heapq.heapreplace(candidates, (least_load, rank_order, (index, ranks)))
 
 
 def _positions(axes: Mapping[str, int]) -> list[dict[str, int]]:

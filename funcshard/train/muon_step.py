@@ -382,8 +382,8 @@ class MuonStep:
                 row.split([math.prod(shape) for shape in shapes])
                 for row in out.split(join.joined_sizes)
             ]
-            for number, (matrix, shape) in enumerate(zip(join.joined, shapes, strict=True)):
-                slices = [row[number].view(shape) for row in rows]
+            for matrix_index, (matrix, shape) in enumerate(zip(join.joined, shapes, strict=True)):
+                slices = [row[matrix_index].view(shape) for row in rows]
                 updates[matrix.leaf.path] = torch.cat(slices, _dim(matrix, join.axis))
         return updates
 

@@ -67,9 +67,9 @@ def refusal(cls: Any) -> Exception:
             f"torch_optimizer(torch.optim.{own_type}, lr=...), and the shards to step.init"
         )
     if not callable(cls):
-        text = f"found {cls!r}" if isinstance(cls, str) else f"found {type(cls).__name__}"
+        found_text = f"found {cls!r}" if isinstance(cls, str) else f"found {type(cls).__name__}"
         return TypeError(
-            f"torch_optimizer takes a class of torch.optim and its options; {text}: pass the "
+            f"torch_optimizer takes a class of torch.optim and its options; {found_text}: pass the "
             "class, as in torch_optimizer(torch.optim.AdamW, lr=...)"
         )
     names = ", ".join(c.__name__ for c in ELEMENTWISE)

@@ -247,8 +247,8 @@ class TorchStep:
     def schedules(self) -> dict[str, Schedule]:
         """The options that are functions of the number of steps, such as ``"groups[0].lr"``."""
         rate_schedules = schedules_in(self.options[0])
-        for number, options in enumerate(self.options[1:]):
-            rate_schedules |= schedules_in(options, f"groups[{number}].")
+        for group_index, options in enumerate(self.options[1:]):
+            rate_schedules |= schedules_in(options, f"groups[{group_index}].")
         return rate_schedules
 
     def param_groups(self, steps: int, paths: Sequence[str]) -> list[dict[str, Any]]:
@@ -266,8 +266,8 @@ class TorchStep:
         ]
         group_of = dict.fromkeys(paths, 0) if self.layout is None else self.layout.group_of
         return [
-            {**options, "params": [path for path in paths if group_of.get(path) == number]}
-            for number, options in enumerate(self._optimizer(empty, steps).param_groups)
+            {**options, "params": [path for path in paths if group_of.get(path) == group_index]}
+            for group_index, options in enumerate(self._optimizer(empty, steps).param_groups)
         ]
 
     def _views(

@@ -117,7 +117,7 @@ def group_leaves(
     )
     group_of = dict.fromkeys(sorted(paths), 0)
     options: list[dict[str, Any]] = [{}]
-    for number, group in enumerate(groups, start=1):
+    for group_index, group in enumerate(groups, start=1):
         check_group(group)
         for path in leaves_under(plan, group["paths"], "group path"):
             if path not in group_of:
@@ -125,10 +125,10 @@ def group_leaves(
             if group_of[path]:
                 raise ValueError(
                     f"groups overlap: leaf {path!r} is in group {group_of[path]} and in group "
-                    f"{number}; a leaf can have the options of one group only: take it out of one "
+                    f"{group_index}; a leaf can have the options of one group only: take it out of one "
                     "of the two"
                 )
-            group_of[path] = number
+            group_of[path] = group_index
         options.append({key: value for key, value in group.items() if key != "paths"})
     return group_of, options
 

@@ -250,16 +250,18 @@ def _norms(grads: Sequence[Grads], trained: Sequence[UnitBuffer], mesh: Mesh) ->
         if along := [axis for axis in axes if axis in local]:
             # The rest of these buffers lies on the ranks along these axes.
             held = [
-                number
-                for number, unit_buffer in enumerate(trained)
+                buffer_index
+                for buffer_index, unit_buffer in enumerate(trained)
                 if unit_buffer.buffer.local == local
             ]
-            squares = torch.stack([norms[number].square() for number in held]).sum(0)
+            squares = torch.stack([norms[buffer_index].square() for buffer_index in held]).sum(0)
             squares = all_reduce_flat(
                 squares, mesh, local=tuple(axis for axis in mesh.groups if axis not in along)
             )
-            for number in held:
-                norms[number] = squares.sqrt() if number == held[0] else torch.zeros_like(squares)
+            for buffer_index in held:
+                norms[buffer_index] = (
+                    squares.sqrt() if buffer_index == held[0] else torch.zeros_like(squares)
+                )
     return torch.linalg.vector_norm(torch.stack(norms), dim=0)
 
 
@@ -338,13 +340,13 @@ def _check_samples(count: int, chunk_size: int | None, mesh: Mesh) -> None:
         mesh, f"{count} in chunks of {chunk_size}" if chunk_size else str(count), "samples"
     )
     first: dict[tuple[int, ...], int] = {}
-    for rank, text in enumerate(counts_by_rank):
+    for rank, rank_text in enumerate(counts_by_rank):
         position = position_of(rank, mesh.shape)
         peer = first.setdefault(tuple(position[axis] for axis in AXES), rank)
-        if text != counts_by_rank[peer]:
+        if rank_text != counts_by_rank[peer]:
             raise ValueError(
                 f"ranks along {' and '.join(map(repr, axes))} must pass the same samples, whose "
-                f"losses they compute together; found {counts_by_rank[peer]} on rank {peer} and {text} on "
+                f"losses they compute together; found {counts_by_rank[peer]} on rank {peer} and {rank_text} on "
                 f"rank {rank}: split the batch along the data axes only"
             )
 

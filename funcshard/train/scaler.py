@@ -171,9 +171,9 @@ class GradScaler:
         # Why by device: gradients of offloaded units lie on the CPU, and the host waits for each
         # copy between devices.
         inverses = {device: inverse.to(device) for device in {leaf.device for leaf in leaves}}
-        for number, leaf in enumerate(leaves):
+        for leaf_index, leaf in enumerate(leaves):
             if leaf.dtype.itemsize < 2:
-                path = tree.describe(grads)[2][number]
+                path = tree.describe(grads)[2][leaf_index]
                 raise TypeError(
                     f"the gradient of leaf {path!r} must be float16 or wider; found {leaf.dtype}: "
                     "cast it first"

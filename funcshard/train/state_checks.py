@@ -65,22 +65,24 @@ def check_names(cls: type, options: Iterable[Mapping[str, Any]]) -> None:
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
     names = list(parameters)[1:]  # the first one is for the parameters
-    for number, group_options in enumerate(options):
+    for group_index, group_options in enumerate(options):
         for name, value in group_options.items():
             check_no_scheduler(name, value)
         wrong = [
-            name for name in group_options if name not in names and not (number and name == "paths")
+            name
+            for name in group_options
+            if name not in names and not (group_index and name == "paths")
         ]
-        if wrong and not (number and "paths" not in group_options):
+        if wrong and not (group_index and "paths" not in group_options):
             where = (
-                f"group {number} has options that {cls.__name__} does not take"
-                if number
+                f"group {group_index} has options that {cls.__name__} does not take"
+                if group_index
                 else f"{cls.__name__} has no"
             )
             remedy = _USUAL.get(wrong[0]) or did_you_mean(
                 wrong[0], names, otherwise=f"it takes {', '.join(names)}"
             )
-            raise TypeError(f"{where}{':' if number else ''} option {wrong[0]!r}: {remedy}")
+            raise TypeError(f"{where}{':' if group_index else ''} option {wrong[0]!r}: {remedy}")
 
 
 # The names that options have in other libraries, and an argument that torch's class takes itself.
@@ -105,9 +107,9 @@ def check_options(cls: type[torch.optim.Optimizer], options: Sequence[Mapping[st
         cls: the class.
         options: the options of all leaves, then the options that each further group overrides.
     """
-    for number, group_options in enumerate(options):
+    for group_index, group_options in enumerate(options):
         merged = {**options[0], **group_options}
-        where = f" of group {number}" if number else ""
+        where = f" of group {group_index}" if group_index else ""
         check_values({name: value for name, value in merged.items() if not callable(value)}, where)
         if any(
             callable(value) for name, value in merged.items() if name not in ("lr", "weight_decay")
@@ -116,10 +118,10 @@ def check_options(cls: type[torch.optim.Optimizer], options: Sequence[Mapping[st
         try:
             cls([_tiny()], **{name: value for name, value in merged.items() if not callable(value)})
         except (TypeError, ValueError) as error:
-            if not number:
+            if not group_index:
                 raise
             raise type(error)(
-                f"group {number} has options that {cls.__name__} does not take: {error}"
+                f"group {group_index} has options that {cls.__name__} does not take: {error}"
             ) from error
 
 
@@ -236,9 +238,9 @@ def _same_structure(params: Any, deeper: Any) -> bool:
 
 def check_gradients(grads: Sequence[Any], leaves: Sequence[torch.Tensor], params: Any) -> None:
     """Raise ``ValueError`` unless each gradient is ``None`` or has the shape of its leaf."""
-    for number, (leaf, grad) in enumerate(zip(leaves, grads, strict=True)):
+    for leaf_index, (leaf, grad) in enumerate(zip(leaves, grads, strict=True)):
         if grad is not None and (not isinstance(grad, torch.Tensor) or grad.shape != leaf.shape):
-            path = tree.describe(params)[2][number]
+            path = tree.describe(params)[2][leaf_index]
             shape = tuple(grad.shape) if isinstance(grad, torch.Tensor) else type(grad).__name__
             raise ValueError(
                 f"the gradient of leaf {path!r} must have its shape, {tuple(leaf.shape)}; found "
@@ -248,9 +250,9 @@ def check_gradients(grads: Sequence[Any], leaves: Sequence[torch.Tensor], params
 
 def check_dtypes(leaves: Sequence[torch.Tensor], params: Any, title: str) -> None:
     """Raise ``TypeError`` if a leaf has a dtype that optimizers of torch cannot compute in."""
-    for number, leaf in enumerate(leaves):
+    for leaf_index, leaf in enumerate(leaves):
         if leaf.dtype.itemsize < 2 or not (leaf.dtype.is_floating_point or leaf.dtype.is_complex):
-            path = tree.describe(params)[2][number]
+            path = tree.describe(params)[2][leaf_index]
             raise TypeError(
                 f"{title} cannot update leaf {path!r} of {leaf.dtype}: freeze such leaves with "
                 "requires_grad_(False), or keep them in float32 and let a precision or a cast "
@@ -287,10 +289,10 @@ def check_entries(
         params: the parameters, for the paths of leaves in the error.
         title: names the optimizer in the error.
     """
-    for number, (state, size) in enumerate(zip(states, sizes, strict=True)):
+    for leaf_index, (state, size) in enumerate(zip(states, sizes, strict=True)):
         fault = _fault(known, state, size, groups) if state and known is not None else None
         if fault is not None:
-            path = tree.describe(params)[2][number]
+            path = tree.describe(params)[2][leaf_index]
             raise ValueError(f"the state of leaf {path!r} is not one of {title}: {fault}; {REMEDY}")
 
 

@@ -25,8 +25,8 @@ def texts_of_optimizer(optimizer: Any) -> dict[str, str]:
         }
         matrices = {f"the optimizer of leaf {path!r}": "muon" for path in sorted(step.owners.of)}
         rest_texts = {
-            f"{name}, for other leaves": text
-            for name, text in texts_of_optimizer((None, step.adamw)).items()
+            f"{name}, for other leaves": option_text
+            for name, option_text in texts_of_optimizer((None, step.adamw)).items()
         }
         return {"the optimizer": "muon", **own_texts, **matrices, **rest_texts}
     if not isinstance(step, TorchStep):
@@ -34,9 +34,9 @@ def texts_of_optimizer(optimizer: Any) -> dict[str, str]:
     texts = {"the optimizer": text_of(step.cls)} | {
         f"{k} of the optimizer": text_of(v) for k, v in step.options[0].items()
     }
-    for number, options in enumerate(step.options[1:], 1):
+    for group_index, options in enumerate(step.options[1:], 1):
         texts |= {
-            f"{name} of group {number} of the optimizer": text_of(value)
+            f"{name} of group {group_index} of the optimizer": text_of(value)
             for name, value in options.items()
         }
     groups = {} if step.layout is None else step.layout.group_of

@@ -221,9 +221,9 @@ class SharedMemoryBackend:
         while self._abandoned:
             self.finish(self._abandoned.pop())
         while self._freed_tensors:
-            number = self._freed_tensors.pop()
-            self._output_tensors[number] -= 1
-            self._release_output(number)
+            tensor_index = self._freed_tensors.pop()
+            self._output_tensors[tensor_index] -= 1
+            self._release_output(tensor_index)
 
     def finish(self, number: int) -> None:
         """Finish a collective that this rank has read or given up."""
@@ -242,16 +242,16 @@ class SharedMemoryBackend:
         Returns:
             The bytes; ``None`` if rank 0 has not announced them, or has issued something else.
         """
-        exchange, number = self.exchange, key >> 1
+        exchange, collective_index = self.exchange, key >> 1
         if not self._rank:
-            block, _ = exchange.contributions[-number]
+            block, _ = exchange.contributions[-collective_index]
             return block.tensor(len(block.memory), torch.uint8)
         first = exchange.peers.all[0]
         message = first.received.get(key)
         if (
             message is None
             or message.offset != IN_OUTPUT
-            or message.history != exchange.in_progress[number]
+            or message.history != exchange.in_progress[collective_index]
         ):
             return None
         return first.blocks[message.block]

@@ -117,11 +117,11 @@ class Exchange:
 
     def announce(self, key: int = 0, offset: int = 0, block: Block | None = None) -> None:
         """Send the peers a message about ``key``, if it is given, with up to two releases."""
-        number, file = (0, None) if block is None else (block.number, block.file)
+        block_index, file = (0, None) if block is None else (block.number, block.file)
         dropped = self.blocks.dropped.pop() if self.blocks.dropped else 0
         released = [self._unannounced.pop(0) if self._unannounced else 0 for _ in range(2)]
         message = Message(
-            key, self.in_progress.get(key >> 1, 0), number, offset, dropped, *released
+            key, self.in_progress.get(key >> 1, 0), block_index, offset, dropped, *released
         )
         self.peers.send(message, file, self.receive)
         if block is not None:
@@ -138,11 +138,11 @@ class Exchange:
             any_came = True
             if message is None:
                 continue
-            number = message.key >> 1
+            collective_index = message.key >> 1
             # Otherwise this rank has finished it.
-            if number > self._latest or number in self.in_progress:
+            if collective_index > self._latest or collective_index in self.in_progress:
                 peer.received[message.key] = message
-            peer.latest = max(peer.latest, number)
+            peer.latest = max(peer.latest, collective_index)
             for released in filter(None, (message.released, message.also_released)):
                 self.count_release(released)
         return any_came
@@ -257,11 +257,11 @@ class Arrival:
 
     def wait_and_compare(self) -> None:
         """Wait until every peer has announced the key; raise if one has issued something else."""
-        desync, number = self._exchange.desync, self._key >> 1
-        desync.wait([self], number)
+        desync, collective_index = self._exchange.desync, self._key >> 1
+        desync.wait([self], collective_index)
         peer = self._exchange.first_without(self._key)
         if peer is not None:
-            desync.raise_desync(number, peer.rank, peer.latest)
+            desync.raise_desync(collective_index, peer.rank, peer.latest)
 
     def wait(self, patience: timedelta | None = None) -> None:
         """Wait until every peer has announced the key, or a later collective instead of it.

@@ -67,7 +67,8 @@ def connect(
     answers = None
     try:
         answers = [
-            json.loads(text) for text in all_gather_text(json.dumps([machine, name, secret]))
+            json.loads(answer_text)
+            for answer_text in all_gather_text(json.dumps([machine, name, secret]))
         ]
         if listener is None or any(other_machine != machine for other_machine, _, _ in answers):
             return {}
@@ -78,7 +79,9 @@ def connect(
             # Why two exchanges: a rank that fails to call would be waited for in the next step.
             for step in (meeting.call, meeting.prove):
                 worked = step(time.monotonic() + _TIMEOUT)
-                if not all(json.loads(text) for text in all_gather_text(json.dumps(worked))):
+                if not all(
+                    json.loads(answer_text) for answer_text in all_gather_text(json.dumps(worked))
+                ):
                     close(meeting.proven)
                     return {}
         except BaseException:
@@ -162,20 +165,20 @@ class _Meeting:
 
     def _call(self, other: int, end: float) -> bool:
         """Call a lower rank and introduce this one; return whether it was reached in time."""
-        number = secrets.token_bytes(_NUMBER)
+        random_bytes = secrets.token_bytes(_NUMBER)
         connection = None
         while time.monotonic() < end:
             try:
                 connection = connection or socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 connection.setblocking(False)
                 connection.connect(f"\0{self._addresses[other]}")
-                connection.send(_HELLO.pack(self._rank, number))
+                connection.send(_HELLO.pack(self._rank, random_bytes))
             except BlockingIOError:  # its queue is full of calls, perhaps of strangers
                 self._step(0.01)
                 continue
             except OSError:
                 break
-            self._called[other] = _Call(connection, self._rank, number)
+            self._called[other] = _Call(connection, self._rank, random_bytes)
             return True
         if connection is not None:
             connection.close()

@@ -335,17 +335,19 @@ def load_hardware(hardware: str | os.PathLike[str] | Hardware) -> Hardware:
             f"hardware must be a name, a path or a Hardware; found {hardware!r}: pass "
             "'h100-8x400gbps'"
         )
-    text = os.fspath(hardware)
-    if isinstance(hardware, str) and text in _names():
-        return _shipped(_names()[text])
-    path = Path(text)
+    hardware_text = os.fspath(hardware)
+    if isinstance(hardware, str) and hardware_text in _names():
+        return _shipped(_names()[hardware_text])
+    path = Path(hardware_text)
     if not path.is_file():
         raise ValueError(
             f"hardware must be one of {', '.join(hardware_names())}, one of their short names "
             f"{', '.join(sorted(set(_names()) - set(hardware_names())))}, or the path of a JSON "
-            f"file; found {text!r}: "
+            f"file; found {hardware_text!r}: "
             + did_you_mean(
-                text, _names(), otherwise="python -m funcshard calibrate writes such a file"
+                hardware_text,
+                _names(),
+                otherwise="python -m funcshard calibrate writes such a file",
             )
         )
     try:
@@ -435,5 +437,5 @@ def _link_data(link: Link) -> dict[str, Any]:
 
 
 def _short(data: Any) -> str:
-    text = json.dumps(data) if isinstance(data, dict | Sequence) else repr(data)
-    return text if len(text) <= 60 else f"{text[:57]}…"
+    json_text = json.dumps(data) if isinstance(data, dict | Sequence) else repr(data)
+    return json_text if len(json_text) <= 60 else f"{json_text[:57]}…"

@@ -81,11 +81,11 @@ def reserved_band(pools: int, memory: int | None = None) -> tuple[int, int, str]
     pools = check_count("pools", pools, 0, of="bytes")
     factors = [reserved_run.factor for reserved_run in RESERVED_RUNS]
     low, high = min(factors), max(factors)
-    text = (
+    source_text = (
         f"{low:.2f} to {high:.2f} times the allocator's pools, the least and the most of "
         f"{len(RESERVED_RUNS)} runs in {RESERVED_RUNS[0].source}"
     )
     bound = max(pools, check_count("memory", memory, 0, of="bytes")) if memory is not None else None
     ends = [int(pools * factor) for factor in (low, high)]
     least, most_bytes = ends if bound is None else [min(end, bound) for end in ends]
-    return least, most_bytes, text
+    return least, most_bytes, source_text

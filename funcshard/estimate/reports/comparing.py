@@ -81,18 +81,28 @@ class Comparison(Shown):
 
     def _table(self) -> Table:
         header, columns = ["unit"], []
-        for name, number, text in _COLUMNS:
+        for name, column_index, column_title in _COLUMNS:
             header += [name, "±"]
-            columns.append(([pair.of(number) for pair in self.units], text))
+            columns.append(([pair.of(column_index) for pair in self.units], column_title))
         rows = [
-            [pair.title, *(cell for column, text in columns for cell in _cells(*column[i], text))]
+            [
+                pair.title,
+                *(
+                    cell
+                    for column, cell_format in columns
+                    for cell in _cells(*column[i], cell_format)
+                ),
+            ]
             for i, pair in enumerate(self.units)
         ]
         sums = [
-            (sum(old for old, _ in column), sum(new for _, new in column), text)
-            for column, text in columns
+            (sum(old for old, _ in column), sum(new for _, new in column), cell_format)
+            for column, cell_format in columns
         ]
-        total = ["total", *(cell for old, new, text in sums for cell in _cells(old, new, text))]
+        total = [
+            "total",
+            *(cell for old, new, cell_format in sums for cell in _cells(old, new, cell_format)),
+        ]
         titles = (
             f"{self.after.plan.fingerprint()} compared with plan {self.before.plan.fingerprint()}"
         )

@@ -196,10 +196,10 @@ def _of_profile(before: Report, after: Report) -> Iterable[str]:
 
 def _forward(report: Report) -> tuple[int, int, int]:
     """Return tokens, FLOPs and moved bytes of the forward and loss of a micro-batch."""
-    number = int(str(report.options.get("micro_batches") or 1))
+    batch_count = int(str(report.options.get("micro_batches") or 1))
     spans = [span for span in report.spans if span.what in ("forward", "loss")]
     sums = report.tokens, sum(span.flops for span in spans), sum(span.bytes for span in spans)
-    return sums[0] // number, sums[1] // number, sums[2] // number
+    return sums[0] // batch_count, sums[1] // batch_count, sums[2] // batch_count
 
 
 def _shapes(plan: Plan) -> dict[str, tuple[int, ...]]:

@@ -71,13 +71,13 @@ def draw_memory(report: Report, *, path: str | Path | None = None) -> Figure:
     )
     top = peak.total / byte
     if report.budget is not None:
-        line, text = report.budget / byte, f"budget {table.size(report.budget)}"
+        line, budget_text = report.budget / byte, f"budget {table.size(report.budget)}"
         near = line <= _FAR * top
         if near:
             top = max(top, line)
             axes.axhline(line, color=_ALARM, linestyle="--", linewidth=1.2)
         axes.annotate(
-            text if near else f"↑ {text}", (0, line if near else 1), xytext=(4, 4 if near else -4),
+            budget_text if near else f"↑ {budget_text}", (0, line if near else 1), xytext=(4, 4 if near else -4),
             textcoords="offset points", xycoords="data" if near else "axes fraction", color=_ALARM,
             va="bottom" if near else "top", bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1.5},
         )  # fmt: skip
@@ -230,9 +230,9 @@ def draw_pareto(reports: Mapping[str, Report], *, path: str | Path | None = None
             )
     axes.set_xlim(0, 1.08 * width)
     axes.set_ylim(0, 1.2 * max(y for _, y in points.values()))
-    for number, name in enumerate(front, start=1):
+    for front_index, name in enumerate(front, start=1):
         axes.annotate(
-            str(number), points[name], xytext=(-5, -5), textcoords="offset points", ha="right", va="top", fontsize=8,
+            str(front_index), points[name], xytext=(-5, -5), textcoords="offset points", ha="right", va="top", fontsize=8,
             color=_INK,
         )  # fmt: skip
     axes.set_xlabel(f"peak memory of a rank ({size_unit})")
@@ -241,7 +241,7 @@ def draw_pareto(reports: Mapping[str, Report], *, path: str | Path | None = None
         f"Time against memory of {len(reports)} plans; {len(front)} on the front", loc="left"
     )
     handles, labels = axes.get_legend_handles_labels()
-    listed = [f"{number}  {name}" for number, name in enumerate(front, start=1)]
+    listed = [f"{front_index}  {name}" for front_index, name in enumerate(front, start=1)]
     more_labels = [
         *listed[:_MOST_NAMES],
         *([f"and {len(listed) - _MOST_NAMES} more"] if len(listed) > _MOST_NAMES else []),
@@ -302,11 +302,11 @@ def draw_holdings(
         [i + 0.5 for i in range(0, len(chosen), every)], [str(rank) for rank in chosen[::every]]
     )
     for i, row in enumerate(rows):
-        text = (
+        row_text = (
             f"{table.size(row.bytes)} a rank, {row.parts} {'part' if row.parts == 1 else 'parts'}"
         )
-        text += f" × {row.copies} copies" if row.copies > 1 else ""
-        axes.text(len(chosen) + 0.25, i + 0.5, text, va="center", fontsize=8, color=_INK)
+        row_text += f" × {row.copies} copies" if row.copies > 1 else ""
+        axes.text(len(chosen) + 0.25, i + 0.5, row_text, va="center", fontsize=8, color=_INK)
     axes.set_xlabel("rank")
     shown = "" if len(chosen) == plan.world_size else f"; {len(chosen)} ranks are drawn"
     axes.set_title(f"Parts of units, {mesh_text(plan.mesh_axes)}{shown}", loc="left")

@@ -369,9 +369,9 @@ def described(candidate: Candidate, classes: Sequence[UnitClass], scorer: Scorer
             (most_units * choice.offload, "offload"),
         ):
             if count:
-                number = (
+                count_text = (
                     f"all {most_units} " if count == most_units else f"{count} of {most_units} "
                 )
-                parts.append(f"{verb} {number if most_units > 1 else ''}{units.title}")
+                parts.append(f"{verb} {count_text if most_units > 1 else ''}{units.title}")
     parts += [f"{candidate.limit} gathered ahead"] * (candidate.limit > 1)
     return ", ".join(parts)

@@ -140,7 +140,7 @@ def changes_to_fit(
     report_before = estimated(plan)
     listed_changes = [
         Change(
-            text,
+            change_text,
             report_after.peak - report_before.peak,
             report_after.step_time - report_before.step_time,
             report_after.step_time / report_before.step_time - 1
@@ -149,7 +149,7 @@ def changes_to_fit(
             report_after.fits,
             report_after,
         )
-        for text, report_after in _changed(profile, plan, remat, optimizer, local, estimated)
+        for change_text, report_after in _changed(profile, plan, remat, optimizer, local, estimated)
         if report_after.peak < report_before.peak
     ]
     return tuple(
@@ -242,9 +242,9 @@ def _fewest(most: int, report: Callable[[int], Report]) -> tuple[int, Report]:
 
 def _first(most: int, report: Callable[[int], Report]) -> tuple[int, Report]:
     """Return the first number from 1 for which a report fits; ``most`` if none does."""
-    for number in range(1, most):
-        if (power_report := report(number)).fits:
-            return number, power_report
+    for power_index in range(1, most):
+        if (power_report := report(power_index)).fits:
+            return power_index, power_report
     return most, report(most)
 
 

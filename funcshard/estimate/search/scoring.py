@@ -86,10 +86,11 @@ class Scorer:
 
     def plan(self, candidate: Candidate) -> Plan:
         """Return the plan of a candidate."""
-        number, mesh = candidate.profile, candidate.mesh
+        profile_index, mesh = candidate.profile, candidate.mesh
         modes = self._modes(candidate)
         plans = {
-            mode: self._base(number, mesh, mode).plan for mode in dict.fromkeys(modes.values())
+            mode: self._base(profile_index, mesh, mode).plan
+            for mode in dict.fromkeys(modes.values())
         }
         first = next(iter(plans.values()))
         units = tuple(

@@ -93,8 +93,8 @@ class Region(TorchDispatchMode):
         if is_fused(func):
             roots: dict[int, torch.Tensor] = {}
             for tensor in inputs:
-                number = self._number(tensor)
-                roots.update(self.roots.get(number, {number: tensor}))
+                tensor_index = self._number(tensor)
+                roots.update(self.roots.get(tensor_index, {tensor_index: tensor}))
             self.roots.update((self._number(tensor), roots) for tensor in fresh)
         elif not is_reduction(func):
             self.read |= known_numbers
@@ -110,20 +110,24 @@ class Region(TorchDispatchMode):
         """Drop what the compiler computes again, and note the rest as saved."""
         candidates, kept = [], set()
         for candidate in self.packed:
-            number = self._number(candidate.tensor)
-            if number in self.roots and number not in self.read:
+            tensor_index = self._number(candidate.tensor)
+            if tensor_index in self.roots and tensor_index not in self.read:
                 candidates.append(candidate)
             else:
-                kept.add(number)
+                kept.add(tensor_index)
                 self.recorder.pack(candidate.tensor)
         for candidate in candidates:
-            number = self._number(candidate.tensor)
+            tensor_index = self._number(candidate.tensor)
             roots = {
-                key: root for key, root in self.roots[number].items() if not self._is_param(root)
+                key: root
+                for key, root in self.roots[tensor_index].items()
+                if not self._is_param(root)
             }
             more_roots = {key: root for key, root in roots.items() if key not in kept}
-            if number in kept or sum(map(_nbytes, more_roots.values())) > _nbytes(candidate.tensor):
-                kept.add(number)
+            if tensor_index in kept or sum(map(_nbytes, more_roots.values())) > _nbytes(
+                candidate.tensor
+            ):
+                kept.add(tensor_index)
                 self.recorder.pack(candidate.tensor)
                 continue
             kept |= set(roots)

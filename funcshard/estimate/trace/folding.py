@@ -63,10 +63,10 @@ def fold_log(log: Log, paths: Sequence[str]) -> Tape:
     events = folder.level(log, None)
     folder.check_backwards(paths)
     folds = []
-    for number, path in enumerate(paths):
+    for fold_index, path in enumerate(paths):
         parts = {
             phase: tuple(folder.completed(part))
-            for phase, part in folder.parts.get(number, {}).items()
+            for phase, part in folder.parts.get(fold_index, {}).items()
         }
         folds.append(Fold(path, parts))
     return Tape(tuple(folder.completed(events)), tuple(folds))

@@ -76,8 +76,8 @@ def kinds_of(skeleton: Any, form: Callable[[str], Hashable], marked: Collection[
         module_kind = (
             spec.cls, children, tensors, tuple(spec.attributes), settings, index if alone else None, index in marked
         )  # fmt: skip
-        number = kinds[index] = numbers.setdefault(module_kind, len(numbers))
-        groups.setdefault(number, []).append(index)
+        kind_index = kinds[index] = numbers.setdefault(module_kind, len(numbers))
+        groups.setdefault(kind_index, []).append(index)
 
     @functools.cache
     def owners() -> dict[int, nn.Module]:

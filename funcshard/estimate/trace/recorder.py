@@ -143,14 +143,18 @@ class Recorder(TorchDispatchMode):
 
     def _follow_backward(self) -> None:
         """Find the call whose backward runs now."""
-        number = running_sequence_number()
-        if number is not None and number != self._running and number < next_sequence_number():
-            self._running = number
-            position = bisect.bisect_right(self._starts, number) - 1
+        sequence_number = running_sequence_number()
+        if (
+            sequence_number is not None
+            and sequence_number != self._running
+            and sequence_number < next_sequence_number()
+        ):
+            self._running = sequence_number
+            position = bisect.bisect_right(self._starts, sequence_number) - 1
             self.frame = self._callers[max(position, 0)]
-            if number in self._asks:
+            if sequence_number in self._asks:
                 self.emit(Ask(self.frame.path))
-            for name in self._used.pop(number, ()):
+            for name in self._used.pop(sequence_number, ()):
                 self.emit(UseParam(name))
 
     def touch(self) -> None:
@@ -212,17 +216,17 @@ class Recorder(TorchDispatchMode):
         if storage_number is not None:
             return storage_number[0]
         self._numbers += 1
-        number, storage = self._numbers, tensor.untyped_storage()
+        storage_index, storage = self._numbers, tensor.untyped_storage()
 
         def freed(_: Any) -> None:
             del self._storages[identity]
             if not known:
-                self.emit(Free(number))
+                self.emit(Free(storage_index))
 
-        self._storages[identity] = number, weakref.ref(storage, freed)
+        self._storages[identity] = storage_index, weakref.ref(storage, freed)
         if not known:
-            self.emit(Alloc(number, storage.nbytes()))
-        return number
+            self.emit(Alloc(storage_index, storage.nbytes()))
+        return storage_index
 
     def unseen(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return a tensor whose memory is no part of the tape."""

@@ -102,7 +102,7 @@ def compact(tape: Tape, paths: Collection[str]) -> Iterator[Event | Stretch]:
 
 
 def _inner(call: Call) -> frozenset[int]:
-    return frozenset(number for number, _ in call.exchanged)
+    return frozenset(storage_index for storage_index, _ in call.exchanged)
 
 
 def _outer(event: Event | Stretch, path: str, outside: Mapping[int, int]) -> Event | Stretch:
@@ -135,7 +135,10 @@ def _summarised(
     """
     # Why such calls: storages that the caller knows keep the numbers that they have inside.
     own_calls = [
-        call._replace(path="", exchanged=tuple((number, number) for number, _ in call.exchanged))
+        call._replace(
+            path="",
+            exchanged=tuple((storage_index, storage_index) for storage_index, _ in call.exchanged),
+        )
         for call in life
     ]
     phases = list(tape.expanded_calls(own_calls))

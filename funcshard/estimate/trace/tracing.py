@@ -631,7 +631,9 @@ class _Tracer:
             saved = set(map(numbers, inputs))  # a checkpoint hides what it saves
         kept = tuple(i for i, tensor in enumerate(inputs) if numbers(tensor) in saved)
         kept_outputs = tuple(i for i, tensor in enumerate(outs) if numbers(tensor) in saved)
-        place = {module_index: number for number, module_index in enumerate(self.below(index))}
+        place = {
+            module_index: place_index for place_index, module_index in enumerate(self.below(index))
+        }
         own_reads = [
             (place[module_index], name, self.differing[module_index][name])
             for module_index, name in reads

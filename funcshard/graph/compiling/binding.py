@@ -83,15 +83,15 @@ class CompilingBind:
             if isinstance(step, Region):
                 graph = region_graph(step, cut)
                 codes[step] = graph, region_text(graph)
-        texts = list(dict.fromkeys(text for _, text in codes.values()))
+        texts = list(dict.fromkeys(code_text for _, code_text in codes.values()))
         # Why rotated: ranks that compile at once find each other's results in Inductor's cache.
         begin = len(texts) * mesh.rank // mesh.world_size
-        graphs = {text: graph for graph, text in codes.values()}
-        for text in texts[begin:] + texts[:begin]:
-            self._compile(text, graphs[text])
+        graphs = {code_text: graph for graph, code_text in codes.values()}
+        for code_text in texts[begin:] + texts[:begin]:
+            self._compile(code_text, graphs[code_text])
         calls = {
-            region: CompiledRegion(self._compiled[text], text)
-            for region, (_, text) in codes.items()
+            region: CompiledRegion(self._compiled[code_text], code_text)
+            for region, (_, code_text) in codes.items()
         }
         return Compiled(_schedule(step_graph, mesh, cut, calls), dict(step_graph.constants))
 
@@ -131,8 +131,8 @@ def _schedule(
     for step in cut.steps:
         if isinstance(step, Region):
             call = graph.call_function(calls[step], ([value(node) for node in step.inputs],))
-            for number, node in enumerate(step.outputs):
-                copies[node] = graph.call_function(operator.getitem, (call, number))
+            for output_index, node in enumerate(step.outputs):
+                copies[node] = graph.call_function(operator.getitem, (call, output_index))
                 copies[node].meta["val"] = node.meta["val"]
         else:
             copies[step] = graph.node_copy(step, value)

@@ -32,10 +32,10 @@ class BySize:
         size_places: dict[
             str, tuple[int, int]
         ] = {}  # of each name, an input and its dim of that size
-        for number, leaf in enumerate(leaves):
+        for leaf_index, leaf in enumerate(leaves):
             for dim, name in enumerate(leaf[0]) if isinstance(leaf, tuple) else ():
                 if isinstance(name, str):
-                    size_places.setdefault(name, (number, dim))
+                    size_places.setdefault(name, (leaf_index, dim))
         self._where = tuple(size_places.items())
         recorded_sizes = tuple(step_graph.sizes[name] for name in size_places)
         self._first = make(fixed(step_graph, dict(step_graph.sizes)))
@@ -54,7 +54,7 @@ class BySize:
         return first_events
 
     def __call__(self, *inputs: Any) -> list[Any]:
-        sizes = tuple([inputs[number].shape[dim] for _, (number, dim) in self._where])
+        sizes = tuple([inputs[input_index].shape[dim] for _, (input_index, dim) in self._where])
         run = self._made.get(sizes)
         if run is None:
             named = {name: size for (name, _), size in zip(self._where, sizes, strict=True)}

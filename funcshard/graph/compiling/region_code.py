@@ -13,8 +13,8 @@ def region_graph(region: Region, cut: Cut) -> fx.Graph:
     """Return a region as a graph from its inputs to the list of its outputs."""
     graph, inside = fx.Graph(), set(region.nodes)
     copies: dict[fx.Node, fx.Node] = {}
-    for number, node in enumerate(region.inputs):
-        copies[node] = graph.placeholder(f"in{number}")
+    for input_index, node in enumerate(region.inputs):
+        copies[node] = graph.placeholder(f"in{input_index}")
         copies[node].meta["val"] = node.meta["val"]
 
     def copy(node: fx.Node) -> fx.Node:

@@ -55,8 +55,8 @@ class _Writer:
     def function(self) -> Callable[..., list[Any]]:
         free = _last_uses(self.graph)
         inputs = []
-        for number, node in enumerate(self.graph.nodes):
-            name = self.names.setdefault(node, f"v{number}")
+        for node_index, node in enumerate(self.graph.nodes):
+            name = self.names.setdefault(node, f"v{node_index}")
             if node.op == "placeholder":
                 inputs.append(name)
             elif node.op == "output":
@@ -85,10 +85,10 @@ class _Writer:
         self.lines.append(f"box = [{', '.join(self.names[input_node] for input_node in inputs)}]")
         self._free([freed_node for freed_node in free[node] if freed_node is not node])
         parts: dict[Any, fx.Node] = {user.args[1]: user for user in node.users}
-        outputs = [parts.get(number) for number in range(max(parts, default=-1) + 1)]
-        for number, part in enumerate(outputs):
+        outputs = [parts.get(output_index) for output_index in range(max(parts, default=-1) + 1)]
+        for output_index, part in enumerate(outputs):
             if part is not None:
-                self.names[part] = f"p{len(self.names)}_{number}"
+                self.names[part] = f"p{len(self.names)}_{output_index}"
         left_names = "".join(f"{'_' if part is None else self.names[part]}, " for part in outputs)
         assert isinstance(node.target, CompiledRegion)
         self.lines.append(

@@ -120,7 +120,7 @@ class _Member:
 def _bucket(step_graph: StepGraph, limit: int) -> None:
     graph = step_graph.graph
     bucket_of = _assign(graph, limit)
-    order = {unit: number for number, unit in enumerate(bucket_of)}
+    order = {unit: unit_index for unit_index, unit in enumerate(bucket_of)}
     # One kind after another, because a bucket of reduce-scatters brings all-reduces together.
     for collective_kind in ("all_gather", "reduce_scatter", "all_reduce"):
         storages = GraphStorages.find(graph)
@@ -154,7 +154,7 @@ def _assign(graph: fx.Graph, limit: int) -> dict[str, int]:
         if event is not None and event.unit and " + " not in event.unit:
             buffers[event.unit].setdefault(event.buffer, event)
     bucket_numbers: dict[str, int] = {}
-    last, size, number = None, 0, 0
+    last, size, bucket_index = None, 0, 0
     for unit, events in buffers.items():
         unit_bytes = sum(event.bytes for event in events.values())
         key = {
@@ -165,9 +165,9 @@ def _assign(graph: fx.Graph, limit: int) -> dict[str, int]:
             last = None
             continue
         if key != last or size + unit_bytes > limit:
-            last, size, number = key, 0, number + 1
+            last, size, bucket_index = key, 0, bucket_index + 1
         size += unit_bytes
-        bucket_numbers[unit] = number
+        bucket_numbers[unit] = bucket_index
     return bucket_numbers
 
 
@@ -181,7 +181,7 @@ def _find(
     """Return the collectives of a kind that become one, in the order of the step."""
     graph = step_graph.graph
     forward = forward_nodes(step_graph)
-    position = {node: number for number, node in enumerate(graph.nodes)}
+    position = {node: node_index for node_index, node in enumerate(graph.nodes)}
     gathered = {
         gather.start: gather
         for gather in gathered_buffers(graph, storages)
@@ -323,8 +323,8 @@ def _join_reductions(members: list[_Member], in_order: list[_Member]) -> None:
         split = add_node(
             graph, _ATEN.split_with_sizes_copy.default, add_node(graph, _WAIT, start), sizes
         )
-        for number, member in enumerate(in_order):
-            replace_node(member.wait, add_node(graph, operator.getitem, split, number))
+        for member_index, member in enumerate(in_order):
+            replace_node(member.wait, add_node(graph, operator.getitem, split, member_index))
 
 
 def _whole(member: _Member) -> fx.Node:
@@ -358,19 +358,19 @@ def _start(like: _Member, in_order: list[_Member], data: Any, *more: Any) -> fx.
 def _sort(graph: fx.Graph, needed: Needed) -> None:
     """Put operations after all that they need; those that may keep their place keep it."""
     order = list(graph.nodes)
-    number = {node: place for place, node in enumerate(order)}
+    node_places = {node: place for place, node in enumerate(order)}
     missing_counts: dict[fx.Node, int] = {}
     users: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in order:
         nodes_before = {
             node_before
             for node_before in (*node.all_input_nodes, *needed.get(node, ()))
-            if node_before in number
+            if node_before in node_places
         }
         missing_counts[node] = len(nodes_before)
         for node_before in nodes_before:
             users[node_before].append(node)
-    ready = [number[node] for node in order if not missing_counts[node]]
+    ready = [node_places[node] for node in order if not missing_counts[node]]
     heapq.heapify(ready)
     sorted_nodes = []
     while ready:
@@ -379,7 +379,7 @@ def _sort(graph: fx.Graph, needed: Needed) -> None:
         for user in users[node]:
             missing_counts[user] -= 1
             if not missing_counts[user]:
-                heapq.heappush(ready, number[user])
+                heapq.heappush(ready, node_places[user])
     assert len(sorted_nodes) == len(order), "operations of a bucket wait for each other"
     *nodes, output = sorted_nodes
     assert output.op == "output", "the output comes last"

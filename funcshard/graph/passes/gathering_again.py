@@ -99,7 +99,7 @@ def _gather_again(step_graph: StepGraph, units: list[str] | None) -> None:
     chosen = names - {""} if units is None else {*units}
     forward = forward_nodes(step_graph)
     order = list(graph.nodes)
-    position = {node: number for number, node in enumerate(order)}
+    position = {node: node_index for node_index, node in enumerate(order)}
     uses = [
         _Use(position[node], node, gathered_buffer, node in forward)
         for gathered_buffer in gathered
@@ -108,13 +108,13 @@ def _gather_again(step_graph: StepGraph, units: list[str] | None) -> None:
     uses.sort(key=lambda use: use.position)
     new: dict[Gathered, _Copies] = {}
     last: dict[Gathered, _Use] = {}
-    for number, use in enumerate(uses):
+    for use_index, use in enumerate(uses):
         own_gather = use.gathered
         if own_gather.unit not in chosen or _is_written(own_gather, storages):
             continue
         if not use.forward and own_gather in last and last[own_gather].forward:
             new[own_gather] = _Copies.gather(
-                own_gather, _place_ahead(uses[:number], use, order, forward), use.node
+                own_gather, _place_ahead(uses[:use_index], use, order, forward), use.node
             )
         last[own_gather] = use
         if own_gather in new:
@@ -147,7 +147,12 @@ def _place_ahead(
     if place is not None:
         return place.node
     return order[
-        next(number for number in range(use.position - 1, -1, -1) if order[number] in forward) + 1
+        next(
+            node_index
+            for node_index in range(use.position - 1, -1, -1)
+            if order[node_index] in forward
+        )
+        + 1
     ]
 
 

@@ -100,7 +100,7 @@ def _keep(step_graph: StepGraph, limit: int) -> None:
 
 def _candidates(graph: fx.Graph, storages: GraphStorages) -> list[_Candidate]:
     """Return the gathers of data that was gathered before, and that no operation writes to."""
-    position = {node: number for number, node in enumerate(graph.nodes)}
+    position = {node: node_index for node_index, node in enumerate(graph.nodes)}
     # Why by collectives, and not by operations: their number is the same on all ranks.
     moment = dict(
         zip(

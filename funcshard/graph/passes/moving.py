@@ -144,7 +144,11 @@ def _move_start(timeline: Timeline, start: fx.Node, before: list[fx.Node], by: i
     floor = max(map(position.__getitem__, before), default=inputs - 1)
     # Why also here: collectives of torch, as of DTensors, are no unit's.
     floor = max(
-        (number for number in range(floor + 1, position[start]) if communicates(order[number])),
+        (
+            node_index
+            for node_index in range(floor + 1, position[start])
+            if communicates(order[node_index])
+        ),
         default=floor,
     )
     for node in (*group, start):
@@ -165,13 +169,13 @@ def _move_start(timeline: Timeline, start: fx.Node, before: list[fx.Node], by: i
                 floor = max(floor, *writes, -1)
     moved = sorted((*group, start), key=position.__getitem__)
     place, held, overtaken = position[start], 0, 0
-    for number in range(position[start], floor, -1):
-        node = order[number]
+    for node_index in range(position[start], floor, -1):
+        node = order[node_index]
         overtaken += collective_of(node) == "wait" and _is_unit_gather(node.all_input_nodes[0])
         if timeline.live[node] + held > timeline.limit or (by is not None and overtaken > by):
             break
         held += timeline.taken[node] if node in moved else 0
-        place = number
+        place = node_index
     if place < position[moved[0]]:
         timeline.move(moved, place)
 
@@ -220,14 +224,16 @@ def _move_wait(timeline: Timeline, wait: fx.Node) -> None:
     # A copy that is sent is data too.
     data |= {storage for storage in timeline.made[start] if storage not in storages.of[start]}
     place = position[wait] + 1
-    for number in range(position[wait] + 1, end):
-        node = timeline.order[number]
+    for node_index in range(position[wait] + 1, end):
+        node = timeline.order[node_index]
         held = sum(
-            storages.bytes[storage] for storage in data if position[timeline.last[storage]] < number
+            storages.bytes[storage]
+            for storage in data
+            if position[timeline.last[storage]] < node_index
         )
         if timeline.live[node] + held > timeline.limit:
             break
-        place = number + 1
+        place = node_index + 1
     moved.sort(key=position.__getitem__)
     timeline.move(moved, place)
     for storage in data:

@@ -34,7 +34,7 @@ class Timeline:
         memory = memory_of(step_graph)
         self.storages = GraphStorages.find(step_graph.graph)
         self.order = list(step_graph.graph.nodes)
-        self.position = {node: number for number, node in enumerate(self.order)}
+        self.position = {node: node_index for node_index, node in enumerate(self.order)}
         self.limit = memory.temporary if budget is None else budget - memory.arguments
         self.made = self.storages.taken_by()
         self.taken: dict[fx.Node, int] = defaultdict(int)
@@ -51,7 +51,10 @@ class Timeline:
     def move(self, nodes: Sequence[fx.Node], place: int) -> None:
         """Move nodes, in the order given, before the node that is number ``place`` now."""
         positions = [self.position[node] for node in nodes]
-        first, end = min(place, *positions), max(place, *(number + 1 for number in positions))
+        first, end = (
+            min(place, *positions),
+            max(place, *(node_index + 1 for node_index in positions)),
+        )
         apart = set(nodes)
         early = [node for node in self.order[first:place] if node not in apart]
         late = [node for node in self.order[place:end] if node not in apart]
@@ -59,8 +62,8 @@ class Timeline:
         for node in nodes:
             anchor.prepend(node)
         self.order[first:end] = [*early, *nodes, *late]
-        for number in range(first, end):
-            self.position[self.order[number]] = number
+        for node_index in range(first, end):
+            self.position[self.order[node_index]] = node_index
         self._count(first, end)
 
     def set_last(self, storage: int, node: fx.Node) -> None:

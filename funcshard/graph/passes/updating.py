@@ -64,7 +64,7 @@ def _update_early(step_graph: StepGraph) -> None:
     _split_lists(graph)
     storages = GraphStorages.find(graph)
     needed = dependencies(graph, storages)
-    position = {node: number for number, node in enumerate(graph.nodes)}
+    position = {node: node_index for node_index, node in enumerate(graph.nodes)}
     arrivals = _arrivals(graph)
     awaited = _awaited(needed, arrivals)
     reasons: list[str] = []
@@ -135,7 +135,9 @@ def _updates(step_graph: StepGraph, storages: GraphStorages) -> list[fx.Node]:
     outputs: Any = output.args[0]
     places = step_graph.results[: len(tree.leaves(state))]
     update_nodes = {outputs[place.number]: None for place in places if isinstance(place, Place)}
-    given_numbers = {number for number, node in storages.made.items() if node.op == "placeholder"}
+    given_numbers = {
+        storage_index for storage_index, node in storages.made.items() if node.op == "placeholder"
+    }
     update_nodes |= {
         node: None
         for node in step_graph.graph.nodes
@@ -212,16 +214,18 @@ def _split_list(graph: fx.Graph, node: fx.Node) -> None:
         return
     results: dict[int, fx.Node] = {}
     with graph.inserting_before(node):
-        for number in range(count):
+        for part_index in range(count):
             own_arguments = {
-                name: [value[number]] if name in names else value for name, value in given.items()
+                name: [value[part_index]] if name in names else value
+                for name, value in given.items()
             }
             args = [own_arguments.pop(name) for name in list(own_arguments)[: len(node.args)]]
             part = add_node(graph, node.target, *args, **own_arguments)
             if any(
-                user.target is operator.getitem and user.args[1] == number for user in node.users
+                user.target is operator.getitem and user.args[1] == part_index
+                for user in node.users
             ):
-                results[number] = add_node(graph, operator.getitem, part, 0)
+                results[part_index] = add_node(graph, operator.getitem, part, 0)
     for user in list(node.users):
         place: Any = user.args[1]
         replace_node(user, results[place])

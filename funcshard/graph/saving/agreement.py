@@ -73,7 +73,7 @@ def save_together(
             "the graphs of a saved step",
         )
         both = {rank: json.loads(sent[rank]) for rank in firsts}
-        texts = {rank: text for rank, (text, _) in both.items()}
+        texts = {rank: graph_text for rank, (graph_text, _) in both.items()}
         for rank in firsts[1:]:
             if both[rank][1] != both[0][1]:
                 where = _first_difference(both[0][1], both[rank][1])
@@ -104,7 +104,7 @@ def save_together(
 
 def _first_difference(one: str, other: str) -> str:
     lines: Sequence[tuple[str, str]] = list(zip(one.splitlines(), other.splitlines(), strict=False))
-    for number, (first, second) in enumerate(lines, 1):
+    for line_number, (first, second) in enumerate(lines, 1):
         if first != second:
             same = next(
                 (
@@ -115,5 +115,5 @@ def _first_difference(one: str, other: str) -> str:
                 0,
             )
             begin = max(0, same - _SHOWN // 2)
-            return f"line {number} is {first[begin : begin + _SHOWN]!r} and {second[begin : begin + _SHOWN]!r}"
+            return f"line {line_number} is {first[begin : begin + _SHOWN]!r} and {second[begin : begin + _SHOWN]!r}"
     return f"one has {len(one.splitlines())} lines, the other {len(other.splitlines())}"

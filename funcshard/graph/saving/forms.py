@@ -104,7 +104,7 @@ def _leaf_from(data: Any, device: torch.device) -> Hashable:
     dtype, shape, stride, leaf_kind, requires_grad = data
     numbers = (*(size for size in shape if type(size) is not str), *(stride or ()))
     if (
-        not all(type(number) is int and 0 <= number < MOST for number in numbers)
+        not all(type(size_value) is int and 0 <= size_value < MOST for size_value in numbers)
         or type(requires_grad) is not bool
     ):
         raise ValueError(f"found a tensor of shape {shape} and stride {stride}")

@@ -87,12 +87,12 @@ def text_digest(text: str) -> str:
 
 def write_file(path: Path, facts: dict[str, Any], kinds: Sequence[str]) -> None:
     """Write a file under another name, and rename it once it is complete."""
-    text = f"{_short(facts)}\n[\n" + ",\n".join(kinds) + "\n]\n"
-    head = _short({"format": FORMAT, "sha256": text_digest(text)})
+    file_text = f"{_short(facts)}\n[\n" + ",\n".join(kinds) + "\n]\n"
+    head = _short({"format": FORMAT, "sha256": text_digest(file_text)})
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with open(part, "w", newline="\n") as file:
-            file.write(f"{head}\n{text}")
+            file.write(f"{head}\n{file_text}")
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)

@@ -42,7 +42,8 @@ def graph_to(step_graph: StepGraph, schedules: Mapping[str, Callable[..., Any]])
     nodes = list(step_graph.graph.nodes)
     names = {node: f"%{node.name}" for node in nodes}
     constants = {
-        old: f"_tensor_constant{number}" for number, old in enumerate(sorted(step_graph.constants))
+        old: f"_tensor_constant{constant_index}"
+        for constant_index, old in enumerate(sorted(step_graph.constants))
     }
     return {
         "signature": signature_to(step_graph.signature),
@@ -53,7 +54,7 @@ def graph_to(step_graph: StepGraph, schedules: Mapping[str, Callable[..., Any]])
         "results": [_result_to(step_result) for step_result in step_graph.results],
         "donated": list(step_graph.donated),
         "spent": [list(path) for path in step_graph.spent],
-        "numbers": [_schedule_name(number, schedules) for number in step_graph.numbers],
+        "numbers": [_schedule_name(step_number, schedules) for step_number in step_graph.numbers],
         "replayable": step_graph.replayable,
         "constants": {constants[old]: _constant_to(step_graph.constants[old]) for old in sorted(constants)},
         "nodes": list(_nodes_to(nodes, names, constants)),
@@ -89,8 +90,10 @@ def graph_from(
     sizes, conditions = _sizes_from(data["sizes"], tensors), Conditions(signature.conditions)
     if failing := conditions.failing(sizes):
         raise ValueError(f"its own sizes do not fulfil {failing}")
-    for number, size, offset in data["memory"]:
-        if not all(type(each) is int and 0 <= each < MOST for each in (number, size, offset)):
+    for storage_index, size, offset in data["memory"]:
+        if not all(
+            type(each) is int and 0 <= each < MOST for each in (storage_index, size, offset)
+        ):
             raise ValueError(f"found memory of {size} bytes, more than a machine has")
     constants = {name: _constant_from(name, fields) for name, fields in data["constants"].items()}
     graph, items = _nodes_from(data["nodes"], device, ranks, constants)
