@@ -224,7 +224,7 @@ RIGHT_CALLS: dict[str, Callable[[World], Call]] = {
     "delayed": lambda w: (delayed, (w.mesh, "all_gather", 0.1), {}),
     "profile": lambda w: (fs.profile, (APPLY, PARAMS, BUFFERS, torch.ones(3, 4)), {"fold": True}),
     "estimate": lambda w: (fs.estimate, (profiled(), fs.make_plan(PARAMS, w.mesh.world_size, units=["0"])), {
-        "donate": True, "clip": False, "count_embeddings": False, "first_step": False, "remat": (), "micro_batches": 1,
+        "remat": (), "micro_batches": 1,
         "budget": None,
     }),
     "auto_plan": lambda w: (fs.auto_plan, (profiled(),), {"ranks": 2, "budget": None}),

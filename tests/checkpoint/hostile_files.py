@@ -130,15 +130,15 @@ CASES: dict[str, tuple[Harm, str]] = {
     },
     "a time before all times": (put(INDEX, "saved", value=-1), "saved must be a whole number from 0"),
     "a time of 2^70": (put(INDEX, "saved", value=2**70), "saved must be a whole number from 0"),
-    "a mesh of 2^60 ranks": (put(INDEX, "plan", "mesh_shape", value=[1, 2**60]), "mesh_shape must be a list of"),
+    "a mesh of 2^60 ranks": (put(INDEX, "plan", "mesh_shape", value=[1, 2**60]), "was planned for mesh"),
     "a shape of 2^60": (
-        put(INDEX, "plan", "unit_list", 0, "buffers", 0, "leaves", 0, "shape", value=[2**60, 2**60]), "number of elements",
+        put(INDEX, "plan", "unit_list", 0, "buffers", 0, "leaves", 0, "shape", value=[2**60, 2**60]), "a tensor has at most",
     ),
     "a negative shape": (
-        put(INDEX, "plan", "unit_list", 0, "buffers", 0, "leaves", 0, "shape", value=[-1]), "the shape of leaf",
+        put(INDEX, "plan", "unit_list", 0, "buffers", 0, "leaves", 0, "shape", value=[-1]), "shape must be a list",
     ),
     "a shape of other text": (
-        put(INDEX, "plan", "unit_list", 0, "buffers", 0, "leaves", 0, "shape", value="12"), "the shape of leaf",
+        put(INDEX, "plan", "unit_list", 0, "buffers", 0, "leaves", 0, "shape", value="12"), "shape must be a list",
     ),
     "a dtype that is a module": (put(INDEX, "plan", "unit_list", 0, "buffers", 0, "dtype", value="onnx"), "no|not the name"),
     "a leaf with a field of a later version": (

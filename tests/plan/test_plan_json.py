@@ -48,6 +48,11 @@ def without(*keys: Any) -> Callable[[Any], None]:
     return change
 
 
+def put_ranks(data: Any) -> None:
+    for part in (data, *data["unit_list"]):
+        part["axes"][2][1] = 2**31
+
+
 CASES: dict[str, tuple[Callable[[Any], None], str]] = {
     "no units": (without("unit_list"), "the plan must have 'unit_list'"),
     "no buffers": (without(*ROOT, "buffers"), "the plan\\.unit_list\\[0\\] must have \'buffers\'"),
@@ -63,6 +68,7 @@ CASES: dict[str, tuple[Callable[[Any], None], str]] = {
     "a mesh of 2^70": (put("mesh_shape", value=[1, 2**70]), "mesh_shape\\[1\\] must be a whole number from 0"),
     "a mesh of -1": (put("mesh_shape", value=[1, -1]), "mesh_shape\\[1\\] must be a whole number from 0"),
     "a mesh of no ranks": (put("mesh_shape", value=[1, 0]), "was planned for mesh|whole numbers of ranks"),
+    "a mesh of 2^32 ranks": (put_ranks, "axes must have at most 2147483647 ranks"),
     "other axes": (put("axes", value=[["shard", 3], ["replicate", 1]]), "was planned for mesh .* found {'shard': 3"),
     "an axis that is no name": (put("axes", 0, 0, value="a b"), "was planned for mesh .* found {'a b': 1"),
     "a shape of NaN": (put(*LEAF, "shape", value=[float("nan")]), "leaves\\[0\\]\\.shape must be a list of whole numbers"),
