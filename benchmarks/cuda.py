@@ -7,6 +7,7 @@ nothing was measured.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import statistics
 import tempfile
@@ -120,6 +121,8 @@ def dry_table(name: str = "bfloat16", sizes: dict[str, Any] | None = None) -> di
     FSDP2 needs CUDA's streams. Attention computes by torch's fallback, in all peers, and nothing is
     compiled.
     """
+    # Why here: its modules name `torch.cuda.Stream` in annotations, and a dry run replaces that class.
+    importlib.import_module("transformers.models.llama.modeling_llama")
     prepare()
     kind = replace(RACES[name], compiled=False)
     rows = []
