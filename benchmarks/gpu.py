@@ -10,11 +10,12 @@ and on gloo in place of NCCL; there a part has ten times its seconds.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -38,7 +39,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dry", action="store_true", help="run what can run without a GPU")
     parser.add_argument("--parts", default=",".join(PARTS), help="names, with commas between (default %(default)s)")
     parser.add_argument("--list", action="store_true", help="print the parts, with expected and longest seconds")
-    parser.add_argument("--one", help=argparse.SUPPRESS)  # the part that this process is to run
     options = parser.parse_args(arguments)
     names = options.parts.split(",")
     if options.list:
@@ -55,10 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(missing(), file=sys.stderr)
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
-    if options.one:
-        _end_with_parent()
-        _write(options.out / f"{options.one}.json", _result(options.one, options.out, options.dry))
-        return 0
     results = {}
     for name in names:
         file = options.out / f"{name}.json"
@@ -98,34 +94,42 @@ def _run(name: str, out: Path, dry: bool) -> dict[str, Any]:
     """Run a part in a process of its own, and stop it, with its children, when its time is over."""
     file, begin = out / f"{name}.json", time.monotonic()
     file.unlink(missing_ok=True)
-    process = subprocess.Popen(_command(name, out, dry), start_new_session=True)
+    # Why a server: importing torch takes seconds, and it does so once for all parts.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.gpu_parts"])
+    process = context.Process(target=_work, args=(name, out, dry))
+    process.start()
     try:
-        process.wait(_seconds(name, dry))
-        error = f"the process ended with status {process.returncode} and without a result"
-    except subprocess.TimeoutExpired:
-        error = f"stopped after its time of {_seconds(name, dry)} s"
+        process.join(_seconds(name, dry))
+        error = f"the process ended with status {process.exitcode} and without a result"
+        if process.is_alive():
+            error = f"stopped after its time of {_seconds(name, dry)} s"
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        if process.is_alive():
+            process.kill()  # it may lead no group yet
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.join()
     if not file.exists():
         _write(file, {"error": error, "dry": dry, "seconds": time.monotonic() - begin})
     found: dict[str, Any] = json.loads(file.read_text())
     return found
 
 
-def _seconds(name: str, dry: bool) -> int:
-    return PARTS[name].seconds * (10 if dry else 1)
+def _work(name: str, out: Path, dry: bool) -> None:
+    _lead_group()
+    _write(out / f"{name}.json", _result(name, out, dry))
 
 
-def _end_with_parent() -> None:
-    """Let the system end this process when the one that started it ends, on Linux."""
+def _lead_group() -> None:
+    """Make this process lead a group, which can be killed; on Linux it ends with its parent."""
+    os.setsid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def _command(name: str, out: Path, dry: bool) -> list[str]:
-    return [sys.executable, "-m", "benchmarks.gpu", "--out", str(out), "--one", name, *["--dry"] * dry]
+def _seconds(name: str, dry: bool) -> int:
+    return PARTS[name].seconds * (10 if dry else 1)
 
 
 def _result(name: str, out: Path, dry: bool) -> dict[str, Any]:

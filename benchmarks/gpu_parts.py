@@ -270,17 +270,17 @@ def waits(out: Path, dry: bool) -> dict[str, Any]:
 
 # Why these seconds: together 480, the eight minutes of the whole.
 PARTS: dict[str, Part] = {
-    "suite": Part("(a) Tests on CUDA", 15, 45, suite),
+    "suite": Part("(a) Tests on CUDA", 15, 35, suite),
     "programs": Part("(a) Programs on CUDA, with the losses of the CPU", 30, 60, programs),
-    "ranks": Part("(b) Two ranks", 15, 25, ranks),
+    "ranks": Part("(b) Two ranks", 20, 45, ranks),
     "race": Part("(c) Race in bfloat16", 15, 40, partial(race, "bfloat16", {"none": 1.03, "fsdp2": 0.95})),
-    "race_large": Part("(c) Race with a large batch", 25, 40, partial(race, "large", {"none": 1.03, "fsdp2": 1.0})),
+    "race_large": Part("(c) Race with a large batch", 20, 30, partial(race, "large", {"none": 1.03, "fsdp2": 1.0})),
     "race_float32": Part("(c) Race in float32", 20, 35, partial(race, "float32", {"none": 1.03, "fsdp2": 0.95})),
     "race_remat": Part("(c) Race with layers computed again", 20, 30, partial(race, "remat", {"none": 1.03, "fsdp2": 0.95})),
-    "race_offload": Part("(c) Race with offload", 20, 35, partial(race, "offload", {"fsdp2": 0.95})),
-    "race_compiled": Part("(c) Race, compiled", 45, 75, partial(race, "compiled", {"fsdp2": 1.0})),
+    "race_offload": Part("(c) Race with offload", 20, 30, partial(race, "offload", {"fsdp2": 0.95})),
+    "race_compiled": Part("(c) Race, compiled", 45, 90, partial(race, "compiled", {"fsdp2": 1.0})),
     "overlap": Part("(d) Gathers under compute", 15, 25, overlap, dry=False),
-    "memory": Part("(e) Memory", 15, 30, memory),
+    "memory": Part("(e) Memory", 10, 20, memory),
     "waits": Part("(f) Waits of the host", 10, 20, waits),
     "reuse": Part("(g) Memory reuse across streams", 10, 20, reuse),
 }

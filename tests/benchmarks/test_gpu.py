@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -66,8 +65,16 @@ def test_without_a_gpu_it_says_so_in_one_sentence(tmp_path: Path, capsys: pytest
     assert not (tmp_path / "no").exists()
 
 
+def _first_alone(name: str, out: Path, dry: bool) -> None:
+    """Stand in for the work of a part: ``suite`` has a result at once, and the others never end."""
+    gpu._lead_group()
+    (out / f"{name}.pid").touch()
+    time.sleep(60 * (name != "suite"))
+    (out / f"{name}.json").write_text(json.dumps({"ok": True, "dry": True, "seconds": 0.0}))
+
+
 def test_a_part_that_hangs_is_stopped_and_the_next_one_can_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "_command", lambda *_: ["/bin/sleep", "60"])
+    monkeypatch.setattr(gpu, "_work", _first_alone)
     monkeypatch.setitem(gpu.PARTS, "waits", gpu.PARTS["waits"].__class__("T", 0, 0, gpu.PARTS["waits"].run))
     found = gpu._run("waits", tmp_path, True)
     assert found["error"] == "stopped after its time of 0 s"
@@ -86,34 +93,23 @@ def test_all_parts_together_take_at_most_eight_minutes(capsys: pytest.CaptureFix
     assert len(capsys.readouterr().out.splitlines()) == len(PARTS)
 
 
-# Stands for a part: the first one has a result at once, and the others never end.
-_PART = """
-import json, pathlib, sys, time
-out, name = pathlib.Path(sys.argv[1]), sys.argv[2]
-(out / f"{name}.pid").touch()
-time.sleep(60 * (name != "suite"))
-(out / f"{name}.json").write_text(json.dumps({"ok": True, "dry": True, "seconds": 0.0}))
+_BATTERY = """
+import sys
+from benchmarks import gpu
+from tests.benchmarks import test_gpu
+gpu.missing, gpu._work = (lambda: ""), test_gpu._first_alone
+gpu.main(sys.argv[1:])
 """
 
 
-def test_a_battery_that_is_killed_goes_on_where_it_was(
-    ran: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_battery_that_is_killed_goes_on_where_it_was(ran: list[str], tmp_path: Path) -> None:
     arguments = ["--out", str(tmp_path), "--dry", "--parts", "suite,memory,reuse"]
-    battery = os.fork()
-    if not battery:
-        try:
-            monkeypatch.undo()
-            command = [sys.executable, "-c", _PART, str(tmp_path)]
-            gpu.missing, gpu._command = (lambda: ""), (lambda name, *_: [*command, name])  # type: ignore[assignment]
-            gpu.main(arguments)
-        finally:
-            os._exit(0)
+    battery = subprocess.Popen([sys.executable, "-c", _BATTERY, *arguments])
     end = time.monotonic() + 90
     while not (tmp_path / "memory.pid").exists() and time.monotonic() < end:
         time.sleep(0.01)
-    os.kill(battery, signal.SIGKILL)
-    os.waitpid(battery, 0)
+    battery.kill()
+    battery.wait()
     assert "goals met, 0 s" in (tmp_path / "gpu.md").read_text(), "the page of the finished part is there"
     gpu.main(arguments)
     assert ran == ["memory", "reuse"]

@@ -157,7 +157,7 @@ def test_shards_of_an_offloaded_unit_and_their_gradients_are_pinned_and_finished
 
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
 def test_a_delay_holds_up_the_stream_and_not_the_host(kind: str) -> None:
-    def main(mesh: fs.Mesh) -> tuple[float, bool]:
+    def main(mesh: fs.Mesh) -> tuple[torch.cuda.Event, torch.cuda.Event, bool]:
         slow = delayed(mesh, kind, 0.3)
         full, shard = torch.ones(4, device=CUDA), torch.ones(2, device=CUDA)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -167,14 +167,15 @@ def test_a_delay_holds_up_the_stream_and_not_the_host(kind: str) -> None:
         work = getattr(slow.shard, kind)(out, given)
         work.wait()
         end.record()
-        before = end.query()  # whether the stream is here already when the host is
-        end.synchronize()
-        return begin.elapsed_time(end) / 1000, before
+        return begin, end, end.query()  # whether the stream is here already when the host is
 
     delayed(fs.Mesh(device=CUDA), kind, 0.0).shard.all_gather(torch.ones(1, device=CUDA), torch.ones(1, device=CUDA))
     fs.simulate(main, 2, device=CUDA)  # the first run measures the clock, for which the host waits
-    for seconds, finished_before in fs.simulate(main, 2, device=CUDA):
-        assert seconds > 0.2
+    torch.cuda.synchronize()
+    results = fs.simulate(main, 2, device=CUDA)
+    torch.cuda.synchronize()  # not in a rank: the others' delays would end meanwhile
+    for begin, end, finished_before in results:
+        assert begin.elapsed_time(end) > 200
         assert not finished_before
 
 
