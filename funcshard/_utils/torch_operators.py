@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from funcshard._utils.tensors import tensors_in
 from funcshard._utils.torch_names import lacks
@@ -155,14 +156,15 @@ def count_flops(operation: Any, args: Any, kwargs: Any, out: Any) -> int:
 
     Warns of an operator that torch cannot count, unless it is known to take few operations.
     """
-    # Why by hand: torch's registry lacks the CPU's attention, which stands for every fused one.
     name = operator_name(operation)
-    if name == "aten::_scaled_dot_product_flash_attention_for_cpu":
-        return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
-    if name == "aten::_scaled_dot_product_flash_attention_for_cpu_backward":
-        return int(
-            sdpa_backward_flop_count(args[0].shape, args[1].shape, args[2].shape, args[3].shape)
+    if "_scaled_dot_product_" in name:
+        # Why by hand: torch has no rule for the CPU's kernel, and none for fewer keys than queries.
+        first = int(name.endswith("_backward"))  # there the gradient of the output comes first
+        (*batch, queries, size), (*_, keys, _), (*_, value_size) = (
+            x.shape for x in args[first : first + 3]
         )
+        products = 3 * size + 2 * value_size if first else size + value_size
+        return 2 * math.prod(batch) * queries * keys * products
     packet = operation.overloadpacket
     count: Any = flop_registry.get(packet)
     if count is not None:

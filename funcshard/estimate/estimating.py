@@ -113,6 +113,7 @@ def estimate(
     clock = HardwareClock(machine, plan.mesh_axes)
     check_runtime(runtime)
     on_device = Runtime.on(machine.device) if runtime is None else runtime
+    profile = profile.on(accelerator=on_device.accelerator)
     with without_collection():
         simulation, followed = run_step(
             profile, plan, profile.program(plan, remat=names), clock, optimizer=optimizer_memory(optimizer),

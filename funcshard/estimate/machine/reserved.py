@@ -3,8 +3,8 @@
 torch's allocator on GPUs keeps freed blocks for later, in a pool for each stream. So the memory
 that it has *reserved* is more than the memory in use. How much more depends on the order and the
 sizes of all blocks, and no simulation gives it to a per cent. The band comes from runs whose
-reserved memory was published. When the device is full, the allocator gives unused blocks back and
-tries again, so a step fits if its peak fits.
+reserved memory was published or measured. When the device is full, the allocator gives unused
+blocks back and tries again, so a step fits if its peak fits.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from funcshard._utils import check_count
 
 @dataclass(frozen=True, slots=True)
 class ReservedRun:
-    """One published run whose reserved memory is known.
+    """One run whose reserved memory is known.
 
     Attributes:
         what: the model, the runtime and the checkpoints.
-        reserved: the published peak of reserved memory, in bytes.
+        reserved: the peak of reserved memory, in bytes.
         pools: the sum of the simulated peaks of the allocator's pools, in bytes.
-        source: where the published number is printed.
+        source: where the number is printed.
     """
 
     what: str
@@ -38,13 +38,18 @@ class ReservedRun:
 
 _TITAN = "https://github.com/pytorch/torchtitan/pull/165"
 
-# Why these four: they are the runs whose memory in use is published too, and it agrees with the
-# simulated one. benchmarks/published_cases.py computes the pools.
+_MEASURED = "benchmarks/measured_h100.json"
+
+# Why these four of TorchTitan: their memory in use is published too, and it agrees with the
+# simulated one. benchmarks/published_cases.py computes the pools. The last two are the least and
+# the most of nineteen runs on one H100.
 RESERVED_RUNS = (
     ReservedRun("Llama 2 7B, FSDP1, full checkpoints", 34_512_631_387, 28_943_208_456, _TITAN),
     ReservedRun("Llama 2 7B, FSDP1, selective checkpoints", 68_606_866_001, 57_732_911_112, _TITAN),
     ReservedRun("Llama 2 7B, FSDP2, full checkpoints", 33_308_465_064, 28_556_779_528, _TITAN),
     ReservedRun("Llama 2 7B, FSDP2, selective checkpoints", 63_790_200_709, 57_346_482_184, _TITAN),
+    ReservedRun("Llama 8B, bfloat16, recomputed", 68_581_064_704, 66_343_480_832, _MEASURED),
+    ReservedRun("Llama 3B, mixed, recomputed", 79_391_883_264, 52_781_827_584, _MEASURED),
 )
 
 
@@ -73,7 +78,7 @@ def reserved_band(pools: int, memory: int | None = None) -> tuple[int, int, str]
     Example:
         >>> from funcshard.estimate import reserved_band
         >>> low, high, source = reserved_band(1_000_000)
-        >>> 1_000_000 < low < high < 1_500_000
+        >>> 1_000_000 < low < high < 1_600_000
         True
 
     Source: the runs in ``RESERVED_RUNS``.
@@ -83,7 +88,7 @@ def reserved_band(pools: int, memory: int | None = None) -> tuple[int, int, str]
     low, high = min(factors), max(factors)
     source_text = (
         f"{low:.2f} to {high:.2f} times the allocator's pools, the least and the most of "
-        f"{len(RESERVED_RUNS)} runs in {RESERVED_RUNS[0].source}"
+        f"{len(RESERVED_RUNS)} runs in {_TITAN} and {_MEASURED}"
     )
     bound = max(pools, check_count("memory", memory, 0, of="bytes")) if memory is not None else None
     ends = [int(pools * factor) for factor in (low, high)]

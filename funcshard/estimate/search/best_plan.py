@@ -191,13 +191,15 @@ def auto_plan(
             )
     machine = load_hardware(hardware)
     _, limit = budget_on(machine, budget)
-    profiles = list(_profiles(profile))
+    runtime = Runtime.on(machine.device) if runtime is None else runtime
+    profiles = [
+        (number, each.on(accelerator=runtime.accelerator)) for number, each in _profiles(profile)
+    ]
     first = profiles[0][1]
     make = {"units": units, "local": local}
     single = make_plan(first.forms, 1, ties=first.ties, precision=first.precision, **make)
     clock = HardwareClock(machine, single.mesh_axes)
     classes = unit_classes(single, first.program(single), lambda run: clock.compute(run)[0])
-    runtime = Runtime.on(machine.device) if runtime is None else runtime
     scorer = Scorer(profiles, make, classes, machine, optimizer_memory(optimizer), runtime)
     search_result = _search(scorer, space, ranks, limit)
     if (

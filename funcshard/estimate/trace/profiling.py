@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -70,6 +72,21 @@ class Profile(Shown):
         if key not in self._tapes:
             self._tapes[key] = self.retrace(*key) if key[1] else self.retrace(key[0])
         return self._tapes[key]
+
+    def on(self, *, accelerator: bool) -> Profile:
+        """Return the profile of the same model on a GPU, or on the CPU.
+
+        The two differ in attention and dropout; see ``AcceleratorKernels``.
+        """
+        if accelerator:
+            return self
+        if "cpu" not in self._programs:
+            retrace = functools.partial(self.retrace, accelerator=False)
+            self._programs["cpu"] = dataclasses.replace(
+                self, retrace=retrace, _tapes={}, _programs={}
+            )
+        on_cpu: Profile = self._programs["cpu"]
+        return on_cpu
 
     def program(self, plan: Plan, *, remat: Iterable[str] = ()) -> Program:
         """Return the trace as the units of a plan see it; the profile keeps it for the next call.
@@ -274,7 +291,9 @@ def profile(
 
     autocast = _autocast()
 
-    def retrace(remat: frozenset[str], apart: frozenset[str] = frozenset()) -> Tape:
+    def retrace(
+        remat: frozenset[str], apart: frozenset[str] = frozenset(), *, accelerator: bool = True
+    ) -> Tape:
         try:
             with (
                 without_collection(),
@@ -283,7 +302,7 @@ def profile(
             ):
                 return trace_model(
                     apply, plan, forms, buffers, args, kwargs, loss=loss, targets=targets, remat=remat, apart=apart,
-                    compiled=chosen, fold=fold,
+                    compiled=chosen, fold=fold, accelerator=accelerator,
                 )  # fmt: skip
         except Exception as error:
             if asks_for_data(error):

@@ -31,12 +31,14 @@ from funcshard._utils import (
     refresh_flat_weights,
     storage_id,
     tensors_in,
+    traced_grads,
     tree,
     version,
 )
 from funcshard.core import cast_inputs, cast_outputs, remat, run_in_full_precision
 from funcshard.estimate.trace.compiled import Region
 from funcshard.estimate.trace.folding import CannotFoldError, fold_log
+from funcshard.estimate.trace.kernels import AcceleratorKernels
 from funcshard.estimate.trace.kinds import kinds_of
 from funcshard.estimate.trace.leaves import Leaves, Table
 from funcshard.estimate.trace.recorder import Frame, Recorder
@@ -65,6 +67,7 @@ def trace_model(
     apart: Collection[str] = (),
     compiled: Collection[str] = (),
     fold: bool = True,
+    accelerator: bool = True,
 ) -> Tape:
     """Return the tape of one forward, loss and backward.
 
@@ -82,8 +85,9 @@ def trace_model(
         apart: paths of modules of which each call has its own gradients.
         compiled: paths of modules that a compiler compiles, each by itself.
         fold: whether one module represents others of its kind.
+        accelerator: whether attention and dropout run as on a GPU.
     """
-    with fake_tensors():
+    with fake_tensors(), AcceleratorKernels() if accelerator else contextlib.nullcontext():
         args, kwargs, targets = map_tensors(_fake, (args, dict(kwargs), targets))
         fake_buffers = map_tensors(_fake, dict(buffers))
         if loss is not None and targets is not None:
@@ -258,7 +262,7 @@ class _Tracer:
             )
         self.recorder.phase = "backward"
         trained = [param for param in self.params.values() if param.requires_grad]
-        grads = torch.autograd.grad(loss.pop(), [*trained, self.anchor], allow_unused=True)
+        grads = traced_grads(loss, [*trained, self.anchor])
         self.recorder.frame = self.recorder.root
         del grads
 

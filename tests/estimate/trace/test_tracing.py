@@ -278,7 +278,7 @@ def test_a_transformer_block_keeps_what_the_formula_says():
     precision = fs.MixedPrecision(torch.bfloat16, torch.float32)
     profile = fs.profile(apply, params, buffers, torch.zeros(b, s, dtype=torch.long), precision=precision)
     plan = fs.make_plan(params, 2, units=["blocks.*"], precision=precision)
-    norms, attention = 2 * 2 * 2 * s * b, 4 * s * b * heads
+    norms, attention = 2 * 2 * 2 * s * b, 4 * s * b * heads + 24  # and the state of its random numbers
     assert profile.program(plan).saved["blocks.1"] == 32 * s * b * h + norms + attention
 
 
@@ -643,4 +643,4 @@ def test_attention_of_a_hugging_face_model_saves_no_mask_where_a_run_makes_none(
         loss = model(input_ids=tokens).logits.sum()
     assert loss.requires_grad
     profile = fs.profile(apply, params, buffers, input_ids=tokens, loss=lambda out: out.logits.sum())
-    assert profile.saved == sum(size for size, _ in kept.values())
+    assert profile.on(accelerator=False).saved == sum(size for size, _ in kept.values())

@@ -1,0 +1,162 @@
+"""``AcceleratorKernels``: trace the attention and the dropout of a GPU.
+
+A trace runs on fake tensors of the CPU, and there autograd keeps more. The CPU's fused attention
+takes neither dropout nor a mask that needs a gradient, so the CPU computes the whole matrix of
+scores. Its dropout keeps a factor for each element, where a GPU keeps a bool. A trace for a GPU
+calls the operators that torch would choose there.
+
+Source of the rules: ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`` and
+``aten/src/ATen/native/Dropout.cpp`` of PyTorch, for compute capability 8.0 and later.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from funcshard._utils import operator_by_name
+
+_HALF = (torch.float16, torch.bfloat16)
+_flash = operator_by_name("aten", "_scaled_dot_product_flash_attention", "default")
+_efficient = operator_by_name("aten", "_scaled_dot_product_efficient_attention", "default")
+_safe_softmax = operator_by_name("aten", "_safe_softmax", "default")
+
+
+class AcceleratorKernels(TorchFunctionMode):
+    """Let attention and dropout run as on a GPU, for the ``with`` block."""
+
+    def __torch_function__(
+        self, func: Any, classes: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return _attention(*args, **kwargs)
+        if func in (F.dropout, torch.dropout):
+            return _dropout(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            with self:  # torch leaves the mode while this method runs, but more attention comes
+                return _without_check(func)(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+@functools.cache
+def _without_check(function: Any) -> Callable[..., Any]:
+    """Return a copy of a function of torch that does not look for modes."""
+    unchecked = {**function.__globals__, "has_torch_function": lambda tensors: False}
+    return types.FunctionType(
+        function.__code__, unchecked, function.__name__, function.__defaults__
+    )
+
+
+def _dropout(
+    input: torch.Tensor,  # noqa: A002  # torch's name
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+) -> torch.Tensor:
+    if inplace or not training or not 0 < p < 1:
+        return F.dropout(input, p, training, inplace)
+    return torch.native_dropout(input, p, True)[0]
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    query, key, value = _autocast(query), _autocast(key), _autocast(value)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if attn_mask is None and _takes_flash(query, key, value, is_causal):
+        size = query.shape[-1]
+        if size % 8:
+            query, key, value = (F.pad(x, (0, -size % 8)) for x in (query, key, value))
+        return _flash(query, key, value, dropout_p, is_causal, scale=scale)[0][..., :size]
+    mask = attn_mask
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
+    mask = mask if mask is None else _autocast(mask)
+    if _takes_efficient(query, key, value, mask):
+        keeps_sums = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+        mask = mask if mask is None else _aligned(mask).expand(*query.shape[:-1], key.shape[-2])
+        return _efficient(query, key, value, mask, keeps_sums, dropout_p, is_causal, scale=scale)[0]
+    if is_causal:
+        allowed = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device)
+        allowed = allowed.tril()
+        mask = torch.zeros_like(allowed, dtype=query.dtype).masked_fill_(~allowed, float("-inf"))
+    if enable_gqa:
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value = (x.repeat_interleave(repeats, -3) for x in (key, value))
+    return _unfused(query, key, value, mask, dropout_p, scale)
+
+
+def _takes_flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool
+) -> bool:
+    return (
+        torch.backends.cuda.flash_sdp_enabled()
+        and query.dim() == 4
+        and query.dtype in _HALF
+        and query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256
+        and not (is_causal and query.shape[-2] != key.shape[-2])
+    )
+
+
+def _takes_efficient(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+) -> bool:
+    aligned = 16 // query.element_size()  # elements of 16 bytes
+    return (
+        torch.backends.cuda.mem_efficient_sdp_enabled()
+        and query.dim() == 4
+        and query.dtype in (torch.float32, *_HALF)
+        and query.shape[1] == key.shape[1] == value.shape[1]
+        and query.shape[-1] == key.shape[-1]
+        and query.shape[-1] % aligned == value.shape[-1] % aligned == 0
+        and (mask is None or mask.stride(-1) == 1)
+    )
+
+
+def _unfused(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    scale: float,
+) -> torch.Tensor:
+    """Compute attention by the matrix of scores, in float32."""
+    dtype = query.dtype
+    if dtype in _HALF and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
+        query, key, value = query.float(), key.float(), value.float()
+        mask = mask if mask is None else mask.float()
+    root = scale**0.5
+    scores = (query * root) @ (key.transpose(-2, -1) * root)
+    weights = scores.softmax(-1) if mask is None else _safe_softmax(scores.add_(mask), -1)
+    if dropout_p:
+        weights = _dropout(weights, dropout_p)
+    return (weights @ value).to(dtype)
+
+
+def _aligned(mask: torch.Tensor) -> torch.Tensor:
+    """Return a mask whose rows lie 16 elements apart, or a multiple of that."""
+    length = mask.shape[-1]
+    return F.pad(mask, (0, -length % 16))[..., :length] if length % 16 else mask
+
+
+def _autocast(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in the dtype of autocast, which casts by the names of other operators."""
+    if not torch.is_autocast_enabled("cpu") or not tensor.is_floating_point():
+        return tensor
+    return tensor.to(torch.get_autocast_dtype("cpu"))
