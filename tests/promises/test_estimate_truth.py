@@ -46,7 +46,8 @@ class Simulate:
         if key not in self.profiles:
             inputs, targets = (tensor.chunk(parts)[0] for tensor in setup.batch)
             given = setup.apply, setup.params, setup.buffers, inputs
-            self.profiles[key] = profile(*given, loss=setup.model.loss, targets=targets, precision=setup.plan)
+            traced = profile(*given, loss=setup.model.loss, targets=targets, precision=setup.plan)
+            self.profiles[key] = traced.on(accelerator=False)  # the truth has the attention of the CPU
         cls, options = case.optimizer
         report = fs.estimate(
             self.profiles[key],

@@ -6,6 +6,7 @@ program. In reading order:
 - ``tape``: the events of forward and backward as data; equal modules are in it once.
 - ``tracing``: runs a model on fake tensors. ``recorder`` writes down what happens there,
   and ``leaves`` tells it of parameters.
+- ``kernels``: the attention and the dropout that a GPU would choose.
 - ``kinds``: finds modules that may be equal; ``values`` compares what they hold. ``folding`` keeps
   the events of one of them, and ``stubs`` represent the others.
 - ``compiled``: the tensors that a compiler keeps, and the operations that it fuses.

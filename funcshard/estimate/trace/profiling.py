@@ -76,7 +76,8 @@ class Profile(Shown):
     def on(self, *, accelerator: bool) -> Profile:
         """Return the profile of the same model on a GPU, or on the CPU.
 
-        The two differ in attention and dropout; see ``AcceleratorKernels``.
+        The two differ in attention and dropout; see ``AcceleratorKernels``. A profile on the CPU
+        stays one.
         """
         if accelerator:
             return self
