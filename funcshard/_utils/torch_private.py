@@ -722,24 +722,6 @@ FakeTensorMode: Any = private(
 _next_number: Callable[[], int] = private("torch._C._autograd._get_sequence_nr", "an estimate")
 
 
-_run_backward: Callable[..., Any] = private(
-    "torch.autograd.graph._engine_run_backward", "an estimate"
-)
-
-
-def traced_grads(loss: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
-    """Return the gradients of a loss, ``None`` where it does not depend on an input.
-
-    It does as ``torch.autograd.grad``, which would leave the active ``TorchFunctionMode``: what a
-    checkpoint computes again in backward belongs to the trace too. The list is emptied, so that
-    only autograd holds the loss.
-    """
-    ones = torch.ones_like(loss[0])
-    return _run_backward(
-        (loss.pop(),), (ones,), False, False, tuple(inputs), True, accumulate_grad=False
-    )
-
-
 _MOST_CONSTANTS = 1 << 20  # elements of a tensor that a trace computes
 
 

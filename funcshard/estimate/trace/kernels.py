@@ -39,8 +39,10 @@ class AcceleratorKernels(TorchFunctionMode):
             return _attention(*args, **kwargs)
         if func in (F.dropout, torch.dropout):
             return _dropout(*args, **kwargs)
-        if func is F.multi_head_attention_forward:
-            with self:  # torch leaves the mode while this method runs, but more attention comes
+        if func in (F.multi_head_attention_forward, torch.autograd.grad):
+            # Why again: torch leaves the mode while this method runs. But the first function calls
+            # attention, and a checkpoint computes it in backward.
+            with self:
                 return _without_check(func)(*args, **kwargs)
         return func(*args, **kwargs)
 

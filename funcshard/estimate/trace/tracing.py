@@ -31,7 +31,6 @@ from funcshard._utils import (
     refresh_flat_weights,
     storage_id,
     tensors_in,
-    traced_grads,
     tree,
     version,
 )
@@ -262,7 +261,7 @@ class _Tracer:
             )
         self.recorder.phase = "backward"
         trained = [param for param in self.params.values() if param.requires_grad]
-        grads = traced_grads(loss, [*trained, self.anchor])
+        grads = torch.autograd.grad(loss.pop(), [*trained, self.anchor], allow_unused=True)
         self.recorder.frame = self.recorder.root
         del grads
 
