@@ -19,14 +19,18 @@ def main() -> None:
     shape, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     mesh = fs.init_mesh(shape, device="cpu")
+    ways = {axis: way(group) for axis, group in mesh.groups.items()}
+    found = {"rank": mesh.rank, "ways": ways, "digest": train(mesh)}
+    Path(folder, f"rank-{mesh.rank}.json").write_text(json.dumps(found))
+
+
+def train(mesh: fs.Mesh) -> str:
+    """Take all steps, and return a digest of the state."""
     program = make_program(mesh)
     state = program.first()
     while state.step < STEPS:
         state, _ = program.step(state, program.batch(state.step))
-    digest = program.digest(state)
-    ways = {axis: way(group) for axis, group in mesh.groups.items()}
-    found = {"rank": mesh.rank, "ways": ways, "digest": digest}
-    Path(folder, f"rank-{mesh.rank}.json").write_text(json.dumps(found))
+    return program.digest(state)
 
 
 def way(group: object) -> str:
