@@ -157,7 +157,7 @@ def test_texts_are_in_the_order_of_ranks(run, world_size):
     assert run(exchange_texts, world_size) == [list(TEXTS[:world_size])] * world_size
 
 
-def reduce_until_a_rank_is_killed(mesh: fs.Mesh, what: str, shared_memory: bool) -> tuple[str, float] | None:
+def train_until_a_rank_is_killed(mesh: fs.Mesh, shared_memory: bool) -> tuple[str, float] | None:
     mesh = fs.init_mesh(mesh.shape, device="cpu", shared_memory=shared_memory)
     apply, params, buffers = fs.make_functional(torch.nn.Linear(5, 5))
     plan = fs.make_plan(params, mesh)
@@ -167,26 +167,16 @@ def reduce_until_a_rank_is_killed(mesh: fs.Mesh, what: str, shared_memory: bool)
         for i in range(100):
             if i == 3 and mesh.rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if what == "psum":
-                fs.psum(torch.ones(1000), mesh)
-            else:
-                fs.value_and_grad(lambda s: sharded(s, buffers, torch.ones(2, 5)).sum())(shards)
+            fs.value_and_grad(lambda s: sharded(s, buffers, torch.ones(2, 5)).sum())(shards)
     except RuntimeError as error:
         return str(error), time.monotonic() - start
     return None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("what", "shared_memory"),
-    [
-        pytest.param("psum", True, id="psum"),
-        pytest.param("training", True, id="training"),
-        pytest.param("training", False, id="training on gloo"),
-    ],
-)
-def test_the_remaining_ranks_raise_within_seconds_when_a_rank_is_killed(what, shared_memory):
-    first, second, third = run_ranks(reduce_until_a_rank_is_killed, 3, what, shared_memory, may_die={1}, timeout=20)
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
+def test_the_remaining_ranks_raise_within_seconds_when_a_rank_is_killed(shared_memory):
+    first, second, third = run_ranks(train_until_a_rank_is_killed, 3, shared_memory, may_die={1}, timeout=20)
     assert second is None
     for message, seconds in (first, third):
         assert "the process of rank 1 has ended" in message
