@@ -130,18 +130,6 @@ def test_a_rank_may_return_early_when_no_rank_waits_for_it() -> None:
     assert fs.simulate(main, {"replicate": 2, "shard": 2}) == [-1, -1, 5, 5]
 
 
-def test_axes_in_a_different_order_are_a_deadlock() -> None:
-    def main(mesh: fs.Mesh) -> None:
-        order = (mesh.shard, mesh.replicate) if mesh.rank in (0, 3) else (mesh.replicate, mesh.shard)
-        for group in order:
-            group.all_reduce(torch.ones(1)).wait()
-
-    with pytest.raises(
-        RuntimeError, match=r"wait for each other and none can go on: rank 0 waits in .* on mesh axis 'shard'"
-    ):
-        fs.simulate(main, {"replicate": 2, "shard": 2})
-
-
 @pytest.mark.parametrize(
     ("tensor", "found"),
     [(torch.ones(3), r"float32\[3\]"), (torch.ones(2, dtype=torch.float64), r"float64\[2\]")],
