@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import funcshard as fs
+from benchmarks.measured import estimate_step, read_steps
 from funcshard.demo.gpt import GPT, GPTConfig
 from funcshard.estimate import LANES, Hardware, OptimizerMemory, Runtime, Source, compute_time, load_hardware
 from funcshard.estimate.estimating import HardwareClock
@@ -322,3 +323,9 @@ def test_ranks_of_an_axis_that_lie_on_several_nodes_take_the_links_between_nodes
         for axes in ({"replicate": 2, "shard": 4}, {"replicate": 2, "shard": 8})
     )
     assert between[0] > 2 * inside[0]
+
+
+@pytest.mark.parametrize("step", read_steps(), ids=lambda step: step.title)
+def test_the_peak_of_a_hugging_face_model_is_within_one_per_cent_of_a_gpus(step):
+    pytest.importorskip("transformers", reason="an optional dependency of the tests")
+    assert estimate_step(step).peak == pytest.approx(step.allocated, rel=0.01)
