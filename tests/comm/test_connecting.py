@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -15,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from funcshard.comm.connecting import LostError, watched
+from tests.commands import Command
 from tests.hostile.nursery import needs_linux
 
 
@@ -81,17 +80,11 @@ def test_a_rank_that_is_killed_while_it_connects_is_named_in_time(call: str) -> 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     names = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "OMP_NUM_THREADS": "1"}
     names |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM.format(call=call)],
-            env={**os.environ, **names, "RANK": str(rank)},
-            stdout=subprocess.DEVNULL if rank else subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    program = ["-c", PROGRAM.format(call=call)]
+    ranks = [Command(program, {**os.environ, **names, "RANK": str(rank)}) for rank in range(2)]
     told, _ = ranks[0].communicate(timeout=200)
-    assert [rank.wait(60) for rank in ranks] == [0, -9]
+    ranks[1].communicate(timeout=60)
+    assert [rank.returncode for rank in ranks] == [0, -9]
     seconds, _, message = told.partition(" ")
     assert "the process of rank 1 has ended (process " in message
     assert "rank 0 waited for it and gives it up" in message

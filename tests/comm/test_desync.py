@@ -156,8 +156,11 @@ BOTH_BACKENDS = pytest.mark.parametrize("shared_memory", [True, False], ids=["sh
 
 
 @pytest.mark.slow
-@BOTH_BACKENDS
-@pytest.mark.parametrize("known", [False, True], ids=["while they agree", "while data moves"])
+@pytest.mark.parametrize(
+    ("known", "shared_memory"),
+    [(False, False), (True, False), (True, True)],
+    ids=["while they agree", "while data moves", "shared memory"],
+)
 def test_a_slow_rank_is_waited_for(known: bool, shared_memory: bool) -> None:
     assert run_ranks(with_a_slow_rank, 2, known, shared_memory) == [[2.0 * i + 1 for i in range(20)]] * 2
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from torch import nn
 import funcshard as fs
 from funcshard.comm.journal import Journal, Wait
 from funcshard.comm.mesh import neighbours
+from tests.comm.stores import CountingStore, FailingStore
 from tests.ranks import run_ranks
 
 GRID, LINE = {"replicate": 2, "shard": 2}, {"shard": 4}
@@ -186,23 +187,6 @@ def test_a_rank_whose_collective_fails_passes_over_a_circle_that_no_rank_has_fou
     assert "which rank 2 has not reached" in look(0, failed=True)
 
 
-class CountingStore:
-    """A store that counts the notes that are read."""
-
-    def __init__(self) -> None:
-        self.inner, self.reads = dist.HashStore(), 0
-
-    def get(self, key: str) -> bytes:
-        self.reads += 1
-        return self.inner.get(key)
-
-    def set(self, key: str, text: str) -> None:
-        self.inner.set(key, text)
-
-    def check(self, keys: list[str]) -> bool:
-        return self.inner.check(keys)
-
-
 def test_one_rank_of_many_that_parted_is_found_by_reading_few_notes_at_a_time() -> None:
     store, size, parted, other = CountingStore(), 1000, 700, 3
     pair = [other, parted]
@@ -231,18 +215,15 @@ def test_one_rank_of_many_that_parted_is_found_by_reading_few_notes_at_a_time() 
         journal._write(Wait("all", 8, "number 8 along all", range(size), serial))
     for _ in range(size // 64 + 3):
         for number in (parted, other):
-            store.reads = 0
+            store.requests.clear()
             found.append(look(number))
-            most = max(most, store.reads)
+            most = max(most, store.requests["get"])
     assert most < 100
     assert f"rank {other} waits for number 8 along all, which rank {parted} has not reached" in max(found, key=len)
 
 
 def test_without_a_store_nothing_is_found() -> None:
-    def ended(*_: Any) -> None:
-        raise RuntimeError("Broken pipe")
-
-    journal = Journal(0, SimpleNamespace(set=ended, check=ended, get=ended))
+    journal = Journal(0, FailingStore(math.inf))
     assert journal.find_circle(Wait("shard", 1, "", [1], 1)) == ""
 
 
@@ -340,8 +321,7 @@ def part_onto_meshes(_: fs.Mesh, case: str, shared_memory: bool) -> tuple[str, f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", MESHES)
-@BOTH_BACKENDS
+@pytest.mark.parametrize(("case", "shared_memory"), [*zip(MESHES, (False, True, False), strict=True)])
 def test_processes_that_part_onto_different_meshes_all_raise(case: str, shared_memory: bool) -> None:
     for message, seconds in run_ranks(part_onto_meshes, 4, case, shared_memory, timeout=40):
         assert message.startswith(INTRODUCTION), message
@@ -370,7 +350,6 @@ def slow_in_turns(_: fs.Mesh, shared_memory: bool, shape: dict[str, int]) -> lis
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [GRID, LINE], ids=["two axes", "two meshes"])
-@BOTH_BACKENDS
+@pytest.mark.parametrize(("shape", "shared_memory"), [(GRID, True), (LINE, False)], ids=["two axes", "two meshes on gloo"])
 def test_slow_ranks_are_waited_for_on_all_axes_of_all_meshes(shared_memory: bool, shape: dict[str, int]) -> None:
     assert run_ranks(slow_in_turns, 4, shared_memory, shape, timeout=40) == [[6.0 + 4 * turn for turn in range(8)]] * 4

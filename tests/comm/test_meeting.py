@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -19,6 +20,7 @@ from funcshard._utils import group_timeout
 from funcshard.comm.journal import Journal
 from funcshard.comm.liveness import Heart
 from funcshard.comm.meeting import meet, name_of
+from tests.comm.stores import CountingStore, FailingStore, SuspendedStore
 from tests.ranks import run_ranks
 
 PATIENCE = 0.4
@@ -143,36 +145,10 @@ def test_the_timeout_ends_a_meeting_and_names_the_rank_that_has_not_come() -> No
     assert 1.0 <= seconds < 60
 
 
-class Suspended:
-    """The store of a job whose process is suspended after some answers; it takes what is written."""
-
-    def __init__(self, answers: int) -> None:
-        self.inner, self.goes_on, self.answers = dist.HashStore(), threading.Event(), answers
-
-    def clone(self) -> Suspended:
-        return self
-
-    def set(self, key: str, text: str) -> None:
-        self.inner.set(key, text)
-
-    def get(self, key: str) -> bytes:
-        self.wait()
-        return self.inner.get(key)
-
-    def check(self, keys: list[str]) -> bool:
-        self.wait()
-        return self.inner.check(keys)
-
-    def wait(self) -> None:
-        self.answers -= 1
-        if self.answers < 0:
-            self.goes_on.wait()
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("answers", [0, 1, 5])
+@pytest.mark.parametrize("answers", [0, 5])
 def test_a_store_whose_process_is_suspended_ends_a_meeting(answers: int) -> None:
-    store, found = Suspended(answers), []
+    store, found = SuspendedStore(answers), []
     heart = Heart(1, store)
     thread = threading.Thread(target=lambda: found.append(meet_alone(store, heart)), daemon=True)
     thread.start()
@@ -227,28 +203,10 @@ def test_ranks_that_have_made_other_groups_before_meet_all_the_same() -> None:
     assert run_ranks(other_groups_before, 4, timeout=30) == [[2.0, 2.0]] * 4
 
 
-class DeadStore:
-    """The store of a job whose process has ended."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise dist.DistNetworkError("Broken pipe")
-
-
 def test_a_store_that_has_ended_is_an_error_of_ours() -> None:
     with pytest.raises(RuntimeError, match="rank 1 cannot reach the store of the job in init_mesh: the process") as raised:
-        meet(Journal(1, DeadStore()), [0, 1], "init_mesh", {"the shape": "2"}, timeout=1.0, patience=0.1)
+        meet(Journal(1, FailingStore(math.inf)), [0, 1], "init_mesh", {"the shape": "2"}, timeout=1.0, patience=0.1)
     assert isinstance(raised.value.__cause__, dist.DistNetworkError)
-
-
-class CountingStore:
-    """A store in memory that counts the requests of one rank."""
-
-    def __init__(self) -> None:
-        self.inner, self.requests = dist.HashStore(), 0
-
-    def __getattr__(self, name: str) -> Any:
-        self.requests += 1
-        return getattr(self.inner, name)
 
 
 def test_of_a_thousand_ranks_all_but_the_first_ask_the_store_a_few_times_only() -> None:
@@ -258,12 +216,12 @@ def test_of_a_thousand_ranks_all_but_the_first_ask_the_store_a_few_times_only() 
     name = name_of("meeting", ranks)
     store.inner.set(f"{name}/1/answer", "")
     meet(place, ranks, "init_mesh", facts, timeout=5.0, patience=1.0)
-    assert store.requests == 3
+    assert store.requests.total() == 3
     for rank in ranks:
         store.inner.set(f"{name}/1/{rank}", '{"the shape": "1000"}')
-    store.requests = 0
+    store.requests.clear()
     meet(Journal(0, store), ranks, "init_mesh", facts, timeout=5.0, patience=1.0)
-    assert store.requests == len(ranks) + 3
+    assert store.requests.total() == len(ranks) + 3
 
 
 def keys_after(meetings: int) -> int:

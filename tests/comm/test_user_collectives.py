@@ -104,7 +104,16 @@ def gradient(mesh: fs.Mesh, options: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize(
     ("own", "options", "world"),
-    [*((own, options, GRID) for own in OWN for options in OPTIONS), ("rows and backwards", "full_shard", 3)],
+    [
+        ("as the plain ones", "full_shard", GRID),
+        ("as the plain ones", "buckets", GRID),
+        ("rows and backwards", "shard_grad_op", GRID),
+        ("rows and backwards", "bfloat16", GRID),
+        ("rows and backwards", "full_shard", 3),
+        ("on both axes", "no_shard", GRID),
+        ("on both axes", "buckets", GRID),
+        ("on both axes", "bfloat16", GRID),
+    ],
     ids=str,
 )
 def test_functions_that_only_move_data_change_no_bit_and_no_event(own: str, options: str, world: Any) -> None:

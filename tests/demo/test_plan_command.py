@@ -11,7 +11,6 @@ from torch import nn
 import funcshard as fs
 from funcshard.__main__ import main
 from funcshard.demo import DECODERS
-from funcshard.demo.gpt import GPT, GPTConfig
 
 SMALL = ["--layers", "2", "--width", "8", "--heads", "2", "--context", "16"]
 ESTIMATE = ["plan", *SMALL, "--ranks", "4", "--hardware", "h100"]
@@ -121,39 +120,23 @@ BAD = {
     "auto and more": (["--hardware", "h100", "--auto", "--remat"], "leave out --remat"),
     "unknown hardware": (["--hardware", "h1000"], "found 'h1000': did you mean 'h100'?"),
     "hardware like no other": (["--hardware", "?"], "found '?': python -m funcshard calibrate writes such a file"),
-    "no ranks": (["--ranks", "0"], "argument --ranks: must be a whole number, at least 1; found '0'"),
     "too many ranks": (
         ["--ranks", "100000000"],
         "--ranks must be at most 1,000,000; found 100,000,000: no machine",
     ),
-    "ranks as a float": (["--ranks", "1e9"], "argument --ranks: must be a whole number, at least 1; found '1e9'"),
     "no description": (["--hardware", "linear.json"], "a hardware description must have the fields about, "),
     "description of bytes": (
         ["--hardware", "bytes.json"],
         "a hardware description must be JSON; found bytes that are no text",
     ),
     "description of text": (["--hardware", __file__], "a hardware description must be JSON; found '"),
-    "budget of nothing": (["--hardware", "h100", "--budget", "0"], "budget must be a number of bytes, or text such as"),
     "budget": (["--hardware", "h100", "--budget", "much"], "budget must be a number of bytes, or text such as '500MB'"),
-    "no plan": (
-        ["--hardware", "h100", "--compare", __file__],
-        "which holds no plan (",
-    ),
-    "no file": (
-        ["--hardware", "h100", "--compare", "no/such.json"],
-        "which cannot be read (No such file or directory)",
-    ),
-    "a plan of bytes": (
-        ["--hardware", "h100", "--compare", "bytes.json"],
-        "found bytes.json, which holds no plan (",
-    ),
+    "no plan": (["--hardware", "h100", "--compare", __file__], "which holds no plan ("),
+    "no file": (["--hardware", "h100", "--compare", "no/such.json"], "which cannot be read (No such file or directory)"),
+    "a plan of bytes": (["--hardware", "h100", "--compare", "bytes.json"], "found bytes.json, which holds no plan ("),
     "a plan of another model": (
         ["--hardware", "h100", "--compare", "linear.json"],
-        "found linear.json: 'norm.bias' is missing there and [384] here",
-    ),
-    "a plan of other sizes": (
-        ["--hardware", "h100", "--layers", "9", "--compare", "gpt.json"],
-        "is missing there and [384] here; pass the options of the model",
+        "found linear.json: 'norm.bias' is missing there and [384] here; pass the options of the model",
     ),
     "too long": (["--model", "mpt-125m", "--hardware", "h100", "--seq", "4096"], "build it with context=4096"),
     "no folder": (["--html", "no/such/page.html"], "found no/such/page.html: make the folder no/such first"),
@@ -173,9 +156,6 @@ def test_bad_input_is_one_line_and_exit_code_2(
     monkeypatch.chdir(tmp_path)
     Path("bytes.json").write_bytes(b"\xff\xfe")
     Path("linear.json").write_text(fs.make_plan(dict(linear().named_parameters()), 2).to_json())
-    with torch.device("meta"):
-        gpt = fs.make_functional(GPT(GPTConfig()))[1]
-    Path("gpt.json").write_text(fs.make_plan(gpt, 2).to_json())
     try:
         code = main(["plan", *argv])
     except SystemExit as stop:  # argparse

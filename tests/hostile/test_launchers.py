@@ -9,13 +9,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+import torch
 
 import funcshard as fs
+from funcshard.demo.gpt import GPTConfig
+from funcshard.demo.launch import Stop
+from funcshard.demo.train import Settings, train
 from tests.hostile.campaign import Campaign, slowness
 from tests.hostile.nursery import check_nothing_left, descendants, in_nursery, needs_linux, open_files
 from tests.hostile.test_kills import empty_folder
@@ -64,18 +69,30 @@ def prepare(folder: Path) -> None:
     (folder / "text").write_text("".join(f"{number} squared is {number * number}.\n" for number in range(300)))
 
 
-def run_whole(name: str) -> dict[str, Any]:
-    folder = Path(name)
-    prepare(folder)
-    job = start("ranks of the launcher", folder, "whole")
-    assert ended(job, folder, 2 * BOUND) == 0, (folder / "whole.log").read_text()
-    return json.loads((folder / "whole" / "metrics.json").read_text())
-
-
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The metrics of a run that nothing disturbs; both ways to start ranks have to give them."""
-    return in_nursery(run_whole, str(tmp_path_factory.mktemp("whole")), limit=3 * BOUND)
+    """The metrics of a run that nothing disturbs, on simulated ranks; both ways to start ranks have to give them."""
+    folder = tmp_path_factory.mktemp("whole")
+    prepare(folder)
+    (folder / "out").mkdir()
+    settings = Settings(
+        config=GPTConfig(width=32, layers=1, heads=2, context=32), units=("blocks.*",), strategy="full_shard",
+        replicate=1, steps=STEPS, batch=2, lr=5e-4, seed=0, text=str(folder / "text"), out=str(folder / "out"),
+    )  # fmt: skip
+    with one_thread():
+        fs.simulate(lambda mesh: train(mesh, Stop(), settings), 2)
+    return json.loads((folder / "out" / "metrics.json").read_text())
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute in one thread, as the ranks of this file do."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def kill_a_process(how: str, seed: int, name: str, meant: dict[str, Any]) -> dict[str, int]:

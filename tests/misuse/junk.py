@@ -4,7 +4,6 @@
 """
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -20,8 +19,6 @@ SGD = fs.torch_optimizer(torch.optim.SGD, lr=0.1)
 OF_GROUPS = {"lr": 0.1, "plan": PLAN, "mesh": MESH}
 
 CASES += [
-    ("muon", "an object as matrices", TypeError("must be a list of paths or globs"),
-     lambda: fs.muon(PLAN, MESH, lr=0.1, matrices=SimpleNamespace())),
     ("global_norm", "a number of 400 digits", ValueError("norm_type must be a number above 0"),
      lambda: fs.global_norm(SHARDS, PLAN, MESH, 10**400)),
     ("global_norm", "a whole number of any size", right(True),
@@ -72,8 +69,6 @@ CASES += [
      lambda: fs.init_shards(dict, PLAN, MESH)),
     ("simulate", "more ranks than threads", ValueError("world_size must be at most 10,000 ranks, because each is a"),
      lambda: fs.simulate(lambda mesh: 0, 2**70)),
-    ("muon", "two numbers as lr", ValueError("lr must be one number; found a tensor of shape (2,)"),
-     lambda: fs.muon(PLAN, MESH, lr=torch.ones(2))),
     ("torch_optimizer", "two numbers as lr", ValueError("lr must be one number; found a tensor"),
      lambda: fs.torch_optimizer(torch.optim.SGD, lr=torch.ones(2))),
     ("export_safetensors", "numbers as buffers", TypeError("buffers must hold tensors; found int under 'a'"),
@@ -82,8 +77,6 @@ CASES += [
      lambda: fs.fully_shard(APPLY, PLAN, MESH, cast=dict)),
     ("unshard", "a module as cast", TypeError("cast must be a function"),
      lambda: fs.unshard(APPLY, PLAN.units[""], MESH, cast=nn.Linear(2, 2))),
-    ("make_plan", "a tensor as ties", TypeError("ties must be a list of groups of paths"),
-     lambda: fs.make_plan(PARAMS, MESH, ties=torch.ones(2))),
     ("make_plan", "paths as ties", TypeError("ties must be a list of groups of paths"),
      lambda: fs.make_plan(PARAMS, MESH, ties=["0.weight"])),
     ("Mesh", "an object as device", TypeError("device must be a device of torch"), lambda: fs.Mesh({}, device=object())),

@@ -117,8 +117,6 @@ CASES += [
      lambda s: grads_with(s, schedule=fs.make_schedule(set_up(s.mesh, units=["4"]).plan))),
     ("make_schedule", "units in another order", UserWarning("units ran in another order than the schedule's"),
      lambda s: grads_with(s, schedule=fs.make_schedule(s.plan, ["2", "0"]))),
-    ("make_schedule", "a unit left out", UserWarning("units ran in another order than the schedule's"),
-     lambda s: grads_with(s, schedule=fs.make_schedule(s.plan, ["2"]))),
     ("Schedule", "by hand, with an unknown unit", ValueError("found 'nope'"),
      lambda s: grads_with(s, schedule=fs.Schedule(("", "nope"), True, "pre", 1))),
 ]  # fmt: skip

@@ -217,9 +217,13 @@ def summary(tape):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_a_folded_trace_says_what_the_whole_one_says(name):
-    whole, folded = (summary(tape_of(name, fold=fold)[0]) for fold in (False, True))
-    assert folded == whole
+def test_a_folded_trace_says_what_the_whole_one_says_and_every_parameter_gets_a_gradient(name):
+    tape, params = tape_of(name)
+    folded = summary(tape)
+    assert folded == summary(tape_of(name, fold=False)[0])
+    unused = {path for path in params if path.endswith("bias") and ".experts." in path}
+    assert set(folded["grads"]) >= set(params) - (unused if name == "experts whose weights are read" else set())
+    assert folded["end"] <= 8  # nothing is left but the loss and its gradient, scalars that the caller holds
 
 
 @pytest.mark.parametrize("name", ["layers with dropout", "every layer checkpointed", "layers with a checkpoint inside"])
@@ -227,16 +231,6 @@ def test_a_folded_trace_of_compiled_modules_says_what_the_whole_one_says(name):
     compiled = {f"layers.{number}" for number in range(4)}
     whole, folded = (summary(tape_of(name, fold=fold, compiled=compiled)[0]) for fold in (False, True))
     assert folded == whole
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_every_parameter_gets_a_gradient_and_nothing_is_left_at_the_end(name):
-    tape, params = tape_of(name)
-    found = summary(tape)
-    unused = {path for path in params if path.endswith("bias") and ".experts." in path}
-    assert set(found["grads"]) >= set(params) - (unused if name == "experts whose weights are read" else set())
-    assert found["end"] <= 8  # the loss and its gradient, scalars that the caller holds
 
 
 @pytest.mark.slow

@@ -1,0 +1,73 @@
+"""Stores in memory that fail, fall silent, or count what is asked of them."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["CountingStore", "FailingStore", "SuspendedStore"]
+
+
+class SuspendedStore:
+    """A store whose process is suspended after so many answers, until ``goes_on`` is set; it takes what is written.
+
+    Arguments:
+        answers: number of reads that it answers before.
+    """
+
+    def __init__(self, answers: float = math.inf) -> None:
+        self.inner, self.goes_on, self.answers = dist.HashStore(), threading.Event(), answers
+
+    def clone(self) -> SuspendedStore:
+        return self
+
+    def set(self, key: str, text: str) -> None:
+        self.inner.set(key, text)
+
+    def get(self, key: str) -> bytes:
+        self._wait()
+        return self.inner.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        self._wait()
+        return self.inner.check(keys)
+
+    def _wait(self) -> None:
+        self.answers -= 1
+        if self.answers < 0:
+            self.goes_on.wait()
+
+
+class FailingStore:
+    """A store whose next calls fail, as when a connection is cut.
+
+    Arguments:
+        failures: number of these calls; all calls of a store whose process has ended.
+    """
+
+    def __init__(self, failures: float = 0) -> None:
+        self.inner, self.failures = dist.HashStore(), failures
+
+    def clone(self) -> FailingStore:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if self.failures:
+            self.failures -= 1
+            raise dist.DistNetworkError("Connection reset by peer")
+        return getattr(self.inner, name)
+
+
+class CountingStore:
+    """A store that counts the requests of each kind in ``requests``."""
+
+    def __init__(self) -> None:
+        self.inner, self.requests = dist.HashStore(), Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.requests[name] += 1
+        return getattr(self.inner, name)
