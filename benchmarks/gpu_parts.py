@@ -209,7 +209,7 @@ def peaks(case: Case) -> tuple[int, int]:
     mesh = fake_mesh(STRATEGIES[case.strategy][0], "cuda")
     with dry_cuda():
         peak = measure(case, mesh).peak
-    setup = prepare_case(Case("gpt", case.strategy, mixed=case.mixed))  # profiles are made on the CPU's kernels
+    setup = prepare_case(Case("gpt", case.strategy, mixed=case.mixed))
     inputs, targets = setup.batch
     model = setup.apply, setup.params, setup.buffers, inputs
     profile = fs.profile(*model, loss=setup.model.loss, targets=targets, precision=setup.plan)

@@ -9,13 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
-import torch
 
 import funcshard as fs
 from funcshard.demo.gpt import GPTConfig
@@ -24,6 +22,7 @@ from funcshard.demo.train import Settings, train
 from tests.hostile.campaign import Campaign, slowness
 from tests.hostile.nursery import check_nothing_left, descendants, in_nursery, needs_linux, open_files
 from tests.hostile.test_kills import empty_folder
+from tests.ranks import one_thread
 
 pytestmark = [pytest.mark.hostile, needs_linux]
 
@@ -84,17 +83,6 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads((folder / "out" / "metrics.json").read_text())
 
 
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Compute in one thread, as the ranks of this file do."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def kill_a_process(how: str, seed: int, name: str, meant: dict[str, Any]) -> dict[str, int]:
     draw, folder, files = Random(seed), Path(name), open_files()
     prepare(folder)
@@ -137,5 +125,4 @@ def test_a_job_whose_process_is_killed_ends_and_its_restart_gives_the_bits_of_a_
         with empty_folder() as folder:
             return in_nursery(kill_a_process, how, draw.getrandbits(32), str(folder), whole_run, limit=6 * BOUND)
 
-    # Why 0: tests/demo kills a rank of torchrun too, and a round starts torch ten times.
-    campaign.run(one, short=int(how == "ranks of the launcher"), full=25, limit=6 * BOUND + 30)
+    campaign.run(one, short=1, full=25, limit=6 * BOUND + 30)

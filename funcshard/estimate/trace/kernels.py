@@ -50,10 +50,14 @@ class AcceleratorKernels(TorchFunctionMode):
 @functools.cache
 def _without_check(function: Any) -> Callable[..., Any]:
     """Return a copy of a function of torch that does not look for modes."""
+    # Why: a function that looks for them by another name would call this mode without end.
+    assert "has_torch_function" in function.__code__.co_names
     unchecked = {**function.__globals__, "has_torch_function": lambda tensors: False}
-    return types.FunctionType(
+    copy = types.FunctionType(
         function.__code__, unchecked, function.__name__, function.__defaults__
     )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def _dropout(
@@ -86,17 +90,17 @@ def _attention(
             query, key, value = (F.pad(x, (0, -size % 8)) for x in (query, key, value))
         return _flash(query, key, value, dropout_p, is_causal, scale=scale)[0][..., :size]
     mask = attn_mask
-    if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
-    mask = mask if mask is None else _autocast(mask)
+    if mask is not None:
+        mask = _bias(mask, query.dtype) if mask.dtype == torch.bool else _autocast(mask)
     if _takes_efficient(query, key, value, mask):
         keeps_sums = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-        mask = mask if mask is None else _aligned(mask).expand(*query.shape[:-1], key.shape[-2])
+        if mask is not None:
+            mask = _aligned(mask).expand(*query.shape[:-1], key.shape[-2])
         return _efficient(query, key, value, mask, keeps_sums, dropout_p, is_causal, scale=scale)[0]
     if is_causal:
-        allowed = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device)
-        allowed = allowed.tril()
-        mask = torch.zeros_like(allowed, dtype=query.dtype).masked_fill_(~allowed, float("-inf"))
+        shape = query.shape[-2], key.shape[-2]
+        allowed = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
+        mask = _bias(allowed, query.dtype)
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
         key, value = (x.repeat_interleave(repeats, -3) for x in (key, value))
@@ -142,13 +146,19 @@ def _unfused(
     dtype = query.dtype
     if dtype in _HALF and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
         query, key, value = query.float(), key.float(), value.float()
-        mask = mask if mask is None else mask.float()
+        if mask is not None:
+            mask = mask.float()
     root = scale**0.5
     scores = (query * root) @ (key.transpose(-2, -1) * root)
     weights = scores.softmax(-1) if mask is None else _safe_softmax(scores.add_(mask), -1)
     if dropout_p:
         weights = _dropout(weights, dropout_p)
     return (weights @ value).to(dtype)
+
+
+def _bias(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return what a mask of bools adds to scores: minus infinity where it is false."""
+    return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, float("-inf"))
 
 
 def _aligned(mask: torch.Tensor) -> torch.Tensor:
