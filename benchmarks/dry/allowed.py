@@ -36,9 +36,7 @@ ALLOWED: dict[str, Allowed] = {
     "core/sharding.py:put": Allowed(
         _TO_CPU + _TO_CUDA, "shards are made once, of leaves that may be elsewhere, and on the CPU with offload"
     ),
-    "core/checksum.py:start": Allowed(_TO_CUDA, "ranks compare checksums of their leaves, before the first step"),
-    "core/checksum.py:finish": Allowed(_ITEM, "ranks compare checksums of their leaves, before the first step"),
-    "core/checksum.py:<listcomp>": Allowed(_TO_CUDA, "ranks compare checksums of optimizer state, before a step"),
+    "core/checksum.py:compare": Allowed(_TO_CUDA + _ITEM, "ranks compare checksums of their leaves, before the first step"),
     "graph/traced.py:__call__": Allowed(_TO_CPU + _TO_CUDA + _ITEM, "the waits of the recorded step", answer=1.0),
     "graph/compiling/binding.py:__call__": Allowed(_TO_CPU + _TO_CUDA, "the waits of the recorded step"),
     "_utils/torch_compilers.py:boxed": Allowed(_TO_CPU + _TO_CUDA, "the waits of the recorded step"),

@@ -130,7 +130,7 @@ def optimizer_from_state_dict(
         )
     except Exception as error:  # of any kind, because other ranks wait
         fault = error
-    checksums.start(fault).finish()
+    checksums.compare(fault)
     return state
 
 

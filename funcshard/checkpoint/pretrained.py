@@ -226,7 +226,7 @@ def from_pretrained(
         buffers = {name: read_buffers.get(name, initial_buffers[name]) for name in buffers}
     except Exception as error:
         fault = error
-    checksums.start(fault).finish()
+    checksums.compare(fault)
     if missing_paths:
         warnings.warn(
             f"{path} lacks {len(missing_paths)} of the model's {len(plan.leaves)} parameters, such as "

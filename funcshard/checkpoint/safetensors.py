@@ -274,7 +274,7 @@ def import_safetensors(
                 )
     except Exception as error:  # of any kind, because other ranks wait
         fault = error
-    checksums.start(fault).finish()
+    checksums.compare(fault)
     shards: Shards = {}
     for unit in plan.unit_list:
         shards[unit.name] = cut(unit, found_tensors, mesh, str(path), whole=True, cast=cast)

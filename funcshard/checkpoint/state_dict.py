@@ -204,7 +204,7 @@ def from_state_dict(
     except Exception as error:  # of any kind, because other ranks wait
         fault = error
     # Why before the leaves are cut: to cut a DTensor, all ranks gather it.
-    checksums.start(fault).finish()
+    checksums.compare(fault)
     return {
         unit.name: {
             buffer.key: shard_from_leaves(

@@ -10,9 +10,8 @@ numbers of leaves that are local along an axis are gathered, because ranks may h
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,11 +24,10 @@ from funcshard.plan import AXES, LeafSpec, position_of
 
 # A block of 8-byte words is a matrix of this shape. Its rows are added up, and only their sum is
 # multiplied by weights: torch adds integers at the speed of memory, and multiplies them at half of
-# it. Why a prime number of columns: rows of a leaf that change places then stand in other columns.
+# it. Why a prime number of columns: rows of a leaf that change places then land in other columns.
 _ROWS, _COLUMNS = 16, 2039
 
-# Number of blocks that are read, or copied into new memory, at a time.
-_PIECE = 16
+_PIECE = 16  # blocks whose words take new memory at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +38,14 @@ class LeafChecksums:
         mesh: the ranks. If there is only one, nothing is computed.
         what: a name for the tree of leaves, for the error.
         remedy: what to do for leaves that differ, for the error.
-        found: the local axes and the checksum of each leaf that ranks share, by name.
+        leaf_sums: the local axes and the checksum of each leaf that ranks share, by name.
         weights: the weights of checksums, by device.
     """
 
     mesh: Mesh
     what: str
     remedy: str
-    found: dict[str, tuple[tuple[str, ...], torch.Tensor]] = field(default_factory=dict)
+    leaf_sums: dict[str, tuple[tuple[str, ...], torch.Tensor]] = field(default_factory=dict)
     weights: dict[torch.device, torch.Tensor] = field(default_factory=dict)
 
     def add(self, name: str, values: torch.Tensor, local: tuple[str, ...] = ()) -> None:
@@ -63,89 +61,49 @@ class LeafChecksums:
         if len(local) < len(self.mesh.axes):
             if values.device not in self.weights:
                 self.weights[values.device] = checksum_weights(values.device)
-            self.found[name] = (local, checksum(values, self.weights[values.device]))
+            self.leaf_sums[name] = (local, checksum(values, self.weights[values.device]))
 
-    def start(self, fault: Exception | None = None) -> Comparison:
-        """Start to compute what ranks compare; every rank has to call this, and then ``finish``.
+    def compare(self, fault: Exception | None = None) -> None:
+        """Compare the checksums of all ranks; every rank has to call this.
 
         Arguments:
-            fault: the error of this rank, if it has one. ``finish`` then raises on every rank.
-        """
-        # Why not meta: checksums have values even on a mesh that stands for an accelerator.
-        device = torch.device("cpu") if self.mesh.device.type == "meta" else self.mesh.device
-        if self.mesh.world_size == 1:
-            return Comparison(self, fault, torch.empty(0, dtype=torch.float32, device="cpu"))
-        numbers = [torch.tensor(int(fault is not None), device=device)]
-        for axes in self.classes:
-            device_sums = [
-                value.to(device)
-                for _, (local, value) in sorted(self.found.items())
-                if local == axes
-            ]
-            numbers.append(
-                checksum(torch.stack(device_sums))
-                if device_sums
-                else torch.zeros((), dtype=torch.int64, device=device)
-            )
-        return Comparison(self, fault, torch.stack(numbers))
-
-    @property
-    def classes(self) -> list[tuple[str, ...]]:
-        """The axes along which a compared leaf may be local: some of the mesh's, but not all."""
-        axes = [axis for axis, _ in self.mesh.axes]
-        return [
-            chosen for count in range(len(axes)) for chosen in itertools.combinations(axes, count)
-        ]
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """A comparison of checksums that has been started.
-
-    Attributes:
-        checksums: the checksums of this rank.
-        fault: the error of this rank, if it has one.
-        message: whether there is a fault, and one checksum for each class of leaves.
-    """
-
-    checksums: LeafChecksums
-    fault: Exception | None
-    message: torch.Tensor
-
-    def finish(self) -> None:
-        """Wait for the other ranks.
+            fault: the error of this rank, if it has one.
 
         Raises:
             ValueError: ranks hold different values of a leaf that they share. Every rank raises.
-            Exception: the fault that was passed to ``start``. If only other ranks have a fault,
-                this rank raises the first of those.
+            Exception: ``fault``. If only other ranks have one, this rank raises the first of those.
         """
-        mesh = self.checksums.mesh
-        if mesh.world_size == 1:
-            raise_on_every_rank(mesh, self.fault)
+        if self.mesh.world_size == 1:
+            raise_on_every_rank(self.mesh, fault)
             return
-        own_sums = list(map(int, self.message))
-        texts = all_gather_texts(mesh, json.dumps(own_sums), "checksums")
-        if len(set(texts)) == 1 and not own_sums[0]:
+        # Why not meta: checksums have values even on a mesh that stands for an accelerator.
+        device = torch.device("cpu") if self.mesh.device.type == "meta" else self.mesh.device
+        by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
+        for _, (local, value) in sorted(self.leaf_sums.items()):
+            by_axes.setdefault(local, []).append(value.to(device))
+        axes_sums = {axes: checksum(torch.stack(values)) for axes, values in by_axes.items()}
+        own_text = json.dumps([fault is not None, sorted(axes_sums.items())], default=int)
+        texts = all_gather_texts(self.mesh, own_text, "checksums")
+        if len(set(texts)) == 1 and fault is None:
             return
         # Every rank has the same texts, so from here on every rank does the same.
-        faulty, *columns = zip(*map(json.loads, texts), strict=True)
+        faulty, rank_sums = zip(*map(json.loads, texts), strict=True)
         if any(faulty):
-            raise_on_every_rank(mesh, self.fault)
-        sums = dict(zip(self.checksums.classes, columns, strict=True))
+            raise_on_every_rank(self.mesh, fault)
+        by_rank = [{tuple(axes): value for axes, value in sums} for sums in rank_sums]
         if any(
-            len({axis_sums[rank] for rank in ranks}) > 1
-            for axes, axis_sums in sums.items()
-            for ranks in _sharing(axes, mesh)
+            len({by_rank[rank].get(axes) for rank in ranks}) > 1
+            for axes in set().union(*by_rank)
+            for ranks in _sharing(axes, self.mesh)
         ):
-            _raise_difference(self.checksums)
+            _raise_difference(self)
 
 
 def _raise_difference(checksums: LeafChecksums) -> None:
     """Exchange the checksum of every leaf, and raise an error that names the first difference."""
     mesh = checksums.mesh
     own_checksums = {
-        name: [local, value.item()] for name, (local, value) in checksums.found.items()
+        name: [local, value.item()] for name, (local, value) in checksums.leaf_sums.items()
     }
     everyone = [
         json.loads(checksums_text)
@@ -230,54 +188,28 @@ def checksum(values: torch.Tensor, weights: torch.Tensor | None = None) -> torch
     """Return an int64 that depends on all bits of a tensor and on the order of its elements.
 
     The bits are read as integers, so NaN equals NaN, and 0.0 differs from -0.0. The layout in
-    memory does not count. Memory is read once, and no copy of the whole tensor is made.
+    memory does not count. A tensor that is not contiguous is copied first.
 
     Arguments:
         values: a tensor of any dtype, shape, stride and device.
         weights: ``checksum_weights(values.device)``, for callers with many tensors.
     """
     weights = checksum_weights(values.device) if weights is None else weights
-    sums = [
-        block_sum for words in _words(values.detach()) for block_sum in _block_sums(words, weights)
-    ]
+    flat = values.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    offset = flat.storage_offset() * flat.dtype.itemsize
+    if flat.stride(0) != 1 or flat.data_ptr() % 8 or offset % 8:
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    raw = flat.view(torch.uint8)
+    whole_bytes = len(raw) // 8 * 8
+    last_word = torch.nn.functional.pad(raw[whole_bytes:], (0, -len(raw) % 8)).view(torch.int64)
+    sums = []
+    for words in (*raw[:whole_bytes].view(torch.int64).split(_PIECE * len(weights)), last_word):
+        # Why wide elements are folded: the sum is taken modulo 2**64, so the upper bits of a word
+        # count for little. Of several narrow elements in a word, the lower ones count in full.
+        sums += _block_sums(_folded(words) if values.dtype.itemsize >= 8 else words, weights)
     while sum(map(len, sums)) > 1:
         sums = _block_sums(_folded(torch.cat(sums)), weights)
     return sums[0][0] if sums else torch.zeros((), dtype=torch.int64, device=values.device)
-
-
-def _words(values: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the bits of a tensor, element by element, as 1-D tensors of 8-byte words.
-
-    All but the last one consist of whole blocks.
-    """
-    flat, itemsize = _flat(values), values.dtype.itemsize
-    step = _PIECE * _ROWS * _COLUMNS * 8 // itemsize
-    for low in range(0, values.numel(), step):
-        high = min(low + step, values.numel())
-        if flat is not None and (high - low) * itemsize % 8 == 0:
-            words = flat[low:high].view(torch.int64)
-        else:
-            words = torch.zeros(
-                -(-(high - low) * itemsize // 8), dtype=torch.int64, device=values.device
-            )
-            _copy_range(
-                words.view(torch.uint8)[: (high - low) * itemsize].view(values.dtype),
-                values,
-                low,
-                high,
-            )
-        # Why wide elements are folded: the sum is taken modulo 2**64, so the upper bits of a word
-        # count for little. Of several narrow elements in a word, the lower ones count in full.
-        yield _folded(words) if itemsize >= 8 else words
-
-
-def _flat(values: torch.Tensor) -> torch.Tensor | None:
-    """Return a 1-D view of a tensor, if its memory can be read as 8-byte words."""
-    if not values.is_contiguous() or values.is_conj() or values.is_neg():
-        return None
-    flat = values.view(-1)
-    aligned = flat.storage_offset() * flat.dtype.itemsize % 8 == 0 and flat.data_ptr() % 8 == 0
-    return flat if aligned and flat.stride(0) == 1 else None
 
 
 def _folded(words: torch.Tensor) -> torch.Tensor:
@@ -300,27 +232,6 @@ def _block_sums(words: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor
 def _weighted(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     # Why two ways: a product in memory is slower, but CUDA has no matrix product of integers.
     return torch.mv(rows, weights) if rows.device.type == "cpu" else (rows * weights).sum(1)
-
-
-def _copy_range(out: torch.Tensor, values: torch.Tensor, begin: int, end: int) -> None:
-    """Copy elements ``begin : end`` of a raveled tensor, of any strides, into the 1-D ``out``."""
-    if values.is_contiguous():
-        out.copy_(values.view(-1)[begin:end])
-        return
-    if values.ndim == 1:
-        out.copy_(values[begin:end])
-        return
-    row = values[0].numel()
-    while begin < end:
-        index, low = divmod(begin, row)
-        rows = (end - begin) // row if low == 0 else 0
-        if rows:
-            out[: rows * row].view(rows, *values.shape[1:]).copy_(values[index : index + rows])
-            done = rows * row
-        else:
-            done = min(row - low, end - begin)
-            _copy_range(out[:done], values[index], low, low + done)
-        begin, out = begin + done, out[done:]
 
 
 def _sharing(local: Iterable[str], mesh: Mesh) -> list[list[int]]:

@@ -99,14 +99,14 @@ def test_any_view_has_the_checksum_of_its_copy(shape: list[int], data: st.DataOb
     assert of(view) == of(view.clone(memory_format=torch.contiguous_format))
 
 
-def test_no_copy_of_the_whole_tensor_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_contiguous_tensor_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checksums, "_COLUMNS", 509)
-    large = torch.randn(400_000).view(400, 1000)
-    for values in (large, large.view(-1)[1:], large.t(), large.view(torch.float64)):
+    large = torch.randn(400_000)
+    for values in (large, large[:-1], large.view(400, 1000), large.view(torch.float64)):
         with torch.profiler.profile(profile_memory=True) as profile:
             checksum(values)
         largest = max(event.self_cpu_memory_usage for event in profile.events())
-        assert largest < large.nbytes / 20, (values.shape, values.stride(), largest)
+        assert largest < large.nbytes / 20, (values.shape, values.dtype, largest)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -229,10 +229,10 @@ def test_ranks_that_agree_send_nothing_that_grows_with_their_number(monkeypatch:
 def test_one_rank_computes_no_checksum() -> None:
     found = LeafChecksums(fs.Mesh(), "params", "nothing")
     found.add("w", torch.ones(2))
-    found.start().finish()
-    assert found.found == {}
+    found.compare()
+    assert found.leaf_sums == {}
     with pytest.raises(TypeError, match="own"):
-        found.start(TypeError("own")).finish()
+        found.compare(TypeError("own"))
 
 
 @pytest.mark.parametrize("mine", ["missing", "no tensor", "meta", "list"])
