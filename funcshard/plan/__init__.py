@@ -35,8 +35,6 @@ from funcshard.plan.cast import Cast, ChooseCast, cast_of
 from funcshard.plan.equal_units import (
     UnitGroup,
     fold_units,
-    names_text,
-    numbers_text,
     representatives,
     unit_class,
 )
@@ -115,9 +113,7 @@ __all__ = [
     "matches",
     "mesh_axes_of",
     "mesh_text",
-    "names_text",
     "names_under",
-    "numbers_text",
     "own_axes",
     "plan_from_data",
     "position_of",

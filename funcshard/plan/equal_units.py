@@ -6,7 +6,6 @@ and dtypes, and the same options. A model of 126 equal blocks is one group, "126
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from typing import Any
 from funcshard.plan.unit_plan import BufferPlan, UnitPlan
 
 _NUMBER = re.compile(r"\d+")
-_MOST_RUNS = 4  # runs of numbers that are written out; a name is shorter than a list of more
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +146,7 @@ def _title(units: Sequence[UnitPlan], *, alone: bool) -> str:
     if len(units) == 1:
         return units[0].title
     names = [unit.name for unit in units]
-    return f"{len(units)} × {_glob(names) if alone else names_text(names)}"
+    return f"{len(units)} × {_glob(names) if alone else _names_text(names)}"
 
 
 def _glob(names: Sequence[str]) -> str:
@@ -160,101 +158,6 @@ def _glob(names: Sequence[str]) -> str:
     return _NUMBER.sub(lambda _: next(numbers), names[0])
 
 
-def names_text(names: Sequence[str]) -> str:
-    """Return names that differ in one number as runs, others as the first and the last.
-
-    Example:
-        >>> from funcshard.plan import names_text
-        >>> names_text(["blocks.0", "blocks.1", "blocks.2", "blocks.5"])
-        'blocks.0 … blocks.2, blocks.5'
-    """
-    numbers = [list(map(int, _NUMBER.findall(name))) for name in names]
-    alike = len(names) > 1 and len({_pattern(name) for name in names}) == 1
-    varying = (
-        [column for column in zip(*numbers, strict=True) if len(set(column)) > 1] if alike else []
-    )
-    steps = (
-        {
-            next_number - number_before
-            for number_before, next_number in itertools.pairwise(varying[0])
-        }
-        if len(varying) == 1
-        else set()
-    )
-    if len(steps) == 1 and steps != {1} and len(names) > 2:
-        return f"{names[0]}, {names[1]} … {names[-1]}"
-    runs = _runs(varying[0]) if len(varying) == 1 else [range(i, i + 1) for i in range(len(names))]
-    if len(runs) > _MOST_RUNS:
-        return f"{names[0]} … {names[-1]}"
-    return ", ".join(
-        f"{names[run[0]]} … {names[run[-1]]}" if len(run) > 2 else ", ".join(names[i] for i in run)
-        for run in runs
-    )
-
-
-def numbers_text(numbers: Sequence[int]) -> str:
-    """Return rising numbers as runs, such as ``1–21, 30``."""
-    runs = _runs(numbers)
-    texts = [
-        str(numbers[run[0]]) if len(run) == 1 else f"{numbers[run[0]]}–{numbers[run[-1]]}"
-        for run in runs
-    ]
-    return ", ".join(texts) if len(texts) <= _MOST_RUNS else f"{numbers[0]} … {numbers[-1]}"
-
-
-def _runs(numbers: Sequence[int]) -> list[range]:
-    """Return the runs of positions at which the numbers rise by one."""
-    ends = [
-        i
-        for i in range(1, len(numbers) + 1)
-        if i == len(numbers) or numbers[i] != numbers[i - 1] + 1
-    ]
-    return [range(start, end) for start, end in itertools.pairwise([0, *ends])]
-
-
-def fold_rows(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Return rows with each run of three or more that count on as one row.
-
-    Rows count on if each cell is the same as in the row before, or one of its numbers is one
-    higher: the same number in all rows of a run.
-
-    Example:
-        >>> from funcshard.plan.equal_units import fold_rows
-        >>> fold_rows([[str(i), f"h.{i}", ""] for i in range(1, 5)])
-        [['1–4', 'h.1 … h.4', '']]
-    """
-    steps = [_step(first_row, second_row) for first_row, second_row in itertools.pairwise(rows)]
-    folded_rows: list[list[str]] = []
-    start = 0
-    while start < len(rows):
-        end = start + 1
-        while end < len(rows) and steps[start] is not None and steps[end - 1] == steps[start]:
-            end += 1
-        if end - start < 3:
-            end = start + 1
-            folded_rows.append(list(rows[start]))
-        else:
-            folded_rows.append(
-                [_span(a, b) for a, b in zip(rows[start], rows[end - 1], strict=True)]
-            )
-        start = end
-    return folded_rows
-
-
-def _span(first: str, last: str) -> str:
-    if first == last:
-        return first
-    return f"{first}–{last}" if first.isdigit() else f"{first} … {last}"
-
-
-def _step(row: Sequence[str], after: Sequence[str]) -> tuple[int | None, ...] | None:
-    """Return the number that rises by one in each cell; ``None`` if rows differ otherwise."""
-    cell_steps = []
-    for first_cell, second_cell in zip(row, after, strict=True):
-        pairs = list(zip(_NUMBER.findall(first_cell), _NUMBER.findall(second_cell), strict=False))
-        risen = [i for i, (low, high) in enumerate(pairs) if low != high]
-        alike = _pattern(first_cell) == _pattern(second_cell) and len(risen) <= 1
-        if not alike or any(int(pairs[i][1]) != int(pairs[i][0]) + 1 for i in risen):
-            return None
-        cell_steps.append(risen[0] if risen else None)
-    return tuple(cell_steps)
+def _names_text(names: Sequence[str]) -> str:
+    """Return one or two names, and of more the first and the last."""
+    return ", ".join(names) if len(names) <= 2 else f"{names[0]} … {names[-1]}"

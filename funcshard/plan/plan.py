@@ -34,8 +34,7 @@ from funcshard.plan.unit_plan import LeafCut, LeafSpec, UnitPlan
 _FORMAT = "funcshard.plan/1"
 
 # Note: JSON keeps the names of the first plans (see "key" and "later" of fields), so that stored
-# plans and fingerprints stay valid. "joined" named units of older plans that shared collectives.
-_BESIDE = ("format", "joined")
+# plans and fingerprints stay valid.
 _MOST_RANKS = 2**31 - 1
 _MOST_ELEMENTS = file_data.MOST // 16  # the largest elements have 16 bytes
 
@@ -195,7 +194,7 @@ def plan_from_data(data: Any) -> Plan:
             f"{file_data.shown(found_format)}"
         )
     try:
-        plan: Plan = decode(Plan, {k: v for k, v in data.items() if k not in _BESIDE}, "the plan")
+        plan: Plan = decode(Plan, {k: v for k, v in data.items() if k != "format"}, "the plan")
         _validate(plan)
     except ValueError as error:
         raise ValueError(

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from funcshard._utils import Shown, Table, check_choice, check_count, check_flag
-from funcshard.plan.equal_units import fold_rows
 from funcshard.plan.plan import Plan, check_plan
 
 BACKWARD = ("pre", "post", None)
+
+_MOST_ROWS = 8  # of a printed schedule; the rows between are left out
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -81,13 +82,10 @@ class Schedule(Shown):
                 zip(self.order, ahead, backward_ahead, strict=True)
             )
         ]
-        return [
-            Table(
-                title,
-                ["position", "unit", "forward gathers next", "backward gathers next"],
-                fold_rows(rows),
-            )
-        ]
+        if len(rows) > _MOST_ROWS:
+            rows[_MOST_ROWS // 2 : -_MOST_ROWS // 2] = [["…"] * 4]
+        header = ["position", "unit", "forward gathers next", "backward gathers next"]
+        return [Table(title, header, rows)]
 
     def backward_order(self) -> tuple[tuple[str, str], ...]:
         """Return what backward reaches, in order; see ``backward``."""

@@ -41,68 +41,6 @@ def whole() -> tuple[torch.Tensor, dict]:
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def one_call(mesh: fs.Mesh, strategy: str, reduce: str) -> Any:
-    sharded, plan, shards, loss_fn = setup(mesh, strategy)
-    evaluate = fs.accumulate(loss_fn, MICRO, reduce=reduce)
-    with fs.record_events() as events:
-        loss, grads = evaluate(shards, batch().chunk(mesh.world_size)[mesh.rank])
-    assert tuple(events) == fs.predict_events(plan, sharded.schedule, micro_batches=MICRO, reduce=reduce)
-    filled = {n: {k: torch.zeros_like(shards[n][k]) if v is None else v for k, v in u.items()} for n, u in grads.items()}
-    return fs.pmean(loss, mesh), fs.gather(filled, plan, mesh), [(e.kind, e.unit, e.axis) for e in events]
-
-
-def check(results: list, strategy: str, reduce: str) -> None:
-    expected_loss, expected = whole()
-    for loss, grads, events in results:
-        torch.testing.assert_close(loss, expected_loss)
-        for name, grad in expected.items():
-            torch.testing.assert_close(grads[name], grad)
-        reductions = [event for event in events if event[0] != "all_gather"]
-        times = MICRO if reduce == "each" else 1
-        assert all(reductions.count(event) == times for event in reductions)
-        assert {event[1] for event in reductions} == ({"", "2", "4"} if len(results) > 1 else set())
-
-
-@pytest.mark.parametrize(
-    ("world", "strategy"), [(1, "full_shard"), (2, "shard_grad_op"), ({"replicate": 2, "shard": 2}, "full_shard")], ids=str
-)
-@pytest.mark.parametrize("reduce", REDUCE)
-def test_it_is_the_gradient_of_one_big_batch_and_issues_what_the_plan_predicts(
-    world: Any, strategy: str, reduce: str
-) -> None:
-    check(fs.simulate(lambda mesh: one_call(mesh, strategy, reduce), world), strategy, reduce)
-
-
-@pytest.mark.parametrize("reduce", REDUCE)
-def test_local_leaves_accumulate_on_their_rank(reduce: str) -> None:
-    def main(mesh: fs.Mesh) -> None:
-        _, _plan, shards, loss_fn = setup(mesh, local=["4.*"])
-        mine = batch().chunk(mesh.world_size)[mesh.rank]
-        _, expected = fs.value_and_grad(loss_fn)(shards, mine)
-        _, grads = fs.accumulate(loss_fn, 2, reduce=reduce)(shards, mine)
-        for a, b in zip(tree.leaves(grads), tree.leaves(expected), strict=True):
-            torch.testing.assert_close(a, b)
-
-    fs.simulate(main, {"replicate": 2, "shard": 2})
-
-
-@pytest.mark.parametrize("reduce", REDUCE)
-def test_a_unit_that_runs_twice_in_a_micro_batch_is_reduced_once_with_once(reduce: str) -> None:
-    params = {"w": torch.linspace(1, 2, 6)}
-
-    def main(mesh: fs.Mesh) -> tuple[int, torch.Tensor]:
-        plan = fs.make_plan(params, mesh)
-        f = fs.reshard(fs.unshard(lambda leaves, x: (leaves["w"] ** 2 * x).sum(), plan.units[""], mesh))
-        evaluate = fs.accumulate(lambda s, x: f(s[""], x[0]) + f(s[""], x[0] * 2), 2, reduce=reduce)
-        with fs.record_events() as events:
-            _, grads = evaluate(fs.shard(params, plan, mesh), torch.tensor([1.0, 3.0]))
-        return [event.kind for event in events].count("reduce_scatter"), fs.gather(grads, plan, mesh)["w"]
-
-    for reductions, grad in fs.simulate(main, 2):
-        assert reductions == {"each": 4, "once": 1}[reduce]
-        torch.testing.assert_close(grad, 2 * params["w"] * 6)
-
-
 @pytest.mark.parametrize("reduce", REDUCE)
 def test_a_unit_that_some_micro_batches_leave_out_is_reduced_all_the_same(reduce: str) -> None:
     params = {"a": torch.linspace(1, 2, 5), "b": torch.linspace(3, 4, 5)}
@@ -117,24 +55,6 @@ def test_a_unit_that_some_micro_batches_leave_out_is_reduced_all_the_same(reduce
     for grads in fs.simulate(main, 2):
         torch.testing.assert_close(grads["a"], torch.ones(5))
         torch.testing.assert_close(grads["b"], torch.full((5,), 1.5))
-
-
-@pytest.mark.parametrize("reduce", REDUCE)
-def test_terms_on_shards_and_checkpoints_accumulate_too(reduce: str) -> None:
-    def main(mesh: fs.Mesh) -> None:
-        _, _plan, shards, loss_fn = setup(mesh)
-
-        def decayed(shards: Any, x: torch.Tensor) -> torch.Tensor:
-            decay = sum(leaf.square().sum() for unit in shards.values() for leaf in unit.values())
-            return torch.utils.checkpoint.checkpoint(loss_fn, shards, x, use_reentrant=False) + decay
-
-        loss, expected = fs.value_and_grad(decayed)(shards, batch())
-        mean, grads = fs.accumulate(decayed, 4, reduce=reduce)(shards, batch())
-        torch.testing.assert_close(mean, loss)
-        for a, b in zip(tree.leaves(grads), tree.leaves(expected), strict=True):
-            torch.testing.assert_close(a, b)
-
-    fs.simulate(main, 2)
 
 
 def test_once_reduces_a_checkpointed_unit_as_soon_as_its_gradient_is_whole() -> None:
@@ -157,32 +77,6 @@ def test_once_reduces_a_checkpointed_unit_as_soon_as_its_gradient_is_whole() -> 
         assert [event for event in events if event[0] != "all_gather"] == [("reduce_scatter", "b"), ("reduce_scatter", "a")]
         last_gather = len(events) - 1 - events[::-1].index(("all_gather", "a"))
         assert events.index(("reduce_scatter", "b")) < last_gather
-
-
-@pytest.mark.parametrize("reduce", REDUCE)
-def test_weights_make_micro_batches_of_unequal_content_equal_to_one_batch(reduce: str) -> None:
-    counted = torch.arange(ROWS) % 5 != 0
-
-    def main(mesh: fs.Mesh) -> None:
-        sharded, plan, shards, _ = setup(mesh)
-
-        def loss_fn(shards: Any, rows: dict) -> tuple:
-            each = sharded(shards, {}, rows["x"]).square().mean(1)
-            number = rows["counts"].sum()
-            return (each * rows["counts"]).sum() / number, number, {"rows": len(each)}
-
-        part = lambda t: t.chunk(mesh.world_size)[mesh.rank]  # noqa: E731
-        evaluate = fs.accumulate(loss_fn, 3, True, reduce=reduce, weighted=True)
-        (loss, weight, aux), grads = evaluate(shards, {"x": part(batch()), "counts": part(counted)})
-        assert weight == counted.sum()
-        assert aux == [{"rows": ROWS // 3 // mesh.world_size}] * 3
-        model = net()
-        expected = model(batch()[counted]).square().mean()
-        expected.backward()
-        torch.testing.assert_close(loss, expected.detach())
-        torch.testing.assert_close(fs.gather({**shards, "4": grads["4"]}, plan, mesh)["4.weight"], model[4].weight.grad)
-
-    fs.simulate(main, 2)
 
 
 def test_once_hands_on_grads_the_sum_over_micro_batches_once_a_unit() -> None:
@@ -311,16 +205,6 @@ def test_a_call_takes_its_micro_batches_from_an_iterator_and_leaves_the_rest() -
             evaluate(shards, parts)
 
     run_simulated(main, 1)
-
-
-def one_rank_runs_out(mesh: fs.Mesh) -> None:
-    _, _, shards, loss_fn = setup(mesh)
-    fs.accumulate(loss_fn, 3)(shards, iter([batch()[:2]] * (3 - mesh.rank)))
-
-
-def test_a_rank_whose_iterator_ends_early_says_so_and_the_others_do_not_wait_for_ever() -> None:
-    with pytest.raises(ValueError, match=r"found 2: leave out"):
-        fs.simulate(one_rank_runs_out, world_size=2)
 
 
 def test_a_trace_takes_no_iterator() -> None:

@@ -6,7 +6,6 @@ import contextlib
 import re
 import threading
 import types
-import warnings
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp
 import funcshard as fs
 from funcshard._utils import torch_private
 from funcshard.core import basis, flat_buffer
-from tests.ranks import run_ranks, run_simulated
+from tests.ranks import run_simulated
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # forward mode
 
@@ -265,20 +264,6 @@ def check(mesh, strategy, how):
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_a_loop_over_unit_vectors_gives_a_true_object_or_an_error(strategy, how):
     run_simulated(check, WORLD, strategy, how)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "how"), [("shard_grad_op", "unshard"), ("full_shard", "remat"), ("no_shard", "reshard")]
-)
-def test_the_same_on_real_ranks(strategy, how):
-    run_ranks(check_quietly, WORLD, strategy, how, timeout=150)
-
-
-def check_quietly(mesh, strategy, how):
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
-        check(mesh, strategy, how)
 
 
 @pytest.mark.slow

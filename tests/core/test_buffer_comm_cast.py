@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import funcshard as fs
@@ -33,7 +31,6 @@ def of_the_page(first: str) -> dict[str, Any]:
 PAGE = of_the_page("BLOCK = 64\n")
 BLOCK, quantise, blocks_of, eight_bits = (PAGE[name] for name in ("BLOCK", "quantise", "blocks_of", "eight_bits"))
 NAMES = ["0", "2"]
-WORLDS = [1, 2, 3, {"replicate": 2, "shard": 2}]
 
 
 def rounded(x: torch.Tensor, ranks: int) -> torch.Tensor:
@@ -81,21 +78,6 @@ def gradient(mesh: fs.Mesh, options: dict[str, Any], ahead: dict[str, Any] | Non
             loss, grads = evaluate(shards)
     assert tuple(events) == fs.predict_events(plan, sharded.schedule, not_saved=["0"], cast=cast)
     return loss, fs.gather(grads, plan, mesh), tuple(events)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", WORLDS, ids=str)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_a_pair_that_does_nothing_is_no_cast_to_the_bit(world: Any, options: dict[str, Any]) -> None:
-    def main(mesh: fs.Mesh) -> None:
-        loss, grads, events = gradient(mesh, options, None, identity)
-        plain, wanted, usual = gradient(mesh, options, None, None)
-        assert torch.equal(loss, plain)
-        assert events == usual
-        for name, value in wanted.items():
-            assert torch.equal(grads[name], value), name
-
-    fs.simulate(main, world)
 
 
 def straight_through(ranks: int, count: int) -> Any:
@@ -190,20 +172,6 @@ def test_a_large_unit_shrinks_as_the_page_says() -> None:
     assert "3.76 times less" in (Path(__file__).resolve().parents[2] / "docs" / "precision.md").read_text()
 
 
-@settings(deadline=None, derandomize=True, max_examples=80)
-@given(st.integers(1, 4 * BLOCK + 3), st.integers(0, 2**31), st.floats(-20, 20), st.booleans())
-def test_no_element_moves_by_more_than_a_part_of_its_block(numel: int, seed: int, power: float, outlier: bool) -> None:
-    shard = torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * 2.0**power
-    if outlier:
-        shard[seed % numel] *= 1000
-    found = blocks_of(numel)(quantise(shard).view(1, -1))
-    assert found.shape == shard.shape
-    assert found.dtype == torch.float32
-    for block, back in zip(shard.split(BLOCK), found.split(BLOCK), strict=True):
-        bound = block.abs().max().double() / 254
-        assert ((back - block).abs().double() <= bound * (1 + 2**-15)).all()  # except for rounding in float32
-
-
 def test_nothing_becomes_of_zeros() -> None:
     assert torch.equal(blocks_of(70)(quantise(torch.zeros(70)).view(1, -1)), torch.zeros(70))
 
@@ -243,15 +211,6 @@ def test_backward_sees_what_forward_saw_under_stochastic_rounding() -> None:
             assert torch.equal(results[0][1][name], value), name
 
     fs.simulate(main, 2)
-
-
-def test_each_unit_has_its_own() -> None:
-    def choose(unit: Any, buffer: Any) -> Any:
-        return eight_bits(unit, buffer) if unit.name == "2" else None
-
-    for _, _, events in fs.simulate(lambda mesh: gradient(mesh, {}, None, choose), 2):
-        found = {event.unit: event.dtype for event in events if event.kind == "all_gather"}
-        assert found == {"": "float32", "0": "float32", "2": "int8"}
 
 
 def test_frozen_buffers_may_be_left_alone() -> None:

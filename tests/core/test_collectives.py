@@ -333,48 +333,6 @@ def composed(x: torch.Tensor, mesh: fs.Mesh) -> torch.Tensor:
     return (y - 0.1 * fs.pmax(y, mesh, axis="tensor")).square().mean()
 
 
-def composed_whole(stack: torch.Tensor) -> torch.Tensor:
-    """Return the losses of ``composed`` on the ranks of {"shard": 2, "tensor": 2}."""
-
-    def run(name: str, xs: list[torch.Tensor], axis: Any, plain: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
-        groups = [line(rank, MESHES["2x2"][0], axis) for rank in range(4)]
-        return [plain([xs[other] for other in group], group.index(rank)) for rank, group in enumerate(groups)]
-
-    both = ("shard", "tensor")
-    xs = list(stack)
-    sums = run("psum", [curved(x) for x in xs], "tensor", lambda xs, i: sum(xs))
-    ys = [s * x for s, x in zip(sums, xs, strict=True)]
-    means = run("pmean", [y * y for y in ys], both, lambda xs, i: sum(xs) / 4)
-    ys = [y + mean for y, mean in zip(ys, means, strict=True)]
-    ys = run("all_gather", [curved(y) for y in ys], "shard", lambda xs, i: torch.cat(xs, 1))
-    ys = run("psum_scatter", [y * y for y in ys], "tensor", lambda xs, i: sum(xs).chunk(2, 1)[i])
-    ys = run("all_to_all", [curved(y) for y in ys], "tensor", lambda xs, i: torch.stack([x[i] for x in xs], 1))
-    moved = [torch.zeros_like(ys[0]), *[y * y for y in ys[:3]]]
-    ys = [m + curved(y) for m, y in zip(moved, ys, strict=True)]
-    most = run("pmax", ys, "tensor", lambda xs, i: torch.stack(xs).amax(0))
-    return torch.stack([(y - 0.1 * m).square().mean() for y, m in zip(ys, most, strict=True)])
-
-
-@pytest.mark.slow
-def test_a_loss_of_all_collectives_has_the_gradient_and_hessian_of_the_mean_over_ranks() -> None:
-    stack, v = (0.5 * torch.randn(4, 2, 4, dtype=torch.float64) for _ in range(2))
-    mean = lambda s: composed_whole(s).mean()  # noqa: E731
-    grad, product = torch.func.jvp(torch.func.grad(mean), (stack,), (v,))
-    losses, slopes = torch.func.jvp(composed_whole, (stack,), (v,))
-
-    def main(mesh: fs.Mesh) -> None:
-        x, dx = stack[mesh.rank], v[mesh.rank]
-        close = lambda a, b: torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)  # noqa: E731
-        f = lambda x: composed(x, mesh)  # noqa: E731
-        close(fs.value_and_grad(f)(x), (losses[mesh.rank], grad[mesh.rank]))
-        close(torch.func.jvp(f, (x,), (dx,)), (losses[mesh.rank], slopes[mesh.rank]))
-        close(torch.func.jvp(torch.func.grad(f), (x,), (dx,))[1] / 4, product[mesh.rank])
-        close(torch.func.grad(lambda x: (torch.func.grad(f)(x) * dx).sum())(x) / 4, product[mesh.rank])
-        close(fs.value_and_grad(fs.remat(f))(x), (losses[mesh.rank], grad[mesh.rank]))
-
-    fs.simulate(main, MESHES["2x2"][0])
-
-
 LOOPS = {
     "jacrev": torch.func.jacrev,
     "jacfwd": torch.func.jacfwd,

@@ -1,6 +1,5 @@
 """Collectives as linear maps: values, exact adjoints, and every transform of torch.func."""
 
-import warnings
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from funcshard.core.buffer_comm import BufferComm, start_gather, start_reduce
 from funcshard.core.flat_buffer import LeavesToShard, ShardToLeaves, leaf_views
 from funcshard.plan.unit_plan import BufferPlan, LeafSpec
 from tests.pairwise import crossed
-from tests.ranks import run_ranks
 
 # The first use of forward-mode AD makes torch import a file that calls a deprecated function of
 # torch.
@@ -134,51 +132,6 @@ def test_a_reduction_overwrites_its_input_only_when_it_is_donated(world: Any, sh
     fs.simulate(main, world)
 
 
-def test_tensors_need_not_be_contiguous() -> None:
-    def main(mesh: fs.Mesh) -> None:
-        x = random(mesh.rank, 12)[::2]
-        comm = comm_of(mesh, True)
-        assert torch.equal(gathered(x, comm), gathered(x.contiguous(), comm))
-        assert torch.equal(reduced(x, comm), reduced(x.contiguous(), comm))
-        assert torch.equal(fs.psum(x, mesh), fs.psum(x.contiguous(), mesh))
-
-    fs.simulate(main, 2)
-
-
-@pytest.mark.parametrize("world", MESHES, ids=str)
-@pytest.mark.parametrize("shape", [(), (1,), (3, 2), (0,)], ids=str)
-def test_psum_and_pmean_values_and_gradients(world: Any, shape: tuple[int, ...]) -> None:
-    def main(mesh: fs.Mesh) -> None:
-        n = mesh.world_size
-        x = random(mesh.rank, *shape).requires_grad_()
-        total = sum(random(rank, *shape) for rank in range(n))
-        torch.testing.assert_close(fs.psum(x, mesh), total)
-        torch.testing.assert_close(fs.pmean(x, mesh), total / n)
-        assert fs.psum(x, mesh).shape == shape
-        weights = [random(50 + rank, *shape) for rank in range(n)]
-        # Each rank's input reaches each rank's output, so the gradient of the summed losses adds
-        # over ranks.
-        (grad,) = torch.autograd.grad(dot(fs.psum(x, mesh), weights[mesh.rank]), x)
-        torch.testing.assert_close(grad, sum(weights))
-        (grad,) = torch.autograd.grad(dot(fs.pmean(x, mesh), weights[mesh.rank]), x)
-        torch.testing.assert_close(grad, sum(weights) / n)
-
-    fs.simulate(main, world)
-
-
-@pytest.mark.parametrize("world", [1, 2, {"replicate": 2, "shard": 2}], ids=str)
-def test_psum_changes_nothing_and_shares_no_memory(world: Any) -> None:
-    def main(mesh: fs.Mesh) -> None:
-        x = random(mesh.rank, 3)
-        before = x.clone()
-        total = fs.psum(x, mesh)
-        assert torch.equal(x, before)
-        total.add_(1)
-        assert torch.equal(x, before)
-
-    fs.simulate(main, world)
-
-
 @pytest.mark.parametrize("world", [1, 2, {"replicate": 2, "shard": 2}], ids=str)
 def test_psum_and_pmean_of_a_tree_are_those_of_its_leaves(world: Any) -> None:
     def main(mesh: fs.Mesh) -> None:
@@ -251,67 +204,11 @@ def check_transforms(mesh: fs.Mesh, sharded: bool) -> None:
             close(got, mine(expected))
 
 
-def check_psum_transforms(mesh: fs.Mesh) -> None:
-    n, x, v, batch = mesh.world_size, random(0, 3), random(1, 3), random(2, 4, 3)
-
-    def f(x: torch.Tensor) -> torch.Tensor:
-        return fs.psum(x.sin(), mesh)
-
-    close = torch.testing.assert_close
-    close(torch.func.grad(lambda x: f(x).sum())(x), n * x.cos())
-    close(torch.vmap(f)(batch), n * batch.sin())
-    close(torch.vmap(f, in_dims=1, out_dims=1)(batch), n * batch.sin())
-    close(torch.func.jacrev(torch.func.grad(lambda x: f(x).sum()))(x), torch.diag(-n * x.sin()))
-    close(torch.func.jvp(f, (x,), (v,))[1], n * x.cos() * v)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, {"replicate": 2, "shard": 2}], ids=str)
 @pytest.mark.parametrize("sharded", [True, False])
 def test_every_transform_gives_what_plain_torch_gives(world: Any, sharded: bool) -> None:
     fs.simulate(lambda mesh: check_transforms(mesh, sharded), world)
-
-
-@pytest.mark.parametrize("world", [1, 2], ids=str)
-def test_psum_under_every_transform(world: int) -> None:
-    fs.simulate(lambda mesh: check_psum_transforms(mesh), world)
-
-
-def forward_mode_on_a_process(mesh: fs.Mesh, sharded: bool) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # see the comment at the top of the file
-        check_transforms(mesh, sharded)
-        check_psum_transforms(mesh)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sharded", [True, False])
-def test_forward_mode_on_real_ranks(sharded: bool) -> None:
-    run_ranks(forward_mode_on_a_process, 2, sharded)
-
-
-def test_gradients_agree_with_finite_differences() -> None:
-    """One rank at a time changes its input, so a difference quotient on it is a partial derivative."""
-
-    def main(mesh: fs.Mesh) -> None:
-        comm, x = comm_of(mesh, True), random(mesh.rank, 2).requires_grad_()
-
-        def f(shard: torch.Tensor) -> torch.Tensor:
-            return reduced(gathered(shard, comm).sin() ** 2 * (mesh.rank + 1), comm)
-
-        def world_loss(s: torch.Tensor) -> torch.Tensor:
-            return fs.psum(f(s).sum(), mesh)
-
-        (grad,) = torch.autograd.grad(f(x).sum(), x)
-        for moving in range(mesh.world_size):
-            for i in range(2):
-                step = torch.zeros(2, dtype=torch.float64)
-                step[i] = 1e-6 if mesh.rank == moving else 0.0
-                difference = (world_loss(x.detach() + step) - world_loss(x.detach() - step)) / 2e-6
-                if mesh.rank == moving:
-                    torch.testing.assert_close(grad[i], difference, rtol=1e-8, atol=1e-8)
-
-    fs.simulate(main, 3)
 
 
 def test_events_say_what_moved() -> None:

@@ -160,25 +160,6 @@ def test_a_unit_that_the_last_micro_batch_leaves_out_is_all_reduced_all_the_same
 
 
 @pytest.mark.parametrize("reduce", ["each", "once", "shard_each"])
-def test_a_unit_that_runs_twice_is_reduced_as_predicted(reduce: str) -> None:
-    params = {"a": torch.linspace(1, 2, 5), "b": torch.linspace(3, 4, 5)}
-
-    def main(mesh: fs.Mesh) -> Any:
-        plan = fs.make_plan(params, mesh, units=["a", "b"])
-        f = {n: fs.reshard(fs.unshard(lambda w, x: w * w * x, plan.units[n], mesh)) for n in params}
-        loss_fn = lambda s, x: f["a"](s["a"], f["b"](s["b"], f["a"](s["a"], x))).sum()  # noqa: E731
-        with fs.record_events() as events:
-            _, grads = fs.accumulate(loss_fn, 2, reduce=reduce)(fs.shard(params, plan, mesh), torch.ones(2, 1))
-        schedule = fs.make_schedule(plan, ["a", "b", "a"], forward_prefetch=False, backward_prefetch=None)
-        assert tuple(events) == fs.predict_events(plan, schedule, micro_batches=2, reduce=reduce)
-        return fs.gather(grads, plan, mesh)
-
-    for grads in fs.simulate(main, GRID):
-        torch.testing.assert_close(grads["a"], 4 * params["a"] ** 3 * params["b"] ** 2)
-        torch.testing.assert_close(grads["b"], 2 * params["b"] * params["a"] ** 4)
-
-
-@pytest.mark.parametrize("reduce", ["each", "once", "shard_each"])
 @pytest.mark.parametrize("bucket_bytes", [0, 1 << 20], ids=["alone", "buckets"])
 def test_the_hook_sees_the_sum_over_the_shard_axis_before_each_all_reduce(reduce: str, bucket_bytes: int) -> None:
     calls = {"each": 2, "once": 1, "shard_each": 1}[reduce]
@@ -226,26 +207,6 @@ def test_without_a_second_stage_the_hook_sees_the_whole_sum_and_copies_see_their
         own = [seen[unit] for seen, _ in results]
         total = sum(own) if strategy == "no_shard" else own[0]
         torch.testing.assert_close(total, grad * len(results))
-
-
-def test_a_training_step_takes_both() -> None:
-    def main(mesh: fs.Mesh) -> Any:
-        plan, sharded, shards, _ = setup(mesh)
-        loss_fn = lambda shards, buffers, x: sharded(shards, buffers, x).square().mean()  # noqa: E731
-        ends = []
-        for options in ({}, {"accumulate": 2, "reduce": {"**": "shard_each", "0": "once"}}):
-            seen: list[str] = []
-            hook = lambda unit, key, partial, seen=seen: seen.append(unit)  # noqa: E731
-            optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.5, momentum=0.9)
-            step = fs.make_train_step(loss_fn, optimizer, plan, mesh, on_reduce_scattered=hook, **options)
-            state = step.init(fs.copy(shards), {})
-            for _ in range(2):
-                state, _ = step(state, rows().chunk(mesh.world_size)[mesh.rank])
-            assert sorted(seen) == sorted([*plan.units] * 2)
-            ends.append(fs.gather(state.shards, plan, mesh))
-        torch.testing.assert_close(ends[1], ends[0])
-
-    fs.simulate(main, GRID)
 
 
 def in_low_precision(mesh: fs.Mesh) -> Any:

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import funcshard as fs
-from funcshard._utils import tree
 from tests.ranks import run_ranks
 
 GRID = {"replicate": 2, "shard": 2}
@@ -68,24 +67,6 @@ def test_it_divides_direct_terms_local_leaves_and_weighted_losses_alike() -> Non
         assert kinds == []
 
 
-def test_micro_batches_and_training_steps_take_it() -> None:
-    def main(mesh: fs.Mesh) -> Any:
-        plan, shards, loss_fn = linear(mesh)
-        sums = [fs.value_and_grad(loss_fn, divisor=1)(shards)[1]]
-        for reduce in ("each", "once", "shard_each"):
-            sums.append(fs.accumulate(loss_fn, 2, reduce=reduce, divisor=1)(shards, torch.ones(2))[1])
-        step = fs.make_train_step(
-            lambda s, buffers, batch: loss_fn(s), fs.torch_optimizer(torch.optim.SGD, lr=1.0), plan, mesh, divisor=1,
-            accumulate=2,
-        )  # fmt: skip
-        state, metrics = step(step.init(fs.copy(shards), {}), torch.ones(2))
-        sums.append(tree.map(lambda old, new: old - new, shards, state.shards))
-        assert metrics["loss"] == 6 * 10 / 4  # the mean over the world, whatever the divisor
-        return [fs.gather(each, plan, mesh)["w"].tolist() for each in sums]
-
-    assert fs.simulate(main, GRID) == [[[10.0] * 3] * 5] * 4
-
-
 # --- division before the reduction ----------------------------------------------------------------
 
 
@@ -138,16 +119,6 @@ def test_it_changes_no_bit_of_gradients_of_ordinary_size(reduce: str) -> None:
     fs.simulate(main, GRID)
 
 
-def test_plain_autograd_gives_the_sum_as_before() -> None:
-    def main(mesh: fs.Mesh) -> list[float]:
-        plan = fs.make_plan({"w": torch.zeros(2)}, mesh, precision=half())
-        f = fs.unshard(lambda leaves: leaves["w"].sum() * 100, plan.units[""], mesh)
-        shard = fs.shard({"w": torch.zeros(2)}, plan, mesh)[""]["float32"].requires_grad_()
-        return torch.autograd.grad(f({"float32": shard}), shard)[0].tolist()
-
-    assert fs.simulate(main, 2) == [[200.0]] * 2
-
-
 # --- tensors that are no shards -------------------------------------------------------------------
 
 
@@ -184,25 +155,6 @@ def test_a_plain_tensor_is_a_variable_of_its_own_on_each_rank(name: str) -> None
         "in micro-batches": [slope(r) / ranks for r in range(ranks)],
     }[name]
     assert fs.simulate(main, ranks) == pytest.approx(wanted, rel=1e-12)
-
-
-def test_added_up_over_ranks_it_is_the_gradient_of_the_tensor_that_all_ranks_share() -> None:
-    def main(mesh: fs.Mesh) -> Any:
-        params = {**PARAMS, "t": torch.tensor([2.0], dtype=torch.float64)}
-        x = torch.tensor(mesh.rank + 1.0, dtype=torch.float64)
-        plan = fs.make_plan(params, mesh)
-        f = fs.unshard(lambda leaves: leaves["w"].sum() * leaves["t"].sum() * x, plan.units[""], mesh)
-        grads = fs.value_and_grad(lambda s: f(s[""]))(fs.shard(params, plan, mesh))[1]
-        beside = fs.make_plan(PARAMS, mesh)
-        g = fs.unshard(lambda leaves, t: leaves["w"].sum() * t.sum() * x, beside.units[""], mesh)
-        given = fs.shard(PARAMS, beside, mesh), params["t"]
-        own = fs.value_and_grad(lambda given: g(given[0][""], given[1]))(given)[1][1]
-        return fs.gather(grads, plan, mesh)["t"], own, fs.psum(own, mesh)
-
-    results = fs.simulate(main, 3)
-    for rank, (shared, own, total) in enumerate(results):
-        assert own == 6 * (rank + 1) / 3
-        assert total == shared == 6 * (1 + 2 + 3) / 3
 
 
 # --- FSDP2 ----------------------------------------------------------------------------------------

@@ -61,18 +61,6 @@ def test_a_loss_of_collectives_alone_has_the_gradient_of_the_mean_over_ranks(ter
         torch.testing.assert_close(grad, wanted)
 
 
-@pytest.mark.parametrize("world", [2, 3, {"replicate": 2, "shard": 2}], ids=str)
-def test_a_psum_term_has_the_same_gradient_with_and_without_a_unit_beside_it(world):
-    def main(mesh):
-        _, shards, root, _ = units_of(mesh)
-        penalty = lambda s: fs.psum(s["b"]["float32"].square().sum(), mesh)  # noqa: E731
-        _, alone = fs.value_and_grad(penalty)(shards)
-        _, beside = fs.value_and_grad(lambda s: penalty(s) + root(s[""], 1.0))(shards)
-        return alone["b"]["float32"], beside["b"]["float32"]
-
-    assert all(torch.equal(*pair) for pair in fs.simulate(main, world))
-
-
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_unsharded_params_on_several_ranks_need_a_mesh(micro_batches):
     def main(mesh, given=None):

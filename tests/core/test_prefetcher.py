@@ -187,37 +187,6 @@ def test_the_last_unit_is_gathered_when_the_gradient_of_the_output_arrives(backw
     assert fs.simulate(main, 2) == [[[], ahead if not spared else []]] * 2
 
 
-@pytest.mark.parametrize("wanted", [("y",), ("early",), ("y", "early")], ids=" and ".join)
-def test_of_several_outputs_the_last_one_begins_backward_and_units_behind_another_are_left_alone(wanted):
-    class Exits(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-        def forward(self, x):
-            x = early = self.blocks[1](self.blocks[0](x).tanh()).tanh()
-            return {"y": self.blocks[3](self.blocks[2](x).tanh()), "early": early}
-
-    apply, params, buffers = fs.make_functional(Exits())
-
-    def main(mesh):
-        plan = fs.make_plan(params, mesh, units=["blocks.*"])
-        sharded = fs.fully_shard(apply, plan, mesh)
-        shards, x = fs.shard(params, plan, mesh), batch_of(mesh).requires_grad_()
-
-        def loss_fn(shards):
-            out = sharded(shards, buffers, x)
-            return sum(out[name].square().sum() for name in wanted), out  # the aux keeps the whole graph alive
-
-        with fs.record_events() as events:
-            fs.value_and_grad(loss_fn, has_aux=True)(shards)
-        gathered = [event.unit for event in events if event.kind == "all_gather"]
-        return gathered[4:]
-
-    last = 4 if "y" in wanted else 2
-    assert fs.simulate(main, 2) == [[f"blocks.{i}" for i in reversed(range(last))]] * 2
-
-
 # --- the order of units ------------------------------------------------------------------------------------------------
 
 
@@ -309,12 +278,6 @@ def test_another_order_is_correct_to_the_bit_and_warned_about_once(order, given,
     assert log.alive() == 0
 
 
-def test_without_forward_prefetch_the_order_does_not_matter():
-    functional = fs.make_functional(made())
-    orders = (range(BLOCKS), (4, 3, 2, 1, 0))
-    fs.simulate(lambda mesh: steps(mesh, functional, {"forward_prefetch": False}, orders=orders), 2)  # a warning is an error
-
-
 def in_an_order_of_its_own(mesh, orders):
     steps(mesh, fs.make_functional(made()), None, orders=(orders[mesh.rank],))
 
@@ -355,10 +318,6 @@ def test_ranks_with_different_schedules_are_refused(run, settings, words):
     pattern = f"(?s)the schedule must be the same on every rank; rank 0 has Schedule .*{words}"
     with pytest.raises(ValueError, match=pattern):
         run(with_a_schedule_of_its_own, 2, settings)
-
-
-def handle_of(work, name):
-    return AllGatherHandle(work, BufferComm(Topology(fs.Mesh(), True), name), 3)
 
 
 class Waited:

@@ -152,18 +152,6 @@ def test_gather_is_differentiable(world: Any, strategy: str) -> None:
     fs.simulate(main, world)
 
 
-def test_one_plan_serves_several_trees() -> None:
-    teacher, student = ({"w": torch.full((5,), value)} for value in (1.0, 2.0))
-
-    def main(mesh: fs.Mesh) -> list:
-        plan = fs.make_plan(teacher, mesh)
-        both = [fs.shard(each, plan, mesh) for each in (teacher, student)]
-        average = tree.map(lambda a, b: (a + b) / 2, *both)
-        return fs.gather(average, plan, mesh)["w"].tolist()
-
-    assert fs.simulate(main, 2) == [[1.5] * 5] * 2
-
-
 PARAMS = {"w": torch.zeros(4), "v": torch.zeros(2, 2)}
 
 
@@ -279,15 +267,6 @@ def test_src_waits_for_its_broadcasts() -> None:
         return fs.gather(fs.shard(of_rank(mesh.rank), plan, slow, src=0), plan, mesh)["a"].tolist()
 
     assert fs.simulate(main, {"replicate": 2, "shard": 2}) == [[0.0, 1.0, 2.0, 3.0, 4.0]] * 4
-
-
-def test_leaves_local_to_a_rank_stay_its_own() -> None:
-    def main(mesh: fs.Mesh) -> list:
-        plan = fs.make_plan(of_rank(0), mesh, local=["a"])
-        gathered = fs.gather(fs.shard(of_rank(mesh.rank), plan, mesh, src=0), plan, mesh)
-        return [gathered["a"][0].item(), gathered["c"].item()]
-
-    assert fs.simulate(main, 2) == [[0.0, -1.0], [10.0, -1.0]]
 
 
 @pytest.mark.parametrize("src", [None, 0])

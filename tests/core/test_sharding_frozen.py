@@ -79,28 +79,6 @@ def test_a_state_dict_of_gradients_leaves_the_names_of_frozen_leaves_out(options
     fs.simulate(main, GRID)
 
 
-def test_a_unit_whose_leaves_are_all_frozen_takes_no_collective() -> None:
-    def main(mesh: fs.Mesh) -> Any:
-        plan, _, grads = gradients(mesh)
-        with fs.record_events() as events:
-            fs.to_state_dict(grads, plan, mesh)
-            fs.gather(grads, plan, mesh)
-        return [event.unit for event in events]
-
-    assert all("0" not in units for units in fs.simulate(main, 2))
-
-
-def test_a_gathered_gradient_is_differentiable() -> None:
-    def main(mesh: fs.Mesh) -> None:
-        plan, _, grads = gradients(mesh)
-        square = lambda g: sum((leaf**2).sum() for leaf in fs.gather(g, plan, mesh).values() if leaf is not None)  # noqa: E731
-        _, twice = fs.value_and_grad(square)(grads)
-        assert twice["0"] == {"float64.frozen": None}
-        torch.testing.assert_close(twice["2"]["float64"], 2 * grads["2"]["float64"])
-
-    fs.simulate(main, 2)
-
-
 # --- mistakes -------------------------------------------------------------------------------------
 
 
@@ -124,16 +102,6 @@ def test_leaves_that_are_missing_are_not_none() -> None:
         ValueError, match=r"must be all None or all tensors; found None for '0.*', and a tensor for '0.*': pass"
     ):
         fs.shard({**gathered, "0.weight": torch.zeros(4, 3, dtype=torch.float64)}, plan, fs.Mesh())
-
-
-def test_with_src_every_leaf_needs_values() -> None:
-    def main(mesh: fs.Mesh) -> None:
-        plan, _, grads = gradients(mesh)
-        gathered = fs.gather(grads, plan, mesh)
-        with pytest.raises(ValueError, match=r"missing: .*0\.bias"):
-            fs.shard(gathered, plan, mesh, src=0)
-
-    fs.simulate(main, 2)
 
 
 def test_a_rank_that_has_values_where_others_have_none_is_an_error_on_every_rank() -> None:

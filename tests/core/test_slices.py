@@ -54,7 +54,6 @@ def train(mesh, reshard_after_forward, units=UNITS, again=False, how=None, **opt
     return loss, fs.gather(grads, plan, mesh), tuple(events), fs.predict_events(plan, sharded.schedule)
 
 
-ALONE = {"reshard_after_forward": 2}
 CASES = {
     # case: (world, ranks, options)
     "half a row": (4, 2, {}),
@@ -123,25 +122,6 @@ def test_recomputation_inside_and_around_a_unit_gives_the_same_bits():
         for (loss, grads, *_), (loss_2, grads_2, *_) in zip(found, plain, strict=True):
             assert torch.equal(loss, loss_2)
             assert all(torch.equal(grads[name], grads_2[name]) for name in grads)
-
-
-def test_by_hand_reshard_holds_slices_too():
-    params = {"w": torch.arange(12.0).view(3, 4) / 10}
-
-    def main(mesh):
-        plan = fs.make_plan(params, mesh, reshard_after_forward=2)
-        f = fs.reshard(fs.unshard(lambda leaves, x: (x @ leaves["w"]).sin().sum(), plan.units[""], mesh))
-        with fs.record_events() as events:
-            _, grads = fs.value_and_grad(lambda shards: f(shards[""], torch.ones(2, 3, requires_grad=True)))(
-                fs.shard(params, plan, mesh)
-            )
-        return [(event.kind, event.ranks) for event in events], fs.gather(grads, plan, mesh)["w"]
-
-    leaf = params["w"].clone().requires_grad_()
-    (torch.ones(2, 3) @ leaf).sin().sum().backward()
-    for events, grad in run_simulated(main, 4):
-        assert events == [("all_gather", 4), ("all_gather", 2), ("reduce_scatter", 4)]
-        torch.testing.assert_close(grad, leaf.grad)
 
 
 @dataclass(frozen=True, slots=True)

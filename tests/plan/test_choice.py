@@ -60,10 +60,6 @@ def test_a_group_owns_a_tied_leaf_whose_uses_it_holds():
     assert list(alone.units) == [""]  # no unit of one path holds both uses
 
 
-def test_a_plan_without_groups_keeps_the_json_that_it_had_before_there_were_groups():
-    assert "members" not in fs.make_plan(PARAMS, 2, units=["blocks.*"]).to_json()
-
-
 OPTIONS = {
     # case: (units, strategy of each unit by name)
     "by glob": ({"blocks.*": {"strategy": "no_shard"}}, {"blocks.0": "no_shard", "blocks.2": "no_shard", "": "full_shard"}),
@@ -94,12 +90,6 @@ def test_a_mapping_gives_units_options_of_their_own(case):
 def test_a_path_written_out_takes_its_place_among_those_of_the_glob():
     plan = fs.make_plan(PARAMS, 2, units={"blocks.*": {}, "blocks.1": {"strategy": "no_shard"}})
     assert list(plan.units) == ["", "blocks.0", "blocks.1", "blocks.2"]
-
-
-def test_a_mapping_makes_the_plan_that_the_overrides_of_a_policy_make():
-    chosen = fs.wrap.Units(["blocks.0", "blocks.1"], {"blocks.1": {"strategy": "no_shard"}})
-    same = {"blocks.0": {}, "blocks.1": {"strategy": "no_shard"}}
-    assert fs.make_plan(PARAMS, 2, units=chosen) == fs.make_plan(PARAMS, 2, units=same)
 
 
 def test_units_of_a_policy_and_groups_add_up_and_keep_their_overrides():

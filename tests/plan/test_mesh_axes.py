@@ -81,20 +81,6 @@ def test_plans_without_model_axes_keep_their_fingerprints(fingerprint):
     assert fs.make_plan(PARAMS, mesh, **options).fingerprint() == fingerprint
 
 
-def test_json_of_a_version_without_model_axes_is_read():
-    leaf = '"aliases":[],"index":0,"offset":0,"path":"w","shape":[4]'
-    old = (
-        '{"format":"funcshard.plan/1","mesh_shape":[1,2],"precision":null,"structure":["dict",["w"],[0]],"unit_list":['
-        '{"buffers":[{"dtype":"float32","key":"float32","leaves":[{' + leaf + '}],"local":[],"shards":2,"trainable":true}],'
-        '"island":false,"mesh_shape":[1,2],"name":"","offload":false,"precision":null,"reshard_after_forward":false,'
-        '"strategy":"full_shard","structure":["dict",["w"],[0]]}]}'
-    )
-    plan = fs.Plan.from_json(old)
-    assert plan.fingerprint() == fs.make_plan({"w": torch.zeros(4)}, 2).fingerprint()
-    assert plan.mesh_axes == {"replicate": 1, "shard": 2}
-    assert plan.model_axes == ()
-
-
 # --- large meshes ---------------------------------------------------------------------------------
 
 LARGE = {"stage": 8, "replicate": 16, "shard": 16, "tensor": 8}

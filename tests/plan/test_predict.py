@@ -80,22 +80,6 @@ def test_prediction_names_kind_unit_bytes_dtype_and_axis_exactly():
     )
 
 
-def test_a_unit_whose_backward_needs_no_leaf_is_not_gathered_again():
-    params = {"table": {"w": torch.ones(6, 4)}, "u": {"w": torch.ones(4, 4)}}
-
-    def main(mesh):
-        plan = fs.make_plan(params, mesh, units=["table", "u"])
-        table = fs.reshard(fs.unshard(lambda leaves, i: leaves["w"][i], plan.units["table"], mesh))
-        u = fs.reshard(fs.unshard(lambda leaves, x: (x @ leaves["w"]).sum(), plan.units["u"], mesh))
-        with fs.record_events() as events:
-            loss_fn = lambda s: u(s["u"], table(s["table"], torch.tensor([1, 2])))  # noqa: E731
-            fs.value_and_grad(loss_fn)(fs.shard(params, plan, mesh))
-        return tuple(events), fs.predict_events(plan, on_demand(plan), not_saved=["table"])
-
-    for happened, predicted in fs.simulate(main, 2):
-        assert happened == predicted
-
-
 def test_traffic_stays_within_the_bound_of_each_strategy():
     numel, ranks = 1000, 4
     gathers = {"full_shard": 2, "shard_grad_op": 1, "no_shard": 0}

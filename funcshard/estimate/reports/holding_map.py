@@ -23,7 +23,6 @@ from funcshard.plan import (
     check_plan,
     fold_units,
     mesh_text,
-    numbers_text,
     position_of,
     rank_at,
 )
@@ -63,7 +62,8 @@ class RankGroup(NamedTuple):
     @property
     def title(self) -> str:
         """Name of the group for tables, such as ``shard 0–6``."""
-        return f"shard {numbers_text(range(self.begin, self.end))}"
+        last = self.end - 1
+        return f"shard {self.begin}" if self.begin == last else f"shard {self.begin}–{last}"
 
 
 @dataclass(frozen=True, slots=True)
