@@ -62,35 +62,6 @@ def report_of(name, **more):
     return fs.estimate(profile(options.get("precision")), plan_of(**options), hardware="h100", **estimated, **more)
 
 
-def recorded(name):
-    """The collectives of the second step of the library itself, on simulated ranks."""
-    options, estimated = CASES[name]
-    apply, params, buffers = model()
-    plan = plan_of(**options)
-    remat = estimated.get("remat", ())
-    names = [unit for unit in plan.units if unit] if remat is True else remat
-    batches, reduce = estimated.get("micro_batches", 1), estimated.get("reduce", "each")
-
-    def rank(mesh):
-        sharded = fs.fully_shard(apply, plan, mesh, remat=names)
-        shards, tokens = fs.shard(params, plan, mesh), torch.zeros(2 * batches, 8, dtype=torch.long)
-        step = fs.accumulate(
-            lambda shards, tokens: loss(sharded(shards, buffers, tokens), tokens), batches, mesh=mesh, reduce=reduce
-        )
-        step(shards, tokens)
-        with fs.record_events() as events:
-            step(shards, tokens)
-        return tuple(event for event in events if event.unit is not None)
-
-    return fs.simulate(rank, plan.mesh_axes)[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_the_collectives_are_those_of_a_real_step(name):
-    assert report_of(name).events == recorded(name)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_ends_with_the_memory_that_it_began_with(name):
     timeline = report_of(name).timeline

@@ -55,12 +55,6 @@ def test_a_recipe_equals_the_unsharded_model(recipe, data):
 
 
 @pytest.mark.parametrize("recipe", AXIS_OF)
-def test_a_recipe_runs_along_an_axis_of_four_and_along_a_first_axis(recipe):
-    run_simulated(check, 4, recipe, shape={AXIS_OF[recipe]: 4})
-    run_simulated(check, 4, recipe, shape={AXIS_OF[recipe]: 2, "shard": 2})
-
-
-@pytest.mark.parametrize("recipe", AXIS_OF)
 def test_a_recipe_runs_along_three_axes(recipe):
     run_simulated(check, 8, recipe, shape={"replicate": 2, "shard": 2, AXIS_OF[recipe]: 2})
 

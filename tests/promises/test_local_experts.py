@@ -8,8 +8,6 @@ import torch
 from torch import nn
 
 import funcshard as fs
-from tests.pairwise import crossed
-from tests.ranks import run_ranks, run_simulated
 
 LOCAL = {"*.row": "replicate", "*.column": "shard", "*.own": ("shard", "replicate")}
 KINDS = {"": (), "row": ("replicate",), "column": ("shard",), "own": ("replicate", "shard")}
@@ -56,10 +54,6 @@ def index_of(shape, rank, kind):
 
 def batch_of(rank, step):
     return torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
-def loss_of(net, x):
-    return net(x).square().mean()
 
 
 def train(mesh, strategy, weighted=False, steps=2, units="flat"):
@@ -133,17 +127,6 @@ def test_training_equals_the_unsharded_model_of_all_ranks(shape, units, strategy
         torch.testing.assert_close(state_dict, params[rank])
 
 
-@pytest.mark.slow
-def test_processes_train_to_the_bits_of_simulated_ranks():
-    real = run_ranks(train, 4, "full_shard", True, shape=GRID)
-    simulated = run_simulated(train, 4, "full_shard", True, shape=GRID)
-    _, params = reference(GRID, True)
-    for rank in range(4):
-        assert real[rank][0] == simulated[rank][0]
-        assert all(torch.equal(value, simulated[rank][1][key]) for key, value in real[rank][1].items())
-        torch.testing.assert_close(real[rank][1], params[rank])
-
-
 # Pairwise: each two of a strategy, a frozen layer and a prefetch of backward meet.
 COMMUNICATED = [
     pytest.param(strategy, backward := ("pre", "post", None)[(i + j) % 3], frozen, id=f"{strategy}-{backward}-{frozen}")
@@ -176,29 +159,6 @@ def test_what_is_communicated_is_predicted(strategy, backward, frozen):
         if frozen != "row":
             assert ("row", "shard") in along
         assert ("column", "replicate") in along
-
-
-@pytest.mark.slow
-@crossed(norm_type=[1.0, 2.0, math.inf], strategy=STRATEGIES, shape=[GRID, WIDE])
-def test_the_global_norm_counts_each_value_once(shape, strategy, norm_type):
-    def main(mesh):
-        params = dict(model_of(mesh.shape, mesh.rank).named_parameters())
-        plan = fs.make_plan(params, mesh, units=UNITS["flat"], strategy=strategy, local=LOCAL)
-        shards = fs.shard(params, plan, mesh)
-        norm = fs.global_norm(shards, plan, mesh, norm_type)
-        clipped, _ = fs.clip_by_global_norm(shards, plan, mesh, 1.0, norm_type)
-        return norm, fs.global_norm(clipped, plan, mesh, norm_type)
-
-    values = {}
-    for rank in range(math.prod(shape.values())):
-        for path, p in model_of(shape, rank).named_parameters():
-            values[path, index_of(shape, rank, kind_of(path))] = p.detach().flatten()
-    wanted = torch.linalg.vector_norm(torch.cat(list(values.values())), norm_type)
-    results = fs.simulate(main, shape)
-    for norm, after in results:
-        torch.testing.assert_close(norm, wanted)
-        torch.testing.assert_close(after, wanted.clamp(max=1.0), rtol=1e-5, atol=1e-5)
-    assert len({norm.item() for norm, _ in results}) == 1
 
 
 @pytest.mark.parametrize("src", range(4))
@@ -234,24 +194,6 @@ def test_an_init_function_may_depend_on_the_index_along_the_axis():
 
     for rank, found in enumerate(fs.simulate(main, GRID)):
         torch.testing.assert_close(found, dict(model_of(GRID, rank).state_dict()), rtol=0, atol=0)
-
-
-def test_the_plan_says_along_which_axes_leaves_are_local():
-    params = {"0": {name: torch.zeros(5) for name in ("gate", "row", "column", "own")}}
-    plan = fs.make_plan(params, GRID, local=LOCAL)
-    assert fs.Plan.from_json(plan.to_json()) == plan
-    (unit,) = plan.unit_list
-    assert {b.key: (b.local, b.shards) for b in unit.buffers} == {
-        "float32": ((), 2),
-        "float32.local_replicate": (("replicate",), 2),
-        "float32.local_shard": (("shard",), 1),
-        "float32.local": (("replicate", "shard"), 1),
-    }
-    lines = {line.split()[1]: line.rstrip() for line in str(plan).splitlines() if "float32" in line}
-    assert lines["float32.local_replicate"].endswith("local along replicate, full_shard along shard")
-    assert lines["float32.local_shard"].endswith("local along shard")
-    assert lines["float32.local"].endswith("local to a rank")
-    assert plan == fs.make_plan(params, GRID, local={**LOCAL, "*.own": ["replicate", "shard"]})
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 import funcshard as fs
-from tests.ranks import run_ranks, run_simulated
 
 WIDTH, HIDDEN, SAMPLES = 4, 6, 4
 MESHES = {
@@ -326,16 +325,6 @@ def test_three_steps_of_adamw_are_those_of_the_unsharded_model(world: str, case:
 
 
 @pytest.mark.slow
-def test_processes_take_the_steps_of_simulated_ranks() -> None:
-    shape = {"shard": 2, "tensor": 2}
-    real = run_ranks(steps, 4, {"max_norm": 0.05}, shape=shape)
-    simulated = run_simulated(steps, 4, {"max_norm": 0.05}, shape=shape)
-    for ours, theirs in zip(real, simulated, strict=True):
-        assert ours[:2] == theirs[:2]
-        assert all(torch.equal(value, theirs[2][name]) for name, value in ours[2].items())
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "strategy", "norm_type"), [(GRID, "full_shard", 2.0), (WIDE, "no_shard", 1.0), (WIDE, "full_shard", math.inf)]
 )
@@ -350,26 +339,6 @@ def test_the_global_norm_counts_each_element_of_the_whole_gradient_once(world: s
 
     for norm in fs.simulate(main, MESHES[world]):
         close(norm, torch.linalg.vector_norm(elements, norm_type))
-
-
-def test_gradients_of_samples_add_up_to_the_gradient_if_no_leaf_is_local() -> None:
-    weight = {"w": torch.linspace(-1, 1, 12).double().reshape(3, 4)}
-
-    def main(mesh: fs.Mesh) -> None:
-        plan = fs.make_plan(weight, mesh)
-        # Each rank along the tensor axis computes with its rows only.
-        rows = slice(2 * mesh.position["tensor"], 2 * mesh.position["tensor"] + 2)
-        f = fs.unshard(lambda leaves, x: torch.tanh(leaves["w"][rows] @ x).sum(0), plan.units[""], mesh)
-        sample_loss = lambda shards, x: (fs.psum(f(shards[""], x), mesh, axis="tensor") - 0.3).square()  # noqa: E731
-        batch_loss = lambda shards, xs: torch.vmap(lambda x: sample_loss(shards, x))(xs).mean()  # noqa: E731
-        xs = batch_of({"expert": 0, **mesh.position})
-        shards = fs.shard(weight, plan, mesh)
-        _, wanted = fs.value_and_grad(batch_loss)(shards, xs)
-        (losses, _), found = fs.per_sample_grad(sample_loss, plan, mesh, chunk_size=3)(shards, xs)
-        close(losses.mean(), batch_loss(shards, xs))
-        close(found, wanted)
-
-    fs.simulate(main, {"replicate": 2, "shard": 2, "tensor": 2})
 
 
 DATA_AND_MODEL = [("shard", "tensor"), ("replicate", "tensor"), ("replicate", "shard", "tensor"), ("shard",)]

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import funcshard as fs
@@ -284,84 +283,3 @@ def test_a_simulated_run_with_dropout_equals_one_on_processes_to_the_bit(name, w
         assert losses == real_losses
         torch.testing.assert_close(tensors, real_tensors, rtol=0, atol=0)
     assert len({tuple(losses) for losses, _ in real}) == world_size  # every rank drops other activations
-
-
-def nested(flat: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """``{"blocks.0.norm1.weight": t}`` -> ``{"blocks": {"0": {"norm1": {"weight": t}}}}``."""
-    tree: dict[str, Any] = {}
-    for path, value in flat.items():
-        *parents, last = path.split(".")
-        node = tree
-        for name in parents:
-            node = node.setdefault(name, {})
-        node[last] = value
-    return tree
-
-
-def norm(p: Any, x: torch.Tensor) -> torch.Tensor:
-    return F.layer_norm(x, x.shape[-1:], p["weight"], p["bias"])
-
-
-def linear(p: Any, x: torch.Tensor) -> torch.Tensor:
-    return F.linear(x, p["weight"], p["bias"])
-
-
-def block(p: Any, x: torch.Tensor) -> torch.Tensor:
-    """Return the output of one block of the demo's GPT, as a function of its parameters."""
-    q, k, v = linear(p["attention"]["qkv"], norm(p["norm1"], x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
-    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-    x = x + linear(p["attention"]["out"], mixed)
-    return x + linear(p["mlp"]["out"], F.gelu(linear(p["mlp"]["up"], norm(p["norm2"], x))))
-
-
-def gpt_both_ways(mesh: fs.Mesh) -> list[Run]:
-    apply, flat, buffers = fs.make_functional(SUBJECTS["gpt"].build().double())
-    units = SUBJECTS["gpt"].units
-    plan_of_module, params = fs.make_plan(flat, mesh, units=units), nested(flat)
-    plan = fs.make_plan(params, mesh, units=units)
-    sharded = fs.fully_shard(apply, plan_of_module, mesh)
-    blocks = [name for name in plan.units if name]
-
-    def root(p: Any, idx: torch.Tensor, shards: Any) -> torch.Tensor:
-        x = p["token"]["weight"][idx] + p["position"]["weight"][: idx.shape[1]]
-        for name in blocks:
-            run = fs.reshard(fs.unshard(block, plan.units[name], mesh))
-            x = run(shards[name], x)
-        return norm(p["norm"], x) @ p["token"]["weight"].T
-
-    by_hand = fs.unshard(root, plan.units[""], mesh)
-
-    def loss_by_hand(shards: Any, _: Any, batch: Any) -> torch.Tensor:
-        return SUBJECTS["gpt"].loss(by_hand(shards[""], batch["inputs"]["idx"], shards), batch)
-
-    def loss_of_module(shards: Any, buffers: Any, batch: Any) -> torch.Tensor:
-        return SUBJECTS["gpt"].loss(sharded(shards, buffers, **batch["inputs"]), batch)
-
-    runs = []
-    for loss_fn, its_plan, tree in ((loss_by_hand, plan, params), (loss_of_module, plan_of_module, flat)):
-        step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.AdamW, **ADAMW), its_plan, mesh)
-        state, losses = step.init(fs.shard(tree, its_plan, mesh), {}), []
-        first = batch_of_rank(mesh, "gpt", torch.float64, 0)
-        _, grads = fs.value_and_grad(loss_fn)(state.shards, buffers, first)
-        for i in range(3):
-            state, metrics = step(state, batch_of_rank(mesh, "gpt", torch.float64, i))
-            losses.append(metrics["loss"].item())
-        runs.append(Run(losses, fs.gather(grads, its_plan, mesh), fs.gather(state.shards, its_plan, mesh), buffers))
-    written, module = runs
-    return [Run(written.losses, flattened(written.grads), flattened(written.params), written.buffers), module]
-
-
-def flattened(tree: Any, path: str = "") -> dict[str, torch.Tensor]:
-    """The inverse of ``nested``."""
-    if isinstance(tree, torch.Tensor):
-        return {path: tree}
-    parts = [flattened(node, f"{path}.{name}" if path else name) for name, node in tree.items()]
-    return {key: value for found in parts for key, value in found.items()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "shape"), [(1, None), (3, None), (4, HYBRID)], ids=["1", "3", "2x2"])
-@pytest.mark.parametrize("run", [run_ranks, run_simulated])
-def test_a_transformer_written_by_hand_from_the_combinators_equals_fully_shard(run, world_size, shape):
-    for written, module in run(gpt_both_ways, world_size, shape=shape):
-        assert_close(written, module, tolerance(SUBJECTS["gpt"], torch.float64), "by hand against fully_shard")

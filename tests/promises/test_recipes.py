@@ -1,7 +1,5 @@
 """Recipes with transforms over shards: ensembles, learning to learn, and solving with the Hessian."""
 
-import warnings
-
 import pytest
 import torch
 import torchopt
@@ -9,8 +7,8 @@ from torch import nn
 
 import funcshard as fs
 from funcshard._utils import tree
-from tests.ranks import run_ranks, run_simulated
-from tests.storages import Alive, Log
+from tests.ranks import run_simulated
+from tests.storages import Alive
 
 # The first use of forward-mode AD makes torch import a file that calls a deprecated function of
 # torch.
@@ -148,16 +146,6 @@ def test_learning_to_learn_differentiates_through_inner_steps(world, form):
     run_simulated(maml, world, form)
 
 
-@pytest.mark.slow
-def test_learning_to_learn_on_real_ranks():
-    run_ranks(both_forms, 2, timeout=150)
-
-
-def both_forms(mesh):
-    maml(mesh, "torch.func")
-    maml(mesh, "autograd")
-
-
 def product(loss, shards, mesh):
     """Return the function ``v -> (H + I) v``, with H the Hessian of the mean loss; vectors are trees like shards."""
 
@@ -221,60 +209,6 @@ def influence(mesh, strategy="full_shard"):
 def test_conjugate_gradients_solve_with_the_hessian(world, strategy):
     first, *others = fs.simulate(lambda mesh: influence(mesh, strategy), world)
     assert all(torch.equal(first, other) for other in others)
-
-
-@pytest.mark.slow
-def test_conjugate_gradients_on_real_ranks():
-    real, simulated = run_ranks(quiet_influence, 2, timeout=150), run_simulated(influence, 2)
-    assert all(torch.equal(a, b) for a, b in zip(real, simulated, strict=True))
-
-
-def quiet_influence(mesh):
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
-        return influence(mesh)
-
-
-@pytest.mark.slow
-def test_nothing_of_full_size_is_left_between_products():
-    """Gathered units are in memory only inside a product; the solver keeps shards between its steps."""
-    numel = 64
-    params = {f"u{i}": {"w": random(i, numel)} for i in range(3)}
-
-    def main(mesh):
-        plan = fs.make_plan(params, mesh, units=["u*"])
-        log, kept, inside = Log(), [], []
-
-        def use(leaves, x):
-            inner = leaves["w"]
-            while torch._C._functorch.is_functorch_wrapped_tensor(inner):
-                inner = torch._C._functorch.get_unwrapped(inner)
-            assert inner.untyped_storage().nbytes() == numel * 8
-            log(inner)
-            inside.append(log.alive())
-            return torch.tanh(leaves["w"] * x).sum() + (leaves["w"] * x).square().sum()
-
-        runs = {name: fs.unshard(use, unit, mesh) for name, unit in plan.units.items()}
-
-        def loss(shards):
-            return sum(run(shards[name], mesh.rank + 1.0) for name, run in runs.items())
-
-        shards = fs.shard(params, plan, mesh)
-        multiply = product(loss, shards, mesh)
-
-        def watched(v):
-            assert {leaf.untyped_storage().nbytes() for leaf in tree.leaves(v)} == {numel * 8 // mesh.world_size}
-            hv = multiply(v)
-            kept.append(log.alive())
-            assert {leaf.untyped_storage().nbytes() for leaf in tree.leaves(hv)} == {numel * 8 // mesh.world_size}
-            return hv
-
-        x = conjugate_gradients(watched, shards, lambda a, b: dot(a, b, plan, mesh), 5)
-        assert {leaf.untyped_storage().nbytes() for leaf in tree.leaves(x)} == {numel * 8 // mesh.world_size}
-        assert max(inside) <= len(params)
-        return kept
-
-    assert fs.simulate(main, 4) == [[0] * 5] * 4
 
 
 def forward_over_reverse(loss, shards, v):

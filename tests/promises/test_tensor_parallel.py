@@ -25,7 +25,6 @@ from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
 from tests.ranks import run_ranks
-from tests.storages import Log
 
 VOCABULARY, WIDTH, LENGTH, STEPS, SAMPLES = 16, 8, 6, 2, 4  # in the second step the optimizer has state
 ADAMW = {"lr": 3e-3, "eps": 1e-3, "weight_decay": 0.1}  # see test_parity for the large eps
@@ -216,34 +215,6 @@ def in_other_ways(mesh: fs.Mesh) -> dict[str, float]:
 def test_recomputation_and_groups_change_no_number() -> None:
     for found in run_ranks(in_other_ways, 2, shape={"shard": 2, "tensor": 1}):
         assert max(found.values()) < 1e-13, found
-
-
-def memory(mesh: fs.Mesh) -> dict[str, list[int]]:
-    found = {}
-    for strategy in ("full_shard", "shard_grad_op"):
-        log = Log()
-        model = parallelized(build(torch.float32, log=log), mesh.device_mesh["tensor"])
-        apply, params, buffers = fs.make_functional(model)
-        plan = fs.make_plan(params, mesh, units=["blocks.*"], strategy=strategy)
-        sharded = fs.fully_shard(apply, plan, mesh)
-        batch = rows(mesh, batches()[0])
-        alive = []
-
-        def loss_fn(shards: Any) -> torch.Tensor:
-            loss = loss_of(sharded(shards, buffers, batch[:, :-1]), batch)  # noqa: B023
-            alive.append(log.alive())  # noqa: B023
-            return loss
-
-        with loss_parallel():
-            fs.value_and_grad(loss_fn)(fs.shard(params, plan, mesh))
-        found[strategy] = [*alive, log.alive()]
-    return found
-
-
-@pytest.mark.slow
-def test_gathered_buffers_are_freed_between_forward_and_backward() -> None:
-    for found in run_ranks(memory, 2, shape={"shard": 2, "tensor": 1}):
-        assert found == {"full_shard": [0, 0], "shard_grad_op": [2, 0]}
 
 
 def initialised(mesh: fs.Mesh) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import funcshard as fs
 from funcshard._utils import tree
-from tests.ranks import run_ranks, run_simulated
+from tests.ranks import run_simulated
 
 WIDTH, DECAY, ROUNDS = 16, 0.5, 3
 STRATEGIES = ("shard_grad_op", "full_shard", "no_shard")
@@ -91,9 +91,3 @@ def train_average_evaluate(mesh: fs.Mesh, strategy: str, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_evaluation_uses_the_average_which_moves_every_round(strategy, dtype):
     run_simulated(train_average_evaluate, 2, strategy, dtype)
-
-
-@pytest.mark.slow
-def test_evaluation_uses_the_average_on_processes_too():
-    run_ranks(train_average_evaluate, 2, "shard_grad_op", torch.float16)
-    run_ranks(train_average_evaluate, 1, "shard_grad_op", torch.float16)
