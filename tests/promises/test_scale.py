@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import re
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +11,6 @@ import torch.distributed as dist
 import funcshard as fs
 from benchmarks.scale import Scale, measure
 from benchmarks.scale_checkpoints import CheckpointScale, measure_checkpoint
-from funcshard.checkpoint import manifest
-from funcshard.comm import desync
 
 UNITS, FEW, MANY = 8, 8, 16_384
 
@@ -80,59 +74,6 @@ def test_the_index_of_a_checkpoint_and_the_files_that_a_rank_reads_do_not_grow()
 
 
 # --- planted faults -------------------------------------------------------------------------------
-
-
-def in_plan(patch: pytest.MonkeyPatch) -> None:
-    make = fs.make_plan
-
-    def planted(params: object, mesh: fs.Mesh, **options: object) -> fs.Plan:
-        plan = make(params, mesh, **options)
-        return dataclasses.replace(plan, names=(*plan.names, *map(str, range(mesh.world_size))))
-
-    patch.setattr(fs, "make_plan", planted)
-
-
-def in_detector(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(desync, "compact", lambda ranks: [2**20 + rank for rank in ranks])
-
-
-def in_message(patch: pytest.MonkeyPatch) -> None:
-    start = desync.DesyncDetector._start_comparison
-
-    def planted(self: desync.DesyncDetector, *values: int) -> object:
-        desync.dist.all_reduce(torch.zeros(len(self._ranks)), group=self._control)
-        return start(self, *values)
-
-    patch.setattr(desync.DesyncDetector, "_start_comparison", planted)
-
-
-RUNS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
-    "a plan that lists ranks": (in_plan, "plans grow"),
-    "a detector that lists ranks": (in_detector, "Python objects grow"),
-    "a message with a number for each rank": (in_message, "messages grow"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
-def test_a_list_of_ranks_in_a_run_is_caught(name: str, few: Scale, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant, words = RUNS[name]
-    plant(monkeypatch)
-    with pytest.raises(AssertionError, match=words):
-        check_runs(few, smallest(2_048))
-
-
-@pytest.mark.slow
-def test_a_list_of_ranks_in_an_index_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    write = manifest.write_text
-
-    def planted(path: Path, body: dict) -> None:
-        write(path, {**body, "ranks": list(range(fs.Plan.from_json(json.dumps(body["plan"])).world_size))})
-
-    monkeypatch.setattr(manifest, "write_text", planted)
-    small, large = (measure_checkpoint(UNITS, {"shard": ranks}, {"shard": ranks * 3 // 4}) for ranks in (FEW, 1024))
-    with pytest.raises(AssertionError, match="the index grows with the number of ranks"):
-        check_checkpoints(small, large)
 
 
 def test_no_process_group_is_left(few: Scale) -> None:
