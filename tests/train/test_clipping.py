@@ -108,18 +108,6 @@ def test_the_norm_of_one_leaf(leaf: torch.Tensor, axis: str | None, expected: fl
 
 
 GRADS = {"": {"float32": torch.ones(2)}}
-ORDER = r"norm_type must be a number above 0, or math\.inf; found .*: pass 2\.0"
-BOUND = r"max_norm must be a finite number above 0; found inf: for the norm alone call global_norm"
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [*(((1.0, norm_type), ORDER) for norm_type in (0, -1.0, math.nan, -math.inf)), ((math.inf,), BOUND)],
-    ids=str,
-)
-def test_orders_and_bounds_that_are_none_are_refused(options: tuple[float, ...], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        fs.clip_by_global_norm(GRADS, fs.make_plan({"w": torch.ones(2)}, 1), fs.Mesh(), *options)
 
 
 def test_a_bound_that_is_a_tensor_stays_differentiable() -> None:
@@ -172,13 +160,6 @@ def test_the_norm_is_that_of_float64_up_to_rounding(length: int, norm_type: floa
     found = norm_of_rows(x, norm_type, torch.float32)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=0)
-
-
-def test_one_call_of_torch_is_less_exact() -> None:
-    x = values(1200 * PIECE)
-    wanted = torch.linalg.vector_norm(x.double(), dim=-1)
-    error = lambda found: ((found.double() - wanted) / wanted).abs().max().item()  # noqa: E731
-    assert error(norm_of_rows(x, 2.0, torch.float32)) < 1e-6 < 1e-5 < error(torch.linalg.vector_norm(x, dim=-1))
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])

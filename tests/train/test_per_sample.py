@@ -5,8 +5,6 @@ import torch
 from torch import nn
 
 import funcshard as fs
-from funcshard._utils import tree
-from tests.ranks import run_ranks, run_simulated
 from tests.storages import Log
 
 HYBRID = {"replicate": 2, "shard": 2}
@@ -130,15 +128,6 @@ def test_it_is_the_mean_of_clipped_gradients_of_every_sample(strategy, world, op
     assert 0 < (norms > 2.0).sum() < len(norms)  # the bound cuts some and spares others
     results = fs.simulate(lambda mesh: evaluated(mesh, strategy, options), world)
     check(results, options.get("max_norm"), options.get("batch_size"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("world", "shape"), [(2, None), (4, HYBRID)], ids=ids)
-def test_real_ranks_give_the_bits_of_simulated_ones(world, shape):
-    args = ("full_shard", {"max_norm": 2.0, "chunk_size": 3, "noise_multiplier": 0.5}, 7)
-    real, simulated = (run(evaluated, world, *args, timeout=150, shape=shape) for run in (run_ranks, run_simulated))
-    for a, b in zip(real, simulated, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
 
 
 def product(leaves, x):
@@ -268,22 +257,6 @@ def test_one_chunk_of_gradients_exists_at_a_time(chunk_size):
         assert after == 0
 
 
-def test_gathered_units_and_sums_are_gone_afterwards():
-    def main(mesh):
-        log = Log()
-
-        def logged(leaves, x):
-            log(leaves["w"])
-            return product(leaves, x)
-
-        f, shards, plan = one_unit(mesh, {"w": torch.rand(6)}, logged)
-        result = fs.per_sample_grad(f, plan, mesh)(shards, torch.rand(3, 6))
-        assert log
-        return log.alive(), len(result)
-
-    assert fs.simulate(main, 2) == [(0, 2)] * 2
-
-
 def test_gradients_can_be_seen_and_changed_before_norms_are_taken():
     def main(mesh):
         loss, shards, plan = setup(mesh)
@@ -390,23 +363,6 @@ def test_a_loss_whose_gradients_go_another_way_or_nowhere_is_an_error(loss, word
 
     with pytest.raises(ValueError, match=words):
         fs.simulate(main, 2)
-
-
-@pytest.mark.parametrize(
-    ("batch", "words"),
-    [
-        ({"x": torch.ones(2, 3), "y": torch.ones(3)}, r"one size of dim 0, which counts samples; found \['2', '3'\]"),
-        ({}, r"found no leaves"),
-    ],
-    ids=["sizes", "empty"],
-)
-def test_a_batch_without_samples_is_an_error(batch, words):
-    def main(mesh):
-        loss, shards, plan = setup(mesh)
-        fs.per_sample_grad(loss, plan, mesh)(shards, batch)
-
-    with pytest.raises(ValueError, match=words):
-        fs.simulate(main, 1)
 
 
 WRITES = {

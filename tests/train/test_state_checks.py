@@ -76,16 +76,6 @@ def same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
-def test_the_error_names_leaf_optimizer_and_both_lists_of_entries() -> None:
-    state = after_a_step(OPTIMIZERS["AdamW"]())
-    words = (
-        r"the state of leaf 'a\.float32' is not one of torch_optimizer\(SGD\): it must hold \['momentum_buffer'\]; found "
-        r"\['exp_avg', 'exp_avg_sq', 'step'\]; start anew"
-    )
-    with pytest.raises(ValueError, match=words):
-        OPTIMIZERS["SGD momentum"]().step(shards(), state, shards())
-
-
 STRANGE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "no state": (lambda state: None, r"step takes \(grads, state, params\) .*; found NoneType as state"),
     "the leaves alone": (
