@@ -231,5 +231,4 @@ RIGHT_CALLS: dict[str, Callable[[World], Call]] = {
     "passes.keep_gathered": of_traced("keep_gathered", budget="1GB"),
     "passes.gather_earlier": of_traced("gather_earlier", budget=None, by=1),
     "passes.wait_later": of_traced("wait_later", budget=None),
-    "passes.bucket": of_traced("bucket", bucket_bytes="1MB"),
 }  # fmt: skip

@@ -18,10 +18,8 @@ __all__ = ["change", "compiled", "draw_again", "load", "trace"]
 
 _PASSES: dict[str, dict[str, Any]] = {
     "keep_gathered": {"budget": "1MB"},
-    "gather_again": {},
     "gather_earlier": {"by": 1},
     "wait_later": {},
-    "bucket": {"bucket_bytes": "1MB"},
     "update_early": {},
     "drop_unused": {},
 }

@@ -84,7 +84,6 @@ from funcshard._utils.torch_kernels import unscale_in_place
 from funcshard._utils.torch_modules import class_for_calls, forget_parametrized, state_names
 from funcshard._utils.torch_operators import (
     argument_names,
-    conversion,
     count_flops,
     is_random,
     list_arguments,
@@ -184,7 +183,6 @@ __all__ = [
     "check_structure",
     "class_for_calls",
     "compile_with",
-    "conversion",
     "count_flops",
     "cuda_sleep",
     "cutter",

@@ -129,14 +129,6 @@ def operator_arguments(operation: Any, args: Any, kwargs: Any) -> dict[str, Any]
     return dict(zip(argument_names(operation), args, strict=False)) | dict(kwargs)
 
 
-def conversion() -> Any:
-    """Return the operator that copies a tensor into another dtype, as traces contain it."""
-    copy_operator = operator_by_name("aten", "_to_copy", "default")
-    if copy_operator is None:
-        raise lacks("torch.ops.aten._to_copy", "a trace")
-    return copy_operator
-
-
 def is_random(operation: Any, args: Any, kwargs: Any) -> bool:
     """Return whether a call of an operator of torch draws random numbers."""
     if (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,17 +12,11 @@ from funcshard._utils import storage_id, tree
 
 
 def add_node(graph: fx.Graph, operation: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """Add a call of an operation at the graph's insertion point, with the form of its result."""
-    return _complete(graph.call_function(operation, args, kwargs))
+    """Add a call of an operation at the graph's insertion point, with the form of its result.
 
-
-def clone_node(graph: fx.Graph, node: fx.Node, inputs: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """Add a node like another one at the insertion point; it reads other inputs where given."""
-    return _complete(graph.node_copy(node, lambda each: inputs.get(each, each)))
-
-
-def _complete(node: fx.Node) -> fx.Node:
-    """Note the form of a new node's result, and the phase of the step that it runs in."""
+    It runs in the phase of the step that follows it.
+    """
+    node = graph.call_function(operation, args, kwargs)
     node.meta["val"] = form_of(node)
     node.meta["phase"] = node.next.meta.get("phase", "")
     return node

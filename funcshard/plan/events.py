@@ -24,9 +24,8 @@ class Event:
     Attributes:
         kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"`` or
             ``"ppermute"``.
-        unit: name of the unit. In a traced step whose passes joined collectives, the units that
-            share one: ``"blocks.0 + blocks.1"``. ``None`` for a collective that belongs to no unit
-            (``psum``, ``muon``).
+        unit: name of the unit; ``None`` for a collective that belongs to no unit (``psum``,
+            ``muon``).
         buffer: key of the unit's flat buffer; ``""`` for a collective that belongs to no unit.
         dtype: name of the dtype of the data sent.
         bytes: size of the whole buffer: the output of an all-gather, the input of a reduction. An

@@ -24,8 +24,8 @@ def traced():
 
 
 OPTIONS = {
-    "keep_gathered": {"budget": "1GiB"}, "gather_again": {}, "gather_earlier": {}, "wait_later": {},
-    "bucket": {"bucket_bytes": "1MiB"}, "update_early": {}, "drop_unused": {},
+    "keep_gathered": {"budget": "1GiB"}, "gather_earlier": {}, "wait_later": {},
+    "update_early": {}, "drop_unused": {},
 }  # fmt: skip
 for name, options in OPTIONS.items():
     CASES += [
@@ -40,11 +40,6 @@ CASES += [
     ("passes.keep_gathered", "a budget without a unit",
      ValueError("budget must be a number of bytes, or text such as '500MB' or '1GiB'; found '5'"),
      lambda mesh: fs.passes.keep_gathered(traced(), budget="5")),
-    ("passes.gather_again", "a name instead of a list", TypeError("units must be a list of names of units; found '0'"),
-     lambda mesh: fs.passes.gather_again(traced(), units="0")),
-    ("passes.gather_again", "the name of a leaf",
-     ValueError("gather_again takes names of units that the step gathers; found '0.weight': it gathers '', '0', '2'"),
-     lambda mesh: fs.passes.gather_again(fs.trace(*set_up(mesh), DATA), units=["0.weight"]), (2,)),
     ("passes.gather_earlier", "by no units", ValueError("by must be a whole number of units"),
      lambda mesh: fs.passes.gather_earlier(traced(), by=0)),
     ("passes.gather_earlier", "a budget that is a part of the memory", ValueError("budget must be a whole number of bytes"),
@@ -53,9 +48,6 @@ CASES += [
      lambda mesh: fs.passes.wait_later(traced(), "1GiB")),
     ("passes.wait_later", "a budget below the arguments", right(lambda: str(traced())),
      lambda mesh: str(fs.passes.wait_later(traced(), budget=1))),
-    ("passes.bucket", "a number of units", ValueError("bucket_bytes must be a whole number of bytes"),
-     lambda mesh: fs.passes.bucket(traced(), bucket_bytes=0)),
-    ("passes.bucket", "no size", TypeError("'bucket_bytes'"), lambda mesh: fs.passes.bucket(traced())),
 ]  # fmt: skip
 for what, options in {"a clipped step": {"max_norm": 1.0}, "a step with a scaler": {"scaler": fs.GradScaler()}}.items():
     CASES += [

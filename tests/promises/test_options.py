@@ -173,7 +173,6 @@ RULES: dict[str, dict[str, Rule]] = {
     "passes.keep_gathered": {"budget": SIZE},
     "passes.gather_earlier": {"budget": or_none(SIZE), "by": or_none(count(1, "units"))},
     "passes.wait_later": {"budget": or_none(SIZE)},
-    "passes.bucket": {"bucket_bytes": SIZE},
 }  # fmt: skip
 # What a value needs beside it.
 BESIDE: dict[tuple[str, str], dict[str, Any]] = {

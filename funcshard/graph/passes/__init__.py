@@ -4,9 +4,9 @@ In reading order:
 
 - ``applying``: how a pass changes each recording, and checks the result.
 - ``gathers``: where gathered buffers come from, and which operations use them.
-- ``keeping``: ``keep_gathered``. ``gathering_again``: ``gather_again``, its inverse.
+- ``keeping``: ``keep_gathered``.
 - ``timeline``: the memory while operations move. ``moving``: ``gather_earlier``, ``wait_later``.
-- ``bucketing``: ``bucket``. ``updating``: ``update_early``. ``unused``: ``drop_unused``.
+- ``updating``: ``update_early``. ``unused``: ``drop_unused``.
 
 Example:
     >>> import torch, funcshard as fs
@@ -21,21 +21,16 @@ Example:
     ...     state = step.init(fs.shard(params, plan, mesh), buffers)
     ...     traced = fs.trace(step, state, torch.ones(2, 3))
     ...     kept = fs.passes.keep_gathered(traced, budget="1MiB")
-    ...     fewer = fs.passes.bucket(kept, bucket_bytes="1MiB")
-    ...     return [len(each.events) for each in (traced, kept, fewer)]
+    ...     return [len(step.events) for step in (traced, kept)]
     >>> fs.simulate(main, world_size=2)[0]
-    [6, 5, 3]
+    [6, 5]
 """
 
 from __future__ import annotations
 
-from funcshard.graph.passes.bucketing import bucket
-from funcshard.graph.passes.gathering_again import gather_again
 from funcshard.graph.passes.keeping import keep_gathered
 from funcshard.graph.passes.moving import gather_earlier, wait_later
 from funcshard.graph.passes.unused import drop_unused
 from funcshard.graph.passes.updating import update_early
 
-__all__ = [
-    "bucket", "drop_unused", "gather_again", "gather_earlier", "keep_gathered", "update_early", "wait_later",
-]  # fmt: skip
+__all__ = ["drop_unused", "gather_earlier", "keep_gathered", "update_early", "wait_later"]

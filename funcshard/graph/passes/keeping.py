@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Hashable
-from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ from funcshard._utils import check_bytes
 from funcshard.graph.editing import replace_node
 from funcshard.graph.effects import written_storages
 from funcshard.graph.passes.applying import applied
-from funcshard.graph.passes.gathers import Gathered, gathered_buffers, is_bucket_split, uses_of
+from funcshard.graph.passes.gathers import Gathered, gathered_buffers, uses_of
 from funcshard.graph.step_graph import STARTS, StepGraph, collective_of
 from funcshard.graph.storages import GraphStorages
 from funcshard.graph.tidying import drop_unused_nodes
@@ -26,7 +25,7 @@ def keep_gathered(traced: Traced, *, budget: int | str) -> Traced:
 
     The pass takes the second gather of such a unit out, and its users read the result of the first
     one. The same holds between micro-batches. Units whose gathers follow each other most closely
-    come first: they hold memory for the shortest time. ``gather_again`` is the inverse.
+    come first: they hold memory for the shortest time.
 
     Arguments:
         traced: the step, which does not change.
@@ -67,35 +66,30 @@ def keep_gathered(traced: Traced, *, budget: int | str) -> Traced:
 
 
 class _Candidate(NamedTuple):
-    """A gather that is not needed if the buffers of earlier ones stay.
+    """A gather that is not needed if the buffer of an earlier one stays.
 
     Attributes:
-        firsts: the earlier buffers.
-        seconds: the buffers that the gather fills.
-        moments: the collectives during which the earlier buffers stay, by number.
+        first: the earlier buffer.
+        second: the buffer that the gather fills.
+        moments: the collectives during which the earlier buffer stays, by number.
     """
 
-    firsts: list[Gathered]
-    seconds: list[Gathered]
+    first: Gathered
+    second: Gathered
     moments: range
-
-    @property
-    def bytes(self) -> int:
-        return sum(second_gather.bytes for second_gather in self.seconds)
 
 
 def _keep(step_graph: StepGraph, limit: int) -> None:
     storages = GraphStorages.find(step_graph.graph)
     kept: dict[Gathered, Gathered] = {}
     chosen = _chosen(_candidates(step_graph.graph, storages), limit)
-    for candidate in chosen:
-        for first, second in zip(candidate.firsts, candidate.seconds, strict=True):
-            kept[second] = kept.get(first, first)
-            _read_instead(second, kept[second])
+    for first, second, _ in chosen:
+        kept[second] = kept.get(first, first)
+        replace_node(second.wait, kept[second].wait)
     drop_unused_nodes(step_graph.graph)
     for candidate in chosen:
-        step_graph.graph.erase_node(candidate.seconds[0].wait)
-        step_graph.graph.erase_node(candidate.seconds[0].start)
+        step_graph.graph.erase_node(candidate.second.wait)
+        step_graph.graph.erase_node(candidate.second.start)
 
 
 def _candidates(graph: fx.Graph, storages: GraphStorages) -> list[_Candidate]:
@@ -109,24 +103,16 @@ def _candidates(graph: fx.Graph, storages: GraphStorages) -> list[_Candidate]:
             strict=False,
         )
     )
-    collectives: dict[fx.Node, list[Gathered]] = defaultdict(list)
-    for gathered_buffer in gathered_buffers(graph, storages):
-        collectives[gathered_buffer.start].append(gathered_buffer)
     kept_candidates = []
     last: dict[Hashable, Gathered] = {}
-    for start, seconds in collectives.items():
-        firsts = [last[second_gather.key] for second_gather in seconds if second_gather.key in last]
-        last |= {second_gather.key: second_gather for second_gather in seconds}
-        if len(firsts) < len(seconds) or any(
-            map(partial(_written, storages, position), firsts, seconds)
-        ):
+    for second in gathered_buffers(graph, storages):
+        first = last.get(second.key)
+        last[second.key] = second
+        if first is None or _written(storages, position, first, second):
             continue
-        uses = [user for first in firsts for user in (first.wait, *uses_of(first.base, storages))]
-        kept_candidates.append(
-            _Candidate(
-                firsts, seconds, range(max(map(moment.__getitem__, uses)), moment[start] + 1)
-            )
-        )
+        uses = (first.wait, *uses_of(first.wait, storages))
+        moments = range(max(map(moment.__getitem__, uses)), moment[second.start] + 1)
+        kept_candidates.append(_Candidate(first, second, moments))
     return kept_candidates
 
 
@@ -136,13 +122,13 @@ def _written(
     """Return whether a node writes to a gathered buffer, or to the shard between two gathers."""
     for gathered_buffer in (one, other):
         if any(
-            storages.of[gathered_buffer.base][0] in written_storages(user, storages)
-            for user in uses_of(gathered_buffer.base, storages)
+            storages.of[gathered_buffer.wait][0] in written_storages(user, storages)
+            for user in uses_of(gathered_buffer.wait, storages)
         ):
             return True
     inputs = {
         touched_node
-        for node in (other.part, *other.payload_nodes())
+        for node in (other.payload, *other.payload_nodes())
         for touched_node in (node, *node.all_input_nodes)
     }
     for storage in {storage for node in inputs for storage in storages.of[node]}:
@@ -158,17 +144,7 @@ def _chosen(candidates: list[_Candidate], limit: int) -> list[_Candidate]:
     held: Counter[int] = Counter()
     chosen_candidates = []
     for candidate in sorted(candidates, key=lambda each: len(each.moments)):
-        if all(held[moment] + candidate.bytes <= limit for moment in candidate.moments):
-            held.update(dict.fromkeys(candidate.moments, candidate.bytes))
+        if all(held[moment] + candidate.second.bytes <= limit for moment in candidate.moments):
+            held.update(dict.fromkeys(candidate.moments, candidate.second.bytes))
             chosen_candidates.append(candidate)
     return [each for each in candidates if each in chosen_candidates]
-
-
-def _read_instead(second: Gathered, first: Gathered) -> None:
-    """Let what uses the second buffer use the first one."""
-    if second.base is not second.wait:  # a bucket copies into the buffer
-        graph = second.base.graph
-        for view in list(second.base.users):
-            for user in [user for user in view.users if is_bucket_split(user)]:
-                graph.erase_node(user)
-    replace_node(second.base, first.base)

@@ -115,18 +115,10 @@ def _gather_earlier(step_graph: StepGraph, by: int | None, budget: int | None) -
     node_before = None
     for start, (wait,) in list(starts_and_waits(step_graph.graph)):
         if _is_unit_gather(start):
-            units = start.meta["event"].unit.split(" + ")
-            _move_start(
-                timeline,
-                start,
-                [
-                    later_node
-                    for later_node in (node_before, *map(freed.get, units))
-                    if later_node is not None
-                ],
-                by,
-            )
-            freed |= dict.fromkeys(units, timeline.last[timeline.storages.of[wait][0]])
+            unit = start.meta["event"].unit
+            bounds = [node for node in (node_before, freed.get(unit)) if node is not None]
+            _move_start(timeline, start, bounds, by)
+            freed[unit] = timeline.last[timeline.storages.of[wait][0]]
         node_before = start
 
 

@@ -107,7 +107,7 @@ def _arrivals(graph: fx.Graph) -> dict[fx.Node, Units]:
             and event.unit is not None
             and event.kind in ("reduce_scatter", "all_reduce")
         ):
-            last |= {(unit, event.buffer): wait for unit in event.unit.split(" + ")}
+            last[event.unit, event.buffer] = wait
     units_by_node: dict[fx.Node, Units] = {}
     for (unit, _), wait in last.items():
         units_by_node[wait] = units_by_node.get(wait, frozenset()) | {unit}

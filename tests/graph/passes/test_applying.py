@@ -19,10 +19,8 @@ Pass = Callable[[Any], Any]
 
 PASSES: dict[str, Pass] = {
     "keep_gathered": lambda traced: fs.passes.keep_gathered(traced, budget="1MiB"),
-    "gather_again": fs.passes.gather_again,
     "gather_earlier": lambda traced: fs.passes.gather_earlier(traced, budget="1MiB"),
     "wait_later": lambda traced: fs.passes.wait_later(traced, budget="1MiB"),
-    "bucket": lambda traced: fs.passes.bucket(traced, bucket_bytes="4KiB"),
     "update_early": fs.passes.update_early,
     "drop_unused": fs.passes.drop_unused,
 }

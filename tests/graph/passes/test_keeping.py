@@ -36,14 +36,6 @@ def test_the_units_that_forward_ends_with_stay_as_far_as_the_budget_reaches(
     assert more == max(0, 2 - len(again)) * UNIT
 
 
-def test_gather_again_is_the_inverse(full_shard: Any) -> None:
-    kept = fs.passes.keep_gathered(full_shard, budget="1GiB")
-    assert kept.events != full_shard.events
-    freed = fs.passes.gather_again(kept)
-    assert freed.events == full_shard.events
-    assert freed.memory() == full_shard.memory()
-
-
 def test_a_shard_that_is_written_to_in_between_is_gathered_again(full_shard: Any) -> None:
     def write(step_graph: Any) -> Any:
         new = step_graph.copy()
