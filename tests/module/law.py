@@ -29,8 +29,12 @@ class Call(NamedTuple):
         return fs.predict_events(self.plan, self.schedule, **options)
 
 
-def squares(out: torch.Tensor) -> torch.Tensor:
-    return out.square().mean()
+Program = Callable[[Callable[..., Any], Any], torch.Tensor]  # of a model and an input to a loss
+
+
+def squares(model: Callable[..., Any], x: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(x).square().mean()
+    return loss
 
 
 def _input(x: Any, rank: int) -> Any:
@@ -43,8 +47,9 @@ def sharded_call(
     x: Any,
     units: Any = (),
     *,
-    loss_of: Callable[[Any], torch.Tensor] = squares,
+    program: Program = squares,
     calls: int = 2,
+    evaluate: Callable[..., Any] = fs.value_and_grad,
     how: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Call:
@@ -55,27 +60,29 @@ def sharded_call(
         functional: what ``make_functional`` returned.
         x: the input of every rank, or a function from a rank to its input.
         units: the units.
-        loss_of: the loss of an output.
+        program: the loss of a model and an input.
         calls: number of calls; the first learns the order of units.
+        evaluate: makes a loss function one that returns loss and gradients.
         how: options of ``fully_shard``.
         options: options of ``make_plan``.
     """
     apply, params, buffers = functional
     plan = fs.make_plan(params, mesh, units=units, **options)
     sharded, shards = fs.fully_shard(apply, plan, mesh, **(how or {})), fs.shard(params, plan, mesh)
+    loss_fn = lambda shards, x: program(functools.partial(sharded, shards, buffers), x)  # noqa: E731
     for _ in range(calls):
         with fs.record_events() as events:
-            loss, grads = fs.value_and_grad(lambda s: loss_of(sharded(s, buffers, _input(x, mesh.rank))))(shards)
+            loss, grads = evaluate(loss_fn)(shards, _input(x, mesh.rank))
     return Call(loss, fs.gather(grads, plan, mesh), tuple(events), plan, sharded.schedule)
 
 
 def plain_call(
-    net: nn.Module, x: Any, ranks: int = 1, loss_of: Callable[[Any], torch.Tensor] = squares
+    net: nn.Module, x: Any, ranks: int = 1, program: Program = squares
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """Return the loss of each rank's input, and the gradients of their mean; unused parameters have zeros."""
     leaves = {name: p for name, p in net.named_parameters() if p.requires_grad}
     with one_thread():
-        losses = [loss_of(net(_input(x, rank))) for rank in range(ranks)]
+        losses = [program(net, _input(x, rank)) for rank in range(ranks)]
         grads = [torch.autograd.grad(loss, [*leaves.values()], materialize_grads=True) for loss in losses]
     means = [torch.stack(parts).sum(0) / ranks for parts in zip(*grads, strict=True)]
     return [loss.detach() for loss in losses], dict(zip(leaves, means, strict=True))
@@ -102,13 +109,13 @@ def check_equal(
     world: int | Mapping[str, int] = 2,
     *,
     bits: bool = False,
-    loss_of: Callable[[Any], torch.Tensor] = squares,
+    program: Program = squares,
     **options: Any,
 ) -> list[Call]:
     """Check that ranks have the loss and gradients of the plain module, and return what they have."""
     functional, exact = fs.make_functional(net), {"rtol": 0, "atol": 0} if bits else {}
-    found = calls_on(world, functional, x, units, loss_of=loss_of, **options)
-    losses, grads = plain_call(net, x, len(found), loss_of)
+    found = calls_on(world, functional, x, units, program=program, **options)
+    losses, grads = plain_call(net, x, len(found), program)
     for call, loss in zip(found, losses, strict=True):
         torch.testing.assert_close(call.loss, loss, **exact)
         torch.testing.assert_close({name: g for name, g in call.grads.items() if g is not None}, grads, **exact)

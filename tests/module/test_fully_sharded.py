@@ -59,6 +59,10 @@ def loss_of(logits):
     return F.cross_entropy(logits.flatten(0, 1), TOKENS.flatten())
 
 
+def program(model, tokens):
+    return loss_of(model(tokens))
+
+
 @pytest.mark.parametrize(("strategy", "most"), [("full_shard", 1), ("shard_grad_op", 6)])
 def test_only_the_root_and_the_running_unit_are_gathered_at_any_moment(strategy, most):
     moments = []
@@ -72,7 +76,7 @@ def test_only_the_root_and_the_running_unit_are_gathered_at_any_moment(strategy,
     functional = fs.make_functional(made(Model, log, blocks=6))
     gc.disable()
     try:
-        calls_on(2, functional, TOKENS, ["blocks.*"], loss_of=loss_of, strategy=strategy)
+        calls_on(2, functional, TOKENS, ["blocks.*"], program=program, strategy=strategy)
     finally:
         gc.enable()
     # Both simulated ranks write to one log, and each has its own gathered unit.
@@ -196,7 +200,7 @@ def test_two_models_on_two_meshes_run_interleaved():
         grads = torch.utils._pytree.tree_map(lambda shard: shard.grad, leaves)
         return {name: fs.gather(grads[name], plan, on) for name, (_, plan, on) in built.items()}
 
-    expected = {name: plain_call(net, TOKENS, loss_of=loss_of)[1] for name, net in nets.items()}
+    expected = {name: plain_call(net, TOKENS, program=program)[1] for name, net in nets.items()}
     for grads in fs.simulate(main, {"replicate": 2, "shard": 2}):  # of the sums over ranks
         for name, ranks in (("small", 4), ("large", 2)):
             torch.testing.assert_close(grads[name], {key: ranks * grad for key, grad in expected[name].items()})
@@ -308,7 +312,7 @@ def test_an_rnn_frees_its_weights_as_soon_as_its_forward_returns():
     functional = fs.make_functional(module)
     gc.disable()
     try:
-        calls_on(2, functional, TOKENS, ["blocks.*"], loss_of=loss_of)
+        calls_on(2, functional, TOKENS, ["blocks.*"], program=program)
     finally:
         gc.enable()
     # The hooks run outside the unit, while this rank has no unit gathered; the other rank may be in one.
@@ -321,7 +325,7 @@ def test_an_rnn_frees_its_weights_as_soon_as_its_forward_returns():
     "cls", [AuxLoss, CalledTwice, OwnForward, Checkpointed, Recurrent, LooksAtShapes], ids=lambda cls: cls.__name__
 )
 def test_unusual_modules_work_sharded(cls):
-    check_equal(made(cls), TOKENS, ["blocks.*"], loss_of=loss_of)
+    check_equal(made(cls), TOKENS, ["blocks.*"], program=program)
 
 
 class Skips(Model):
@@ -343,7 +347,7 @@ class Skips(Model):
 def test_a_unit_that_the_loss_does_not_depend_on_is_not_reduced_on_any_rank_and_has_zeros(strategy, call, use):
     net = made(Skips)
     net.call, net.use = call, use
-    for result in check_equal(net, TOKENS, ["blocks.*"], loss_of=loss_of, strategy=strategy):
+    for result in check_equal(net, TOKENS, ["blocks.*"], program=program, strategy=strategy):
         kinds = [event.kind for event in result.events if event.unit == "blocks.1"]
         assert kinds == ["all_gather"] * (call and strategy == "full_shard")
 
@@ -373,7 +377,7 @@ class ReadsOutside(Model):
 def test_a_parameter_read_outside_its_units_forward_is_named():
     words = r"parameter 'blocks\.1\.up\.weight' was read \(by .*\) outside the forward of unit 'blocks\.1', which owns it"
     with pytest.raises(ValueError, match=words):
-        check_equal(made(ReadsOutside), TOKENS, ["blocks.*"], loss_of=loss_of)
+        check_equal(made(ReadsOutside), TOKENS, ["blocks.*"], program=program)
 
 
 def without_marks(params):
