@@ -163,7 +163,8 @@ def test_a_shard_that_changed_between_two_forwards_is_gathered_anew():
         first = sharded(shards, buffers, x)
         with torch.no_grad():
             shards["blocks.1"]["float32"].mul_(2)
-            return first.mean(), sharded(shards, buffers, x)
+            second = sharded(shards, buffers, x)
+        return first.mean(), second
 
     apply, params, buffers = made()[2]
     changed = {name: p.detach() * (2 if name.startswith("blocks.1") else 1) for name, p in params.items()}
