@@ -214,30 +214,20 @@ def test_a_group_computes_in_its_precision_and_ignored_classes_leave_it():
 
 def test_state_of_a_group_has_the_modules_names_and_loads_into_a_plan_without_groups(tmp_path):
     net = made()
-    apply, params, buffers = fs.make_functional(net)
+    _, params, _ = fs.make_functional(net)
     grouped, plain = (fs.make_plan(params, 2, units=units) for units in (GROUP, ["blocks.*"]))
 
-    def train_on(mesh, state):
-        sharded = fs.fully_shard(apply, grouped, mesh)
-        loss_fn = lambda shards, buffers, x: sharded(shards, buffers, x).square().mean()  # noqa: E731
-        optimizer = fs.torch_optimizer(torch.optim.AdamW, lr=1e-2)
-        step = fs.make_train_step(loss_fn, optimizer, grouped, mesh, donate=False)
-        state = step.init(fs.shard(params, grouped, mesh), buffers) if state is None else state[mesh.rank]
-        return step(state, tokens(0))[0]
-
-    first = run_simulated(train_on, 2, None)
-    back = fs.replan(fs.replan(first, grouped, plain), plain, grouped)
-
     def main(mesh):
-        named = [fs.to_state_dict(train_on(mesh, state).shards, grouped, mesh) for state in (first, back)]
-        fs.save(tmp_path, first[mesh.rank], grouped, mesh)
-        loaded = fs.restore(tmp_path, plain, mesh)
-        same_bits(fs.gather(loaded.shards, plain, mesh), fs.gather(first[mesh.rank].shards, grouped, mesh))
-        return named
+        shards = fs.shard(params, grouped, mesh)
+        fs.save(tmp_path, {"shards": shards}, grouped, mesh)
+        restored = fs.restore(tmp_path, plain, mesh)["shards"]
+        return shards, restored, *(fs.to_state_dict(*each, mesh) for each in ((shards, grouped), (restored, plain)))
 
-    for one, other in run_simulated(main, 2):
-        assert one.keys() == net.state_dict().keys()
-        same_bits(other, one)
+    shards, restored, *state_dicts = zip(*run_simulated(main, 2), strict=True)
+    for state_dict in (*state_dicts[0], *state_dicts[1]):
+        same_bits(state_dict, dict(net.state_dict()))
+    same_bits(fs.replan([*shards], grouped, plain), [*restored])
+    same_bits(fs.replan([*restored], plain, grouped), [*shards])
 
 
 @pytest.mark.parametrize(
