@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
 from tests.models import SUBJECTS
-from tests.module.test_fully_sharded import TOKENS, Model, loss_of, made
+from tests.module.law import calls_on, same_bits
+from tests.module.test_fully_sharded import TOKENS, Model, loss_of, made, program
 from tests.storages import Log
 
 OF_TORCH = (  # torch's own warnings; Dynamo hides the first one unless it is an error
@@ -59,55 +60,53 @@ def fresh():
     torch._dynamo.reset()
 
 
-def evaluated(mesh, functional, compiler, units, strategy="full_shard", steps=1, **options):
-    apply, params, buffers = functional
-    plan = fs.make_plan(params, mesh, units=units, strategy=strategy)
-    sharded = fs.fully_shard(apply, plan, mesh, compiler=compiler, **options)
-    shards = fs.shard(params, plan, mesh)
-    for _ in range(steps):
-        with fs.record_events() as events:
-            loss, grads = fs.value_and_grad(lambda s: loss_of(sharded(s, buffers, TOKENS)))(shards)
-    return loss, fs.gather(grads, plan, mesh), list(events)
+def both(main, compiler, plain=None):
+    """Check that simulated ranks get the same bits from ``main(mesh, compiler)`` as without; return those."""
+    found, expected = (fs.simulate(lambda mesh, each=each: main(mesh, each), 2) for each in (compiler, plain))
+    same_bits(found, expected)
+    return found
 
 
-def same(found, expected):
-    for (loss, grads, events), (expected_loss, expected_grads, expected_events) in zip(found, expected, strict=True):
-        assert torch.equal(loss, expected_loss)
-        assert all(torch.equal(grads[name], expected_grads[name]) for name in expected_grads)
-        assert events == expected_events
+def compiled_calls(net, x, units=(), *, how=None, equal=same_bits, **options):
+    """Check that compiled units have the numbers and collectives of uncompiled ones; return the backend."""
+    functional, backend = fs.make_functional(net), Backend()
+    found, expected = (
+        calls_on(2, functional, x, units, how={**(how or {}), "compiler": compiler}, **options)
+        for compiler in (backend.compiler, None)
+    )
+    for call, other in zip(found, expected, strict=True):
+        equal(call[:2], other[:2])
+        assert call.events == other.events
+    return backend
 
 
 CASES = {
-    "one unit": ([], {}, 1),
-    "blocks, in a root that is not compiled": (["blocks.*"], {}, 1),
-    "of a unit in a unit the inner one": (["blocks.0", "blocks.0.up"], {}, 1),
-    "units that stay gathered": (["blocks.*"], {"strategy": "shard_grad_op"}, 1),
-    "units computed again": (["blocks.*"], {"remat": ["blocks.1"]}, 1),
+    "one unit": ([], {}),
+    "blocks, in a root that is not compiled": (["blocks.*"], {}),
+    "of a unit in a unit the inner one": (["blocks.0", "blocks.0.up"], {}),
+    "units that stay gathered": (["blocks.*"], {"strategy": "shard_grad_op"}),
+    "units computed again": (["blocks.*"], {"how": {"remat": ["blocks.1"]}}),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("units", "options", "graphs"), CASES.values(), ids=CASES)
-def test_compiled_units_give_the_same_bits_and_collectives_and_are_compiled_once(units, options, graphs):
-    functional, backend = fs.make_functional(made()), Backend()
-    run = functools.partial(evaluated, functional=functional, units=units, **options)
-    found = fs.simulate(lambda mesh: run(mesh, compiler=backend.compiler, steps=2), 2)
-    assert backend.graphs == graphs
+@pytest.mark.parametrize(("units", "options"), CASES.values(), ids=CASES)
+def test_compiled_units_give_the_same_bits_and_collectives_and_are_compiled_once(units, options):
+    backend = compiled_calls(made(), TOKENS, units, program=program, **options)
+    assert backend.graphs == 1
     assert backend.runs >= 2 * 2
-    same(found, fs.simulate(lambda mesh: run(mesh, compiler=None, steps=2), 2))
 
 
 @pytest.mark.slow
-def test_between_forward_and_backward_a_compiled_unit_is_free():
-    functional = fs.make_functional(made(Model, blocks=5))
+@pytest.mark.parametrize(("strategy", "most"), [("full_shard", 1), ("shard_grad_op", 5)])
+def test_between_forward_and_backward_a_compiled_unit_is_free(strategy, most):
+    backend, functional = Backend(), fs.make_functional(made(Model, blocks=5))
     gc.disable()
     try:
-        for strategy, most in {"full_shard": 1, "shard_grad_op": 5}.items():
-            backend = Backend()
-            fs.simulate(lambda mesh, s=strategy, b=backend: evaluated(mesh, functional, b.compiler, ["blocks.*"], s), 1 + 1)
-            assert most <= backend.most <= 2 * most, strategy  # both simulated ranks write to one log
-            assert backend.log.alive() == 0, strategy
-            torch._dynamo.reset()
+        options = {"program": program, "strategy": strategy, "how": {"compiler": backend.compiler}}
+        calls_on(2, functional, TOKENS, ["blocks.*"], **options)
+        assert most <= backend.most <= 2 * most  # both simulated ranks write to one log
+        assert backend.log.alive() == 0
     finally:
         gc.enable()
 
@@ -116,30 +115,23 @@ def test_between_forward_and_backward_a_compiled_unit_is_free():
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler")
 def test_a_model_with_buffers_trains_compiled_by_inductor():
     subject = SUBJECTS["convnet"]
-    apply, params, buffers = fs.make_functional(subject.build(0.0), mutable=True)
+    functional = fs.make_functional(subject.build(0.0), mutable=True)
     batch = subject.make_batch(4, 0)
 
-    def main(mesh, compiler):
-        plan = fs.make_plan(params, mesh, units=["first"])
-        sharded = fs.fully_shard(apply, plan, mesh, compiler=compiler)
+    def main(compiler):
+        new = []
 
-        def loss_fn(shards, buffers, batch):
-            out, buffers = sharded(shards, buffers, **batch["inputs"])
-            return subject.loss(out, batch), buffers
+        def program(model, batch):
+            out, buffers = model(**batch["inputs"])
+            new.append(buffers)
+            return subject.loss(out, batch)
 
-        step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.SGD, lr=0.1), plan, mesh, mutable=True)
-        state = step.init(fs.shard(params, plan, mesh), buffers)
-        losses = []
-        for _ in range(2):
-            state, metrics = step(state, batch)
-            losses.append(metrics["loss"])
-        return torch.stack(losses), state.buffers
+        (call,) = calls_on(1, functional, batch, ["first"], program=program, how={"compiler": compiler})
+        return call[:2], new
 
-    (plain,) = fs.simulate(lambda mesh: main(mesh, None), 1)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    (compiled,) = fs.simulate(lambda mesh: main(mesh, torch.compile), 1)
+    torch.testing.assert_close(main(torch.compile), main(None))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before
-    torch.testing.assert_close(compiled, plain)
 
 
 TRANSFORMS = {
@@ -164,36 +156,27 @@ def test_under_transforms_units_run_as_they_are_and_before_and_after_as_compiled
         plan = fs.make_plan(params, mesh, units=units)
         sharded = fs.fully_shard(apply, plan, mesh, compiler=compiler)
         f, shards = lambda s: loss_of(sharded(s, buffers, TOKENS)), fs.shard(params, plan, mesh)
-        results, runs = [], []
-        for _ in range(2):
-            results += [transform(f, shards), fs.value_and_grad(f)(shards)]
-            runs.append(backend.runs)
-        return results, runs
+        return [(transform(f, shards), fs.value_and_grad(f)(shards)) for _ in range(2)]
 
-    compiler = functools.partial(torch.compile, backend=backend, fullgraph=True)
-    found, expected = (fs.simulate(lambda mesh, c=c: main(mesh, c), 2) for c in (compiler, None))
-    torch.testing.assert_close([r for r, _ in found], [r for r, _ in expected], rtol=0, atol=0)
+    both(main, functools.partial(torch.compile, backend=backend, fullgraph=True))
     assert backend.runs == 2 * 2 * (3 if units else 1)
     assert backend.graphs == 1
 
 
 @pytest.mark.slow
-def test_a_call_of_a_compiled_function_keeps_nothing():
+@pytest.mark.parametrize("units", [["blocks.*"], []], ids=["blocks", "the root"])
+def test_a_call_of_a_compiled_function_keeps_nothing(units):
     apply, params, buffers = fs.make_functional(made())
-    plan, mesh = fs.make_plan(params, 1, units=["blocks.*"]), fs.Mesh()
+    plan, mesh, log, backend = fs.make_plan(params, 1, units=units), fs.Mesh(), Log(), Backend()
     gc.disable()
     try:
-        for units in (["blocks.*"], []):
-            plan, log, backend = fs.make_plan(params, 1, units=units), Log(), Backend()
-            sharded = fs.fully_shard(apply, plan, mesh, compiler=backend.compiler)
-            for _ in range(3):
-                shards = fs.shard(params, plan, mesh)
-                for shard in torch.utils._pytree.tree_leaves(shards):
-                    log(shard)
-                fs.value_and_grad(lambda s: loss_of(sharded(s, buffers, TOKENS)))(shards)  # noqa: B023
-            assert backend.runs, units
-            del shards, shard
-            assert log.alive() == 0, units
+        sharded = fs.fully_shard(apply, plan, mesh, compiler=backend.compiler)
+        for _ in range(3):
+            shards = torch.utils._pytree.tree_map(lambda shard: log(shard) or shard, fs.shard(params, plan, mesh))
+            fs.value_and_grad(lambda s: loss_of(sharded(s, buffers, TOKENS)))(shards)
+        assert backend.runs
+        del shards
+        assert log.alive() == 0
     finally:
         gc.enable()
 
@@ -244,8 +227,7 @@ def test_a_function_runs_compiled_in_every_way(way, units):
         return outs
 
     backend = Backend()
-    found, expected = (fs.simulate(lambda mesh, c=c: main(mesh, c), 2) for c in (backend.compiler, None))
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    both(main, backend.compiler)
     assert backend.runs == 4
 
 
@@ -280,8 +262,7 @@ def test_a_module_in_full_precision_without_parameters_keeps_its_unit_from_being
 @pytest.mark.slow
 def test_a_second_derivative_through_a_compiled_unit_is_torchs_error():
     apply, params, buffers = fs.make_functional(made())
-    mesh = fs.init_mesh()
-    plan = fs.make_plan(params, mesh, units=["blocks.*"])
+    plan, mesh = fs.make_plan(params, 1, units=["blocks.*"]), fs.Mesh()
     sharded = fs.fully_shard(apply, plan, mesh, compiler=Backend().compiler)
     shards = torch.utils._pytree.tree_map(torch.Tensor.requires_grad_, fs.shard(params, plan, mesh))
     leaves = torch.utils._pytree.tree_leaves(shards)
@@ -300,9 +281,8 @@ def test_a_compiled_function_can_be_a_unit_by_hand():
         f = fs.reshard(fs.unshard(f, plan.units[""], mesh))
         return fs.value_and_grad(lambda s: f(s[""], x).square().sum())(fs.shard(params, plan, mesh))
 
-    found, expected = (fs.simulate(lambda mesh, c=c: main(mesh, c), 2) for c in (backend.compiler, lambda f: f))
+    both(main, backend.compiler, lambda f: f)
     assert backend.graphs == 1
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 WHOLES = {  # and the number of graphs of the code around the functions of this library
@@ -322,19 +302,19 @@ WHOLES = {  # and the number of graphs of the code around the functions of this 
 def test_collectives_run_between_the_graphs_of_a_compiled_program(whole, graphs, compiled):
     apply, params, buffers = fs.make_functional(made())
 
-    def main(mesh, compiler, units):
+    def main(mesh, compilers):
+        compiler, of_units = compilers
         plan = fs.make_plan(params, mesh, units=["blocks.*"])
-        sharded = fs.fully_shard(apply, plan, mesh, compiler=units)
+        sharded = fs.fully_shard(apply, plan, mesh, compiler=of_units)
         f = whole(compiler, sharded, lambda s, b: loss_of(sharded(s, b, TOKENS)))
         with fs.record_events() as events:
             results = [f(fs.shard(params, plan, mesh), buffers) for _ in range(2)]
-        return results, list(events)
+        seen.append([*events])
+        return results
 
-    around, units = Backend(), Backend()
-    found = fs.simulate(lambda mesh: main(mesh, around.compiler, units.compiler if compiled else None), 2)
-    expected = fs.simulate(lambda mesh: main(mesh, lambda f: f, None), 2)
-    torch.testing.assert_close([r for r, _ in found], [r for r, _ in expected], rtol=0, atol=0)
-    assert [e for _, e in found] == [e for _, e in expected]
+    around, units, seen = Backend(), Backend(), []
+    both(main, (around.compiler, units.compiler if compiled else None), (lambda f: f, None))
+    assert all(events == seen[0] for events in seen)
     assert (around.graphs, units.graphs) == (graphs, compiled)
 
 
@@ -367,44 +347,36 @@ def test_each_of_these_breaks_the_graph(kind):
         }[kind]
         return [compiler(f)(x) for _ in range(2)]
 
-    found, expected = (fs.simulate(lambda mesh, c=c: main(mesh, c), 2) for c in (around.compiler, lambda f: f))
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    both(main, around.compiler, lambda f: f)
     assert around.graphs == 2  # the code before and the code after
 
 
-@pytest.mark.slow
-def test_gradients_of_samples_are_taken_between_graphs():
-    params, x, around = {"w": torch.randn(3, 3)}, torch.randn(4, 3), Backend("eager")
+def per_sample(mesh, compiler):
+    params = {"w": torch.linspace(-1, 1, 9).view(3, 3)}
+    plan = fs.make_plan(params, mesh)
+    f = fs.unshard(lambda leaves, x: (x @ leaves["w"]).square().sum(), plan.units[""], mesh)
+    evaluate = compiler(fs.per_sample_grad(lambda shards, x: f(shards[""], x), plan, mesh, max_norm=1.0))
+    return evaluate(fs.shard(params, plan, mesh), torch.linspace(-1, 2, 12).view(4, 3))
 
-    def main(mesh, compiler):
-        plan = fs.make_plan(params, mesh)
-        f = fs.unshard(lambda leaves, x: (x @ leaves["w"]).square().sum(), plan.units[""], mesh)
-        evaluate = compiler(fs.per_sample_grad(lambda shards, x: f(shards[""], x), plan, mesh, max_norm=1.0))
-        return evaluate(fs.shard(params, plan, mesh), x)
 
-    found, expected = (fs.simulate(lambda mesh, c=c: main(mesh, c), 2) for c in (around.compiler, lambda f: f))
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    assert around.graphs == 0
+def two_steps(mesh, compiler):
+    apply, params, buffers = fs.make_functional(made())
+    plan = fs.make_plan(params, mesh, units=["blocks.*"])
+    sharded = fs.fully_shard(apply, plan, mesh)
+    loss_fn = lambda s, b, x: loss_of(sharded(s, b, x))  # noqa: E731
+    step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.AdamW, lr=0.1), plan, mesh)
+    state = step.init(fs.shard(params, plan, mesh), buffers)
+    for _ in range(2):
+        state, metrics = compiler(step)(state, TOKENS)
+    return metrics["loss"], state.shards
 
 
 @OF_OURS
 @pytest.mark.slow
-def test_a_step_can_be_part_of_a_compiled_program():
-    apply, params, buffers = fs.make_functional(made())
-
-    def main(mesh, compiler):
-        plan = fs.make_plan(params, mesh, units=["blocks.*"])
-        sharded = fs.fully_shard(apply, plan, mesh)
-        loss_fn = lambda s, b, x: loss_of(sharded(s, b, x))  # noqa: E731
-        step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.AdamW, lr=0.1), plan, mesh)
-        state = step.init(fs.shard(params, plan, mesh), buffers)
-        for _ in range(2):
-            state, metrics = compiler(step)(state, TOKENS)
-        return metrics["loss"], state.shards
-
+@pytest.mark.parametrize("main", [per_sample, two_steps])
+def test_gradients_of_samples_and_steps_can_be_parts_of_a_compiled_program(main):
     around = Backend()
-    found, expected = (fs.simulate(lambda mesh, c=c: main(mesh, c), 2) for c in (around.compiler, lambda f: f))
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    both(main, around.compiler, lambda f: f)
     assert around.graphs == 0
 
 
@@ -449,24 +421,21 @@ class Checkpointed(nn.Module):
         return x + checkpoint(inner, x, use_reentrant=False)
 
 
-class Friend(nn.Module):
-    """A module that also runs a module outside torch's module tables."""
-
-    def __init__(self, other):
-        super().__init__()
-        self.own, self.others = nn.Linear(3, 3), [other]
-
-    def forward(self, x):
-        return torch.tanh(self.others[0](self.own(x)))
-
-
 class Friends(nn.Module):
-    """A model with two units, one of which runs the other."""
+    """A model with two units, one of which runs the other, outside torch's module tables."""
+
+    class Friend(nn.Module):
+        def __init__(self, other):
+            super().__init__()
+            self.own, self.others = nn.Linear(3, 3), [other]
+
+        def forward(self, x):
+            return torch.tanh(self.others[0](self.own(x)))
 
     def __init__(self):
         super().__init__()
         self.first = nn.Linear(3, 3)
-        self.second = Friend(self.first)
+        self.second = self.Friend(self.first)
 
     def forward(self, x):
         return self.second(self.first(x))
@@ -475,40 +444,7 @@ class Friends(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", [[], ["first"]], ids=["kept", "computed again"])
 def test_a_compiled_unit_that_runs_another_one_breaks_its_graph_there(remat):
-    apply, params, buffers = fs.make_functional(made(Friends))
-    x = torch.randn(4, 3)
-
-    def main(mesh, compiler):
-        plan = fs.make_plan(params, mesh, units=["first", "second"])
-        sharded = fs.fully_shard(apply, plan, mesh, compiler=compiler, remat=remat)
-        with fs.record_events() as events:
-            result = fs.value_and_grad(lambda s: sharded(s, buffers, x).square().sum())(fs.shard(params, plan, mesh))
-        return result, list(events)
-
-    backend = Backend()
-    found, expected = (fs.simulate(lambda mesh, c=c: main(mesh, c), 2) for c in (backend.compiler, None))
-    assert backend.graphs
-    torch.testing.assert_close([r for r, _ in found], [r for r, _ in expected])
-    assert [e for _, e in found] == [e for _, e in expected]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:ignored_classes of the precision hold BatchNorm2d")
-def test_units_in_precisions_of_their_own_are_compiled_in_them():
-    subject = SUBJECTS["convnet"]  # its BatchNorms become units, in full precision
-    apply, params, buffers = fs.make_functional(subject.build(0.0), mutable=True)
-    batch, precision = subject.make_batch(4, 0), fs.MixedPrecision(param_dtype=torch.bfloat16)
-
-    def main(mesh, compiler):
-        plan = fs.make_plan(params, mesh, units=[*subject.units, "first.0"], precision=precision)
-        sharded = fs.fully_shard(apply, plan, mesh, compiler=compiler)
-        loss_fn = lambda s: subject.loss(sharded(s, buffers, **batch["inputs"])[0], batch)  # noqa: E731
-        return fs.value_and_grad(loss_fn)(fs.shard(params, plan, mesh))
-
-    backend = Backend()
-    found, expected = (fs.simulate(lambda mesh, c=c: main(mesh, c), 2) for c in (backend.compiler, None))
-    assert backend.graphs == 3  # a convolution, and BatchNorms of two sizes
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert compiled_calls(made(Friends), torch.randn(4, 3), ["first", "second"], how={"remat": remat}).graphs
 
 
 class Hidden(nn.Module):
@@ -538,38 +474,29 @@ def test_a_module_that_does_more_than_compute_is_compiled_once(cls, strategy):
     def main(mesh, compiler):
         plan = fs.make_plan(params, mesh, units=["0", "2"], strategy=strategy)
         sharded, shards, now = fs.fully_shard(apply, plan, mesh, compiler=compiler), fs.shard(params, plan, mesh), buffers
+
+        def loss_fn(shards, now):
+            out, new = sharded(shards, now, x)
+            return out.square().sum(), new
+
         results = []
         for _ in range(5):
-
-            def loss_fn(shards, now=now):
-                out, new = sharded(shards, now, x)
-                return out.square().sum(), new
-
-            (loss, now), grads = fs.value_and_grad(loss_fn, has_aux=True)(shards)
+            (loss, now), grads = fs.value_and_grad(loss_fn, has_aux=True)(shards, now)
             results.append((loss, now, grads))
         return results
 
-    found, expected = (fs.simulate(lambda mesh, c=c: main(mesh, c), 2) for c in (backend.compiler, None))
+    both(main, backend.compiler)
     assert backend.graphs == 2  # the input of the first unit needs no gradient
-    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.slow
 def test_bert_trains_compiled_and_with_gradient_checkpointing():
-    module = SUBJECTS["bert"].build(0.0)
-    module.gradient_checkpointing_enable({"use_reentrant": False})
-    subject, (apply, params, buffers) = SUBJECTS["bert"], fs.make_functional(module)
-    batch, backend = subject.make_batch(2, 0), Backend()
-
-    def main(mesh, compiler):
-        plan = fs.make_plan(params, mesh, units=subject.units)
-        sharded = fs.fully_shard(apply, plan, mesh, compiler=compiler)
-        loss_fn = lambda s: subject.loss(sharded(s, buffers, **batch["inputs"]), batch)  # noqa: E731
-        return fs.value_and_grad(loss_fn)(fs.shard(params, plan, mesh))
-
-    found, expected = (fs.simulate(lambda mesh, c=c: main(mesh, c), 2) for c in (backend.compiler, None))
-    assert backend.graphs >= 1
-    torch.testing.assert_close(found, expected)
+    subject = SUBJECTS["bert"]
+    net, batch = subject.build(0.0), subject.make_batch(2, 0)
+    net.gradient_checkpointing_enable({"use_reentrant": False})
+    bert = lambda model, batch: subject.loss(model(**batch["inputs"]), batch)  # noqa: E731
+    equal = torch.testing.assert_close
+    assert compiled_calls(net, batch, subject.units, program=bert, equal=equal).graphs >= 1
 
 
 def test_modules_that_are_compiled_already_are_refused_or_run_uncompiled():
@@ -599,10 +526,7 @@ def test_where_torch_would_crash_a_compiler_is_refused(monkeypatch):
     main(fs.Mesh())  # on the main thread
 
 
-def test_what_cannot_compile_is_refused():
+def test_a_compiled_function_of_a_module_is_refused():
     apply, params, _ = fs.make_functional(made())
-    plan, mesh = fs.make_plan(params, 1), fs.init_mesh()
-    with pytest.raises(TypeError, match=r"compiler must be a function such as torch.compile; found True"):
-        fs.fully_shard(apply, plan, mesh, compiler=True)
     with pytest.raises(TypeError, match=r"found function, compiled: pass apply itself, and compiler=torch.compile"):
-        fs.fully_shard(torch.compile(apply), plan, mesh)
+        fs.fully_shard(torch.compile(apply), fs.make_plan(params, 1), fs.Mesh())
