@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
 import types
 import warnings
@@ -18,7 +17,8 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
-from tests.ranks import one_thread, run_simulated
+from funcshard._utils import without_collection
+from tests.module.law import check_equal, sharded_call
 
 x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
 
@@ -58,27 +58,12 @@ PATCHED: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def gradients(net: nn.Module, units: list[str]) -> None:
-    """Check the gradients of a sharded module."""
-    apply, params, buffers = fs.make_functional(net)
-    with one_thread():
-        wanted = dict(zip(params, torch.autograd.grad(net(x).square().mean(), tuple(net.parameters())), strict=True))
-
-    def main(mesh: fs.Mesh) -> Any:
-        plan = fs.make_plan(params, mesh, units=units)
-        sharded = fs.fully_shard(apply, plan, mesh)
-        _, grads = fs.value_and_grad(lambda s: sharded(s, buffers, x).square().mean())(fs.shard(params, plan, mesh))
-        return fs.gather(grads, plan, mesh)
-
-    for grads in run_simulated(main, 2):
-        torch.testing.assert_close(grads, wanted, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("units", [[], ["*"]], ids=["whole", "units"])
 @pytest.mark.parametrize("make", PATCHED.values(), ids=PATCHED)
 def test_a_forward_set_on_the_object_may_call_that_of_its_class(make, units) -> None:
-    torch.manual_seed(0)
-    gradients(nn.Sequential(make(), nn.Linear(3, 3)), units)  # the second has the class of the first, but no own forward
+    check_equal(
+        nn.Sequential(make(), nn.Linear(3, 3)), x, units, bits=True
+    )  # the second has the class of the first, but no own forward
 
 
 class Around(nn.Module):
@@ -108,7 +93,6 @@ HOOKS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 @pytest.mark.parametrize(("make", "hook"), HOOKS.values(), ids=HOOKS)
 def test_a_hook_that_computes_a_weight_before_the_units_forward_is_refused_and_its_remedy_works(make, hook) -> None:
-    torch.manual_seed(0)
     net = nn.Sequential(Around(make()), nn.Linear(3, 3))
     apply, params, _ = fs.make_functional(net)
     words = (
@@ -117,14 +101,14 @@ def test_a_hook_that_computes_a_weight_before_the_units_forward_is_refused_and_i
     )
     with pytest.raises(ValueError, match=words):
         fs.fully_shard(apply, fs.make_plan(params, fs.Mesh(), units=["0.inner"]), fs.Mesh())
-    gradients(net, ["0", "1"])
-    gradients(net, [])
+    for units in (["0", "1"], []):
+        check_equal(net, x, units, bits=True)
 
 
 @pytest.mark.parametrize("name", ["weight_norm", "spectral_norm"])
 def test_the_new_functions_of_torch_train_as_units(name) -> None:
-    torch.manual_seed(0)
-    gradients(nn.Sequential(getattr(parametrizations, name)(nn.Linear(3, 3)).eval(), nn.Linear(3, 3)), ["0", "1"])
+    net = nn.Sequential(getattr(parametrizations, name)(nn.Linear(3, 3)).eval(), nn.Linear(3, 3))
+    check_equal(net, x, ["0", "1"], bits=True)
 
 
 def test_a_users_hook_that_reads_a_parameter_of_its_unit_is_told_when_hooks_run() -> None:
@@ -153,22 +137,11 @@ class Named(Registered, name="named"):
 
 @pytest.mark.parametrize("cls", [Registered, Named])
 def test_a_class_whose_subclasses_have_to_give_a_name_is_a_unit(cls):
-    module = nn.Sequential(cls(3, 3), nn.Linear(3, 2))
-    apply, params, buffers = fs.make_functional(module)
-    x = torch.randn(2, 3)
-
-    def main(mesh):
-        plan = fs.make_plan(params, mesh, units=["0"])
-        return fs.fully_shard(apply, plan, mesh)(fs.shard(params, plan, mesh), buffers, x)
-
-    for output in run_simulated(main, 2):
-        assert torch.equal(output, module(x))
+    check_equal(nn.Sequential(cls(3, 3), nn.Linear(3, 2)), x, ["0"])
     assert Registered.registry == {"named": Named}
 
 
 # --- during a call --------------------------------------------------------------------------------
-
-STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
 
 
 class Base(nn.Module):
@@ -198,8 +171,8 @@ BY_CLASS = {Block: 2.0, Doubled: 3.0}
 BY_NAME = {str(cls): number for cls, number in BY_CLASS.items()}
 
 
-class Registry(nn.Module):
-    """Finds what to do with a block by its class."""
+class Looks(nn.Module):
+    """Finds what to do with a block by its class, and looks at its forward, as tools do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,50 +180,22 @@ class Registry(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
+            assert list(inspect.signature(block.forward).parameters) == ["x", "scale"]
+            assert block.forward.__self__ is block
+            assert block.forward.__name__ == "forward"
             x = block(x, scale=BY_CLASS[type(block)]) + BY_NAME[str(type(block))]
         return x
 
 
-def same_as_plain(net: nn.Module, units: list[str], strategy: str = "full_shard", **options: Any) -> None:
-    """Check output and gradients of three sharded calls, bit for bit."""
-    apply, params, buffers = fs.make_functional(net)
-    with one_thread():
-        output = net(x)
-        wanted = dict(zip(params, torch.autograd.grad(output.square().mean(), tuple(net.parameters())), strict=True))
-
-    def main(mesh: fs.Mesh) -> Any:
-        plan = fs.make_plan(params, mesh, units=units, strategy=strategy)
-        sharded, shards = fs.fully_shard(apply, plan, mesh, **options), fs.shard(params, plan, mesh)
-        for _ in range(3):
-            _, grads = fs.value_and_grad(lambda s: sharded(s, buffers, x).square().mean())(shards)
-        return sharded(shards, buffers, x).detach(), fs.gather(grads, plan, mesh)
-
-    for found, grads in run_simulated(main, 2):
-        torch.testing.assert_close(found, output.detach(), rtol=0, atol=0)
-        torch.testing.assert_close(grads, wanted, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_unit_keeps_its_class_so_registries_by_class_find_it(strategy) -> None:
-    torch.manual_seed(0)
-    same_as_plain(Registry(), ["blocks.*"], strategy)
-
-
-class Checkpointed(nn.Module):
+class HandsOn(nn.Module):
     """Hands a checkpoint the forward of its block, and nothing else of it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.block, self.head = Block(), nn.Linear(3, 1)
+        self.blocks = nn.ModuleList([Block(), nn.Linear(3, 1)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(checkpoint(self.block.forward, x, 0.5, use_reentrant=False))
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_checkpoint_may_keep_the_forward_of_a_unit_alone(strategy) -> None:
-    torch.manual_seed(0)
-    same_as_plain(Checkpointed(), ["block", "head"], strategy)
+        return self.blocks[1](checkpoint(self.blocks[0].forward, x, 0.5, use_reentrant=False))
 
 
 class Patches(nn.Module):
@@ -258,54 +203,41 @@ class Patches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.block = Block()
+        self.blocks = nn.ModuleList([Block()])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        old = self.block.forward
-        outputs = []
+        (block,), outputs = self.blocks, []
+        old = block.forward
 
         @functools.wraps(old)
         def capturing(*args: Any, **kwargs: Any) -> torch.Tensor:
             outputs.append(old(*args, **kwargs))
             return outputs[-1]
 
-        self.block.forward = capturing
+        block.forward = capturing
         try:
-            x = self.block(self.block(x))
+            x = block(block(x))
         finally:
-            self.block.forward = old
-        return self.block(x) + sum(outputs)
+            block.forward = old
+        return block(x) + sum(outputs)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"remat": True}, {"compiler": lambda forward: forward}], ids=["plain", "remat", "compiled"]
-)
-def test_a_module_may_replace_the_forward_of_a_unit_while_it_runs(options) -> None:
-    torch.manual_seed(0)
-    same_as_plain(Patches(), ["block"], **options)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "full_shard": {},
+    "shard_grad_op": {"strategy": "shard_grad_op"},
+    "no_shard": {"strategy": "no_shard"},
+    "remat": {"how": {"remat": True}},
+    "compiled": {"how": {"compiler": lambda forward: forward}},
+}
 
 
-class Looks(nn.Module):
-    """Looks at the forward of its block, as tools do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        assert list(inspect.signature(self.block.forward).parameters) == ["x", "scale"]
-        assert self.block.forward.__self__ is self.block
-        assert self.block.forward.__name__ == "forward"
-        return self.block(x)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("cls", [Looks, HandsOn, Patches])
+def test_a_model_may_look_at_hand_on_and_replace_the_forward_of_a_unit(cls, options) -> None:
+    check_equal(cls(), x, ["blocks.*"], bits=True, **options)
 
 
-def test_the_forward_of_a_unit_looks_like_that_of_its_class() -> None:
-    torch.manual_seed(0)
-    same_as_plain(Looks(), ["block"])
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_modules_of_a_call_are_freed_without_the_collector(strategy) -> None:
+def test_the_modules_of_a_call_are_freed_without_the_collector() -> None:
     alive: list[weakref.ref[nn.Module]] = []
 
     class Noted(Base):
@@ -313,16 +245,7 @@ def test_the_modules_of_a_call_are_freed_without_the_collector(strategy) -> None
             alive.append(weakref.ref(self))
             return self.linear(x)
 
-    net = nn.Sequential(Noted(), Noted())
-    apply, params, buffers = fs.make_functional(net)
-    plan = fs.make_plan(params, fs.Mesh(), units=["*"], strategy=strategy)
-    sharded, shards = fs.fully_shard(apply, plan, fs.Mesh()), fs.shard(params, plan, fs.Mesh())
-    gc.collect()
-    gc.disable()
-    try:
-        for _ in range(2):
-            fs.value_and_grad(lambda s: sharded(s, buffers, x).square().mean())(shards)
-            assert [ref for ref in alive if ref() is not None] == []
-    finally:
-        gc.enable()
-    assert len(alive) == 4
+    functional = fs.make_functional(nn.Sequential(Noted(), Noted()))
+    with without_collection():
+        sharded_call(fs.Mesh(), functional, x, ["*"])
+        assert [ref() for ref in alive] == [None] * 4
