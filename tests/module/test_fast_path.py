@@ -33,18 +33,13 @@ def hooked() -> nn.Module:
 
 # name -> (module, units)
 MODELS: dict[str, tuple[Any, list[str]]] = {
-    "attention": (layer, ["self_attn"]),
     "attention and a linear layer": (layer, ["self_attn", "linear1"]),
-    "a norm": (layer, ["norm1"]),
-    "norms first": (lambda: layer(norm_first=True), ["self_attn"]),
+    "norms first": (lambda: layer(norm_first=True), ["norm1"]),
     "all of a layer but its norms": (layer, ["self_attn", "linear1", "linear2"]),
     "a layer with a hook": (hooked, ["self_attn"]),
     "layers": (encoder, ["layers.*"]),
-    "the first layer": (encoder, ["layers.0"]),
-    "attention of each layer": (encoder, ["layers.*.self_attn"]),
     "attention of the second layer": (encoder, ["layers.1.self_attn"]),
     "layers and their attention": (encoder, ["layers.*", "layers.*.self_attn"]),
-    "linear layers": (encoder, ["layers.*.linear1", "layers.*.linear2"]),
 }
 
 
