@@ -77,8 +77,8 @@ def text(**more: Any) -> Callable[[], dict[str, Any]]:
     return make
 
 
-def images() -> dict[str, Any]:
-    return {"pixel_values": torch.randn(2, 3, 16, 16), "output_hidden_states": True}
+def images(size: int = 16) -> Callable[[], dict[str, Any]]:
+    return lambda: {"pixel_values": torch.randn(2, 3, size, size), "output_hidden_states": True}
 
 
 def subject(kind: str, head: str, inputs: Callable[[], dict[str, Any]], blocks: str, **changes: Any) -> Subject:
@@ -110,17 +110,6 @@ def wave() -> dict[str, Any]:
     return {"input_values": torch.randn(2, 800), "output_hidden_states": True}
 
 
-def image_and_text() -> dict[str, Any]:
-    return {"input_ids": tokens(), "pixel_values": torch.randn(2, 3, 16, 16), "return_loss": True}
-
-
-def sequence(features: int) -> Callable[[], dict[str, Any]]:
-    def make() -> dict[str, Any]:
-        return {"pixel_values": torch.randn(2, 3, features, features), "output_hidden_states": True}
-
-    return make
-
-
 ATTENTION = {"output_attentions": True}
 ROUTER = {"output_router_logits": True}
 EAGER = {"attn_implementation": "eager"}
@@ -150,6 +139,7 @@ CAUSAL = (
     ("falcon", "FalconForCausalLM", text(), "FalconDecoderLayer", {}),
     ("mpt", "MptForCausalLM", text(), "MptBlock", {}),
     ("mamba", "MambaForCausalLM", text(), "MambaBlock", {}),
+    ("phimoe", "PhimoeForCausalLM", text(**ROUTER), "PhimoeDecoderLayer", {}),
     ("rwkv", "RwkvForCausalLM", text(), "RwkvBlock", {}),
     ("lfm2", "Lfm2ForCausalLM", text(), "Lfm2DecoderLayer", {}),
     ("granite", "GraniteForCausalLM", text(), "GraniteDecoderLayer", {}),
@@ -177,38 +167,34 @@ ENCODER_DECODER = (
     ("bart", "BartForConditionalGeneration", text(**ATTENTION), "BartEncoderLayer BartDecoderLayer", EAGER),
     ("pegasus", "PegasusForConditionalGeneration", text(), "PegasusEncoderLayer PegasusDecoderLayer", {}),
     ("m2m_100", "M2M100ForConditionalGeneration", text(), "M2M100EncoderLayer M2M100DecoderLayer", {}),
+    ("led", "LEDForConditionalGeneration", text(), "LEDEncoderLayer LEDDecoderLayer", {"attention_window": [4, 4]}),
+    ("nllb-moe", "NllbMoeForConditionalGeneration", text(), "NllbMoeEncoderLayer NllbMoeDecoderLayer", {}),
     ("switch_transformers", "SwitchTransformersForConditionalGeneration", text(**ROUTER), "SwitchTransformersBlock", {}),
     ("whisper", "WhisperForConditionalGeneration", audio, "WhisperEncoderLayer WhisperDecoderLayer", {}),
 )
 VISION = (
-    ("vit", "ViTForImageClassification", images, "ViTLayer", {}),
-    ("deit", "DeiTForImageClassification", images, "DeiTLayer", {}),
-    ("dinov2", "Dinov2ForImageClassification", images, "Dinov2Layer", {}),
+    ("vit", "ViTForImageClassification", images(), "ViTLayer", {}),
+    ("deit", "DeiTForImageClassification", images(), "DeiTLayer", {}),
+    ("dinov2", "Dinov2ForImageClassification", images(), "Dinov2Layer", {}),
     (
         "swinv2",
         "Swinv2ForImageClassification",
-        sequence(32),
+        images(32),
         "Swinv2Layer",
         {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4},
     ),
-    (
-        "beit",
-        "BeitForImageClassification",
-        images,
-        "BeitLayer",
-        {"use_relative_position_bias": True},
-    ),
+    ("beit", "BeitForImageClassification", images(), "BeitLayer", {"use_relative_position_bias": True}),
     (
         "resnet",
         "ResNetForImageClassification",
-        sequence(32),
+        images(32),
         "ResNetBasicLayer",
         {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"},
     ),
     (
         "convnext",
         "ConvNextForImageClassification",
-        sequence(32),
+        images(32),
         "ConvNextLayer",
         {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2},
     ),
