@@ -153,6 +153,7 @@ class Keeps(nn.Module):
         self.inner = nn.Module()
         self.inner.lin = nn.Linear(3, 3)
         self.do, self.n, self.name, self.cache, self.seen, self.masks = do, 0, "first", None, [], {}
+        self.known, self.kind = {1}, nn.ReLU
         self.noise, self.counts, self.table = torch.Generator().manual_seed(1), {"calls": [0]}, torch.zeros(100_000)
         self.inner.when = Clock()
 
@@ -184,6 +185,8 @@ LEAVES: dict[str, tuple[Any, str, int]] = {
     "a choice": (lambda m, x: setattr(m, "name", "second"), "'name'", 0),
     "random numbers": (lambda m, x: torch.rand(2, generator=m.noise), "'noise'", 0),
     "a list in a dictionary": (lambda m, x: m.counts["calls"].append(1), "'counts'", 0),
+    "a set": (lambda m, x: m.known.add(2), "'known'", 0),
+    "a class": (lambda m, x: setattr(m, "kind", nn.Tanh), "'kind'", 0),
     "a large tensor": (lambda m, x: m.table[7].fill_(1), "'table'", 0),
     "an object": (ticks, "'inner.when'", 0),
     "a module": (adds_a_module, "'inner.late'", 0),
