@@ -1,8 +1,8 @@
 """``fully_shard``: a module runs unit by unit, and calls do not affect each other."""
 
 import gc
-import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
+from funcshard._utils import without_collection
 from tests.module.law import calls_on, check_equal, plain_call, sharded_call
 from tests.ranks import run_ranks, run_simulated
 from tests.storages import Log
@@ -74,11 +75,8 @@ def test_only_the_root_and_the_running_unit_are_gathered_at_any_moment(strategy,
 
     log = Watch()
     functional = fs.make_functional(made(Model, log, blocks=6))
-    gc.disable()
-    try:
+    with without_collection():
         calls_on(2, functional, TOKENS, ["blocks.*"], program=program, strategy=strategy)
-    finally:
-        gc.enable()
     # Both simulated ranks write to one log, and each has its own gathered unit.
     assert most <= max(moments) <= 2 * most
     assert log.alive() == 0
@@ -216,11 +214,9 @@ def test_threads_share_one_sharded_function():
     def call():
         results.extend(torch.equal(sharded(shards, buffers, TOKENS), expected) for _ in range(20))
 
-    threads = [threading.Thread(target=call) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        for each in [pool.submit(call) for _ in range(4)]:
+            each.result()
     assert results == [True] * 80
 
 
@@ -310,11 +306,8 @@ def test_an_rnn_frees_its_weights_as_soon_as_its_forward_returns():
         block.register_forward_pre_hook(lambda *_: moments.append(log.alive()))
         block.register_forward_hook(lambda *_: moments.append(log.alive()))
     functional = fs.make_functional(module)
-    gc.disable()
-    try:
+    with without_collection():
         calls_on(2, functional, TOKENS, ["blocks.*"], program=program)
-    finally:
-        gc.enable()
     # The hooks run outside the unit, while this rank has no unit gathered; the other rank may be in one.
     assert moments
     assert max(moments) <= 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 from collections import Counter
 
 import pytest
@@ -12,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
+from funcshard._utils import without_collection
 from tests.module.law import calls_on, check_equal, same_bits, sharded_call
 from tests.ranks import run_ranks, run_simulated
 from tests.storages import Log, LoggedBlock
@@ -77,13 +77,6 @@ def held(mesh, log):
     return found
 
 
-@pytest.fixture
-def without_collections():
-    gc.disable()
-    yield
-    gc.enable()
-
-
 # --- several forwards -----------------------------------------------------------------------------
 
 
@@ -114,7 +107,6 @@ def target_last(model, x):
     return (found - target).square().mean()
 
 
-@pytest.mark.usefixtures("without_collections")
 @pytest.mark.parametrize("of", [preference, target_first, target_last])
 def test_two_forwards_have_one_copy_which_goes_with_the_last_gradient_of_its_unit(of):
     log, _, functional = made()
@@ -132,8 +124,9 @@ def test_two_forwards_have_one_copy_which_goes_with_the_last_gradient_of_its_uni
         evaluate = functools.partial(fs.value_and_grad, on_grads=note)
         sharded_call(mesh, functional, batch, ALL[1:], program=program, calls=1, evaluate=evaluate, **KEPT)
 
-    run_simulated(main, RANKS)
-    assert log.alive() == 0
+    with without_collection():
+        run_simulated(main, RANKS)
+        assert log.alive() == 0
     # One copy a rank. The last gradient of a unit finds the unit free.
     expected = {"forward": BLOCKS, "blocks.2": 2, "blocks.1": 1, "blocks.0": 0, "": 0}
     assert alive == {name: RANKS * copies for name, copies in expected.items()}
@@ -210,58 +203,6 @@ def test_two_functions_of_one_plan_share_what_stays_gathered():
     assert run_simulated(main, 2) == [dict.fromkeys(ALL, 1)] * 2
 
 
-@pytest.mark.parametrize(("order", "times"), [((False, True), 2), ((True, False), 1), ((True, False, True), 1)])
-def test_a_forward_without_gradients_uses_what_is_gathered_but_keeps_nothing(order, times):
-    def program(model, x):
-        found = []
-        for grad in order:
-            with torch.set_grad_enabled(grad):
-                found.append(model(x).mean())
-        return sum(found)
-
-    for call in calls_on(2, made()[2], batch, ALL[1:], program=program, calls=1, **KEPT):
-        assert gathers(call.events) == dict.fromkeys(ALL, times)
-
-
-def test_a_forward_that_wrote_to_its_leaves_leaves_nothing_to_use_again():
-    class Writes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(WIDTH))
-
-        def forward(self, x, write):
-            if write:
-                with torch.no_grad():
-                    self.weight.detach().mul_(3)
-            return x * self.weight
-
-    def program(model, x):
-        with pytest.raises(RuntimeError, match="modified a leaf in place"):
-            model(x, True)
-        return model(x, False).mean()
-
-    for rank, call in enumerate(calls_on(2, fs.make_functional(Writes()), batch, program=program, **KEPT)):
-        same_bits(call.loss, batch(rank).mean())
-
-
-@pytest.mark.usefixtures("without_collections")
-def test_an_error_in_the_loss_function_leaves_nothing_in_memory():
-    log, _, functional = made()
-
-    def program(model, x):
-        model(x)
-        raise ValueError("no loss")
-
-    def main(mesh):
-        with pytest.raises(ValueError, match="no loss") as caught:
-            sharded_call(mesh, functional, batch, ALL[1:], program=program, **KEPT)
-        return caught.value
-
-    errors = run_simulated(main, 2)
-    assert len(errors) == 2
-    assert log.alive() == 0
-
-
 # --- recomputation --------------------------------------------------------------------------------
 
 
@@ -318,7 +259,6 @@ def test_frozen_units_stay_gathered_if_backward_may_need_them(passes):
 # --- micro-batches --------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("without_collections")
 def test_a_unit_that_stays_over_micro_batches_is_freed_after_the_last():
     log, _, functional = made()
     alive = []
@@ -333,8 +273,9 @@ def test_a_unit_that_stays_over_micro_batches_is_freed_after_the_last():
         options = {**KEPT, "reshard_after_backward": False}
         sharded_call(mesh, functional, batch, ALL[1:], program=program, calls=1, evaluate=evaluate, **options)
 
-    run_simulated(main, RANKS)
-    assert log.alive() == 0
+    with without_collection():
+        run_simulated(main, RANKS)
+        assert log.alive() == 0
     expected = [0, BLOCKS, 2, 1, 0, 0]  # before each forward, then as each unit is reduced
     assert alive[::RANKS] == [RANKS * copies for copies in expected]
 

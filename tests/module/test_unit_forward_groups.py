@@ -106,13 +106,6 @@ def test_modules_of_a_group_are_called_in_any_way(way, strategy):
             assert call.events == call.predicted()
 
 
-def test_a_group_gives_the_bits_of_separate_units_with_fewer_collectives():
-    functional = fs.make_functional(made())
-    for apart, joined in zip(*(calls_on(2, functional, tokens, units) for units in (APART, GROUP)), strict=True):
-        same_bits(joined[:2], apart[:2])
-        assert len(joined.events) == len(apart.events) - 5  # nothing needs the embedding alone in backward
-
-
 @pytest.mark.parametrize("prefetch", ["pre", "post", None])
 def test_a_group_is_gathered_ahead_as_the_schedule_says(prefetch):
     units = [["blocks.0.norm", "blocks.2.up", "head"], "blocks.*", "embed"]
@@ -188,17 +181,6 @@ def test_modules_of_a_group_are_computed_again_from_leaves_that_are_gathered_onc
         assert other.events == other.predicted(recomputed=recomputed)
 
 
-HOW = {
-    "remat of a unit around a module of it": {"remat": ["blocks.0"]},
-    "compiled": {"compiler": lambda forward: lambda *args, **kwargs: forward(*args, **kwargs)},
-}
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_a_group_runs_with_each_option_of_fully_shard(how):
-    check_equal(made(), tokens, ["blocks.*", ["embed", "blocks.0.norm", "head"]], how=HOW[how])
-
-
 @pytest.mark.filterwarnings("ignore:ignored_classes of the precision hold LayerNorm")
 def test_a_group_computes_in_its_precision_and_ignored_classes_leave_it():
     precision = fs.MixedPrecision(param_dtype=torch.float32, ignored_classes=(nn.LayerNorm,))
@@ -210,24 +192,6 @@ def test_a_group_computes_in_its_precision_and_ignored_classes_leave_it():
         assert {event.dtype for event in call.events if event.unit == NAME} == {"float32"}
         torch.testing.assert_close(call.loss.double(), other.loss, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(call.grads, other.grads, rtol=1e-4, atol=1e-5)
-
-
-def test_state_of_a_group_has_the_modules_names_and_loads_into_a_plan_without_groups(tmp_path):
-    net = made()
-    _, params, _ = fs.make_functional(net)
-    grouped, plain = (fs.make_plan(params, 2, units=units) for units in (GROUP, ["blocks.*"]))
-
-    def main(mesh):
-        shards = fs.shard(params, grouped, mesh)
-        fs.save(tmp_path, {"shards": shards}, grouped, mesh)
-        restored = fs.restore(tmp_path, plain, mesh)["shards"]
-        return shards, restored, *(fs.to_state_dict(*each, mesh) for each in ((shards, grouped), (restored, plain)))
-
-    shards, restored, *state_dicts = zip(*run_simulated(main, 2), strict=True)
-    for state_dict in (*state_dicts[0], *state_dicts[1]):
-        same_bits(state_dict, dict(net.state_dict()))
-    same_bits(fs.replan([*shards], grouped, plain), [*restored])
-    same_bits(fs.replan([*restored], plain, grouped), [*shards])
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Compiled units compute the same as uncompiled ones, and no collective becomes part of a graph."""
 
 import functools
-import gc
 import shutil
 
 import pytest
@@ -11,6 +10,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
+from funcshard._utils import without_collection
 from tests.models import SUBJECTS
 from tests.module.law import calls_on, same_bits
 from tests.module.test_fully_sharded import TOKENS, Model, loss_of, made, program
@@ -107,14 +107,11 @@ def test_between_forward_and_backward_a_compiled_unit_is_free(strategy, most):
             of_calls(shard)
         return program(model, tokens)
 
-    gc.disable()
-    try:
+    with without_collection():
         options = {"program": noted, "strategy": strategy, "how": {"compiler": backend.compiler}}
         calls_on(2, functional, TOKENS, ["blocks.*"], **options)
         assert most <= backend.most <= 2 * most  # both simulated ranks write to one log
         assert backend.log.alive() == of_calls.alive() == 0
-    finally:
-        gc.enable()
 
 
 @pytest.mark.slow
