@@ -1,6 +1,6 @@
 """``fully_shard``: a module runs unit by unit, and calls do not affect each other."""
 
-import gc
+import functools
 import types
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
 from funcshard._utils import without_collection
-from tests.module.law import calls_on, check_equal, plain_call, sharded_call
+from tests.module.law import calls_on, check_equal, plain_call
 from tests.ranks import run_ranks, run_simulated
 from tests.storages import Log
 
@@ -104,104 +104,24 @@ def test_forward_without_gradients_gathers_each_unit_once_and_leaves_nothing_beh
 # --- re-entrancy: the function keeps no state between calls --------------------------------------------------------------
 
 
-def two_forwards_before_one_backward(sharded, shards, other, buffers):
-    first, second = sharded(shards, buffers, TOKENS), sharded(shards, buffers, TOKENS.flip(0))
-    return loss_of(first) + loss_of(second)
-
-
-def a_forward_that_raises_in_between(sharded, shards, other, buffers):
-    first = sharded(shards, buffers, TOKENS)
-    with pytest.raises(IndexError):
-        sharded(shards, buffers, TOKENS + WORDS)
-    return loss_of(first) + loss_of(sharded(shards, buffers, TOKENS.flip(0)))
-
-
-def a_forward_of_other_parameters_in_between(sharded, shards, other, buffers):
-    first = sharded(shards, buffers, TOKENS)
-    with torch.no_grad():
-        sharded(other, buffers, TOKENS)
-    return loss_of(first) + loss_of(sharded(shards, buffers, TOKENS.flip(0)))
-
-
-def a_backward_in_between(sharded, shards, other, buffers):
-    first = sharded(shards, buffers, TOKENS)
-    leaves = {name: {key: local.detach().requires_grad_() for key, local in unit.items()} for name, unit in other.items()}
-    loss_of(sharded(leaves, buffers, TOKENS)).backward()
-    return loss_of(first) + loss_of(sharded(shards, buffers, TOKENS.flip(0)))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "calls",
-    [
-        two_forwards_before_one_backward,
-        a_forward_that_raises_in_between,
-        a_forward_of_other_parameters_in_between,
-        a_backward_in_between,
-    ],
-)
-def test_calls_do_not_disturb_each_other(calls):
-    module = made()
-    apply, params, buffers = fs.make_functional(module)
-    expected = torch.autograd.grad(loss_of(module(TOKENS)) + loss_of(module(TOKENS.flip(0))), list(module.parameters()))
+def test_calls_do_not_disturb_each_other():
+    def mixed(model, tokens):
+        """Call a model twice, and in between in all ways that do not count."""
+        first, (shards, buffers) = program(model, tokens), model.args
+        with pytest.raises(IndexError):
+            model(tokens + WORDS)
+        other = torch.utils._pytree.tree_map(lambda shard: (2 * shard.detach()).requires_grad_(), shards)
+        with torch.no_grad():
+            model.func(other, buffers, tokens)
+        program(functools.partial(model.func, other, buffers), tokens).backward()
+        return first + program(model, tokens.flip(0))
 
-    def main(mesh):
-        plan = fs.make_plan(params, mesh, units=["blocks.*"])
-        sharded = fs.fully_shard(apply, plan, mesh)
-        shards = fs.shard(params, plan, mesh)
-        other = {name: {key: 2 * local for key, local in unit.items()} for name, unit in shards.items()}
-        _, grads = fs.value_and_grad(lambda s: calls(sharded, s, other, buffers))(shards)
-        return fs.gather(grads, plan, mesh)
-
-    names = [name for name, _ in module.named_parameters()]
-    for grads in fs.simulate(main, 2):
-        torch.testing.assert_close(grads, dict(zip(names, expected, strict=True)))
-
-
-@pytest.mark.slow
-def test_a_raising_forward_leaves_nothing_gathered_once_its_exception_is_gone():
-    log = Log()
-
-    class Raises(Block):
-        def forward(self, x):
-            super().forward(x)
-            raise ArithmeticError("half way")
-
-    module = made(Model, log)
-    module.blocks[1] = Raises(log)
-    functional = fs.make_functional(module)
-
-    def main(mesh):
-        with pytest.raises(ArithmeticError, match="half way"):
-            sharded_call(mesh, functional, TOKENS, ["blocks.*"])
-        gc.collect()
-        return log.alive()
-
-    assert fs.simulate(main, 1) == [0]
-    assert fs.simulate(main, 2)[1] == 0
-
-
-@pytest.mark.slow
-def test_two_models_on_two_meshes_run_interleaved():
-    nets = {"small": made(), "large": made(Model, None, 5, seed=1)}
-    functional = {name: fs.make_functional(net) for name, net in nets.items()}
-
-    def main(mesh):
-        meshes = {"small": mesh, "large": fs.Mesh({"shard": mesh.shard}, device=mesh.device)}  # the inner axis alone
-        built, shards = {}, {}
-        for name, on in meshes.items():
-            apply, params, _ = functional[name]
-            plan = fs.make_plan(params, on, units=["blocks.*"])
-            built[name], shards[name] = (fs.fully_shard(apply, plan, on), plan, on), fs.shard(params, plan, on)
-        leaves = torch.utils._pytree.tree_map(torch.Tensor.requires_grad_, shards)
-        sum(loss_of(built[name][0](leaves[name], {}, TOKENS)) for name in nets).backward()
-        grads = torch.utils._pytree.tree_map(lambda shard: shard.grad, leaves)
-        return {name: fs.gather(grads[name], plan, on) for name, (_, plan, on) in built.items()}
-
-    expected = {name: plain_call(net, TOKENS, program=program)[1] for name, net in nets.items()}
-    for grads in fs.simulate(main, {"replicate": 2, "shard": 2}):  # of the sums over ranks
-        for name, ranks in (("small", 4), ("large", 2)):
-            torch.testing.assert_close(grads[name], {key: ranks * grad for key, grad in expected[name].items()})
+    net = made()
+    functional = fs.make_functional(net)
+    losses, grads = plain_call(net, TOKENS, program=lambda model, x: program(model, x) + program(model, x.flip(0)))
+    for call in calls_on(2, functional, TOKENS, ["blocks.*"], program=mixed):
+        torch.testing.assert_close(call[:2], (losses[0], grads))
 
 
 def test_threads_share_one_sharded_function():

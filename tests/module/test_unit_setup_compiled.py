@@ -244,20 +244,6 @@ def test_a_module_in_full_precision_without_parameters_keeps_its_unit_from_being
     assert backend.graphs == 1
 
 
-def test_a_compiled_function_can_be_a_unit_by_hand():
-    params, backend = {"w": torch.randn(20, 8), "b": torch.randn(20)}, Backend()
-    x = torch.randn(3, 8)
-
-    def main(mesh, compiler):
-        plan = fs.make_plan(params, mesh)
-        f = compiler(lambda leaves, x: nn.functional.linear(x, leaves["w"], leaves["b"]).tanh())
-        f = fs.reshard(fs.unshard(f, plan.units[""], mesh))
-        return fs.value_and_grad(lambda s: f(s[""], x).square().sum())(fs.shard(params, plan, mesh))
-
-    both(main, backend.compiler, lambda f: f)
-    assert backend.graphs == 1
-
-
 WHOLES = {  # and the number of graphs of the code around the functions of this library
     "the sharded function": (
         lambda compiler, sharded, loss_fn: fs.value_and_grad(lambda s, b: loss_of(compiler(sharded)(s, b, TOKENS))),
