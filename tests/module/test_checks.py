@@ -68,7 +68,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], type[Exception], str]] = {
         ValueError,
         r"module '\(root\)' \(EmbeddingBag\) has max_norm=2\.0, so its forward writes to its parameter 'weight'",
     ),
-    "a lazy module": (lambda: nn.LazyLinear(3), ValueError, "'weight' of a lazy module has no shape yet"),
 }
 
 

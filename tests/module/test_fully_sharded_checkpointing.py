@@ -176,14 +176,6 @@ def test_statistics_are_those_of_one_forward_though_it_runs_twice():
     assert new["norm.num_batches_tracked"] == 1
 
 
-def test_reentrant_checkpoints_are_refused_by_torch_with_its_own_words():
-    def loss(shards, x):
-        return checkpoint(lambda x: (shards["w"] * x).sum(), x * shards["w"], use_reentrant=True)
-
-    with pytest.raises(RuntimeError, match=r"use_reentrant=True.* is incompatible with \.grad\(\).*use_reentrant=False"):
-        fs.value_and_grad(loss)({"w": torch.ones(3)}, torch.ones(3))
-
-
 def hugging(name, checkpoints):
     """Return the calls of a model, and how many tensors autograd keeps."""
     subject, kept = SUBJECTS[name], Log()

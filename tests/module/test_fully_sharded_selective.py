@@ -192,29 +192,6 @@ def test_a_selective_checkpoint_under_remat_changes_no_bit(place):
     check(place, run_simulated(step, 2, place, "matrix products", "full_shard", UNITS))
 
 
-def by_hand(mesh, policy, wrap):
-    """Return the gradient of units composed by hand, with ``wrap(unit's function, policy)``."""
-    params = {f"u{i}": {"w": torch.linspace(-1, 1, WIDTH**2).view(WIDTH, WIDTH) + i} for i in range(3)}
-    plan = fs.make_plan(params, mesh, units=["u*"])
-    layer = lambda leaves, x: torch.tanh(x @ leaves["w"].t())  # noqa: E731
-
-    def loss_fn(shards):
-        x = batch(mesh.rank)
-        for unit in plan.units:
-            x = wrap(fs.reshard(fs.unshard(layer, plan.units[unit], mesh)), policy)(shards[unit], x)
-        return x.square().mean()
-
-    return fs.value_and_grad(loss_fn)(fs.shard(params, plan, mesh))
-
-
-@pytest.mark.parametrize("policy", ["matrix products", "views", "MUST_SAVE"])
-def test_units_composed_by_hand_take_a_policy_too(policy):
-    wanted = run_simulated(by_hand, 2, policy, lambda f, _: f)
-    same_bits(run_simulated(by_hand, 2, policy, selective), wanted)
-    same_bits(run_simulated(by_hand, 2, policy, lambda f, p: fs.remat(selective(f, p))), wanted)
-    same_bits(run_simulated(by_hand, 2, policy, lambda f, p: selective(fs.remat(f), p)), wanted)
-
-
 # --- other collectives in the region --------------------------------------------------------------
 
 
@@ -274,23 +251,3 @@ def test_a_policy_keeps_more_than_full_recomputation_and_less_than_no_checkpoint
 )
 def test_only_a_policy_inside_a_unit_that_keeps_views_keeps_its_gathered_leaves(place, policy, alive):
     assert [found for _, found in run_simulated(step, 2, place, policy)] == [alive] * 2
-
-
-# --- torch's own limits ---------------------------------------------------------------------------
-
-
-def test_a_policy_that_keeps_what_an_operation_then_writes_to_is_refused_by_torch_as_without_shards():
-    class Drops(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(3, 3)
-
-        def forward(self, x):
-            return selective(lambda x: nn.functional.dropout(self.layer(x).sin(), 0.5), "MUST_SAVE")(x).sum()
-
-    said, x = "Tensor cached during selective activation checkpoint has been mutated", torch.ones(2, 3)
-    loss = Drops()(x)
-    with pytest.raises(RuntimeError, match=said):
-        loss.backward()
-    with pytest.raises(RuntimeError, match=said):
-        calls_on(1, fs.make_functional(Drops()), x, program=lambda model, x: model(x))

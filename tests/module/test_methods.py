@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 
 import pytest
 import torch
@@ -207,29 +206,6 @@ def test_a_unit_without_a_forward_runs_by_its_methods_and_is_refused_without_the
     for methods in (None, {"coder": []}):
         with pytest.raises(ValueError, match=r"is a Halves, which has no forward of its own; .* in fully_shard\(methods="):
             check_equal(net, batch, ["coder"], how={"methods": methods})
-
-
-def test_generate_of_a_hugging_face_model_gathers_its_layers_for_each_token():
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes = {"vocab_size": 64, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        net = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=63, pad_token_id=0)).eval()
-        prompt = torch.randint(1, 60, (2, 5))
-    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
-    apply, params, buffers = fs.make_functional(net)
-
-    def main(mesh):
-        plan = fs.make_plan(params, mesh, units=["transformer.h.*"])
-        generate = fs.fully_shard(apply.method("generate"), plan, mesh)
-        with fs.record_events() as events:
-            tokens = generate(fs.shard(params, plan, mesh), buffers, prompt, **options)
-        return tokens, Counter(event.unit for event in events)
-
-    for tokens, times in fs.simulate(main, 2):
-        assert torch.equal(tokens, net.generate(prompt, **options))
-        assert times == {"": 1, "transformer.h.0": 4, "transformer.h.1": 4}
 
 
 def beside_fsdp2(mesh):
