@@ -12,8 +12,9 @@ from torch import nn
 
 import funcshard as fs
 from tests.ranks import one_thread, run_simulated
+from tests.storages import Log
 
-__all__ = ["Call", "calls_on", "check_equal", "gathers", "plain_call", "same_bits", "sharded_call"]
+__all__ = ["Call", "calls_on", "check_equal", "gathers", "held", "plain_call", "same_bits", "sharded_call"]
 
 
 class Call(NamedTuple):
@@ -125,6 +126,14 @@ def check_equal(
 def gathers(events: Any, unit: str) -> int:
     """Return how many all-gathers of a unit there are among events."""
     return sum(event.kind == "all_gather" and event.unit == unit for event in events)
+
+
+def held(mesh: fs.Mesh, log: Log) -> int:
+    """Return how many logged storages of all ranks live while every rank is here."""
+    mesh.shard.all_gather_text("")
+    found = len({ref.cdata for ref in log if not ref.expired()})
+    mesh.shard.all_gather_text("")
+    return found
 
 
 def same_bits(found: Any, expected: Any) -> None:

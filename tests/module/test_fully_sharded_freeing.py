@@ -8,8 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
-from tests.module.law import calls_on, gathers, same_bits, sharded_call
-from tests.ranks import run_simulated
+from tests.module.law import calls_on, gathers, held, plain_call, same_bits
 from tests.storages import Log
 
 WIDTH = 6
@@ -59,22 +58,16 @@ def test_the_caller_decides_whether_root_and_units_are_freed_after_forward(optio
 @pytest.mark.parametrize(("option", "alive"), [(True, 0), (False, 2)])
 def test_a_root_that_is_freed_takes_no_memory_between_forward_and_backward(option, alive):
     log, *functional = made()
+    found = []
 
-    def main(mesh):
-        held = []
+    def program(model, x):
+        held(model.func.mesh, log)  # no rank is behind
+        loss = model(x).square().mean()
+        found.append(held(model.func.mesh, log))
+        return loss
 
-        def program(model, x):
-            mesh.shard.all_gather_text("")
-            loss = model(x).square().mean()
-            mesh.shard.all_gather_text("")
-            held.append(len({ref.cdata for ref in log if not ref.expired()}))
-            mesh.shard.all_gather_text("")
-            return loss
-
-        sharded_call(mesh, functional, batch, ["blocks.*"], program=program, calls=1, reshard_after_forward=option)
-        return held
-
-    assert run_simulated(main, 2) == [[alive]] * 2
+    calls_on(2, functional, batch, ["blocks.*"], program=program, calls=1, reshard_after_forward=option)
+    assert found == [alive] * 2
 
 
 class TwoPaths(nn.Module):
@@ -91,42 +84,26 @@ class TwoPaths(nn.Module):
         return torch.tanh(self.inner["again"](torch.tanh(checkpoint(self.first, x, use_reentrant=False))))
 
 
-class ReadsABlock(nn.Module):
-    """Blocks, one of whose parameters the root reads if it is asked to."""
-
-    def __init__(self, log):
-        super().__init__()
-        self.blocks = nn.ModuleList(TwoPaths(log) for _ in range(3))
-
-    def forward(self, x, reads=False):
-        for block in self.blocks:
-            x = block(x)
-        return x + self.blocks[0].first.weight.sum() if reads else x
-
-
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_module_at_two_paths_of_a_unit_is_freed_after_forward_and_cannot_be_read_outside(grad):
-    log = Log()
-    apply, params, buffers = fs.make_functional(ReadsABlock(log))
-    whole = {name: leaf.clone().requires_grad_() for name, leaf in params.items()}
-    expected = torch.autograd.grad(apply(whole, buffers, torch.ones(4, WIDTH)).square().mean(), [*whole.values()])
-    log.clear()
+    class Reads(nn.Sequential):
+        def forward(self, x, reads=False):
+            out = super().forward(x)
+            return out + self[0].inner["again"].weight.sum() if reads else out
 
-    def main(mesh):
-        plan = fs.make_plan(params, mesh, units=["blocks.*"])
-        sharded = fs.fully_shard(apply, plan, mesh)
-        shards, batch = fs.shard(params, plan, mesh), torch.ones(4, WIDTH)
+    def program(model, x):
         with torch.set_grad_enabled(grad):
-            kept = sharded(shards, buffers, batch)
-            mesh.shard.all_gather_text("")
-            alive = len({ref.cdata for ref in log if not ref.expired()})
-            mesh.shard.all_gather_text("")
-            with pytest.raises(ValueError, match=r"'blocks\.0\.first\.weight' was read"):
-                sharded(shards, buffers, batch, reads=True)
+            kept = model(x)
+            alive.append(held(model.func.mesh, log))
+            with pytest.raises(ValueError, match=r"'0\.first\.weight' was read"):
+                model(x, reads=True)
         del kept
-        if grad:
-            grads = fs.value_and_grad(lambda s: sharded(s, buffers, batch).square().mean())(shards)[1]
-            torch.testing.assert_close(fs.gather(grads, plan, mesh), dict(zip(whole, expected, strict=True)))
-        return alive
+        return model(x).square().mean()
 
-    assert run_simulated(main, 2) == [0, 0]
+    log, alive = Log(), []
+    net = Reads(*(TwoPaths(log) for _ in range(3)))
+    functional, (_, grads) = fs.make_functional(net), plain_call(net, batch, 2)
+    log.clear()
+    for call in calls_on(2, functional, batch, ["*"], program=program, calls=1):
+        torch.testing.assert_close(call.grads, grads)
+    assert alive == [0, 0]

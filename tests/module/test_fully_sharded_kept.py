@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
 from funcshard._utils import without_collection
-from tests.module.law import calls_on, check_equal, same_bits, sharded_call
+from tests.module.law import calls_on, check_equal, held, same_bits, sharded_call
 from tests.ranks import run_ranks, run_simulated
 from tests.storages import Log, LoggedBlock
 
@@ -67,14 +67,6 @@ def preference(model, x):
 
 def gathers(events):
     return Counter(event.unit for event in events if event.kind == "all_gather")
-
-
-def held(mesh, log):
-    """Return how many storages of all ranks live while every rank is here."""
-    mesh.shard.all_gather_text("")
-    found = len({ref.cdata for ref in log if not ref.expired()})
-    mesh.shard.all_gather_text("")
-    return found
 
 
 # --- several forwards -----------------------------------------------------------------------------
@@ -140,52 +132,43 @@ def test_a_forward_without_gradients_delays_no_reduction(of):
     assert last == ["blocks.2", "blocks.0", "blocks.1", "blocks.0", ""]
 
 
-def trained(mesh, functional, loss_fn, units=ALL[1:]):
-    """Return what ``loss_fn(sharded, buffers, shards, x)`` returns beside a loss, and the gathers of its call."""
-    apply, params, buffers = functional
-    plan = fs.make_plan(params, mesh, units=units, **KEPT)
-    sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
-    run = lambda shards, x: loss_fn(sharded, buffers, shards, x)  # noqa: E731
-    with fs.record_events() as events:
-        (_, aux), _ = fs.value_and_grad(run, has_aux=True)(shards, batch(mesh.rank))
-    return aux, gathers(events)
-
-
 def test_a_shard_that_changed_between_two_forwards_is_gathered_anew():
-    def loss_fn(sharded, buffers, shards, x):
-        first = sharded(shards, buffers, x)
-        with torch.no_grad():
-            shards["blocks.1"]["float32"].mul_(2)
-            second = sharded(shards, buffers, x)
-        return first.mean(), second
-
     apply, params, buffers = made()[2]
     changed = {name: p.detach() * (2 if name.startswith("blocks.1") else 1) for name, p in params.items()}
-    for rank, (second, counts) in enumerate(run_simulated(trained, 2, (apply, params, buffers), loss_fn)):
-        assert counts == {name: 2 if name == "blocks.1" else 1 for name in ALL}
-        torch.testing.assert_close(second, apply(changed, buffers, batch(rank)))
+
+    def program(model, x):
+        first = model(x)
+        with torch.no_grad():
+            model.args[0]["blocks.1"]["float32"].mul_(2)
+            torch.testing.assert_close(model(x), apply(changed, buffers, x))
+        return first.mean()
+
+    for call in calls_on(2, (apply, params, buffers), batch, ALL[1:], program=program, calls=1, **KEPT):
+        assert gathers(call.events) == {name: 2 if name == "blocks.1" else 1 for name in ALL}
 
 
 def test_equal_shards_that_are_other_tensors_are_gathered_for_themselves():
-    def loss_fn(sharded, buffers, shards, x):
-        other = {name: {key: local.clone() for key, local in unit.items()} for name, unit in shards.items()}
-        return (sharded(shards, buffers, x) * sharded(other, buffers, x)).mean(), None
+    def program(model, x):
+        other = {name: {key: local.clone() for key, local in unit.items()} for name, unit in model.args[0].items()}
+        return (model(x) * model.func(other, {}, x)).mean()
 
-    assert run_simulated(trained, 2, made()[2], loss_fn) == [(None, dict.fromkeys(ALL, 2))] * 2
+    for call in calls_on(2, made()[2], batch, ALL[1:], program=program, **KEPT):
+        assert gathers(call.events) == dict.fromkeys(ALL, 2)
 
 
 def test_a_unit_of_which_one_buffer_has_another_shard_is_gathered_anew():
     net = nn.Linear(WIDTH, WIDTH)
     net.bias.requires_grad_(False)  # so that the unit has two buffers
 
-    def loss_fn(sharded, buffers, shards, x):
-        first = sharded(shards, buffers, x)
-        other = {key: local * 2 for key, local in shards[""].items() if key.endswith("frozen")}
-        return first.mean(), sharded({"": {**shards[""], **other}}, buffers, x).detach()
+    def program(model, x):
+        first, unit = model(x), model.args[0][""]
+        other = {key: local * 2 for key, local in unit.items() if key.endswith("frozen")}
+        second = model.func({"": {**unit, **other}}, {}, x)
+        torch.testing.assert_close(second, nn.functional.linear(x, net.weight, 2 * net.bias))
+        return first.mean()
 
-    for rank, (found, counts) in enumerate(run_simulated(trained, 2, fs.make_functional(net), loss_fn, [])):
-        assert counts == {"": 4}  # two buffers twice
-        torch.testing.assert_close(found, nn.functional.linear(batch(rank), net.weight, 2 * net.bias).detach())
+    for call in calls_on(2, fs.make_functional(net), batch, program=program, calls=1, **KEPT):
+        assert gathers(call.events) == {"": 4}  # two buffers twice
 
 
 def test_two_functions_of_one_plan_share_what_stays_gathered():
