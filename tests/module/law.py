@@ -14,7 +14,7 @@ import funcshard as fs
 from tests.ranks import one_thread, run_simulated
 from tests.storages import Log
 
-__all__ = ["Call", "calls_on", "check_equal", "gathers", "held", "plain_call", "same_bits", "sharded_call"]
+__all__ = ["Call", "calls_on", "check_equal", "gathers", "held", "outputs_on", "plain_call", "same_bits", "sharded_call"]
 
 
 class Call(NamedTuple):
@@ -101,6 +101,13 @@ def calls_on(
     """Return what ``sharded_call`` gives on each rank of a mesh."""
     ranks, shape = (world, None) if isinstance(world, int) else (math.prod(world.values()), world)
     return run(functools.partial(sharded_call, **options), ranks, functional, x, units, shape=shape)
+
+
+def outputs_on(world: int | Mapping[str, int], functional: Any, x: Any, units: Any = (), **options: Any) -> list[Any]:
+    """Return the output of one call of a sharded module on each rank, with the arguments of ``sharded_call``."""
+    forward = lambda run: lambda shards, x: (run(shards, x), shards)  # noqa: E731
+    call = {"program": lambda model, x: model(x), "calls": 1, "evaluate": forward}
+    return [each.loss for each in calls_on(world, functional, x, units, **{**call, **options})]
 
 
 def check_equal(

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
-from tests.module.law import calls_on, check_equal, gathers, plain_call, same_bits, sharded_call
+from tests.module.law import calls_on, check_equal, gathers, outputs_on, plain_call, same_bits, sharded_call
 from tests.ranks import run_ranks, run_simulated
 
 WIDTH = 4
@@ -123,14 +123,10 @@ def test_without_its_name_a_method_that_reads_a_leaf_is_an_error_that_says_so():
 def test_a_method_of_the_whole_model_calls_methods_of_units_which_cast_as_forward_does(precision):
     net = made("one method")
     apply, params, buffers = fs.make_functional(net)
-
-    def main(mesh):
-        plan = fs.make_plan(params, mesh, units=fs.wrap.Units(["coder"], {"coder": {"precision": precision}}))
-        encoded = fs.fully_shard(apply.method("encoded"), plan, mesh, methods={"coder": ["encode"]})
-        return encoded(fs.shard(params, plan, mesh), buffers, batch(0)).detach()
-
-    for found in run_simulated(main, 2):
-        expected = net.encoded(batch(0)).detach()
+    units = fs.wrap.Units(["coder"], {"coder": {"precision": precision}})
+    functional, how = (apply.method("encoded"), params, buffers), {"methods": {"coder": ["encode"]}}
+    for rank, found in enumerate(outputs_on(2, functional, batch, units, how=how)):
+        expected = net.encoded(batch(rank))
         torch.testing.assert_close(found, expected.bfloat16() if precision else expected, rtol=0.05, atol=0.05)
 
 

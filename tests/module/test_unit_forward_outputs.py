@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 
 import funcshard as fs
 from funcshard.plan.wrap import Units
-from tests.module.law import calls_on, plain_call, same_bits, sharded_call
+from tests.module.law import calls_on, outputs_on, plain_call, same_bits, sharded_call
 from tests.ranks import run_ranks
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -39,40 +39,38 @@ class Several(nn.Module):
         return {"out": out, "ids": out.argmax(1), "pair": (h, "text"), "none": None, "inside": h.dtype}
 
 
-def run(mesh: fs.Mesh, *, owns: bool = True, mutable: bool = False, evaluate: bool = False, **precision: Any) -> Any:
-    apply, params, buffers = fs.make_functional(Several(owns, counts=mutable), mutable=mutable)
+def run(*, owns: bool = True, mutable: bool = False, evaluate: bool = False, **precision: Any) -> Any:
+    apply, *rest = fs.make_functional(Several(owns, counts=mutable), mutable=mutable)
     options = {"param_dtype": BF16, "reduce_dtype": FP32, "output_dtype": FP32, **precision}
-    plan = fs.make_plan(params, mesh, units=["first", "second"], precision=fs.MixedPrecision(**options))
-    sharded = fs.fully_shard(apply.eval() if evaluate else apply, plan, mesh)
-    return sharded(fs.shard(params, plan, mesh), buffers, torch.ones(2, 4))
+    functional = (apply.eval() if evaluate else apply, *rest)
+    (out,) = outputs_on(1, functional, torch.ones(2, 4), ["first", "second"], precision=fs.MixedPrecision(**options))
+    return out
 
 
 @pytest.mark.parametrize("owns", [True, False], ids=["the root owns a leaf", "the root owns none"])
 def test_floating_point_outputs_of_the_model_are_cast_and_those_of_its_units_are_not(owns: bool) -> None:
-    for out in fs.simulate(lambda mesh: run(mesh, owns=owns), 2):
-        assert (out["out"].dtype, out["ids"].dtype, out["pair"][0].dtype) == (FP32, torch.int64, FP32)
-        assert (out["pair"][1], out["none"]) == ("text", None)
-        assert out["inside"] == BF16
-        assert torch.equal(out["out"], out["out"].bfloat16().float())  # computed in bfloat16
+    out = run(owns=owns)
+    assert (out["out"].dtype, out["ids"].dtype, out["pair"][0].dtype) == (FP32, torch.int64, FP32)
+    assert (out["pair"][1], out["none"]) == ("text", None)
+    assert out["inside"] == BF16
+    assert torch.equal(out["out"], out["out"].bfloat16().float())  # computed in bfloat16
 
 
 @pytest.mark.parametrize("owns", [True, False], ids=["the root owns a leaf", "the root owns none"])
 def test_new_buffers_are_no_outputs(owns: bool) -> None:
-    for out, buffers in fs.simulate(lambda mesh: run(mesh, owns=owns, mutable=True, output_dtype=FP16), 2):
-        assert out["out"].dtype == FP16
-        assert torch.equal(buffers["mean"], torch.full((4,), 1 / 3, dtype=FP64) + 1 / 3)
+    out, buffers = run(owns=owns, mutable=True, output_dtype=FP16)
+    assert out["out"].dtype == FP16
+    assert torch.equal(buffers["mean"], torch.full((4,), 1 / 3, dtype=FP64) + 1 / 3)
 
 
-def test_evaluation_in_full_precision_casts_no_outputs() -> None:
-    for full, dtype in ((False, FP16), (True, FP32)):
-        options: dict[str, Any] = {"evaluate": True, "full_precision_in_eval": full, "output_dtype": FP16}
-        for out in fs.simulate(lambda mesh, options=options: run(mesh, **options), 2):
-            assert out["out"].dtype == dtype
+@pytest.mark.parametrize(("full", "dtype"), [(False, FP16), (True, FP32)])
+def test_evaluation_in_full_precision_casts_no_outputs(full: bool, dtype: torch.dtype) -> None:
+    assert run(evaluate=True, full_precision_in_eval=full, output_dtype=FP16)["out"].dtype == dtype
 
 
 def test_without_a_param_dtype_outputs_are_cast_too() -> None:
-    for out in fs.simulate(lambda mesh: run(mesh, param_dtype=None, output_dtype=FP64), 2):
-        assert (out["inside"], out["out"].dtype) == (FP32, FP64)
+    out = run(param_dtype=None, output_dtype=FP64)
+    assert (out["inside"], out["out"].dtype) == (FP32, FP64)
 
 
 def net_of_three(dtype: torch.dtype = FP32) -> nn.Module:
@@ -127,10 +125,9 @@ def test_the_default_lets_an_input_of_higher_precision_raise_or_promote_and_cast
             out: torch.Tensor = self[0](x, angles)
             return out
 
-    apply, params, _ = fs.make_functional(Model(Rotary()))
     for cast, expected in ((False, (FP32, angles.item())), (True, (BF16, 1.0))):
-        plan = fs.make_plan(params, 1, units=["0"], precision=fs.MixedPrecision(BF16, cast_forward_inputs=cast))
-        out = fs.fully_shard(apply, plan, fs.Mesh())(fs.shard(params, plan, fs.Mesh()), {}, torch.zeros(1, 1))
+        precision = fs.MixedPrecision(BF16, cast_forward_inputs=cast)
+        (out,) = outputs_on(1, fs.make_functional(Model(Rotary())), torch.zeros(1, 1), ["0"], precision=precision)
         assert (out.dtype, out.item()) == expected
 
 

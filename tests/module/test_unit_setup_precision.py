@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import funcshard as fs
+from tests.module.law import outputs_on, same_bits
 from tests.promises.test_upstream_precision import WIDTH, Noted, build
 from tests.ranks import run_ranks, run_simulated
 
@@ -81,16 +82,12 @@ def test_evaluation_is_in_full_precision_where_it_should_be_and_training_before_
 def test_a_unit_in_evaluation_inside_a_model_in_training_casts_nothing_and_torch_says_so():
     net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
     net[1].eval()
-    apply, params, buffers = fs.make_functional(net)
-
-    def main(mesh: fs.Mesh, full: bool) -> torch.dtype:
-        precision = fs.MixedPrecision(FP16, cast_forward_inputs=True, full_precision_in_eval=full)
-        plan = fs.make_plan(params, mesh, units=["0", "1"], precision=precision)
-        return fs.fully_shard(apply, plan, mesh)(fs.shard(params, plan, mesh), buffers, torch.ones(2, 4)).dtype
-
-    assert run_simulated(main, 2, False) == [FP16, FP16]
+    options = {"param_dtype": FP16, "cast_forward_inputs": True}
+    functional, x, units = fs.make_functional(net), torch.ones(2, 4), ["0", "1"]
+    (out,) = outputs_on(1, functional, x, units, precision=fs.MixedPrecision(**options, full_precision_in_eval=False))
+    assert out.dtype == FP16
     with pytest.raises(RuntimeError, match="must have the same dtype"):
-        run_simulated(main, 2, True)
+        outputs_on(1, functional, x, units, precision=fs.MixedPrecision(**options, full_precision_in_eval=True))
 
 
 @pytest.mark.parametrize(("cast", "full"), EVALUATIONS)
@@ -98,9 +95,7 @@ def test_a_root_that_owns_nothing_casts_its_inputs_in_evaluation_as_the_precisio
     precision = fs.MixedPrecision(FP16, FP16, FP16, cast_forward_inputs=cast, full_precision_in_eval=full)
     noted = Noted()
     apply, params, buffers = fs.make_functional(nn.Sequential(noting(nn.Sequential(nn.Linear(5, 5)), "", noted)))
-    plan = fs.make_plan(params, 1, units=["0.0"], precision=precision)
-    assert "" not in plan.units
-    out = fs.fully_shard(apply.eval(), plan, fs.Mesh())(fs.shard(params, plan, fs.Mesh()), buffers, torch.randn(5, 5))
+    (out,) = outputs_on(1, (apply.eval(), params, buffers), torch.randn(5, 5), ["0.0"], precision=precision)
     assert noted == [("", FP32 if full else FP16)]
     assert out.dtype == noted[0][1]
 
@@ -128,17 +123,16 @@ class Counting(nn.Module):
 @pytest.mark.parametrize("dtype", [FP16, BF16, None])
 def test_new_buffers_come_back_in_the_dtypes_of_those_that_were_given(dtype):
     noted = Noted()
-    apply, params, buffers = fs.make_functional(nn.Sequential(Counting(noted)), mutable=True)
-    plan = fs.make_plan(params, 1, units=["0"], precision=fs.MixedPrecision(FP16, buffer_dtype=dtype))
+    functional = fs.make_functional(nn.Sequential(Counting(noted)), mutable=True)
+    buffers, precision = functional[2], fs.MixedPrecision(FP16, buffer_dtype=dtype)
     before = {name: buffer.clone() for name, buffer in buffers.items()}
-    x = torch.ones(2, 4)
-    _, new = fs.fully_shard(apply, plan, fs.Mesh())(fs.shard(params, plan, fs.Mesh()), buffers, x)
+    ((_, new),) = outputs_on(1, functional, torch.ones(2, 4), ["0"], precision=precision)
     assert noted == [(dtype or FP64, torch.int64)]
     assert {name: buffer.dtype for name, buffer in new.items()} == {"0.mean": FP64, "0.count": torch.int64}
     low = before["0.mean"].to(dtype or FP64)
     assert torch.equal(new["0.mean"], low.lerp(torch.ones(4).to(low), 0.5).double())
     assert new["0.count"] == 1
-    assert all(torch.equal(buffers[name], value) for name, value in before.items())
+    same_bits(buffers, before)
 
 
 # --- modules that stay in full precision -----------------------------------------------------------------------------------
@@ -251,26 +245,22 @@ class Exact(nn.Sequential):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:ignored_classes of the precision hold Exact")
 @pytest.mark.parametrize("dtype", [FP32, FP64])
 @pytest.mark.parametrize("own", [True, False], ids=["with leaves of its own", "all in units"])
 def test_units_inside_a_module_of_an_ignored_class_are_in_full_precision_too(own, dtype):
     first = nn.LayerNorm(4) if own else nn.Identity()
     net = nn.Sequential(nn.Linear(4, 4), Exact(first, nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
     precision = fs.MixedPrecision(FP16, ignored_classes=(Exact,))
-    apply, params, buffers = fs.make_functional(net.to(dtype))
-    plan, said = planned(params, 2, precision, units=fs.wrap.by_class(nn.Linear)(net))
+    functional, units = fs.make_functional(net.to(dtype)), fs.wrap.by_class(nn.Linear)(net)
+    plan, said = planned(functional[1], 2, precision, units=units)
     assert len(said) == 1
     assert "hold Exact: '1' become units" in said[0]
     assert {unit.name: unit.precision for unit in plan.unit_list} == {
         "0": precision, **({"1": None} if own else {}), "1.1": None, "1.2": None, "2": precision
     }  # fmt: skip
 
-    def main(mesh: fs.Mesh) -> torch.Tensor:
-        return fs.fully_shard(apply, plan, mesh)(
-            fs.shard(params, plan, mesh), buffers, torch.ones(2, 4, dtype=dtype)
-        ).detach()
-
     half = copy.deepcopy(net).half()
     exact = net[1](half[0](torch.ones(2, 4, dtype=FP16)).to(dtype))
-    for out in run_simulated(main, 2):
+    for out in outputs_on(2, functional, torch.ones(2, 4, dtype=dtype), units, precision=precision):
         assert torch.equal(out, half[2](exact.to(FP16)))
