@@ -263,19 +263,6 @@ def test_a_unit_that_stays_over_micro_batches_is_freed_after_the_last():
     assert alive[::RANKS] == [RANKS * copies for copies in expected]
 
 
-def test_a_group_of_modules_stays_gathered_over_forwards_and_micro_batches_too():
-    units = [["blocks.0", "blocks.2"], "blocks.1"]
-    evaluate = functools.partial(fs.accumulate, micro_batches=2)
-    kept, plain = (
-        calls_on(2, made()[2], batch, units, program=preference, evaluate=evaluate, **options)
-        for options in ({**KEPT, "reshard_after_backward": False}, {})
-    )
-    for call, other in zip(kept, plain, strict=True):
-        assert call.events == call.predicted(forwards=2, micro_batches=2)
-        assert gathers(call.events).total() == 3
-        same_bits(call[:2], other[:2])
-
-
 # --- FSDP2 ----------------------------------------------------------------------------------------
 
 

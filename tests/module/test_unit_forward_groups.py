@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
-from tests.module.law import calls_on, check_equal, gathers, same_bits, sharded_call
+from tests.module.law import calls_on, check_equal, same_bits, sharded_call
 from tests.ranks import run_ranks, run_simulated
 from tests.storages import Log
 
@@ -132,29 +132,6 @@ def test_a_group_is_held_between_its_modules_and_free_after_the_last_of_them(way
         return log.between, after
 
     assert run_simulated(main, 2) == [(1, 0)] * 2
-
-
-def transformed(mesh, units, remat=()):
-    """Return a gradient of torch.func, its gathers of the group, and outputs without gradients."""
-    apply, params, buffers = fs.make_functional(made())
-    plan = fs.make_plan(params, mesh, units=units)
-    sharded = fs.fully_shard(apply, plan, mesh, remat=remat)
-    shards = fs.shard(params, plan, mesh)
-    with fs.record_events() as events:
-        grads = torch.func.grad(lambda s: sharded(s, buffers, tokens(0)).square().mean())(shards)
-    outputs = []
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            outputs.append(sharded(shards, buffers, tokens(0)).clone())
-    return (fs.gather(grads, plan, mesh), outputs), gathers(events, NAME)
-
-
-def test_a_group_runs_under_transforms_and_without_gradients():
-    apart, joined, again = (run_simulated(transformed, 2, *args) for args in ((APART,), (GROUP,), (GROUP, True)))
-    for (wanted, _), (found, times), (other, _) in zip(apart, joined, again, strict=True):
-        same_bits(found, wanted)
-        torch.testing.assert_close(other, wanted)  # each module is computed again by itself
-        assert times == 1
 
 
 REMAT = {
