@@ -1,7 +1,6 @@
 """``fully_shard``: a module runs unit by unit, and calls do not affect each other."""
 
 import functools
-import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,7 +10,7 @@ from torch.nn import functional as F
 
 import funcshard as fs
 from funcshard._utils import without_collection
-from tests.module.law import calls_on, check_equal, plain_call
+from tests.module.law import calls_on, check_equal, outputs_on, plain_call
 from tests.ranks import run_ranks, run_simulated
 from tests.storages import Log
 
@@ -83,20 +82,18 @@ def test_only_the_root_and_the_running_unit_are_gathered_at_any_moment(strategy,
 
 def test_forward_without_gradients_gathers_each_unit_once_and_leaves_nothing_behind():
     log = Log()
-    module = made(Model, log)
-    apply, params, buffers = fs.make_functional(module)
+    net = made(Model, log)
+    apply, *rest = fs.make_functional(net)
 
-    def main(mesh):
-        plan = fs.make_plan(params, mesh, units=["blocks.*"])
-        sharded = fs.fully_shard(apply.eval(), plan, mesh)
+    def without_gradients(model, tokens):
         with torch.no_grad(), fs.record_events() as events:
-            out = sharded(fs.shard(params, plan, mesh), buffers, TOKENS)
+            out = model(tokens)
         return out, [event.unit for event in events]
 
-    results = fs.simulate(main, 2)
+    results = outputs_on(2, (apply.eval(), *rest), TOKENS, ["blocks.*"], program=without_gradients)
     assert log.alive() == 0
     for out, gathered in results:
-        torch.testing.assert_close(out, module(TOKENS))
+        torch.testing.assert_close(out, net(TOKENS))
         assert gathered == ["", "blocks.0", "blocks.1", "blocks.2"]
 
 
@@ -128,15 +125,13 @@ def test_threads_share_one_sharded_function():
     mesh = fs.Mesh()
     plan = fs.make_plan(params, mesh, units=["blocks.*"])
     sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
-    expected, results = apply(params, buffers, TOKENS), []
+    expected = apply(params, buffers, TOKENS)
 
-    def call():
-        results.extend(torch.equal(sharded(shards, buffers, TOKENS), expected) for _ in range(20))
+    def call(_):
+        return all(torch.equal(sharded(shards, buffers, TOKENS), expected) for _ in range(20))
 
     with ThreadPoolExecutor(4) as pool:
-        for each in [pool.submit(call) for _ in range(4)]:
-            each.result()
-    assert results == [True] * 80
+        assert all(pool.map(call, range(4)))
 
 
 # --- what users' modules do ----------------------------------------------------------------------------------------------
@@ -147,25 +142,22 @@ class AuxLoss(Model):
 
     class Noting(Block):
         def forward(self, x):
-            out = super().forward(x)
-            self.penalty = out.square().mean()
-            return out
+            self.penalty = x.square().mean()
+            return super().forward(x)
 
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(self.Noting() for _ in range(2))
 
     def forward(self, tokens):
-        out = super().forward(tokens)
-        return out + sum(block.penalty for block in self.blocks)
+        return super().forward(tokens) + sum(block.penalty for block in self.blocks)
 
 
-class OwnForward(Model):
-    """A model of one block whose forward was set on the object, and one with a hook that changes its output."""
+class Hooked(Model):
+    """A model with a forward hook that changes the output of a block."""
 
     def __init__(self):
         super().__init__()
-        self.blocks[0].forward = types.MethodType(lambda block, x: 2 * Block.forward(block, x), self.blocks[0])
         self.blocks[1].register_forward_hook(lambda module, args, out: out * 1.5)
 
 
@@ -215,7 +207,7 @@ def test_an_rnn_frees_its_weights_as_soon_as_its_forward_returns():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cls", [AuxLoss, OwnForward, Recurrent, LooksAtShapes], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", [AuxLoss, Hooked, Recurrent, LooksAtShapes], ids=lambda cls: cls.__name__)
 def test_unusual_modules_work_sharded(cls):
     check_equal(made(cls), TOKENS, ["blocks.*"], program=program)
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import funcshard as fs
 from funcshard._utils import without_collection
 from funcshard.module.skeleton import make_skeleton
-from tests.module.law import calls_on, check_equal
+from tests.module.law import calls_on, check_equal, outputs_on
 from tests.strange_objects import ITERATED_BY_DEEPCOPY, STRANGE
 
 x = torch.randn(4, 3)
@@ -169,53 +169,49 @@ def test_a_module_that_has_run_and_keeps_its_output() -> None:
     check_own(module)
 
 
-def test_a_hook_that_is_a_method_runs_on_the_calls_own_module() -> None:
-    class Hooked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin, self.factor = nn.Linear(3, 3), nn.Parameter(torch.full((), 3.0))
-            self.lin.register_forward_hook(self.scale)
+class Recorder:
+    """A hook that keeps what it sees."""
 
-        def scale(self, module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
-            return out * self.factor
+    def __init__(self) -> None:
+        self.seen = [torch.zeros(())]
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.lin(x)
-
-    check_own(Hooked())
+    def __call__(self, module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+        self.seen.append(out.detach().sum())
+        return out * len(self.seen)
 
 
-def test_a_hook_that_keeps_tensors_keeps_those_of_its_call() -> None:
-    class Recorder:
-        def __init__(self) -> None:
-            self.seen = [torch.zeros(())]
+class Hooked(nn.Module):
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.lin, self.factor = nn.Linear(3, 3), nn.Parameter(torch.full((), 3.0))
+        self.lin.register_forward_hook(self.scale)
+        self.lin.register_forward_hook(recorder)
 
-        def __call__(self, module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
-            self.seen.append(out.detach().sum())
-            return out * len(self.seen)
+    def scale(self, module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+        return out * self.factor
 
-    module, recorder = nn.Sequential(nn.Linear(3, 3)), Recorder()
-    module[0].register_forward_hook(recorder)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin(x)
+
+
+def test_a_hook_runs_on_the_calls_own_module_and_keeps_tensors_of_its_call() -> None:
+    recorder = Recorder()
+    module = Hooked(recorder)
     apply, params, buffers = fs.make_functional(module)
-    outs = [apply(params, buffers, x) for _ in range(3)]
-    assert all(torch.equal(out, outs[0]) for out in outs)
+    for values in (params, {name: value.detach() / 2 for name, value in params.items()}):
+        out = torch.nn.functional.linear(x, values["lin.weight"], values["lin.bias"]) * values["factor"] * 2
+        assert all(torch.equal(apply(values, buffers, x), out) for _ in range(2))
     assert len(recorder.seen) == 1
 
 
-def test_nothing_refers_to_the_module_once_the_function_is_made() -> None:
-    module = nn.Sequential(nn.Linear(2, 2), Referring(), nn.BatchNorm1d(2))
+def test_nothing_refers_to_the_module_once_the_function_is_made_and_the_skeleton_holds_no_values() -> None:
+    module = nn.Sequential(nn.Linear(300, 300), Referring(), nn.BatchNorm1d(2))
     with without_collection():  # a cycle would wait for a search
-        made = fs.make_functional(module)
+        apply, _, _ = fs.make_functional(module)
         gone = [weakref.ref(m) for m in module.modules()]
         del module
         assert [each() for each in gone] == [None] * 5
-    assert made
-
-
-def test_the_skeleton_holds_none_of_the_modules_values() -> None:
-    module = nn.Sequential(nn.Linear(300, 300), nn.BatchNorm1d(300))
-    skeleton, _, _ = make_skeleton(module)
-    held = [value for m in skeleton.template.modules() for value in (*m.parameters(), *m.buffers())]
+    held = [value for m in apply.skeleton.template.modules() for value in (*m.parameters(), *m.buffers())]
     assert all(value.is_meta and value.numel() == 0 for value in held)
 
 
@@ -314,8 +310,7 @@ def test_hooks_that_a_call_registers_end_with_it() -> None:
     module = Hooking()
     apply, params, buffers = fs.make_functional(module)
     before = _lengths(apply.skeleton.template)
-    outs = [apply(params, buffers, x) for _ in range(3)]
-    assert all(torch.equal(out, module.lin(x) * 4) for out in outs)
+    assert all(torch.equal(apply(params, buffers, x), module.lin(x) * 4) for _ in range(3))
     assert _lengths(apply.skeleton.template) == before == _lengths(module)
 
 
@@ -335,16 +330,12 @@ def test_hooks_that_one_simulated_rank_registers_do_not_run_on_another() -> None
             return self(x, factor)
 
     module = Scaling()
-    apply, params, buffers = fs.make_functional(module)
-
-    def main(mesh: fs.Mesh) -> list[list[torch.Tensor]]:
-        plan = fs.make_plan(params, mesh, units=["lin"])
-        shards = fs.shard(params, plan, mesh)
-        functions = fs.fully_shard(apply, plan, mesh), fs.fully_shard(apply.method("sample"), plan, mesh)
-        return [[f(shards, buffers, x, mesh.rank + 2) for _ in range(3)] for f in functions]
-
-    for rank, outs in enumerate(fs.simulate(main, world_size=2)):
-        assert all(torch.equal(out, module.lin(x) * (rank + 2)) for each in outs for out in each)
+    apply, *rest = fs.make_functional(module)
+    program = lambda model, factor: [model(x, factor) for _ in range(3)]  # noqa: E731
+    for function in (apply, apply.method("sample")):
+        outs = outputs_on(2, (function, *rest), lambda rank: rank + 2, ["lin"], program=program)
+        for rank, own in enumerate(outs):
+            assert all(torch.equal(out, module.lin(x) * (rank + 2)) for out in own)
 
 
 def test_a_handle_that_the_module_keeps_removes_the_hook_of_its_call() -> None:
