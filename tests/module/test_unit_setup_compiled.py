@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import funcshard as fs
 from funcshard._utils import without_collection
 from tests.models import SUBJECTS
-from tests.module.law import calls_on, same_bits
+from tests.module.law import calls_on, outputs_on, same_bits
 from tests.module.test_fully_sharded import TOKENS, Model, loss_of, made, program
 from tests.storages import Log
 
@@ -167,15 +167,13 @@ def test_under_transforms_units_run_as_they_are_and_before_and_after_as_compiled
 
 
 class Ways(nn.Module):
-    """A module with a second method, buffers, another result in evaluation, and a refused input."""
+    """A module with a second method, buffers, and another result in evaluation."""
 
     def __init__(self):
         super().__init__()
         self.inner, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
 
     def forward(self, x):
-        if x.shape[1] != 3:
-            raise ValueError("three columns")
         return self.norm(self.inner(x)).tanh()
 
     def encode(self, x):
@@ -195,24 +193,18 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("units", [[], ["inner"]], ids=["the root", "a unit inside"])
 def test_a_function_runs_compiled_in_every_way(way, units):
-    whole, params, buffers = fs.make_functional(made(Ways), mutable=True)
-    (apply, mode), x = way(whole), torch.randn(4, 3)
+    whole, *rest = fs.make_functional(made(Ways), mutable=True)
+    (apply, mode), x, backend = way(whole), torch.randn(4, 3), Backend()
 
-    def main(mesh, compiler):
-        plan = fs.make_plan(params, mesh, units=units)
-        sharded, shards, now = fs.fully_shard(apply, plan, mesh, compiler=compiler), fs.shard(params, plan, mesh), buffers
-        outs = []
+    def twice(model, x):
         with mode():
-            for _ in range(2):
-                out, now = sharded(shards, now, x)
-                outs.append((out.detach().clone(), now))
-        if apply.method_name == "forward":
-            with pytest.raises(ValueError, match="three columns"):
-                sharded(shards, now, x[:, :2])
-        return outs
+            return [model(x) for _ in range(2)]
 
-    backend = Backend()
-    both(main, backend.compiler)
+    found, expected = (
+        outputs_on(2, (apply, *rest), x, units, program=twice, how={"compiler": compiler})
+        for compiler in (backend.compiler, None)
+    )
+    same_bits(found, expected)
     assert backend.runs == 4
 
 
@@ -235,12 +227,13 @@ def test_a_module_in_full_precision_without_parameters_keeps_its_unit_from_being
         def forward(self, x):
             return self.norm(self.inner(x))
 
-    apply, params, buffers = fs.make_functional(nn.Sequential(Plain(), nn.Linear(3, 3)), mutable=True)
-    plan = fs.make_plan(params, 1, units=["0", "1"], precision=fs.MixedPrecision(param_dtype=torch.bfloat16))
-    backend, mesh = Backend(), fs.Mesh()
-    shards, x = fs.shard(params, plan, mesh), torch.randn(4, 3)
-    compiled = fs.fully_shard(apply, plan, mesh, compiler=backend.compiler)
-    assert torch.equal(compiled(shards, buffers, x)[0], fs.fully_shard(apply, plan, mesh)(shards, buffers, x)[0])
+    functional = fs.make_functional(nn.Sequential(Plain(), nn.Linear(3, 3)), mutable=True)
+    precision, backend, x = fs.MixedPrecision(param_dtype=torch.bfloat16), Backend(), torch.randn(4, 3)
+    found, expected = (
+        outputs_on(1, functional, x, ["0", "1"], precision=precision, how={"compiler": compiler})
+        for compiler in (backend.compiler, None)
+    )
+    same_bits(found, expected)
     assert backend.graphs == 1
 
 
