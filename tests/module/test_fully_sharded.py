@@ -308,17 +308,18 @@ def test_a_tie_that_is_told_to_the_plan_is_taken():
     assert list(plan.units) == ["", "blocks.0"]
 
 
-class HalfFrozen(nn.Module):
-    """A model whose first unit runs in inference mode, like an encoder that is not trained."""
+def linear(cls, number, width):
+    torch.manual_seed(0)
+    return cls(*(nn.Linear(width, width) for _ in range(number)))
 
-    def __init__(self, width):
-        super().__init__()
-        self.units = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+class HalfFrozen(nn.Sequential):
+    """A model whose first unit runs in inference mode, like an encoder that is not trained."""
 
     def forward(self, x):
         with torch.inference_mode():
-            x = self.units[0](x)
-        return self.units[2](torch.tanh(self.units[1](x.clone())))
+            x = self[0](x)
+        return self[2](torch.tanh(self[1](x.clone())))
 
 
 @pytest.mark.slow
@@ -331,18 +332,14 @@ class HalfFrozen(nn.Module):
 def test_units_in_inference_mode_do_not_change_the_gradients_of_other_units(run, width, strategy, options):
     # The second time, the all-gather of the next unit starts in inference mode.
     x = torch.linspace(-1, 1, 2 * width).view(2, width)
-    check_equal(made(HalfFrozen, width), x, ["units.*"], run=run, strategy=strategy, **options)
+    check_equal(linear(HalfFrozen, 3, width), x, ["*"], run=run, strategy=strategy, **options)
 
 
-class Sum(nn.Module):
+class Sum(nn.Sequential):
     """A model of two one-leaf units, for whose gradients autograd returns the same tensor."""
 
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = Leaf(), Leaf()
-
     def forward(self, x):
-        return (self.a() + self.b()) * x
+        return (self[0]() + self[1]()) * x
 
 
 class Leaf(nn.Module):
@@ -357,38 +354,29 @@ class Leaf(nn.Module):
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 @pytest.mark.parametrize("world", [1, {"replicate": 2, "shard": 2}], ids=str)
 def test_one_tensor_that_is_the_gradient_of_two_units_is_reduced_for_each(world, strategy):
-    check_equal(Sum(), lambda rank: torch.tensor(rank + 1.0), ["a", "b"], world, strategy=strategy)
+    check_equal(Sum(Leaf(), Leaf()), lambda rank: torch.tensor(rank + 1.0), ["*"], world, strategy=strategy)
 
 
-class Force(nn.Module):
+class Force(nn.Sequential):
     """A module that differentiates its own units by its input: the negative gradient of an energy."""
 
-    def __init__(self, width):
-        super().__init__()
-        self.inner, self.outer = nn.Linear(width, width), nn.Linear(width, width)
-
     def forward(self, x):
-        return -torch.func.grad(lambda x: self.outer(torch.tanh(self.inner(x))).square().sum())(x)
+        return -torch.func.grad(lambda x: self[1](torch.tanh(self[0](x))).square().sum())(x)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 @pytest.mark.parametrize(("run", "width"), [(run_simulated, 4), (run_ranks, 100)], ids=["simulated", "real"])
 def test_a_module_may_use_a_transform_inside_its_forward(run, width, strategy):
-    check_equal(made(Force, width), torch.linspace(-1, 1, width), ["inner", "outer"], run=run, strategy=strategy)
+    check_equal(linear(Force, 2, width), torch.linspace(-1, 1, width), ["*"], run=run, strategy=strategy)
 
 
 def test_a_parameter_that_forward_freezes_outside_its_unit_is_told():
-    class Freezes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
-
+    class Freezes(nn.Sequential):
         def forward(self, x):
-            self.b.weight.requires_grad_()  # as it is
-            self.a.weight.requires_grad_(False)
-            return self.b(self.a(x))
+            self[1].weight.requires_grad_()  # as it is
+            self[0].weight.requires_grad_(False)
+            return super().forward(x)
 
-    functional = fs.make_functional(Freezes())
-    with pytest.raises(ValueError, match=r"forward set requires_grad=False of parameter 'a.weight', .*: freeze it before"):
-        calls_on(2, functional, torch.ones(2, 3), ["a", "b"])
+    with pytest.raises(ValueError, match=r"forward set requires_grad=False of parameter '0.weight', .*: freeze it before"):
+        check_equal(linear(Freezes, 2, 3), torch.ones(2, 3), ["*"])

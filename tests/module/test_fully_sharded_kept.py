@@ -209,13 +209,9 @@ def test_a_recomputation_gathers_a_unit_that_stays_not_again(wrap, remat, forwar
         same_bits(call[:2], other[:2])
 
 
-class CheckpointInside(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
+class CheckpointInside(nn.Sequential):
     def forward(self, x):
-        return self.second(checkpoint(lambda x: torch.tanh(self.first(x)), x, use_reentrant=False))
+        return self[1](checkpoint(lambda x: torch.tanh(self[0](x)), x, use_reentrant=False))
 
 
 def checkpointed(model, x):
@@ -224,7 +220,8 @@ def checkpointed(model, x):
 
 @pytest.mark.parametrize("options", [{}, {"program": checkpointed}], ids=["inside a unit", "around the whole call"])
 def test_a_checkpoint_inside_a_unit_or_around_all_units_finds_what_stays_gathered(options):
-    net = nn.Sequential(CheckpointInside(), nn.Tanh(), CheckpointInside())
+    first, last = (CheckpointInside(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(2))
+    net = nn.Sequential(first, nn.Tanh(), last)
     for call in check_equal(net, batch, ["0", "2"], **KEPT, **options):
         assert gathers(call.events) == {"0": 1, "2": 1}
 

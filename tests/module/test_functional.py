@@ -203,35 +203,6 @@ def test_mutable_returns_the_buffers_that_the_modules_own_forward_leaves(make: A
     assert not any(value.requires_grad for value in after.values())
 
 
-def test_a_forward_that_raises_leaves_everything_as_it_was() -> None:
-    class Raises(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(3)
-            self.calls: list[int] = []
-
-        def forward(self, x: torch.Tensor, fail: bool) -> torch.Tensor:
-            self.calls.append(1)
-            with torch.no_grad():
-                self.norm.weight.data = self.norm.weight.data + 1
-            y = self.norm(x)
-            if fail:
-                raise ZeroDivisionError("half way")
-            return y * len(self.calls)
-
-    module = Raises()
-    apply, params, buffers = fs.make_functional(module, mutable=True)
-    good = apply(params, buffers, x, fail=False)
-    before = snapshot(module)
-    kept = {name: value.detach().clone() for name, value in {**params, **buffers}.items()}
-    with pytest.raises(ZeroDivisionError, match="half way"):
-        apply(params, buffers, x, fail=True)
-    assert unchanged(before, snapshot(module))
-    assert module.calls == []
-    assert unchanged({k: v for k, v in kept.items() if k in buffers}, buffers)
-    assert_same(apply(params, buffers, x, fail=False)[1], good[1])
-
-
 def test_parameters_keep_requires_grad_and_share_no_memory() -> None:
     module = nn.Linear(3, 3)
     module.bias.requires_grad_(False)
@@ -342,25 +313,6 @@ def test_calls_from_several_threads_at_once_do_not_meet() -> None:
         for ours, theirs in zip(pool.map(run, range(8)), alone, strict=True):
             for each in ours:
                 torch.testing.assert_close(each, theirs, rtol=0, atol=0)
-
-
-def test_calls_inside_calls_do_not_meet() -> None:
-    inner_apply, inner_params, _ = fs.make_functional(nn.Linear(3, 3))
-
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin = nn.Linear(3, 3)
-
-        def forward(self, x: torch.Tensor, again: Any = None) -> torch.Tensor:
-            y = self.lin(x)
-            return y if again is None else self.lin(again(y))
-
-    outer, params, buffers = fs.make_functional(Outer())
-    other = {name: value * 2 for name, value in params.items()}
-    got = outer(params, buffers, x, again=lambda y: outer(other, buffers, inner_apply(inner_params, {}, y)))
-    step = F.linear(F.linear(x, *params.values()), *inner_params.values())
-    assert torch.equal(got, F.linear(F.linear(step, *other.values()), *params.values()))
 
 
 class Meddles(nn.Module):

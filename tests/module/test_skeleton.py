@@ -247,15 +247,14 @@ def test_a_copy_of_a_function_is_the_same_function(copied) -> None:
     assert fs.fully_shard(again, plan, fs.Mesh()).runs.keys() == {"lin"}
 
 
-class Summed(nn.Module):
+class Summed(nn.Linear):
     """A linear layer that adds its output up over ranks, with a mesh that it keeps in some way."""
 
-    def __init__(self, keep: Callable[[fs.Mesh], Any], mesh_of: Callable[[Any], fs.Mesh], mesh: fs.Mesh) -> None:
-        super().__init__()
-        self.lin, self.kept, self.mesh_of = nn.Linear(3, 3), keep(mesh), mesh_of
+    kept: Any
+    mesh_of: Any
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return fs.psum(self.lin(x), self.mesh_of(self.kept), axis="tensor")
+        return fs.psum(super().forward(x), self.mesh_of(self.kept), axis="tensor")
 
 
 KEPT: dict[str, tuple[Callable[[fs.Mesh], Any], Callable[[Any], fs.Mesh]]] = {
@@ -268,11 +267,13 @@ KEPT: dict[str, tuple[Callable[[fs.Mesh], Any], Callable[[Any], fs.Mesh]]] = {
 @pytest.mark.parametrize(("keep", "mesh_of"), KEPT.values(), ids=KEPT)
 def test_a_module_may_keep_its_mesh_which_no_call_copies(keep: Any, mesh_of: Any) -> None:
     def main(mesh: fs.Mesh) -> torch.Tensor:
-        net = Summed(keep, mesh_of, mesh)
+        net = Summed(3, 3)
+        net.kept, net.mesh_of = mesh, lambda kept: kept
+        assert make_skeleton(net)[0].copied_attributes == ()
+        net.kept, net.mesh_of = keep(mesh), mesh_of
         assert mesh_of(copy.deepcopy(net).kept).groups["tensor"] is mesh.groups["tensor"]
-        assert make_skeleton(Summed(lambda m: m, lambda m: m, mesh))[0].copied_attributes == ()
-        function, params, buffers = fs.make_functional(net)
-        return function(params, buffers, x) - net.lin(x)  # the other rank's output
+        apply, params, buffers = fs.make_functional(net)
+        return apply(params, buffers, x) - nn.Linear.forward(net, x)  # the other rank's output
 
     first, second = fs.simulate(main, {"tensor": 2})
     torch.testing.assert_close(first, second)
@@ -315,27 +316,23 @@ def test_hooks_that_a_call_registers_end_with_it() -> None:
 
 
 def test_hooks_that_one_simulated_rank_registers_do_not_run_on_another() -> None:
-    class Scaling(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin = nn.Linear(3, 3)
-
+    class Scaling(nn.Sequential):
         def forward(self, x: torch.Tensor, factor: int) -> torch.Tensor:
-            handle = self.lin.register_forward_hook(lambda m, args, out: out * factor)
-            out: torch.Tensor = self.lin(x)
+            handle = self[0].register_forward_hook(lambda m, args, out: out * factor)
+            out: torch.Tensor = self[0](x)
             handle.remove()
             return out
 
         def sample(self, x: torch.Tensor, factor: int) -> torch.Tensor:
             return self(x, factor)
 
-    module = Scaling()
+    module = Scaling(nn.Linear(3, 3))
     apply, *rest = fs.make_functional(module)
     program = lambda model, factor: [model(x, factor) for _ in range(3)]  # noqa: E731
     for function in (apply, apply.method("sample")):
-        outs = outputs_on(2, (function, *rest), lambda rank: rank + 2, ["lin"], program=program)
+        outs = outputs_on(2, (function, *rest), lambda rank: rank + 2, ["0"], program=program)
         for rank, own in enumerate(outs):
-            assert all(torch.equal(out, module.lin(x) * (rank + 2)) for out in own)
+            assert all(torch.equal(out, module[0](x) * (rank + 2)) for out in own)
 
 
 def test_a_handle_that_the_module_keeps_removes_the_hook_of_its_call() -> None:
