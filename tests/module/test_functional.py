@@ -2,10 +2,8 @@
 
 import dataclasses
 import functools
-import threading
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -297,24 +295,6 @@ def test_persistent_buffers_are_those_of_the_state_dict_under_each_of_their_name
     assert set(apply.persistent(buffers)) == names
 
 
-def test_calls_from_several_threads_at_once_do_not_meet() -> None:
-    module = made(lambda: nn.Sequential(nn.Linear(3, 16), nn.BatchNorm1d(16), nn.LSTM(16, 3)))
-    apply, params, buffers = fs.make_functional(module, mutable=True)
-    inputs = [torch.randn(5, 3) for _ in range(8)]
-    scaled = [{name: value.detach() * (i + 1) for name, value in params.items()} for i in range(8)]
-    alone = [apply(p, buffers, each) for p, each in zip(scaled, inputs, strict=True)]
-    start = threading.Barrier(8)
-
-    def run(i: int) -> Any:
-        start.wait()
-        return [apply(scaled[i], buffers, inputs[i]) for _ in range(5)]
-
-    with ThreadPoolExecutor(8) as pool:
-        for ours, theirs in zip(pool.map(run, range(8)), alone, strict=True):
-            for each in ours:
-                torch.testing.assert_close(each, theirs, rtol=0, atol=0)
-
-
 class Meddles(nn.Module):
     """A module whose forward does ``change`` to its weight."""
 
@@ -382,16 +362,6 @@ def test_parameters_of_inference_mode_have_no_versions_to_compare() -> None:
     with torch.inference_mode():
         mixed = {**params, "weight": params["weight"] * 2}
     assert torch.equal(apply(mixed, buffers, x), F.linear(x, params["weight"] * 2, params["bias"]))
-
-
-def test_transforms_of_functions_go_through() -> None:
-    module = made(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
-    apply, params, buffers = fs.make_functional(module)
-    params = {name: value.detach() for name, value in params.items()}
-    per_sample = torch.vmap(torch.func.grad(lambda p, v: apply(p, buffers, v).sum()), in_dims=(None, 0))(params, x)
-    one_by_one = [torch.func.grad(lambda p, v: apply(p, buffers, v).sum())(params, v) for v in x]
-    for name, value in per_sample.items():
-        torch.testing.assert_close(value, torch.stack([each[name] for each in one_by_one]))
 
 
 def test_wrong_names_are_refused() -> None:

@@ -154,13 +154,6 @@ def test_methods_of_the_modules_of_a_group_gather_the_group_once():
         assert gathers(call.events, "first+second") == 2  # once forward, once backward
 
 
-def test_a_call_changes_no_class_and_no_module():
-    net, before = made("one method"), Coder.encode
-    check_equal(net, batch, ["coder"], how={"methods": METHODS})
-    assert Coder.encode is before
-    assert type(net.coder) is Coder
-
-
 REFUSED = [
     (["encode"], TypeError, r"must be a dictionary from units to lists of method names; found \['encode'\]"),
     ({"coder": 1}, TypeError, r"the methods of 'coder' must be a list of names; found 1"),
