@@ -1,4 +1,4 @@
-"""Models of transformers, small, from configurations alone."""
+"""Models of transformers, small, from configurations alone, and adapters of peft around one of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.zoo.law import Subject
 
-__all__ = ["SUBJECTS"]
+__all__ = ["ADAPTERS", "SUBJECTS"]
 
 TOKENS = 60
 # Whatever a configuration calls its sizes: those that it has are set.
@@ -117,22 +117,18 @@ EAGER = {"attn_implementation": "eager"}
 # (family, class, inputs, classes of blocks, changes of the configuration)
 CAUSAL = (
     ("llama", "LlamaForCausalLM", text(**ATTENTION), "LlamaDecoderLayer", EAGER),
-    ("mistral", "MistralForCausalLM", text(), "MistralDecoderLayer", {}),
     ("mixtral", "MixtralForCausalLM", text(**ROUTER), "MixtralDecoderLayer", {}),
     ("qwen2", "Qwen2ForCausalLM", mask_tokens(), "Qwen2DecoderLayer", {}),
     ("qwen3", "Qwen3ForCausalLM", text(**ATTENTION), "Qwen3DecoderLayer", EAGER),
     ("qwen3_moe", "Qwen3MoeForCausalLM", text(**ROUTER), "Qwen3MoeDecoderLayer", {}),
     ("qwen2_moe", "Qwen2MoeForCausalLM", text(**ROUTER), "Qwen2MoeDecoderLayer", {"shared_expert_intermediate_size": 16}),
     ("deepseek_v3", "DeepseekV3ForCausalLM", text(), "DeepseekV3DecoderLayer", {"num_key_value_heads": 4}),
-    ("olmo2", "Olmo2ForCausalLM", text(), "Olmo2DecoderLayer", {}),
     ("olmoe", "OlmoeForCausalLM", text(**ROUTER), "OlmoeDecoderLayer", {}),
     ("gemma2", "Gemma2ForCausalLM", text(**ATTENTION), "Gemma2DecoderLayer", EAGER),
     ("gemma3_text", "Gemma3ForCausalLM", text(), "Gemma3DecoderLayer", {}),
     ("phi", "PhiForCausalLM", text(), "PhiDecoderLayer", {}),
-    ("phi3", "Phi3ForCausalLM", text(), "Phi3DecoderLayer", {}),
     ("gpt2", "GPT2LMHeadModel", text(**ATTENTION), "GPT2Block", EAGER),
     ("gpt_neox", "GPTNeoXForCausalLM", text(), "GPTNeoXLayer", {}),
-    ("gptj", "GPTJForCausalLM", text(), "GPTJBlock", {}),
     ("gpt_oss", "GptOssForCausalLM", text(**ROUTER), "GptOssDecoderLayer", {}),
     ("opt", "OPTForCausalLM", text(), "OPTDecoderLayer", {}),
     ("bloom", "BloomForCausalLM", text(), "BloomBlock", {}),
@@ -142,19 +138,13 @@ CAUSAL = (
     ("phimoe", "PhimoeForCausalLM", text(**ROUTER), "PhimoeDecoderLayer", {}),
     ("rwkv", "RwkvForCausalLM", text(), "RwkvBlock", {}),
     ("lfm2", "Lfm2ForCausalLM", text(), "Lfm2DecoderLayer", {}),
-    ("granite", "GraniteForCausalLM", text(), "GraniteDecoderLayer", {}),
-    ("starcoder2", "Starcoder2ForCausalLM", text(), "Starcoder2DecoderLayer", {}),
-    ("stablelm", "StableLmForCausalLM", text(), "StableLmDecoderLayer", {}),
-    ("cohere", "CohereForCausalLM", text(), "CohereDecoderLayer", {}),
     ("xlnet", "XLNetLMHeadModel", text(), "XLNetLayer", {}),
     ("modernbert-decoder", "ModernBertDecoderForCausalLM", text(), "ModernBertDecoderLayer", {}),
 )
 MASKED = (
     ("bert", "BertForMaskedLM", mask_tokens(**ATTENTION), "BertLayer", EAGER),
-    ("roberta", "RobertaForMaskedLM", text(), "RobertaLayer", {}),
     ("albert", "AlbertForMaskedLM", text(), "AlbertLayer", {}),
     ("distilbert", "DistilBertForMaskedLM", text(), "TransformerBlock", {}),
-    ("electra", "ElectraForMaskedLM", text(), "ElectraLayer", {}),
     ("deberta-v2", "DebertaV2ForMaskedLM", text(), "DebertaV2Layer", {}),
     ("modernbert", "ModernBertForMaskedLM", text(), "ModernBertEncoderLayer", {}),
     ("esm", "EsmForMaskedLM", text(), "EsmLayer", {"mask_token_id": 4}),
@@ -165,8 +155,6 @@ MASKED = (
 ENCODER_DECODER = (
     ("t5", "T5ForConditionalGeneration", text(**ATTENTION), "T5Block", EAGER),
     ("bart", "BartForConditionalGeneration", text(**ATTENTION), "BartEncoderLayer BartDecoderLayer", EAGER),
-    ("pegasus", "PegasusForConditionalGeneration", text(), "PegasusEncoderLayer PegasusDecoderLayer", {}),
-    ("m2m_100", "M2M100ForConditionalGeneration", text(), "M2M100EncoderLayer M2M100DecoderLayer", {}),
     ("led", "LEDForConditionalGeneration", text(), "LEDEncoderLayer LEDDecoderLayer", {"attention_window": [4, 4]}),
     ("nllb-moe", "NllbMoeForConditionalGeneration", text(), "NllbMoeEncoderLayer NllbMoeDecoderLayer", {}),
     ("switch_transformers", "SwitchTransformersForConditionalGeneration", text(**ROUTER), "SwitchTransformersBlock", {}),
@@ -174,7 +162,6 @@ ENCODER_DECODER = (
 )
 VISION = (
     ("vit", "ViTForImageClassification", images(), "ViTLayer", {}),
-    ("deit", "DeiTForImageClassification", images(), "DeiTLayer", {}),
     ("dinov2", "Dinov2ForImageClassification", images(), "Dinov2Layer", {}),
     (
         "swinv2",
@@ -216,3 +203,37 @@ SPEECH = (
     ),
 )
 SUBJECTS = tuple(subject(*row[:4], **row[4]) for row in (*CAUSAL, *MASKED, *ENCODER_DECODER, *VISION, *SPEECH))
+
+
+def adapted(config_name: str, options: dict[str, Any]) -> nn.Module:
+    import peft
+
+    base = build("LlamaForCausalLM", "llama", {})
+    config = getattr(peft, config_name)(task_type="CAUSAL_LM", **options)
+    return peft.get_peft_model(base, config)
+
+
+TARGETS = {"target_modules": ["q_proj", "v_proj"]}
+CONFIGS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("LoRA", "LoraConfig", {"r": 2, "lora_dropout": 0.1, "init_lora_weights": False, **TARGETS}),
+    ("DoRA", "LoraConfig", {"r": 2, "use_dora": True, "init_lora_weights": False, **TARGETS}),
+    ("IA3", "IA3Config", {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
+    ("LoHa", "LoHaConfig", {"r": 2, "init_weights": False, **TARGETS}),
+    ("LoKr", "LoKrConfig", {"r": 2, "init_weights": False, **TARGETS}),
+    ("prompt tuning", "PromptTuningConfig", {"num_virtual_tokens": 3}),
+    ("prefix tuning", "PrefixTuningConfig", {"num_virtual_tokens": 3}),
+    ("VeRA", "VeraConfig", {"r": 2, **TARGETS}),
+    ("BOFT", "BOFTConfig", {"boft_block_size": 4, **TARGETS}),
+    ("OFT", "OFTConfig", {"oft_block_size": 4, **TARGETS}),
+)
+ADAPTERS = tuple(
+    Subject(
+        name=f"{name} on Llama",
+        package="peft",
+        build=functools.partial(adapted, config_name, options),
+        inputs=text(),
+        blocks=("LlamaDecoderLayer",),
+        float32_inside=True,
+    )
+    for name, config_name, options in CONFIGS
+)
