@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import funcshard as fs
 from funcshard._utils import without_collection
 from tests.models import SUBJECTS
-from tests.module.law import calls_on, outputs_on, same_bits
+from tests.module.law import Call, calls_on, outputs_on, same_bits
 from tests.module.test_fully_sharded import TOKENS, Model, loss_of, made, program
 from tests.storages import Log
 
@@ -67,16 +67,18 @@ def both(main, compiler, plain=None):
     return found
 
 
-def compiled_calls(net, x, units=(), *, how=None, equal=same_bits, **options):
+def compiled(functional, x, units=(), *, world=2, call=calls_on, how=None, equal=same_bits, **options):
     """Check that compiled units have the numbers and collectives of uncompiled ones; return the backend."""
-    functional, backend = fs.make_functional(net), Backend()
+    backend = Backend()
     found, expected = (
-        calls_on(2, functional, x, units, how={**(how or {}), "compiler": compiler}, **options)
+        call(world, functional, x, units, how={**(how or {}), "compiler": compiler}, **options)
         for compiler in (backend.compiler, None)
     )
-    for call, other in zip(found, expected, strict=True):
-        equal(call[:2], other[:2])
-        assert call.events == other.events
+    for mine, other in zip(found, expected, strict=True):
+        if isinstance(mine, Call):
+            assert mine.events == other.events
+            mine, other = mine[:2], other[:2]
+        equal(mine, other)
     return backend
 
 
@@ -92,7 +94,7 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("units", "options"), CASES.values(), ids=CASES)
 def test_compiled_units_give_the_same_bits_and_collectives_and_are_compiled_once(units, options):
-    backend = compiled_calls(made(), TOKENS, units, program=program, **options)
+    backend = compiled(fs.make_functional(made()), TOKENS, units, program=program, **options)
     assert backend.graphs == 1
     assert backend.runs >= 2 * 2
 
@@ -118,22 +120,14 @@ def test_between_forward_and_backward_a_compiled_unit_is_free(strategy, most):
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler")
 def test_a_model_with_buffers_trains_compiled_by_inductor():
     subject = SUBJECTS["convnet"]
-    functional = fs.make_functional(subject.build(0.0), mutable=True)
-    batch = subject.make_batch(4, 0)
-
-    def main(compiler):
-        new = []
-
-        def program(model, batch):
-            out, buffers = model(**batch["inputs"])
-            new.append(buffers)
-            return subject.loss(out, batch)
-
-        (call,) = calls_on(1, functional, batch, ["first"], program=program, how={"compiler": compiler})
-        return call[:2], new
-
+    functional, batch = fs.make_functional(subject.build(0.0), mutable=True), subject.make_batch(4, 0)
+    train = lambda model, batch: subject.loss(model(**batch["inputs"])[0], batch)  # noqa: E731
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    torch.testing.assert_close(main(torch.compile), main(None))
+    (found,), (expected,) = (
+        calls_on(1, functional, batch, ["first"], program=train, how={"compiler": compiler})
+        for compiler in (torch.compile, None)
+    )
+    torch.testing.assert_close(found[:2], expected[:2])
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before
 
 
@@ -194,18 +188,13 @@ WAYS = {
 @pytest.mark.parametrize("units", [[], ["inner"]], ids=["the root", "a unit inside"])
 def test_a_function_runs_compiled_in_every_way(way, units):
     whole, *rest = fs.make_functional(made(Ways), mutable=True)
-    (apply, mode), x, backend = way(whole), torch.randn(4, 3), Backend()
+    apply, mode = way(whole)
 
     def twice(model, x):
         with mode():
             return [model(x) for _ in range(2)]
 
-    found, expected = (
-        outputs_on(2, (apply, *rest), x, units, program=twice, how={"compiler": compiler})
-        for compiler in (backend.compiler, None)
-    )
-    same_bits(found, expected)
-    assert backend.runs == 4
+    assert compiled((apply, *rest), torch.randn(4, 3), units, call=outputs_on, program=twice).runs == 4
 
 
 @pytest.mark.slow
@@ -219,22 +208,10 @@ def test_the_function_of_a_whole_model_is_one_graph():
 
 
 def test_a_module_in_full_precision_without_parameters_keeps_its_unit_from_being_compiled():
-    class Plain(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False)
-
-        def forward(self, x):
-            return self.norm(self.inner(x))
-
-    functional = fs.make_functional(nn.Sequential(Plain(), nn.Linear(3, 3)), mutable=True)
-    precision, backend, x = fs.MixedPrecision(param_dtype=torch.bfloat16), Backend(), torch.randn(4, 3)
-    found, expected = (
-        outputs_on(1, functional, x, ["0", "1"], precision=precision, how={"compiler": compiler})
-        for compiler in (backend.compiler, None)
-    )
-    same_bits(found, expected)
-    assert backend.graphs == 1
+    inner = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False))
+    functional = fs.make_functional(nn.Sequential(inner, nn.Linear(3, 3)), mutable=True)
+    precision = fs.MixedPrecision(param_dtype=torch.bfloat16)
+    assert compiled(functional, torch.randn(4, 3), ["0", "1"], call=outputs_on, precision=precision).graphs == 1
 
 
 WHOLES = {  # and the number of graphs of the code around the functions of this library
@@ -367,7 +344,7 @@ class Friends(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", [[], ["first"]], ids=["kept", "computed again"])
 def test_a_compiled_unit_that_runs_another_one_breaks_its_graph_there(remat):
-    assert compiled_calls(made(Friends), torch.randn(4, 3), ["first", "second"], how={"remat": remat}).graphs
+    assert compiled(fs.make_functional(made(Friends)), torch.randn(4, 3), ["first", "second"], how={"remat": remat}).graphs
 
 
 class Hidden(nn.Module):
@@ -419,7 +396,7 @@ def test_bert_trains_compiled_and_with_gradient_checkpointing():
     net.gradient_checkpointing_enable({"use_reentrant": False})
     bert = lambda model, batch: subject.loss(model(**batch["inputs"]), batch)  # noqa: E731
     equal = torch.testing.assert_close
-    assert compiled_calls(net, batch, subject.units, program=bert, equal=equal).graphs >= 1
+    assert compiled(fs.make_functional(net), batch, subject.units, program=bert, equal=equal).graphs >= 1
 
 
 def test_modules_that_are_compiled_already_are_refused_or_run_uncompiled():
