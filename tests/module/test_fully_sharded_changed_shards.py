@@ -74,32 +74,18 @@ def outcome(mesh, strategy, how, change):
     return OLD if all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)) else OTHER
 
 
-@pytest.mark.parametrize(("strategy", "how"), PROMISED, ids=str)
-def test_what_becomes_of_a_change_between_forward_and_backward(strategy, how):
+CASES = [
+    *((run_simulated, *case) for case in PROMISED),
+    # Here ranks share gathered memory.
+    *(
+        pytest.param(run_ranks, strategy, "nothing again", marks=pytest.mark.slow)
+        for strategy in ("full_shard", "shard_grad_op")
+    ),
+]
+
+
+@pytest.mark.parametrize(("run", "strategy", "how"), CASES)
+def test_what_becomes_of_a_change_between_forward_and_backward(run, strategy, how):
     for change, promised in zip(CHANGES, PROMISED[strategy, how], strict=True):
-        for found in run_simulated(outcome, 2, strategy, how, change):
+        for found in run(outcome, 2, strategy, how, change):
             assert promised in found, change
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "how"), [("full_shard", "nothing again"), ("shard_grad_op", "nothing again")])
-def test_the_same_where_ranks_share_gathered_memory(strategy, how):
-    for change, promised in zip(CHANGES, PROMISED[strategy, how], strict=True):
-        for found in run_ranks(outcome, 2, strategy, how, change):
-            assert promised in found, change
-
-
-def test_two_calls_with_a_change_between_them_use_the_values_of_their_own_forward():
-    def main(mesh):
-        torch.manual_seed(0)
-        apply, params, buffers = fs.make_functional(Two(True))
-        plan = fs.make_plan(params, mesh, units=["a", "b"], strategy="shard_grad_op")
-        sharded = fs.fully_shard(apply, plan, mesh)
-        shards = fs.shard(params, plan, mesh)
-        first = fs.value_and_grad(sharded)(shards, buffers, torch.ones(2, 160))
-        for shard in shards.values():
-            write(shard["float32"])
-        second = fs.value_and_grad(sharded)(shards, buffers, torch.ones(2, 160))
-        return bool(first[0] != second[0])
-
-    assert run_simulated(main, 2) == [True, True]

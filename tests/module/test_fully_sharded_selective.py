@@ -11,8 +11,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import funcshard as fs
-from tests.module.test_fully_sharded_checkpointing import same_bits
-from tests.ranks import one_thread, run_ranks, run_simulated
+from tests.module.law import calls_on, plain_call, same_bits, sharded_call
+from tests.ranks import run_ranks, run_simulated
 from tests.storages import Alive, Log
 
 WIDTH, BLOCKS, ROWS = 6, 3, 6  # square activations: a result kept for another one would have its shape
@@ -79,35 +79,32 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks with checkpoints in some place; ``again`` is the policy of these."""
+    """Blocks with checkpoints in some place; ``policy`` is the policy of these."""
 
-    def __init__(self, place, again, log):
+    def __init__(self, place, policy, log):
         super().__init__()
-        wrap = functools.partial(checkpoint_wrapper, context_fn=contexts(again)) if again else lambda module: module
-        self.place, self.again, self.scale = place, again, nn.Parameter(torch.linspace(1, 2, WIDTH))
-        inner = wrap if place in ("wrapper inside", "wrapper inside and around") else lambda module: module
-        outer = wrap if place in ("wrapper", "wrapper around", "wrapper inside and around") else lambda module: module
+        wrap = functools.partial(checkpoint_wrapper, context_fn=contexts(policy)) if policy else plain
+        self.place, self.scale = place, nn.Parameter(torch.linspace(1, 2, WIDTH))
+        self.again = (lambda f, x: selective(f, policy)(x)) if policy else lambda f, x: f(x)
+        inner = wrap if place in ("wrapper inside", "wrapper inside and around") else plain
+        outer = wrap if place in ("wrapper", "wrapper around", "wrapper inside and around") else plain
         self.blocks = nn.ModuleList(outer(Block(inner, log)) for _ in range(BLOCKS))
 
     def forward(self, x):
-        x = x * self.scale
-        again = lambda f, x: (selective(f, self.again) if self.again else f)(x)  # noqa: E731
-        if self.place == "inside":
-            for block in self.blocks:
-                x = block(x, again)
-        elif self.place == "around":
-            for block in self.blocks:
-                x = again(block, x)
-        elif self.place == "around and inside":
-            for block in self.blocks:
-                x = again(functools.partial(block, again=again), x)
-        elif self.place == "around several":
+        x, again = x * self.scale, self.again
+        if self.place == "around several":
             x = again(nn.Sequential(*self.blocks[:2]), x)
-            x = again(lambda x: self.blocks[2](x) * self.scale, x)
-        else:
-            for block in self.blocks:
-                x = block(x)
-        return x.square().mean()
+            return again(lambda x: self.blocks[2](x) * self.scale, x)
+        for block in self.blocks:
+            inside = (
+                functools.partial(block, again=again) if "inside" in self.place and "wrapper" not in self.place else block
+            )
+            x = again(inside, x) if self.place.startswith("around") else inside(x)
+        return x
+
+
+def plain(module):
+    return module
 
 
 UNITS = [f"blocks.{i}" for i in range(BLOCKS)]
@@ -130,11 +127,7 @@ PREDICTED = {
 }
 
 
-def plain_name(name):
-    return name.replace(f".{WRAPPED}", "")
-
-
-def inputs(rank):
+def batch(rank):
     return torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH) * (1 + rank)
 
 
@@ -144,58 +137,34 @@ def build(place, policy, log):
         return Stack(place, policy, log)
 
 
-def step(mesh, place, policy, strategy="full_shard", remat=(), calls=2):
-    """Return loss and gathered gradient of each call, and of the last one events and the leaves alive after forward."""
+def step(mesh, place, policy, strategy="full_shard", remat=()):
+    """Return loss and gradients of a second call, and the number of gathered leaves alive after its forward."""
     every_second.count = 0
-    log, alive, found = Log(), [], []
-    apply, params, buffers = fs.make_functional(build(place, policy, log))
-    plan = fs.make_plan(params, mesh, units=PLACES.get(place, ["blocks.*"]), strategy=strategy)
-    sharded = fs.fully_shard(apply, plan, mesh, remat=remat)
+    log, alive = Log(), []
 
-    def loss_fn(shards):
-        loss = sharded(shards, buffers, inputs(mesh.rank))
+    def program(model, x):
+        loss = model(x).square().mean()
         alive.append(log.alive())
         return loss
 
-    for _ in range(calls):
-        with fs.record_events() as events:
-            loss, grads = fs.value_and_grad(loss_fn)(fs.shard(params, plan, mesh))
-        found.append((loss, {plain_name(name): grad for name, grad in fs.gather(grads, plan, mesh).items()}))
+    functional, units = fs.make_functional(build(place, policy, log)), PLACES.get(place, ["blocks.*"])
+    call = sharded_call(mesh, functional, batch, units, program=program, how={"remat": remat}, strategy=strategy)
     assert log.alive() == 0
-    options = None if remat else PREDICTED.get(place)
-    predicted = None if options is None else fs.predict_events(plan, sharded.schedule, **options)
-    return found, tuple(events), predicted, alive[-1]
+    if policy and place in PREDICTED and not remat:
+        assert call.events == call.predicted(**PREDICTED[place])
+    return (call.loss, {name.replace(f".{WRAPPED}", ""): grad for name, grad in call.grads.items()}), alive[-1]
 
 
 @functools.cache
-def whole(world, place):
-    """Return each rank's loss, and the mean gradient, of the model without shards and checkpoints."""
-    module = build(place, None, Log())
-    with one_thread():
-        losses = [module(inputs(rank)) for rank in range(world)]
-        grads = [torch.autograd.grad(loss, list(module.parameters())) for loss in losses]
-    mean = {
-        name: functools.reduce(torch.add, parts).div(world)
-        for (name, _), *parts in zip(module.named_parameters(), *grads, strict=True)
-    }
-    return [loss.detach() for loss in losses], mean
+def whole(place):
+    """Return each of two ranks' loss, and the mean gradient, of the model without shards and checkpoints."""
+    return plain_call(build(place, None, Log()), batch, 2)
 
 
 def check(place, results):
-    losses, mean = whole(len(results), place)
-    for rank, (found, events, predicted, _) in enumerate(results):
-        for loss, grads in found:
-            same_bits((loss, grads), (losses[rank], mean))
-        assert predicted is None or events == predicted
-
-
-# The places and policies of the fast run; the slow run takes them all.
-QUICK = [("inside", "matrix products"), ("around", "matrix products"), ("around", "views"), ("wrapper", "MUST_SAVE")]
-
-
-@pytest.mark.parametrize(("place", "policy"), QUICK)
-def test_a_policy_changes_no_bit_and_no_collective(place, policy):
-    check(place, run_simulated(step, 2, place, policy))
+    losses, mean = whole(place)
+    for (found, _), loss in zip(results, losses, strict=True):
+        same_bits(found, (loss, mean))
 
 
 @pytest.mark.slow
@@ -212,21 +181,8 @@ def test_every_policy_in_every_place_changes_no_bit_and_no_collective(place, str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-@pytest.mark.parametrize("place", ["inside", "around"])
-def test_the_same_on_a_mesh_of_copies(place, strategy):
-    shape = {"replicate": 2, "shard": 2}
-    without = run_simulated(step, 4, place, None, strategy, shape=shape)  # whose four ranks are added two by two
-    for policy in FEW:
-        results = run_simulated(step, 4, place, policy, strategy, shape=shape)
-        for (found, *_), (wanted, *_) in zip(results, without, strict=True):
-            same_bits(found, wanted)
-            torch.testing.assert_close(found[0][1], whole(4, place)[1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", ["inside", "around", "wrapper inside and around"])
-def test_the_same_on_real_ranks(place):
+@pytest.mark.parametrize("place", ["around", "wrapper inside and around"])
+def test_the_same_on_real_ranks_whose_collectives_are_operations_that_a_policy_sees(place):
     for policy in FEW:
         check(place, run_ranks(step, 2, place, policy))
 
@@ -236,84 +192,49 @@ def test_a_selective_checkpoint_under_remat_changes_no_bit(place):
     check(place, run_simulated(step, 2, place, "matrix products", "full_shard", UNITS))
 
 
-def by_hand(mesh, policy, wrap):
-    """Return the gradient of units composed by hand, with ``wrap(unit's function, policy)``."""
-    params = {f"u{i}": {"w": torch.linspace(-1, 1, WIDTH**2).view(WIDTH, WIDTH) + i} for i in range(3)}
-    plan = fs.make_plan(params, mesh, units=["u*"])
-    layer = lambda leaves, x: torch.tanh(x @ leaves["w"].t())  # noqa: E731
-
-    def loss_fn(shards):
-        x = inputs(mesh.rank)
-        for unit in plan.units:
-            x = wrap(fs.reshard(fs.unshard(layer, plan.units[unit], mesh)), policy)(shards[unit], x)
-        return x.square().mean()
-
-    return fs.value_and_grad(loss_fn)(fs.shard(params, plan, mesh))
-
-
-@pytest.mark.parametrize("policy", ["matrix products", "views", "MUST_SAVE"])
-def test_units_composed_by_hand_take_a_policy_too(policy):
-    wanted = run_simulated(by_hand, 2, policy, lambda f, _: f)
-    same_bits(run_simulated(by_hand, 2, policy, selective), wanted)
-    same_bits(run_simulated(by_hand, 2, policy, lambda f, p: fs.remat(selective(f, p))), wanted)
-    same_bits(run_simulated(by_hand, 2, policy, lambda f, p: selective(fs.remat(f), p)), wanted)
-
-
 # --- other collectives in the region --------------------------------------------------------------
 
 
 def summed(mesh, policy):
-    """Return the gradient of a loss whose checkpoint holds an all-reduce, and the kinds of collectives."""
-    params = {"w": torch.linspace(-1, 1, 4)}
-    plan = fs.make_plan(params, mesh)
+    """Return the gradient of a loss whose checkpoint holds an all-reduce, and the number of all-reduces."""
+    plan = fs.make_plan({"w": torch.linspace(-1, 1, 4)}, mesh)
 
     def region(w, x):
         y = torch.sin(w * x)
         return torch.cos((y - fs.pmean(y.clone(), mesh)).clone()).exp()
 
-    unit = fs.reshard(
-        fs.unshard(
-            lambda leaves, x: (selective(region, policy) if policy else region)(leaves["w"], x).sum(), plan.units[""], mesh
-        )
-    )
-    loss_fn = lambda shards: unit(shards[""], torch.ones(3, 4) + mesh.rank)  # noqa: E731
+    inside = selective(region, policy) if policy else region
+    unit = fs.reshard(fs.unshard(lambda leaves, x: inside(leaves["w"], x).sum(), plan.units[""], mesh))
+    shards = fs.shard({"w": torch.linspace(-1, 1, 4)}, plan, mesh)
     with fs.record_events() as events:
-        found = fs.value_and_grad(loss_fn)(fs.shard(params, plan, mesh))
-    return found, [event.kind for event in events]
+        found = fs.value_and_grad(lambda shards: unit(shards[""], torch.ones(3, 4) + mesh.rank))(shards)
+    return found, sum(event.kind == "all_reduce" for event in events)
 
 
 @pytest.mark.parametrize("policy", ["memory", "MUST_SAVE", "PREFER_RECOMPUTE"])
 def test_an_all_reduce_in_the_region_runs_again_whatever_the_policy_keeps(policy):
-    for (found, kinds), (wanted, before) in zip(
-        run_simulated(summed, 2, policy), run_simulated(summed, 2, None), strict=True
-    ):
-        same_bits(found, wanted)
-        assert kinds.count("all_reduce") == before.count("all_reduce") + 1
+    found, wanted = (run_simulated(summed, 2, each) for each in (policy, None))
+    for (result, times), (expected, before) in zip(found, wanted, strict=True):
+        same_bits(result, expected)
+        assert times == before + 1
 
 
 # --- memory ---------------------------------------------------------------------------------------
 
 
-def kept(place, policy, strategy="full_shard"):
+def kept(place, policy):
     """Return how many activations one rank keeps between forward and backward."""
+    left, rows = [], 50  # so that no parameter has the size of an activation
 
-    def main(mesh):
-        apply, params, buffers = fs.make_functional(build(place, policy, Log()))
-        plan = fs.make_plan(params, mesh, units=["blocks.*"], strategy=strategy)
-        sharded, left = fs.fully_shard(apply, plan, mesh), []
-        rows = 50  # so that no parameter has the size of an activation
+    def program(model, x):
+        with Alive(lambda nbytes: nbytes == rows * WIDTH * 4) as alive:
+            loss = model(x).square().mean()
+        left.append(alive.now().total())
+        return loss
 
-        def loss_fn(shards):
-            x = torch.linspace(-1, 1, rows * WIDTH).view(rows, WIDTH)
-            with Alive(lambda nbytes: nbytes == rows * WIDTH * 4) as alive:
-                loss = sharded(shards, buffers, x)
-            left.append(alive.now().total())
-            return loss
-
-        fs.value_and_grad(loss_fn)(fs.shard(params, plan, mesh))
-        return left[0]
-
-    return run_simulated(main, 2)[0]
+    x = torch.linspace(-1, 1, rows * WIDTH).view(rows, WIDTH)
+    calls_on(2, fs.make_functional(build(place, policy, Log())), x, ["blocks.*"], program=program, calls=1)
+    return max(left)
 
 
 @pytest.mark.parametrize("place", ["inside", "around"])
@@ -324,38 +245,9 @@ def test_a_policy_keeps_more_than_full_recomputation_and_less_than_no_checkpoint
     assert full < products < nothing < everything
 
 
-def leaves_alive(place, policy, strategy="full_shard", run=run_simulated):
-    return [alive for *_, alive in run(step, 2, place, policy, strategy)]
-
-
-@pytest.mark.parametrize("policy", ["matrix products", "views", "MUST_SAVE"])
-def test_no_policy_around_a_unit_keeps_its_gathered_leaves(policy):
-    assert leaves_alive("around", policy) == [0, 0]
-
-
-def test_a_policy_inside_a_unit_keeps_the_gathered_leaves_only_if_it_keeps_views():
-    assert leaves_alive("inside", "matrix products") == [0, 0]
-    assert leaves_alive("inside", "views") == [BLOCKS, BLOCKS]
-
-
-# --- torch's own limits ---------------------------------------------------------------------------
-
-
-def test_a_policy_that_keeps_what_an_operation_then_writes_to_is_refused_by_torch_as_without_shards():
-    class Drops(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(3, 3)
-
-        def forward(self, x):
-            return selective(lambda x: nn.functional.dropout(self.layer(x).sin(), 0.5), "MUST_SAVE")(x).sum()
-
-    apply, params, buffers = fs.make_functional(Drops())
-    plan = fs.make_plan(params, 1)
-    said = "Tensor cached during selective activation checkpoint has been mutated"
-    loss = Drops()(torch.ones(2, 3))
-    with pytest.raises(RuntimeError, match=said):
-        loss.backward()
-    gradient, shards = fs.value_and_grad(fs.fully_shard(apply, plan, fs.Mesh())), fs.shard(params, plan, fs.Mesh())
-    with pytest.raises(RuntimeError, match=said):
-        gradient(shards, buffers, torch.ones(2, 3))
+@pytest.mark.parametrize(
+    ("place", "policy", "alive"),
+    [*(("around", policy, 0) for policy in FEW), ("inside", "matrix products", 0), ("inside", "views", BLOCKS)],
+)
+def test_only_a_policy_inside_a_unit_that_keeps_views_keeps_its_gathered_leaves(place, policy, alive):
+    assert [found for _, found in run_simulated(step, 2, place, policy)] == [alive] * 2

@@ -1,17 +1,17 @@
 """Initialisation unit by unit: the whole module's values, with one unit's parameters in memory."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 import funcshard as fs
 from funcshard._utils import tree
-from tests.ranks import run_ranks
+from tests.module.law import same_bits
+from tests.storages import Log
 
 WORLDS = [1, 2, 3, {"replicate": 2, "shard": 2}]
 
@@ -85,44 +85,9 @@ def test_the_values_are_those_of_the_whole_module(case: str, world: Any) -> None
         return fs.gather(shards, plan, mesh), buffers
 
     for params_, buffers in fs.simulate(main, world):
-        for found, expected in ((params_, dict(whole.named_parameters())), (buffers, dict(whole.named_buffers()))):
-            assert found.keys() == expected.keys()
-            assert all(torch.equal(found[name], value) for name, value in expected.items())
+        same_bits({**params_}, {name: value.detach() for name, value in whole.named_parameters()})
+        same_bits(buffers, dict(whole.named_buffers()))
     assert all(tensor.is_meta for tensor in (*net.parameters(), *net.buffers()))
-
-
-def _on_processes(mesh: fs.Mesh) -> Any:
-    net = on_meta(Net)
-    _, params, _ = fs.make_functional(net)
-    plan = fs.make_plan(params, mesh, units=["blocks.*"])
-    return fs.gather(fs.init_module(net, plan, mesh)[0], plan, mesh)
-
-
-@pytest.mark.slow
-def test_processes_make_what_one_rank_makes() -> None:
-    torch.manual_seed(0)
-    alone = _on_processes(fs.Mesh())
-    for found in run_ranks(_on_processes, 2):
-        assert all(torch.equal(found[name], value) for name, value in alone.items())
-
-
-class Alive:
-    """The highest number of bytes in living storages, of the tensors that ``see`` was given."""
-
-    def __init__(self) -> None:
-        self.seen: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.most = 0
-
-    def see(self, tensors: Iterator[torch.Tensor]) -> None:
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            self.seen[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self.seen = {key: (ref, size) for key, (ref, size) in self.seen.items() if not ref.expired()}
-        self.most = max(self.most, sum(size for _, size in self.seen.values()))
-
-
-def most_of_a_unit(plan: fs.Plan) -> int:
-    return max(sum(buffer.numel * buffer.itemsize for buffer in unit.buffers) for unit in plan.unit_list)
 
 
 def test_of_a_module_only_one_units_parameters_exist_at_a_time() -> None:
@@ -130,37 +95,18 @@ def test_of_a_module_only_one_units_parameters_exist_at_a_time() -> None:
     _, params, _ = fs.make_functional(net)
 
     def main(mesh: fs.Mesh) -> None:
-        alive = Alive()
-        plan = fs.make_plan(params, mesh, units=["*"])
+        log, moments = Log(), []
 
         def watched(module: nn.Module) -> None:
             reset(module)
-            alive.see(p for p in module.parameters() if type(p) is nn.Parameter)
+            for parameter in module.parameters():
+                if type(parameter) is nn.Parameter:
+                    log(parameter)
+            moments.append(len({ref.cdata for ref in log if not ref.expired()}))
 
-        fs.init_module(net, plan, mesh, reset=watched)
-        assert alive.most == most_of_a_unit(plan)
-        alive.see(iter(()))
-        assert not alive.seen
-
-    fs.simulate(main, 2)
-
-
-def test_of_a_function_only_one_units_leaves_exist_at_a_time() -> None:
-    params = {name: torch.empty(50, device="meta") for name in "abcde"}
-
-    def main(mesh: fs.Mesh) -> None:
-        alive = Alive()
-        plan = fs.make_plan(params, mesh, units=list("abcde"))
-
-        def init(unit: Any) -> dict[str, torch.Tensor]:
-            values = {leaf.path: torch.randn(leaf.shape) for leaf in unit.leaves}
-            alive.see(iter(values.values()))
-            return values
-
-        fs.init_shards(init, plan, mesh)
-        assert alive.most == most_of_a_unit(plan)
-        alive.see(iter(()))
-        assert not alive.seen
+        fs.init_module(net, fs.make_plan(params, mesh, units=["*"]), mesh, reset=watched)
+        assert max(moments) == 4
+        assert log.alive() == 0
 
     fs.simulate(main, 2)
 
@@ -168,20 +114,23 @@ def test_of_a_function_only_one_units_leaves_exist_at_a_time() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_a_function_is_asked_for_each_unit_in_plan_order(strategy: str, world: Any) -> None:
+def test_a_function_is_asked_for_each_unit_in_plan_order_and_its_values_are_freed(strategy: str, world: Any) -> None:
     params = {"a": torch.empty(5, device="meta"), "b": [torch.empty(2, 3, device="meta"), torch.empty((), device="meta")]}
 
     def main(mesh: fs.Mesh) -> Any:
-        asked = []
+        asked, log = [], Log()
 
         def init(unit: Any) -> dict[str, torch.Tensor]:
-            asked.append(unit.name)
-            return {leaf.path: torch.randn(leaf.shape) for leaf in unit.leaves}
+            asked.append((unit.name, log.alive()))
+            values = {leaf.path: torch.randn(leaf.shape) for leaf in unit.leaves}
+            for value in values.values():
+                log(value)
+            return values
 
         plan = fs.make_plan(params, mesh, units=["b"], strategy=strategy)
         torch.manual_seed(1)
         gathered = fs.gather(fs.init_shards(init, plan, mesh), plan, mesh)
-        assert asked == ["", "b"]
+        assert asked == [("", 0), ("b", 0)]
         torch.manual_seed(1)
         expected = [torch.randn(5), torch.randn(2, 3), torch.randn(())]
         assert all(torch.equal(a, b) for a, b in zip(tree.leaves(gathered), expected, strict=True))
@@ -211,6 +160,11 @@ class Reaches(nn.Sequential):
         self.how(self)
 
 
+class Partly(nn.Linear):
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight[0])
+
+
 def with_buffer(dtype: torch.dtype) -> nn.Module:
     module = nn.Linear(2, 2)
     module.register_buffer("table", torch.zeros(3, dtype=dtype))
@@ -224,7 +178,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "a buffer": (lambda: with_buffer(torch.float32), r"no reset wrote \['table'\]: pass reset=function, .* or give buffers"),
     "a buffer of integers": (lambda: with_buffer(torch.int64), r"no reset wrote \['table'\]"),
-    "in part": (lambda: Reaches(lambda m: m[0].weight[0].fill_(float("nan"))), "'0.weight' was read"),
+    "in part": (lambda: Partly(2, 2), "'weight' still has elements that its module's reset did not write"),
     "reads another unit": (lambda: Reaches(lambda m: m[0].weight.sum()), "'0.weight' was read .*unit '0'"),
     "writes another unit": (lambda: Reaches(lambda m: nn.init.ones_(m[1].bias)), "only parameters of its own unit exist"),
     "through data": (lambda: Reaches(lambda m: m[1].bias.data.zero_()), r"while module '\(root\)' \(Reaches\) was reset"),
@@ -238,13 +192,6 @@ def test_a_reset_that_leaves_garbage_is_refused(build: Callable[[], nn.Module], 
     plan = fs.make_plan(params, 1, units=["*"] if isinstance(net, Reaches) else [])
     with pytest.raises(ValueError, match=rf"(?s){words}"):
         fs.init_module(net, plan, fs.Mesh())
-
-
-def test_a_parameter_written_in_part_is_refused() -> None:
-    net = on_meta(lambda: nn.Linear(2, 2))
-    _, params, _ = fs.make_functional(net)
-    with pytest.raises(ValueError, match="'weight' still has elements that its module's reset did not write"):
-        fs.init_module(net, fs.make_plan(params, 1), fs.Mesh(), reset=lambda m: m.weight[0].zero_())
 
 
 def test_infinite_values_count_as_written() -> None:
@@ -275,31 +222,29 @@ def numpys(mesh: fs.Mesh) -> torch.Tensor:
     return torch.full((2,), float(mesh.rank // 2))  # as numpy's generator would give, seeded by rank
 
 
-@pytest.mark.parametrize("world", [4, {"replicate": 2, "shard": 2}], ids=str)
-def test_ranks_that_make_different_values_get_an_error(world: Any) -> None:
-    words = r"must have the same values on every rank; found 2 different ones, on ranks 0, 1; ranks 2, 3 \(1 of \d leaves"
+def test_ranks_that_make_different_values_get_an_error() -> None:
+    words = r"must have the same values on every rank; found 2 different ones, on ranks 0, 1; ranks 2, 3 \({} of \d leaves"
+    net = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
 
     def main(mesh: fs.Mesh) -> None:
-        plan = fs.make_plan({"a": torch.zeros(2), "b": torch.zeros(2)}, mesh, units=["b"])
+        params = {"a": torch.zeros(2), "b": torch.zeros(2)}
         init = lambda unit: {leaf.path: numpys(mesh) if leaf.path == "b" else torch.randn(2) for leaf in unit.leaves}  # noqa: E731
-        with pytest.raises(ValueError, match=rf"leaf 'b' of init\(unit\) {words} differ\): draw random numbers from torch"):
-            fs.init_shards(init, plan, mesh)
-        own = fs.make_plan({"a": torch.zeros(2), "b": torch.zeros(2)}, mesh, units=["b"], local=["b"])
+        with pytest.raises(
+            ValueError, match=rf"leaf 'b' of init\(unit\) {words.format(1)} differ\): draw random numbers from"
+        ):
+            fs.init_shards(init, fs.make_plan(params, mesh, units=["b"]), mesh)
+        own = fs.make_plan(params, mesh, units=["b"], local=["b"])
         assert torch.equal(fs.init_shards(init, own, mesh)["b"]["float32.local"], numpys(mesh))
-
-        net = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-        plan = fs.make_plan(fs.make_functional(net)[1], mesh, units=["*"])
 
         def reset(module: nn.Module) -> None:
             for name, parameter in module.named_parameters(recurse=False):
                 nn.init.constant_(parameter, mesh.rank // 2 if name == "bias" else 1.0)
 
-        with pytest.raises(
-            ValueError, match=rf"leaf '0.bias' of the module after its reset {words.replace('1 of', '2 of')}"
-        ):
+        plan = fs.make_plan(fs.make_functional(net)[1], mesh, units=["*"])
+        with pytest.raises(ValueError, match=rf"leaf '0.bias' of the module after its reset {words.format(2)}"):
             fs.init_module(net, plan, mesh, reset=reset)
 
-    fs.simulate(main, world)
+    fs.simulate(main, {"replicate": 2, "shard": 2})
 
 
 @pytest.mark.parametrize("failing", [0, 1])

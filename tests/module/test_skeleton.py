@@ -14,14 +14,24 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import prune
 
 import funcshard as fs
 from funcshard._utils import without_collection
 from funcshard.module.skeleton import make_skeleton
+from tests.module.law import calls_on, check_equal, outputs_on
 from tests.strange_objects import ITERATED_BY_DEEPCOPY, STRANGE
 
 x = torch.randn(4, 3)
+
+
+def check_own(module: nn.Module) -> None:
+    """Check that a function has the outputs of its module, and computes with no parameters but those given."""
+    out = module(x)
+    apply, params, buffers = fs.make_functional(module)
+    zeros = {name: torch.zeros_like(value) for name, value in params.items()}
+    assert torch.equal(apply(params, buffers, x), out)
+    assert torch.equal(apply(zeros, buffers, x), torch.zeros(4, 3))
+    assert torch.equal(apply(params, buffers, x), out)
 
 
 class Held(nn.Module):
@@ -72,14 +82,10 @@ def _parameters(m: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
 WAYS: dict[str, tuple[Callable, Callable]] = {
     "module": (lambda m: m.lin, lambda way, x: way(x)),
     "list": (lambda m: [m.lin], lambda way, x: way[0](x)),
-    "nested": (lambda m: [{"a": (m.lin,)}], lambda way, x: way[0]["a"][0](x)),
     "bound method": (lambda m: m.apply_lin, lambda way, x: way(x)),
     "bound method of a child": (lambda m: m.lin.forward, lambda way, x: way(x)),
     "partial": (lambda m: functools.partial(m.lin), lambda way, x: way(x)),
-    "partial of a method": (lambda m: functools.partial(m.apply_lin), lambda way, x: way(x)),
     "keyword of a partial": (lambda m: functools.partial(lambda x, f: f(x), f=m.lin), lambda way, x: way(x)),
-    "ordered dictionary": (lambda m: collections.OrderedDict(a=m.lin), lambda way, x: way["a"](x)),
-    "defaultdict": (lambda m: collections.defaultdict(list, a=[m.lin]), lambda way, x: way["a"][0](x)),
     "namedtuple": (lambda m: Two(m.lin, 1.0), lambda way, x: way.layer(x)),
     "set": (lambda m: {m.lin}, lambda way, x: next(iter(way))(x)),
     "deque": (lambda m: collections.deque([m.lin]), lambda way, x: way[0](x)),
@@ -88,7 +94,6 @@ WAYS: dict[str, tuple[Callable, Callable]] = {
     "closure": (_closure, lambda way, x: way(x)),
     "global variable": (_global, lambda way, x: way(x)),
     "closure over parameters": (_parameters, lambda way, x: way(x)),
-    "closure in a list": (lambda m: [_closure(m)], lambda way, x: way[0](x)),
     "list of parameters": (lambda m: [m.lin.weight, m.lin.bias], lambda way, x: nn.functional.linear(x, *way)),
     "parameter by itself": (
         lambda m: m.__dict__.update(w=m.lin.weight) or m.__dict__["w"],
@@ -97,41 +102,17 @@ WAYS: dict[str, tuple[Callable, Callable]] = {
 }
 
 
-@pytest.mark.parametrize(("hold", "call"), WAYS.values(), ids=WAYS)
-def test_a_reference_to_a_module_leads_to_the_calls_own_module_or_is_refused(hold: Any, call: Any) -> None:
-    module = Held(hold, call)
-    reference = call(hold(module), x)
-    refused = None
-    try:
-        apply, params, buffers = fs.make_functional(module)
-    except TypeError as error:
-        refused = str(error)
-    if refused is not None:
-        assert "attribute 'way' of module '(root)'" in refused
-        assert hold not in (_closure, _parameters)  # closures are followed
-        return
-    assert torch.equal(apply(params, buffers, x), reference)
-    zeros = {name: torch.zeros_like(value) for name, value in params.items()}
-    assert torch.equal(apply(zeros, buffers, x), torch.zeros(4, 3))
-    assert torch.equal(apply(params, buffers, x), reference)
-
-
-def test_a_forward_that_a_notebook_replaced_through_a_global_variable_is_refused() -> None:
-    module = nn.Sequential(nn.Linear(3, 3))
-    notebook = {"net": module[0]}
-    exec("old = net.forward\nnet.forward = lambda x: old(x) * 2", notebook)
-    assert torch.equal(module(x), notebook["old"](x) * 2)
-    words = (
-        r"attribute 'forward' of module '0' refers to a module .* \(a global variable, a weak reference\), .*"
-        r"types\.MethodType\(function, module\)"
-    )
-    with pytest.raises(TypeError, match=words):
-        fs.make_functional(module)
-    exec("import types\nnet.forward = types.MethodType(lambda self, x: type(self).forward(self, x) * 2, net)", notebook)
-    apply, params, buffers = fs.make_functional(module)  # the remedy
-    zeros = {name: torch.zeros_like(value) for name, value in params.items()}
-    assert torch.equal(apply(params, buffers, x), module(x))
-    assert torch.equal(apply(zeros, buffers, x), torch.zeros(4, 3))
+@pytest.mark.parametrize("way", WAYS)
+def test_a_reference_to_a_module_leads_to_the_calls_own_module_or_is_refused(way: str) -> None:
+    if way in ("weak reference", "global variable"):
+        words = (
+            r"attribute 'way' of module '\(root\)' refers to a module .* \(a global variable, a weak reference\), .*"
+            r"types\.MethodType\(function, module\)"
+        )
+        with pytest.raises(TypeError, match=words):
+            fs.make_functional(Held(*WAYS[way]))
+    else:
+        check_own(Held(*WAYS[way]))
 
 
 class Counts(nn.Module):
@@ -177,135 +158,61 @@ def test_changes_of_attributes_stay_in_the_call(make: Any, count: Any) -> None:
     assert apply(params, buffers) == 1.0
 
 
-class KeepsItsOutput(nn.Module):
+def test_a_module_that_has_run_and_keeps_its_output() -> None:
+    class KeepsItsOutput(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last = super().forward(x)
+            return self.last
+
+    module = KeepsItsOutput(3, 3)
+    module(x)
+    check_own(module)
+
+
+class Recorder:
+    """A hook that keeps what it sees."""
+
     def __init__(self) -> None:
+        self.seen = [torch.zeros(())]
+
+    def __call__(self, module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+        self.seen.append(out.detach().sum())
+        return out * len(self.seen)
+
+
+class Hooked(nn.Module):
+    def __init__(self, recorder: Recorder) -> None:
         super().__init__()
-        self.lin = nn.Linear(3, 3)
-        self.last: Any = None
+        self.lin, self.factor = nn.Linear(3, 3), nn.Parameter(torch.full((), 3.0))
+        self.lin.register_forward_hook(self.scale)
+        self.lin.register_forward_hook(recorder)
+
+    def scale(self, module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+        return out * self.factor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.last = self.lin(x)
-        return self.last
+        return self.lin(x)
 
 
-def test_a_module_that_has_run_and_keeps_its_output() -> None:
-    module = KeepsItsOutput()
-    out = module(x)
+def test_a_hook_runs_on_the_calls_own_module_and_keeps_tensors_of_its_call() -> None:
+    recorder = Recorder()
+    module = Hooked(recorder)
     apply, params, buffers = fs.make_functional(module)
-    assert torch.equal(apply(params, buffers, x), out)
-
-
-def test_a_pruned_module() -> None:
-    module = nn.Linear(3, 3)
-    prune.l1_unstructured(module, "weight", 4)
-    apply, params, buffers = fs.make_functional(module)
-    assert torch.equal(apply(params, buffers, x), module(x))
-
-
-def test_a_hook_that_is_a_method_runs_on_the_calls_own_module() -> None:
-    class Hooked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin, self.factor = nn.Linear(3, 3), nn.Parameter(torch.full((), 3.0))
-            self.lin.register_forward_hook(self.scale)
-
-        def scale(self, module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
-            return out * self.factor
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.lin(x)
-
-    module = Hooked()
-    apply, params, buffers = fs.make_functional(module)
-    assert torch.equal(apply(params, buffers, x), module(x))
-    halved = {name: value.detach() / 2 for name, value in params.items()}
-    assert torch.equal(apply(halved, buffers, x), torch.func.functional_call(module, halved, x))
-
-
-def test_a_hook_that_keeps_tensors_keeps_those_of_its_call() -> None:
-    class Recorder:
-        def __init__(self) -> None:
-            self.seen = [torch.zeros(())]
-
-        def __call__(self, module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
-            self.seen.append(out.detach().sum())
-            return out * len(self.seen)
-
-    module, recorder = nn.Sequential(nn.Linear(3, 3)), Recorder()
-    module[0].register_forward_hook(recorder)
-    apply, params, buffers = fs.make_functional(module)
-    outs = [apply(params, buffers, x) for _ in range(3)]
-    assert torch.equal(outs[0], outs[1])
-    assert torch.equal(outs[0], outs[2])
+    for values in (params, {name: value.detach() / 2 for name, value in params.items()}):
+        out = torch.nn.functional.linear(x, values["lin.weight"], values["lin.bias"]) * values["factor"] * 2
+        assert all(torch.equal(apply(values, buffers, x), out) for _ in range(2))
     assert len(recorder.seen) == 1
 
 
-def test_hooks_run_in_each_call() -> None:
-    calls = []
-    module = nn.Sequential(nn.Linear(3, 3))
-    module[0].register_forward_pre_hook(lambda m, args: calls.append(m) or (args[0] * 2,))
-    apply, params, buffers = fs.make_functional(module)
-    assert torch.equal(apply(params, buffers, x), module[0].forward(x * 2))
-    assert calls[0] is not module[0]
-
-
-def test_each_call_has_modules_of_its_own_and_shared_ones_are_one() -> None:
-    layer = nn.Linear(3, 3)
-    module = nn.ModuleDict({"a": layer, "b": nn.Sequential(layer)})
-    skeleton, parameters, buffers = make_skeleton(module)
-    one, two = skeleton.instantiate(parameters, buffers), skeleton.instantiate(parameters, buffers)
-    assert len(one) == len(skeleton.specs) == 3
-    assert not {id(m) for m in one} & {id(m) for m in two}
-    assert one[0]["a"] is one[0]["b"][0]
-    assert [type(m) for m in one] == [nn.ModuleDict, nn.Linear, nn.Sequential]
-    assert one[0]["a"].weight is parameters["a.weight"]
-
-
-def test_training_flags_are_each_modules_own_unless_given() -> None:
-    module = nn.Sequential(nn.Dropout(), nn.Dropout().eval())
-    skeleton, parameters, buffers = make_skeleton(module)
-    for training, expected in ((None, [True, True, False]), (True, [True] * 3), (False, [False] * 3)):
-        modules = skeleton.instantiate(parameters, buffers, training=training)
-        assert [m.training for m in modules] == expected
-
-
-@pytest.mark.parametrize(
-    ("path", "found"), [("", 0), ("0", 1), ("1", 2), ("1.0", 3), ("2", None), ("1.0.x", None), ("weight", None)]
-)
-def test_find_gives_the_index_of_the_module_at_a_path(path: str, found: int | None) -> None:
-    skeleton, _, _ = make_skeleton(nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.Tanh())))
-    assert skeleton.find(path) == found
-
-
-def test_nothing_refers_to_the_module_once_the_function_is_made() -> None:
-    module = nn.Sequential(nn.Linear(2, 2), Referring(), nn.BatchNorm1d(2))
+def test_nothing_refers_to_the_module_once_the_function_is_made_and_the_skeleton_holds_no_values() -> None:
+    module = nn.Sequential(nn.Linear(300, 300), Referring(), nn.BatchNorm1d(2))
     with without_collection():  # a cycle would wait for a search
-        made = fs.make_functional(module)
+        apply, _, _ = fs.make_functional(module)
         gone = [weakref.ref(m) for m in module.modules()]
         del module
         assert [each() for each in gone] == [None] * 5
-    assert made
-
-
-def test_the_skeleton_holds_none_of_the_modules_values() -> None:
-    module = nn.Sequential(nn.Linear(300, 300), nn.BatchNorm1d(300))
-    skeleton, _, _ = make_skeleton(module)
-    held = [value for m in skeleton.template.modules() for value in (*m.parameters(), *m.buffers())]
+    held = [value for m in apply.skeleton.template.modules() for value in (*m.parameters(), *m.buffers())]
     assert all(value.is_meta and value.numel() == 0 for value in held)
-
-
-def test_names_are_those_of_the_module() -> None:
-    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    module[0].bias = module[1].bias
-    skeleton, parameters, buffers = make_skeleton(module)
-    assert skeleton.parameters == {
-        "0.weight": ("0.weight",),
-        "0.bias": ("0.bias", "1.bias"),
-        "1.weight": ("1.weight",),
-    }
-    assert list(parameters) == ["0.weight", "0.bias", "1.weight"]
-    assert skeleton.shapes == {"0.weight": (2, 2), "0.bias": (2,), "1.weight": (2,)}
-    assert skeleton.buffers.keys() == buffers.keys() == skeleton.persistent
 
 
 class Referring(nn.Module):
@@ -340,41 +247,36 @@ def test_a_copy_of_a_function_is_the_same_function(copied) -> None:
     assert fs.fully_shard(again, plan, fs.Mesh()).runs.keys() == {"lin"}
 
 
-class Summed(nn.Module):
+class Summed(nn.Linear):
     """A linear layer that adds its output up over ranks, with a mesh that it keeps in some way."""
 
-    def __init__(self, keep: Callable[[fs.Mesh], Any], mesh_of: Callable[[Any], fs.Mesh], mesh: fs.Mesh) -> None:
-        super().__init__()
-        self.lin, self.kept, self.mesh_of = nn.Linear(3, 3), keep(mesh), mesh_of
+    kept: Any
+    mesh_of: Any
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return fs.psum(self.lin(x), self.mesh_of(self.kept), axis="tensor")
+        return fs.psum(super().forward(x), self.mesh_of(self.kept), axis="tensor")
 
 
-@pytest.mark.parametrize(
-    ("keep", "mesh_of"),
-    [
-        pytest.param(lambda mesh: mesh, lambda kept: kept, id="attribute"),
-        pytest.param(lambda mesh: mesh["tensor"], lambda kept: kept, id="mesh of one axis"),
-        pytest.param(lambda mesh: {"meshes": [mesh]}, lambda kept: kept["meshes"][0], id="in a list in a dict"),
-        pytest.param(lambda mesh: lambda: mesh, lambda kept: kept(), id="closure"),
-    ],
-)
-def test_a_module_may_keep_its_mesh(keep: Any, mesh_of: Any) -> None:
+KEPT: dict[str, tuple[Callable[[fs.Mesh], Any], Callable[[Any], fs.Mesh]]] = {
+    "a mesh of one axis": (lambda mesh: mesh["tensor"], lambda kept: kept),
+    "in a list in a dictionary": (lambda mesh: {"meshes": [mesh]}, lambda kept: kept["meshes"][0]),
+    "in a closure": (lambda mesh: lambda: mesh, lambda kept: kept()),
+}
+
+
+@pytest.mark.parametrize(("keep", "mesh_of"), KEPT.values(), ids=KEPT)
+def test_a_module_may_keep_its_mesh_which_no_call_copies(keep: Any, mesh_of: Any) -> None:
     def main(mesh: fs.Mesh) -> torch.Tensor:
-        net = Summed(keep, mesh_of, mesh)
+        net = Summed(3, 3)
+        net.kept, net.mesh_of = mesh, lambda kept: kept
+        assert make_skeleton(net)[0].copied_attributes == ()
+        net.kept, net.mesh_of = keep(mesh), mesh_of
         assert mesh_of(copy.deepcopy(net).kept).groups["tensor"] is mesh.groups["tensor"]
-        function, params, buffers = fs.make_functional(net)
-        return function(params, buffers, x) - net.lin(x)  # the other rank's output
+        apply, params, buffers = fs.make_functional(net)
+        return apply(params, buffers, x) - nn.Linear.forward(net, x)  # the other rank's output
 
-    torch.manual_seed(0)
     first, second = fs.simulate(main, {"tensor": 2})
     torch.testing.assert_close(first, second)
-
-
-def test_a_mesh_that_a_module_keeps_is_not_copied_for_each_call() -> None:
-    copied = lambda mesh: make_skeleton(Summed(lambda m: m, lambda m: m, mesh))[0].copied_attributes  # noqa: E731
-    assert fs.simulate(copied, {"tensor": 2}) == [(), ()]
 
 
 class Hooking(nn.Module):
@@ -391,13 +293,12 @@ class Hooking(nn.Module):
             self.lin.register_forward_hook(note, with_kwargs=True, always_call=True),
             self.lin.register_forward_pre_hook(note, prepend=True),
             self.lin.register_forward_pre_hook(note, with_kwargs=True),
-            self.lin.register_full_backward_hook(note),
-            self.lin.register_full_backward_pre_hook(note),
-            self.lin.register_state_dict_post_hook(note),
-            self.lin.register_state_dict_pre_hook(note),
-            self.lin.register_load_state_dict_pre_hook(note),
-            self.lin.register_load_state_dict_post_hook(note),
-        ]
+            *(
+                getattr(self.lin, f"register_{kind}")(note)
+                for kind in ("full_backward_hook", "full_backward_pre_hook", "state_dict_post_hook", "state_dict_pre_hook",
+                             "load_state_dict_pre_hook", "load_state_dict_post_hook")
+            ),
+        ]  # fmt: skip
         self.lin.register_buffer("late", torch.zeros(()), persistent=False)
         return self.lin(x) * len(self.ran)
 
@@ -410,60 +311,28 @@ def test_hooks_that_a_call_registers_end_with_it() -> None:
     module = Hooking()
     apply, params, buffers = fs.make_functional(module)
     before = _lengths(apply.skeleton.template)
-    outs = [apply(params, buffers, x) for _ in range(3)]
-    assert torch.equal(outs[0], module.lin(x) * 4)
-    assert torch.equal(outs[0], outs[1])
-    assert torch.equal(outs[0], outs[2])
+    assert all(torch.equal(apply(params, buffers, x), module.lin(x) * 4) for _ in range(3))
     assert _lengths(apply.skeleton.template) == before == _lengths(module)
 
 
 def test_hooks_that_one_simulated_rank_registers_do_not_run_on_another() -> None:
-    class Scaling(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin = nn.Linear(3, 3)
-
+    class Scaling(nn.Sequential):
         def forward(self, x: torch.Tensor, factor: int) -> torch.Tensor:
-            handle = self.lin.register_forward_hook(lambda m, args, out: out * factor)
-            out: torch.Tensor = self.lin(x)
+            handle = self[0].register_forward_hook(lambda m, args, out: out * factor)
+            out: torch.Tensor = self[0](x)
             handle.remove()
             return out
 
         def sample(self, x: torch.Tensor, factor: int) -> torch.Tensor:
             return self(x, factor)
 
-    module = Scaling()
-    apply, params, buffers = fs.make_functional(module)
-
-    def main(mesh: fs.Mesh) -> list[list[torch.Tensor]]:
-        plan = fs.make_plan(params, mesh, units=["lin"])
-        shards = fs.shard(params, plan, mesh)
-        functions = fs.fully_shard(apply, plan, mesh), fs.fully_shard(apply.method("sample"), plan, mesh)
-        return [[f(shards, buffers, x, mesh.rank + 2) for _ in range(3)] for f in functions]
-
-    for rank, outs in enumerate(fs.simulate(main, world_size=2)):
-        assert all(torch.equal(out, module.lin(x) * (rank + 2)) for each in outs for out in each)
-
-
-def test_a_handle_that_the_module_keeps_removes_the_hook_of_its_call() -> None:
-    class Once(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin = nn.Linear(3, 3)
-            self.handle = self.lin.register_forward_hook(lambda m, args, out: out * 2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out = self.lin(x)
-            self.handle.remove()
-            return out + self.lin(x)
-
-    module = Once()
-    apply, params, buffers = fs.make_functional(module)
-    for _ in range(3):
-        assert torch.equal(apply(params, buffers, x), module.lin.forward(x) * 2 + module.lin.forward(x))
-    assert len(module.lin._forward_hooks) == 1
-    module.handle.remove()
-    assert torch.equal(apply(params, buffers, x), module.lin.forward(x) * 2 + module.lin.forward(x))
+    module = Scaling(nn.Linear(3, 3))
+    apply, *rest = fs.make_functional(module)
+    program = lambda model, factor: [model(x, factor) for _ in range(3)]  # noqa: E731
+    for function in (apply, apply.method("sample")):
+        outs = outputs_on(2, (function, *rest), lambda rank: rank + 2, ["0"], program=program)
+        for rank, own in enumerate(outs):
+            assert all(torch.equal(out, module[0](x) * (rank + 2)) for out in own)
 
 
 @pytest.mark.parametrize("name", [name for name in STRANGE if name not in ITERATED_BY_DEEPCOPY])
@@ -478,20 +347,13 @@ def test_a_module_may_keep_objects_that_raise_when_looked_at(name: str) -> None:
     module.strange = make()
     module.held = {"strange": [make()]}
     apply, params, buffers = fs.make_functional(module)
-
-    def main(mesh: fs.Mesh) -> Any:
-        plan = fs.make_plan(params, mesh)
-        sharded = fs.fully_shard(apply, plan, mesh)
-        shards = fs.shard(params, plan, mesh)
-        return [fs.value_and_grad(lambda s: sharded(s, buffers, x, given)[0].sum(), mesh=mesh)(shards)[0] for _ in range(3)]
-
     given = make()
     out, strange, args = apply(params, buffers, x, given)
     assert torch.equal(out, module(x)[0])
     assert type(strange) is type(given)
     assert args[0] is given
-    for values in fs.simulate(main, world_size=2):
-        assert all(torch.equal(value, out.sum()) for value in values)
+    for call in calls_on(2, (apply, params, buffers), x, program=lambda model, x: model(x, given)[0].sum(), calls=3):
+        assert torch.equal(call.loss, out.sum())
 
 
 # --- bound methods of functions that captured the module ------------------------------------------
@@ -500,21 +362,6 @@ def test_a_module_may_keep_objects_that_raise_when_looked_at(name: str) -> None:
 def _around(m: nn.Module) -> None:
     old = m.forward
     m.forward = types.MethodType(lambda self, x: old(x) * 2, m)
-
-
-def _wrapped(m: nn.Module) -> None:
-    old = m.forward
-
-    @functools.wraps(old)
-    def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return old(x) + self.bias
-
-    m.forward = types.MethodType(forward, m)
-
-
-def _both(m: nn.Module) -> None:
-    _around(m)
-    _wrapped(m)
 
 
 def _in_defaults(m: nn.Module) -> None:
@@ -535,39 +382,19 @@ def _in_a_list(m: nn.Module) -> None:
     m.forward = types.MethodType(lambda self, x: self.ways["a"][0](x), m)
 
 
-METHODS = [_around, _wrapped, _both, _in_defaults, _in_a_partial, _in_a_list]
+def _never_called(m: nn.Module) -> None:
+    m.extra_repr = types.MethodType(functools.partial(lambda self, old: f"{old()}, cut", old=m.extra_repr), m)
+
+
+METHODS = [_around, _in_defaults, _in_a_partial, _in_a_list, _never_called]
 
 
 @pytest.mark.parametrize("patch", METHODS)
 def test_a_bound_method_around_the_modules_own_method_runs_on_the_calls_own_module(patch: Any) -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     patch(module[0])
-    out = module(x)
-    grads = torch.autograd.grad(out.sum(), list(module.parameters()))
-    apply, params, buffers = fs.make_functional(module)
-    zeros = {name: torch.zeros_like(value) for name, value in params.items()}
-    for _ in range(2):
-        assert torch.equal(apply(params, buffers, x), out)
-        assert torch.equal(apply(zeros, buffers, x), torch.zeros(4, 3))
-
-    def main(mesh: fs.Mesh) -> Any:
-        plan = fs.make_plan(params, mesh, units=["0", "1"])
-        sharded = fs.fully_shard(apply, plan, mesh, remat=["0"])
-        step = fs.value_and_grad(lambda shards: sharded(shards, buffers, x).sum(), mesh=mesh)
-        return fs.to_state_dict(step(fs.shard(params, plan, mesh))[1], plan, mesh)
-
-    for found in fs.simulate(main, world_size=2):
-        for (name, _), grad in zip(module.named_parameters(), grads, strict=True):
-            torch.testing.assert_close(found[name], grad)
-
-
-def test_a_method_that_forward_never_calls_may_capture_the_module() -> None:
-    module = nn.Sequential(nn.Linear(3, 3))
-    words = lambda self, old, name: f"{old()}, {name}"  # noqa: E731
-    module[0].extra_repr = types.MethodType(functools.partial(words, old=module[0].extra_repr, name="cut"), module[0])
-    apply, params, buffers = fs.make_functional(module)
-    assert torch.equal(apply(params, buffers, x), module(x))
-    assert "bias=True, cut" in repr(module)
+    check_own(module)
+    check_equal(module, x, ["0", "1"], how={"remat": ["0"]})
 
 
 # --- modules with a pickle of their own -----------------------------------------------------------
@@ -599,11 +426,7 @@ class MakesChildren(nn.Module):
 
 
 def test_a_module_whose_pickle_makes_other_children() -> None:
-    module = nn.Sequential(MakesChildren(), nn.Linear(3, 3))
-    apply, params, buffers = fs.make_functional(module)
-    zeros = {name: torch.zeros_like(value) for name, value in params.items()}
-    assert torch.equal(apply(params, buffers, x), module(x))
-    assert torch.equal(apply(zeros, buffers, x), torch.zeros(4, 3))
+    check_own(nn.Sequential(MakesChildren(), nn.Linear(3, 3)))
 
 
 def test_a_module_whose_pickle_leaves_out_what_cannot_be_copied() -> None:
@@ -617,15 +440,9 @@ def test_a_module_whose_pickle_leaves_out_what_cannot_be_copied() -> None:
 
         def __setstate__(self, state: dict[str, Any]) -> None:
             super().__setstate__(state)
-            self.kept = "by the pickle"
+            self.lock = None
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            assert self.kept == "by the pickle"
-            return super().forward(x)
-
-    module = Locked()
-    apply, params, buffers = fs.make_functional(module)
-    assert torch.equal(apply(params, buffers, x), nn.Linear.forward(module, x))
+    check_own(Locked())
 
 
 class Tables(nn.Module):
@@ -665,20 +482,6 @@ def test_large_tensors_are_copied_when_a_call_writes_to_them(mutable: bool) -> N
         calls[0][1]["known"].add_(1)
         assert calls[3][1]["known"].sum() == 39_999
         assert not buffers["known"].count_nonzero()
-
-
-@pytest.mark.filterwarnings("ignore:the forward of .* (set attributes|changed buffers) of the module")
-def test_simulated_ranks_write_to_large_tensors_of_their_own() -> None:
-    apply, params, buffers = fs.make_functional(Tables())
-
-    def main(mesh: fs.Mesh) -> list[torch.Tensor]:
-        plan = fs.make_plan(params, mesh, units=["lin"])
-        sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
-        return [sharded(shards, buffers, x, (number + mesh.rank) % 2 == 0)[0] for number in range(20)]
-
-    first, second = fs.simulate(main, world_size=2)
-    assert all(torch.equal(first[number], second[number + 1]) for number in range(1, 19, 2))
-    assert all(torch.equal(first[1], each) for each in (*first[1::2], *second[0::2]))
 
 
 @pytest.mark.parametrize("kind", ["buffer", "attribute", "list", "dictionary"])

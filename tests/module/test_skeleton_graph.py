@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 import funcshard as fs
-from tests.ranks import one_thread, run_simulated
+from tests.module.law import check_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -52,28 +52,15 @@ GRAPHS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
 }
 
 
-def loss_of(out: torch.Tensor) -> torch.Tensor:
-    return (out + 1).square().mean()
+def off_zero(model: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = (model(x) + 1).square().mean()
+    return loss
 
 
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize(("make", "units"), GRAPHS.values(), ids=GRAPHS)
 def test_gradients_are_those_of_the_module(make, units, remat) -> None:
-    torch.manual_seed(0)
-    module = make()
-    apply, params, buffers = fs.make_functional(module)
-    with one_thread():
-        wanted = dict(zip(params, torch.autograd.grad(loss_of(module(x)), tuple(module.parameters())), strict=True))
-
-    def main(mesh: fs.Mesh) -> Any:
-        plan = fs.make_plan(params, mesh, units=units)
-        sharded = fs.fully_shard(apply, plan, mesh, remat=[name for name in plan.units if name] if remat else [])
-        loss, grads = fs.value_and_grad(lambda s: loss_of(sharded(s, buffers, x)))(fs.shard(params, plan, mesh))
-        return loss, fs.gather(grads, plan, mesh)
-
-    for loss, grads in run_simulated(main, 2):
-        torch.testing.assert_close(loss, loss_of(module(x)).detach(), rtol=0, atol=0)
-        torch.testing.assert_close(grads, wanted, rtol=0, atol=0)
+    check_equal(make(), x, units, bits=True, program=off_zero, how={"remat": remat})
 
 
 @pytest.mark.parametrize("make", [traced, exported])

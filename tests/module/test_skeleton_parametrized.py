@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import funcshard as fs
+from tests.module.law import check_equal
 
 x = torch.randn(2, 3, dtype=torch.float64)
 
@@ -68,36 +69,25 @@ def test_a_tensor_is_computed_once_in_a_call_inside_cached():
             assert Counts.computed == times * calls
 
 
+def cached_calls(loss_fn):
+    evaluate = fs.value_and_grad(loss_fn)
+
+    def call(*args):
+        with parametrize.cached():
+            return evaluate(*args)
+
+    return call
+
+
+UNITS = [([], []), (["a", "b"], []), (["a", "b"], ["a"]), (["a.parametrizations.weight"], [])]
+
+
 @pytest.mark.parametrize("parametrization", [Symmetric, View])
-@pytest.mark.parametrize(
-    ("units", "remat"), [([], []), (["a", "b"], []), (["a", "b"], ["a"]), (["a.parametrizations.weight"], [])]
-)
-@pytest.mark.parametrize("whole_step", [False, True])
-def test_sharded_gradients_inside_cached_are_the_modules(parametrization, units, remat, whole_step):
-    net = made(parametrization, cached=not whole_step)
-    loss = net(x).square().mean()
-    grads = torch.autograd.grad(loss, list(net.parameters()))
-    apply, params, buffers = fs.make_functional(net)
-
-    def main(mesh):
-        plan = fs.make_plan(params, mesh, units=units)
-        sharded = fs.fully_shard(apply, plan, mesh, remat=remat)
-        step = fs.value_and_grad(lambda shards: sharded(shards, buffers, x).square().mean(), mesh=mesh)
-        shards, found = fs.shard(params, plan, mesh), []
-        for _ in range(3):
-            if whole_step:
-                with parametrize.cached():
-                    value, grads = step(shards)
-            else:
-                value, grads = step(shards)
-            found.append((value, fs.to_state_dict(grads, plan, mesh)))
-        return found
-
-    for rank in fs.simulate(main, world_size=2):
-        for value, state_dict in rank:
-            torch.testing.assert_close(value, loss)
-            for (name, _), grad in zip(net.named_parameters(), grads, strict=True):
-                torch.testing.assert_close(state_dict[name], grad)
+@pytest.mark.parametrize(("units", "remat"), UNITS)
+@pytest.mark.parametrize("evaluate", [fs.value_and_grad, cached_calls])
+def test_sharded_gradients_inside_cached_are_the_modules(parametrization, units, remat, evaluate):
+    net = made(parametrization, cached=evaluate is not cached_calls)
+    check_equal(net, x, units, how={"remat": remat}, evaluate=evaluate)
 
 
 def test_a_parametrized_module_keeps_its_class_for_torch():

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 
 import funcshard as fs
 from funcshard.plan.wrap import Units
+from tests.module.law import calls_on, outputs_on, plain_call, same_bits, sharded_call
 from tests.ranks import run_ranks
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -38,40 +39,38 @@ class Several(nn.Module):
         return {"out": out, "ids": out.argmax(1), "pair": (h, "text"), "none": None, "inside": h.dtype}
 
 
-def run(mesh: fs.Mesh, *, owns: bool = True, mutable: bool = False, evaluate: bool = False, **precision: Any) -> Any:
-    apply, params, buffers = fs.make_functional(Several(owns, counts=mutable), mutable=mutable)
+def run(*, owns: bool = True, mutable: bool = False, evaluate: bool = False, **precision: Any) -> Any:
+    apply, *rest = fs.make_functional(Several(owns, counts=mutable), mutable=mutable)
     options = {"param_dtype": BF16, "reduce_dtype": FP32, "output_dtype": FP32, **precision}
-    plan = fs.make_plan(params, mesh, units=["first", "second"], precision=fs.MixedPrecision(**options))
-    sharded = fs.fully_shard(apply.eval() if evaluate else apply, plan, mesh)
-    return sharded(fs.shard(params, plan, mesh), buffers, torch.ones(2, 4))
+    functional = (apply.eval() if evaluate else apply, *rest)
+    (out,) = outputs_on(1, functional, torch.ones(2, 4), ["first", "second"], precision=fs.MixedPrecision(**options))
+    return out
 
 
 @pytest.mark.parametrize("owns", [True, False], ids=["the root owns a leaf", "the root owns none"])
 def test_floating_point_outputs_of_the_model_are_cast_and_those_of_its_units_are_not(owns: bool) -> None:
-    for out in fs.simulate(lambda mesh: run(mesh, owns=owns), 2):
-        assert (out["out"].dtype, out["ids"].dtype, out["pair"][0].dtype) == (FP32, torch.int64, FP32)
-        assert (out["pair"][1], out["none"]) == ("text", None)
-        assert out["inside"] == BF16
-        assert torch.equal(out["out"], out["out"].bfloat16().float())  # computed in bfloat16
+    out = run(owns=owns)
+    assert (out["out"].dtype, out["ids"].dtype, out["pair"][0].dtype) == (FP32, torch.int64, FP32)
+    assert (out["pair"][1], out["none"]) == ("text", None)
+    assert out["inside"] == BF16
+    assert torch.equal(out["out"], out["out"].bfloat16().float())  # computed in bfloat16
 
 
 @pytest.mark.parametrize("owns", [True, False], ids=["the root owns a leaf", "the root owns none"])
 def test_new_buffers_are_no_outputs(owns: bool) -> None:
-    for out, buffers in fs.simulate(lambda mesh: run(mesh, owns=owns, mutable=True, output_dtype=FP16), 2):
-        assert out["out"].dtype == FP16
-        assert torch.equal(buffers["mean"], torch.full((4,), 1 / 3, dtype=FP64) + 1 / 3)
+    out, buffers = run(owns=owns, mutable=True, output_dtype=FP16)
+    assert out["out"].dtype == FP16
+    assert torch.equal(buffers["mean"], torch.full((4,), 1 / 3, dtype=FP64) + 1 / 3)
 
 
-def test_evaluation_in_full_precision_casts_no_outputs() -> None:
-    for full, dtype in ((False, FP16), (True, FP32)):
-        options: dict[str, Any] = {"evaluate": True, "full_precision_in_eval": full, "output_dtype": FP16}
-        for out in fs.simulate(lambda mesh, options=options: run(mesh, **options), 2):
-            assert out["out"].dtype == dtype
+@pytest.mark.parametrize(("full", "dtype"), [(False, FP16), (True, FP32)])
+def test_evaluation_in_full_precision_casts_no_outputs(full: bool, dtype: torch.dtype) -> None:
+    assert run(evaluate=True, full_precision_in_eval=full, output_dtype=FP16)["out"].dtype == dtype
 
 
 def test_without_a_param_dtype_outputs_are_cast_too() -> None:
-    for out in fs.simulate(lambda mesh: run(mesh, param_dtype=None, output_dtype=FP64), 2):
-        assert (out["inside"], out["out"].dtype) == (FP32, FP64)
+    out = run(param_dtype=None, output_dtype=FP64)
+    assert (out["inside"], out["out"].dtype) == (FP32, FP64)
 
 
 def net_of_three(dtype: torch.dtype = FP32) -> nn.Module:
@@ -82,40 +81,31 @@ def net_of_three(dtype: torch.dtype = FP32) -> nn.Module:
 OWN = fs.MixedPrecision(BF16, FP32, output_dtype=FP32, cast_forward_inputs=True)
 
 
+class Low(nn.Linear):
+    """Computes in bfloat16, from its inputs to its float32 output, as a unit with ``OWN`` does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(*(each.bfloat16() for each in (x, self.weight, self.bias))).float()
+
+
 @pytest.mark.parametrize("remat", [(), ("2",)], ids=["plain", "remat"])
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_a_unit_with_a_precision_of_its_own_casts_its_own_outputs(remat: Any, strategy: str) -> None:
-    apply, params, _ = fs.make_functional(net_of_three())
-    x = torch.linspace(-1, 1, 12).view(2, 6)
-
-    def main(mesh: fs.Mesh) -> Any:
-        units = Units(["0", "2"], {"2": {"precision": OWN}})
-        plan = fs.make_plan(params, mesh, units=units, strategy=strategy)
-        sharded = fs.fully_shard(apply, plan, mesh, remat=remat)
-        shards = fs.shard(params, plan, mesh)
-        loss, grads = fs.value_and_grad(lambda s: sharded(s, {}, x).square().mean())(shards)
-        return loss, fs.gather(grads, plan, mesh)
-
-    net = net_of_three()
-    low = net_of_three()[2].bfloat16()
-    h = net[1](net[0](x))
-    loss = net[4](net[3](low(h.bfloat16()).float())).square().mean()
-    leaves = {"0.weight": net[0].weight, "2.weight": low.weight, "4.weight": net[4].weight}
-    grads = dict(zip(leaves, torch.autograd.grad(loss, [*leaves.values()]), strict=True))
-    for found, ours in fs.simulate(main, 2):
-        assert torch.equal(found, loss.detach())
-        assert all(torch.equal(ours[name], grad.float()) for name, grad in grads.items())
+    net, x = net_of_three(), torch.linspace(-1, 1, 12).view(2, 6)
+    units = Units(["0", "2"], {"2": {"precision": OWN}})
+    found = calls_on(2, fs.make_functional(net), x, units, strategy=strategy, how={"remat": remat})
+    net[2].__class__ = Low
+    (loss,), grads = plain_call(net, x)
+    for call in found:
+        same_bits(call[:2], (loss, grads))
 
 
 def test_a_unit_that_is_written_by_hand_casts_its_outputs() -> None:
-    def main(mesh: fs.Mesh) -> Any:
-        plan = fs.make_plan({"w": torch.ones(3)}, mesh, precision=LOW)
-        f = fs.unshard(lambda leaves, x: (leaves["w"] * x, leaves["w"].dtype), plan.units[""], mesh)
-        shards = fs.shard({"w": torch.ones(3)}, plan, mesh)
-        out, inside = f(shards[""], torch.ones(3))
-        return out.dtype, inside
-
-    assert fs.simulate(main, 2) == [(FP32, BF16)] * 2
+    params = {"w": torch.ones(3)}
+    plan = fs.make_plan(params, 1, precision=LOW)
+    f = fs.unshard(lambda leaves, x: (leaves["w"] * x, leaves["w"].dtype), plan.units[""], fs.Mesh())
+    out, inside = f(fs.shard(params, plan, fs.Mesh())[""], torch.ones(3))
+    assert (out.dtype, inside) == (FP32, BF16)
 
 
 def test_the_default_lets_an_input_of_higher_precision_raise_or_promote_and_cast_forward_inputs_rounds_it() -> None:
@@ -130,26 +120,15 @@ def test_the_default_lets_an_input_of_higher_precision_raise_or_promote_and_cast
         def forward(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
             return x * self.scale + angles
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = Rotary()
-
+    class Model(nn.Sequential):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.block(x, angles)
+            out: torch.Tensor = self[0](x, angles)
+            return out
 
-    apply, params, _ = fs.make_functional(Model())
-
-    def main(mesh: fs.Mesh) -> list[Any]:
-        outs = []
-        for cast in (False, True):
-            precision = fs.MixedPrecision(BF16, cast_forward_inputs=cast)
-            plan = fs.make_plan(params, mesh, units=["block"], precision=precision)
-            out = fs.fully_shard(apply, plan, mesh)(fs.shard(params, plan, mesh), {}, torch.zeros(1, 1))
-            outs.append((out.dtype, out.item() == angles.item()))
-        return outs
-
-    assert fs.simulate(main, 2) == [[(FP32, True), (BF16, False)]] * 2
+    for cast, expected in ((False, (FP32, angles.item())), (True, (BF16, 1.0))):
+        precision = fs.MixedPrecision(BF16, cast_forward_inputs=cast)
+        (out,) = outputs_on(1, fs.make_functional(Model(Rotary())), torch.zeros(1, 1), ["0"], precision=precision)
+        assert (out.dtype, out.item()) == expected
 
 
 # --- FSDP2 ----------------------------------------------------------------------------------------
@@ -173,26 +152,22 @@ def theirs(mesh: fs.Mesh, everywhere: bool) -> Any:
 
 
 def ours(mesh: fs.Mesh, everywhere: bool) -> Any:
-    apply, params, _ = fs.make_functional(net_of_three())
-    names = ["0", "2", "4"]
+    names, outs = ["0", "2", "4"], []
     units = Units(names, {name: {"precision": OWN} for name in names} if everywhere else {})
-    plan = fs.make_plan(params, mesh, units=units, precision=LOW)
-    sharded, outs = fs.fully_shard(apply, plan, mesh), []
 
-    def loss_fn(shards: Any) -> torch.Tensor:
-        outs.append(sharded(shards, {}, rows(mesh)))
-        return outs[0].square().mean()
+    def program(model: Any, x: torch.Tensor) -> torch.Tensor:
+        outs.append(model(x))
+        return outs[-1].square().mean()
 
-    grads = fs.value_and_grad(loss_fn)(fs.shard(params, plan, mesh))[1]
-    return outs[0].detach(), fs.gather(grads, plan, mesh)
+    call = sharded_call(mesh, fs.make_functional(net_of_three()), rows(mesh), units, program=program, precision=LOW)
+    return outs[0].detach(), call.grads
 
 
 def compare(mesh: fs.Mesh) -> None:
     for everywhere in (False, True):
         (out, grads), (their_out, their_grads) = ours(mesh, everywhere), theirs(mesh, everywhere)
         assert out.dtype == their_out.dtype == FP32
-        assert torch.equal(out, their_out)
-        assert all(torch.equal(grads[name], their_grads[name]) for name in grads)
+        same_bits((out, grads), (their_out, their_grads))
 
 
 @pytest.mark.slow

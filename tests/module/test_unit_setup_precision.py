@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import funcshard as fs
-from tests.models import SUBJECTS
+from tests.module.law import outputs_on, same_bits
 from tests.promises.test_upstream_precision import WIDTH, Noted, build
 from tests.ranks import run_ranks, run_simulated
 
@@ -30,6 +30,18 @@ def planned(params: Any, mesh: Any, precision: fs.MixedPrecision, **options: Any
         warnings.simplefilter("always")
         plan = fs.make_plan(params, mesh, precision=precision, **options)
     return plan, [str(each.message) for each in said]
+
+
+def noting(module: nn.Module, name: str, noted: Noted) -> nn.Module:
+    """Return the module with a class that records the dtypes of its input and buffers."""
+    cls = type(module)
+
+    def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        noted.append((name, x.dtype, *(b.dtype for b in self.buffers() if b.is_floating_point())))
+        return cls.forward(self, x)
+
+    module.__class__ = type(cls.__name__, (cls,), {"forward": forward})
+    return module
 
 
 # --- evaluation ------------------------------------------------------------------------------------------------------------
@@ -70,45 +82,22 @@ def test_evaluation_is_in_full_precision_where_it_should_be_and_training_before_
 def test_a_unit_in_evaluation_inside_a_model_in_training_casts_nothing_and_torch_says_so():
     net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
     net[1].eval()
-    apply, params, buffers = fs.make_functional(net)
-
-    def main(mesh: fs.Mesh, full: bool) -> torch.dtype:
-        precision = fs.MixedPrecision(FP16, cast_forward_inputs=True, full_precision_in_eval=full)
-        plan = fs.make_plan(params, mesh, units=["0", "1"], precision=precision)
-        return fs.fully_shard(apply, plan, mesh)(fs.shard(params, plan, mesh), buffers, torch.ones(2, 4)).dtype
-
-    assert run_simulated(main, 2, False) == [FP16, FP16]
+    options = {"param_dtype": FP16, "cast_forward_inputs": True}
+    functional, x, units = fs.make_functional(net), torch.ones(2, 4), ["0", "1"]
+    (out,) = outputs_on(1, functional, x, units, precision=fs.MixedPrecision(**options, full_precision_in_eval=False))
+    assert out.dtype == FP16
     with pytest.raises(RuntimeError, match="must have the same dtype"):
-        run_simulated(main, 2, True)
-
-
-class Root(nn.Module):
-    """A root without parameters of its own, which records the dtype of its input."""
-
-    def __init__(self, noted: Noted) -> None:
-        super().__init__()
-        self.a, self.noted = nn.Linear(5, 5), noted
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.noted.append(x.dtype)
-        return self.a(x)
+        outputs_on(1, functional, x, units, precision=fs.MixedPrecision(**options, full_precision_in_eval=True))
 
 
 @pytest.mark.parametrize(("cast", "full"), EVALUATIONS)
 def test_a_root_that_owns_nothing_casts_its_inputs_in_evaluation_as_the_precision_says(cast, full):
     precision = fs.MixedPrecision(FP16, FP16, FP16, cast_forward_inputs=cast, full_precision_in_eval=full)
-
-    def main(mesh: fs.Mesh) -> None:
-        noted = Noted()
-        apply, params, buffers = fs.make_functional(Root(noted))
-        plan = fs.make_plan(params, mesh, units=["a"], precision=precision)
-        assert "" not in plan.units
-        sharded = fs.fully_shard(apply.eval(), plan, mesh)
-        out = sharded(fs.shard(params, plan, mesh), buffers, torch.randn(5, 5))
-        assert noted == [FP32 if full else FP16]
-        assert out.dtype == noted[0]
-
-    run_simulated(main, 2)
+    noted = Noted()
+    apply, params, buffers = fs.make_functional(nn.Sequential(noting(nn.Sequential(nn.Linear(5, 5)), "", noted)))
+    (out,) = outputs_on(1, (apply.eval(), params, buffers), torch.randn(5, 5), ["0.0"], precision=precision)
+    assert noted == [("", FP32 if full else FP16)]
+    assert out.dtype == noted[0][1]
 
 
 # --- buffers ---------------------------------------------------------------------------------------------------------------
@@ -134,32 +123,19 @@ class Counting(nn.Module):
 @pytest.mark.parametrize("dtype", [FP16, BF16, None])
 def test_new_buffers_come_back_in_the_dtypes_of_those_that_were_given(dtype):
     noted = Noted()
-    apply, params, buffers = fs.make_functional(nn.Sequential(Counting(noted)), mutable=True)
-    plan = fs.make_plan(params, 1, units=["0"], precision=fs.MixedPrecision(FP16, buffer_dtype=dtype))
+    functional = fs.make_functional(nn.Sequential(Counting(noted)), mutable=True)
+    buffers, precision = functional[2], fs.MixedPrecision(FP16, buffer_dtype=dtype)
     before = {name: buffer.clone() for name, buffer in buffers.items()}
-    x = torch.ones(2, 4)
-    _, new = fs.fully_shard(apply, plan, fs.Mesh())(fs.shard(params, plan, fs.Mesh()), buffers, x)
+    ((_, new),) = outputs_on(1, functional, torch.ones(2, 4), ["0"], precision=precision)
     assert noted == [(dtype or FP64, torch.int64)]
     assert {name: buffer.dtype for name, buffer in new.items()} == {"0.mean": FP64, "0.count": torch.int64}
     low = before["0.mean"].to(dtype or FP64)
     assert torch.equal(new["0.mean"], low.lerp(torch.ones(4).to(low), 0.5).double())
     assert new["0.count"] == 1
-    assert all(torch.equal(buffers[name], value) for name, value in before.items())
+    same_bits(buffers, before)
 
 
 # --- modules that stay in full precision -----------------------------------------------------------------------------------
-
-
-def noting(module: nn.Module, name: str, noted: Noted) -> nn.Module:
-    """Return the module with a class that records the dtypes of its input and buffers."""
-    cls = type(module)
-
-    def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        noted.append((name, x.dtype, *(b.dtype for b in self.buffers() if b.is_floating_point())))
-        return cls.forward(self, x)
-
-    module.__class__ = type(cls.__name__, (cls,), {"forward": forward})
-    return module
 
 
 class BatchNormNet(nn.Module):
@@ -203,8 +179,9 @@ def test_ignored_classes_become_units_in_full_precision(affine, dtype):
         assert loss.dtype == dtype
         assert new["bn.running_mean"].dtype == FP32
         # BatchNorm computes the statistics of its input in float32.
-        given = F.linear(x.to(dtype), params["fc1.weight"].to(dtype)).reshape(-1, 4, 10).float()
-        assert torch.equal(new["bn.running_mean"], _running(given))
+        given, norm = F.linear(x.to(dtype), params["fc1.weight"].to(dtype)).reshape(-1, 4, 10).float(), nn.BatchNorm1d(4)
+        norm(given)
+        assert torch.equal(new["bn.running_mean"], norm.running_mean)
         assert {grad.dtype for unit in grads.values() for grad in unit.values()} == {FP32}
 
     run_simulated(main, 2)
@@ -213,32 +190,21 @@ def test_ignored_classes_become_units_in_full_precision(affine, dtype):
     }  # fmt: skip
 
 
-def _running(x: torch.Tensor) -> torch.Tensor:
-    norm = nn.BatchNorm1d(4)
-    norm(x)
-    return norm.running_mean
-
-
-def synchronised(mesh: fs.Mesh) -> str:
+def synchronised(mesh: fs.Mesh) -> torch.dtype:
     net = BatchNormNet(True, Noted())
     net.bn = nn.SyncBatchNorm(4)
     apply, params, buffers = fs.make_functional(net)
     plan, said = planned(params, mesh, IGNORING)
     assert said[0].startswith("ignored_classes of the precision hold LayerNorm, SyncBatchNorm: 'bn', 'ln' become units")
     shards = fs.shard(params, plan, mesh)
-    evaluated = fs.fully_shard(apply.eval(), plan, mesh)(shards, buffers, torch.ones(1, 2))
-    assert evaluated.dtype == FP16
-    try:
+    with pytest.raises(ValueError, match="SyncBatchNorm expected input tensor to be on GPU"):
         fs.fully_shard(apply, plan, mesh)(shards, buffers, torch.ones(1, 2))
-    except ValueError as error:
-        return str(error)
-    return ""
+    return fs.fully_shard(apply.eval(), plan, mesh)(shards, buffers, torch.ones(1, 2)).dtype
 
 
 @pytest.mark.slow
 def test_synchronised_statistics_say_where_torch_lets_them_run():
-    for message in run_ranks(synchronised, 2):
-        assert "SyncBatchNorm expected input tensor to be on GPU" in message
+    assert run_ranks(synchronised, 2) == [FP16] * 2
 
 
 def test_a_tree_around_the_params_keeps_what_they_remember():
@@ -278,77 +244,13 @@ class Exact(nn.Sequential):
     pass
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [FP32, FP64])
+@pytest.mark.filterwarnings("ignore:ignored_classes of the precision hold Exact")
 @pytest.mark.parametrize("own", [True, False], ids=["with leaves of its own", "all in units"])
-def test_units_inside_a_module_of_an_ignored_class_are_in_full_precision_too(own, dtype):
+def test_units_inside_a_module_of_an_ignored_class_are_in_full_precision_too(own):
     first = nn.LayerNorm(4) if own else nn.Identity()
-    net = nn.Sequential(nn.Linear(4, 4), Exact(first, nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
-    precision = fs.MixedPrecision(FP16, ignored_classes=(Exact,))
-    apply, params, buffers = fs.make_functional(net.to(dtype))
-    plan, said = planned(params, 2, precision, units=fs.wrap.by_class(nn.Linear)(net))
-    assert len(said) == 1
-    assert "hold Exact: '1' become units" in said[0]
-    assert {unit.name: unit.precision for unit in plan.unit_list} == {
-        "0": precision, **({"1": None} if own else {}), "1.1": None, "1.2": None, "2": precision
-    }  # fmt: skip
-
-    def main(mesh: fs.Mesh) -> torch.Tensor:
-        return fs.fully_shard(apply, plan, mesh)(
-            fs.shard(params, plan, mesh), buffers, torch.ones(2, 4, dtype=dtype)
-        ).detach()
-
+    net = nn.Sequential(nn.Linear(4, 4), Exact(first, nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4)).double()
+    precision, x = fs.MixedPrecision(FP16, ignored_classes=(Exact,)), torch.ones(2, 4, dtype=FP64)
     half = copy.deepcopy(net).half()
-    exact = net[1](half[0](torch.ones(2, 4, dtype=FP16)).to(dtype))
-    for out in run_simulated(main, 2):
-        assert torch.equal(out, half[2](exact.to(FP16)))
-
-
-# --- models with statistics ------------------------------------------------------------------------------------------------
-
-
-def _resnet() -> nn.Module:
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    sizes = {"embedding_size": 4, "hidden_sizes": [4, 8], "depths": [1, 1]}
-    torch.manual_seed(0)
-    return ResNetForImageClassification(ResNetConfig(**sizes, num_channels=3, layer_type="basic", num_labels=3)).train()
-
-
-def train_images(mesh: fs.Mesh, name: str, dtype: torch.dtype) -> None:
-    net = _resnet() if name == "resnet" else SUBJECTS["convnet"].build()
-    apply, params, buffers = fs.make_functional(net, mutable=True)
-    precision = fs.MixedPrecision(dtype, dtype, dtype)
-    plan, said = planned(params, mesh, precision, units=fs.wrap.by_size(150)(net))
-    norms = [path for path, module in net.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    assert sorted(unit.name for unit in plan.unit_list if unit.full_precision) == sorted(norms)
-    assert len(said) == 1
-    sharded = fs.fully_shard(apply, plan, mesh)
-    generator = torch.Generator().manual_seed(mesh.rank)
-    channels = 3 if name == "resnet" else 2
-    x, y = torch.randn(6, channels, 12, 12, generator=generator), torch.randint(3, (6,), generator=generator)
-
-    def loss_fn(shards: Any, buffers: Any, batch: Any) -> Any:
-        out, new = sharded(shards, buffers, batch)
-        logits = out.logits if name == "resnet" else out
-        assert logits.dtype == dtype
-        return F.cross_entropy(logits.float(), y), new
-
-    optimizer = fs.torch_optimizer(torch.optim.Adam, lr=0.01)
-    step = fs.make_train_step(loss_fn, optimizer, plan, mesh, mutable=True, scaler=fs.GradScaler(init_scale=2.0**8))
-    state, losses = step.init(fs.shard(params, plan, mesh), buffers), []
-    for _ in range(6):
-        state, metrics = step(state, x)
-        losses.append(metrics["loss"].item())
-    assert state.step == 6
-    assert losses[-1] < 0.9 * losses[0]
-    assert {key: value.dtype for key, value in state.buffers.items()} == {k: v.dtype for k, v in buffers.items()}
-    moved = [key for key, value in state.buffers.items() if not torch.equal(value, buffers[key])]
-    assert moved == list(buffers)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [FP16, BF16])
-@pytest.mark.parametrize("name", ["resnet", "convnet"])
-def test_models_with_statistics_train_in_low_precision(name, dtype):
-    run_simulated(train_images, 2, name, dtype)
+    expected = half[2](net[1](half[0](x.half()).double()).half())
+    for out in outputs_on(2, fs.make_functional(net), x, fs.wrap.by_class(nn.Linear)(net), precision=precision):
+        assert torch.equal(out, expected)

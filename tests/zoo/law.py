@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -164,9 +166,7 @@ def check(subject: Subject, strategy: str) -> list[str]:
     """Return the differences between a model and itself, sharded by one of ``STRATEGIES``."""
     options = dict(STRATEGIES[strategy])
     shape, kind = options.pop("mesh"), options.pop("units")
-    world_size = 1
-    for size in shape.values():
-        world_size *= size
+    world_size = math.prod(shape.values())
     torch.manual_seed(0)
     module = subject.build().train(subject.training)
     if subject.dtype != torch.float32:  # Why: a cast to float32 takes the imaginary part away
@@ -174,60 +174,53 @@ def check(subject: Subject, strategy: str) -> list[str]:
     batches = [cast_inputs(subject.inputs(), subject.dtype) for _ in range(world_size)]
     plain = [run_plain(module, batch, 10 + rank) for rank, batch in enumerate(batches)]
     apply, params, buffers = fs.make_functional(module, mutable=True)
-    problems: list[str] = []
+    held = sizes_of(apply.skeleton.template)
 
-    def compare_call(label: str, rank: int, output: Any, new_buffers: Any) -> None:
-        outputs, _, expected_buffers = plain[rank]
-        actual = list(tensors_in(output))
-        if len(actual) != len(outputs):
-            problems.append(f"{label}: {len(actual)} tensors in place of {len(outputs)}")
-            return
-        pairs = [(f"output {i}", a.detach(), b) for i, (a, b) in enumerate(zip(actual, outputs, strict=True))]
-        pairs += [(name, new_buffers[name], expected_buffers[name]) for name in new_buffers]
-        texts = [difference(subject, f"{label}, {what}", a, b) for what, a, b in pairs]
-        problems.extend(text for text in texts if text)
+    def run(function: Callable[..., Any], rank: int) -> Any:
+        torch.manual_seed(10 + rank)
+        return call(function, copy.deepcopy(batches[rank]))
 
-    for number in range(CALLS):
-        torch.manual_seed(10)
-        output, new_buffers = call(lambda *a, **k: apply(params, buffers, *a, **k), copy.deepcopy(batches[0]))
-        compare_call(f"apply, call {number}", 0, output, new_buffers)
+    def compare(label: str, rank: int, outputs: list[torch.Tensor], buffers: Any, grads: Any) -> list[str | None]:
+        expected_outputs, _, expected_buffers = plain[rank]
+        if len(outputs) != len(expected_outputs):
+            return [f"{label}: {len(outputs)} tensors in place of {len(expected_outputs)}"]
+        pairs = [(f"output {i}", *each) for i, each in enumerate(zip(outputs, expected_outputs, strict=True))]
+        pairs += [(name, buffers[name], expected_buffers[name]) for name in buffers]
+        means = {name: sum(of_rank[name] for _, of_rank, _ in plain) / world_size for name in plain[0][1]}
+        pairs += [(f"gradient of {name}", grad, means[name]) for name, grad in grads.items() if grad is not None]
+        return [difference(subject, f"{label}, {what}", found, expected) for what, found, expected in pairs]
 
     def main(mesh: fs.Mesh) -> Any:
         units = units_of(subject, module, params, kind, batches[0])
         plan = fs.make_plan(params, mesh, units=units, **options)
         sharded = fs.fully_shard(apply, plan, mesh)
         shards = fs.shard(params, plan, mesh)
-        batch = batches[mesh.rank]
-        calls = []
 
         def loss_fn(shards: Any) -> Any:
-            output, new_buffers = call(lambda *a, **k: sharded(shards, buffers, *a, **k), copy.deepcopy(batch))
-            loss = loss_of(output)
+            output, new_buffers = run(functools.partial(sharded, shards, buffers), mesh.rank)
             detached = [tensor.detach().clone() for tensor in tensors_in(output)]
-            return loss if loss.requires_grad else loss + 0 * first_shard(shards).sum(), (detached, new_buffers)
+            return loss_of(output), (detached, new_buffers)
 
+        evaluate, calls = fs.value_and_grad(loss_fn, has_aux=True, allow_constant=True), []
         for _ in range(CALLS):
-            torch.manual_seed(10 + mesh.rank)
-            (_, aux), grads = fs.value_and_grad(loss_fn, has_aux=True)(shards)
+            (_, aux), grads = evaluate(shards)
             calls.append((*aux, fs.gather(grads, plan, mesh)))
         return calls
 
+    problems: list[str | None] = []
+    for number in range(CALLS):
+        output, new_buffers = run(functools.partial(apply, params, buffers), 0)
+        outputs = [tensor.detach() for tensor in tensors_in(output)]
+        problems += compare(f"apply, call {number}", 0, outputs, new_buffers, {})
     for rank, calls in enumerate(fs.simulate(main, shape)):
-        for number, (output, new_buffers, grads) in enumerate(calls):
-            label = f"{strategy}, rank {rank}, call {number}"
-            compare_call(label, rank, output, new_buffers)
-            for name, grad in grads.items():
-                if grad is None:
-                    continue
-                expected = sum(grads_of_rank[name] for _, grads_of_rank, _ in plain) / world_size
-                text = difference(subject, f"{label}, gradient of {name}", grad, expected)
-                problems.extend([text] if text else [])
-    return problems
+        for number, each in enumerate(calls):
+            problems += compare(f"{strategy}, rank {rank}, call {number}", rank, *each)
+    problems += ["a call left something in the modules"] * (sizes_of(apply.skeleton.template) != held)
+    return [problem for problem in problems if problem]
 
 
-def first_shard(shards: Any) -> torch.Tensor:
-    for leaves in shards.values():
-        for shard in leaves.values():
-            if shard.is_floating_point() and shard.requires_grad:
-                return shard
-    raise AssertionError("no shard is trainable")
+def sizes_of(root: nn.Module) -> list[dict[str, int | None]]:
+    """Return how much each attribute of each module holds."""
+    return [
+        {key: len(v) if isinstance(v, dict | list | set) else None for key, v in vars(m).items()} for m in root.modules()
+    ]

@@ -42,18 +42,8 @@ def timm_subject(name: str, blocks: str, size: int = 32, **options: Any) -> Subj
 SMALL_VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4}
 TIMM = (
     timm_subject("vit_tiny_patch16_224", "Block", drop_rate=0.1, **SMALL_VIT),
-    timm_subject("deit3_small_patch16_224", "Block", **SMALL_VIT),
     timm_subject("eva02_tiny_patch14_224", "EvaBlock", **SMALL_VIT),
     timm_subject("beit_base_patch16_224", "Block", **SMALL_VIT),
-    timm_subject(
-        "swin_tiny_patch4_window7_224",
-        "SwinTransformerBlock",
-        img_size=32,
-        window_size=4,
-        embed_dim=16,
-        depths=(1, 1),
-        num_heads=(2, 2),
-    ),
     timm_subject(
         "swinv2_tiny_window8_256",
         "SwinTransformerV2Block",
@@ -66,7 +56,6 @@ TIMM = (
     timm_subject("convnext_atto", "ConvNeXtBlock", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16)),
     timm_subject("resnet10t", "BasicBlock", channels=(8, 8, 16, 16)),
     timm_subject("mobilenetv3_small_050", "InvertedResidual"),
-    timm_subject("mnasnet_small", "InvertedResidual", size=64),
 )
 
 
@@ -77,7 +66,6 @@ def torchvision_subject(name: str, blocks: str, size: int = 32, **options: Any) 
 TORCHVISION = (
     torchvision_subject("DenseNet", "_DenseLayer", growth_rate=4, block_config=(2, 2), num_init_features=8),
     torchvision_subject("shufflenet_v2_x0_5", "InvertedResidual"),
-    torchvision_subject("squeezenet1_1", "Fire", size=64),
 )
 
 UNET = {
@@ -110,15 +98,6 @@ def diffusers_subject(path: str, blocks: str, inputs: Callable[[], dict[str, Any
 
 DIFFUSERS = (
     diffusers_subject(
-        "UNet2DModel",
-        "ResnetBlock2D",
-        latents(sample=(2, 3, 8, 8)),
-        **UNET,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-        attention_head_dim=4,
-    ),
-    diffusers_subject(
         "UNet2DConditionModel",
         "ResnetBlock2D BasicTransformerBlock",
         latents(sample=(2, 4, 8, 8), encoder_hidden_states=(2, 5, 16)),
@@ -127,15 +106,6 @@ DIFFUSERS = (
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
         cross_attention_dim=16,
         attention_head_dim=4,
-    ),
-    diffusers_subject(
-        "AutoencoderKL",
-        "ResnetBlock2D",
-        lambda: {"sample": torch.randn(2, 3, 16, 16), "return_dict": False},
-        block_out_channels=(8, 16),
-        norm_num_groups=4,
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
     ),
     diffusers_subject(
         "DiTTransformer2DModel",
@@ -217,7 +187,6 @@ GEOMETRIC = (
     gnn("GCN", dropout=0.2),
     gnn("GAT", heads=2),
     gnn("GraphSAGE", norm="BatchNorm"),
-    gnn("GIN"),
     gnn("GraphSAGE", sparse_graph),
     Subject(name="SchNet", package="torch_geometric", build=schnet, inputs=molecule, blocks=("InteractionBlock",)),
 )
@@ -264,9 +233,7 @@ VIT_PYTORCH = tuple(
     )
     for path, options in {
         "ViT": {"dropout": 0.1},
-        "simple_vit.SimpleViT": {},
         "cait.CaiT": {"cls_depth": 1},
-        "deepvit.DeepViT": {},
     }.items()
 )
 
@@ -285,16 +252,6 @@ def points() -> dict[str, Any]:
     return {"0": data | {"batch": torch.zeros(6, dtype=torch.long), "edge_index": torch.stack([sources, targets])}}
 
 
-def e3nn_product() -> nn.Module:
-    from e3nn import o3
-
-    return o3.FullyConnectedTensorProduct("3x0e + 2x1o", "2x0e + 1x1o", "3x0e + 2x1o")
-
-
-def irreps() -> dict[str, Any]:
-    return {"0": torch.randn(4, 9), "1": torch.randn(4, 5)}
-
-
 SCIENCE = (
     Subject(
         name="gate points network",
@@ -304,7 +261,6 @@ SCIENCE = (
         blocks=("Convolution",),
         float32_inside=True,
     ),
-    Subject(name="FullyConnectedTensorProduct", package="e3nn", build=e3nn_product, inputs=irreps, float32_inside=True),
     Subject(
         name="FNO (complex parameters)",
         package="neuralop",

@@ -1,4 +1,4 @@
-"""Models of transformers, small, from configurations alone."""
+"""Models of transformers, small, from configurations alone, and adapters of peft around one of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.zoo.law import Subject
 
-__all__ = ["SUBJECTS"]
+__all__ = ["ADAPTERS", "SUBJECTS"]
 
 TOKENS = 60
 # Whatever a configuration calls its sizes: those that it has are set.
@@ -77,8 +77,8 @@ def text(**more: Any) -> Callable[[], dict[str, Any]]:
     return make
 
 
-def images() -> dict[str, Any]:
-    return {"pixel_values": torch.randn(2, 3, 16, 16), "output_hidden_states": True}
+def images(size: int = 16) -> Callable[[], dict[str, Any]]:
+    return lambda: {"pixel_values": torch.randn(2, 3, size, size), "output_hidden_states": True}
 
 
 def subject(kind: str, head: str, inputs: Callable[[], dict[str, Any]], blocks: str, **changes: Any) -> Subject:
@@ -110,17 +110,6 @@ def wave() -> dict[str, Any]:
     return {"input_values": torch.randn(2, 800), "output_hidden_states": True}
 
 
-def image_and_text() -> dict[str, Any]:
-    return {"input_ids": tokens(), "pixel_values": torch.randn(2, 3, 16, 16), "return_loss": True}
-
-
-def sequence(features: int) -> Callable[[], dict[str, Any]]:
-    def make() -> dict[str, Any]:
-        return {"pixel_values": torch.randn(2, 3, features, features), "output_hidden_states": True}
-
-    return make
-
-
 ATTENTION = {"output_attentions": True}
 ROUTER = {"output_router_logits": True}
 EAGER = {"attn_implementation": "eager"}
@@ -128,43 +117,34 @@ EAGER = {"attn_implementation": "eager"}
 # (family, class, inputs, classes of blocks, changes of the configuration)
 CAUSAL = (
     ("llama", "LlamaForCausalLM", text(**ATTENTION), "LlamaDecoderLayer", EAGER),
-    ("mistral", "MistralForCausalLM", text(), "MistralDecoderLayer", {}),
     ("mixtral", "MixtralForCausalLM", text(**ROUTER), "MixtralDecoderLayer", {}),
     ("qwen2", "Qwen2ForCausalLM", mask_tokens(), "Qwen2DecoderLayer", {}),
     ("qwen3", "Qwen3ForCausalLM", text(**ATTENTION), "Qwen3DecoderLayer", EAGER),
     ("qwen3_moe", "Qwen3MoeForCausalLM", text(**ROUTER), "Qwen3MoeDecoderLayer", {}),
     ("qwen2_moe", "Qwen2MoeForCausalLM", text(**ROUTER), "Qwen2MoeDecoderLayer", {"shared_expert_intermediate_size": 16}),
     ("deepseek_v3", "DeepseekV3ForCausalLM", text(), "DeepseekV3DecoderLayer", {"num_key_value_heads": 4}),
-    ("olmo2", "Olmo2ForCausalLM", text(), "Olmo2DecoderLayer", {}),
     ("olmoe", "OlmoeForCausalLM", text(**ROUTER), "OlmoeDecoderLayer", {}),
     ("gemma2", "Gemma2ForCausalLM", text(**ATTENTION), "Gemma2DecoderLayer", EAGER),
     ("gemma3_text", "Gemma3ForCausalLM", text(), "Gemma3DecoderLayer", {}),
     ("phi", "PhiForCausalLM", text(), "PhiDecoderLayer", {}),
-    ("phi3", "Phi3ForCausalLM", text(), "Phi3DecoderLayer", {}),
     ("gpt2", "GPT2LMHeadModel", text(**ATTENTION), "GPT2Block", EAGER),
     ("gpt_neox", "GPTNeoXForCausalLM", text(), "GPTNeoXLayer", {}),
-    ("gptj", "GPTJForCausalLM", text(), "GPTJBlock", {}),
     ("gpt_oss", "GptOssForCausalLM", text(**ROUTER), "GptOssDecoderLayer", {}),
     ("opt", "OPTForCausalLM", text(), "OPTDecoderLayer", {}),
     ("bloom", "BloomForCausalLM", text(), "BloomBlock", {}),
     ("falcon", "FalconForCausalLM", text(), "FalconDecoderLayer", {}),
     ("mpt", "MptForCausalLM", text(), "MptBlock", {}),
     ("mamba", "MambaForCausalLM", text(), "MambaBlock", {}),
+    ("phimoe", "PhimoeForCausalLM", text(**ROUTER), "PhimoeDecoderLayer", {}),
     ("rwkv", "RwkvForCausalLM", text(), "RwkvBlock", {}),
     ("lfm2", "Lfm2ForCausalLM", text(), "Lfm2DecoderLayer", {}),
-    ("granite", "GraniteForCausalLM", text(), "GraniteDecoderLayer", {}),
-    ("starcoder2", "Starcoder2ForCausalLM", text(), "Starcoder2DecoderLayer", {}),
-    ("stablelm", "StableLmForCausalLM", text(), "StableLmDecoderLayer", {}),
-    ("cohere", "CohereForCausalLM", text(), "CohereDecoderLayer", {}),
     ("xlnet", "XLNetLMHeadModel", text(), "XLNetLayer", {}),
     ("modernbert-decoder", "ModernBertDecoderForCausalLM", text(), "ModernBertDecoderLayer", {}),
 )
 MASKED = (
     ("bert", "BertForMaskedLM", mask_tokens(**ATTENTION), "BertLayer", EAGER),
-    ("roberta", "RobertaForMaskedLM", text(), "RobertaLayer", {}),
     ("albert", "AlbertForMaskedLM", text(), "AlbertLayer", {}),
     ("distilbert", "DistilBertForMaskedLM", text(), "TransformerBlock", {}),
-    ("electra", "ElectraForMaskedLM", text(), "ElectraLayer", {}),
     ("deberta-v2", "DebertaV2ForMaskedLM", text(), "DebertaV2Layer", {}),
     ("modernbert", "ModernBertForMaskedLM", text(), "ModernBertEncoderLayer", {}),
     ("esm", "EsmForMaskedLM", text(), "EsmLayer", {"mask_token_id": 4}),
@@ -175,40 +155,33 @@ MASKED = (
 ENCODER_DECODER = (
     ("t5", "T5ForConditionalGeneration", text(**ATTENTION), "T5Block", EAGER),
     ("bart", "BartForConditionalGeneration", text(**ATTENTION), "BartEncoderLayer BartDecoderLayer", EAGER),
-    ("pegasus", "PegasusForConditionalGeneration", text(), "PegasusEncoderLayer PegasusDecoderLayer", {}),
-    ("m2m_100", "M2M100ForConditionalGeneration", text(), "M2M100EncoderLayer M2M100DecoderLayer", {}),
+    ("led", "LEDForConditionalGeneration", text(), "LEDEncoderLayer LEDDecoderLayer", {"attention_window": [4, 4]}),
+    ("nllb-moe", "NllbMoeForConditionalGeneration", text(), "NllbMoeEncoderLayer NllbMoeDecoderLayer", {}),
     ("switch_transformers", "SwitchTransformersForConditionalGeneration", text(**ROUTER), "SwitchTransformersBlock", {}),
     ("whisper", "WhisperForConditionalGeneration", audio, "WhisperEncoderLayer WhisperDecoderLayer", {}),
 )
 VISION = (
-    ("vit", "ViTForImageClassification", images, "ViTLayer", {}),
-    ("deit", "DeiTForImageClassification", images, "DeiTLayer", {}),
-    ("dinov2", "Dinov2ForImageClassification", images, "Dinov2Layer", {}),
+    ("vit", "ViTForImageClassification", images(), "ViTLayer", {}),
+    ("dinov2", "Dinov2ForImageClassification", images(), "Dinov2Layer", {}),
     (
         "swinv2",
         "Swinv2ForImageClassification",
-        sequence(32),
+        images(32),
         "Swinv2Layer",
         {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4},
     ),
-    (
-        "beit",
-        "BeitForImageClassification",
-        images,
-        "BeitLayer",
-        {"use_relative_position_bias": True},
-    ),
+    ("beit", "BeitForImageClassification", images(), "BeitLayer", {"use_relative_position_bias": True}),
     (
         "resnet",
         "ResNetForImageClassification",
-        sequence(32),
+        images(32),
         "ResNetBasicLayer",
         {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"},
     ),
     (
         "convnext",
         "ConvNextForImageClassification",
-        sequence(32),
+        images(32),
         "ConvNextLayer",
         {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2},
     ),
@@ -230,3 +203,37 @@ SPEECH = (
     ),
 )
 SUBJECTS = tuple(subject(*row[:4], **row[4]) for row in (*CAUSAL, *MASKED, *ENCODER_DECODER, *VISION, *SPEECH))
+
+
+def adapted(config_name: str, options: dict[str, Any]) -> nn.Module:
+    import peft
+
+    base = build("LlamaForCausalLM", "llama", {})
+    config = getattr(peft, config_name)(task_type="CAUSAL_LM", **options)
+    return peft.get_peft_model(base, config)
+
+
+TARGETS = {"target_modules": ["q_proj", "v_proj"]}
+CONFIGS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("LoRA", "LoraConfig", {"r": 2, "lora_dropout": 0.1, "init_lora_weights": False, **TARGETS}),
+    ("DoRA", "LoraConfig", {"r": 2, "use_dora": True, "init_lora_weights": False, **TARGETS}),
+    ("IA3", "IA3Config", {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
+    ("LoHa", "LoHaConfig", {"r": 2, "init_weights": False, **TARGETS}),
+    ("LoKr", "LoKrConfig", {"r": 2, "init_weights": False, **TARGETS}),
+    ("prompt tuning", "PromptTuningConfig", {"num_virtual_tokens": 3}),
+    ("prefix tuning", "PrefixTuningConfig", {"num_virtual_tokens": 3}),
+    ("VeRA", "VeraConfig", {"r": 2, **TARGETS}),
+    ("BOFT", "BOFTConfig", {"boft_block_size": 4, **TARGETS}),
+    ("OFT", "OFTConfig", {"oft_block_size": 4, **TARGETS}),
+)
+ADAPTERS = tuple(
+    Subject(
+        name=f"{name} on Llama",
+        package="peft",
+        build=functools.partial(adapted, config_name, options),
+        inputs=text(),
+        blocks=("LlamaDecoderLayer",),
+        float32_inside=True,
+    )
+    for name, config_name, options in CONFIGS
+)
