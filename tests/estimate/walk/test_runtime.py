@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
 from funcshard.estimate import OptimizerMemory, Runtime, estimate, profile
@@ -10,12 +11,25 @@ N, RANKS = 64, 4
 WEIGHT, HALF = N * N * 4, N * N * 2  # bytes of a layer in float32 and bfloat16
 
 
-def report(runtime, strategy="full_shard"):
-    apply, params, buffers = fs.make_functional(torch.nn.Sequential(*(torch.nn.Linear(N, N, bias=False) for _ in range(4))))
+class Layers(torch.nn.Sequential):
+    """Four layers; with ``checkpointed``, one checkpoint holds the last two."""
+
+    def __init__(self, checkpointed):
+        super().__init__(*(torch.nn.Linear(N, N, bias=False) for _ in range(4)))
+        self.checkpointed = checkpointed
+
+    def forward(self, x):
+        x = self[1](self[0](x))
+        last = lambda x: self[3](self[2](x))  # noqa: E731
+        return checkpoint(last, x, use_reentrant=False) if self.checkpointed else last(x)
+
+
+def report(runtime, strategy="full_shard", ranks=RANKS, checkpointed=False, **options):
+    apply, params, buffers = fs.make_functional(Layers(checkpointed))
     precision = fs.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    plan = fs.make_plan(params, RANKS, units=["*"], strategy=strategy, precision=precision)
+    plan = fs.make_plan(params, ranks, units=["*"], strategy=strategy, precision=precision)
     traced = profile(apply, params, buffers, torch.zeros(1, N), precision=plan)
-    return estimate(traced, plan, runtime=runtime, optimizer=None)
+    return estimate(traced, plan, runtime=runtime, optimizer=None, **options)
 
 
 def most(found, category):
@@ -40,7 +54,44 @@ def test_freed_units_of_fsdp1_count_until_another_stream_has_passed():
     assert most(lingering, "gathered") - most(plain, "gathered") == 2 * HALF
 
 
-@pytest.mark.parametrize("runtime", [Runtime.fsdp1(), Runtime.fsdp2(), Runtime()], ids=["fsdp1", "fsdp2", "own"])
+def test_a_cpu_waits_for_a_unit_before_it_gathers_the_next():
+    # The cast shard of the unit is free by then.
+    assert most(report(Runtime(accelerator=False)), "gathered") == 2 * HALF + HALF // RANKS
+
+
+def test_a_runtime_that_frees_send_buffers_waits_until_they_are_sent():
+    found = report(Runtime(frees_first=True), ranks=64, hardware="a100-80gb-8x50gbps")
+    sent = [span.end for span in found.spans if span.what == "reduce_scatter"]
+    next_begins = [moment.seconds for moment in found.timeline if moment.what == "reduce"][1:]
+    assert all(end <= begin for end, begin in zip(sent[:-1], next_begins, strict=True))
+    assert most(found, "reduction") < most(report(Runtime(), ranks=64), "reduction")
+
+
+def test_gradients_that_are_reduced_once_are_held_between_micro_batches():
+    # Four gradients in the dtype that is reduced, and one more that is cast on its way.
+    once = report(Runtime(), micro_batches=2, reduce="once")
+    held = {what: [m.memory["reduction"] for m in once.timeline if m.what == what] for what in ("join", "reduce")}
+    assert held["join"][:5] == [number * WEIGHT + HALF for number in range(1, 6)]
+    assert held["reduce"][0] == 4 * WEIGHT + HALF + WEIGHT // RANKS
+
+
+RUNTIMES = pytest.mark.parametrize("runtime", [Runtime.fsdp1(), Runtime.fsdp2(), Runtime()], ids=["fsdp1", "fsdp2", "own"])
+
+
+@RUNTIMES
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@pytest.mark.parametrize(
+    "options",
+    [{"remat": True}, {"checkpointed": True}, {"micro_batches": 2, "reduce": "once"}],
+    ids=lambda each: next(iter(each)),
+)
+def test_no_category_of_memory_is_ever_negative_or_left(runtime, strategy, options):
+    timeline = report(runtime, strategy, **options).timeline
+    assert all(size > 0 for moment in timeline for size in moment.memory.values())
+    assert timeline[-1].memory == timeline[0].memory
+
+
+@RUNTIMES
 def test_nothing_gathered_is_left_after_the_step(runtime):
     assert set(report(runtime).timeline[-1].memory) <= {"shards", "inputs", "loss"}
     assert "gathered" not in report(runtime, "shard_grad_op").timeline[-1].memory
