@@ -549,6 +549,36 @@ def test_modules_that_read_equal_values_are_traced_once(name, number):
     assert len(tape.folds) == number
 
 
+SEEN = []
+
+
+class Scaled(nn.Linear):
+    """A unit that notes the dtype of an input which its caller made."""
+
+    def forward(self, x, scale):
+        SEEN.append(scale.dtype)
+        return super().forward(x) * scale.to(x.dtype)
+
+
+class Scales(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.unit = Scaled(4, 4)
+
+    def forward(self, x):
+        return self.unit(x, torch.ones(4))
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_a_trace_casts_the_inputs_of_a_unit_where_a_run_does(cast):
+    apply, params, buffers = fs.make_functional(Scales())
+    plan = fs.make_plan(params, 1, units=["unit"], precision=fs.MixedPrecision(torch.bfloat16, cast_forward_inputs=cast))
+    SEEN.clear()
+    fs.profile(apply, params, buffers, torch.zeros(2, 4), precision=plan)
+    fs.fully_shard(apply, plan, fs.Mesh())(fs.shard(params, plan, fs.Mesh()), buffers, torch.zeros(2, 4))
+    assert set(SEEN) == {torch.bfloat16 if cast else torch.float32}
+
+
 def test_memory_that_nothing_writes_is_no_work():
     class Empty(nn.Linear):
         def forward(self, x):
