@@ -39,12 +39,8 @@ CASES += [
     ("trace", "a function instead of the step",
      TypeError("trace takes the step that make_train_step returned; found function"),
      lambda: fs.trace(lambda state, batch: (state, {}), *set_up()[1:], DATA)),
-    ("trace", "the shards instead of the state", TypeError("the state must be the TrainState of step.init"),
-     lambda: fs.trace(set_up()[0], set_up()[1].shards, DATA)),
     ("trace", "a loss with a tensor from outside", ValueError("found a tensor of shape () and torch.float32"),
      lambda: traced(loss=lambda out: (out * SCALE).mean())),
-    ("trace", "a loss that branches on its value", RuntimeError("found such code in graph.py, line"),
-     lambda: traced(loss=lambda out: out.mean() if out.sum() > 0 else out.square().mean())),
     ("trace", "dropout that a checkpoint of torch draws again",
      RuntimeError("random numbers that torch.utils.checkpoint draws again in backward"),
      lambda: traced(loss=lambda out: checkpoint(torch.dropout, out, 0.5, True,
@@ -118,9 +114,6 @@ def usual_sized():
 
 CASES += [
     ("trace", "sizes that are numbers", ValueError("found '8, ...'"), lambda: sized("8, ...")),
-    ("trace", "a size without a name", TypeError("in the form of the batch; found bool"), lambda: sized(True)),
-    ("trace", "more names than dims", ValueError("names 3 dims; found a tensor of shape"),
-     lambda: sized("a, b, c")),
     ("trace", "names for another tree", ValueError("found a dictionary with the keys ['x'] for `batch`, which is one leaf"),
      lambda: sized({"x": "b, ..."})),
 ]  # fmt: skip
@@ -140,7 +133,6 @@ CASES += [
      growing),
     ("trace", "with_sizes, an unknown size", ValueError("which gave the names b; found t"),
      lambda: usual_sized().with_sizes(t=3)),
-    ("trace", "with_sizes, no names", ValueError("which gave none; found b"), lambda: usual().with_sizes(b=3)),
     ("trace", "with_sizes, a size that nothing serves", ValueError("no recording serves b = 1; the last one needs b >= 2"),
      lambda: usual_sized().with_sizes(b=1)),
     ("trace", "with_sizes, half a size", ValueError("b must be a whole number of elements"),
@@ -187,15 +179,9 @@ def saved(change=lambda text: text, **options):
 
 
 CASES += [
-    ("load_traced", "a file of something else", ValueError("is not a file of Traced.save"),
-     lambda: saved(lambda text: "a story")),
-    ("load_traced", "a file that was edited", ValueError("is damaged: its checksum is not the one that was saved"),
-     lambda: saved(lambda text: text.replace("aten::mm", "aten::bmm"))),
     ("load_traced", "the plan of another model", ValueError("trace the step again"),
      lambda: saved(plan=fs.make_plan({"w": torch.ones(3)}, MESH))),
     ("load_traced", "a loss function as step",
      TypeError("step must be the step that make_train_step returned; found function"),
      lambda: saved(step=lambda state, batch: (state, {}))),
-    ("load_traced", "a batch of another size without a step", ValueError("leaf `batch`: recorded float32"),
-     lambda: saved()(set_up()[1], DATA[:1])),
 ]  # fmt: skip

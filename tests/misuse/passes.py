@@ -36,16 +36,6 @@ for name, options in OPTIONS.items():
 
 
 CASES += [
-    ("passes.keep_gathered", "no budget", TypeError("'budget'"), lambda mesh: fs.passes.keep_gathered(traced())),
-    ("passes.keep_gathered", "a budget without a unit",
-     ValueError("budget must be a number of bytes, or text such as '500MB' or '1GiB'; found '5'"),
-     lambda mesh: fs.passes.keep_gathered(traced(), budget="5")),
-    ("passes.gather_earlier", "by no units", ValueError("by must be a whole number of units"),
-     lambda mesh: fs.passes.gather_earlier(traced(), by=0)),
-    ("passes.gather_earlier", "a budget that is a part of the memory", ValueError("budget must be a whole number of bytes"),
-     lambda mesh: fs.passes.gather_earlier(traced(), budget=0.5)),
-    ("passes.wait_later", "the budget by position", TypeError("positional"),
-     lambda mesh: fs.passes.wait_later(traced(), "1GiB")),
     ("passes.wait_later", "a budget below the arguments", right(lambda: str(traced())),
      lambda mesh: str(fs.passes.wait_later(traced(), budget=1))),
 ]  # fmt: skip
@@ -55,6 +45,3 @@ for what, options in {"a clipped step": {"max_norm": 1.0}, "a step with a scaler
          ValueError("update_early moves updates that depend on the gradients of their own unit alone"),
          lambda mesh, options=options: fs.passes.update_early(fs.trace(*set_up(mesh, **options), DATA)), (2,)),
     ]  # fmt: skip
-CASES += [
-    ("passes.drop_unused", "its graph", TypeError("found StepGraph"), lambda mesh: fs.passes.drop_unused(traced().graph)),
-]  # fmt: skip
