@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from funcshard.checkpoint import block_files, dcp_files
-from funcshard.checkpoint.block_files import read_ranges
 from funcshard.checkpoint.dcp_files import Region, check_region, read_slices, write_slices
 from funcshard.checkpoint.metadata import TensorMetadata, TensorSlice
 from funcshard.checkpoint.read_items import ReadItem
@@ -101,24 +100,6 @@ def test_every_byte_of_a_file_is_checked(tmp_path: Path) -> None:
         file.write_bytes(whole[:index] + bytes([whole[index] ^ 4]) + whole[index + 1 :])
         with pytest.raises(ValueError, match=r"__0_0\.distcp is damaged: the bytes of 'scalar' at 0"):
             read_slices(tmp_path, [ReadItem(name, 0, torch.empty(1))], {name: [region]})
-
-
-@pytest.mark.parametrize(("ranks", "parts", "past"), [(1, 1, True), (3, 3, True), (3, 1, False)])
-def test_files_that_several_ranks_read_go_through_the_page_cache(
-    ranks: int, parts: int, past: bool, written, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, regions = written
-    found = []
-
-    def seen(path: Path, ranges: object, *, direct: bool, at: int | None):
-        found.append(direct)
-        return read_ranges(path, ranges, direct=direct, at=at)
-
-    monkeypatch.setattr(dcp_files, "read_ranges", seen)
-    out = torch.empty(24 // parts)
-    read_slices(folder, [ReadItem("a.b", 0, out)], {"a.b": regions["a.b"]}, ranks=ranks)
-    assert torch.equal(out, VALUES["a.b"].reshape(-1)[: len(out)])
-    assert set(found) == {past}
 
 
 def test_archives_of_torch_are_read_too(tmp_path: Path) -> None:

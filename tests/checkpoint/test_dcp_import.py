@@ -19,8 +19,6 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import funcshard as fs
-from funcshard.checkpoint import dcp_metadata
-from funcshard.plan import Box
 
 DATA = Path(__file__).parent / "data"
 ADAMW = fs.torch_optimizer(torch.optim.AdamW, lr=0.125)
@@ -276,19 +274,6 @@ def test_a_mistake_is_told(name: str, tmp_path: Path) -> None:
     call, kind, words = MISTAKES[name]
     with pytest.raises(kind, match=words):
         call(fs.Mesh(), tmp_path / "x")
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-def test_many_chunks_are_compared_with_their_neighbours_alone(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    size = [2, 2]
-    size[dim] *= 100
-    boxes = [Box((2 * i, 0) if dim == 0 else (0, 2 * i), (2, 2)) for i in range(100)]
-    calls, overlap = [], Box.overlap
-    monkeypatch.setattr(Box, "overlap", lambda one, other: calls.append(one) or overlap(one, other))
-    dcp_metadata._check_boxes("w", tuple(size), boxes)
-    assert len(calls) < 100
-    with pytest.raises(ValueError, match="must not overlap"):
-        dcp_metadata._check_boxes("w", tuple(size), [*boxes, boxes[50]])
 
 
 def test_ranks_that_find_different_checkpoints_are_told(tmp_path: Path) -> None:

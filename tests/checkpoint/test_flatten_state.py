@@ -198,21 +198,6 @@ def test_two_tensors_of_one_name_are_an_error() -> None:
             flatten_state(state, plan, 0)
 
 
-@pytest.mark.slow
-def test_the_deepest_state_is_as_deep_with_several_plans_as_with_one() -> None:
-    def deepest(plans: Any) -> int:
-        value: Any = fs.PerRank(1)
-        for depth in range(tree.DEEPEST + 3):
-            value = {"x": value}
-            try:
-                flatten_state(value, plans, 0)
-            except ValueError:
-                return depth
-        raise AssertionError("no state is too deep")
-
-    assert deepest({"x": PLAN}) == deepest(PLAN) == tree.DEEPEST - 1
-
-
 def test_a_registered_container_comes_back_with_its_data() -> None:
     state = {"x": Node({"a": 1, "b": "y"}, (2.5, None))}
     assert fs.replan([state, state], PLAN, SINGLE)[1] == state

@@ -69,25 +69,6 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(
     assert fs.latest(tmp_path, thorough=True) == path
 
 
-def test_a_checkpoint_that_is_always_replaced_ends_in_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, tries = tmp_path / "last", []
-    save(path, 0)
-
-    def gone(contents: Any, folder: Any, *_: Any) -> Any:
-        tries.append(folder)
-        os.rename(path, tmp_path / f"gone-{len(tries)}")
-        path.mkdir()
-        for file in (tmp_path / f"gone-{len(tries)}").iterdir():
-            os.link(file, path / file.name)
-        raise ValueError("a file is missing")
-
-    monkeypatch.setattr(save_restore, "_read_state", gone)
-    monkeypatch.setattr(save_restore, "pause", lambda tried: None)
-    with pytest.raises(ValueError, match="a file is missing"):
-        fs.restore(path, PLANS[1], fs.Mesh())
-    assert len(tries) == save_restore.TRIES
-
-
 def test_ranks_that_find_different_checkpoints_begin_again_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, read, tries = tmp_path / "last", save_restore.read_folder, []
     for step in range(2):
@@ -105,24 +86,6 @@ def test_ranks_that_find_different_checkpoints_begin_again_together(tmp_path: Pa
     monkeypatch.setattr(save_restore, "read_folder", other)
     assert fs.simulate(lambda mesh: found(path, mesh), 2) == [{1}, {1}]
     assert len(tries) == 4
-
-
-def test_latest_finds_a_checkpoint_that_gets_its_final_name_while_it_looks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, locate = tmp_path / "last", folders.locate
-    save(path, 0)
-    aside = folders.part_of(path, "0").with_suffix(".old")
-    path.rename(aside)
-
-    def renamed_meanwhile(path: Any) -> Path:
-        at = locate(path)
-        if aside.exists():
-            aside.rename(path)
-        return at
-
-    monkeypatch.setattr(folders, "locate", renamed_meanwhile)
-    assert fs.latest(tmp_path) == path
 
 
 def test_an_error_that_has_another_reason_is_raised_at_once(tmp_path: Path) -> None:

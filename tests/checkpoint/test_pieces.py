@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import funcshard as fs
 from funcshard._utils import tree
@@ -133,21 +132,6 @@ def test_local_leaves_stay_each_ranks_own_beside_slices() -> None:
     ranks(main, {"shard": 2, "tensor": 2})
 
 
-def test_ranks_compare_whole_tensors() -> None:
-    """Checksums cover the whole tensor, so a difference in a slice that the rank drops is found."""
-
-    def main(mesh: fs.Mesh) -> None:
-        plan = plan_on(mesh.shape, PARAMS)
-        changed = dict(NAMES)
-        if mesh.rank == 3:
-            changed["blocks.1.up"] = NAMES["blocks.1.up"].clone()
-            changed["blocks.1.up"][0, 0] += 1  # in the slice of tensor rank 0
-        with pytest.raises(ValueError, match=r"leaf 'blocks\.1\.up' of the state dict must have the same values"):
-            fs.from_state_dict(changed, plan, mesh)
-
-    ranks(main, {"shard": 2, "tensor": 2})
-
-
 def test_wrong_shapes_are_said_with_the_function_that_takes_them() -> None:
     whole = {"up": torch.zeros(8, 4)}
 
@@ -264,35 +248,3 @@ def test_safetensors_files_hold_whole_tensors(shape: dict[str, int], tmp_path: A
         assert same(fs.to_state_dict(fs.import_safetensors(tmp_path, plan, mesh), plan, mesh))
 
     ranks(main, shape)
-
-
-class Layers(nn.Module):
-    """Two linear layers; ``ranks`` tensor-parallel ranks hold slices of the first and second one."""
-
-    def __init__(self, ranks: int = 1) -> None:
-        super().__init__()
-        self.up = nn.Linear(6, 8 // ranks)
-        self.norm = nn.LayerNorm(6)
-        self.down = nn.Linear(8 // ranks, 6, bias=False)
-
-
-def test_init_draws_the_whole_leaves_and_keeps_slices() -> None:
-    torch.manual_seed(5)
-    whole = Layers().apply(lambda module: getattr(module, "reset_parameters", lambda: None)())
-    # The values that a reset of the whole model draws after the same seed.
-    torch.manual_seed(0)
-    whole.apply(lambda module: getattr(module, "reset_parameters", lambda: None)())
-    with torch.device("meta"):
-        sliced = Layers(2)
-    params = fs.make_functional(sliced)[1]
-
-    def main(mesh: fs.Mesh) -> None:
-        local = {"up": {"tensor": 0}, "down": {"tensor": 1}}
-        plan = fs.make_plan(params, mesh, units=["*"], local=local)
-        torch.manual_seed(0)
-        shards, _ = fs.init_module(sliced, plan, mesh)
-        assert same(fs.to_state_dict(shards, plan, mesh), whole.state_dict())
-        init = lambda unit: {leaf.path: whole.state_dict()[leaf.path] for leaf in unit.leaves}  # noqa: E731
-        assert same(fs.to_state_dict(fs.init_shards(init, plan, mesh), plan, mesh), whole.state_dict())
-
-    ranks(main, {"shard": 2, "tensor": 2})

@@ -147,32 +147,6 @@ def test_the_function_is_in_evaluation_mode_as_hugging_faces_is(choose: Any, tmp
     assert not torch.equal(dropped, theirs.eval()(IDS).logits)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("draws", ["whole", "blocks"])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_init_module_takes_init_weights_as_its_reset(name: str, draws: str) -> None:
-    torch.manual_seed(0)
-    real = FAMILIES[name].build()
-    with torch.device("meta"):
-        model = FAMILIES[name].build()
-    apply, params, _ = fs.make_functional(model)
-
-    def main(mesh: fs.Mesh) -> Any:
-        torch.manual_seed(1)
-        plan = fs.make_plan(params, mesh, units=["**.0", "**.1"] if name in ("GPT-2", "BERT") else ())
-        shards, buffers = fs.init_module(model, plan, mesh, reset=model._init_weights, draws=draws)
-        loss = fs.fully_shard(apply.eval(), plan, mesh)(shards, buffers, **FAMILIES[name].inputs).loss
-        return fs.gather(shards, plan, mesh), buffers, loss
-
-    whole, buffers, loss = fs.simulate(main, 2)[0]
-    assert torch.isfinite(loss)
-    assert all(torch.equal(buffers[key], buffer) for key, buffer in real.named_buffers())
-    assert all(torch.equal(value, fs.init_buffers(model, fs.Mesh())[key]) for key, value in buffers.items())
-    for path, parameter in real.named_parameters():  # of the same distribution: as wide, and as constant
-        if path in whole:
-            assert abs(whole[path].std().nan_to_num() - parameter.std().nan_to_num()) <= 0.5 * parameter.std().nan_to_num()
-
-
 # --- dtypes, classes, names -----------------------------------------------------------------------
 
 DTYPES: dict[str, tuple[str, torch.dtype | None, set[torch.dtype]]] = {
@@ -584,20 +558,6 @@ def test_a_fault_of_one_rank_is_raised_on_every_rank(tmp_path: Path) -> None:
         whose = r" \(found on rank 1\)$" if mesh.rank == 0 else ""
         with pytest.raises(FileNotFoundError, match=f"reads local folders.*{whose}"):
             fs.from_pretrained(tmp_path if mesh.rank == 0 else tmp_path / "absent", mesh)
-
-    fs.simulate(main, 2)
-
-
-def test_ranks_that_load_different_files_are_told(tmp_path: Path) -> None:
-    for rank in range(2):
-        made("GPT-2", tmp_path / str(rank))
-    tensors = tensors_in(tmp_path / "1")
-    tensors["transformer.ln_f.bias"] += 1
-    safetensors.torch.save_file(tensors, tmp_path / "1" / "model.safetensors")
-
-    def main(mesh: fs.Mesh) -> None:
-        with pytest.raises(ValueError, match=r"'transformer.ln_f.bias' .* give every rank the same files"):
-            fs.from_pretrained(tmp_path / str(mesh.rank), mesh)
 
     fs.simulate(main, 2)
 

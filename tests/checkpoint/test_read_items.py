@@ -113,30 +113,6 @@ def test_the_same_degree_reads_runs_and_no_boxes(tmp_path: Path, monkeypatch: py
     ranks(main, shape)
 
 
-MISTAKES: dict[str, tuple[Any, int, str]] = {
-    "the dimension left out": ("tensor", 2, "must say which dimension they cut"),
-    "another dimension": ({"tensor": 1}, 2, r"found \(8, 4\) stored"),
-    "another model": ({"tensor": 0}, 4, r"has shape \(16, 4\) as a whole"),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_plans_that_cut_otherwise_are_refused(mistake: str, tmp_path: Path) -> None:
-    local, degree, words = MISTAKES[mistake]
-    mine = {"up": torch.zeros(4, 4)}
-
-    def begin(mesh: fs.Mesh) -> None:
-        plan = fs.make_plan(mine, mesh, local={"up": {"tensor": 0}})
-        fs.save(tmp_path / "last", {"shards": fs.shard(mine, plan, mesh)}, plan, mesh)
-
-    def go_on(mesh: fs.Mesh) -> None:
-        with pytest.raises(ValueError, match=words):
-            fs.restore(tmp_path / "last", fs.make_plan(mine, mesh, local={"up": local}), mesh)
-
-    ranks(begin, {"shard": 2, "tensor": 2})
-    ranks(go_on, {"shard": 1, "tensor": degree})
-
-
 def test_boxes_read_from_any_runs() -> None:
     whole = torch.arange(60).view(3, 4, 5)
     box = Box((1, 1, 2), (2, 2, 3))

@@ -408,24 +408,6 @@ def test_a_dtype_without_a_place_in_the_format_is_said(tmp_path: Path) -> None:
         written(tmp_path, {"z": torch.zeros(3, dtype=torch.complex128)})
 
 
-def test_ranks_that_find_different_files_are_told(tmp_path: Path) -> None:
-    mine = lambda mesh: tmp_path / f"machine-{mesh.rank // 2}.safetensors"  # noqa: E731
-    params = {"w": torch.arange(40_000.0), "v": torch.zeros(3)}
-    for machine in range(2):
-        other = {**params, "w": params["w"] + machine * torch.eye(1, 40_000)[0]}
-        written(tmp_path / f"machine-{machine}.safetensors", other)
-
-    def main(mesh: fs.Mesh) -> None:
-        plan = fs.make_plan(params, mesh)
-        words = (
-            r"must have the same values on every rank; found 2 different ones, on ranks 0, 1; ranks 2, 3 .* the same files"
-        )
-        with pytest.raises(ValueError, match=words):
-            fs.import_safetensors(mine(mesh), plan, mesh)
-
-    fs.simulate(main, 4)
-
-
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_rank_that_finds_no_file_stops_every_rank(tmp_path: Path, failing: int) -> None:
     params, path = {"w": torch.arange(4.0)}, tmp_path / "net.safetensors"

@@ -177,40 +177,6 @@ def test_a_fault_of_one_ranks_optimizer_state_is_raised_on_all_of_them(failing: 
     fs.simulate(main, 2)
 
 
-def test_ranks_with_different_state_dicts_are_told() -> None:
-    def main(mesh: fs.Mesh) -> None:
-        plan = fs.make_plan(PARAMS, mesh)
-        mine = {"a": PARAMS["a"], "b": PARAMS["b"] + mesh.rank // 2}
-        words = (
-            r"leaf 'b' of the state dict must have the same values on every rank; found 2 different ones, on ranks 0, 1; "
-            r"ranks 2, 3 \(1 of 2 leaves differ\): load the same file on every rank, or pass src=0"
-        )
-        with pytest.raises(ValueError, match=words):
-            fs.from_state_dict(mine, plan, mesh)
-        fs.from_state_dict(mine, plan, mesh, check=False)
-        fs.from_state_dict(mine, plan, mesh, src=3)
-
-        optimizer = OPTIMIZERS["AdamW"](plan, mesh)
-        state = steps_of(optimizer, fs.shard(PARAMS, plan, mesh))
-        changes = {
-            "b.exp_avg": torch.full((4,), 1.0 * mesh.rank),
-            "b.step": torch.tensor(2.0 + mesh.rank),
-            "steps": mesh.rank,
-        }
-        for name, value in changes.items():
-            found = fs.optimizer_to_state_dict(state, optimizer, plan, mesh)
-            path, _, key = name.partition(".")
-            if key:
-                for leaf in ("a", "b") if key == "step" else (path,):
-                    found["state"][leaf][key] = value
-            with pytest.raises(
-                ValueError, match=r"of the optimizer's state dict must have the same values on every rank; fou"
-            ):
-                fs.optimizer_from_state_dict(found, optimizer, plan, mesh, steps=None if key else value)
-
-    fs.simulate(main, {"replicate": 2, "shard": 2})
-
-
 def test_ranks_may_hold_whole_leaves_and_pieces_of_the_same_values() -> None:
     def main(mesh: fs.Mesh) -> None:
         plan = fs.make_plan(PARAMS, mesh)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import funcshard as fs
-from funcshard.checkpoint import save_restore, writer
+from funcshard.checkpoint import writer
 from tests.ranks import run_ranks, suspend
 
 PARAMS = {"a": torch.arange(6.0), "b": torch.arange(4.0)}  # on two ranks, four boxes
@@ -145,21 +145,6 @@ def test_a_rank_that_does_not_share_the_file_system_ends_the_save_at_once_on_eve
     texts = fs.simulate(work, 3)
     assert [text.endswith("(found on rank 1)") for text in texts] == [True, False, True]
     assert not list(tmp_path.iterdir())
-
-
-def test_ranks_that_agree_on_a_save_pass_equal_texts_of_which_none_is_sent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exchange, passed = save_restore.all_gather_texts, set()
-
-    def all_gather_texts(mesh: fs.Mesh, text: str) -> list[str]:
-        passed.add((mesh.rank, text))
-        return exchange(mesh, text)
-
-    monkeypatch.setattr(save_restore, "all_gather_texts", all_gather_texts)
-    fs.simulate(lambda mesh: saved(mesh, tmp_path / "step"), {"replicate": 2, "shard": 2})
-    texts = [{text for rank, text in passed if rank == each} for each in range(4)]
-    assert texts[0] == texts[1] == texts[2] == texts[3] != set()
 
 
 def save_beside_a_suspended_rank(_: fs.Mesh, folder: Path) -> tuple[str, float] | None:

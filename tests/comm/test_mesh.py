@@ -81,21 +81,6 @@ def test_init_mesh_covers_an_initialised_process_group() -> None:
 
 @pytest.mark.usefixtures("gloo")
 @pytest.mark.parametrize(
-    ("sizes", "names"),
-    [
-        ((1, 1), ("shard", "tp")),
-        ((1, 1), ("dp_shard", "cp")),
-        ((1, 1, 1), ("dp_replicate", "dp_shard", "tp")),
-        ((1, 1, 1, 1), ("pp", "dp_replicate", "dp_shard", "tp")),
-    ],
-)
-def test_a_device_mesh_may_have_model_axes(sizes: tuple, names: Any) -> None:
-    mesh = fs.Mesh.from_device_mesh(init_device_mesh("cpu", sizes, mesh_dim_names=names))
-    assert set(mesh.shape) == {"replicate", "shard", *(name for name in names if not name.startswith("dp_"))}
-
-
-@pytest.mark.usefixtures("gloo")
-@pytest.mark.parametrize(
     ("sizes", "names", "ours", "words"),
     [
         ((1, 1), ("dp", "tp"), None, "one of several axes must be 'shard' or 'replicate'; found ['dp', 'tp']"),

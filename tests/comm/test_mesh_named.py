@@ -61,20 +61,6 @@ def test_a_part_of_a_mesh_holds_the_neighbours_along_its_axes():
         assert found[tuple(CUBE)] == 255
 
 
-def test_a_model_that_is_sharded_over_a_part_of_a_mesh_has_the_mean_over_that_part():
-    """Each half of the job along the expert axis trains a model of its own."""
-
-    def main(mesh):
-        part, params = mesh["shard", "tensor"], {"w": torch.ones(3) * (1 + mesh.position["expert"])}
-        plan = fs.make_plan(params, part)
-        f = fs.unshard(lambda leaves: (leaves["w"] ** 2).sum() * (1.0 + part.rank), plan.units[""], part)
-        _, grads = fs.value_and_grad(lambda shards: f(shards[""]))(fs.shard(params, plan, part))
-        return fs.gather(grads, plan, part)["w"].tolist()
-
-    for rank, grad in enumerate(fs.simulate(main, {"expert": 2, **GRID})):
-        assert grad == [2.0 * (1 + rank // 4) * 2.5] * 3
-
-
 @pytest.mark.parametrize(
     "axes", ["expert", (), ("shard", "shard"), ("shard", "expert"), 1, None, (["shard"],), {"shard"}], ids=str
 )

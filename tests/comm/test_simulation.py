@@ -130,37 +130,6 @@ def test_a_rank_may_return_early_when_no_rank_waits_for_it() -> None:
     assert fs.simulate(main, {"replicate": 2, "shard": 2}) == [-1, -1, 5, 5]
 
 
-@pytest.mark.parametrize(
-    ("tensor", "found"),
-    [(torch.ones(3), r"float32\[3\]"), (torch.ones(2, dtype=torch.float64), r"float64\[2\]")],
-    ids=["shape", "dtype"],
-)
-def test_different_collectives_are_an_error(tensor: torch.Tensor, found: str) -> None:
-    def main(mesh: fs.Mesh) -> None:
-        fs.psum(torch.ones(2) if mesh.rank == 0 else tensor, mesh)
-
-    words = (
-        rf"ranks issue different collectives: number 1 on mesh axis 'shard' is all_reduce of float32\[2\] on rank 0 and "
-        rf"all_reduce of {found} on rank 1; every rank has to issue the same ones in the same order"
-    )
-    with pytest.raises(RuntimeError, match=words) as caught:
-        fs.simulate(main, 2)
-    assert caught.value.__notes__ == ["raised on rank 1 of 2 simulated ranks"]
-
-
-def test_another_kind_of_collective_is_an_error() -> None:
-    def main(mesh: fs.Mesh) -> None:
-        if mesh.rank == 0:
-            mesh.shard.broadcast(torch.ones(2), 0).wait()
-        else:
-            mesh.shard.all_reduce(torch.ones(2)).wait()
-
-    with pytest.raises(
-        RuntimeError, match=r"is broadcast from rank 0 of float32\[2\] on rank 0 and all_reduce of float32\[2\]"
-    ):
-        fs.simulate(main, 2)
-
-
 def test_a_world_can_be_run_again_after_a_failure() -> None:
     for _ in range(3):
         with pytest.raises(RuntimeError, match="none can go on"):

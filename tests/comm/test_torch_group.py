@@ -183,48 +183,6 @@ def test_the_remaining_ranks_raise_within_seconds_when_a_rank_is_killed(shared_m
         assert seconds < 15  # the timeout of the group is 80 s
 
 
-def make_and_check_plans(mesh: fs.Mesh, what: str, odd: int) -> tuple[str | None, list[str], float]:
-    """Use a plan that differs on rank ``odd``.
-
-    Returns:
-        The error, the fingerprints of all ranks, and the result of a collective after the error.
-    """
-    apply, params, _ = fs.make_functional(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2)))
-    plan = fs.make_plan(params, mesh, units=["0"] if mesh.rank == odd else ["0", "1"])
-    fingerprints = [plan.fingerprint()]
-    for _, group in mesh.axes:
-        fingerprints = ",".join(group.all_gather_text(",".join(fingerprints))).split(",")
-    message = None
-    with fs.record_events() as events:
-        try:
-            fs.shard(params, plan, mesh) if what == "shard" else fs.fully_shard(apply, plan, mesh)
-        except ValueError as error:
-            message = str(error)
-    assert not events
-    # no rank has issued more collectives than another, so this one works
-    return message, fingerprints, fs.psum(torch.tensor(1.0), mesh).item()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("what", "world_size", "odd", "shape", "run"),
-    [
-        ("shard", 4, 3, {"replicate": 2, "shard": 2}, run_ranks),
-        ("fully_shard", 2, 1, None, run_ranks),
-        ("shard", 4, 2, None, run_simulated),
-        ("fully_shard", 4, 3, {"replicate": 2, "shard": 2}, run_simulated),
-    ],
-)
-def test_plans_that_differ_are_named_with_their_ranks_before_any_other_collective(what, world_size, odd, shape, run):
-    for message, fingerprints, total in run(make_and_check_plans, world_size, what, odd, shape=shape):
-        assert message is not None
-        assert fingerprints[0] != fingerprints[odd]
-        assert "the plan must be the same on every rank" in message
-        assert f"rank 0 has {fingerprints[0]} and rank {odd} has {fingerprints[odd]}" in message
-        assert "build it from the same arguments everywhere" in message
-        assert total == world_size
-
-
 @pytest.mark.slow
 def test_nothing_needs_numpy(tmp_path):
     script = f"""

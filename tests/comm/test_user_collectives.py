@@ -259,28 +259,3 @@ WHERE = r"of with_collectives along 'shard', for buffer 'float32' of unit '.root
 def test_a_result_that_does_not_fit_is_an_error(functions: Any, kind: Any, words: str) -> None:
     with pytest.raises(kind, match=words):
         fs.simulate(lambda mesh: gradient(fs.with_collectives(mesh, "shard", **functions), {}), 2)
-
-
-@pytest.mark.parametrize(
-    ("axis", "functions", "kind", "words"),
-    [
-        ("tensor", {}, ValueError, r"axis must be an axis of the mesh, one of \[.*'shard'.*\]; found 'tensor'"),
-        (
-            "replicate",
-            {"all_gather": gather},
-            ValueError,
-            r"along 'shard' only; found all_gather for 'replicate': pass all_r",
-        ),
-        (
-            "shard",
-            {"all_gather": "int8"},
-            TypeError,
-            r"all_gather must be a function start\(tensor, collectives\), .* 'int8'",
-        ),
-    ],
-)
-def test_an_axis_or_a_function_that_is_none_is_refused(axis: str, functions: Any, kind: Any, words: str) -> None:
-    with pytest.raises(kind, match=words):
-        fs.with_collectives(fs.Mesh(), axis, **functions)
-    with pytest.raises(TypeError, match="takes a mesh; found int"):
-        fs.with_collectives(2, "shard")  # type: ignore[arg-type]
