@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
-from tests.module.law import calls_on, gathers, held, same_bits
+from tests.module.law import calls_on, gathers, held, plain_call, same_bits
 from tests.storages import Log
 
 WIDTH = 6
@@ -67,3 +68,42 @@ def test_a_root_that_is_freed_takes_no_memory_between_forward_and_backward(optio
 
     calls_on(2, functional, batch, ["blocks.*"], program=program, calls=1, reshard_after_forward=option)
     assert found == [alive] * 2
+
+
+class TwoPaths(nn.Module):
+    """A block that calls one linear layer by two names, and logs its weight."""
+
+    def __init__(self, log):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.inner = nn.ModuleDict({"again": self.first})
+        self.log = log
+
+    def forward(self, x):
+        self.log(self.first.weight)
+        return torch.tanh(self.inner["again"](torch.tanh(checkpoint(self.first, x, use_reentrant=False))))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_module_at_two_paths_of_a_unit_is_freed_after_forward_and_cannot_be_read_outside(grad):
+    class Reads(nn.Sequential):
+        def forward(self, x, reads=False):
+            out = super().forward(x)
+            return out + self[0].inner["again"].weight.sum() if reads else out
+
+    def program(model, x):
+        with torch.set_grad_enabled(grad):
+            kept = model(x)
+            alive.append(held(model.func.mesh, log))
+            with pytest.raises(ValueError, match=r"'0\.first\.weight' was read"):
+                model(x, reads=True)
+        del kept
+        return model(x).square().mean()
+
+    log, alive = Log(), []
+    net = Reads(*(TwoPaths(log) for _ in range(3)))
+    functional, (_, grads) = fs.make_functional(net), plain_call(net, batch, 2)
+    log.clear()
+    for call in calls_on(2, functional, batch, ["*"], program=program, calls=1):
+        torch.testing.assert_close(call.grads, grads)
+    assert alive == [0, 0]

@@ -335,6 +335,27 @@ def test_hooks_that_one_simulated_rank_registers_do_not_run_on_another() -> None
             assert all(torch.equal(out, module[0](x) * (rank + 2)) for out in own)
 
 
+def test_a_handle_that_the_module_keeps_removes_the_hook_of_its_call() -> None:
+    class Once(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(3, 3)
+            self.handle = self.lin.register_forward_hook(lambda m, args, out: out * 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = self.lin(x)
+            self.handle.remove()
+            return out + self.lin(x)
+
+    module = Once()
+    apply, params, buffers = fs.make_functional(module)
+    for _ in range(3):
+        assert torch.equal(apply(params, buffers, x), module.lin.forward(x) * 2 + module.lin.forward(x))
+    assert len(module.lin._forward_hooks) == 1
+    module.handle.remove()
+    assert torch.equal(apply(params, buffers, x), module.lin.forward(x) * 2 + module.lin.forward(x))
+
+
 @pytest.mark.parametrize("name", [name for name in STRANGE if name not in ITERATED_BY_DEEPCOPY])
 def test_a_module_may_keep_objects_that_raise_when_looked_at(name: str) -> None:
     make = STRANGE[name]
