@@ -34,91 +34,6 @@ def setup(mesh: fs.Mesh, strategy: Any = "full_shard", **options: Any) -> Any:
     return sharded, plan, fs.shard(params, plan, mesh), loss_fn
 
 
-def whole() -> tuple[torch.Tensor, dict]:
-    model = net()
-    loss = model(batch()).square().mean()
-    loss.backward()
-    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def one_call(mesh: fs.Mesh, strategy: str, reduce: str) -> Any:
-    sharded, plan, shards, loss_fn = setup(mesh, strategy)
-    evaluate = fs.accumulate(loss_fn, MICRO, reduce=reduce)
-    with fs.record_events() as events:
-        loss, grads = evaluate(shards, batch().chunk(mesh.world_size)[mesh.rank])
-    assert tuple(events) == fs.predict_events(plan, sharded.schedule, micro_batches=MICRO, reduce=reduce)
-    filled = {n: {k: torch.zeros_like(shards[n][k]) if v is None else v for k, v in u.items()} for n, u in grads.items()}
-    return fs.pmean(loss, mesh), fs.gather(filled, plan, mesh), [(e.kind, e.unit, e.axis) for e in events]
-
-
-def check(results: list, strategy: str, reduce: str) -> None:
-    expected_loss, expected = whole()
-    for loss, grads, events in results:
-        torch.testing.assert_close(loss, expected_loss)
-        for name, grad in expected.items():
-            torch.testing.assert_close(grads[name], grad)
-        reductions = [event for event in events if event[0] != "all_gather"]
-        times = MICRO if reduce == "each" else 1
-        assert all(reductions.count(event) == times for event in reductions)
-        assert {event[1] for event in reductions} == ({"", "2", "4"} if len(results) > 1 else set())
-
-
-@pytest.mark.parametrize(
-    ("world", "strategy"), [(1, "full_shard"), (2, "shard_grad_op"), ({"replicate": 2, "shard": 2}, "full_shard")], ids=str
-)
-@pytest.mark.parametrize("reduce", REDUCE)
-def test_it_is_the_gradient_of_one_big_batch_and_issues_what_the_plan_predicts(
-    world: Any, strategy: str, reduce: str
-) -> None:
-    check(fs.simulate(lambda mesh: one_call(mesh, strategy, reduce), world), strategy, reduce)
-
-
-@pytest.mark.parametrize("reduce", REDUCE)
-def test_local_leaves_accumulate_on_their_rank(reduce: str) -> None:
-    def main(mesh: fs.Mesh) -> None:
-        _, _plan, shards, loss_fn = setup(mesh, local=["4.*"])
-        mine = batch().chunk(mesh.world_size)[mesh.rank]
-        _, expected = fs.value_and_grad(loss_fn)(shards, mine)
-        _, grads = fs.accumulate(loss_fn, 2, reduce=reduce)(shards, mine)
-        for a, b in zip(tree.leaves(grads), tree.leaves(expected), strict=True):
-            torch.testing.assert_close(a, b)
-
-    fs.simulate(main, {"replicate": 2, "shard": 2})
-
-
-@pytest.mark.parametrize("reduce", REDUCE)
-def test_a_unit_that_runs_twice_in_a_micro_batch_is_reduced_once_with_once(reduce: str) -> None:
-    params = {"w": torch.linspace(1, 2, 6)}
-
-    def main(mesh: fs.Mesh) -> tuple[int, torch.Tensor]:
-        plan = fs.make_plan(params, mesh)
-        f = fs.reshard(fs.unshard(lambda leaves, x: (leaves["w"] ** 2 * x).sum(), plan.units[""], mesh))
-        evaluate = fs.accumulate(lambda s, x: f(s[""], x[0]) + f(s[""], x[0] * 2), 2, reduce=reduce)
-        with fs.record_events() as events:
-            _, grads = evaluate(fs.shard(params, plan, mesh), torch.tensor([1.0, 3.0]))
-        return [event.kind for event in events].count("reduce_scatter"), fs.gather(grads, plan, mesh)["w"]
-
-    for reductions, grad in fs.simulate(main, 2):
-        assert reductions == {"each": 4, "once": 1}[reduce]
-        torch.testing.assert_close(grad, 2 * params["w"] * 6)
-
-
-@pytest.mark.parametrize("reduce", REDUCE)
-def test_a_unit_that_some_micro_batches_leave_out_is_reduced_all_the_same(reduce: str) -> None:
-    params = {"a": torch.linspace(1, 2, 5), "b": torch.linspace(3, 4, 5)}
-
-    def main(mesh: fs.Mesh) -> Any:
-        plan = fs.make_plan(params, mesh, units=["a", "b"])
-        f = {n: fs.unshard(lambda leaf, x: (leaf * x).sum(), plan.units[n], mesh) for n in params}
-        loss_fn = lambda s, x: f["a"](s["a"], x) + (f["b"](s["b"], x) if x > 0 else 0.0)  # noqa: E731
-        _, grads = fs.accumulate(loss_fn, 2, reduce=reduce)(fs.shard(params, plan, mesh), torch.tensor([3.0, -1.0]))
-        return fs.gather(grads, plan, mesh)
-
-    for grads in fs.simulate(main, 2):
-        torch.testing.assert_close(grads["a"], torch.ones(5))
-        torch.testing.assert_close(grads["b"], torch.full((5,), 1.5))
-
-
 @pytest.mark.parametrize("reduce", REDUCE)
 def test_terms_on_shards_and_checkpoints_accumulate_too(reduce: str) -> None:
     def main(mesh: fs.Mesh) -> None:
@@ -242,16 +157,6 @@ def test_what_does_not_say_how_to_accumulate_is_refused(arguments: dict, words: 
 def test_a_call_without_a_batch_is_refused() -> None:
     with pytest.raises(TypeError, match="the batch as its last positional argument"):
         EVALUATE({"": {}})
-
-
-def test_once_refuses_shards_that_are_transformed_on_the_way() -> None:
-    def main(mesh: fs.Mesh) -> None:
-        _, _plan, shards, loss_fn = setup(mesh)
-        half = lambda shards, x: loss_fn(tree.map(lambda s: s / 2, shards), x)  # noqa: E731
-        fs.accumulate(half, 2, reduce="once")(shards, batch())
-
-    with pytest.raises(ValueError, match=r"reduce='once' needs shards that are gathered as they are; the shard 'float64'"):
-        fs.simulate(main, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)

@@ -6,7 +6,6 @@ import contextlib
 import re
 import threading
 import types
-import warnings
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp
 import funcshard as fs
 from funcshard._utils import torch_private
 from funcshard.core import basis, flat_buffer
-from tests.ranks import run_ranks, run_simulated
+from tests.ranks import run_simulated
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # forward mode
 
@@ -107,12 +106,6 @@ BY_SHARDS = {
         None,
         None,
     ),
-    "jacrev by one row": (
-        lambda w: jacrev(w.out, chunk_size=1)(w.shards, w.x),
-        lambda w: w.columns(total(lambda x: jacrev(whole)(FLAT, x))),
-        None,
-        None,
-    ),
     "jacfwd": (
         lambda w: jacfwd(w.out)(w.shards, w.x),
         lambda w: w.columns(jacrev(whole)(FLAT, w.x)),
@@ -127,12 +120,6 @@ BY_SHARDS = {
     ),
     "jacrev of grad": (
         lambda w: jacrev(grad(w.loss))(w.shards, w.x),
-        lambda w: w.block(total(whole_hessian)),
-        ONE + MIXED_ROWS,
-        None,
-    ),
-    "jacrev of grad by one row": (
-        lambda w: jacrev(grad(w.loss), chunk_size=1)(w.shards, w.x),
         lambda w: w.block(total(whole_hessian)),
         ONE + MIXED_ROWS,
         None,
@@ -161,25 +148,7 @@ BY_SHARDS = {
         None,
         None,
     ),
-    "functional.vhp": (
-        lambda w: functional.vhp(lambda *s: w.loss(s, w.x), w.shards, own_vector(w))[1],
-        hvp_by_whole,
-        None,
-        None,
-    ),
-    "functional.jacobian, then its gradient": (
-        lambda w: twice(lambda s: functional.jacobian(lambda *s: w.loss(s, w.x), s, create_graph=True), w.shards),
-        lambda w: w.columns(2 * total(whole_hessian) @ total(lambda x: grad(whole_loss)(FLAT, x))),
-        None,
-        None,
-    ),
 }
-
-
-def twice(function, shards):
-    """Return the gradient of the squared norm of ``function``, over all ranks together."""
-    shards = tuple(shard.detach().requires_grad_() for shard in shards)
-    return torch.autograd.grad(sum(g.square().sum() for g in function(shards)), shards)
 
 
 def whole_x(f):
@@ -265,20 +234,6 @@ def check(mesh, strategy, how):
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_a_loop_over_unit_vectors_gives_a_true_object_or_an_error(strategy, how):
     run_simulated(check, WORLD, strategy, how)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "how"), [("shard_grad_op", "unshard"), ("full_shard", "remat"), ("no_shard", "reshard")]
-)
-def test_the_same_on_real_ranks(strategy, how):
-    run_ranks(check_quietly, WORLD, strategy, how, timeout=150)
-
-
-def check_quietly(mesh, strategy, how):
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
-        check(mesh, strategy, how)
 
 
 @pytest.mark.slow

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +11,6 @@ import torch
 
 import funcshard as fs
 from tests.collective_oracle import OPERATIONS, line, whole_number_tensor
-from tests.ranks import run_ranks, run_simulated
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
@@ -333,48 +330,6 @@ def composed(x: torch.Tensor, mesh: fs.Mesh) -> torch.Tensor:
     return (y - 0.1 * fs.pmax(y, mesh, axis="tensor")).square().mean()
 
 
-def composed_whole(stack: torch.Tensor) -> torch.Tensor:
-    """Return the losses of ``composed`` on the ranks of {"shard": 2, "tensor": 2}."""
-
-    def run(name: str, xs: list[torch.Tensor], axis: Any, plain: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
-        groups = [line(rank, MESHES["2x2"][0], axis) for rank in range(4)]
-        return [plain([xs[other] for other in group], group.index(rank)) for rank, group in enumerate(groups)]
-
-    both = ("shard", "tensor")
-    xs = list(stack)
-    sums = run("psum", [curved(x) for x in xs], "tensor", lambda xs, i: sum(xs))
-    ys = [s * x for s, x in zip(sums, xs, strict=True)]
-    means = run("pmean", [y * y for y in ys], both, lambda xs, i: sum(xs) / 4)
-    ys = [y + mean for y, mean in zip(ys, means, strict=True)]
-    ys = run("all_gather", [curved(y) for y in ys], "shard", lambda xs, i: torch.cat(xs, 1))
-    ys = run("psum_scatter", [y * y for y in ys], "tensor", lambda xs, i: sum(xs).chunk(2, 1)[i])
-    ys = run("all_to_all", [curved(y) for y in ys], "tensor", lambda xs, i: torch.stack([x[i] for x in xs], 1))
-    moved = [torch.zeros_like(ys[0]), *[y * y for y in ys[:3]]]
-    ys = [m + curved(y) for m, y in zip(moved, ys, strict=True)]
-    most = run("pmax", ys, "tensor", lambda xs, i: torch.stack(xs).amax(0))
-    return torch.stack([(y - 0.1 * m).square().mean() for y, m in zip(ys, most, strict=True)])
-
-
-@pytest.mark.slow
-def test_a_loss_of_all_collectives_has_the_gradient_and_hessian_of_the_mean_over_ranks() -> None:
-    stack, v = (0.5 * torch.randn(4, 2, 4, dtype=torch.float64) for _ in range(2))
-    mean = lambda s: composed_whole(s).mean()  # noqa: E731
-    grad, product = torch.func.jvp(torch.func.grad(mean), (stack,), (v,))
-    losses, slopes = torch.func.jvp(composed_whole, (stack,), (v,))
-
-    def main(mesh: fs.Mesh) -> None:
-        x, dx = stack[mesh.rank], v[mesh.rank]
-        close = lambda a, b: torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)  # noqa: E731
-        f = lambda x: composed(x, mesh)  # noqa: E731
-        close(fs.value_and_grad(f)(x), (losses[mesh.rank], grad[mesh.rank]))
-        close(torch.func.jvp(f, (x,), (dx,)), (losses[mesh.rank], slopes[mesh.rank]))
-        close(torch.func.jvp(torch.func.grad(f), (x,), (dx,))[1] / 4, product[mesh.rank])
-        close(torch.func.grad(lambda x: (torch.func.grad(f)(x) * dx).sum())(x) / 4, product[mesh.rank])
-        close(fs.value_and_grad(fs.remat(f))(x), (losses[mesh.rank], grad[mesh.rank]))
-
-    fs.simulate(main, MESHES["2x2"][0])
-
-
 LOOPS = {
     "jacrev": torch.func.jacrev,
     "jacfwd": torch.func.jacfwd,
@@ -476,59 +431,3 @@ def test_the_backward_records_the_adjoint_collectives() -> None:
 
 
 # --- real ranks -----------------------------------------------------------------------------------
-
-
-def everything(mesh: fs.Mesh, shared_memory: bool | None = None) -> list[Any]:
-    """Return the results and gradients of all operations, on numbers whose sum depends on the order."""
-    if shared_memory is not None:
-        mesh = fs.init_mesh(dict(mesh.shape), device="cpu", shared_memory=shared_memory)
-    found: list[Any] = []
-    for name, axis in itertools.product(OPERATIONS, ("tensor", ("shard", "tensor"))):
-        operation = OPERATIONS[name]
-        shape = operation.sizes(2 if axis == "tensor" else 4)
-        for dtype in (*DTYPES, torch.float16):
-            if dtype in operation.but:
-                continue
-            x = whole_number_tensor(mesh.rank, shape, dtype)
-            if dtype.is_floating_point or dtype.is_complex:
-                x = (
-                    (x * torch.randn(shape, generator=torch.Generator().manual_seed(mesh.rank)).exp())
-                    .to(dtype)
-                    .requires_grad_()
-                )
-            out = operation.run(x, mesh, axis)
-            found.append(out.detach())
-            if x.requires_grad:
-                found += torch.autograd.grad(out, x, out.detach())
-    large = torch.arange(40_000.0).reshape(4, 10_000).requires_grad_()  # no tensor that fits into one small message
-    for f in (
-        lambda x: fs.psum(x, mesh, axis=("shard", "tensor")),
-        lambda x: fs.all_gather(x, mesh, axis="tensor", dim=1, tiled=True),
-        lambda x: fs.psum_scatter(x, mesh, axis="tensor", tiled=True),
-        lambda x: fs.all_to_all(x, mesh, axis="tensor", split_dim=1, concat_dim=0, tiled=True),
-        lambda x: fs.ppermute(x, mesh, [(0, 1), (1, 0)], axis="tensor"),
-        lambda x: composed(x[:2, :4], mesh),
-    ):
-        out = f((large + mesh.rank).sin())
-        found += [out.detach(), *torch.autograd.grad(out, large, out.detach().cos())]
-    found += [torch.tensor([mesh.rank, *mesh.position.values(), fs.axis_index(mesh, axis=("tensor", "shard"))])]
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shared_memory", [None, False], ids=["shared memory", "sockets"])
-def test_processes_give_the_bits_of_simulated_ranks(shared_memory: bool | None) -> None:
-    shape = MESHES["2x2"][0]
-    real = run_ranks(quietly, 4, shared_memory, shape=shape, timeout=120)
-    simulated = run_simulated(everything, 4, shape=shape)
-    for ours, theirs in zip(real, simulated, strict=True):
-        assert len(ours) == len(theirs) > 300
-        for a, b in zip(ours, theirs, strict=True):
-            assert a.dtype == b.dtype
-            assert torch.equal(a, b)
-
-
-def quietly(mesh: fs.Mesh, shared_memory: bool | None) -> list[Any]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
-        return everything(mesh, shared_memory)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import funcshard as fs
-from tests.ranks import run_ranks, run_simulated
+from tests.ranks import run_simulated
 from tests.storages import Log
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch.func.jvp's
@@ -162,13 +162,6 @@ def test_a_unit_is_gathered_once_forward_once_backward_and_reduced_once(derivati
         assert events == expected
 
 
-def test_real_ranks_give_the_bits_of_simulated_ones():
-    real, simulated = (run(sharded_chain, 2, "remat", "grad") for run in (run_ranks, run_simulated))
-    for (grads, events, most), (wanted, others, _) in zip(real, simulated, strict=True):
-        same(grads, wanted, 0)
-        assert (events, most) == (others, 1)
-
-
 class Block(nn.Module):
     def __init__(self, log):
         super().__init__()
@@ -189,31 +182,6 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x, scale=x.mean())["out"]
         return x.square().mean()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("nested", [False, True], ids=["units", "nested units"])
-def test_fully_shard_takes_the_units_to_compute_again(nested):
-    names = [f"blocks.{i}" for i in range(UNITS)]
-
-    def main(mesh, remat):
-        log = Log()
-        log.most = 0
-        torch.manual_seed(0)
-        apply, params, buffers = fs.make_functional(Net(log).double())
-        plan = fs.make_plan(params, mesh, units=["blocks.*", *["blocks.*.inner"] * nested])
-        sharded = fs.fully_shard(apply, plan, mesh, remat=remat)
-        shards = fs.shard(params, plan, mesh)
-        found = grad(sharded)(shards, buffers, X), fs.value_and_grad(sharded)(shards, buffers, X)[1]
-        log.most = 0
-        grad(sharded)(shards, buffers, X)
-        return [fs.gather(grads, plan, mesh) for grads in found], log.most
-
-    for (found, most), (expected, before) in zip(
-        fs.simulate(lambda mesh: main(mesh, names), 2), fs.simulate(lambda mesh: main(mesh, ()), 2), strict=True
-    ):
-        same(found, expected, 1e-13)
-        assert (most, before) == (1, UNITS - 1)  # the first block's input needs no gradient, so its weight is not kept
 
 
 @pytest.mark.parametrize("mutable", [False, True])
@@ -265,32 +233,6 @@ def test_units_that_cannot_be_computed_again_are_refused_by_name(names):
     plan = fs.make_plan(params, 1, units=["blocks.*"])
     with pytest.raises(ValueError, match=r"remat must name units of the plan, not the root; found .* its units are \['bl"):
         fs.fully_shard(apply, plan, fs.Mesh(), remat=names)
-
-
-@pytest.mark.parametrize("reduce", ["each", "once"])
-def test_steps_meet_rematerialised_units_frozen_leaves_and_hooks_included(reduce):
-    params = {name: {"w": unit["w"].clone().requires_grad_(), "b": unit["b"]} for name, unit in PARAMS.items()}
-
-    def main(mesh, how):
-        plan = fs.make_plan(params, mesh, units=list(params))
-        runs = {name: how(fs.unshard(layer, unit, mesh)) for name, unit in plan.units.items()}
-        shown = []
-
-        def loss_fn(shards, x):
-            for name, run in runs.items():
-                x = run(shards[name], x)
-            return x.square().mean()
-
-        options = {"reduce": reduce, "on_grads": lambda unit, grads: shown.append((unit, sorted(grads)))}
-        loss, grads = fs.accumulate(loss_fn, 2, **options)(fs.shard(params, plan, mesh), X)
-        return loss, grads, shown
-
-    for found, expected in zip(
-        fs.simulate(lambda mesh: main(mesh, fs.remat), 2), fs.simulate(lambda mesh: main(mesh, fs.reshard), 2), strict=True
-    ):
-        same(found[:2], expected[:2], 0)
-        assert found[2] == expected[2]
-        assert found[1]["u0"]["float64.frozen"] is None
 
 
 # --- inputs and outputs ------------------------------------------------------------------------------------------------

@@ -120,13 +120,6 @@ def test_neither_shares_memory_with_what_it_is_given(world: Any, strategy: str) 
     assert all(torch.equal(params[name], before[name]) for name in params)
 
 
-def test_shards_of_parameters_are_plain_values() -> None:
-    params = {"w": torch.randn(4, requires_grad=True), "f": torch.randn(2)}
-    shards = fs.shard(params, fs.make_plan(params, 1), fs.Mesh())
-    assert all(not leaf.requires_grad and leaf.grad_fn is None for leaf in tree.leaves(shards))
-    assert sorted(shards[""]) == ["float32", "float32.frozen"]
-
-
 def test_tied_leaves_stay_one_tensor() -> None:
     w = torch.randn(3)
     params = {"a": w, "b": {"c": w}}
@@ -150,18 +143,6 @@ def test_gather_is_differentiable(world: Any, strategy: str) -> None:
         assert torch.equal(grad, tree.leaves(fs.shard(expected, plan, mesh))[0])
 
     fs.simulate(main, world)
-
-
-def test_one_plan_serves_several_trees() -> None:
-    teacher, student = ({"w": torch.full((5,), value)} for value in (1.0, 2.0))
-
-    def main(mesh: fs.Mesh) -> list:
-        plan = fs.make_plan(teacher, mesh)
-        both = [fs.shard(each, plan, mesh) for each in (teacher, student)]
-        average = tree.map(lambda a, b: (a + b) / 2, *both)
-        return fs.gather(average, plan, mesh)["w"].tolist()
-
-    assert fs.simulate(main, 2) == [[1.5] * 5] * 2
 
 
 PARAMS = {"w": torch.zeros(4), "v": torch.zeros(2, 2)}
@@ -288,20 +269,6 @@ def test_leaves_local_to_a_rank_stay_its_own() -> None:
         return [gathered["a"][0].item(), gathered["c"].item()]
 
     assert fs.simulate(main, 2) == [[0.0, -1.0], [10.0, -1.0]]
-
-
-@pytest.mark.parametrize("src", [None, 0])
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_fault_of_one_rank_is_raised_on_all_of_them(failing: int, src: int | None) -> None:
-    def main(mesh: fs.Mesh) -> None:
-        plan = fs.make_plan(of_rank(0), mesh)
-        mine = of_rank(mesh.rank) | ({"a": torch.zeros(4)} if mesh.rank == failing else {})
-        whose = "" if mesh.rank == failing else rf" \(found on rank {failing}\)"
-        words = rf"leaf 'a' of params must have shape \(5,\) .* or make a new plan{whose}$"
-        with pytest.raises(ValueError, match=words):
-            fs.shard(mine, plan, mesh, src=src)
-
-    fs.simulate(main, 2)
 
 
 @pytest.mark.parametrize(

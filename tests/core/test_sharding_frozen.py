@@ -79,28 +79,6 @@ def test_a_state_dict_of_gradients_leaves_the_names_of_frozen_leaves_out(options
     fs.simulate(main, GRID)
 
 
-def test_a_unit_whose_leaves_are_all_frozen_takes_no_collective() -> None:
-    def main(mesh: fs.Mesh) -> Any:
-        plan, _, grads = gradients(mesh)
-        with fs.record_events() as events:
-            fs.to_state_dict(grads, plan, mesh)
-            fs.gather(grads, plan, mesh)
-        return [event.unit for event in events]
-
-    assert all("0" not in units for units in fs.simulate(main, 2))
-
-
-def test_a_gathered_gradient_is_differentiable() -> None:
-    def main(mesh: fs.Mesh) -> None:
-        plan, _, grads = gradients(mesh)
-        square = lambda g: sum((leaf**2).sum() for leaf in fs.gather(g, plan, mesh).values() if leaf is not None)  # noqa: E731
-        _, twice = fs.value_and_grad(square)(grads)
-        assert twice["0"] == {"float64.frozen": None}
-        torch.testing.assert_close(twice["2"]["float64"], 2 * grads["2"]["float64"])
-
-    fs.simulate(main, 2)
-
-
 # --- mistakes -------------------------------------------------------------------------------------
 
 

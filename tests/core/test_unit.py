@@ -4,12 +4,10 @@ import gc
 
 import pytest
 import torch
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
-from tests.pairwise import crossed
 
 PARAMS = {
     "w": torch.linspace(-1, 1, 35).reshape(5, 7),
@@ -29,29 +27,6 @@ def one_unit(mesh, apply, combine, **options):
 
 
 COMBINE = {"unshard": lambda f: f, "reshard of unshard": fs.reshard}
-
-
-def reference_gradients(scale=1.0):
-    leaves = {name: leaf.clone().requires_grad_() for name, leaf in PARAMS.items()}
-    grads = torch.autograd.grad(scale * layer(leaves, X).square().sum(), list(leaves.values()))
-    return dict(zip(leaves, grads, strict=True))
-
-
-@pytest.mark.slow
-@crossed(
-    combine=COMBINE, strategy=["full_shard", "shard_grad_op", "no_shard"], world=[1, 2, 3, {"replicate": 2, "shard": 2}]
-)
-def test_gradients_are_the_sum_over_ranks_of_the_unsharded_ones(world, strategy, combine):
-    def main(mesh):
-        f, shard, plan = one_unit(mesh, layer, combine, strategy=strategy)
-        shard = {key: local.requires_grad_() for key, local in shard.items()}
-        f(shard, X).square().sum().backward()
-        return fs.gather({"": {key: local.grad for key, local in shard.items()}}, plan, mesh), mesh.world_size
-
-    for grads, ranks in fs.simulate(main, world):
-        expected = reference_gradients(ranks)
-        for name, grad in grads.items():
-            torch.testing.assert_close(grad, expected[name])
 
 
 def test_leaves_are_plain_views_of_one_gathered_buffer():
@@ -156,71 +131,6 @@ def test_a_saved_tensor_that_is_changed_in_place_is_an_error_not_a_wrong_gradien
         fs.simulate(main, 2)
 
 
-def test_nothing_is_gathered_again_without_gradients():
-    def main(mesh):
-        log = []
-        f, shard, _ = one_unit(mesh, watched(log), fs.reshard)
-        with torch.no_grad(), fs.record_events() as events:
-            out = f(shard, X)
-        return alive(log), len(events), out.requires_grad
-
-    assert fs.simulate(main, 2) == [(0, 1, False)] * 2
-
-
-@pytest.mark.parametrize("combine", COMBINE.values(), ids=COMBINE)
-def test_a_second_backward_over_a_retained_graph_gives_the_same_gradients(combine):
-    def main(mesh):
-        f, shard, _ = one_unit(mesh, layer, combine)
-        local = shard["float32"].requires_grad_()
-        loss = f(shard, X).square().sum()
-        first = torch.autograd.grad(loss, local, retain_graph=True)[0]
-        with fs.record_events() as events:
-            second = torch.autograd.grad(loss, local)[0]
-        return torch.equal(first, second), [event.kind for event in events]
-
-    gathers = ["all_gather"] if combine is fs.reshard else []
-    assert fs.simulate(main, 2) == [(True, [*gathers, "reduce_scatter"])] * 2
-
-
-def test_a_shard_changed_in_place_before_backward_is_an_error_not_a_wrong_gradient():
-    def main(mesh):
-        f, shard, _ = one_unit(mesh, layer, fs.reshard)
-        loss = f({key: local.requires_grad_() for key, local in shard.items()}, X).sum()
-        with torch.no_grad():
-            shard["float32"].mul_(2)
-        loss.backward()
-
-    with pytest.raises(
-        RuntimeError, match=r"shard 'float32' of unit '\(root\)' was modified in place between forward and backward"
-    ):
-        fs.simulate(main, 2)
-
-
-@pytest.mark.parametrize("around", ["save_on_cpu", "checkpoint"])
-def test_saved_tensors_that_are_not_leaves_go_to_the_hooks_around(around):
-    def main(mesh):
-        log = []
-        f, shard, plan = one_unit(mesh, watched(log), fs.reshard)
-        local = shard["float32"].requires_grad_()
-        x = X.clone().requires_grad_()
-        if around == "checkpoint":
-            out = checkpoint(f, shard, x, use_reentrant=False)
-        else:
-            with save_on_cpu():
-                out = f(shard, x)
-        after_forward = alive(log)
-        grad, by_x = torch.autograd.grad(out.square().sum(), [local, x])
-        return after_forward, fs.gather({"": {"float32": grad}}, plan, mesh), by_x
-
-    x = X.clone().requires_grad_()
-    by_x_expected = torch.autograd.grad(layer(PARAMS, x).square().sum(), x)[0]
-    for after_forward, grads, by_x in fs.simulate(main, 2):
-        assert after_forward == 0
-        torch.testing.assert_close(by_x, by_x_expected)
-        for name, grad in grads.items():
-            torch.testing.assert_close(grad, reference_gradients(2)[name])
-
-
 def test_hooks_around_a_unit_get_its_activations_and_none_of_its_leaves():
     def main(mesh):
         gathered, packed, unpacked = set(), [], []
@@ -247,92 +157,12 @@ def test_hooks_around_a_unit_get_its_activations_and_none_of_its_leaves():
     assert fs.simulate(main, 2) == [(3, True, True)] * 2
 
 
-def test_a_frozen_unit_passes_gradients_through_and_is_freed_both_times():
-    frozen = {"a": {"w": PARAMS["w"].requires_grad_(False), "v": PARAMS["v"]}, "x": torch.zeros(1, requires_grad=True)}
-
-    def main(mesh):
-        log = []
-
-        def apply(leaves, x):
-            log.append(StorageWeakRef(leaves["w"].untyped_storage()))
-            return torch.tanh(x @ leaves["w"]) @ leaves["v"]
-
-        plan = fs.make_plan(frozen, mesh, units=["a"])
-        shards = fs.shard(frozen, plan, mesh)
-        f = fs.reshard(fs.unshard(apply, plan.units["a"], mesh))
-        x = X.clone().requires_grad_()
-        out = f(shards["a"], x)
-        after_forward = alive(log)
-        with fs.record_events() as events:
-            out.sum().backward()
-        return after_forward, [event.kind for event in events], x.grad, list(shards["a"])
-
-    x = X.clone().requires_grad_()
-    expected = torch.autograd.grad((torch.tanh(x @ PARAMS["w"]) @ PARAMS["v"]).sum(), x)[0]
-    for after_forward, kinds, grad, keys in fs.simulate(main, 2):
-        assert (after_forward, kinds, keys) == (0, ["all_gather"], ["float32.frozen"])
-        torch.testing.assert_close(grad, expected)
-
-
-def test_a_gradient_of_a_gradient_goes_through_both_combinators():
-    def penalty(f, leaves, x):
-        by_x = torch.autograd.grad(f(leaves, x).sum(), x, create_graph=True)[0]
-        return by_x.square().sum()
-
-    leaves = {name: leaf.clone().requires_grad_() for name, leaf in PARAMS.items()}
-    expected = torch.autograd.grad(penalty(layer, leaves, X.clone().requires_grad_()), list(leaves.values()))
-
-    def main(mesh):
-        f, shard, plan = one_unit(mesh, layer, fs.reshard)
-        _, grads = fs.value_and_grad(lambda s: penalty(f, s[""], X.clone().requires_grad_()))({"": shard})
-        return fs.gather(grads, plan, mesh)
-
-    for grads in fs.simulate(main, 3):
-        assert list(grads) == list(PARAMS)
-        for grad, wanted in zip(grads.values(), expected, strict=True):
-            torch.testing.assert_close(grad, wanted)
-
-
-def bad_shards(shard):
-    (local,) = shard.values()
-    return {
-        "another buffer": ({"float64": local}, r"must hold the buffers \['float32'\]; found \['float64'\]"),
-        "another world size": ({"float32": local[:-1]}, r"must have shape \(39,\), one of 2 shards; found \(38,\)"),
-        "a frozen gradient": (
-            {"float32": None},
-            "must be a tensor; found NoneType: a tree of gradients holds None for frozen shards",
-        ),
-        "another dtype": ({"float32": local.double()}, "must have dtype float32; found torch.float64"),
-        "another device": ({"float32": local.to("meta")}, "must be on the mesh's device, cpu; found meta"),
-        "no mapping": (local, "must hold the buffers .* found Tensor"),
-    }
-
-
-BAD_SHARDS = ["another buffer", "another world size", "another dtype", "another device", "no mapping", "a frozen gradient"]
-
-
-@pytest.mark.parametrize("case", BAD_SHARDS)
-def test_a_shard_that_is_not_of_the_unit_is_refused(case):
-    def main(mesh):
-        f, shard, _ = one_unit(mesh, layer, COMBINE["unshard"])
-        wrong, words = bad_shards(shard)[case]
-        with pytest.raises(ValueError, match=words):
-            f(wrong, X)
-
-    fs.simulate(main, 2)
-
-
 def test_a_mesh_of_another_shape_is_refused():
     plan = fs.make_plan(PARAMS, {"replicate": 2, "shard": 3})
     with pytest.raises(
         ValueError, match=r"planned for a mesh of 2 replicate × 3 shard ranks; found {'replicate': 1, 'shard': 1}"
     ):
         fs.unshard(layer, plan.units[""], fs.Mesh())
-
-
-def test_reshard_takes_only_what_unshard_returned():
-    with pytest.raises(TypeError, match=r"write reshard\(unshard\(apply, unit, mesh\)\)"):
-        fs.reshard(layer)
 
 
 def rows_of(x):

@@ -73,17 +73,6 @@ def test_gathers_started_ahead_come_in_the_predicted_order_and_change_no_bit(wor
     fs.simulate(main, world)
 
 
-def real_step(mesh):
-    return step(mesh, True, 2)[1:]
-
-
-@pytest.mark.slow
-def test_real_ranks_give_the_bits_and_events_of_simulated_ones():
-    for found, expected in zip(run_ranks(real_step, 2), run_simulated(real_step, 2), strict=True):
-        torch.testing.assert_close(found[0], expected[0], rtol=0, atol=0)
-        assert found[1] == expected[1]
-
-
 def test_a_call_waits_for_the_gather_that_was_started():
     def main(mesh):
         slow = delayed(mesh, "all_gather", 0.01)

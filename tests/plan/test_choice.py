@@ -66,15 +66,6 @@ def test_a_plan_without_groups_keeps_the_json_that_it_had_before_there_were_grou
 
 OPTIONS = {
     # case: (units, strategy of each unit by name)
-    "by glob": ({"blocks.*": {"strategy": "no_shard"}}, {"blocks.0": "no_shard", "blocks.2": "no_shard", "": "full_shard"}),
-    "a path before a glob": (
-        {"blocks.*": {"strategy": "no_shard"}, "blocks.1": {}},
-        {"blocks.0": "no_shard", "blocks.1": "full_shard", "blocks.2": "no_shard"},
-    ),
-    "a glob after a path": (
-        {"blocks.1": {"strategy": "shard_grad_op"}, "blocks.*": {}},
-        {"blocks.0": "full_shard", "blocks.1": "shard_grad_op", "blocks.2": "full_shard"},
-    ),
     "a group": (
         {"blocks.*": {}, ("embed", "head"): {"strategy": "shard_grad_op"}},
         {"embed+head": "shard_grad_op", "blocks.0": "full_shard"},

@@ -125,24 +125,6 @@ def test_a_unit_that_stays_gathered_is_gathered_once_a_call_and_is_in_memory_onc
         gc.enable()
 
 
-def test_before_the_order_is_known_a_unit_that_comes_once_is_not_kept():
-    class Watching(Repeated):
-        def forward(self, x):
-            for number in self.order:
-                x = self.blocks[number](x.detach())  # so that autograd needs no weight
-                seen.append((number, self.blocks[0].log.alive()))
-            return x.square().mean()
-
-    def main(mesh):
-        sharded, shards = on(mesh, apply, params)
-        sharded(shards, {}, torch.ones(2, WIDTH))
-
-    seen = []
-    apply, params, _ = fs.make_functional(Watching((0, 1, 2)))
-    fs.simulate(main, 2)
-    assert sorted(seen) == [(number, 0) for number in (0, 0, 1, 1, 2, 2)]
-
-
 @pytest.mark.parametrize("grad", [True, False], ids=["with gradients", "without"])
 def test_a_unit_is_let_go_of_after_its_last_time(grad):
     class Watching(Repeated):
@@ -249,30 +231,6 @@ def test_a_use_in_inference_mode_has_memory_of_its_own_to_write_to(inference, ca
     for shared_memory in (True,) if cast else (True, False):
         found = run_ranks(in_modes, 2, inference, cast, shared_memory)
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-def test_calls_in_inference_mode_alone_change_nothing_for_each_other():
-    apply, params, _ = fs.make_functional(nn.Sequential(block := Doubling(), block))
-
-    def main(mesh):
-        sharded, shards = on(mesh, apply, params, units=["0"])
-        with torch.inference_mode():
-            same_bits([sharded(shards, {}, torch.ones(2, 200)) for _ in range(3)])
-
-    fs.simulate(main, 2)
-
-
-def test_a_shard_that_changes_before_backward_is_noticed_by_every_use():
-    aliasing = fs.Cast(lambda shard: shard, lambda rows: rows.flatten())
-    apply, params, _ = made((0, 0))
-    sharded, shards = on(fs.Mesh(), apply, params, cast=lambda unit, buffer: aliasing)
-    shards = tree.map(torch.Tensor.requires_grad_, shards)
-    for _ in range(2):
-        loss = sharded(shards, {}, torch.ones(2, WIDTH))
-        with torch.no_grad():
-            shards["blocks.0"]["float32"].add_(1)
-        with pytest.raises(RuntimeError, match="modified inplace"):
-            loss.backward()
 
 
 def test_of_a_cast_unit_that_stays_only_the_result_is_kept():
