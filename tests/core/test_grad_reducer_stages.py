@@ -229,6 +229,26 @@ def test_without_a_second_stage_the_hook_sees_the_whole_sum_and_copies_see_their
         torch.testing.assert_close(total, grad * len(results))
 
 
+def test_a_training_step_takes_both() -> None:
+    def main(mesh: fs.Mesh) -> Any:
+        plan, sharded, shards, _ = setup(mesh)
+        loss_fn = lambda shards, buffers, x: sharded(shards, buffers, x).square().mean()  # noqa: E731
+        ends = []
+        for options in ({}, {"accumulate": 2, "reduce": {"**": "shard_each", "0": "once"}}):
+            seen: list[str] = []
+            hook = lambda unit, key, partial, seen=seen: seen.append(unit)  # noqa: E731
+            optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.5, momentum=0.9)
+            step = fs.make_train_step(loss_fn, optimizer, plan, mesh, on_reduce_scattered=hook, **options)
+            state = step.init(fs.copy(shards), {})
+            for _ in range(2):
+                state, _ = step(state, rows().chunk(mesh.world_size)[mesh.rank])
+            assert sorted(seen) == sorted([*plan.units] * 2)
+            ends.append(fs.gather(state.shards, plan, mesh))
+        torch.testing.assert_close(ends[1], ends[0])
+
+    fs.simulate(main, GRID)
+
+
 def in_low_precision(mesh: fs.Mesh) -> Any:
     precision = fs.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
     _, _, shards, loss_fn = setup(mesh, torch.float32, precision=precision)
