@@ -34,29 +34,6 @@ def setup(mesh: fs.Mesh, strategy: Any = "full_shard", **options: Any) -> Any:
     return sharded, plan, fs.shard(params, plan, mesh), loss_fn
 
 
-def whole() -> tuple[torch.Tensor, dict]:
-    model = net()
-    loss = model(batch()).square().mean()
-    loss.backward()
-    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.parametrize("reduce", REDUCE)
-def test_a_unit_that_some_micro_batches_leave_out_is_reduced_all_the_same(reduce: str) -> None:
-    params = {"a": torch.linspace(1, 2, 5), "b": torch.linspace(3, 4, 5)}
-
-    def main(mesh: fs.Mesh) -> Any:
-        plan = fs.make_plan(params, mesh, units=["a", "b"])
-        f = {n: fs.unshard(lambda leaf, x: (leaf * x).sum(), plan.units[n], mesh) for n in params}
-        loss_fn = lambda s, x: f["a"](s["a"], x) + (f["b"](s["b"], x) if x > 0 else 0.0)  # noqa: E731
-        _, grads = fs.accumulate(loss_fn, 2, reduce=reduce)(fs.shard(params, plan, mesh), torch.tensor([3.0, -1.0]))
-        return fs.gather(grads, plan, mesh)
-
-    for grads in fs.simulate(main, 2):
-        torch.testing.assert_close(grads["a"], torch.ones(5))
-        torch.testing.assert_close(grads["b"], torch.full((5,), 1.5))
-
-
 def test_once_reduces_a_checkpointed_unit_as_soon_as_its_gradient_is_whole() -> None:
     params = {"a": torch.linspace(1, 2, 5), "b": torch.linspace(3, 4, 5)}
 
@@ -136,16 +113,6 @@ def test_what_does_not_say_how_to_accumulate_is_refused(arguments: dict, words: 
 def test_a_call_without_a_batch_is_refused() -> None:
     with pytest.raises(TypeError, match="the batch as its last positional argument"):
         EVALUATE({"": {}})
-
-
-def test_once_refuses_shards_that_are_transformed_on_the_way() -> None:
-    def main(mesh: fs.Mesh) -> None:
-        _, _plan, shards, loss_fn = setup(mesh)
-        half = lambda shards, x: loss_fn(tree.map(lambda s: s / 2, shards), x)  # noqa: E731
-        fs.accumulate(half, 2, reduce="once")(shards, batch())
-
-    with pytest.raises(ValueError, match=r"reduce='once' needs shards that are gathered as they are; the shard 'float64'"):
-        fs.simulate(main, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)

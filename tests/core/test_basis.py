@@ -106,12 +106,6 @@ BY_SHARDS = {
         None,
         None,
     ),
-    "jacrev by one row": (
-        lambda w: jacrev(w.out, chunk_size=1)(w.shards, w.x),
-        lambda w: w.columns(total(lambda x: jacrev(whole)(FLAT, x))),
-        None,
-        None,
-    ),
     "jacfwd": (
         lambda w: jacfwd(w.out)(w.shards, w.x),
         lambda w: w.columns(jacrev(whole)(FLAT, w.x)),
@@ -126,12 +120,6 @@ BY_SHARDS = {
     ),
     "jacrev of grad": (
         lambda w: jacrev(grad(w.loss))(w.shards, w.x),
-        lambda w: w.block(total(whole_hessian)),
-        ONE + MIXED_ROWS,
-        None,
-    ),
-    "jacrev of grad by one row": (
-        lambda w: jacrev(grad(w.loss), chunk_size=1)(w.shards, w.x),
         lambda w: w.block(total(whole_hessian)),
         ONE + MIXED_ROWS,
         None,
@@ -160,25 +148,7 @@ BY_SHARDS = {
         None,
         None,
     ),
-    "functional.vhp": (
-        lambda w: functional.vhp(lambda *s: w.loss(s, w.x), w.shards, own_vector(w))[1],
-        hvp_by_whole,
-        None,
-        None,
-    ),
-    "functional.jacobian, then its gradient": (
-        lambda w: twice(lambda s: functional.jacobian(lambda *s: w.loss(s, w.x), s, create_graph=True), w.shards),
-        lambda w: w.columns(2 * total(whole_hessian) @ total(lambda x: grad(whole_loss)(FLAT, x))),
-        None,
-        None,
-    ),
 }
-
-
-def twice(function, shards):
-    """Return the gradient of the squared norm of ``function``, over all ranks together."""
-    shards = tuple(shard.detach().requires_grad_() for shard in shards)
-    return torch.autograd.grad(sum(g.square().sum() for g in function(shards)), shards)
 
 
 def whole_x(f):

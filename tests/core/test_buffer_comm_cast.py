@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import funcshard as fs
@@ -46,10 +48,6 @@ def model() -> nn.Sequential:
 
 def inputs(rank: int) -> torch.Tensor:
     return torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))
-
-
-def identity(unit: Any, buffer: Any) -> fs.Cast:
-    return fs.Cast(lambda shard: shard, lambda rows: rows.flatten())
 
 
 OPTIONS = {
@@ -110,18 +108,6 @@ def test_gradients_are_those_at_the_rounded_parameters(world: int, options: dict
             assert torch.equal(grads[name], value), name
 
 
-def quantised_on_a_process(mesh: fs.Mesh) -> Any:
-    return gradient(mesh, {}, None, eight_bits)
-
-
-def test_real_ranks_move_eight_bits_and_give_the_bits_of_simulated_ones() -> None:
-    simulated = run_simulated(quantised_on_a_process, 2)
-    for real, wanted in zip(run_ranks(quantised_on_a_process, 2), simulated, strict=True):
-        assert torch.equal(real[0], wanted[0])
-        assert all(torch.equal(real[1][name], wanted[1][name]) for name in wanted[1])
-        assert real[2] == wanted[2]
-
-
 def doubled_in_place(mesh: fs.Mesh) -> float:
     params = {"w": torch.ones(100, 400)}
     plan = fs.make_plan(params, mesh, units=[])
@@ -174,6 +160,20 @@ def test_a_large_unit_shrinks_as_the_page_says() -> None:
 
 def test_nothing_becomes_of_zeros() -> None:
     assert torch.equal(blocks_of(70)(quantise(torch.zeros(70)).view(1, -1)), torch.zeros(70))
+
+
+@settings(deadline=None, derandomize=True, max_examples=80)
+@given(st.integers(1, 4 * BLOCK + 3), st.integers(0, 2**31), st.floats(-20, 20), st.booleans())
+def test_no_element_moves_by_more_than_a_part_of_its_block(numel: int, seed: int, power: float, outlier: bool) -> None:
+    shard = torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * 2.0**power
+    if outlier:
+        shard[seed % numel] *= 1000
+    found = blocks_of(numel)(quantise(shard).view(1, -1))
+    assert found.shape == shard.shape
+    assert found.dtype == torch.float32
+    for block, back in zip(shard.split(BLOCK), found.split(BLOCK), strict=True):
+        bound = block.abs().max().double() / 254
+        assert ((back - block).abs().double() <= bound * (1 + 2**-15)).all()  # except for rounding in float32
 
 
 def stochastic(seed_of: Any) -> Any:
@@ -340,19 +340,3 @@ def test_the_data_to_send_has_to_be_a_vector(before: Any) -> None:
     )
     with pytest.raises(ValueError, match=words):
         fs.simulate(main, 2)
-
-
-def test_shards_are_not_changed_by_a_cast_that_returns_them() -> None:
-    """With one rank, the gathered buffer may be the shard itself; no code writes into it."""
-
-    def main(mesh: fs.Mesh) -> None:
-        f, shard, _ = unit_function(mesh, identity)
-        before = shard.clone()
-        grad = torch.func.grad(f)(shard, X)
-        local = shard.clone().requires_grad_()
-        (again,) = torch.autograd.grad(f(local, X), local)
-        assert torch.equal(grad, again)
-        assert torch.equal(shard, before)
-
-    fs.simulate(main, 1)
-    fs.simulate(main, 2)

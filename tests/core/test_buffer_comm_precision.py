@@ -4,16 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import funcshard as fs
-from funcshard._utils import tree
 from funcshard.comm.topology import CommDtypes, Topology
-from funcshard.core.buffer_comm import BufferComm, start_gather
+from funcshard.core.buffer_comm import BufferComm
 from tests.core.test_flat_buffer_adjoints import gathered, reduced
 from tests.pairwise import crossed
-from tests.ranks import run_ranks, run_simulated
-from tests.storages import Alive
 
 # The first use of forward-mode AD makes torch import a file that calls a deprecated function of
 # torch.
@@ -21,7 +17,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated
 
 WORLDS = [1, 2, 3, {"replicate": 2, "shard": 2}]
 WIDE = fs.MixedPrecision(torch.float32, reduce_dtype=torch.float64)
-ROUNDED = fs.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def comm_of(mesh: fs.Mesh, sharded: bool, keeps: bool = False) -> BufferComm:
@@ -158,35 +153,6 @@ def test_unreduced_gradients_add_up_in_the_dtype_of_the_reduction(reduce: torch.
     assert fs.simulate(main, 2) == [wanted] * 2
 
 
-def odd_dtypes(mesh: fs.Mesh) -> dict[str, list[Any]]:
-    """Return the result of each collective in each dtype, as bytes."""
-    results: dict[str, list[Any]] = {}
-    names = "float16 bfloat16 float8_e4m3fn float8_e5m2 int8 uint8 int16 int32 int64 bool complex64"
-    for name in names.split():
-        dtype = getattr(torch, name)
-        piece = (torch.arange(4) % 3 + mesh.rank).to(torch.float32).to(dtype)
-        gathered = start_gather(piece, BufferComm(Topology(mesh, True), "", "")).finish()
-        sent = piece.clone()
-        mesh.shard.broadcast(sent, 1).wait()
-        found = [gathered, sent]
-        if "float8" not in name and dtype != torch.bool:  # torch can add neither
-            reduced = piece[:2].clone()
-            mesh.shard.reduce_scatter(reduced, [piece[:2].repeat(mesh.world_size)]).wait()
-            summed = (torch.arange(7) % 5 + mesh.rank / 3).to(dtype)
-            mesh.shard.all_reduce(summed).wait()
-            found += [reduced, summed]
-        assert all(tensor.dtype == dtype for tensor in found)
-        results[name] = [tensor.view(torch.uint8).tolist() for tensor in found]
-    return results
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("body", [odd_dtypes])
-@pytest.mark.parametrize("world", [2, 3])
-def test_gloo_gives_the_bits_of_the_simulation(body: Any, world: int) -> None:
-    assert run_ranks(body, world) == run_simulated(body, world)
-
-
 def test_complex_and_integer_leaves_stay_as_they_are() -> None:
     params = {"w": torch.ones(3), "z": torch.tensor([1 + 2j, 3 - 1j, 0.5j]), "i": torch.tensor([1, 2, 3])}
 
@@ -211,138 +177,3 @@ def test_complex_and_integer_leaves_stay_as_they_are() -> None:
         return all(torch.equal(back[key], value) for key, value in params.items())
 
     assert fs.simulate(main, 2) == [True] * 2
-
-
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-@pytest.mark.parametrize("axis", ["replicate", "shard"])
-def test_leaves_local_along_an_axis_are_cast_like_the_others(axis: str, strategy: str) -> None:
-    shape = {"replicate": 2, "shard": 2}
-
-    def of(mesh_rank: int) -> dict[str, torch.Tensor]:
-        number = divmod(mesh_rank, 2)[0 if axis == "replicate" else 1]
-        return {"shared": W.float(), "own": (V.float()[:3] - 1.5) * (number + 1)}
-
-    def apply(leaves: Any, x: torch.Tensor) -> torch.Tensor:
-        return (x @ leaves["shared"] @ leaves["own"]).float().square().mean()
-
-    def main(mesh: fs.Mesh) -> Any:
-        params = of(mesh.rank)
-        plan = fs.make_plan(params, mesh, local={"own": axis}, strategy=strategy, precision=ROUNDED)
-        f = fs.unshard(apply, plan.units[""], mesh)
-        shards = fs.shard(params, plan, mesh)
-        with fs.record_events() as events:
-            _, grads = fs.value_and_grad(lambda s: f(s[""], X.bfloat16() * (mesh.rank + 1)))(shards)
-        assert tuple(events) == fs.predict_events(plan)
-        assert {e.dtype for e in events if e.kind == "all_gather"} <= {"bfloat16"}
-        assert {e.dtype for e in events if e.kind != "all_gather"} == {"float32"}
-        assert all(leaf.dtype == torch.float32 for leaf in tree.leaves(grads))
-        return fs.gather(grads, plan, mesh)
-
-    results = fs.simulate(main, shape)
-    wanted = []
-    for rank in range(4):
-        leaves = {key: value.bfloat16().requires_grad_() for key, value in of(rank).items()}
-        loss = apply(leaves, X.bfloat16() * (rank + 1))
-        wanted.append([g.float() for g in torch.autograd.grad(loss, [leaves["shared"], leaves["own"]])])
-    for rank, found in enumerate(results):
-        torch.testing.assert_close(found["shared"], sum(shared for shared, _ in wanted) / 4)
-        place = (lambda r: r // 2) if axis == "replicate" else (lambda r: r % 2)
-        sharing = [own for r, (_, own) in enumerate(wanted) if place(r) == place(rank)]
-        torch.testing.assert_close(found["own"], sum(sharing) / 2)
-
-
-class Outer(nn.Module):
-    """A unit that uses leaves of its own before and after the unit inside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.inner, self.after = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.after(self.inner(self.before(x).tanh()).tanh().bfloat16())
-
-
-@pytest.mark.parametrize("prefetch", [True, False])
-def test_nested_units_of_different_precision_are_predicted(prefetch: bool) -> None:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 6), Outer(), nn.Linear(6, 2))
-    inside = fs.MixedPrecision(torch.float16, torch.float64, cast_forward_inputs=True)
-    outside = fs.MixedPrecision(torch.bfloat16, torch.float32, cast_forward_inputs=True)
-
-    def choose(module: nn.Module) -> Any:
-        return {"precision": inside} if module is net[1].inner else isinstance(module, Outer)
-
-    x = torch.randn(3, 6)
-    apply, params, buffers = fs.make_functional(net)
-
-    def main(mesh: fs.Mesh) -> Any:
-        plan = fs.make_plan(params, mesh, units=fs.wrap.by_function(choose)(net), precision=outside)
-        options = {"forward_prefetch": prefetch, "backward_prefetch": "pre" if prefetch else None}
-        schedule = fs.make_schedule(plan, ["1", "1.inner"], **options)
-        sharded = fs.fully_shard(apply, plan, mesh, schedule=schedule)
-        evaluate = fs.value_and_grad(lambda s: sharded(s, buffers, x).float().square().mean())
-        shards = fs.shard(params, plan, mesh)
-        evaluate(shards)
-        with fs.record_events() as events:
-            evaluate(shards)
-        assert tuple(events) == fs.predict_events(plan, sharded.schedule)
-        return {(event.kind, event.unit, event.dtype) for event in events}
-
-    kinds = {"all_gather": {"1.inner": "float16"}, "reduce_scatter": {"1.inner": "float64"}}
-    usual = {"all_gather": "bfloat16", "reduce_scatter": "float32"}
-    wanted = {(kind, unit, own.get(unit, usual[kind])) for kind, own in kinds.items() for unit in ("", "1", "1.inner")}
-    assert fs.simulate(main, 2) == [wanted] * 2
-
-
-N = 48 * 48
-HALF, FULL = 2 * N, 4 * N  # bytes of the whole unit in bfloat16 and float32
-
-
-@pytest.mark.parametrize("reduce", [None, torch.float32], ids=["reduced in bfloat16", "reduced in float32"])
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-@pytest.mark.parametrize("world", [1, 3])
-def test_a_unit_in_bfloat16_takes_its_bytes_once(world: int, strategy: str, reduce: Any) -> None:
-    """The gathered buffer is in memory, and neither the cast shard nor a float32 tensor of full size."""
-    params = {"a": {"w": torch.randn(48, 48) / 7}, "b": {"w": torch.randn(48, 48) / 7}}
-    kept = strategy == "shard_grad_op"
-
-    def main(mesh: fs.Mesh) -> None:
-        plan = fs.make_plan(
-            params, mesh, units=["a", "b"], strategy=strategy, precision=fs.MixedPrecision(torch.bfloat16, reduce)
-        )
-        cast_shard = HALF // world
-        alive = Alive({HALF, FULL, cast_shard}.__contains__)
-
-        def forward(leaves: Any, x: torch.Tensor) -> torch.Tensor:
-            assert alive.now()[HALF] == 1 + inside
-            assert alive.now()[FULL] == 0
-            assert world == 1 or alive.now()[cast_shard] == 0
-            return (x @ leaves["w"]).tanh()
-
-        functions = {}
-        for name in "ab":
-            f = fs.unshard(forward, plan.units[name], mesh)
-            functions[name] = f if kept else fs.reshard(f)
-        shards = fs.shard(params, plan, mesh)
-        x = torch.randn(1, 48).bfloat16().requires_grad_()  # requires a gradient, so that backward needs both units
-        inside = 0
-
-        def loss_fn(shards: Any) -> torch.Tensor:
-            nonlocal inside
-            h = functions["a"](shards["a"], x)
-            inside = int(kept)
-            out = functions["b"](shards["b"], h)
-            assert alive.now()[HALF] == 2 * kept
-            assert alive.most_of[FULL] == 0
-            alive.most_of[HALF] = 0
-            return out.float().sum()
-
-        with alive:
-            _, grads = fs.value_and_grad(loss_fn)(shards)
-        # With one rank, gradients in float32 have the full size. With several, one reduction runs
-        # while the next one starts.
-        assert alive.most_of[FULL] <= (2 if world == 1 or reduce else 0)
-        assert alive.most_of[HALF] <= (3 if world == 1 else 2 + kept)  # gathered or in a reduction, and one gradient
-        assert all(leaf.dtype == torch.float32 for leaf in tree.leaves(grads))
-
-    fs.simulate(main, world)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +11,6 @@ import torch
 
 import funcshard as fs
 from tests.collective_oracle import OPERATIONS, line, whole_number_tensor
-from tests.ranks import run_ranks, run_simulated
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
@@ -434,59 +431,3 @@ def test_the_backward_records_the_adjoint_collectives() -> None:
 
 
 # --- real ranks -----------------------------------------------------------------------------------
-
-
-def everything(mesh: fs.Mesh, shared_memory: bool | None = None) -> list[Any]:
-    """Return the results and gradients of all operations, on numbers whose sum depends on the order."""
-    if shared_memory is not None:
-        mesh = fs.init_mesh(dict(mesh.shape), device="cpu", shared_memory=shared_memory)
-    found: list[Any] = []
-    for name, axis in itertools.product(OPERATIONS, ("tensor", ("shard", "tensor"))):
-        operation = OPERATIONS[name]
-        shape = operation.sizes(2 if axis == "tensor" else 4)
-        for dtype in (*DTYPES, torch.float16):
-            if dtype in operation.but:
-                continue
-            x = whole_number_tensor(mesh.rank, shape, dtype)
-            if dtype.is_floating_point or dtype.is_complex:
-                x = (
-                    (x * torch.randn(shape, generator=torch.Generator().manual_seed(mesh.rank)).exp())
-                    .to(dtype)
-                    .requires_grad_()
-                )
-            out = operation.run(x, mesh, axis)
-            found.append(out.detach())
-            if x.requires_grad:
-                found += torch.autograd.grad(out, x, out.detach())
-    large = torch.arange(40_000.0).reshape(4, 10_000).requires_grad_()  # no tensor that fits into one small message
-    for f in (
-        lambda x: fs.psum(x, mesh, axis=("shard", "tensor")),
-        lambda x: fs.all_gather(x, mesh, axis="tensor", dim=1, tiled=True),
-        lambda x: fs.psum_scatter(x, mesh, axis="tensor", tiled=True),
-        lambda x: fs.all_to_all(x, mesh, axis="tensor", split_dim=1, concat_dim=0, tiled=True),
-        lambda x: fs.ppermute(x, mesh, [(0, 1), (1, 0)], axis="tensor"),
-        lambda x: composed(x[:2, :4], mesh),
-    ):
-        out = f((large + mesh.rank).sin())
-        found += [out.detach(), *torch.autograd.grad(out, large, out.detach().cos())]
-    found += [torch.tensor([mesh.rank, *mesh.position.values(), fs.axis_index(mesh, axis=("tensor", "shard"))])]
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shared_memory", [None, False], ids=["shared memory", "sockets"])
-def test_processes_give_the_bits_of_simulated_ranks(shared_memory: bool | None) -> None:
-    shape = MESHES["2x2"][0]
-    real = run_ranks(quietly, 4, shared_memory, shape=shape, timeout=120)
-    simulated = run_simulated(everything, 4, shape=shape)
-    for ours, theirs in zip(real, simulated, strict=True):
-        assert len(ours) == len(theirs) > 300
-        for a, b in zip(ours, theirs, strict=True):
-            assert a.dtype == b.dtype
-            assert torch.equal(a, b)
-
-
-def quietly(mesh: fs.Mesh, shared_memory: bool | None) -> list[Any]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
-        return everything(mesh, shared_memory)

@@ -167,19 +167,3 @@ def give_out(mesh: fs.Mesh, kind: str) -> tuple[bool, bool]:
 )
 def test_a_returned_leaf_may_be_written_to(run: Any, kind: str) -> None:
     assert run(give_out, 2, kind) == [(True, True)] * 2
-
-
-def gradients(mesh: fs.Mesh) -> list[torch.Tensor]:
-    if type(mesh.shard).__name__ == "TorchGroup":
-        mesh = fs.init_mesh(mesh.shape, device="cpu")
-    g = torch.Generator().manual_seed(0)
-    tree = {"up": torch.randn(WIDTH, WIDTH, generator=g), "down": torch.randn(WIDTH, WIDTH, generator=g)}
-    plan = fs.make_plan(tree, mesh)
-    f = fs.unshard(
-        lambda leaves, x: ((x @ leaves["up"].t()).tanh() @ leaves["down"].t()).square().mean(), plan.units[""], mesh
-    )
-    stack = {key: torch.stack([local, 2 * local, 3 * local]) for key, local in fs.shard(tree, plan, mesh)[""].items()}
-    x = torch.randn(4, WIDTH, generator=g)
-    one = by_autograd(lambda s: torch.vmap(lambda shard: f(shard, x))(s).sum(), stack)
-    two = torch.vmap(grad(f), (0, None))(stack, x)
-    return [*one.values(), *two.values()]

@@ -42,17 +42,6 @@ def test_a_shard_that_the_loss_does_not_use_has_a_gradient_of_zeros():
     assert all(torch.equal(grad, torch.zeros(4)) and not grad.requires_grad for grad in fs.simulate(main, 2))
 
 
-def test_a_loss_that_uses_no_shard_has_gradients_of_zeros_and_no_collective_if_the_caller_allows_it():
-    def main(mesh):
-        _, shards, _, _ = units_of(mesh)
-        with fs.record_events() as events:
-            evaluate = fs.value_and_grad(lambda s: torch.tensor(3.0), mesh=mesh, allow_constant=True)
-            loss, grads = evaluate(shards)
-        return loss.item(), [g.abs().sum().item() for g in (grads[""]["float32"], grads["b"]["float32"])], list(events)
-
-    assert fs.simulate(main, 2) == [(3.0, [0.0, 0.0], [])] * 2
-
-
 def test_weights_are_added_without_rounding():
     def main(mesh):
         _plan, shards, root, inner = units_of(mesh)
@@ -61,22 +50,6 @@ def test_weights_are_added_without_rounding():
         return weight.item()
 
     assert fs.simulate(main, 2) == [2**24 + 2] * 2
-
-
-def test_frozen_and_integer_leaves_carry_no_gradient():
-    params = {"a": torch.ones(5, requires_grad=True), "b": {"c": torch.ones(3), "n": torch.arange(4)}}
-
-    def main(mesh):
-        plan = fs.make_plan(params, mesh, units=["b"])
-        inner = fs.reshard(fs.unshard(lambda leaves, x: (leaves["c"] * leaves["n"][:3] * x).sum(), plan.units["b"], mesh))
-        root = fs.unshard(lambda leaves: leaves["a"], plan.units[""], mesh)
-        shards = fs.shard(params, plan, mesh)
-        _, grads = fs.value_and_grad(lambda s: inner(s["b"], root(s[""]).sum()))(shards)
-        return grads["b"], fs.gather({"": grads[""], "b": shards["b"]}, plan, mesh)["a"]
-
-    for inner, a in fs.simulate(main, 2):
-        assert inner == {"float32.frozen": None, "int64.frozen": None}
-        torch.testing.assert_close(a, torch.full((5,), 3.0))
 
 
 def test_shards_may_be_transformed_before_they_are_gathered():
@@ -135,17 +108,6 @@ def test_a_loss_that_is_no_scalar_is_refused(result, options, words):
         fs.value_and_grad(lambda s: result, **options)({"": {"float32": torch.ones(2)}})
 
 
-def test_units_of_worlds_of_different_sizes_in_one_loss_are_refused():
-    def main(mesh):
-        smaller = fs.Mesh({"shard": mesh.shard}, device=mesh.device)
-        _, shards, root, _ = units_of(mesh)
-        _, _, other, _ = units_of(smaller)
-        fs.value_and_grad(lambda s: root(s[""], 1.0) + other({"float32": s[""]["float32"] * 2}, 1.0))(shards)
-
-    with pytest.raises(ValueError, match=r"takes the mean over one mesh.*found meshes of \[2, 4\] ranks.*pass mesh="):
-        fs.simulate(main, {"replicate": 2, "shard": 2})
-
-
 def test_the_callers_shards_are_left_alone():
     def main(mesh):
         _, shards, _, inner = units_of(mesh)
@@ -166,26 +128,6 @@ def weighted_loss(root, inner):
         return root(s[""], x) + inner(s["b"], x), weight
 
     return loss_fn
-
-
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-@pytest.mark.parametrize("world", [1, 3, {"replicate": 2, "shard": 2}], ids=str)
-def test_weights_make_the_mean_one_over_all_ranks_samples(world, strategy):
-    rows = [[1.0], [2.0, 5.0, 6.0], [4.0, 8.0], [3.0]]
-
-    def main(mesh):
-        plan, shards, root, inner = units_of(mesh, strategy=strategy)
-        mine = rows[mesh.rank]
-        evaluate = fs.value_and_grad(weighted_loss(root, inner), weighted=True)
-        (loss, weight), grads = evaluate(shards, mine, len(mine))
-        return loss, weight, fs.gather(grads, plan, mesh), mesh.world_size
-
-    for loss, weight, grads, ranks in fs.simulate(main, world):
-        every = torch.tensor([x for mine in rows[:ranks] for x in mine])
-        assert weight == len(every)
-        torch.testing.assert_close(loss, every.mean() * (PARAMS["a"].sum() + (PARAMS["b"]["c"] ** 2).sum()))
-        torch.testing.assert_close(grads["a"], torch.full((5,), every.mean()))
-        torch.testing.assert_close(grads["b"]["c"], 2 * every.mean() * PARAMS["b"]["c"])
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
@@ -284,31 +226,6 @@ def leaf_losses(mesh, strategy="full_shard"):
     return plan, fs.shard(params, plan, mesh), lambda s, x: inner(s["b"], table(s[""], x)), reference, rows
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-@pytest.mark.parametrize("world", [1, 3, {"replicate": 2, "shard": 2}], ids=str)
-def test_on_grads_sees_this_ranks_gradients_before_they_are_reduced(world, strategy):
-    def main(mesh):
-        plan, shards, loss_fn, reference, rows = leaf_losses(mesh, strategy)
-        seen, storages = {}, []
-
-        def note(unit, grads):
-            assert all(path in [leaf.path for leaf in plan.units[unit].leaves] for path in grads)
-            storages.append({grad.untyped_storage().data_ptr() for grad in grads.values()})
-            seen.update({path: (grad.shape, grad.norm()) for path, grad in grads.items()})
-
-        _, plain = fs.value_and_grad(loss_fn)(shards, rows[mesh.rank])
-        _, grads = fs.value_and_grad(loss_fn, on_grads=note)(shards, rows[mesh.rank])
-        assert all(torch.equal(a, b) for a, b in zip(tree.leaves(grads), tree.leaves(plain), strict=True))
-        assert [len(held) for held in storages] == [1, 1]  # the gradients of a unit are views of one flat buffer
-        expected = reference(rows[mesh.rank])
-        assert seen.keys() == expected.keys()
-        for path, grad in expected.items():
-            assert seen[path][0] == grad.shape
-            torch.testing.assert_close(seen[path][1], grad.norm())
-
-    fs.simulate(main, world)
-
-
 @pytest.mark.slow
 @crossed(
     how=["in place", "returned"],
@@ -357,18 +274,6 @@ def test_replacements_that_do_not_fit_are_refused(returned, words):
         fs.value_and_grad(lambda s: f(s[""]), on_grads=lambda unit, grads: returned)(
             fs.shard({"w": torch.ones(3)}, plan, mesh)
         )
-
-
-def test_on_grads_refuses_shards_that_are_transformed_on_the_way():
-    def main(mesh):
-        _, shards, _, inner = units_of(mesh)
-        loss_fn = lambda s: inner({key: local * 0.5 for key, local in s["b"].items()}, 1.0)  # noqa: E731
-        fs.value_and_grad(loss_fn, on_grads=lambda unit, grads: None)(shards)
-
-    with pytest.raises(
-        ValueError, match=r"on_grads needs shards that are gathered as they are; the shard 'float32' of unit 'b'"
-    ):
-        fs.simulate(main, 2)
 
 
 def train_in_parts(mesh, strategies, shape, weighted):

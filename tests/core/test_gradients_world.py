@@ -7,7 +7,6 @@ import funcshard as fs
 from funcshard._utils import tree
 from tests.core.test_gradients import PARAMS, units_of
 from tests.pairwise import crossed
-from tests.ranks import run_ranks
 
 
 def test_a_mesh_that_is_given_is_the_one_of_the_units():
@@ -75,16 +74,6 @@ def test_unsharded_params_on_several_ranks_need_a_mesh(micro_batches):
     # Each rank's leaf is a variable of its own, on which only its own loss depends.
     assert fs.simulate(lambda mesh: main(mesh, mesh), 2) == [[each / 2 for each in grad] for grad in own]
     assert main(fs.Mesh()) == own[0]  # one rank is no job of several
-
-
-def grad_of_unsharded_params(mesh):
-    with pytest.raises(ValueError, match="this is a job of 2 ranks"):
-        fs.value_and_grad(lambda w: (w * (mesh.rank + 1)).sum())(torch.ones(2))
-    return fs.value_and_grad(lambda w: fs.psum(w, mesh).sum())(torch.ones(2))[1].tolist()
-
-
-def test_processes_are_a_job_of_several_ranks_too():
-    assert run_ranks(grad_of_unsharded_params, 2) == [[1.0, 1.0]] * 2
 
 
 def test_a_psum_over_a_part_of_the_ranks_needs_the_mesh_of_the_mean():

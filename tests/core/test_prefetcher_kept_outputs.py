@@ -12,7 +12,7 @@ from torch import nn
 import funcshard as fs
 from funcshard.core.buffer_comm import AllGatherHandle
 from tests.pairwise import crossed
-from tests.ranks import run_ranks, run_simulated
+from tests.ranks import run_simulated
 
 WIDTH = 6
 
@@ -115,11 +115,6 @@ def test_a_rank_that_keeps_an_output_which_the_loss_does_not_use_gathers_what_th
     found = run_simulated(kept, ranks, row, frozen, keeps)
     assert [events for _, events in found] == [events for _, events in alike]
     torch.testing.assert_close([steps for steps, _ in found], [steps for steps, _ in alike], rtol=0, atol=0)
-
-
-def test_on_processes_a_rank_may_keep_an_output_too():
-    found = run_ranks(kept, 2, "default", False, "on rank 0")
-    assert found[0][1] == found[1][1]
 
 
 @pytest.mark.parametrize("keeps", ["on all ranks", "on rank 0"])

@@ -119,16 +119,3 @@ def test_post_backward_reaches_the_prefetcher_although_no_saved_tensor_is_left()
     assert ref() is None
     post_backward()
     assert uses == [0]
-
-
-def test_a_shard_that_was_modified_cannot_be_gathered_again():
-    def main(mesh):
-        saved, (full,), shard = saved_of(mesh)
-        packed = saved.pack(full)
-        shard["float32"].add_(1)
-        with pytest.raises(
-            RuntimeError, match=r"the shard 'float32' of unit '\(root\)' was modified in place between forward"
-        ):
-            saved.unpack(packed)
-
-    fs.simulate(main, 2)

@@ -120,13 +120,6 @@ def test_neither_shares_memory_with_what_it_is_given(world: Any, strategy: str) 
     assert all(torch.equal(params[name], before[name]) for name in params)
 
 
-def test_shards_of_parameters_are_plain_values() -> None:
-    params = {"w": torch.randn(4, requires_grad=True), "f": torch.randn(2)}
-    shards = fs.shard(params, fs.make_plan(params, 1), fs.Mesh())
-    assert all(not leaf.requires_grad and leaf.grad_fn is None for leaf in tree.leaves(shards))
-    assert sorted(shards[""]) == ["float32", "float32.frozen"]
-
-
 def test_tied_leaves_stay_one_tensor() -> None:
     w = torch.randn(3)
     params = {"a": w, "b": {"c": w}}
@@ -281,6 +274,15 @@ def test_a_fault_of_one_rank_is_raised_on_all_of_them(failing: int, src: int | N
             fs.shard(mine, plan, mesh, src=src)
 
     fs.simulate(main, 2)
+
+
+def test_leaves_local_to_a_rank_stay_its_own() -> None:
+    def main(mesh: fs.Mesh) -> list:
+        plan = fs.make_plan(of_rank(0), mesh, local=["a"])
+        gathered = fs.gather(fs.shard(of_rank(mesh.rank), plan, mesh, src=0), plan, mesh)
+        return [gathered["a"][0].item(), gathered["c"].item()]
+
+    assert fs.simulate(main, 2) == [[0.0, -1.0], [10.0, -1.0]]
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,8 @@ import gc
 
 import pytest
 import torch
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
 
@@ -28,12 +27,6 @@ def one_unit(mesh, apply, combine, **options):
 
 
 COMBINE = {"unshard": lambda f: f, "reshard of unshard": fs.reshard}
-
-
-def reference_gradients(scale=1.0):
-    leaves = {name: leaf.clone().requires_grad_() for name, leaf in PARAMS.items()}
-    grads = torch.autograd.grad(scale * layer(leaves, X).square().sum(), list(leaves.values()))
-    return dict(zip(leaves, grads, strict=True))
 
 
 def test_leaves_are_plain_views_of_one_gathered_buffer():
@@ -138,71 +131,6 @@ def test_a_saved_tensor_that_is_changed_in_place_is_an_error_not_a_wrong_gradien
         fs.simulate(main, 2)
 
 
-def test_nothing_is_gathered_again_without_gradients():
-    def main(mesh):
-        log = []
-        f, shard, _ = one_unit(mesh, watched(log), fs.reshard)
-        with torch.no_grad(), fs.record_events() as events:
-            out = f(shard, X)
-        return alive(log), len(events), out.requires_grad
-
-    assert fs.simulate(main, 2) == [(0, 1, False)] * 2
-
-
-@pytest.mark.parametrize("combine", COMBINE.values(), ids=COMBINE)
-def test_a_second_backward_over_a_retained_graph_gives_the_same_gradients(combine):
-    def main(mesh):
-        f, shard, _ = one_unit(mesh, layer, combine)
-        local = shard["float32"].requires_grad_()
-        loss = f(shard, X).square().sum()
-        first = torch.autograd.grad(loss, local, retain_graph=True)[0]
-        with fs.record_events() as events:
-            second = torch.autograd.grad(loss, local)[0]
-        return torch.equal(first, second), [event.kind for event in events]
-
-    gathers = ["all_gather"] if combine is fs.reshard else []
-    assert fs.simulate(main, 2) == [(True, [*gathers, "reduce_scatter"])] * 2
-
-
-def test_a_shard_changed_in_place_before_backward_is_an_error_not_a_wrong_gradient():
-    def main(mesh):
-        f, shard, _ = one_unit(mesh, layer, fs.reshard)
-        loss = f({key: local.requires_grad_() for key, local in shard.items()}, X).sum()
-        with torch.no_grad():
-            shard["float32"].mul_(2)
-        loss.backward()
-
-    with pytest.raises(
-        RuntimeError, match=r"shard 'float32' of unit '\(root\)' was modified in place between forward and backward"
-    ):
-        fs.simulate(main, 2)
-
-
-@pytest.mark.parametrize("around", ["save_on_cpu", "checkpoint"])
-def test_saved_tensors_that_are_not_leaves_go_to_the_hooks_around(around):
-    def main(mesh):
-        log = []
-        f, shard, plan = one_unit(mesh, watched(log), fs.reshard)
-        local = shard["float32"].requires_grad_()
-        x = X.clone().requires_grad_()
-        if around == "checkpoint":
-            out = checkpoint(f, shard, x, use_reentrant=False)
-        else:
-            with save_on_cpu():
-                out = f(shard, x)
-        after_forward = alive(log)
-        grad, by_x = torch.autograd.grad(out.square().sum(), [local, x])
-        return after_forward, fs.gather({"": {"float32": grad}}, plan, mesh), by_x
-
-    x = X.clone().requires_grad_()
-    by_x_expected = torch.autograd.grad(layer(PARAMS, x).square().sum(), x)[0]
-    for after_forward, grads, by_x in fs.simulate(main, 2):
-        assert after_forward == 0
-        torch.testing.assert_close(by_x, by_x_expected)
-        for name, grad in grads.items():
-            torch.testing.assert_close(grad, reference_gradients(2)[name])
-
-
 def test_hooks_around_a_unit_get_its_activations_and_none_of_its_leaves():
     def main(mesh):
         gathered, packed, unpacked = set(), [], []
@@ -235,11 +163,6 @@ def test_a_mesh_of_another_shape_is_refused():
         ValueError, match=r"planned for a mesh of 2 replicate × 3 shard ranks; found {'replicate': 1, 'shard': 1}"
     ):
         fs.unshard(layer, plan.units[""], fs.Mesh())
-
-
-def test_reshard_takes_only_what_unshard_returned():
-    with pytest.raises(TypeError, match=r"write reshard\(unshard\(apply, unit, mesh\)\)"):
-        fs.reshard(layer)
 
 
 def rows_of(x):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 from collections import defaultdict
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from tests.mutants.__main__ import FAULTS, REVERTS, ROOT, has_gone
 from tests.mutants.faults import Fault, load, places, planted, with_fault
 from tests.mutants.planting import draw, redraw
 from tests.mutants.raises import unreached
-from tests.mutants.running import Result
+from tests.mutants.running import Copy, Result
 
 _CODE = """class A:
     def f(self, x: int) -> int:
@@ -43,6 +44,19 @@ def test_every_fault_has_its_place_in_the_library_and_changes_it() -> None:
             assert changed != text, fault.title
             compile(changed, file, "exec", dont_inherit=True)
     assert not gone, f"their code has changed: `python -m tests.mutants draw --missing` draws others; edit {REVERTS.name}"
+
+
+@pytest.mark.slow  # it starts pytest
+def test_a_test_that_was_renamed_since_the_coverage_catches_nothing(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "a.py").write_text(_CODE)
+    (root / "test_a.py").write_text("import a\n\n\ndef test_new():\n    assert a.A().f(0) > -2\n")
+    subprocess.run(["git", "init", "-q"], cwd=root, check=True)
+    subprocess.run(["git", "add", "."], cwd=root, check=True)
+    copy, tests = Copy(root, tmp_path / "copy"), ["test_a.py::test_old", "test_gone.py::test_old", "test_a.py::test_new"]
+    assert copy.run(_fault("x + 1", "x - 1", 1), tests, 60).outcome == "survived"
+    assert copy.run(_fault("x + 1", "x - 9", 1), tests, 60)[:2] == ("caught", "test_a.py::test_new")
 
 
 def test_no_two_faults_are_the_same() -> None:

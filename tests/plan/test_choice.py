@@ -62,15 +62,6 @@ def test_a_group_owns_a_tied_leaf_whose_uses_it_holds():
 
 OPTIONS = {
     # case: (units, strategy of each unit by name)
-    "by glob": ({"blocks.*": {"strategy": "no_shard"}}, {"blocks.0": "no_shard", "blocks.2": "no_shard", "": "full_shard"}),
-    "a path before a glob": (
-        {"blocks.*": {"strategy": "no_shard"}, "blocks.1": {}},
-        {"blocks.0": "no_shard", "blocks.1": "full_shard", "blocks.2": "no_shard"},
-    ),
-    "a glob after a path": (
-        {"blocks.1": {"strategy": "shard_grad_op"}, "blocks.*": {}},
-        {"blocks.0": "full_shard", "blocks.1": "shard_grad_op", "blocks.2": "full_shard"},
-    ),
     "a group": (
         {"blocks.*": {}, ("embed", "head"): {"strategy": "shard_grad_op"}},
         {"embed+head": "shard_grad_op", "blocks.0": "full_shard"},

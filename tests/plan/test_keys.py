@@ -158,13 +158,6 @@ def test_a_path_of_many_dotted_keys_is_refused_too() -> None:
         fs.make_plan({".".join("a" * 5000): torch.ones(1)}, 2)
 
 
-def test_a_tree_that_holds_itself_is_refused() -> None:
-    params: dict[str, Any] = {"w": torch.ones(1)}
-    params["self"] = params
-    with pytest.raises(ValueError, match=r"containers inside each other at 'self\.self\."):
-        fs.make_plan(params, 2)
-
-
 def test_a_class_that_no_import_finds_is_refused_by_path() -> None:
     class Inner(NamedTuple):
         w: Any

@@ -65,6 +65,16 @@ def test_leaves_that_are_local_along_different_axes_lie_in_different_buffers():
     }
 
 
+def test_the_plan_says_which_leaves_are_local_to_a_rank():
+    plan = fs.make_plan({"a": torch.zeros(5), "experts": [torch.zeros(4), torch.zeros(4)]}, 2, local=["experts.*"])
+    (unit,) = plan.unit_list
+    assert {b.key: (b.local, b.shards, b.padded_numel) for b in unit.buffers} == {
+        "float32": ((), 2, 6),
+        "float32.local": (("replicate", "shard"), 1, 8),
+    }
+    assert [line.rstrip()[-15:] for line in str(plan).splitlines() if "float32.local" in line] == ["local to a rank"]
+
+
 def test_an_axis_of_one_rank_makes_one_slice_of_the_whole():
     plan = fs.make_plan(PARAMS, {"shard": 2, "tensor": 1}, local={"up": {"tensor": 0}})
     assert leaf(plan, "up") == (("tensor",), (LeafCut("tensor", 0, 1),), (2, 6))

@@ -61,25 +61,6 @@ def test_two_spellings_of_one_mesh_give_one_plan():
 
 # --- JSON and fingerprints ------------------------------------------------------------------------
 
-# Fingerprints that a version without model axes gave: a plan without them is the same plan.
-OLD = {
-    "c9e26ae4dd87d20f": (4, {"units": ["blocks.*"]}),
-    "6bd534eaf79dd6d1": ({"replicate": 2, "shard": 4}, {"units": ["blocks.*"], "strategy": "shard_grad_op"}),
-    "e06cb9a41a96e199": (
-        {"replicate": 2, "shard": 2},
-        {"units": ["blocks.*"], "local": {"head": "replicate", "blocks.1": ("shard", "replicate")}},
-    ),
-    "0d983eb60162272f": (
-        2, {"units": ["head"], "strategy": "no_shard", "precision": fs.MixedPrecision(torch.bfloat16, torch.float32)},
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("fingerprint", OLD)
-def test_plans_without_model_axes_keep_their_fingerprints(fingerprint):
-    mesh, options = OLD[fingerprint]
-    assert fs.make_plan(PARAMS, mesh, **options).fingerprint() == fingerprint
-
 
 # --- large meshes ---------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import funcshard as fs
-from funcshard._utils import dtype_name, dtype_of
 from funcshard.plan import fold_units
 from funcshard.plan.unit_plan import BufferPlan, LeafSpec, check_strategy
 
@@ -88,11 +87,6 @@ def test_a_plan_cannot_be_changed() -> None:
 
 def test_known_plans_have_the_fingerprints_that_were_written_down() -> None:
     assert {name: plan.fingerprint() for name, plan in PLANS.items()} == FINGERPRINTS
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int8, torch.float8_e4m3fn])
-def test_dtype_names_are_inverses(dtype: torch.dtype) -> None:
-    assert dtype_of(dtype_name(dtype)) is dtype
 
 
 @pytest.mark.parametrize(

@@ -167,14 +167,6 @@ def test_groups_of_more_than_a_mebibyte_together_are_freed() -> None:
     assert kept(planned(modules(65, 16 * KIB))) == set()
 
 
-def test_groups_are_a_part_of_the_plan() -> None:
-    plan = planned(modules(40))
-    again = fs.Plan.from_json(plan.to_json())
-    assert (again, again.fingerprint()) == (plan, plan.fingerprint())
-    assert [event.kind for event in fs.predict_events(plan)].count("all_gather") == 2
-    assert "u.0…u.39" in str(plan)
-
-
 @pytest.mark.parametrize("size", ["never", -1, 2.5, math.inf])
 def test_other_limits_raise(size) -> None:
     with pytest.raises((TypeError, ValueError), match="bucket_bytes must be a whole number of bytes, at least 0"):

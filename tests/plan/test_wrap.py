@@ -88,15 +88,6 @@ def test_by_size_chooses_what_torch_chooses(make: Any, least: int, options: dict
     assert sorted(ours) == chosen_by_torch(net, theirs)
 
 
-@pytest.mark.parametrize("policy", [wrap.always(), wrap.by_size(0), wrap.by_size(1), wrap.by_function(lambda m: True)])
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_whatever_a_policy_chooses_can_be_planned(make: Any, policy: wrap.Policy) -> None:
-    net = make()
-    _, params, _ = fs.make_functional(net)
-    plan = fs.make_plan(params, 2, units=policy(net))
-    assert sum(leaf.numel for leaf in plan.leaves) == sum(p.numel() for p in net.parameters())
-
-
 def test_always_chooses_all_that_torch_wraps_but_modules_without_parameters_and_containers() -> None:
     net = nn.Sequential(linear(), nn.ReLU(), nn.ModuleList([linear(), nn.Sequential(linear())]))
     ours = wrap.always()(net)
