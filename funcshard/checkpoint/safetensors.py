@@ -1,8 +1,8 @@
 """Parameters as safetensors files: one file, or several with an index as Hugging Face writes them.
 
 A file holds the length of its header, the header as JSON, and the bytes of the tensors one after
-another. Why this file writes the format itself: rank 0 can then write each flat buffer once it has
-been gathered, and no rank ever holds more than one of them in full.
+another. The library of the format reads it. Why this file writes it itself: rank 0 can then write
+each flat buffer once it has been gathered, and no rank ever holds more than one of them in full.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from funcshard._utils import (
     check_bytes,
@@ -477,88 +478,27 @@ def _open(file: Path, token: str | None) -> dict[str, torch.Tensor]:
         token: the token of the export whose index names the file, if it has one.
     """
     with open(open_regular(file), "rb") as opened:
-        size = os.fstat(opened.fileno()).st_size
-        first = opened.read(8)
-        if first == b"version ":
+        if opened.read(8) == b"version ":
             raise ValueError(
                 f"{file} is a pointer of Git LFS, and not the file itself: run git lfs pull in its "
                 "folder"
             )
-        length = int.from_bytes(first, "little")
-        try:
-            if length > min(size - 8, _LONGEST):
-                raise ValueError(f"found {length} bytes of a header in a file of {size}")
-            header = file_data.table("the header", file_data.parse(opened.read(length)))
-        except ValueError as error:
-            raise ValueError(
-                f"{file} is damaged, or is not a safetensors file: its header cannot be read "
-                f"({error})"
-            ) from None
-        # Why: another file may have taken the name meanwhile.
-        same = f"/proc/self/fd/{opened.fileno()}"
-        storage = torch.UntypedStorage.from_file(
-            same if os.path.exists(same) else str(file), False, size
-        )
-    metadata = header.get("__metadata__")
-    if token is not None and (not isinstance(metadata, dict) or metadata.get("export") != token):
+    try:
+        mapped_file = safe_open(file, "pt")
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged, or is not a safetensors file: {error}") from None
+    if token is not None and (mapped_file.metadata() or {}).get("export") != token:
         raise ValueError(
             f"{file} is of another export than {_INDEX} beside it: the export into that folder was "
             "interrupted, or is running, or the file was replaced; export again, or remove "
             "'export' from the index if they belong together"
         )
-    tensors: dict[str, torch.Tensor] = {}
-    reached = 0
-    for name, (dtype, shape, begin, end) in sorted(
-        _entries(file, header).items(), key=lambda item: item[1][2:]
-    ):
-        if (
-            not 0 <= begin <= end <= size - 8 - length
-            or (begin < reached and begin < end)
-            or (dtype is not None and end - begin != math.prod(shape) * dtype.itemsize)
-        ):
-            raise ValueError(
-                f"{file} is damaged: {name!r} of shape {shape} is said to lie in bytes {begin} to "
-                f"{end} of {size}, or in those of another tensor"
-            )
-        reached = max(reached, end)
-        if dtype is None:
-            continue  # of a dtype that torch lacks; if the plan has this leaf, it counts as missing
-        data = torch.empty(0, dtype=torch.uint8, device="cpu").set_(
-            storage, 8 + length + begin, (end - begin,)
-        )  # type: ignore[call-overload]
-        aligned = (8 + length + begin) % dtype.itemsize == 0
-        tensors[name] = (data if aligned else data.clone()).view(dtype).view(shape)
-    return {name: tensors[name] for name in header if name in tensors}
-
-
-def _entries(
-    file: Path, header: Mapping[str, Any]
-) -> dict[str, tuple[torch.dtype | None, tuple[int, ...], int, int]]:
-    """Return dtype, shape, begin and end of each tensor of a header."""
-    tensor_entries = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        try:
-            file_data.table("it", entry, ("dtype", "shape", "data_offsets"))
-            begin, end = file_data.numbers(
-                "data_offsets", file_data.listed("data_offsets", entry["data_offsets"], 2)
-            )
-            code = file_data.text("dtype", entry["dtype"])
-            shape = file_data.numbers("shape", entry["shape"])
-        except ValueError as error:
-            raise ValueError(
-                f"{file} is damaged: its header does not say where {name!r} lies ({error})"
-            ) from None
-        if code == "F4":
-            if not shape or shape[-1] % 2:
-                raise ValueError(
-                    f"{file} holds {name!r} of F4 and shape {list(shape)}; torch holds two of them "
-                    "in a byte"
-                )
-            shape = (*shape[:-1], shape[-1] // 2)
-        tensor_entries[name] = (_CODES.get(code), shape, begin, end)
-    return tensor_entries
+    # A tensor of a dtype that torch lacks counts as missing if the plan has this leaf.
+    return {
+        name: mapped_file.get_tensor(name)
+        for name in sorted(mapped_file.keys())
+        if mapped_file.get_slice(name).get_dtype() in _CODES
+    }
 
 
 def _files(path: Path) -> tuple[list[Path], str | None]:

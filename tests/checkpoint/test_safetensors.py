@@ -340,29 +340,27 @@ def _twice(path: Path) -> None:
 
 BAD = {
     "tensors that overlap": (
-        _header(_entry(), _entry("x", "[4]", "[8, 24]")), ValueError, "'x' of shape .* in those of another tensor",
+        _header(_entry(), _entry("x", "[4]", "[8, 24]")), ValueError, "invalid offset for tensor `x`",
     ),
-    "a tensor twice in a header": (_header(_entry(), _entry()), ValueError, "it has the key 'w' twice in one object"),
     "a tensor in two files": (_twice, ValueError, r"b\.safetensors holds 'w', as another file beside it does"),
-    "a shape of 2^62": (_header(_entry(shape=f"[{2**62}]")), ValueError, "is said to lie in bytes 0 to 1200"),
-    "a shape of halves": (_header(_entry(shape="[299.5]")), ValueError, "does not say where 'w' lies .shape must be"),
-    "a shape of infinity": (_header(_entry(shape="[Infinity]")), ValueError, "does not say where 'w' lies"),
-    "a negative offset": (_header(_entry(offsets="[-4, 1196]")), ValueError, "data_offsets must be a list of whole numbers"),
-    "three offsets": (_header(_entry(offsets="[0, 4, 8]")), ValueError, "data_offsets must be a list of 2"),
-    "a dtype that is a list": (_header(_entry(dtype="[]")), ValueError, "dtype must be a text"),
-    "a deep header": (_header('"w": ' + "[" * 100_000), ValueError, "nested in more than 500 levels"),
+    "a shape of 2^62": (_header(_entry(shape=f"[{2**62}]")), ValueError, "overflow computing buffer size"),
+    "a shape of halves": (_header(_entry(shape="[299.5]")), ValueError, "invalid type: floating point"),
+    "a shape of infinity": (_header(_entry(shape="[Infinity]")), ValueError, "is damaged, or is not a safetensors file"),
+    "a negative offset": (_header(_entry(offsets="[-4, 1196]")), ValueError, "invalid value: integer `-4`"),
+    "three offsets": (_header(_entry(offsets="[0, 4, 8]")), ValueError, "invalid length 3"),
+    "a dtype that is a list": (_header(_entry(dtype="[]")), ValueError, "invalid type: sequence"),
+    "a deep header": (_header('"w": ' + "[" * 100_000), ValueError, "recursion limit exceeded"),
     "a header of 2^60 bytes": (
-        lambda path: path.write_bytes((2**60).to_bytes(8, "little")), ValueError, "found 1152921504606846976 bytes",
+        lambda path: path.write_bytes((2**60).to_bytes(8, "little")), ValueError, "header too large",
     ),
     "a header that is a hole of 1 TB": (
-        lambda path: (path.write_bytes((2**40 - 8).to_bytes(8, "little")), os.truncate(path, 2**40)), ValueError,
-        "of a header in a file of 1099511627776",
+        lambda path: (path.write_bytes((2**40 - 8).to_bytes(8, "little")), os.truncate(path, 2**40)), ValueError, "header too large",
     ),
-    "an empty file": (lambda path: path.write_bytes(b""), ValueError, "its header cannot be read"),
+    "an empty file": (lambda path: path.write_bytes(b""), ValueError, "header too small"),
     "no file": (lambda path: path.unlink(), FileNotFoundError, "there is neither model.safetensors nor"),
-    "half a header": (lambda path: os.truncate(path, 20), ValueError, "its header cannot be read"),
-    "half the data": (lambda path: os.truncate(path, 900), ValueError, r"'w' of shape \(300,\) is said to lie in"),
-    "no safetensors": (lambda path: path.write_bytes(b"\x05" + bytes(7) + b"12345"), ValueError, "its header cannot be"),
+    "half a header": (lambda path: os.truncate(path, 20), ValueError, "invalid header length"),
+    "half the data": (lambda path: os.truncate(path, 900), ValueError, "file not fully covered"),
+    "no safetensors": (lambda path: path.write_bytes(b"\x05" + bytes(7) + b"12345"), ValueError, "is damaged, or is not a safetensors file"),
     "a pointer of Git LFS": (
         lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\n"), ValueError,
         "is a pointer of Git LFS, and not the file itself: run git lfs pull",
@@ -376,7 +374,7 @@ BAD = {
         r"leaf 'w' of .* must have shape \(300,\)",
     ),
     "a header that is none": (
-        lambda path: path.write_bytes(b"\x0a" + bytes(7) + b'{"w": [1]}'), ValueError, "does not say where 'w' lies",
+        lambda path: path.write_bytes(b"\x0a" + bytes(7) + b'{"w": [1]}'), ValueError, "is damaged, or is not a safetensors file",
     ),
     "an index that is none": (
         lambda path: (path.parent / "model.safetensors.index.json").write_text('{"weight_map": []}'),

@@ -23,7 +23,7 @@ LINT = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imp
 # itself.
 NEW_MODULES = """
 import sys, json
-import optree, torch, torch.distributed.device_mesh, torch.distributed.fsdp, torch.func
+import optree, safetensors, torch, torch.distributed.device_mesh, torch.distributed.fsdp, torch.func
 def tops():
     return {name.partition(".")[0] for name in sys.modules}
 before = tops() | set(sys.stdlib_module_names)
@@ -153,7 +153,7 @@ def test_no_file_has_the_name_of_something_that_its_door_exports():
 
 
 @pytest.mark.slow
-def test_importing_loads_torch_and_optree_only_and_an_extra_would_be_seen(copied_house):
+def test_importing_loads_the_dependencies_only_and_an_extra_would_be_seen(copied_house):
     # One process shows both: apart from the planted extra, funcshard loads nothing.
     (copied_house / "planted.py").write_text("")
     with (copied_house / "funcshard" / "plan" / "wrap.py").open("a") as file:
