@@ -485,7 +485,7 @@ def _open(file: Path, token: str | None) -> dict[str, torch.Tensor]:
             )
     try:
         mapped_file = safe_open(file, "pt")
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:  # some files of /proc are regular and have no pages
         raise ValueError(f"{file} is damaged, or is not a safetensors file: {error}") from None
     if token is not None and (mapped_file.metadata() or {}).get("export") != token:
         raise ValueError(
