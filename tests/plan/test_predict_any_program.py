@@ -11,11 +11,10 @@ from torch import nn
 import funcshard as fs
 from funcshard._utils import tree
 from funcshard.plan.wrap import Units
-from tests.core.test_prefetcher import STRATEGIES
 from tests.jobs import Calls
 from tests.plan.test_predict_nested import linear
 
-WIDTH = 3
+STRATEGIES, WIDTH = ("full_shard", "shard_grad_op", "no_shard"), 3
 UNITS = (
     "parts.0", "parts.1", "parts.2", "parts.2.parts.0", "parts.2.parts.1", "parts.2.parts.2", "parts.2.parts.2.parts.0",
     "parts.3", "parts.3.inner",
