@@ -371,8 +371,12 @@ def test_a_profile_of_another_kind_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_the_best_plan_of_a_traced_model_is_that_of_its_estimates() -> None:
-    net = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(12)))
+@pytest.mark.parametrize("further", [0, 2], ids=["equal units", "units that look equal and save more"])
+def test_the_best_plan_of_a_traced_model_is_that_of_its_estimates(further: int) -> None:
+    gelus = [1] * 9 + [1 + further] * 3
+    net = torch.nn.Sequential(
+        *(torch.nn.Sequential(torch.nn.Linear(64, 64), *(torch.nn.GELU() for _ in range(number))) for number in gelus)
+    )
     apply, params, buffers = fs.make_functional(net)
     found = profile(apply, params, buffers, torch.zeros(256, 64))
     space = Space(remat=3, meshes=((1, 8),), strategies=("full_shard",), kept=0)
