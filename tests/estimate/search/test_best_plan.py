@@ -382,13 +382,13 @@ def test_the_best_plan_of_a_traced_model_is_that_of_its_estimates(further: int) 
     space = Space(remat=3, meshes=((1, 8),), strategies=("full_shard",), kept=0)
     plan = make_plan(params, 8, units=[str(i) for i in range(12)])
     scores = {k: estimate(found, plan, remat=[str(i) for i in range(k)]) for k in (0, 4, 8, 12)}
-    budget = (scores[4].peak + scores[8].peak) // 2
-    best = auto_plan(found, ranks=8, budget=budget, units=["*"], space=space)
-    assert isinstance(best, Best)
-    fitting = [each for each in scores.values() if each.peak <= budget]
-    fastest = min(fitting, key=lambda each: (each.step_time, each.peak))
-    assert (best.report.peak, best.report.step_time) == (fastest.peak, fastest.step_time)
-    assert scores[len(best.remat)] is fastest
+    for budget in ((scores[4].peak + scores[8].peak) // 2, scores[8].peak - 1):
+        best = auto_plan(found, ranks=8, budget=budget, units=["*"], space=space)
+        assert isinstance(best, Best)
+        fitting = [each for each in scores.values() if each.peak <= budget]
+        fastest = min(fitting, key=lambda each: (each.step_time, each.peak))
+        assert (best.report.peak, best.report.step_time) == (fastest.peak, fastest.step_time)
+        assert scores[len(best.remat)] is fastest
 
 
 def test_a_change_keeps_the_mesh_that_it_does_not_name() -> None:
