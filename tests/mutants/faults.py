@@ -27,6 +27,8 @@ class Fault:
         after: the text in its place.
         number: which of the equal texts in the function it is.
         equivalent: why no test can tell the difference; empty if one can.
+        process_test: how the name of a test begins that runs its lines in other processes, where
+            the coverage does not see them; empty if others reach them.
     """
 
     file: str
@@ -36,6 +38,7 @@ class Fault:
     after: str
     number: int = 0
     equivalent: str = ""
+    process_test: str = ""
 
     @property
     def title(self) -> str:
