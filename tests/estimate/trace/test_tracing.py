@@ -120,6 +120,17 @@ class Shared(Stack):
         return self.head(self.layers[1](x))
 
 
+class Twice(nn.Module):
+    """A layer that calls a module inside it twice."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.layer = Layer(number)
+
+    def forward(self, x):
+        return self.layer(self.layer(x))
+
+
 class Checkpoints(nn.Module):
     """A layer that computes a module inside it again in backward, or a function of its weights."""
 
@@ -231,6 +242,19 @@ def test_a_folded_trace_of_compiled_modules_says_what_the_whole_one_says(name):
     compiled = {f"layers.{number}" for number in range(4)}
     whole, folded = (summary(tape_of(name, fold=fold, compiled=compiled)[0]) for fold in (False, True))
     assert folded == whole
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_folded_trace_has_the_gradients_of_a_repeated_module_call_by_call(inside):
+    model = Stack(Twice) if inside else Shared()
+    apart = [f"layers.{number}.layer" for number in range(4)] if inside else ["layers.0"]
+    apply, params, buffers = fs.make_functional(model)
+    plan, args = fs.make_plan(params, 1), (torch.zeros(3, 5, 16),)
+    tapes = [trace_model(apply, plan, params, buffers, args, {}, apart=apart, fold=fold) for fold in (False, True)]
+    assert summary(tapes[1]) == summary(tapes[0])
+    whole, folded = ([(e.name, e.call) for e in tape.expanded() if isinstance(e, Grad)] for tape in tapes)
+    assert folded == whole
+    assert len({call for name, call in whole if name.startswith(apart[0])}) == (2 if inside else 3)
 
 
 @pytest.mark.slow
