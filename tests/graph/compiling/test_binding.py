@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import funcshard as fs
 from funcshard._utils import operator_name
 from funcshard.graph import StepGraph, Traced
+from funcshard.graph.compiling.region_code import region_text
 from funcshard.graph.compiling.regions import Cut
 from funcshard.graph.step_graph import collective_of, starts_and_waits
 from tests.graph.test_traced import CASES, batch_of, made, same
@@ -143,6 +144,14 @@ def counting(compile_calls: list[int]) -> Callable[..., Any]:
         return module.forward
 
     return backend
+
+
+def test_regions_whose_inputs_differ_are_compiled_apart() -> None:
+    x = torch.zeros(2, 3)
+    inputs = [x, x.t(), torch.zeros(3, 2), x.double(), torch.zeros(4, 3)[2:], torch.zeros(3)]
+    texts = [region_text(make_fx(torch.sin, tracing_mode="fake")(each).graph) for each in inputs]
+    assert len({*texts}) == len(texts)
+    assert region_text(make_fx(torch.sin, tracing_mode="fake")(x + 1).graph) == texts[0]
 
 
 @pytest.mark.slow
