@@ -286,7 +286,7 @@ def test_a_hook_that_cannot_work_is_an_error(hook: Any, kind: Any, words: str) -
         ("on_reduce_scattered", {"on_reduce_scattered": lambda *_: None}),
         ("on_grads", {"on_grads": lambda *_: None}),
     ],
-    ids=str,
+    ids=["shard_each", "once", "on_reduce_scattered", "on_grads"],
 )
 def test_shards_computed_inside_the_loss_are_refused(name: str, options: Any) -> None:
     _, _, shards, loss_fn = setup(fs.Mesh())

@@ -54,7 +54,7 @@ def test_a_test_that_was_renamed_since_the_coverage_catches_nothing(tmp_path: Pa
     (root / "test_a.py").write_text("import a\n\n\ndef test_new():\n    assert a.A().f(0) > -2\n")
     subprocess.run(["git", "init", "-q"], cwd=root, check=True)
     subprocess.run(["git", "add", "."], cwd=root, check=True)
-    copy, tests = Copy(root, tmp_path / "copy"), ["test_a.py::test_old", "test_gone.py::test_old", "test_a.py::test_new"]
+    copy, tests = Copy(root, tmp_path / "copy"), ["test_a.py::test_old[1]", "test_gone.py::test_old", "test_a.py::test_new"]
     assert copy.run(_fault("x + 1", "x - 1", 1), tests, 60).outcome == "survived"
     assert copy.run(_fault("x + 1", "x - 9", 1), tests, 60)[:2] == ("caught", "test_a.py::test_new")
 
