@@ -10,6 +10,7 @@ import io
 import math
 import pathlib
 import pickle
+import pickletools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +77,7 @@ def read_metadata(data: bytes, path: Path) -> dict[str, StoredTensor]:
             tensors were transformed, as by a compression.
     """
     try:
+        _check_memo(data)
         metadata = _Unpickler(io.BytesIO(data)).load()
         storage = {
             (i.fqn, i.offset and tuple(i.offset)): s for i, s in metadata.storage_data.items()
@@ -90,6 +92,15 @@ def read_metadata(data: bytes, path: Path) -> dict[str, StoredTensor]:
             f"{path / METADATA} is damaged, or is not the metadata of torch.distributed.checkpoint: "
             f"{error}"
         ) from None
+
+
+def _check_memo(data: bytes) -> None:
+    """Raise ``ValueError`` if a pickle counts more objects than it has bytes."""
+    # Note: Python's reader takes memory for as many objects as the largest number, up to 64 GiB. A
+    # changed byte makes a large number of a small one.
+    for opcode, argument, _ in pickletools.genops(data):
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and (argument or 0) > len(data):
+            raise ValueError(f"it counts {argument} objects in {len(data)} bytes")
 
 
 def _stored_tensor(name: str, stored: Any, storage: dict[Any, Any]) -> StoredTensor:

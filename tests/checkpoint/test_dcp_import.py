@@ -212,6 +212,10 @@ BAD: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
         other_boxes(lambda stored: setattr(stored, "size", torch.Size([2**62] * len(stored.size)))), ValueError,
         "the chunks of .* must have its .* elements; found",
     ),
+    "a count of 2^32 objects": (
+        lambda path: (path / ".metadata").write_bytes(b"\x80\x02]r\xff\xff\xff\xff."), ValueError,
+        "it counts 4294967295 objects in 9 bytes",
+    ),
     "a link out of the folder": (
         lambda path: ((path / "__0_0.distcp").unlink(), (path / "__0_0.distcp").symlink_to(DATA / "fsdp2" / "__0_0.distcp")),
         ValueError, "must be a regular file; found a link: copy the folder",
