@@ -26,7 +26,7 @@ import funcshard as fs
 from funcshard.comm import liveness
 from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.journal import Journal, Wait
-from funcshard.comm.liveness import Heart
+from funcshard.comm.liveness import Heart, StorePart
 from tests.comm.stores import FailingStore, SuspendedStore
 from tests.ranks import run_ranks, suspend, wakes_once_stopped
 
@@ -410,6 +410,16 @@ def test_a_heart_connects_again_after_its_connection_was_cut_and_ends_with_the_p
     with pytest.raises(RuntimeError):
         own.store.check(["0"])
     assert own.find_lost([1], 0.1) == ""  # the collective that waits says more
+
+
+def test_a_text_that_a_cut_connection_loses_is_an_error() -> None:
+    def answer(_: Any) -> bool:
+        raise dist.DistNetworkError("connection reset by peer")
+
+    cut: Any = SimpleNamespace(set=lambda key, text: None, check=answer)  # torch's set waits for no answer
+    part = StorePart(SimpleNamespace(ask=lambda call: call(cut)), "job")  # type: ignore[arg-type]
+    with pytest.raises(dist.DistNetworkError):
+        part.set("rank", "text")
 
 
 # --- real ranks -----------------------------------------------------------------------------------

@@ -184,6 +184,8 @@ CASES += [
      untold(MISTAKES, "`fs.Mesh()` is a world of one rank, and a valid mesh for numbers of this rank alone.", True),
      lambda mesh: SCALER.unscale({"w": torch.tensor([float("inf") if mesh.rank == 0 else 1.0])}, SCALER.init(mesh),
         fs.Mesh())[1].item()),
+    ("ScalerState", "a number instead of a state", TypeError("state must be a ScalerState of tensors; found 8.0"),
+     lambda mesh: SCALER.scale(torch.ones(()), 8.0)),
     ("ScalerState", "the first state kept for later steps", right(lambda: trained(2)), lambda s: two_steps(s)),
 ]  # fmt: skip
 

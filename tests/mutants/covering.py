@@ -84,7 +84,7 @@ class Covering:
         tests += [test for test in self._new if test.startswith(wing)]
         stem = f"{wing}test_{Path(fault.file).stem}"  # test files share the stem of the file that they test
         tests.sort(key=lambda test: (not test.startswith(stem), not test.startswith(wing), self.seconds[test]))
-        chosen = [test for test in known if fault.process_test and test.startswith(fault.process_test)]
+        chosen = [test for test in known if fault.first_test and test.startswith(fault.first_test)]
         total = sum(self.seconds[test] for test in chosen)
         for test in (test for test in tests if test not in chosen):
             total += self.seconds[test]

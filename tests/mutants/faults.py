@@ -27,8 +27,8 @@ class Fault:
         after: the text in its place.
         number: which of the equal texts in the function it is.
         equivalent: why no test can tell the difference; empty if one can.
-        process_test: how the name of a test begins that runs its lines in other processes, where
-            the coverage does not see them; empty if others reach them.
+        first_test: how the name of the test begins that runs first, because it runs the lines in
+            other processes, which leave no coverage, or is slower than the budget; empty if none.
     """
 
     file: str
@@ -38,7 +38,7 @@ class Fault:
     after: str
     number: int = 0
     equivalent: str = ""
-    process_test: str = ""
+    first_test: str = ""
 
     @property
     def title(self) -> str:
