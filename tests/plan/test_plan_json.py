@@ -53,6 +53,22 @@ def put_ranks(data: Any) -> None:
         part["axes"][2][1] = 2**31
 
 
+def put_no_data_axis(data: Any) -> None:
+    data["unit_list"], data["axes"] = [], [["shard", 2]]
+
+
+def not_sharded(data: Any) -> None:
+    unit = data["unit_list"][1]
+    unit["strategy"] = "no_shard"
+    for buffer in unit["buffers"]:
+        buffer["shards"] = 1
+
+
+def two_buffers(data: Any) -> None:
+    first, second = data["unit_list"][0]["buffers"][:2]
+    second["key"] = first["key"]
+
+
 CASES: dict[str, tuple[Callable[[Any], None], str]] = {
     "no units": (without("unit_list"), "the plan must have 'unit_list'"),
     "no buffers": (without(*ROOT, "buffers"), "the plan\\.unit_list\\[0\\] must have \'buffers\'"),
@@ -96,6 +112,11 @@ CASES: dict[str, tuple[Callable[[Any], None], str]] = {
     "zero shards": (put(*BUFFER, "shards", value=0), "must have 2 shards; found 0"),
     "seven shards": (put(*BUFFER, "shards", value=7), "must have 2 shards; found 7"),
     "local to no axis": (put(*BUFFER, "local", value=["expert"]), "local must name axes of the mesh"),
+    "axes without a data axis": (put_no_data_axis, "axes must have the data axes of"),
+    "two buffers of one key": (two_buffers, "the buffers of a unit must have different keys"),
+    "data axes behind others": (put(*BUFFER, "local", value=["tensor", "shard"]), "must name data axes first; found"),
+    "a freed unit that is not sharded": (not_sharded, "nothing to reshard"),
+    "a freed unit that stays": (put("unit_list", 1, "reshard_after_backward", value=False), "nothing stays gathered"),
     "a precision that is a text": (put("precision", value="bfloat16"), "precision must be an object"),
     "a precision of an unknown dtype": (
         put("precision", "param_dtype", value="float17"), "'float17' is not the name of a torch dtype",
