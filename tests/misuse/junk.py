@@ -28,6 +28,8 @@ CASES += [
      lambda: fs.torch_optimizer(torch.optim.SGD, groups=[3], **OF_GROUPS)),
     ("fully_shard", "a compiler that takes no function", TypeError("compiler must be"),
      lambda: fs.fully_shard(APPLY, fs.make_plan(PARAMS, MESH, units=["0"]), MESH, compiler=dict)),
+    ("fully_shard", "the name of a compiler", TypeError("compiler must be a function such as torch.compile"),
+     lambda: fs.fully_shard(APPLY, fs.make_plan(PARAMS, MESH, units=["0"]), MESH, compiler="inductor")),
     ("fully_shard", "a compiler that returns no function", TypeError("returned NoneType"),
      lambda: fs.fully_shard(APPLY, fs.make_plan(PARAMS, MESH, units=["0"]), MESH, compiler=lambda f: None)),
     ("torch_schedule", "options that the scheduler does not take", TypeError("with the options ['steps']"),

@@ -117,6 +117,7 @@ def test_an_unknown_name_lists_the_known_ones():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"name": ""}, "name of a hardware description must be a text; found ''"),
         ({"memory": 0}, "memory must be a whole number of bytes, at least 1; found 0"),
         ({"memory_bandwidth": -1.0}, "memory_bandwidth of 'small' must be a finite number above 0; found -1.0"),
         ({"flops": {}}, "must name at least one dtype; found none: add 'float32'"),
@@ -158,9 +159,10 @@ def test_damaged_json(change, words):
         Hardware.from_json(json.dumps(data))
 
 
-def test_a_file_that_is_no_json_is_named(tmp_path):
-    (tmp_path / "x.json").write_text("{")
-    with pytest.raises(ValueError, match=r"x\.json: a hardware description must be JSON"):
+@pytest.mark.parametrize(("text", "words"), [("{", "JSON"), ("[1]", "a JSON object; found")])
+def test_a_file_that_is_no_description_is_named(text, words, tmp_path):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(ValueError, match=rf"x\.json: a hardware description must be {words}"):
         load_hardware(tmp_path / "x.json")
 
 
