@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from funcshard._utils import (
     check_bytes,
@@ -477,6 +476,9 @@ def _open(file: Path, token: str | None) -> dict[str, torch.Tensor]:
         file: the file.
         token: the token of the export whose index names the file, if it has one.
     """
+    # Note: only here, so that a machine without this package can train.
+    from safetensors import SafetensorError, safe_open
+
     with open(open_regular(file), "rb") as opened:
         if opened.read(8) == b"version ":
             raise ValueError(
