@@ -1,17 +1,18 @@
 """The ``.metadata`` of ``torch.distributed.checkpoint`` (DCP), read without running code from it.
 
-The file is a pickle, and a pickle may call any function of any module. This reader knows the data
-classes that DCP's metadata consists of, and rejects every other name.
+The file is a pickle, and a pickle may call any function of any module, or set attributes of its
+classes. This reader looks up nothing but dtypes. It makes a plain record of each object of DCP's
+metadata, and rejects every other name.
 """
 
 from __future__ import annotations
 
 import io
 import math
-import pathlib
 import pickle
 import pickletools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,15 @@ from funcshard.plan import Box
 
 METADATA = ".metadata"
 
-_KNOWN = re.compile(
+# Where torch has the classes of the metadata, and had some of them before.
+_RECORDS = re.compile(
     r"torch\.distributed\.(checkpoint|_shard\.sharded_tensor)\.metadata\."
     r"(BytesStorageMetadata|ChunkStorageMetadata|Metadata|MetadataIndex|StorageMeta|TensorProperties"
     r"|TensorStorageMetadata|_?MEM_FORMAT_ENCODING)"
-    r"|torch\.distributed\.checkpoint\.filesystem\._StorageInfo"
-    r"|torch\.Size|torch\.serialization\._get_layout|collections\.OrderedDict"
+    r"|torch\.distributed\.checkpoint\.filesystem\._StorageInfo|torch\.serialization\._get_layout"
+    r"|pathlib(\._local)?\.(Posix|Windows)Path"
 )
-_PATH = re.compile(r"pathlib(\._local)?\.((Posix|Windows)Path)")
+_BUILTIN = {"torch.Size": tuple, "collections.OrderedDict": dict}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ def read_metadata(data: bytes, path: Path) -> dict[str, StoredTensor]:
         _check_memo(data)
         metadata = _Unpickler(io.BytesIO(data)).load()
         storage = {
-            (i.fqn, i.offset and tuple(i.offset)): s for i, s in metadata.storage_data.items()
+            (index.fqn, _offset_of(index)): info for index, info in metadata.storage_data.items()
         }
         return {
             file_data.text("the name of a tensor", name): _stored_tensor(name, stored, storage)
@@ -104,21 +106,30 @@ def _check_memo(data: bytes) -> None:
 
 
 def _stored_tensor(name: str, stored: Any, storage: dict[Any, Any]) -> StoredTensor:
-    shape, dtype = file_data.numbers("size", list(stored.size)), stored.properties.dtype
+    shape, dtype = file_data.numbers("size", list(stored.size)), stored.properties.state[0]
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"the dtype of {name!r} must be one of torch; found {dtype!r}")
     chunks = tuple(_chunk(name, chunk, storage) for chunk in stored.chunks)
+    _check_boxes(name, shape, [chunk.box for chunk in chunks])
     held, numel = sum(chunk.box.numel for chunk in chunks), math.prod(shape)
     if held != numel:
         raise ValueError(f"the chunks of {name!r} must have its {numel} elements; found {held}")
     return StoredTensor(shape, dtype, chunks)
 
 
+def _offset_of(index: Any) -> tuple[int, ...] | None:
+    """Return where a chunk begins; ``None`` for a tensor that was stored as a whole."""
+    offset = getattr(index, "offset", None)
+    return None if offset is None else tuple(offset)
+
+
 def _chunk(name: str, chunk: Any, storage: dict[Any, Any]) -> Chunk:
     offsets, sizes = (
         file_data.numbers(key, list(getattr(chunk, key))) for key in ("offsets", "sizes")
     )
-    info = storage.get((name, offsets)) or storage[name, None]
+    info = storage.get((name, offsets), storage.get((name, None)))
+    if info is None:
+        raise ValueError(f"it does not say where the part of {name!r} at {offsets} lies")
     if transforms := getattr(info, "transform_descriptors", None):
         raise ValueError(
             f"it holds tensors that were transformed by {transforms}: load them with "
@@ -132,19 +143,58 @@ def _chunk(name: str, chunk: Any, storage: dict[Any, Any]) -> Chunk:
     return Chunk(Box(offsets, sizes), file, offset, length)
 
 
+def _check_boxes(name: str, size: tuple[int, ...], chunks: Sequence[Box]) -> None:
+    """Raise ``ValueError`` unless boxes lie inside of a tensor and do not overlap."""
+    for box in chunks:
+        if not len(box.offsets) == len(box.sizes) == len(size):
+            raise ValueError(
+                f"a part of {name!r} must have {len(size)} dimensions; found "
+                f"{file_data.shown(box.offsets)}"
+            )
+        if any(begin + length > bound for begin, length, bound in zip(*box, size, strict=True)):
+            raise ValueError(
+                f"a part of {name!r} must lie inside of {size}; found {box.sizes} at {box.offsets}"
+            )
+    if not size:
+        return
+    # Why along the dim with most beginnings: along another one, each box would meet all others.
+    along = max(range(len(size)), key=lambda dim: len({box.offsets[dim] for box in chunks}))
+    reach: list[Box] = []  # the boxes that end behind the beginning of the next one
+    for box in sorted(chunks, key=lambda box: box.offsets[along]):
+        reach = [
+            other_box
+            for other_box in reach
+            if other_box.offsets[along] + other_box.sizes[along] > box.offsets[along]
+        ]
+        if any(box.overlap(other_box) for other_box in reach):
+            raise ValueError(f"the parts of {name!r} must not overlap; found two at {box.offsets}")
+        reach.append(box)
+
+
+class _Record:
+    """An object of DCP's metadata: its attributes, or ``state`` if it was stored as a tuple."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None:
+        vars(self).update(state if isinstance(state, dict) else {"state": state})
+
+
 class _Unpickler(pickle.Unpickler):
-    """Reads a pickle that names nothing but DCP's data classes, paths, and the dtypes of torch."""
+    """Reads a pickle that names nothing but classes of DCP's metadata and the dtypes of torch."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if of_path := _PATH.fullmatch(f"{module}.{name}"):
-            return getattr(
-                pathlib, f"Pure{of_path[2]}"
-            )  # a path of any system, which opens nothing
-        of_torch = getattr(torch, name, None) if module == "torch" else None
-        if _KNOWN.fullmatch(f"{module}.{name}") or isinstance(of_torch, torch.dtype):
-            return super().find_class(module, name)
+        full_name = f"{module}.{name}"
+        of_torch = vars(torch).get(name) if module == "torch" else None
+        if isinstance(of_torch, torch.dtype):
+            return of_torch
+        if _RECORDS.fullmatch(full_name):
+            # Note: a new class each time, because a pickle can set attributes of a class too.
+            return type(name, (_Record,), {})
+        if full_name in _BUILTIN:
+            return _BUILTIN[full_name]
         raise ValueError(
-            f"it names {module}.{name}, and a pickle could run that; nothing of it was run. If you "
+            f"it names {full_name}, and a pickle could run that; nothing of it was run. If you "
             "trust the file, load it with torch.distributed.checkpoint.load, and pass the state "
             "dict to from_state_dict"
         )

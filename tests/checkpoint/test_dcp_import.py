@@ -19,6 +19,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import funcshard as fs
+from funcshard.checkpoint import dcp_metadata
+from funcshard.plan import Box
 
 DATA = Path(__file__).parent / "data"
 ADAMW = fs.torch_optimizer(torch.optim.AdamW, lr=0.125)
@@ -204,9 +206,17 @@ BAD: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "chunks that lack a row": (
         other_boxes(lambda stored: stored.chunks.pop()), ValueError, "the chunks of .* must have its .* elements; found",
     ),
+    "chunks that overlap": (
+        other_boxes(lambda stored: setattr(stored.chunks[1], "offsets", stored.chunks[0].offsets)), ValueError,
+        "the parts of .* must not overlap",
+    ),
     "a chunk outside": (
         other_boxes(lambda stored: setattr(stored.chunks[1], "sizes", torch.Size([2**40] * len(stored.size)))), ValueError,
-        "the chunks of .* must have its .* elements; found",
+        "a part of .* must lie inside of",
+    ),
+    "a chunk in no file": (
+        other_boxes(lambda stored: setattr(stored.chunks[1], "offsets", torch.Size([1] * len(stored.size)))), ValueError,
+        "it does not say where the part of .* lies",
     ),
     "a tensor of 2^62": (
         other_boxes(lambda stored: setattr(stored, "size", torch.Size([2**62] * len(stored.size)))), ValueError,
@@ -246,6 +256,14 @@ def test_what_cannot_be_read_is_said_on_every_rank(name: str, tmp_path: Path) ->
     assert not (folder / "ran").exists()
 
 
+def test_a_pickle_changes_no_class_of_torch(tmp_path: Path) -> None:
+    named = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
+    (tmp_path / ".metadata").write_bytes(b"\x80\x02" + named + b"N}X\x07\x00\x00\x00plantedK\x01s\x86b.")
+    with pytest.raises(ValueError, match=r"is not the metadata of torch\.distributed\.checkpoint"):
+        loaded(fs.Mesh(), tmp_path)
+    assert not hasattr(dcp.metadata.Metadata, "planted")
+
+
 MISTAKES: dict[str, tuple[Callable[[fs.Mesh, Path], Any], type[Exception], str]] = {
     "another key": (
         lambda mesh, path: loaded(mesh, written(path, {"model": PARAMS}), key="net"), ValueError,
@@ -273,6 +291,19 @@ def test_a_mistake_is_told(name: str, tmp_path: Path) -> None:
     call, kind, words = MISTAKES[name]
     with pytest.raises(kind, match=words):
         call(fs.Mesh(), tmp_path / "x")
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_many_chunks_are_compared_with_their_neighbours_alone(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = [2, 2]
+    size[dim] *= 100
+    boxes = [Box((2 * i, 0) if dim == 0 else (0, 2 * i), (2, 2)) for i in range(100)]
+    calls, overlap = [], Box.overlap
+    monkeypatch.setattr(Box, "overlap", lambda one, other: calls.append(one) or overlap(one, other))
+    dcp_metadata._check_boxes("w", tuple(size), boxes)
+    assert len(calls) < 100
+    with pytest.raises(ValueError, match="must not overlap"):
+        dcp_metadata._check_boxes("w", tuple(size), [*boxes, boxes[50]])
 
 
 def test_ranks_that_find_different_checkpoints_are_told(tmp_path: Path) -> None:
