@@ -11,7 +11,7 @@ import numpy as np
 
 
 def _raises(*args: Any, **kwargs: Any) -> Any:
-    # Why this error: e3nn's Irreps raises it for len(), and a guard of this library let it through.
+    # Why this error: e3nn's Irrep raises it for len() (e3nn/o3/_irreps.py), and a guard let it through.
     raise NotImplementedError("an object of a user answers nothing")
 
 
@@ -27,7 +27,7 @@ class Raises:
 
 
 class RaisingTuple(tuple):
-    """A tuple whose length and iteration raise, as the length of e3nn's ``Irreps`` does."""
+    """A tuple whose length and iteration raise, as the length of e3nn's ``Irrep`` does."""
 
     __len__ = __iter__ = __eq__ = __hash__ = __bool__ = __contains__ = _raises
 
