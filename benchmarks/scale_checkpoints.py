@@ -19,16 +19,17 @@ import torch
 import funcshard as fs
 from benchmarks.fake_ranks import fake_mesh
 from benchmarks.phases import Phases
-from funcshard.checkpoint import holders, manifest, rank_tables, writer
+from funcshard.checkpoint.contents import write_index
 from funcshard.checkpoint.flatten_state import flatten_state
-from funcshard.checkpoint.unflatten_state import unflatten_state
+from funcshard.checkpoint.rank_files import table_file, write_rank
+from funcshard.checkpoint.unflatten_state import Saved, unflatten_state
 
 __all__ = ["CheckpointScale", "main", "measure_checkpoint"]
 
 PHASES = ("flatten", "write index", "write a part", "restore planning", "restore")
 HEADER = ("units", "from ranks", "to ranks", *(f"{phase}, ms" for phase in PHASES), "restore's heap, MiB", "index, KiB",
           "a table, KiB", "tables read")  # fmt: skip
-WIDTH = 64
+WIDTH, SAVE = 64, "01234567"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,25 +77,22 @@ def measure_checkpoint(units: int, old: Mapping[str, int], new: Mapping[str, int
     plans = [fs.make_plan(params, shape, units=["*"]) for shape in (old, new)]
     cpu = torch.device("cpu")
     flat = seconds.timed("flatten", lambda: flatten_state(_state(plans[0], 0), plans[0], 0))
-    shared = flat.tensors
+    ranks: set[int] = set()
 
-    def needed() -> list[int]:
-        empty = unflatten_state(flat.spec, [], shared, plans[1], rank, plans[0], lambda *_: cpu)
-        return sorted(holders.holders(empty.reads, flat.spec, shared, plans[0]))
+    def needed() -> None:
+        saved = Saved(flat.spec, [], flat.shared, plans[0], lambda out, source, name, begin: ranks.add(source))
+        unflatten_state(saved, plans[1], rank, lambda *_: cpu)
 
-    ranks = seconds.timed("restore planning", needed)
+    seconds.timed("restore planning", needed)
     # Why in memory: the disk's time is none of a rank's.
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
-        part = Path(folder, ".step.0123.part")
-        part.mkdir()
+        path = Path(folder, "step")
+        path.mkdir()
         for each in {*ranks, rank % plans[0].world_size}:
             own = flatten_state(_state(plans[0], each), plans[0], each)
-            work = writer.Writer(
-                Path(folder, "step"), part, plans[0], own, own.slices, each, plans[0].world_size, None, 60.0, None, str
-            )
-            seconds.timed("write a part", work.write)
-        seconds.timed("write index", lambda: manifest.write_index(part, plans[0], flat.spec, shared, "0123", 1))
-        path = part.rename(Path(folder, "step"))
+            seconds.timed("write a part", lambda own=own, each=each: write_rank(path, SAVE, each, own, own.tensors))
+        seconds.timed("write index", lambda: write_index(path, plans[0], flat, SAVE, 1, 0))
+        (path / f"{SAVE}.part").rename(path / "index.json")
         mesh = fake_mesh(new, rank=rank)
         restored = seconds.timed("restore", lambda: fs.restore(path, plans[1], mesh))
         _check(restored, plans[0], plans[1], rank)
@@ -102,7 +100,7 @@ def measure_checkpoint(units: int, old: Mapping[str, int], new: Mapping[str, int
         fs.restore(path, plans[1], mesh)
         heap = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        index, table = (path / "index.json").stat().st_size, (path / rank_tables.table_of(ranks[0])).stat().st_size
+        index, table = (path / "index.json").stat().st_size, (path / table_file(SAVE, min(ranks))).stat().st_size
     return CheckpointScale(units, dict(old), dict(new), seconds, heap, index, table, len(ranks))
 
 

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import funcshard as fs
 from funcshard._utils import tree
+from funcshard.checkpoint import export_parameters
 from funcshard.demo.arguments import BadInputError, add_mesh, at_least, check_mesh
 from funcshard.demo.calibrate_command import add_calibrate, calibrate_command
 from funcshard.demo.gpt import GPTConfig
@@ -127,6 +128,26 @@ def _parser() -> argparse.ArgumentParser:
     add_inspect.add_argument(
         "--check", action="store_true", help="read the whole checkpoint and compare the checksums"
     )
+    convert = add_inspect.add_argument_group("write one checkpoint for other programs")
+    convert.add_argument(
+        "--to-dcp",
+        metavar="DIR",
+        help="a checkpoint of torch.distributed.checkpoint, as FSDP2 reads",
+    )
+    convert.add_argument(
+        "--to-safetensors", metavar="PATH", help="the parameters: a .safetensors file, or a folder"
+    )
+    convert.add_argument(
+        "--to-hf",
+        metavar="DIR",
+        help="a folder that AutoModel.from_pretrained reads; with --config",
+    )
+    convert.add_argument(
+        "--config", metavar="DIR", help="a folder with the config.json of the model, for --to-hf"
+    )
+    convert.add_argument(
+        "--tree", metavar="NAME", default="model", help="what to write in place of the parameters"
+    )
     return parser
 
 
@@ -186,6 +207,8 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _inspect(options: argparse.Namespace) -> int:
     path = Path(options.path)
+    if options.to_dcp or options.to_safetensors or options.to_hf:
+        return _convert(path, options)
     single = not path.is_dir() or (path / "index.json").exists()
     checkpoint_paths = [path]
     if not single:
@@ -207,11 +230,29 @@ def _inspect(options: argparse.Namespace) -> int:
             if single:
                 raise BadInputError(error) from error
             print(f"Not complete: {error}\n")
-            # An interrupted save leaves a hidden folder, which is no fault.
-            faults += not checkpoint_path.name.startswith(".")
+            # A save that was killed leaves a folder without an index, which is no fault.
+            faults += (checkpoint_path / "index.json").exists()
         else:
             print(contents, end="\n" if single else "\n\n")
     return 1 if faults else 0
+
+
+def _convert(path: Path, options: argparse.Namespace) -> int:
+    if bool(options.to_hf) != bool(options.config):
+        raise BadInputError("--to-hf and --config need each other: pass both")
+    try:
+        if options.check:
+            fs.restore(path).check()
+        if options.to_dcp:
+            print(f"Wrote {fs.export_dcp(path, options.to_dcp)}")
+        for to, config in ((options.to_safetensors, None), (options.to_hf, options.config)):
+            if to:
+                folder = Path(config) if config else None
+                files = export_parameters(path, Path(to), tree=options.tree, config=folder)
+                print("\n".join(f"Wrote {file}" for file in files))
+    except (OSError, ValueError) as error:
+        raise BadInputError(error) from error
+    return 0
 
 
 def _config(options: argparse.Namespace) -> GPTConfig:

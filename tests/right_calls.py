@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,10 @@ class World:
         return self.folder / "saved"
 
     @functools.cached_property
+    def dcp(self) -> Path:
+        return fs.export_dcp(self.saved, self.folder / f"dcp-{next(NUMBERS)}")
+
+    @functools.cached_property
     def exported(self) -> Path:
         fs.export_safetensors(self.folder / "out.safetensors", *self.of_one_rank)
         return self.folder / "out.safetensors"
@@ -76,6 +81,9 @@ class World:
 
     def of_shards(self, shards: Any) -> torch.Tensor:
         return self.sharded(shards, BUFFERS, self.x).square().mean()
+
+
+NUMBERS = itertools.count()  # of new folders
 
 
 @functools.cache
@@ -197,7 +205,8 @@ RIGHT_CALLS: dict[str, Callable[[World], Call]] = {
     "restore": lambda w: (fs.restore, (w.saved, w.plan, w.mesh), {"cast": False}),
     "latest": lambda w: (fs.latest, (w.folder,), {"thorough": False}),
     "replan": lambda w: (fs.replan, ([{"shards": w.of_one_rank[0]}], *w.of_one_rank[1:2] * 2), {}),
-    "import_dcp": lambda w: (fs.import_dcp, (w.saved, w.plan, w.mesh), {"cast": False}),
+    "import_dcp": lambda w: (fs.import_dcp, (w.dcp, w.plan, w.mesh), {"cast": False}),
+    "export_dcp": lambda w: (fs.export_dcp, (w.saved, w.folder / f"dcp-{next(NUMBERS)}"), {}),
     "export_safetensors": lambda w: (fs.export_safetensors, (w.folder / "new.safetensors", w.shards, w.plan, w.mesh), {
         "buffers": None, "max_shard_size": "5GB", "dtype": None,
     }),

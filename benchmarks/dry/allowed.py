@@ -40,15 +40,14 @@ ALLOWED: dict[str, Allowed] = {
     "graph/traced.py:__call__": Allowed(_TO_CPU + _TO_CUDA + _ITEM, "the waits of the recorded step", answer=1.0),
     "graph/compiling/binding.py:__call__": Allowed(_TO_CPU + _TO_CUDA, "the waits of the recorded step"),
     "_utils/torch_compilers.py:boxed": Allowed(_TO_CPU + _TO_CUDA, "the waits of the recorded step"),
-    "checkpoint/unflatten_state.py:finish": Allowed(("equal",), "leaves must agree on a value of their buffer", answer=1.0),
+    "checkpoint/unflatten_state.py:_check_equal": Allowed(("equal",), "leaves must agree on a value of their buffer", answer=1.0),
     "checkpoint/flatten_state.py:_checksum": Allowed(_TO_CPU, "ranks compare checksums of a state, before they save it"),
-    "checkpoint/dcp_files.py:add": Allowed(_TO_CUDA, "a checkpoint is read to the CPU"),
+    "checkpoint/rank_files.py:read": Allowed(_TO_CUDA, "a checkpoint is read to the CPU"),
+    "checkpoint/unflatten_state.py:read": Allowed(_TO_CUDA + _TO_CPU, "replan moves what is offloaded"),
+    "checkpoint/resharding.py:copy_run": Allowed(_TO_CUDA, "slices of other ranks are read to the CPU"),
     "checkpoint/block_files.py:write_tensor": Allowed(_TO_CPU, "a checkpoint is written from the CPU, by another thread"),
     "checkpoint/save_restore.py:_copied": Allowed(_TO_CPU, "the state is copied before training goes on"),
     "checkpoint/save_restore.py:_agree": Allowed(_ITEM + _TO_CUDA, "ranks agree on the name of the folder that they write"),
-    "checkpoint/read_items.py:copy_from": Allowed(
-        _TO_CUDA + _TO_CPU, "a checkpoint is read to the CPU; replan moves what is offloaded"
-    ),
     "checkpoint/state_dict.py:kept_copy": Allowed(_TO_CPU, "offload=True asks for a state dict on the CPU"),
     "module/resets.py:is_blank": Allowed(_ITEM, "an initialisation that leaves a leaf out is an error, which Python raises"),
     "train/train_step.py:__call__": Allowed(

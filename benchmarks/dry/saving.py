@@ -17,7 +17,7 @@ import funcshard as fs
 from benchmarks.dry.mode import current_mode, is_dry
 from benchmarks.dry.steps import Net, batch_of, check_placed, check_state, train
 from benchmarks.dry.stream_order import StreamOrder
-from funcshard.checkpoint import archives, safetensors
+from funcshard.checkpoint import safetensors
 from funcshard.checkpoint.writer import WriterThread
 
 __all__ = ["as_safetensors", "cut_again", "save_and_restore"]
@@ -47,19 +47,10 @@ def written_as_zeros() -> Iterator[None]:
         thread.join()
 
     threads = unittest.mock.patch.multiple(WriterThread, run=inside, start=to_the_end)
-    around = unittest.mock.patch.object(archives, "_around", _around)
     # Why zero: a broadcast moves no values, so it leaves the token of a save a zero.
     token = unittest.mock.patch.object(secrets, "randbits", return_value=0)
-    with threads, around, token, unittest.mock.patch("torch.frombuffer", _zeros):
+    with threads, token, unittest.mock.patch("torch.frombuffer", _zeros):
         yield
-
-
-def _around(*arguments: Any) -> Any:
-    with _disable_current_modes():  # it saves a tensor with values
-        return _archive_around(*arguments)
-
-
-_archive_around = archives._around
 
 
 def _zeros(buffer: Any, *, dtype: torch.dtype) -> torch.Tensor:

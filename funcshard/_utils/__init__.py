@@ -15,8 +15,7 @@
 - ``compiled_outside``: a warning where ``torch.compile`` has no effect.
 - ``closures``: walk the objects that a function or a value refers to.
 - ``huge_pages``: memory for disks, in pages of 2 MiB.
-- ``page_cache``: which pages of files are in memory.
-- ``renames``: exchange the names of two folders in one step.
+- ``page_cache``: pages of files that need not stay in memory.
 - ``garbage``: make many objects without searches for garbage between.
 - ``random_state``: save and restore the state of the random number generators.
 - ``torch_names``: looks up private names of torch, which a release may lack.
@@ -24,7 +23,7 @@
   of its operators. ``torch_compilers``: its compilers. ``torch_kernels``: its fused kernels.
   ``torch_copies``: copies of large tensors that share memory until it is written to.
   ``torch_factories``: the device of tensors that name none.
-  ``torch_pickles``: the pickle of a tensor. ``torch_symbols``: graphs for any size.
+  ``torch_symbols``: graphs for any size.
   ``torch_modules``: names in state dicts, parametrized modules. ``torch_groups``: process groups.
   No other file touches that API.
 """
@@ -51,14 +50,14 @@ from funcshard._utils.options import (
     check_path,
     did_you_mean,
 )
-from funcshard._utils.page_cache import is_cached, release_pages
+from funcshard._utils.page_cache import release_pages
 from funcshard._utils.random_state import RandomState
 from funcshard._utils.regular_files import open_regular, read_regular, regular_size
 from funcshard._utils.remedies import absent, is_tree_of_shards, module_remedy
-from funcshard._utils.renames import exchange
 from funcshard._utils.shown import Bullets, Part, Shown, Table
 from funcshard._utils.stored_trees import check_structure
 from funcshard._utils.tensors import (
+    byte_memory,
     byte_view,
     cast_tree,
     check_plain,
@@ -95,7 +94,6 @@ from funcshard._utils.torch_operators import (
     writes_inputs,
     written_arguments,
 )
-from funcshard._utils.torch_pickles import tensor_pickle
 from funcshard._utils.torch_private import (
     BasisLoop,
     TorchDispatchMode,
@@ -108,7 +106,6 @@ from funcshard._utils.torch_private import (
     cast_of,
     check_thread,
     cuda_sleep,
-    dcp_storage_info,
     dispatch_modes,
     fake_tensors,
     graph_task_id,
@@ -167,6 +164,7 @@ __all__ = [
     "asks_for_data",
     "basis_loops",
     "belongs_to_transform_above",
+    "byte_memory",
     "byte_view",
     "callers_level",
     "captured",
@@ -191,14 +189,12 @@ __all__ = [
     "dtype_of",
     "encode",
     "has_numbers",
-    "dcp_storage_info",
     "abort_group",
     "default_store",
     "destroy_group",
     "did_you_mean",
     "dispatch_modes",
     "donate",
-    "exchange",
     "is_donated",
     "fake_tensors",
     "file_data",
@@ -210,7 +206,6 @@ __all__ = [
     "in_selective_checkpoint",
     "inductor",
     "io_memory",
-    "is_cached",
     "is_compiled_in_place",
     "is_fake",
     "is_dtensor",
@@ -262,7 +257,6 @@ __all__ = [
     "store_for_thread",
     "store_is_gone",
     "table",
-    "tensor_pickle",
     "tensors_in",
     "transform_level",
     "transforms_active",

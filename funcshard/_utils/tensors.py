@@ -9,6 +9,7 @@ raises an error when it is read.
 from __future__ import annotations
 
 import copy
+import ctypes
 import dataclasses
 import operator
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -27,6 +28,14 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # Why not view(-1): one element is contiguous with any stride, and torch sees bytes at stride 1.
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+
+
+def byte_memory(tensor: torch.Tensor, begin: int = 0) -> Any:
+    """Return the bytes of a contiguous CPU tensor from ``begin`` on, as memory to read or to fill.
+
+    The tensor has to outlive it.
+    """
+    return (ctypes.c_char * (tensor.nbytes - begin)).from_address(tensor.data_ptr() + begin)
 
 
 def cast_tree(x: Any, dtype: torch.dtype) -> Any:

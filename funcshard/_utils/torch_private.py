@@ -695,16 +695,7 @@ def callers_level() -> int:
     return level
 
 
-# --- checkpoints of torch.distributed, and CUDA ---------------------------------------------------
-
-
-def dcp_storage_info() -> Any:
-    """Return the class in which ``torch.distributed.checkpoint`` stores a tensor's file and offset.
-
-    It belongs to the file storage of that package.
-    """
-    # Why not at the top of this file: importing the package takes a second.
-    return private("torch.distributed.checkpoint.filesystem._StorageInfo", "fs.save")
+# --- CUDA -------------------------------------------------------------------------------------
 
 
 def cuda_sleep(cycles: int) -> None:

@@ -1,29 +1,27 @@
-"""Files that are written and read once, in blocks that need not pass through the page cache.
+"""Files that are written once, in blocks that need not pass through the page cache.
 
 A checkpoint is read rarely, and then often by another process or machine. A page of the cache costs
 a page fault and a copy for every 4 KiB, and takes memory from training. So large files are written
-and read with O_DIRECT where the system and the file system have it, in blocks of memory that are
-used again. A thread writes one block while the next one is filled, and reads one block ahead.
+with O_DIRECT where the system and the file system have it, in blocks of memory that are used again.
+A thread writes one block while the next one is filled.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
 import threading
 import zlib
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
 import torch
 
-from funcshard._utils import byte_view, io_memory, is_cached, open_regular
+from funcshard._utils import byte_view, io_memory
 
 BLOCK = 4 << 20  # bytes; on one NVMe disk, 1 MiB was 15 % slower and 16 MiB 40 %
-# Bytes that are copied, and then summed up while they are still in the processor's cache.
-HOT = 512 << 10
+# Bytes that have one checksum: they are summed up while they are still in the processor's cache.
+CHECKED = 512 << 10
 _PAGE = 4096  # O_DIRECT takes offsets and sizes in multiples of it
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 
@@ -68,17 +66,20 @@ class BlockWriter:
             remaining = remaining[size:]
             self._added(size)
 
-    def write_tensor(self, data: torch.Tensor) -> int:
-        """Add the elements of a tensor to the file, and return the CRC-32 of their bytes."""
-        checksum, done, source = 0, 0, byte_view(data)
+    def write_tensor(self, data: torch.Tensor) -> list[int]:
+        """Add the elements of a tensor, and return the CRC-32 of every ``CHECKED`` bytes."""
+        checksums: list[int] = []
+        done, source = 0, byte_view(data)
         while done < source.numel():
             block = self._block
-            size = min(BLOCK - block.size, source.numel() - done, HOT)
+            begin = done % CHECKED
+            size = min(BLOCK - block.size, source.numel() - done, CHECKED - begin)
             block.bytes[block.size : block.size + size].copy_(source[done : done + size])
-            checksum = zlib.crc32(block.view[block.size : block.size + size], checksum)
+            checksum = checksums.pop() if begin else 0
+            checksums.append(zlib.crc32(block.view[block.size : block.size + size], checksum))
             done += size
             self._added(size)
-        return checksum
+        return checksums
 
     def __enter__(self) -> BlockWriter:
         return self
@@ -176,136 +177,3 @@ def _set_direct(file: int, direct: bool) -> bool:
     except OSError:  # tmpfs, before Linux 6.6
         return False
     return True
-
-
-# --- reading --------------------------------------------------------------------------------------
-
-
-def open_file(path: Path, at: int | None = None) -> int:
-    """Open a file for reading, and return its descriptor.
-
-    Arguments:
-        path: the file.
-        at: descriptor of the folder that holds it. Why not ``path`` then: another folder may have
-            its name meanwhile.
-
-    Raises:
-        ValueError: it is no regular file, but a link or a pipe.
-    """
-    with in_folder(path, at) as name:
-        return open_regular(name, links=False, folder=at)
-
-
-@contextlib.contextmanager
-def in_folder(path: Path, at: int | None) -> Iterator[Path]:
-    """Give the path of a file from the folder ``at`` on, and put that folder before errors."""
-    try:
-        yield path if at is None else Path(path.name)
-    except ValueError as error:
-        raise error if at is None else ValueError(f"{path.parent}{os.sep}{error}") from None
-
-
-def read_ranges(
-    path: Path, ranges: Sequence[tuple[int, int]], *, direct: bool = True, at: int | None = None
-) -> Iterator[memoryview]:
-    """Yield the bytes of parts of a file in turn, in views of memory that is used again.
-
-    A view holds these bytes until the next one is asked for. Parts of the file that are in the page
-    cache are read from there.
-
-    Arguments:
-        path: the file.
-        ranges: first and last position, as ``range`` has them, of each part.
-        direct: whether the rest is read past the page cache; not if several processes of one
-            machine read the same parts.
-        at: as in ``open_file``.
-
-    Raises:
-        EOFError: the file ends earlier.
-        ValueError: it is no regular file, but a link or a pipe.
-    """
-    pieces = list(_pieces(ranges))
-    with open(open_file(path, at), "rb", buffering=0) as file:
-        if sum(end - begin for begin, end in pieces) <= BLOCK:
-            block = _Block(max((end - begin for begin, end in pieces), default=1))
-            for begin, end in pieces:
-                _read(file.fileno(), -1, block.view, begin, end)
-                yield block.view[: end - begin]
-            return
-        yield from _read_ahead(path, at, file.fileno(), pieces, direct)
-
-
-def _pieces(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Join parts that follow each other, and cut them into blocks that begin at pages."""
-    joined: list[tuple[int, int]] = []
-    for begin, end in ranges:
-        if joined and begin == joined[-1][1]:
-            joined[-1] = joined[-1][0], end
-        else:
-            joined.append((begin, end))
-    for begin, end in joined:
-        while begin < end:
-            stop = min(begin // _PAGE * _PAGE + BLOCK, end)
-            yield begin, stop
-            begin = stop
-
-
-def _read_ahead(
-    path: Path, at: int | None, file: int, pieces: Sequence[tuple[int, int]], direct: bool
-) -> Iterator[memoryview]:
-    free: queue.SimpleQueue[_Block | None] = queue.SimpleQueue()
-    full: queue.SimpleQueue[_Block | Exception] = queue.SimpleQueue()
-    past = -1
-    if direct and _DIRECT:
-        with contextlib.suppress(OSError):
-            past = os.open(path if at is None else path.name, os.O_RDONLY | _DIRECT, dir_fd=at)
-
-    def run() -> None:
-        for begin, end in pieces:
-            if (block := free.get()) is None:
-                return
-            low = begin // _PAGE * _PAGE
-            try:
-                _read(file, past, block.view, low, end)
-            except Exception as error:
-                full.put(error)
-                return
-            block.begin, block.size = begin - low, end - low
-            full.put(block)
-
-    for _ in range(2):
-        free.put(_Block(BLOCK))
-    thread = threading.Thread(
-        target=run, name=f"{threading.current_thread().name}, blocks", daemon=True
-    )
-    thread.start()
-    try:
-        for _ in pieces:
-            block = full.get()
-            if isinstance(block, Exception):
-                raise block
-            yield block.view[block.begin : block.size]
-            free.put(block)
-    finally:
-        free.put(None)
-        thread.join()
-        if past >= 0:
-            os.close(past)
-
-
-def _read(file: int, past: int, view: memoryview, begin: int, end: int) -> None:
-    """Read ``begin : end`` of a file to the beginning of ``view``.
-
-    ``past`` is the same file, opened with O_DIRECT, or -1.
-    """
-    size = end - begin
-    done = 0
-    if past >= 0 and not is_cached(file, begin, end):
-        # Some file systems open a file for O_DIRECT, and cannot read it so.
-        with contextlib.suppress(OSError):
-            done = os.preadv(past, [view[: -(-size // _PAGE) * _PAGE]], begin)
-    while done < size:
-        read_bytes = os.preadv(file, [view[done:size]], begin + done)
-        if not read_bytes:
-            raise EOFError(f"the file ends at {begin + done}, before {end}")
-        done += read_bytes

@@ -11,22 +11,22 @@ import hashlib
 import io
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from funcshard._utils import check_flag, check_path, open_regular, read_regular
-from funcshard.checkpoint.archives import read_archive
 from funcshard.checkpoint.dcp_metadata import METADATA, Chunk, StoredTensor, read_metadata
 from funcshard.checkpoint.folders import has_our_index
 from funcshard.checkpoint.foreign_folders import foreign_remedy
 from funcshard.checkpoint.optimizer_loading import optimizer_from_state_dict
-from funcshard.checkpoint.pieces import Piece, copy_boxes
+from funcshard.checkpoint.pieces import Piece
+from funcshard.checkpoint.resharding import Run, copy_run, run_in_shard
 from funcshard.comm import Mesh, all_gather_texts
 from funcshard.core import Shards, can_cast, check_mesh, empty_shard, raise_on_every_rank
-from funcshard.plan import Box, BufferPlan, LeafSpec, Plan, boxes, dtype_of, slice_offsets
+from funcshard.plan import BufferPlan, LeafSpec, Plan, dtype_of
 
 _LARGEST = 4 << 30  # bytes of a .metadata
 
@@ -131,8 +131,8 @@ def import_dcp(
         for unit, buffer, leaf in _leaves(plan):
             tensor = stored[_name_in(stored, leaf, prefix)]
             _check(tensor, leaf, buffer, folder, cast)
-            run = shards[unit.name][buffer.key][buffer.part(leaf, mesh.shard.rank).in_shard]
-            _read_run(run, folder, tensor, leaf, buffer, mesh)
+            in_shard, target = run_in_shard(buffer, leaf, mesh.position)
+            _read_run(shards[unit.name][buffer.key][in_shard], target, folder, tensor, leaf)
         for name, old in (buffers or {}).items():
             tensor_or_none = stored.get(prefix + name)
             found_buffers[name] = (
@@ -244,31 +244,17 @@ def _check(
 
 
 def _read_run(
-    run: torch.Tensor,
-    folder: Path,
-    tensor: StoredTensor,
-    leaf: LeafSpec,
-    buffer: BufferPlan,
-    mesh: Mesh,
+    out: torch.Tensor, target: Run, folder: Path, tensor: StoredTensor, leaf: LeafSpec
 ) -> None:
-    """Fill ``run``, this rank's part of a leaf, from the chunks that overlap it."""
-    part = buffer.part(leaf, mesh.shard.rank)
-    origin = slice_offsets(leaf.shape, leaf.cuts, mesh.position)
-    own_boxes = [Box(*corner).moved(origin) for corner in boxes(leaf.shape, part.begin, part.end)]
-    done = 0
+    """Fill ``out``, a run of a leaf, from the chunks that overlap it."""
+    target_boxes, copied_numel = target.boxes(), 0
     for chunk in tensor.chunks:
-        if shared := sum(
-            both.numel for box in own_boxes if (both := box.overlap(chunk.box)) is not None
-        ):
-            values = _load(folder, chunk, tensor)
-            piece = Piece(
-                values.reshape(-1), 0, tensor.shape, 0, tuple(zip(*chunk.box, strict=True))
-            )
-            copy_boxes(run, [piece], leaf, buffer, mesh)
-            done += shared
-    if done != part.numel:
+        if any(box.overlap(chunk.box) for box in target_boxes):
+            values = _load(folder, chunk, tensor).reshape(-1)
+            copied_numel += copy_run(out, target, values, Run(0, values.numel(), chunk.box))
+    if copied_numel != target.numel:
         raise ValueError(
-            f"{folder} holds {done} of {part.numel} needed elements of {leaf.path!r}: it is "
+            f"{folder} holds {copied_numel} of {target.numel} needed elements of {leaf.path!r}: it is "
             "incomplete"
         )
 
@@ -287,13 +273,41 @@ def _load(folder: Path, chunk: Chunk, tensor: StoredTensor) -> torch.Tensor:
     try:
         with open(open_regular(file, links=False), "rb") as opened:
             window = io.BufferedReader(_Window(opened, chunk.offset, chunk.length))
-            return read_archive(window, tensor.dtype, chunk.box.sizes)
+            return _read_archive(window, tensor.dtype, chunk.box.sizes)
     except FileNotFoundError:
         raise ValueError(f"{folder} is incomplete: {chunk.file} is missing") from None
     except ValueError as error:
         raise ValueError(
             f"{file} is damaged: the bytes at {chunk.offset} are not as its metadata says: {error}"
         ) from error
+
+
+def _read_archive(file: IO[bytes], dtype: torch.dtype, sizes: Sequence[int]) -> torch.Tensor:
+    """Return the tensor of an archive of any form that ``torch.save`` writes; run no code of it.
+
+    Raises:
+        ValueError: it is no archive of one dense tensor of this dtype and these sizes.
+    """
+    try:
+        loaded_tensor = torch.load(file, map_location="cpu", weights_only=True)
+    # Errors of any kind: the reader of pickles and zip files raises what it meets.
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"no tensor that torch.save wrote: {reason}") from error
+    if (
+        type(loaded_tensor) not in (torch.Tensor, torch.nn.Parameter)
+        or loaded_tensor.layout != torch.strided
+    ):
+        raise ValueError(f"found a {type(loaded_tensor).__name__} in place of a dense tensor")
+    if (
+        tuple(loaded_tensor.shape) != tuple(sizes)
+        or loaded_tensor.dtype != dtype
+        or loaded_tensor.device.type != "cpu"
+    ):
+        raise ValueError(
+            f"found {tuple(loaded_tensor.shape)} and {loaded_tensor.dtype} in place of {tuple(sizes)} and {dtype}"
+        )
+    return loaded_tensor.detach()
 
 
 class _Window(io.RawIOBase):
@@ -340,19 +354,13 @@ def _optimizer_state(
             if tensor.shape != leaf.whole_shape or not tensor.shape:
                 state.setdefault(leaf.path, {})[last] = _read_whole(folder, tensor)
                 continue
-            part = buffer.part(leaf, mesh.shard.rank)
-            run = torch.empty(part.numel, dtype=tensor.dtype, device="cpu")
-            _read_run(run, folder, tensor, leaf, buffer, mesh)
-            within: Any = ()
-            if leaf.whole_shape != leaf.shape:
-                within = tuple(
-                    zip(
-                        slice_offsets(leaf.shape, leaf.cuts, mesh.position), leaf.shape, strict=True
-                    )
-                )
-            state.setdefault(leaf.path, {})[last] = Piece(
-                run, part.begin, leaf.whole_shape, 0, within
-            )
+            _, target = run_in_shard(buffer, leaf, mesh.position)
+            out = torch.empty(target.numel, dtype=tensor.dtype, device="cpu")
+            _read_run(out, target, folder, tensor, leaf)
+            is_slice = leaf.whole_shape != leaf.shape
+            within: Any = tuple(zip(*target.within, strict=True)) if is_slice else ()
+            piece = Piece(out, target.begin, leaf.whole_shape, 0, within)
+            state.setdefault(leaf.path, {})[last] = piece
     if not state and any(buffer.trainable for _, buffer, _ in _leaves(plan)):
         raise ValueError(
             f"{folder} holds no optimizer state by name, such as "

@@ -1,7 +1,7 @@
-"""Flatten a state into a tree as JSON, named tensors, and the slices of them that this rank stores.
+"""Flatten a state into a tree as JSON, and the named tensors that this rank stores.
 
-``flatten_state`` records a tree of shards by leaf of the *module*, so that no unit, shard or number
-of ranks remains in it. It recognises these trees by their form, under any name in the state:
+``flatten_state`` keeps a tree of shards as it is, because the plan says where each leaf lies in
+it. It recognises these trees by their form, under any name in the state:
 
 - ``{unit: {buffer: tensor}}``, with 1-D tensors of the plan's ``shard_numel``;
 - the same with a container of such tensors below each buffer, as optimizer states have;
@@ -15,37 +15,31 @@ communicates or reads a file. ``unflatten_state`` is the inverse, under the same
 from __future__ import annotations
 
 import dataclasses
-import math
+import itertools
 import re
 import sys
 import zlib
-from collections.abc import Sequence
-from ctypes import c_char
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from funcshard._utils import byte_view, check_not_donated, tree
-from funcshard.checkpoint.metadata import (
+from funcshard._utils import byte_memory, byte_view, check_not_donated, tree
+from funcshard.checkpoint.resharding import turn_of
+from funcshard.checkpoint.stored_state import (
     NO_UNIT,
     FlatState,
     PerRank,
     Plans,
-    TensorMetadata,
-    TensorSlice,
+    Stored,
     TreeSpec,
     buffers_in_tree_order,
     by_entry,
-    child_path,
-    copy_axes,
     find_class,
     join,
-    kind_of,
-    local_axes,
-    stored_name,
 )
-from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_name, dtype_of, position_of
+from funcshard.plan import BufferPlan, Plan, UnitPlan, dtype_name, dtype_of, position_of
 from funcshard.train import TrainState
 
 
@@ -64,19 +58,15 @@ def flatten_state(state: Any, plans: Plans, rank: int, device: str = "cpu") -> F
     """
     structure, leaves = _described(state)
     flat, depth = FlatState(None), 0 if isinstance(plans, Plan) else 1
+    turns = itertools.count()
     specs = [
-        _Flattener(plan, rank, device, flat, leaves).node(node, path, depth)
+        _Flattener(plan, rank, device, flat, turns, leaves).node(node, path, depth)
         for path, node, plan in by_entry(structure, plans)
     ]
     if not isinstance(plans, Plan):
         root_kind, keys, children = structure
         specs = [_container(root_kind, _entries(root_kind, keys, len(children), ""), keys, specs)]
-    flat = dataclasses.replace(flat, spec=specs[0])
-    for name in flat.tensors:  # a local tensor, ``name``, is stored as ``name@index``
-        first, _, index = name.rpartition("@")
-        if first in flat.tensors and index.isdecimal() and local_axes(flat.tensors[first].kind):
-            raise _two_of(name)
-    return flat
+    return dataclasses.replace(flat, spec=specs[0])
 
 
 # Dtypes below a byte and quantized ones, which torch can hold and neither copy nor write.
@@ -113,6 +103,7 @@ class _Flattener:
     rank: int
     device: str
     flat: FlatState
+    turns: Iterator[int]
     leaves: Sequence[Any] = ()
     in_per_rank: bool = False
 
@@ -154,11 +145,11 @@ class _Flattener:
         entries = _entries(node_kind, meta, len(children), path)
         in_optimizer |= node_kind == "namedtuple" and meta.startswith("torchopt.")
         if lists and not in_optimizer:
-            raise _undecided(child_path(path, entries[min(lists)]))
+            raise _undecided(join(path, entries[min(lists)]))
         is_state = node_kind == "namedtuple" and find_class(meta) is TrainState
         inner = []
         for i, (child, entry) in enumerate(zip(children, entries, strict=True)):
-            below = child_path(path, entry)
+            below = join(path, entry)
             if i in lists:
                 inner.append(self._listed_shards(child, below, lists[i]))
             else:
@@ -201,32 +192,17 @@ class _Flattener:
         # Why they count as containers: a PerRank in a PerRank is walked by recursion too.
         if depth == tree.DEEPEST:
             raise ValueError(tree.too_deep(path, "containers and PerRank values inside each other"))
-        inner = _Flattener(self.plan, self.rank, self.device, self.flat, in_per_rank=True)
+        inner = dataclasses.replace(self, in_per_rank=True)
         structure, inner.leaves = _described(value.value, path, depth + 1)
         self.flat.rank_specs.append(inner.node(structure, path, depth + 1))
         return ["rank", len(self.flat.rank_specs) - 1]
 
     def _whole(self, value: torch.Tensor, name: str, label: str) -> TreeSpec:
         """Add a tensor that is the same on every rank, or, in a ``PerRank``, this rank's own."""
-        flat = value.detach().reshape(-1)
-        stored_kind, stored = (
-            ("rank", f"{name}@{self.rank}") if self.in_per_rank else ("whole", name)
-        )
-        self._add(
-            stored,
-            TensorMetadata(
-                tuple(value.shape),
-                dtype_name(value.dtype),
-                stored_kind,
-                self._on_mesh(value),
-                label,
-            ),
-        )
-        if not self.in_per_rank:
-            self.flat.checksums[stored] = _checksum(flat)
-        if self.in_per_rank or self.rank == 0:
-            self._add_slice(stored, 0, flat)
-        return ["tensor", stored]
+        if self.in_per_rank:
+            return self._add(value, name, "rank", label)
+        self.flat.checksums[name] = _checksum(value.detach().reshape(-1))
+        return self._add(value, name, "whole", label, stores=self.rank == 0)
 
     # --- trees of shards --------------------------------------------------------------------------
 
@@ -252,22 +228,19 @@ class _Flattener:
         )
 
     def _shards(self, structure: tree.Structure, path: str) -> TreeSpec:
-        shard_nodes, absent = [], []
+        nodes, units = [], self.plan.units
         for name, child in zip(structure[1], structure[2], strict=True):
-            unit = self.plan.units[name]
+            unit = units[name]
             if child is None:
-                absent += [[leaf.path, NO_UNIT] for leaf in unit.leaves]
+                nodes += [[name, buffer.key, NO_UNIT] for buffer in unit.buffers]
                 continue
             buffers = {buffer.key: buffer for buffer in unit.buffers}
-            shard_nodes += [
-                (unit, buffers[key], inner) for key, inner in zip(child[1], child[2], strict=True)
+            nodes += [
+                [name, key, self._below(inner, path, "", unit, buffers[key])]
+                for key, inner in zip(child[1], child[2], strict=True)
             ]
         every_unit = len(structure[1]) == len(self.plan.unit_list)
-        return [
-            "shards",
-            "every unit" if every_unit else "some units",
-            self._by_leaf(shard_nodes, path) + absent,
-        ]
+        return ["shards", "every unit" if every_unit else "some units", nodes]
 
     def _lists_of_shards(
         self, children: Sequence[tree.Structure]
@@ -304,70 +277,46 @@ class _Flattener:
     def _listed_shards(
         self, structure: tree.Structure, path: str, order: list[tuple[UnitPlan, BufferPlan]]
     ) -> TreeSpec:
-        buffer_nodes = [
-            (unit, buffer, inner) for (unit, buffer), inner in zip(order, structure[2], strict=True)
+        nodes = [
+            [unit.name, buffer.key, self._below(inner, path, "", unit, buffer)]
+            for (unit, buffer), inner in zip(order, structure[2], strict=True)
         ]
-        return ["shards", structure[0], self._by_leaf(buffer_nodes, path)]
-
-    def _by_leaf(
-        self, found: list[tuple[UnitPlan, BufferPlan, tree.Structure]], path: str
-    ) -> list[Any]:
-        return [
-            [leaf.path, self._below(inner, path, "", unit, buffer, leaf)]
-            for unit, buffer, inner in found
-            for leaf in buffer.leaves
-        ]
+        return ["shards", structure[0], nodes]
 
     def _below(
-        self,
-        structure: tree.Structure,
-        prefix: str,
-        suffix: str,
-        unit: UnitPlan,
-        buffer: BufferPlan,
-        leaf: LeafSpec,
+        self, structure: tree.Structure, top: str, suffix: str, unit: UnitPlan, buffer: BufferPlan
     ) -> TreeSpec:
-        """Return the spec of the node below a buffer, as one of the buffer's leaves has it.
-
-        Arguments:
-            structure: the node.
-            prefix: path of the tree of shards.
-            suffix: path of the node below the buffer.
-            unit: the buffer's unit.
-            buffer: the buffer.
-            leaf: the leaf.
-        """
+        """Return the spec of the node at ``suffix`` below a buffer of the shards at ``top``."""
         if structure is None:
             return None
         if not isinstance(structure, int):
             node_kind, meta, children = structure
             entries = _entries(
-                node_kind, meta, len(children), join(prefix, unit.name, buffer.key, suffix)
+                node_kind, meta, len(children), join(top, unit.name, buffer.key, suffix)
             )
             below = [
-                self._below(child, prefix, join(suffix, str(entry)), unit, buffer, leaf)
+                self._below(child, top, join(suffix, entry), unit, buffer)
                 for child, entry in zip(children, entries, strict=True)
             ]
             return _container(node_kind, entries, meta, below)
-        value, name = self.leaves[structure], join(prefix, leaf.path, suffix)
+        value, name = self.leaves[structure], join(top, unit.name, buffer.key, suffix)
         if isinstance(value, PerRank):
-            where = join(prefix, unit.name, buffer.key, suffix)
             raise TypeError(
-                f"{where!r} of the state is a PerRank inside a tree of shards, which no other plan "
+                f"{name!r} of the state is a PerRank inside a tree of shards, which no other plan "
                 "could cut: store the shard itself, because every rank stores its own, or put the "
                 "PerRank beside the tree"
             )
         if not isinstance(value, torch.Tensor):
             return self._leaf(value, name)
         if _fits(value, buffer):
-            return self._sharded(value, name, join(prefix, "*", suffix), unit, buffer, leaf)
+            return self._shard(value, name, join(top, "*", suffix), unit, buffer)
         if (
             value.ndim == 1
             and not suffix
             and not (value.numel() == 1 and not value.is_floating_point())
         ):
             raise ValueError(
-                f"shard {buffer.key!r} of unit {unit.title!r} at {prefix!r} of the state must have "
+                f"shard {buffer.key!r} of unit {unit.title!r} at {top!r} of the state must have "
                 f"{buffer.shard_numel} elements under the plan; found {value.numel()}: pass the "
                 "plan that made it. For the state of muon, which is kept by name, save "
                 "optimizer_to_state_dict(opt_state, optimizer, plan, mesh) instead"
@@ -379,69 +328,55 @@ class _Flattener:
             and not suffix
         ):
             raise ValueError(
-                f"shard {buffer.key!r} of unit {unit.title!r} at {prefix!r} of the state must have "
+                f"shard {buffer.key!r} of unit {unit.title!r} at {top!r} of the state must have "
                 f"the shape ({buffer.shard_numel},); found {tuple(value.shape)}, a stack of the "
                 "shards of several models: save a list of trees of shards, one for each model, "
                 f"{{unit: {{buffer: stack[i]}}}}"
             )
-        return self._whole(value, name, join(prefix, "*", suffix))
+        return self._whole(value, name, join(top, "*", suffix))
 
-    def _sharded(
-        self,
-        value: torch.Tensor,
-        name: str,
-        label: str,
-        unit: UnitPlan,
-        buffer: BufferPlan,
-        leaf: LeafSpec,
+    def _shard(
+        self, value: torch.Tensor, name: str, label: str, unit: UnitPlan, buffer: BufferPlan
     ) -> TreeSpec:
-        """Add one leaf of a shard; this rank stores its part if it is this rank's turn."""
-        leaf_kind = kind_of(buffer)
-        on_mesh = True if unit.offload else self._on_mesh(value)
-        self._add(
-            name,
-            TensorMetadata(
-                leaf.shape, dtype_name(value.dtype), leaf_kind, on_mesh, label, leaf.cuts
-            ),
-        )
-        position = position_of(self.rank, self.plan.mesh_axes)
-        part = buffer.part(leaf, position["shard"])
-        # Why turns: several ranks hold copies of the same slice, and one of them stores it. The
-        # leaf's index chooses which one, so that these ranks share the writing.
-        axes = copy_axes(buffer, self.plan.mesh_axes)
-        turn = position_of(leaf.index % math.prod(axes.values()), axes)
-        if part.numel and all(position[axis] == index for axis, index in turn.items()):
-            stored = stored_name(name, leaf_kind, position, self.plan.mesh_axes)
-            self._add_slice(stored, part.begin, value.detach()[part.in_shard])
-        return ["tensor", name]
+        """Add a shard; of the ranks with copies of it, one stores it."""
+        axes, turn = self.plan.mesh_axes, next(self.turns)
+        position = position_of(self.rank, axes)
+        stores = all(position[axis] == at for axis, at in turn_of(turn, buffer, axes).items())
+        return self._add(value, name, "shard", label, stores, turn, offload=unit.offload)
 
     # --- tensors ----------------------------------------------------------------------------------
 
-    def _on_mesh(self, value: torch.Tensor) -> bool:
+    def _add(
+        self,
+        value: torch.Tensor,
+        name: str,
+        kind: str,
+        label: str,
+        stores: bool = True,
+        turn: int = 0,
+        *,
+        offload: bool = False,
+    ) -> TreeSpec:
+        if name in self.flat.stored:
+            raise ValueError(
+                f"two tensors of the state would be stored as {name!r}; rename one of the keys "
+                "above them"
+            )
         # Why a PerRank on a CPU mesh counts as a CPU tensor: its random state must stay on the CPU
         # when it is restored on a CUDA mesh.
-        return value.device.type == self.device and not (self.in_per_rank and self.device == "cpu")
-
-    def _add(self, name: str, metadata: TensorMetadata) -> None:
-        if name in self.flat.tensors:
-            raise _two_of(name)
-        self.flat.tensors[name] = metadata
-
-    def _add_slice(self, name: str, begin: int, flat: torch.Tensor) -> None:
-        if flat.numel():
-            self.flat.slices.append(TensorSlice(name, begin, flat))
+        on_cpu_mesh = self.in_per_rank and self.device == "cpu"
+        on_mesh = offload or (value.device.type == self.device and not on_cpu_mesh)
+        shape, dtype = tuple(value.shape), dtype_name(value.dtype)
+        self.flat.stored[name] = Stored(kind, dtype, shape, on_mesh, label, turn)
+        if stores:
+            self.flat.tensors[name] = value.detach().reshape(-1)
+        return ["tensor", name]
 
 
 def _plain(value: Any) -> Any:
     """Return a number of NumPy, such as the mean of an array, as one of Python."""
     numpy = sys.modules.get("numpy")  # which this library doesn't need
     return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
-
-
-def _two_of(name: str) -> ValueError:
-    return ValueError(
-        f"two tensors of the state would be stored as {name!r}; rename one of the keys above them"
-    )
 
 
 def _undecided(path: str) -> ValueError:
@@ -518,4 +453,4 @@ def _is_json(value: Any) -> bool:
 
 def _checksum(flat: torch.Tensor) -> int:
     data = byte_view(flat.cpu())
-    return zlib.crc32((c_char * data.numel()).from_address(data.data_ptr())) if data.numel() else 0
+    return zlib.crc32(byte_memory(data)) if data.numel() else 0

@@ -1,98 +1,61 @@
-"""Checkpoints as folders: publish one under its name, find and remove them, all safe from crashes.
+"""The folder of a checkpoint: its names, its lock, and how a save becomes the checkpoint.
 
-A folder is a complete checkpoint from the moment its index is in it and it has its final name:
+The names of the files of a save begin with its token. The save writes them beside the files of the
+checkpoint that it replaces, and ``os.replace`` of the index makes them the checkpoint. So at any
+moment the folder holds the old checkpoint, the new one, or, before the first index, none:
 
-- ``.NAME.TOKEN.part`` is being written or removed, or was when its process was killed;
-- ``NAME`` is complete;
-- ``.NAME.TOKEN.old`` is the checkpoint that ``NAME`` replaces, where the system cannot exchange two
-  names. It counts as ``NAME`` while no folder of that name exists;
-- ``.NAME.saving`` is the file of the lock that the process holds which saves to ``NAME``.
+- ``index.json`` names the save whose files are the checkpoint;
+- ``TOKEN-RANK.safetensors`` and ``TOKEN-RANK.json`` are the files of a rank;
+- ``TOKEN.part`` and ``TOKEN-RANK.part`` are being written, or were when their process was killed;
+- ``TOKEN-RANK.failed`` tells rank 0 that a rank could not write its part;
+- ``.lock`` is locked by the process that saves, and the system unlocks it when that ends.
 """
 
 from __future__ import annotations
 
 import contextlib
-import glob
 import os
 import re
-import secrets
 import shutil
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from funcshard._utils import exchange, open_regular
-from funcshard.checkpoint.dcp_metadata import METADATA
-from funcshard.checkpoint.path_lock import PathLock, name_of_lock, take, take_soon
+from filelock import FileLock, Timeout
 
-INDEX, SIZES = "index.json", "sizes.json"
-FORMAT, OLD_FORMAT = "funcshard.checkpoint/2", "funcshard.checkpoint/1"
+from funcshard._utils import open_regular
+from funcshard.checkpoint.rank_files import FORMAT, INDEX
 
-# Of ``.NAME.TOKEN.part``: a rank that cannot even say that it failed adds its number to the token.
-_ASIDE = re.compile(r"\.(?P<name>.+)\.([0-9a-f]+(-\d+)?|deleted)\.(part|old)")
+LOCK = ".lock"
+
+# Number of times that a reader or a lock begins again if another process replaces what it found.
+TRIES = 20
+
+_OF_A_SAVE = re.compile(r"(?P<save>[0-9a-f]{8})(-\d+)?\.(safetensors|json|part|failed)")
 
 
 def folders(folder: Path) -> list[Path]:
     """Return the paths of the checkpoints in a folder, sorted by name."""
     if not folder.is_dir():
         return []
-    # Why the names of folders aside too: one of them may get its final name while this one lists.
-    names = {
-        name if not name.startswith(".") else _final_name(Path(name)) for name in os.listdir(folder)
-    }
-    return [path for name in sorted(names) if name and _has_index(path := folder / name)]
+    return [path for path in sorted(folder.iterdir()) if path.name[0] != "." and _has_index(path)]
 
 
 def _has_index(path: Path) -> bool:
     """Return whether a folder has an index, or may have one that this process may not see."""
     try:
-        # Why twice: what locate has found may get its final name before it is looked at.
-        return any((locate(path) / INDEX).exists() for _ in range(2))
+        return (path / INDEX).exists()
     except PermissionError:
         return True
 
 
-def locate(path: str | os.PathLike[str]) -> Path:
-    """Return the folder of a checkpoint: ``path``, or its ``.old`` folder after a crash."""
-    path = Path(path).absolute()
-    if not path.exists():
-        aside = [
-            leftover
-            for leftover in leftovers(path)
-            if leftover.suffix == ".old" and (leftover / INDEX).exists()
-        ]
-        return aside[0] if aside and not path.exists() else path
-    return path
-
-
-def leftovers(path: Path) -> list[Path]:
-    """Return the folders aside that saves to this path, running or interrupted, have beside it."""
-    name = glob.escape(path.name)
-    beside = [*path.parent.glob(f".{name}.*.part"), *path.parent.glob(f".{name}.*.old")]
-    return [leftover for leftover in beside if _final_name(leftover) == path.name]
-
-
-def begin_save(path: Path, token: str) -> PathLock | None:
-    """Take the lock of a path, and make the folder aside that its ranks write into.
-
-    Returns:
-        The lock, or ``None`` if another save has it.
-
-    Raises:
-        OSError: the folder or the lock's file cannot be made.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if (lock := take_soon(path)) is None:
-        return None
+def has_our_index(folder: Path) -> bool:
+    """Return whether a folder holds the index of a checkpoint."""
     try:
-        part_of(path, token).mkdir()
-    except OSError:
-        lock.release()
-        raise
-    return lock
-
-
-def part_of(path: Path, token: str) -> Path:
-    """Return the folder aside of one save to a path."""
-    return path.with_name(f".{path.name}.{token}.part")
+        with open(open_regular(folder / INDEX, links=False), "rb") as opened:
+            return FORMAT.encode() in opened.readline(1000)
+    except (OSError, ValueError):
+        return False
 
 
 def check_replaceable(path: Path) -> None:
@@ -107,12 +70,8 @@ def check_replaceable(path: Path) -> None:
         obstacle = "a link"
     elif path.is_file():
         obstacle = "a file"
-    elif path.is_dir() and not has_our_index(path):
-        names: list[str] = []
-        # Another process may rename it just now, to publish its own.
-        with contextlib.suppress(FileNotFoundError):
-            names = _foreign(path) or _unproved(path)
-        obstacle = f"a folder that holds {names[0]!r}" if names else ""
+    elif path.is_dir() and not has_our_index(path) and (names := foreign_names(path)):
+        obstacle = f"a folder that holds {names[0]!r}"
     if obstacle:
         raise ValueError(
             f"path must be free, or name a checkpoint, which is then replaced; found {obstacle} at "
@@ -120,106 +79,85 @@ def check_replaceable(path: Path) -> None:
         )
 
 
-def publish(part: Path, path: Path) -> None:
-    """Rename the written folder ``part`` to ``path``, and delete the checkpoint it replaces.
-
-    Files of yours in that checkpoint's folder, such as a configuration, move to the new one.
-    """
-    sync(part)
-    # Why again: another program may have written there since the save began.
-    check_replaceable(path)
-    replaced = None
-    if not path.exists():
-        os.rename(part, path)
-    elif exchange(part, path):
-        replaced = part
-    else:
-        replaced = part.with_suffix(".old")
-        os.rename(path, replaced)
-        os.rename(part, path)
-    sync(path.parent)
-    if replaced is not None:
-        with contextlib.suppress(OSError):  # it is published; the next save removes what is left
-            for name in _foreign(replaced):
-                if not (path / name).exists():
-                    os.rename(replaced / name, path / name)
-            remove(replaced)
+def foreign_names(folder: Path) -> list[str]:
+    """Return the names in a folder that no unfinished save leaves there."""
+    names = sorted(os.listdir(folder))
+    return [name for name in names if name != LOCK and not _OF_A_SAVE.fullmatch(name)]
 
 
-def remove(path: Path) -> None:
-    """Delete a checkpoint, or a folder aside.
+def begin_save(path: Path, save: str) -> FileLock | None:
+    """Make the folder of a checkpoint, and take its lock; return ``None`` if another save has it.
 
     Raises:
-        OSError: the folder cannot be renamed; it may be gone.
+        OSError: the folder or a file cannot be made.
     """
-    delete(set_aside(path))
+    for _ in range(TRIES):
+        path.mkdir(parents=True, exist_ok=True)
+        # Why half a second: a save that deletes old checkpoints has the lock for a moment.
+        lock = FileLock(path / LOCK, timeout=0.5, thread_local=False)
+        try:
+            lock.acquire()
+            (path / f"{save}.part").touch()
+        except Timeout:
+            return None
+        except OSError as error:
+            lock.release()
+            if isinstance(error, FileNotFoundError):  # that save has deleted the folder just now
+                continue
+            discard(path, save)
+            raise
+        return lock
+    raise FileNotFoundError(path)
 
 
-def set_aside(path: Path) -> Path:
-    """Give a checkpoint or a folder aside a new name as a folder aside, and return it.
-
-    Why before it is deleted: nothing is deleted then that gets its final name meanwhile.
-    """
-    final = path.with_name(_final_name(path) or path.name)
-    aside = part_of(final, secrets.token_hex(4))
-    os.rename(path, aside)
-    return aside
-
-
-def delete(aside: Path) -> None:
-    """Delete a folder aside, its index first, so that no reader takes the rest for a checkpoint.
-
-    Why ``.metadata`` next: without our files beside it, it marks a checkpoint of another program.
-    """
-    for name in (INDEX, METADATA):
-        with contextlib.suppress(OSError):
-            (aside / name).unlink()
-    shutil.rmtree(aside, ignore_errors=True)
+def publish(path: Path, save: str) -> None:
+    """Make the files of a save the checkpoint; its index is in ``SAVE.part``."""
+    check_replaceable(path)  # again: another program may have written there since the save began
+    sync(path)
+    os.replace(path / f"{save}.part", path / INDEX)
+    sync(path)
+    sync(path.parent)
+    remove_files(path, lambda other: other != save)
 
 
-def remove_leftovers(path: Path, lock: PathLock, *, own: str, others: bool) -> None:
-    """Delete the folders that saves left whose process has died.
-
-    Arguments:
-        path: the path of the save that is running.
-        lock: its lock.
-        own: the token of that save.
-        others: whether to delete those of other paths in the same folder too.
-    """
-    if not lock.certain:
-        return
-    dead = _dead(path, [leftover for leftover in leftovers(path) if f".{own}" not in leftover.name])
-    dead_by_name: dict[str, list[Path]] = {}
-    for leftover in path.parent.iterdir() if others else ():
-        if final := _final_name(leftover):
-            dead_by_name.setdefault(final, []).append(leftover)
-        elif final := name_of_lock(leftover):  # which goes when it is taken and released
-            dead_by_name.setdefault(final, [])
-    for final in dead_by_name.keys() - {path.name}:
-        with contextlib.suppress(OSError):  # such as the lock of another user, which stays
-            # If we can take the lock, no save to that path is running.
-            if (taken := take(path.with_name(final))) is not None:
-                dead += _dead(taken.path, dead_by_name[final])
-                taken.release()  # before the folders are deleted, because a save to that path may begin
-    for leftover in dead:
-        delete(leftover)
+def remove_files(path: Path, is_dead: Callable[[str], bool]) -> None:
+    """Delete the files of the saves in a folder that ``is_dead`` is true of."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(path):
+            match = _OF_A_SAVE.fullmatch(name)
+            if match and is_dead(match["save"]):
+                with contextlib.suppress(OSError):
+                    (path / name).unlink()
 
 
-def _dead(path: Path, left: list[Path]) -> list[Path]:
-    """Set the folders aside of a path, whose lock is held, aside once more; return their names."""
-    dead_folders = []
-    for leftover in left:
-        # Why not an ``.old`` one without a folder of its final name: it is the checkpoint.
-        with contextlib.suppress(OSError):
-            if (leftover.suffix == ".part" or path.exists()) and not _foreign(leftover):
-                dead_folders.append(set_aside(leftover))
-    return dead_folders
+def discard(path: Path, save: str) -> None:
+    """Delete the files of a save that failed, and the folder if it holds no other one."""
+    remove_files(path, lambda other: other == save)
+    remove_unfinished(path)
+    with contextlib.suppress(OSError):  # if the disk had no room for a lock
+        path.rmdir()
 
 
-def discard(part: Path) -> None:
-    """Delete the folder of a save that failed, under any name that a rank of it gave to it."""
-    for folder in [part, *part.parent.glob(f"{glob.escape(part.stem)}-*.part")]:
-        shutil.rmtree(folder, ignore_errors=True)
+def remove_unfinished(path: Path) -> None:
+    """Delete a folder that holds files of killed saves and no index, unless a save is running."""
+    with contextlib.suppress(OSError), locked(path):
+        if not _has_index(path) and not foreign_names(path):
+            delete(path)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a checkpoint; raise ``OSError`` if a save is running or there is no lock."""
+    if not (path / LOCK).exists():
+        raise FileNotFoundError(path / LOCK)
+    with FileLock(path / LOCK, timeout=0, thread_local=False):
+        yield
+
+
+def delete(path: Path) -> None:
+    """Delete a checkpoint, its index first, so that no reader takes the rest for one."""
+    (path / INDEX).unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def sync(folder: Path) -> None:
@@ -231,48 +169,6 @@ def sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def has_our_index(folder: Path) -> bool:
-    """Return whether a folder holds the index of a checkpoint."""
-    return _is_ours(folder / INDEX)
-
-
-def _is_ours(file: Path) -> bool:
-    """Return whether a text file is one that this library wrote into a checkpoint."""
-    try:
-        with open(open_regular(file, links=False), "rb") as opened:
-            first = opened.readline(1000)
-            return FORMAT.encode() in first or OLD_FORMAT.encode() in first
-    except (OSError, ValueError):
-        return False
-
-
-def _foreign(folder: Path) -> list[str]:
-    """Return the names in a folder that no part of a checkpoint has, even one deleted in part."""
-    names = os.listdir(folder)
-    own_names = (INDEX, SIZES, METADATA, f"{METADATA}.tmp")
-    foreign = sorted(
-        name for name in names if name not in own_names and not _OF_A_RANK.fullmatch(name)
-    )
-    # Why .metadata alone: torch.distributed.checkpoint gives its files the names of ours.
-    return foreign or [METADATA] * (
-        METADATA in names and not any(_TEXT.fullmatch(name) for name in names)
-    )
-
-
-def _unproved(folder: Path) -> list[str]:
-    """Return the names in a folder without an index, unless a text file there is ours.
-
-    Our names alone prove nothing: other programs write an ``index.json``, or ``__0_0.distcp``.
-    """
-    names = sorted(os.listdir(folder))
-    return [] if any(_TEXT.fullmatch(name) and _is_ours(folder / name) for name in names) else names
-
-
-_TEXT = re.compile(r"index\.json|sizes\.json|__\d+_0\.json")
-_OF_A_RANK = re.compile(r".*\.distcp|__.*_0\.json|\.report\.\d+|failed\.\d+")
-
-
-def _final_name(path: Path) -> str:
-    """Return the final name of a folder aside, ``.NAME.TOKEN.old`` -> ``NAME``, or ``""``."""
-    name_match = _ASIDE.fullmatch(path.name)
-    return name_match["name"] if name_match else ""
+def pause(attempt: int) -> None:
+    """Wait before the next try, longer each time: 1 ms, 2 ms, up to 0.1 s."""
+    time.sleep(min(0.001 * 2**attempt, 0.1))

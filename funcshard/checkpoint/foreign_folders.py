@@ -1,10 +1,14 @@
-"""Tell which library wrote a folder that is no checkpoint of this one, by the names in it."""
+"""Tell which library wrote a folder that is not as expected, and how to read it."""
 
 from __future__ import annotations
 
-import os
+import fnmatch
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from funcshard._utils import file_data, read_regular
+from funcshard.checkpoint.folders import foreign_names, has_our_index
 
 _SHARDS = "shards = from_state_dict(state_dict, plan, mesh)"
 
@@ -35,7 +39,7 @@ _LIBRARIES: tuple[tuple[str, Callable[[set[str]], bool], str], ...] = (
     ),
     (
         "torch.distributed.checkpoint",
-        lambda names: ".metadata" in names and "sizes.json" not in names,  # save writes both
+        lambda names: ".metadata" in names,
         ("import_dcp(path, plan, mesh) reads the parameters and the optimizer state of such a "
         "checkpoint"),
     ),
@@ -58,11 +62,8 @@ _LIBRARIES: tuple[tuple[str, Callable[[set[str]], bool], str], ...] = (
 )  # fmt: skip
 
 
-def foreign_remedy(folder: Path | int) -> str:
+def foreign_remedy(folder: Path) -> str:
     """Return which other library wrote a folder and how to read it; ``""`` if that is unknown.
-
-    Arguments:
-        folder: the folder, or its descriptor.
 
     Example:
         >>> import tempfile
@@ -72,10 +73,58 @@ def foreign_remedy(folder: Path | int) -> str:
         'it looks like a checkpoint of Lightning'
     """
     try:
-        names = set(os.listdir(folder))
+        names = set(foreign_names(folder))
     except OSError:
         return ""
     for library, fits, remedy in _LIBRARIES:
         if fits(names):
             return f"it looks like a checkpoint of {library}: {remedy}"
     return ""
+
+
+def what_it_holds(folder: Path) -> str:
+    """Return the end of an error about a folder: the files that it holds, and what to do."""
+    names = sorted(path.name for path in folder.iterdir())
+    cls = _architecture(_json(folder / "config.json"))
+    if "adapter_config.json" in names:
+        base = _json(folder / "adapter_config.json").get("base_model_name_or_path")
+        return (
+            f"it holds an adapter of peft{f' for {base!r}' if base else ''}, and not the model "
+            "under it: to go on training the adapter, give peft.PeftModel.from_pretrained(model, "
+            "folder, is_trainable=True) to make_functional; for one model, call its "
+            "merge_and_unload().save_pretrained(another_folder)"
+        )
+    if has_our_index(folder):
+        return "save wrote this checkpoint: restore(path, plan, mesh) reads it"
+    if "snapshots" in names:
+        return "it is a cache of the hub: pass the folder that huggingface_hub.snapshot_download(name) returns"
+    ways = {
+        "*.gguf": "from_pretrained(folder, gguf_file={!r})",
+        "pytorch_model*": "from_pretrained(folder)",
+    }
+    for pattern, remedy in ways.items():
+        if matching_names := fnmatch.filter(names, pattern):
+            return (
+                f"it holds {matching_names[0]!r}, which is not in the safetensors format: write it so with "
+                f"transformers, as in {cls}.{remedy.format(matching_names[0])}.save_pretrained(another_folder)"
+            )
+    if matching_names := fnmatch.filter(names, "*.safetensors"):
+        return f"it holds {matching_names[0]!r}: pass the path of this file to import_safetensors, with a plan of the model"
+    if foreign := foreign_remedy(folder):
+        return foreign
+    return f"it holds {names[:3]}" if names else "it is empty"
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """Return what a file says, or nothing if it is absent or damaged."""
+    try:
+        json_data = file_data.parse(read_regular(file, most=1 << 20))
+    except (OSError, ValueError):
+        return {}
+    return json_data if isinstance(json_data, dict) else {}
+
+
+def _architecture(config: dict[str, Any]) -> str:
+    """Return the name of a model's class in transformers, or a likely one."""
+    names = config.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else "AutoModelForCausalLM"

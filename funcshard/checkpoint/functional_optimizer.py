@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from funcshard.checkpoint.metadata import buffers_in_tree_order, child_path
+from funcshard.checkpoint.stored_state import buffers_in_tree_order, join
 from funcshard.plan import Plan
 from funcshard.train import trainable_buffers
 
@@ -40,7 +40,7 @@ def partition_state(state: Any, plan: Plan) -> tuple[dict[str, ByBuffer], dict[s
             per_shard[path] = values
         elif _is_container(node):
             for key, child in _children(node):
-                visit(child, child_path(path, key))
+                visit(child, join(path, key))
         elif node is not None:
             others[path] = node
 
@@ -71,7 +71,7 @@ def combine_state(
             ]
         if not _is_container(node):
             return others.get(path, node)
-        children = [visit(child, child_path(path, key)) for key, child in _children(node)]
+        children = [visit(child, join(path, key)) for key, child in _children(node)]
         if isinstance(node, tuple):
             return type(node)(*children) if hasattr(node, "_fields") else tuple(children)
         return children if isinstance(node, list) else dict(zip(node, children, strict=True))

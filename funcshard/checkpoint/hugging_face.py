@@ -19,7 +19,7 @@ from torch import nn
 
 from funcshard._utils import regular_size
 from funcshard.checkpoint.adapters import base_model, file_names
-from funcshard.checkpoint.other_files import what_it_holds
+from funcshard.checkpoint.foreign_folders import what_it_holds
 
 Tensors = dict[str, torch.Tensor]
 

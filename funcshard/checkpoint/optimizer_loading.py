@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,6 @@ import torch
 
 from funcshard._utils import check_count
 from funcshard.checkpoint.functional_optimizer import ByBuffer, combine_state, partition_state
-from funcshard.checkpoint.metadata import name_in
 from funcshard.checkpoint.optimizer_checks import LeafState, add_checksums, check_names
 from funcshard.checkpoint.optimizer_message import broadcast_text, decode_state, encode_state
 from funcshard.checkpoint.pieces import Piece
@@ -27,6 +27,7 @@ from funcshard.checkpoint.state_dict import (
     shard_from_leaves,
     shard_from_rank,
 )
+from funcshard.checkpoint.stored_state import name_in
 from funcshard.comm import Mesh
 from funcshard.core import LeafChecksums, check_mesh, check_source, raise_on_every_rank, zero_shard
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_name
@@ -301,27 +302,18 @@ def _unflattened(flat: Mapping[str, Any], leaves: Sequence[LeafSpec]) -> dict[st
             f"with them; found {list(flat)[:3]}: get it with optimizer_to_state_dict, or torch's "
             "get_optimizer_state_dict"
         )
-    state: dict[str, LeafState] = {}
-    options: dict[str, Any] = {}
-    used: set[str] = set()
-    for leaf in leaves:
-        for path in (leaf.path, *leaf.aliases):
-            begin, first = f"state.{path}.", f"param_groups.{path}."
-            unit_entries = {
-                name.removeprefix(begin): value
-                for name, value in flat.items()
-                if name.startswith(begin)
-            }
-            used.update(begin + name for name in unit_entries)
-            state |= {path: unit_entries} if unit_entries else {}
-            options = options or {
-                n.removeprefix(first): v for n, v in flat.items() if n.startswith(first)
-            }
-    for name in flat.keys() - used:  # of leaves that have no state here
-        path, _, entry = name.removeprefix("state.").rpartition(".")
-        if name.startswith("state."):
-            state.setdefault(path, {})[entry] = flat[name]
-    return {"state": state, "param_groups": [options]}
+    known_paths = dict.fromkeys(path for leaf in leaves for path in (leaf.path, *leaf.aliases))
+    parts: dict[str, dict[str, LeafState]] = {"state": {}, "param_groups": {}}
+    for name, value in flat.items():
+        part, _, rest = str(name).partition(".")
+        # Why known paths: an entry may have dots too, such as TorchOpt's 0.mu.
+        dots = [dot.start() for dot in re.finditer(r"\.", rest)]
+        end = next((at for at in dots if rest[:at] in known_paths), rest.rfind("."))
+        if part in parts and end >= 0:
+            parts[part].setdefault(rest[:end], {})[rest[end + 1 :]] = value
+    groups = parts["param_groups"]
+    options = next((groups[path] for path in known_paths if path in groups), {})
+    return {"state": parts["state"], "param_groups": [options]}
 
 
 def _torch_state(

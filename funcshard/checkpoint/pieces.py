@@ -7,14 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcshard.checkpoint.metadata import copy_axes
+from funcshard.checkpoint.resharding import Run, copy_axes, copy_run, run_in_shard
 from funcshard.comm import Mesh
 from funcshard.core import can_cast
 from funcshard.plan import (
     Box,
     BufferPlan,
     LeafSpec,
-    boxes,
     dtype_of,
     own_axes,
     rank_at,
@@ -117,17 +116,13 @@ def check_pieces(
             f"of it; found {len(pieces)} pieces"
         )
     part = buffer.part(leaf, mesh.shard.rank)
-    done = part.begin
-    if leaf.whole_shape != leaf.shape or any(piece.within for piece in pieces):
-        held = torch.zeros(part.numel, dtype=torch.bool, device="cpu")
-        marks = [torch.ones(piece.tensor.shape, dtype=torch.bool, device="cpu") for piece in pieces]
-        marked = [piece._replace(tensor=mark) for piece, mark in zip(pieces, marks, strict=True)]
-        copy_boxes(held, marked, leaf, buffer, mesh)
-        done += int(held.logical_not().nonzero()[0]) if not held.all() else part.numel
-    else:
-        for piece in sorted(pieces, key=lambda piece: piece.offset):
-            if piece.offset <= done:
-                done = max(done, piece.offset + piece.tensor.numel())
+    marks = torch.zeros(part.numel, dtype=torch.bool, device="cpu")
+    marked = [
+        piece._replace(tensor=torch.ones(piece.tensor.shape, dtype=torch.bool, device="cpu"))
+        for piece in pieces
+    ]
+    copy_pieces(marks, marked, leaf, buffer, mesh)
+    done = part.end if marks.all() else part.begin + int(marks.logical_not().nonzero()[0])
     if done < part.end:
         origin = slice_offsets(leaf.shape, leaf.cuts, mesh.position)
         of = f" of its slice at {origin}" if leaf.whole_shape != leaf.shape else ""
@@ -185,49 +180,13 @@ def _check_piece(
 
 
 def copy_pieces(
-    local: torch.Tensor, pieces: Sequence[Piece], leaf: LeafSpec, buffer: BufferPlan, mesh: Mesh
+    out: torch.Tensor, pieces: Sequence[Piece], leaf: LeafSpec, buffer: BufferPlan, mesh: Mesh
 ) -> None:
-    """Copy the elements of a leaf that belong into this rank's shard from pieces of it."""
-    part = buffer.part(leaf, mesh.shard.rank)
-    if leaf.whole_shape != leaf.shape or any(piece.within for piece in pieces):
-        copy_boxes(local[part.in_shard], pieces, leaf, buffer, mesh)
-        return
-    for piece in pieces if part.numel else ():
-        begin = max(piece.offset, part.begin)
-        end = min(piece.offset + piece.tensor.numel(), part.end)
-        if begin < end:
-            with torch.no_grad():
-                local_part = local[part.in_shard][begin - part.begin : end - part.begin]
-                local_part.copy_(piece.tensor[begin - piece.offset : end - piece.offset])
+    """Copy the elements of a leaf that this rank holds, 1-D, from pieces of it."""
+    _, target = run_in_shard(buffer, leaf, mesh.position)
+    for piece in pieces:
+        copy_run(out, target, piece.tensor, _run_of(piece))
 
 
-def copy_boxes(
-    own: torch.Tensor, pieces: Sequence[Piece], leaf: LeafSpec, buffer: BufferPlan, mesh: Mesh
-) -> None:
-    """Copy elements of pieces of any slices into ``own``, this rank's part of a leaf, 1-D.
-
-    Both are runs in their raveled slices. As boxes of the whole leaf they can be compared.
-    """
-    part = buffer.part(leaf, mesh.shard.rank)
-    targets = list(
-        _boxes_of(
-            own, part.begin, Box(slice_offsets(leaf.shape, leaf.cuts, mesh.position), leaf.shape)
-        )
-    )
-    with torch.no_grad():
-        for piece in pieces:
-            for source, values in _boxes_of(piece.tensor, piece.offset, _slice_of(piece)):
-                for target, out in targets:
-                    if shared := target.overlap(source):
-                        there = shared.moved([-begin for begin in source.offsets])
-                        out[shared.moved([-begin for begin in target.offsets]).slices].copy_(
-                            values[there.slices]
-                        )
-
-
-def _boxes_of(run: torch.Tensor, begin: int, within: Box) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Yield the boxes of the whole leaf that a run of a slice's elements consists of, as views."""
-    done = 0
-    for box in boxes(within.sizes, begin, begin + run.numel()):
-        yield box.moved(within.offsets), run[done : done + box.numel].view(box.sizes)
-        done += box.numel
+def _run_of(piece: Piece) -> Run:
+    return Run(piece.offset, piece.tensor.numel(), _slice_of(piece))

@@ -36,9 +36,9 @@ from funcshard.checkpoint.hugging_face import (
     stored,
     write_config,
 )
+from funcshard.checkpoint.rank_files import Header
 from funcshard.checkpoint.safetensors import (
     COMPARED,
-    Entry,
     check_floating,
     open_tensors,
     write_tensors,
@@ -396,7 +396,7 @@ def save_pretrained(
     module = apply.skeleton.template
     groups = _stored_entries(module, plan)
     entries = [entry for group in groups for entry in group]
-    entries += [Entry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in extra.items()]
+    entries += [Header(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in extra.items()]
     tensors = _stored_tensors(
         module, shards, plan, mesh, [[entry.name for entry in group] for group in groups], extra
     )
@@ -414,7 +414,7 @@ def save_pretrained(
     return write_tensors(folder, entries, tensors, mesh, most_bytes, dtype)
 
 
-def _stored_entries(module: nn.Module, plan: Plan) -> list[list[Entry]]:
+def _stored_entries(module: nn.Module, plan: Plan) -> list[list[Header]]:
     """Return the tensors that the files hold, for the leaves of each unit."""
     blank = {
         unit.name: {
@@ -426,7 +426,7 @@ def _stored_entries(module: nn.Module, plan: Plan) -> list[list[Entry]]:
     }
     groups = [
         [
-            Entry(name, tuple(tensor.shape), tensor.dtype)
+            Header(name, tensor.dtype, tuple(tensor.shape))
             for name, tensor in stored(module, leaves).items()
         ]
         for leaves in blank.values()

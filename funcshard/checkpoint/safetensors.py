@@ -7,21 +7,21 @@ each flat buffer once it has been gathered, and no rank ever holds more than one
 
 from __future__ import annotations
 
+import glob
 import json
-import math
 import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from ctypes import c_char
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from filelock import FileLock, Timeout
 
 from funcshard._utils import (
+    byte_memory,
     check_bytes,
     check_flag,
     check_path,
@@ -30,28 +30,19 @@ from funcshard._utils import (
     read_regular,
     release_pages,
 )
-from funcshard.checkpoint.folders import leftovers, part_of, sync
-from funcshard.checkpoint.metadata import name_in
-from funcshard.checkpoint.other_files import what_it_holds
-from funcshard.checkpoint.path_lock import holder_of, take_soon
+from funcshard.checkpoint.folders import sync
+from funcshard.checkpoint.foreign_folders import what_it_holds
+from funcshard.checkpoint.rank_files import CODE_OF, CODES, Header, header_bytes
 from funcshard.checkpoint.state_dict import (
     check_all_shards,
     check_no_leaf,
     find_local_leaf,
     leaves_for_this_rank,
 )
+from funcshard.checkpoint.stored_state import name_in
 from funcshard.comm import Mesh
 from funcshard.core import LeafChecksums, Shards, check_leaf, check_mesh, check_tie, cut
 from funcshard.plan import Plan, dtype_of, own_axes
-
-_CODES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64, "U16": torch.uint16,
-    "U32": torch.uint32, "U64": torch.uint64, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu, "F4": torch.float4_e2m1fn_x2,
-}  # fmt: skip
-_NAMES = {dtype: code for code, dtype in _CODES.items()}
 
 # Number of bytes of each leaf that ranks compare.
 COMPARED = 1 << 16
@@ -61,25 +52,6 @@ _LONGEST = 100_000_000  # bytes of a header or an index; other readers of the fo
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _ENDINGS = (".safetensors", ".safetensors.index.json")
 _NUMBERED = f"model-{'[0-9]' * 5}-of-{'[0-9]' * 5}.safetensors"
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A tensor of a file.
-
-    Attributes:
-        name: its name.
-        shape: its shape.
-        dtype: its dtype.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def export_safetensors(
@@ -147,7 +119,7 @@ def export_safetensors(
             "shards under a plan in which no leaf is local"
         )
     entries = [
-        Entry(s.path, s.whole_shape, dtype_of(b.dtype))
+        Header(s.path, dtype_of(b.dtype), s.whole_shape)
         for u in plan.unit_list
         for b in u.buffers
         for s in b.leaves
@@ -159,7 +131,7 @@ def export_safetensors(
                 f"buffers must hold tensors; found {type(tensor).__name__} under {name!r}: leave "
                 "it out"
             )
-    entries += [Entry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in extra.items()]
+    entries += [Header(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in extra.items()]
     return write_tensors(
         path, entries, _full_tensors(shards, plan, mesh, extra), mesh, most_bytes, dtype
     )
@@ -167,7 +139,7 @@ def export_safetensors(
 
 def write_tensors(
     path: Path,
-    entries: Sequence[Entry],
+    entries: Sequence[Header],
     tensors: Iterator[torch.Tensor],
     mesh: Mesh,
     most: int,
@@ -185,11 +157,11 @@ def write_tensors(
     """
     if dtype is not None:
         entries = [
-            replace(entry, dtype=dtype) if entry.dtype.is_floating_point else entry
+            entry._replace(dtype=dtype) if entry.dtype.is_floating_point else entry
             for entry in entries
         ]
     for entry in entries:
-        if entry.dtype not in _NAMES:
+        if entry.dtype not in CODE_OF:
             raise ValueError(
                 f"{entry.name!r} is of {entry.dtype}, which safetensors files cannot hold; convert "
                 "it first"
@@ -313,7 +285,7 @@ def _full_tensors(
 def _write(
     folder: Path,
     names: Sequence[str],
-    groups: Sequence[Sequence[Entry]],
+    groups: Sequence[Sequence[Header]],
     tensors: Iterator[torch.Tensor],
     single: bool,
 ) -> None:
@@ -323,21 +295,22 @@ def _write(
     """
     folder.mkdir(parents=True, exist_ok=True)
     token = secrets.token_hex(4)
-    target = folder / (names[0] if single else "safetensors")
-    if (lock := take_soon(target)) is None:
+    name = names[0] if single else "safetensors"
+    lock = FileLock(folder / f".{name}.lock", timeout=0.5)
+    try:
+        lock.acquire()
+    except Timeout:
         raise OSError(
-            f"another export to it is running, by {holder_of(target)}: wait for it, or choose "
-            "another path"
-        )
+            "another export to it is running: wait for it, or choose another path"
+        ) from None
     with ExitStack() as stack:
         stack.callback(lock.release)
-        for leftover in leftovers(target) if lock.certain else ():  # of exports that were killed
-            with suppress(OSError):  # an .old one is a checkpoint
-                if leftover.suffix == ".part" and all(
-                    name.endswith(_ENDINGS) for name in os.listdir(leftover)
-                ):
-                    shutil.rmtree(leftover)
-        aside = part_of(target, token)
+        # First: a process that waits for the lock looks whether its file is still there.
+        stack.callback(Path(lock.lock_file).unlink, missing_ok=True)
+        pattern = f".{glob.escape(name)}.{'[0-9a-f]' * 8}.part"
+        for leftover in folder.glob(pattern):  # of exports that were killed
+            shutil.rmtree(leftover, ignore_errors=True)
+        aside = folder / f".{name}.{token}.part"
         aside.mkdir()
         stack.callback(shutil.rmtree, aside, ignore_errors=True)
         export_token = {"export": token} if len(names) > 1 else {}
@@ -381,40 +354,22 @@ def _stale(folder: Path, written: Sequence[str]) -> list[Path]:
 
 def _write_one(
     file: BinaryIO,
-    entries: Sequence[Entry],
+    entries: Sequence[Header],
     tensors: Iterator[torch.Tensor],
     metadata: Mapping[str, str],
 ) -> None:
-    header: dict[str, Any] = {"__metadata__": metadata}
-    end = 0
-    for entry in entries:
-        header[entry.name] = {
-            "dtype": _NAMES[entry.dtype], "shape": _in_file(entry), "data_offsets": [end, end + entry.nbytes]
-        }  # fmt: skip
-        end += entry.nbytes
-    header_text = json.dumps(header, separators=(",", ":")).encode()
-    header_text += b" " * (
-        -len(header_text) % 8
-    )  # so that the tensors begin at a multiple of 8 bytes
-    file.write(len(header_text).to_bytes(8, "little") + header_text)
+    file.write(header_bytes(entries, metadata))
     for entry in entries:
         tensor = next(tensors).detach().cpu().to(entry.dtype).contiguous()
         if entry.nbytes:
-            file.write((c_char * entry.nbytes).from_address(tensor.data_ptr()))
+            file.write(byte_memory(tensor))
     file.flush()
     os.fsync(file.fileno())
 
 
-def _in_file(entry: Entry) -> list[int]:
-    """Return a tensor's shape in a file, where the numbers of four bits count one by one."""
-    if entry.dtype != torch.float4_e2m1fn_x2:
-        return list(entry.shape)
-    return [*entry.shape[:-1], 2 * entry.shape[-1]]
-
-
-def _split(entries: Sequence[Entry], most: int) -> list[list[Entry]]:
+def _split(entries: Sequence[Header], most: int) -> list[list[Header]]:
     """Split the tensors into groups, in order, of at most ``most`` bytes or one tensor."""
-    groups: list[list[Entry]] = [[]]
+    groups: list[list[Header]] = [[]]
     size = 0
     for entry in entries:
         if groups[-1] and size + entry.nbytes > most:
@@ -499,7 +454,7 @@ def _open(file: Path, token: str | None) -> dict[str, torch.Tensor]:
     return {
         name: mapped_file.get_tensor(name)
         for name in sorted(mapped_file.keys())
-        if mapped_file.get_slice(name).get_dtype() in _CODES
+        if mapped_file.get_slice(name).get_dtype() in CODES
     }
 
 

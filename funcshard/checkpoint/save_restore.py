@@ -16,7 +16,7 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,34 +24,24 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from filelock import FileLock
 
 from funcshard._utils import check_count, check_flag, check_number, check_path
-from funcshard.checkpoint.dcp_files import Region, read_slices
+from funcshard.checkpoint.contents import Contents, read_contents, read_from, save_at
 from funcshard.checkpoint.flatten_state import flatten_state
-from funcshard.checkpoint.folders import begin_save, check_replaceable, discard, part_of
-from funcshard.checkpoint.holders import holders
-from funcshard.checkpoint.manifest import (
-    Contents,
-    absent,
-    is_overwritten,
-    read_contents,
-    read_folder,
-)
-from funcshard.checkpoint.metadata import (
+from funcshard.checkpoint.folders import LOCK, TRIES, begin_save, check_replaceable, discard, pause
+from funcshard.checkpoint.stored_state import (
     FlatState,
     Plans,
-    TensorSlice,
+    Stored,
     check_replicated,
     replicated_summary,
 )
-from funcshard.checkpoint.open_folder import TRIES, OpenFolder, open_folder
-from funcshard.checkpoint.path_lock import PathLock, holder_of, lock_file, pause
-from funcshard.checkpoint.stored_fields import check_held
-from funcshard.checkpoint.unflatten_state import unflatten_state
+from funcshard.checkpoint.unflatten_state import Saved, unflatten_state
 from funcshard.checkpoint.writer import Writer, WriterThread, thread_name
 from funcshard.comm import Mesh, all_gather_texts, check_all_same, find_lost_rank
 from funcshard.core import check_fits, check_mesh, raise_on_every_rank
-from funcshard.plan import Plan
+from funcshard.plan import Plan, UnitPlan
 
 _log = logging.getLogger("funcshard.checkpoint")
 
@@ -76,7 +66,7 @@ class Saving:
 
     path: Path
     _mesh: Mesh
-    _part: Path
+    _save: str
     _thread: WriterThread | None
     memory: torch.Tensor | None = dataclasses.field(default=None, repr=False)
     _outcome: str | None = None
@@ -112,7 +102,7 @@ class Saving:
             )
             self._thread = None
             if self._outcome:
-                discard(self._part)
+                discard(self.path, self._save)
             else:
                 _log.debug("checkpoint %s is complete", self.path)
         if self._outcome:
@@ -135,16 +125,17 @@ def save(
 
     Each rank writes the parts of the state that it holds:
 
-    - Trees of shards are stored leaf by leaf under the module's names, so that the checkpoint can
-      be restored under another plan. Such trees are recognised by their form: parameters, averages
-      of them, and optimizer states with tensors of a shard's size. Lists of tensors are such trees
-      only in the ``opt_state`` of a ``TrainState`` and in states of TorchOpt. ``None`` may be in
-      place of a unit, of a buffer or of an entry of such a list.
+    - Trees of shards are stored as they are. The stored plan says where each leaf lies in them, so
+      the checkpoint can be restored under another plan. Such trees are recognised by their form:
+      parameters, averages of them, and optimizer states with tensors of a shard's size. Lists of
+      tensors are such trees only in the ``opt_state`` of a ``TrainState`` and in states of
+      TorchOpt. ``None`` may be in place of a unit, of a buffer or of an entry of such a list.
     - Every other tensor, number and string must be the same on every rank, and is stored once.
     - A value of a rank's own is marked with ``PerRank``, and stored once per rank.
 
-    The files are written into a folder beside ``path`` and synced to the disk. Renaming that folder
-    completes the checkpoint, so a crash at any moment leaves no incomplete checkpoint at ``path``.
+    Every rank writes a safetensors file with its tensors, and syncs it to the disk. An index that
+    replaces that of an earlier checkpoint in one step completes the checkpoint. So a crash at any
+    moment leaves the old checkpoint, the new one, or a folder that ``latest`` passes over.
 
     Arguments:
         path: the folder to make, on a file system that all ranks share. A checkpoint that is
@@ -218,27 +209,28 @@ def save(
         except Exception as error:  # of any kind, because other ranks wait
             fault = error
         raise_on_every_rank(mesh, fault)
-        part = part_of(path, _agree(path, summary, mesh, drawn))
-        memory, slices = None, flat.slices
+        token = _agree(path, summary, mesh, drawn)
+        memory, tensors = None, flat.tensors
         try:
-            if not part.is_dir():
-                raise _unseen(part)
+            if not (path / f"{token}.part").exists():
+                raise _unseen(path)
             if not wait:
-                memory, slices = _copied(flat.slices, None if after is None else after.memory)
+                memory, tensors = _copied(flat.tensors, None if after is None else after.memory)
         except Exception as error:  # such as no memory for the copy
             fault = error
         raise_on_every_rank(mesh, fault)
         if not wait and after is not None:
             after.memory = None  # another save after the same one must not write there
-        lost = functools.partial(find_lost_rank, mesh)
         writer = Writer(
-            path, part, plan, flat, slices, mesh.rank, mesh.world_size, keep, timeout, lock, lost
-        )
+            path=path, save=token, plans=plan, flat=flat, tensors=tensors, rank=mesh.rank,
+            world_size=mesh.world_size, keep=keep, timeout=timeout, lock=lock,
+            lost=functools.partial(find_lost_rank, mesh),
+        )  # fmt: skip
         thread = WriterThread(writer, in_background=not wait)
         if thread.started():
             undo.pop_all()  # from now on the thread has the lock
-    _log.debug("checkpoint %s: this rank writes %d slices of tensors", path, len(slices))
-    saving = Saving(path, mesh, part, thread, memory)
+    _log.debug("checkpoint %s: this rank writes %d tensors", path, len(tensors))
+    saving = Saving(path, mesh, token, thread, memory)
     if wait:
         saving.wait()
     return saving
@@ -257,8 +249,7 @@ def restore(
     ``restore(path)`` returns a description of the checkpoint, without reading its tensors.
 
     Restoring runs no code from the checkpoint. Its index is JSON. The bytes of its tensors are read
-    to their places, and their checksums are compared. Older files are read as ``torch.load`` reads
-    them with ``weights_only=True``.
+    to their places, and their checksums are compared.
     Namedtuples are made only of classes that this process has already loaded.
 
     Arguments:
@@ -302,7 +293,7 @@ def restore(
         )
     path = check_path("path", path)
     if plan is None and mesh is None:
-        return read_contents(path)
+        return read_from(path, _described)
     if plan is None or mesh is None:
         raise ValueError(
             "restore takes a path alone, to describe the checkpoint, or a path, a plan and a "
@@ -311,73 +302,40 @@ def restore(
     check_flag("cast", cast)
     _check_plans(plan, mesh, {"the options of restore": f"cast={cast!r}"})
     for attempt in range(TRIES):
-        restored_state = _try_restore(path, plan, mesh, cast, last=attempt == TRIES - 1)
-        if restored_state is not None:
+        fault: Exception | None = None
+        state, read_save = None, ""
+        try:
+            contents = read_contents(path)
+            read_save = contents.save
+            state = _read_state(contents, plan, mesh, cast)
+        except Exception as error:  # of any kind, because other ranks wait
+            fault = error
+        report = [read_save, save_at(path), fault is not None]
+        reports = {tuple(json.loads(text)) for text in all_gather_texts(mesh, json.dumps(report))}
+        if len({save for save, _, _ in reports}) == 1 and not any(failed for *_, failed in reports):
             _log.debug("checkpoint %s is restored on %d ranks", path, mesh.world_size)
-            return restored_state[0]
+            return state
+        replaced = len({save for pair in reports for save in pair[:2]}) > 1
+        if not replaced or attempt == TRIES - 1:
+            raise_on_every_rank(mesh, fault)
+            raise ValueError(
+                f"ranks found different checkpoints at {path}: it was replaced meanwhile, or ranks "
+                "do not share a file system; restore again, from a path that no process is saving "
+                "to"
+            )
         pause(attempt)
     raise AssertionError
 
 
-def _try_restore(
-    path: str | os.PathLike[str], plan: Plans, mesh: Mesh, cast: bool, *, last: bool
-) -> list[Any] | None:
-    """Return this rank's state in a list, or ``None`` if another save replaced what a rank read."""
-    with ExitStack() as stack:
-        folder: OpenFolder | None = None
-        contents, restored_states = None, []
-        fault: Exception | None = None
-        try:
-            folder = stack.enter_context(open_folder(path))
-            # Why all files on rank 0 alone: other ranks look at those that they read.
-            contents = read_folder(folder, whole=mesh.rank == 0)
-        except Exception as error:  # of any kind, because other ranks wait
-            no_folder = folder is None and isinstance(error, FileNotFoundError | NotADirectoryError)
-            fault = absent(path) if no_folder else error
-        if not _have_one(path, fault, folder, contents.digest if contents else "", mesh, last=last):
-            return None
-        try:
-            assert contents is not None
-            assert folder is not None
-            restored_states = [_read_state(contents, folder, plan, mesh, cast)]
-        except Exception as error:
-            fault = error
-        return restored_states if _have_one(path, fault, folder, "", mesh, last=last) else None
+def _described(contents: Contents) -> Contents:
+    contents.check_files()
+    return contents
 
 
-def _have_one(
-    path: str | os.PathLike[str],
-    fault: Exception | None,
-    folder: OpenFolder | None,
-    digest: str,
-    mesh: Mesh,
-    *,
-    last: bool,
-) -> bool:
-    """Return whether all ranks have read one checkpoint; ``False`` if it was replaced meanwhile.
-
-    Raises the first fault of a rank that has another reason. If this is the ``last`` try, it raises
-    in place of returning ``False``.
-    """
-    report = digest
-    if fault is not None:
-        report = "replaced" if folder is not None and folder.replaced else "fault"
-    reports = set(all_gather_texts(mesh, report))
-    if len(reports) == 1 and not reports & {"replaced", "fault"}:
-        return True
-    if not last and ("replaced" in reports or "fault" not in reports):
-        return False
-    raise_on_every_rank(mesh, fault)
-    raise ValueError(
-        f"ranks found different checkpoints at {path}: it was replaced meanwhile, or ranks do not "
-        "share a file system; restore again, from a path that no process is saving to"
-    )
-
-
-def _read_state(contents: Contents, folder: OpenFolder, plan: Plans, mesh: Mesh, cast: bool) -> Any:
+def _read_state(contents: Contents, plan: Plans, mesh: Mesh, cast: bool) -> Any:
     cpu = torch.device("cpu")
 
-    def device_of(stored: Any, unit: Any) -> torch.device:
+    def device_of(stored: Stored, unit: UnitPlan | None) -> torch.device:
         return cpu if not stored.on_mesh or (unit and unit.offload) else mesh.device
 
     if _keys(contents.plan) != _keys(plan):
@@ -385,25 +343,13 @@ def _read_state(contents: Contents, folder: OpenFolder, plan: Plans, mesh: Mesh,
             f"the checkpoint {contents.path} was saved under {_keys(contents.plan)}; found "
             f"{_keys(plan)}: pass plans with the same keys"
         )
-    source = contents.table(mesh.rank % contents.world_size)
-    items = {**contents.shared, **source.items}
-    # Why now: memory is taken for these tensors as their metadata says.
-    if any(stored.kind == "whole" for stored in contents.shared.values()):
-        check_held(contents.path, contents.shared, contents.table(0).regions, "whole")
-    check_held(contents.path, source.items, source.regions, "rank")
-    empty = unflatten_state(
-        contents.outline, source.own, items, plan, mesh.rank, contents.plan, device_of,
-        where=f"checkpoint {contents.path}", cast=cast,
-    )  # fmt: skip
-    regions: dict[str, list[Region]] = {}
-    for rank, reads in holders(empty.reads, contents.outline, items, contents.plan).items():
-        table = contents.table(rank)
-        for name in dict.fromkeys(item.name for item in reads):
-            regions.setdefault(name, []).extend(table.regions.get(name, ()))
-    ranks, stored = mesh.world_size, contents.bytes
-    read_slices(folder.path, empty.reads, regions, ranks=ranks, stored=stored, at=folder.descriptor)
-    empty.finish()
-    return empty.state
+    own = contents.table(mesh.rank % contents.world_size)
+    stored = {**contents.shared, **own.stored}
+    title = f"checkpoint {contents.path}"
+    contents.check_whole()
+    with contents.reader() as reader:
+        saved = Saved(contents.outline, own.own, stored, contents.plan, reader.read, title)
+        return unflatten_state(saved, plan, mesh.rank, device_of, cast=cast)
 
 
 def _check_plans(
@@ -440,34 +386,28 @@ def _check_path(path: Path) -> None:
             "after="
         )
     check_replaceable(path)
-    if is_overwritten(path):
-        raise ValueError(
-            "path must be free, or name a checkpoint, which is then replaced; found one over "
-            "which another program wrote its own .metadata, as torch.distributed.checkpoint does, "
-            f"at {path}: choose another path"
-        )
 
 
-def _begin(path: Path, token: str, undo: ExitStack) -> PathLock:
-    """Take the lock of the path and make the folder aside; ``undo`` gets the inverse."""
+def _begin(path: Path, save: str, undo: ExitStack) -> FileLock:
+    """Make the folder of the path and take its lock; ``undo`` gets the inverse."""
     try:
-        lock = begin_save(path, token)
+        lock = begin_save(path, save)
     except OSError as error:
         raise OSError(f"checkpoint {path} is not saved: {error}") from error
     if lock is None:
         raise ValueError(
-            f"a checkpoint is already being saved to {path}, by {holder_of(path)}: end that job, "
-            "or choose another path; if that host is gone and the file system keeps its lock, "
-            f"remove {lock_file(path)}"
+            f"a checkpoint is already being saved to {path}, by another process: end that job, or "
+            f"choose another path; if its host is gone and the file system keeps its lock, remove "
+            f"{path / LOCK}"
         )
-    undo.callback(lock.release)
-    undo.callback(discard, part_of(path, token))
+    undo.callback(discard, path, save)
+    undo.callback(lock.release)  # first, because discard takes it
     return lock
 
 
-def _unseen(part: Path) -> OSError:
+def _unseen(path: Path) -> OSError:
     return OSError(
-        f"rank 0 made the folder {part}, and this rank does not see it: save to a folder on a file "
+        f"rank 0 made a file in {path}, and this rank does not see it: save to a folder on a file "
         "system that all machines of the job share"
     )
 
@@ -498,23 +438,19 @@ def _agree(path: Path, summary: dict[str, Any], mesh: Mesh, drawn: int) -> str:
 
 
 def _copied(
-    slices: Sequence[TensorSlice], memory: torch.Tensor | None
-) -> tuple[torch.Tensor, list[TensorSlice]]:
-    """Return slices with copies of their tensors, and the one piece of memory that holds these.
+    tensors: Mapping[str, torch.Tensor], memory: torch.Tensor | None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return copies of tensors by name, and the one piece of memory that holds these.
 
     It is ``memory``, that of an earlier save, if that is large enough. Why: new pages take the
     system several times as long as a copy.
     """
-    ends = list(
-        itertools.accumulate(
-            -(-s.tensor.numel() * s.tensor.element_size() // 64) * 64 for s in slices
-        )
-    ) or [0]
-    copies = []
-    if memory is None or memory.numel() < ends[-1]:
-        memory = torch.empty(ends[-1], dtype=torch.uint8, device="cpu")
-    for begin, part in zip([0, *ends], slices, strict=False):
-        size = part.tensor.numel() * part.tensor.element_size()
-        copy = memory[begin : begin + size].view(part.tensor.dtype)
-        copies.append(dataclasses.replace(part, tensor=copy.copy_(part.tensor.detach())))
+    ends = list(itertools.accumulate(-(-tensor.nbytes // 64) * 64 for tensor in tensors.values()))
+    size = ends[-1] if ends else 0
+    if memory is None or memory.numel() < size:
+        memory = torch.empty(size, dtype=torch.uint8, device="cpu")
+    copies = {}
+    for begin, (name, tensor) in zip([0, *ends], tensors.items(), strict=False):
+        copy = memory[begin : begin + tensor.nbytes].view(tensor.dtype)
+        copies[name] = copy.copy_(tensor)
     return memory, copies

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from funcshard._utils import callers_level, check_flag, is_tree_of_shards
-from funcshard.checkpoint.metadata import name_in
 from funcshard.checkpoint.pieces import as_pieces, check_pieces, copy_pieces, own_pieces
+from funcshard.checkpoint.stored_state import name_in
 from funcshard.comm import Mesh
 from funcshard.core import (
     LeafChecksums,
@@ -360,7 +360,9 @@ def shard_from_leaves(
         value = leaves[leaf.path]
         _check_value(value, leaf, buffer, mesh, where, cast)
         if (pieces := as_pieces(value)) is not None:
-            copy_pieces(local, pieces, leaf, buffer, mesh)
+            copy_pieces(
+                local[buffer.part(leaf, mesh.shard.rank).in_shard], pieces, leaf, buffer, mesh
+            )
         else:
             put_whole(local, value if is_full(value) else value.full_tensor(), leaf, buffer, mesh)
     return local

@@ -1,170 +1,160 @@
 """Make one rank's state of its tree and named tensors, under the plan that cut it or another one.
 
-``unflatten_state`` builds the state with tensors that are still empty. It lists which elements of
-which stored tensors belong into them, in the classes of ``read_items``. The caller fills them:
-``replan`` from memory, ``restore`` from files.
+``unflatten_state`` builds the state, and asks its caller for the elements of each tensor:
+``replan`` has them in memory, ``restore`` in files.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from funcshard._utils import byte_view, tree
-from funcshard.checkpoint.metadata import (
+from funcshard.checkpoint.flatten_state import flatten_state
+from funcshard.checkpoint.resharding import (
+    Run,
+    Source,
+    copy_run,
+    flat_run,
+    flat_sources,
+    leaf_sources,
+    old_position,
+    run_in_shard,
+    turn_of,
+)
+from funcshard.checkpoint.stored_state import (
     NO_UNIT,
     PerRank,
     Plans,
-    TensorMetadata,
+    Stored,
     TreeSpec,
     buffers_in_tree_order,
     by_entry,
+    check_replicated,
     find_class,
-    kind_of,
-    name_in,
-    stored_name,
+    replicated_summary,
 )
-from funcshard.checkpoint.read_items import ReadBox, ReadItem
 from funcshard.core import can_cast
 from funcshard.plan import (
-    Box,
     BufferPlan,
     LeafSpec,
     Plan,
     UnitPlan,
-    boxes,
     dtype_name,
     dtype_of,
     has_numbers,
     own_axes,
     position_of,
-    rank_at,
-    slice_offsets,
 )
 
-DeviceOf = Callable[[TensorMetadata, UnitPlan | None], torch.device]
+DeviceOf = Callable[[Stored, UnitPlan | None], torch.device]
 """A function from a tensor, and its unit if it is a shard, to the tensor's device."""
 
-_CONTAINERS = ("dict", "ordered_dict", "list", "tuple", "namedtuple", "custom")
+Read = Callable[[torch.Tensor, int, str, int], Any]
+"""A function that fills a 1-D tensor from a rank's stored tensor: ``(out, rank, name, begin)``."""
 
 
 @dataclass(frozen=True, slots=True)
-class EmptyState:
-    """A state whose tensors are still to be filled.
+class Saved:
+    """A flattened state, as one rank finds it.
 
     Attributes:
-        state: the tree.
-        reads: the elements that belong into its tensors.
-        merged: the tensors of leaves that must be equal, with the unit's title and the leaves.
-        casts: the shards to convert, and their dtypes.
+        spec: the tree.
+        rank_specs: the trees of the ``PerRank`` values that this rank takes.
+        stored: the facts about each tensor by name.
+        plans: the plans that cut it.
+        read: fills a tensor with stored elements.
+        title: what errors call it.
     """
 
-    state: Any
-    reads: list[ReadItem | ReadBox]
-    merged: list[tuple[str, list[str], list[torch.Tensor]]] = field(default_factory=list)
-    casts: list[tuple[torch.Tensor, torch.dtype]] = field(default_factory=list)
-
-    def finish(self) -> None:
-        """Cast shards; raise ``ValueError`` if leaves disagree on what their buffer has once.
-
-        Call it when the state is filled. Adam's ``step`` is such a tensor: the flattened state has
-        one for each leaf, and this state one for each buffer.
-        """
-        for shard, dtype in self.casts:
-            shard.data = shard.to(dtype)
-        for where, paths, tensors in self.merged:
-            first_tensor = tensors[0]
-            for path, other_tensor in zip(paths, tensors, strict=True):
-                if first_tensor.shape != other_tensor.shape:
-                    raise _disagreement(
-                        where,
-                        paths[0],
-                        path,
-                        f"of shape {tuple(first_tensor.shape)}",
-                        f"of {tuple(other_tensor.shape)}",
-                    )
-                # Why bytes: NaN is equal to no number, and torch compares no tensors of bits8.
-                if not torch.equal(byte_view(first_tensor), byte_view(other_tensor)):
-                    at = (
-                        int((byte_view(first_tensor) != byte_view(other_tensor)).nonzero()[0])
-                        // first_tensor.element_size()
-                    )
-                    raise _disagreement(
-                        where, paths[0], path, _shown(first_tensor, at), _shown(other_tensor, at)
-                    )
+    spec: TreeSpec
+    rank_specs: Sequence[TreeSpec]
+    stored: Mapping[str, Stored]
+    plans: Plans
+    read: Read
+    title: str = "the state"
 
 
 def unflatten_state(
-    spec: TreeSpec,
-    rank_specs: Sequence[TreeSpec],
-    tensors: Mapping[str, TensorMetadata],
-    plans: Plans,
-    rank: int,
-    old: Plans,
-    device_of: DeviceOf,
-    *,
-    where: str = "the state",
-    cast: bool | None = None,
-) -> EmptyState:
-    """Make one rank's state, with tensors still to be filled; the inverse of ``flatten_state``.
+    saved: Saved, plans: Plans, rank: int, device_of: DeviceOf, *, cast: bool | None = None
+) -> Any:
+    """Make one rank's state; the inverse of ``flatten_state``.
 
     Arguments:
-        spec: the tree.
-        rank_specs: the trees of the ``PerRank`` values that this rank takes.
-        tensors: metadata by name, with the tensors of the rank that those values come from.
-        plans: the plans to cut the trees of shards by.
-        rank: this rank.
-        old: the plans that cut the stored state, with the keys of ``plans``. A local tensor comes
-            from this rank's index modulo the sizes of its mesh axes.
+        saved: the flattened state.
+        plans: the plans to cut the trees of shards by, with the keys of ``saved.plans``.
+        rank: this rank. A local leaf comes from its index modulo the old sizes of its mesh axes.
         device_of: the device of each tensor.
-        where: the words for the state in an error message.
-        cast: whether shards get the dtypes of ``plan`` if they had those of ``old``. ``None`` is an
-            error for them that doesn't propose it.
+        cast: whether shards get the dtypes of ``plans`` if they had those of the plans that cut
+            them. ``None`` is an error for them that doesn't propose it.
 
     Raises:
         ValueError: the plan is of another model, or it puts leaves into one buffer that disagree on
             a value which a buffer has once.
     """
-    empty = EmptyState(None, [])
-    nodes = []
+    pairs = zip(by_entry(saved.spec, plans), by_entry(saved.spec, saved.plans), strict=True)
     try:
-        for (_, node, plan), (_, _, old_plan) in zip(
-            by_entry(spec, plans), by_entry(spec, old), strict=True
-        ):
-            buffers = [buffer for unit in old_plan.unit_list for buffer in unit.buffers]
-            dtypes = {leaf.path: buffer.dtype for buffer in buffers for leaf in buffer.leaves}
-            axes = old_plan.mesh_axes
-            unflattener = _Unflattener(
-                rank_specs, tensors, plan, rank, axes, dtypes, device_of, where, cast, empty
-            )
-            nodes.append(unflattener.node(node))
+        nodes = [
+            _Unflattener(saved, plan, old_plan, rank, device_of, cast).node(node)
+            for (_, node, plan), (_, _, old_plan) in pairs
+        ]
     # A file whose PerRank values lie inside each other; flatten_state writes none.
     except RecursionError:
         raise ValueError(
             "the state has more PerRank values inside each other than save writes: restore another"
         ) from None
-    return dataclasses.replace(
-        empty, state=nodes[0] if isinstance(plans, Plan) else _container(spec, nodes)
-    )
+    return nodes[0] if isinstance(plans, Plan) else _container(saved.spec, nodes)
+
+
+class _Home(NamedTuple):
+    """Leaves of a buffer that one old buffer holds.
+
+    Attributes:
+        unit: the unit of the old buffer.
+        buffer: the old buffer.
+        leaves: the leaves under the new plan and under the old one; those of a new buffer that has
+            the leaves of the old one are ``None``.
+    """
+
+    unit: UnitPlan
+    buffer: BufferPlan
+    leaves: list[tuple[LeafSpec, LeafSpec]] | None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.unit.name, self.buffer.key
+
+    def first(self, buffer: BufferPlan) -> LeafSpec:
+        """Return the first leaf, under the new plan."""
+        return buffer.leaves[0] if self.leaves is None else self.leaves[0][0]
 
 
 @dataclass(slots=True)
 class _Unflattener:
-    rank_specs: Sequence[TreeSpec]
-    tensors: Mapping[str, TensorMetadata]
+    saved: Saved
     plan: Plan
+    old_plan: Plan
     rank: int
-    old_mesh_axes: Mapping[str, int]
-    old_dtypes: Mapping[str, str]
     device_of: DeviceOf
-    where: str
     cast: bool | None
-    empty: EmptyState
+    axes: Mapping[str, int] = field(init=False)
+    old_axes: Mapping[str, int] = field(init=False)
+    position: Mapping[str, int] = field(init=False)
+    old_buffers: Mapping[tuple[str, str], tuple[UnitPlan, BufferPlan]] = field(init=False)
+    old_leaves: dict[str, tuple[UnitPlan, BufferPlan, LeafSpec]] = field(default_factory=dict)
+    homes: dict[tuple[str, str], list[_Home]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.axes, self.old_axes = self.plan.mesh_axes, self.old_plan.mesh_axes
+        self.position = position_of(self.rank, self.axes)
+        self.old_buffers = {
+            (unit.name, buffer.key): (unit, buffer)
+            for unit in self.old_plan.unit_list
+            for buffer in unit.buffers
+        }
 
     def node(self, spec: TreeSpec) -> Any:
         if spec is None:
@@ -175,92 +165,127 @@ class _Unflattener:
         if node_kind == "tensor":
             return self._whole(spec[1])
         if node_kind == "rank":
-            if spec[1] >= len(self.rank_specs):
+            if spec[1] >= len(self.saved.rank_specs):
                 raise ValueError(
-                    f"the state has {len(self.rank_specs)} PerRank values of this rank; found "
-                    f"number {spec[1]}"
+                    f"the state has {len(self.saved.rank_specs)} PerRank values of this rank; "
+                    f"found number {spec[1]}"
                 )
-            return PerRank(self.node(self.rank_specs[spec[1]]))
+            return PerRank(self.node(self.saved.rank_specs[spec[1]]))
         if node_kind == "shards":
-            return self._shards(spec[1], dict(spec[2]))
+            return self._shards(spec[1], {(unit, key): node for unit, key, node in spec[2]})
         return _container(spec, [self.node(child) for child in spec[3]])
 
     def _whole(self, name: str) -> torch.Tensor:
-        metadata = self.tensors[name]
-        out = torch.empty(
-            metadata.shape, dtype=dtype_of(metadata.dtype), device=self.device_of(metadata, None)
-        )
-        self.empty.reads.append(ReadItem(name, 0, out.view(-1)))
+        stored = self.saved.stored[name]
+        device = self.device_of(stored, None)
+        out = torch.empty(stored.shape, dtype=dtype_of(stored.dtype), device=device)
+        source = self.rank % self.old_plan.world_size if stored.kind == "rank" else 0
+        self.saved.read(out.view(-1), source, name, 0)
         return out
 
     # --- trees of shards --------------------------------------------------------------------------
 
-    def _shards(self, form: str, by_leaf: dict[str, TreeSpec]) -> Any:
-        by_buffer = self._by_buffer(by_leaf)
+    def _shards(self, form: str, nodes: Mapping[tuple[str, str], TreeSpec]) -> Any:
+        by_buffer = self._by_buffer(nodes)
         if form in ("list", "tuple"):
             pairs = [
-                (u, b)
-                for u in self.plan.unit_list
-                for b in u.buffers
-                if (u.name, b.key) in by_buffer
-            ]
-            order = buffers_in_tree_order(
-                self.plan, trainable_only=all(buffer.trainable for _, buffer in pairs)
-            )
-            flat = [
-                by_buffer[unit.name, buffer.key]
-                for unit, buffer in order
+                (unit, buffer)
+                for unit, buffer in buffers_in_tree_order(self.plan, trainable_only=False)
                 if (unit.name, buffer.key) in by_buffer
             ]
+            flat = [by_buffer[unit.name, buffer.key] for unit, buffer in pairs]
             return flat if form == "list" else tuple(flat)
         shards: dict[str, Any] = {}
         for unit in self.plan.unit_list:
-            buffer_tensors = {
-                b.key: by_buffer[unit.name, b.key]
-                for b in unit.buffers
-                if (unit.name, b.key) in by_buffer
-            }
-            if buffer_tensors or form == "every unit":
-                named = [by_leaf.get(name_in(by_leaf, leaf) or "") for leaf in unit.leaves]
-                shards[unit.name] = (
-                    None
-                    if buffer_tensors and all(node == NO_UNIT for node in named)
-                    else buffer_tensors
-                )
+            keys = [(unit.name, b.key) for b in unit.buffers if (unit.name, b.key) in by_buffer]
+            if keys or form == "every unit":
+                old_nodes = [nodes[home.key] for pair in keys for home in self.homes[pair]]
+                is_none = bool(keys) and all(node == NO_UNIT for node in old_nodes)
+                shards[unit.name] = None if is_none else {pair[1]: by_buffer[pair] for pair in keys}
         return shards
 
-    def _by_buffer(self, by_leaf: dict[str, TreeSpec]) -> dict[tuple[str, str], Any]:
-        """Return the node of each buffer, by unit and key, of a tree of shards by leaf."""
-        tensors_by_buffer: dict[tuple[str, str], Any] = {}
-        used: set[str] = set()
+    def _by_buffer(self, nodes: Mapping[tuple[str, str], TreeSpec]) -> dict[tuple[str, str], Any]:
+        """Return the value of each buffer, by unit and key, from the nodes of the old buffers."""
+        by_buffer: dict[tuple[str, str], Any] = {}
+        whole_keys: set[tuple[str, str]] = set()
+        taken_paths: set[str] = set()
         for unit in self.plan.unit_list:
             for buffer in unit.buffers:
-                names = [name_in(by_leaf, leaf) for leaf in buffer.leaves]
-                present = [name for name in names if name is not None]
-                if not present:
+                homes = self._homes(unit, buffer)
+                keys = [home.key for home in homes]
+                present = [key in nodes for key in keys]
+                if not any(present):
                     continue
-                if len(present) < len(names):
-                    absent = buffer.leaves[names.index(None)].path
+                if not all(present):
+                    stored_path = homes[present.index(True)].first(buffer).path
+                    absent_path = homes[present.index(False)].first(buffer).path
                     raise ValueError(
-                        f"the plan puts leaves {present[0]!r} and {absent!r} into one buffer, and "
+                        f"the plan puts leaves {stored_path!r} and {absent_path!r} into one buffer, and "
                         "a tree of shards in the state holds the first but not the second: the "
                         "state is of another model, or other leaves were trainable; make the plan "
                         "as it was made then"
                     )
-                used.update(present)
-                tensors_by_buffer[unit.name, buffer.key] = self._below(
-                    [by_leaf[name] for name in present], unit, buffer
-                )
-        if unknown := sorted(by_leaf.keys() - used):
-            raise ValueError(
-                f"leaf {unknown[0]!r} of the state is not in the plan: the plan is of another model"
-            )
-        return tensors_by_buffer
+                for home in homes:
+                    if home.leaves is None:
+                        whole_keys.add(home.key)
+                    taken_paths.update(old_leaf.path for _, old_leaf in home.leaves or ())
+                specs = [nodes[key] for key in keys]
+                by_buffer[unit.name, buffer.key] = self._below(specs, homes, unit, buffer)
+        for key in sorted(nodes.keys() - whole_keys):
+            for old_leaf in self.old_buffers[key][1].leaves:
+                if old_leaf.path not in taken_paths:
+                    raise ValueError(
+                        f"leaf {old_leaf.path!r} of the state is not in the plan: the plan is of "
+                        "another model"
+                    )
+        return by_buffer
 
-    def _below(self, specs: Sequence[TreeSpec], unit: UnitPlan, buffer: BufferPlan) -> Any:
-        """Return the node below one buffer from those below its leaves in the stored tree."""
-        first, paths = specs[0], [leaf.path for leaf in buffer.leaves]
-        for path, other_spec in zip(paths, specs, strict=True):
+    def _homes(self, unit: UnitPlan, buffer: BufferPlan) -> list[_Home]:
+        """Return the old buffers that hold the leaves of a buffer."""
+        key = (unit.name, buffer.key)
+        if key in self.homes:
+            return self.homes[key]
+        old_unit, old_buffer = self.old_buffers.get(key, (unit, None))
+        if old_buffer is not None and self._is_same(buffer, old_buffer):
+            self.homes[key] = [_Home(old_unit, old_buffer, None)]
+            return self.homes[key]
+        by_buffer: dict[tuple[str, str], _Home] = {}
+        for leaf in buffer.leaves:
+            old_unit, old_buffer, old_leaf = self._old_leaf(leaf)
+            home = _Home(old_unit, old_buffer, [])
+            pairs = by_buffer.setdefault(home.key, home).leaves
+            assert pairs is not None
+            pairs.append((leaf, old_leaf))
+        self.homes[key] = list(by_buffer.values())
+        return self.homes[key]
+
+    def _is_same(self, buffer: BufferPlan, old: BufferPlan) -> bool:
+        """Return whether two flat buffers have the same elements, though maybe in other shards."""
+        same_axes = all(self.axes[axis] == self.old_axes.get(axis, 1) for axis in buffer.local)
+        return (old.leaves, old.local, same_axes) == (buffer.leaves, buffer.local, True)
+
+    def _old_leaf(self, leaf: LeafSpec) -> tuple[UnitPlan, BufferPlan, LeafSpec]:
+        if not self.old_leaves:
+            self.old_leaves = {
+                name: (unit, buffer, old_leaf)
+                for unit, buffer in self.old_buffers.values()
+                for old_leaf in buffer.leaves
+                for name in (old_leaf.path, *old_leaf.aliases)
+            }
+        for name in (leaf.path, *leaf.aliases):
+            if name in self.old_leaves:
+                return self.old_leaves[name]
+        raise ValueError(
+            f"leaf {leaf.path!r} of the plan is not in {self.saved.title}: the plan is of another "
+            "model"
+        )
+
+    def _below(
+        self, specs: Sequence[TreeSpec], homes: list[_Home], unit: UnitPlan, buffer: BufferPlan
+    ) -> Any:
+        """Return the node below one buffer from those below the old buffers of its leaves."""
+        first, paths = specs[0], [home.first(buffer).path for home in homes]
+        for path, other_spec in zip(paths[1:], specs[1:], strict=True):
             if _form(other_spec) != _form(first):
                 raise ValueError(
                     f"the plan puts leaves {paths[0]!r} and {path!r} into one buffer of unit "
@@ -272,174 +297,127 @@ class _Unflattener:
         if first is None or first[0] in ("value", "rank"):
             return self.node(first)
         if first[0] == "tensor":
-            return self._tensor([spec[1] for spec in specs], unit, buffer)
-        return _container(
-            first,
-            [
-                self._below([spec[3][i] for spec in specs], unit, buffer)
-                for i in range(len(first[3]))
-            ],
-        )
+            return self._tensor([spec[1] for spec in specs], homes, unit, buffer)
+        children = [
+            self._below([spec[3][i] for spec in specs], homes, unit, buffer)
+            for i in range(len(first[3]))
+        ]
+        return _container(first, children)
 
-    def _tensor(self, names: Sequence[str], unit: UnitPlan, buffer: BufferPlan) -> torch.Tensor:
-        """Return the tensor below one buffer whose leaves' tensors are stored under ``names``."""
-        stored = [self.tensors[name] for name in names]
-        first = stored[0]
-        for name, other_stored in zip(names, stored, strict=True):
-            if (other_stored.dtype, _sort(other_stored)) != (first.dtype, _sort(first)):
+    def _tensor(
+        self, names: Sequence[str], homes: list[_Home], unit: UnitPlan, buffer: BufferPlan
+    ) -> torch.Tensor:
+        """Return the tensor below one buffer; ``names`` are those below its leaves' old buffers."""
+        first = self.saved.stored[names[0]]
+        for name in names[1:]:
+            other = self.saved.stored[name]
+            if (other.dtype, other.kind) != (first.dtype, first.kind):
                 raise ValueError(
                     f"the plan puts {names[0]!r} and {name!r} into one buffer of unit "
                     f"{unit.title!r}, and they are stored as {first.kind} {first.dtype} and as "
-                    f"{other_stored.kind} {other_stored.dtype}: keep them in separate units"
+                    f"{other.kind} {other.dtype}: keep them in separate units"
                 )
-        if first.kind in ("whole", "rank"):
-            tensors = [self._whole(name) for name in names]
-            self.empty.merged.append((unit.title, [leaf.path for leaf in buffer.leaves], tensors))
-            return tensors[0]
+        if first.kind != "shard":
+            values = [self._whole(name) for name in names]
+            for home, other_value in zip(homes[1:], values[1:], strict=True):
+                leaves = homes[0].first(buffer), home.first(buffer)
+                _check_equal(unit, *leaves, values[0], other_value)
+            return values[0]
         device = self.device_of(first, unit)
         shard = torch.empty(
             buffer.shard_numel, dtype=dtype_of(first.dtype), device=device,
             pin_memory=device.type == "cpu" and self.device_of(first, None).type == "cuda",
         )  # fmt: skip
-        self._check_dtype(shard, names[0], buffer)
-        for leaf, name, metadata in zip(buffer.leaves, names, stored, strict=True):
-            self._read_leaf(shard, leaf, buffer, name, metadata)
-        self._clear_padding(shard, buffer)
-        return shard
+        dtype = self._dtype_of(shard, homes[0], buffer)
+        self._fill(shard, names, homes, buffer)
+        byte_view(shard[buffer.filled(self.position["shard"]) :]).zero_()
+        return shard.to(dtype)
 
-    def _check_dtype(self, shard: torch.Tensor, name: str, buffer: BufferPlan) -> None:
-        """Cast a shard if the old plan says its dtype and the new plan says another one.
+    def _dtype_of(self, shard: torch.Tensor, home: _Home, buffer: BufferPlan) -> torch.dtype:
+        """Return the dtype of a shard: another one if the two plans have different dtypes.
 
-        A shard that was saved in another dtype than its leaves' stays, such as a float32 average.
+        A shard that was saved in another dtype than its leaves' keeps it, such as a float32
+        average.
         """
-        leaf, planned_dtype = buffer.leaves[0], dtype_of(buffer.dtype)
-        known_name = name_in(self.old_dtypes, leaf)
-        if (
-            known_name is None
-            or shard.dtype == planned_dtype
-            or shard.dtype != dtype_of(self.old_dtypes[known_name])
-        ):
-            return
+        planned_dtype = dtype_of(buffer.dtype)
+        if shard.dtype == planned_dtype or shard.dtype != dtype_of(home.buffer.dtype):
+            return shard.dtype
         if self.cast and can_cast(shard.dtype, planned_dtype):
-            self.empty.casts.append((shard, planned_dtype))
-            return
+            return planned_dtype
         remedy = "make the plan of parameters in the stored dtype" + (
             ", or pass cast=True" if self.cast is False else ""
         )
         raise ValueError(
-            f"{self.where} holds {name!r} in {dtype_name(shard.dtype)}, and leaf {leaf.path!r} is "
-            f"of {buffer.dtype} in the plan: {remedy}"
+            f"{self.saved.title} holds leaf {buffer.leaves[0].path!r} in {dtype_name(shard.dtype)}, "
+            f"and it is of {buffer.dtype} in the plan: {remedy}"
         )
 
-    def _clear_padding(self, shard: torch.Tensor, buffer: BufferPlan) -> None:
-        """Write zeros to the elements of a shard that belong to no leaf."""
-        position = position_of(self.rank, self.plan.mesh_axes)
-        parts = [
-            part for leaf in buffer.leaves if (part := buffer.part(leaf, position["shard"])).numel
-        ]
-        end = 0
-        for begin, stop in sorted((part.in_shard.start, part.in_shard.stop) for part in parts):
-            if begin > end:
-                byte_view(shard[end:begin]).zero_()
-            end = max(end, stop)
-        byte_view(shard[end:]).zero_()
-
-    def _read_leaf(
-        self,
-        shard: torch.Tensor,
-        leaf: LeafSpec,
-        buffer: BufferPlan,
-        name: str,
-        metadata: TensorMetadata,
+    def _fill(
+        self, shard: torch.Tensor, names: Sequence[str], homes: list[_Home], buffer: BufferPlan
     ) -> None:
-        if metadata.own_axes != own_axes(buffer.local, leaf.cuts):
-            raise ValueError(
-                f"{name!r} is local to ranks under only one of the two plans; make the new plan "
-                "with the same local. A leaf that ranks hold in slices must say which dimension "
-                f"they cut, as in local={{{leaf.path!r}: {{'tensor': 0}}}}"
-            )
-        if metadata.whole_shape != leaf.whole_shape:
-            whole_text = " as a whole" if leaf.cuts or metadata.cuts else ""
-            raise ValueError(
-                f"leaf {leaf.path!r} has shape {leaf.whole_shape}{whole_text} in the plan; found "
-                f"{metadata.whole_shape} stored as {name!r}: the plan is of another model, or cuts "
-                "another dimension"
-            )
-        position = position_of(self.rank, self.plan.mesh_axes)
-        part = buffer.part(leaf, position["shard"])
-        if not part.numel:
-            return
-        source = self._source(metadata.own_axes)
-        if (metadata.shape, metadata.cuts, metadata.kind) == (
-            leaf.shape,
-            leaf.cuts,
-            kind_of(buffer),
-        ):
-            source |= {cut.axis: position[cut.axis] for cut in leaf.cuts}
-            stored = stored_name(name, metadata.kind, source, self.old_mesh_axes)
-            self.empty.reads.append(ReadItem(stored, part.begin, shard[part.in_shard]))
-        else:
-            self._read_slices(
-                shard[part.in_shard], part.begin, leaf, position, name, metadata, source
-            )
+        """Read the elements of all leaves that lie in this rank's shard of a buffer."""
+        for name, home in zip(names, homes, strict=True):
+            if home.leaves is None:  # the same flat buffer: one run in place of one for each leaf
+                start = self._old_start(name, home.buffer, buffer.local)
+                target = flat_run(buffer, self.position["shard"])
+                sources = flat_sources(home.buffer, self.old_axes, start, target)
+                self._copy(shard[: target.numel], target, name, sources, buffer.leaves[0])
+            for leaf, old_leaf in home.leaves or ():
+                _check_same_leaf(name, leaf, buffer, old_leaf, home.buffer)
+                in_shard, target = run_in_shard(buffer, leaf, self.position)
+                if target.numel:
+                    start = self._old_start(name, home.buffer, own_axes(buffer.local, leaf.cuts))
+                    sources = leaf_sources(home.buffer, old_leaf, self.old_axes, start, target)
+                    self._copy(shard[in_shard], target, name, sources, leaf)
 
-    def _read_slices(
-        self,
-        own: torch.Tensor,
-        begin: int,
-        leaf: LeafSpec,
-        position: Mapping[str, int],
-        name: str,
-        metadata: TensorMetadata,
-        source: dict[str, int],
+    def _old_start(self, name: str, old: BufferPlan, own: Sequence[str]) -> dict[str, int]:
+        """Return the old position to read from, along all axes but those that cut the buffer."""
+        return {
+            **dict.fromkeys(self.old_axes, 0),
+            **turn_of(self.saved.stored[name].turn, old, self.old_axes),
+            **old_position(own, self.position, self.axes, self.old_axes),
+        }
+
+    def _copy(
+        self, out: torch.Tensor, target: Run, name: str, sources: Iterable[Source], leaf: LeafSpec
     ) -> None:
-        """Read this rank's part of a leaf, which begins at ``begin``, from slices of other cuts."""
-        origin = slice_offsets(leaf.shape, leaf.cuts, position)
-        targets = []
-        for box in boxes(leaf.shape, begin, begin + own.numel()):
-            targets.append((box.moved(origin), own[: box.numel].view(box.sizes)))
-            own = own[box.numel :]
-        ways = {cut.axis: cut.ranks for cut in metadata.cuts}
-        for way_index in range(math.prod(ways.values())):
-            old = source | position_of(way_index, ways)
-            held = Box(slice_offsets(metadata.shape, metadata.cuts, old), metadata.shape)
-            stored = stored_name(name, metadata.kind, old, self.old_mesh_axes)
-            for box, out in targets:
-                if shared := box.overlap(held):
-                    shared_box = shared.moved([-n for n in box.offsets])
-                    there = shared.moved([-n for n in held.offsets])
-                    self.empty.reads.append(
-                        ReadBox(stored, metadata.shape, there, out[shared_box.slices])
-                    )
+        copied_numel = 0
+        for rank, start, run in sources:
+            if run.within == target.within:
+                begin = run.begin - target.begin
+                self.saved.read(out[begin : begin + run.numel], rank, name, start)
+                copied_numel += run.numel
+            else:
+                values = torch.empty(run.numel, dtype=out.dtype, device="cpu")
+                self.saved.read(values, rank, name, start)
+                copied_numel += copy_run(out, target, values, run)
+        if copied_numel != out.numel():
+            raise ValueError(
+                f"{self.saved.title} holds {copied_numel} of {out.numel()} needed elements of "
+                f"{leaf.path!r}"
+            )
 
-    def _source(self, axes: Sequence[str]) -> dict[str, int]:
-        """Return the old position, along its own axes, that a local tensor comes from.
 
-        A tensor that is local along several axes comes from the number of this rank along these
-        axes, modulo the number of ranks along them that there were. For one axis this is the index
-        along it, modulo its old size.
-        """
-        position, mesh_axes = position_of(self.rank, self.plan.mesh_axes), self.plan.mesh_axes
-        old_axes = {axis: self.old_mesh_axes.get(axis, 1) for axis in axes}
-        source_rank = rank_at(
-            {axis: position.get(axis, 0) for axis in axes},
-            {axis: mesh_axes.get(axis, 1) for axis in axes},
+def _check_same_leaf(
+    name: str, leaf: LeafSpec, buffer: BufferPlan, old_leaf: LeafSpec, old: BufferPlan
+) -> None:
+    if own_axes(old.local, old_leaf.cuts) != own_axes(buffer.local, leaf.cuts):
+        raise ValueError(
+            f"{leaf.path!r} is local to ranks under only one of the two plans; make the new plan "
+            "with the same local. A leaf that ranks hold in slices must say which dimension "
+            f"they cut, as in local={{{leaf.path!r}: {{'tensor': 0}}}}"
         )
-        return position_of(source_rank % math.prod(old_axes.values()), old_axes)
-
-
-def _sort(metadata: TensorMetadata) -> str:
-    """Return ``"whole"``, ``"rank"``, or ``"flat"`` for the leaves of shards."""
-    return metadata.kind if metadata.kind in ("whole", "rank") else "flat"
+    if old_leaf.whole_shape != leaf.whole_shape:
+        whole_text = " as a whole" if leaf.cuts or old_leaf.cuts else ""
+        raise ValueError(
+            f"leaf {leaf.path!r} has shape {leaf.whole_shape}{whole_text} in the plan; found "
+            f"{old_leaf.whole_shape} stored in {name!r}: the plan is of another model, or cuts "
+            "another dimension"
+        )
 
 
 def _container(spec: TreeSpec, children: list[Any]) -> Any:
     node_kind, fields, meta, _ = spec
-    if node_kind not in _CONTAINERS:
-        raise ValueError(
-            f"the state contains a container of unknown kind {node_kind!r}: a newer version of "
-            "funcshard stored it, or it is damaged"
-        )
     if node_kind == "namedtuple":
         cls: Any = find_class(meta)
         if not issubclass(cls, tuple) or not hasattr(cls, "_fields"):
@@ -472,6 +450,22 @@ def _form(spec: TreeSpec) -> Any:
     return (spec[0], repr(spec[2]), len(spec[3]))
 
 
+def _check_equal(
+    unit: UnitPlan, leaf: LeafSpec, other_leaf: LeafSpec, value: torch.Tensor, other: torch.Tensor
+) -> None:
+    """Raise ``ValueError`` if two leaves disagree on what their buffer has once, as a ``step``."""
+    if value.shape != other.shape:
+        texts = f"of shape {tuple(value.shape)}", f"of {tuple(other.shape)}"
+    # Why bytes: NaN is equal to no number, and torch compares no tensors of bits8.
+    elif not torch.equal(byte_view(value), byte_view(other)):
+        differing = (byte_view(value) != byte_view(other)).nonzero()
+        at = int(differing[0]) // value.element_size()
+        texts = _shown(value, at), _shown(other, at)
+    else:
+        return
+    raise _disagreement(unit.title, leaf.path, other_leaf.path, *texts)
+
+
 def _shown(tensor: torch.Tensor, at: int) -> str:
     """Return one element as text."""
     element = tensor.view(-1)[at : at + 1]
@@ -487,4 +481,92 @@ def _disagreement(where: str, one: str, other: str, here: Any, there: Any) -> Va
         f"the plan puts leaves {one!r} and {other!r} into one buffer of unit {where!r}, and a "
         f"value that the state keeps once per buffer is {here} for the first and {there} for the "
         "second: keep them in separate units"
+    )
+
+
+# --- in memory -----------------------------------------------------------------------------------
+
+
+def replan(states: Sequence[Any], old: Plan, new: Plan) -> list[Any]:
+    """Cut the states of all ranks again, from the ranks and units of one plan to those of another.
+
+    A pure function, which one process computes without communication. Saving under the old plan and
+    restoring under the new one gives the same states through files.
+
+    - Every tree that looks like shards is cut again leaf by leaf, under whatever name it has in
+      the state: parameters, averages of them, optimizer states.
+    - A tensor or value that is the same on every rank stays the same.
+    - New rank ``r`` takes the ``PerRank`` values and the local leaves of old rank ``r`` modulo the
+      old number of ranks.
+
+    Replanning from old to new and back gives the same states, apart from their own values that
+    the last ranks lose when the new plan has fewer ranks.
+
+    Arguments:
+        states: each rank's state, any pytree, in order of ranks.
+        old: the plan that the states are cut by.
+        new: the plan to cut them by: the same leaves in other units, under another strategy, or on
+            another number of ranks.
+
+    Returns:
+        Each new rank's state, in order of ranks. Its tensors share no memory with the old ones.
+        Shards of offloaded units are on the CPU, and other shards on the device of ``states``.
+
+    Raises:
+        TypeError: a leaf is neither a tensor nor a number or string; ``states`` is no list, or a
+            plan no plan.
+        ValueError: the number of states is not the old plan's number of ranks, a plan is of another
+            model, or ranks differ in a value that is not marked with ``PerRank``.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> params = {"w": torch.arange(4.0)}
+        >>> old, new = fs.make_plan(params, 2), fs.make_plan(params, 3)
+        >>> states = fs.simulate(
+        ...     lambda mesh: {"ema": fs.shard(params, old, mesh), "step": 7}, world_size=2
+        ... )
+        >>> fs.replan(states, old, new)[1]
+        {'ema': {'': {'float32': tensor([2., 3.])}}, 'step': 7}
+    """
+    for name, plan in (("old", old), ("new", new)):
+        if not isinstance(plan, Plan):
+            raise TypeError(
+                f"{name} must be a plan; found {type(plan).__name__}: pass what make_plan returned"
+            )
+    if isinstance(states, str | Mapping) or not isinstance(states, Sequence):
+        raise TypeError(
+            f"states must be a list of the states of all ranks; found {type(states).__name__}: put "
+            "them into a list, in order of ranks"
+        )
+    if len(states) != old.world_size:
+        raise ValueError(
+            f"there must be one state per rank of the old plan, {old.world_size}; found "
+            f"{len(states)}"
+        )
+    device = _device_of(states)
+    flat = [flatten_state(state, old, rank, device.type) for rank, state in enumerate(states)]
+    check_replicated([replicated_summary(rank_flat) for rank_flat in flat])
+    cpu = torch.device("cpu")
+
+    def device_of(stored: Stored, unit: UnitPlan | None) -> torch.device:
+        return cpu if not stored.on_mesh or (unit and unit.offload) else device
+
+    def read(out: torch.Tensor, rank: int, name: str, begin: int) -> None:
+        out.copy_(flat[rank].tensors[name][begin : begin + out.numel()])
+
+    def replanned(rank: int) -> Any:
+        own = flat[rank % old.world_size]
+        saved = Saved(flat[0].spec, own.rank_specs, flat[0].shared | own.stored, old, read)
+        return unflatten_state(saved, new, rank, device_of)
+
+    return [replanned(rank) for rank in range(new.world_size)]
+
+
+def _device_of(states: Sequence[Any]) -> torch.device:
+    """Return the device of the first tensor that is not on the CPU; if there is none, the CPU."""
+    tensors = (
+        leaf for state in states for leaf in tree.leaves(state) if isinstance(leaf, torch.Tensor)
+    )
+    return next(
+        (tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu")
     )

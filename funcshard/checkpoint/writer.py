@@ -1,8 +1,8 @@
 """One rank's part in saving a checkpoint, in a thread that issues no collective.
 
-Ranks write into a folder that they agreed on, ``.NAME.TOKEN.part``. Each rank writes its slices
-there, and then a table that names its regions. When rank 0 has found the table of every rank, it
-writes the index and renames the folder to ``NAME``, which publishes the checkpoint.
+Each rank writes its files into the checkpoint's folder, under names that begin with the token of
+the save. When rank 0 has found the table of every rank, it writes the index, which publishes the
+checkpoint.
 
 Why ranks meet through files: a collective of this thread could come between two of training.
 """
@@ -11,22 +11,29 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import glob
 import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from funcshard.checkpoint.dcp_files import write_metadata, write_slices
-from funcshard.checkpoint.folders import delete, folders, publish, remove_leftovers, set_aside, sync
-from funcshard.checkpoint.manifest import read_contents, time_after, write_index
-from funcshard.checkpoint.metadata import FlatState, Plans, TensorMetadata, TensorSlice, any_plan
-from funcshard.checkpoint.path_lock import PathLock, take
-from funcshard.checkpoint.rank_tables import file_of, read_table, table_of, write_sizes, write_table
+import torch
+from filelock import FileLock
+
+from funcshard.checkpoint.contents import read_contents, save_at, time_after, write_index
+from funcshard.checkpoint.folders import (
+    delete,
+    folders,
+    locked,
+    publish,
+    remove_files,
+    remove_unfinished,
+)
+from funcshard.checkpoint.rank_files import files_of, table_file, tensor_file, write_rank
+from funcshard.checkpoint.stored_state import FlatState, Plans
 
 _log = logging.getLogger("funcshard.checkpoint")
 
@@ -37,9 +44,6 @@ NICENESS = 12
 
 # Seconds between two looks for ranks that are suspended or gone.
 _LOOK = 1.0
-
-# Number of boxes (tensors × ranks) up to which other programs get a list of all of them.
-MOST_LISTED = 1_000_000
 
 
 class WriterThread(threading.Thread):
@@ -122,49 +126,47 @@ def thread_name(path: Path, rank: int) -> str:
     return f"save {path} as rank {rank}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Writer:
     """The work of one rank: it writes its part, and rank 0 publishes the checkpoint.
 
     Attributes:
-        path: the final path of the checkpoint.
-        part: the folder that ranks write into.
+        path: the checkpoint's folder.
+        save: the token of the save.
         plans: the plans to store.
         flat: this rank's state.
-        slices: the slices of ``flat``, or copies of them that training cannot change.
+        tensors: the tensors of ``flat``, or copies of them that training cannot change.
         rank: this rank.
         world_size: number of ranks.
         keep: number of checkpoints to keep beside ``path``, this one included; ``None`` keeps all.
-        timeout: number of seconds that rank 0 waits for the reports of all ranks.
+        timeout: number of seconds that rank 0 waits for the tables of all ranks.
         lock: the lock of ``path``, on rank 0; the writer gives it back.
         lost: returns an error message if a rank is suspended or gone, and ``""`` if none is.
     """
 
     path: Path
-    part: Path
+    save: str
     plans: Plans
     flat: FlatState
-    slices: Sequence[TensorSlice]
+    tensors: Mapping[str, torch.Tensor]
     rank: int
     world_size: int
     keep: int | None
     timeout: float
-    lock: PathLock | None
+    lock: FileLock | None
     lost: Callable[[], str]
 
     def run(self) -> None:
         """Write this rank's part and, as rank 0, publish the checkpoint."""
         try:
-            if self.lock is not None:  # first, so that old folders do not fill the disk
-                remove_leftovers(self.path, self.lock, own=self.token, others=self.keep is not None)
+            if self.rank == 0:  # first, so that files of killed saves do not fill the disk
+                self.remove_leftovers()
             self.write()
             if self.rank == 0:
                 self.wait_for_all()
                 self.finish()
-        except Exception as error:
+        except Exception:
             self.say_that_it_failed()
-            if not self.part.exists() and (rank := self.renamed_by()) not in ("", str(self.rank)):
-                raise OSError(f"rank {rank} could not write its part") from error
             raise
         finally:
             if self.lock is not None:
@@ -172,23 +174,19 @@ class Writer:
 
     def say_that_it_failed(self) -> None:
         """Leave a mark for rank 0, in some way that a full disk allows."""
-        mark = self.part / f"failed.{self.rank}"
+        mark = self.path / f"{self.save}-{self.rank}.failed"
         with contextlib.suppress(OSError):
             mark.touch()
             return
-        with contextlib.suppress(OSError):  # no file can be made before another one goes
-            (self.part / file_of(self.rank)).unlink()
-            mark.touch()
-            return
-        with contextlib.suppress(OSError):  # a new name needs no space
-            self.part.rename(
-                self.part.with_name(f".{self.path.name}.{self.token}-{self.rank}.part")
-            )
+        # A new name needs no space, and no file can be made before another one goes.
+        for name in (tensor_file(self.save, self.rank), f"{self.save}.part"):
+            with contextlib.suppress(OSError):
+                (self.path / name).rename(mark)
+                return
 
     def write(self) -> None:
-        """Write this rank's slices, and the table of the regions that hold them."""
-        regions = write_slices(self.part, self.rank, self.slices, self.flat.tensors)
-        write_table(self.part, self.rank, self.flat, regions, self.token)
+        """Write this rank's tensors, and their table."""
+        write_rank(self.path, self.save, self.rank, self.flat, self.tensors)
 
     def wait_for_all(self) -> None:
         """Wait for the tables of all ranks.
@@ -199,11 +197,13 @@ class Writer:
         looked = time.monotonic()
         end = looked + self.timeout
         while True:
-            names = set(os.listdir(self.part))
-            missing_ranks = [rank for rank in range(self.world_size) if table_of(rank) not in names]
+            names = set(os.listdir(self.path))
+            missing_ranks = [
+                rank for rank in range(self.world_size) if table_file(self.save, rank) not in names
+            ]
             if not missing_ranks:
                 return
-            if failed := [rank for rank in missing_ranks if f"failed.{rank}" in names]:
+            if failed := [r for r in missing_ranks if f"{self.save}-{r}.failed" in names]:
                 raise OSError(f"rank {failed[0]} could not write its part")
             current_time = time.monotonic()
             if current_time > looked + _LOOK:
@@ -217,59 +217,22 @@ class Writer:
             time.sleep(0.005)
 
     def finish(self) -> None:
-        """Write the index, publish the checkpoint, and remove folders that are no longer needed."""
-        shared = {
-            name: metadata
-            for name, metadata in self.flat.tensors.items()
-            if metadata.kind != "rank"
-        }
-        if len(shared) * self.world_size <= MOST_LISTED:
-            self.list_for_dcp(shared)
-        else:
-            _log.info(
-                "checkpoint %s has no .metadata, because it would list more than %d boxes",
-                self.path,
-                MOST_LISTED,
-            )
-        write_sizes(self.part, self.world_size, self.token)
-        write_index(
-            self.part, self.plans, self.flat.spec, shared, self.token, time_after(self.path.parent)
-        )
-        publish(self.part, self.path)
-        # Leftovers of a checkpoint that was being replaced when its process was killed.
-        if self.lock is not None:
-            remove_leftovers(self.path, self.lock, own=self.token, others=False)
+        """Write the index, publish the checkpoint, and remove older ones."""
+        names = files_of(self.save, self.world_size)
+        size = sum((self.path / name).stat().st_size for name in names)
+        saved = time_after(self.path.parent)
+        write_index(self.path, self.plans, self.flat, self.save, saved, size)
+        publish(self.path, self.save)
         if self.keep is not None:
-            try:
-                self.remove_oldest(self.keep)
-            # The checkpoint is complete, and the next save removes what is left.
-            except OSError as error:
-                _log.warning(
-                    "checkpoint %s is complete, but older ones cannot be deleted: %s",
-                    self.path,
-                    error,
-                )
+            self.remove_oldest(self.keep)
 
-    def list_for_dcp(self, shared: Mapping[str, TensorMetadata]) -> None:
-        """Write the list of all boxes for other programs, which grows with the number of ranks."""
-        tensors, regions, mesh_axes = dict(shared), [], any_plan(self.plans).mesh_axes
-        for rank in range(self.world_size):
-            table = read_table(self.part, rank, self.token, mesh_axes, shared)
-            tensors |= table.items
-            regions += [
-                region for name_regions in table.regions.values() for region in name_regions
-            ]
-        write_metadata(self.part, regions, tensors, mesh_axes)
-
-    @property
-    def token(self) -> str:
-        """The token of this save: ``.NAME.TOKEN.part`` -> ``TOKEN``."""
-        return self.part.name.rsplit(".", 2)[1]
-
-    def renamed_by(self) -> str:
-        """Return the rank that renamed the folder because it could make no file, or ``""``."""
-        marked_folders = self.path.parent.glob(f"{glob.escape(self.part.stem)}-*.part")
-        return next((folder.stem.rpartition("-")[2] for folder in marked_folders), "")
+    def remove_leftovers(self) -> None:
+        """Delete what saves left whose process was killed."""
+        current = save_at(self.path)
+        remove_files(self.path, lambda save: save not in (self.save, current))
+        for folder in self.path.parent.iterdir() if self.keep is not None else ():
+            if folder != self.path:
+                remove_unfinished(folder)
 
     def remove_oldest(self, keep: int) -> None:
         """Remove all but the last ``keep`` checkpoints of the folder around ``path``."""
@@ -277,22 +240,22 @@ class Writer:
         for folder in folders(self.path.parent):
             with contextlib.suppress(OSError, ValueError):
                 complete.append((read_contents(folder), folder))
-        surplus = []
         for contents, folder in sorted(complete, key=lambda each: each[0].saved)[:-keep]:
             if folder == self.path or folder.is_symlink():
                 continue
+            # The checkpoint is complete, and the next save removes what is left.
             try:
-                if (lock := take(folder)) is None:
-                    continue  # another process saves there
-                try:
-                    if read_contents(folder, whole=False).digest == contents.digest:
-                        surplus.append(set_aside(contents.path))
-                finally:
-                    lock.release()
+                with locked(folder):
+                    if save_at(folder) == contents.save:
+                        delete(folder)
+            except TimeoutError:
+                continue  # another process saves there
             except FileNotFoundError:
                 continue  # another process has deleted it
-            except (OSError, ValueError) as error:  # such as one of another user
-                _log.warning("checkpoint %s cannot be deleted: %s", folder, error)
-        sync(self.path.parent)
-        for aside in surplus:
-            delete(aside)
+            except OSError as error:  # such as one of another user
+                _log.warning(
+                    "checkpoint %s is complete, but %s cannot be deleted: %s",
+                    self.path,
+                    folder,
+                    error,
+                )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 Harm = Callable[[Path], Any]
-INDEX, TABLE, SIZES, TENSORS = "index.json", "__0_0.json", "sizes.json", "__0_0.distcp"
+INDEX, TABLE, TENSORS = "index.json", "01234567-0.json", "01234567-0.safetensors"
 NOT_OURS = "it is not the index of a checkpoint; restore another checkpoint"
 NO_TABLE = "it is not a file of a checkpoint; restore another checkpoint"
 
@@ -31,12 +31,13 @@ def deep(levels: int) -> Any:
 def forge(file: Path, change: Callable[[Any], Any]) -> None:
     """Change the body of a text file, and give it the checksum of the new one."""
     head, body, *_ = file.read_text().split("\n")
-    data = json.loads(body)
+    data, size = json.loads(body), file.stat().st_size
     new = change(data)
     body = json.dumps(data if new is None else new)
     write_forged(file, json.loads(head)["format"], body)
-    if file.name == TABLE:  # its size is listed
-        forge(file.parent / SIZES, lambda body: body["files"].update({TABLE: file.stat().st_size}))
+    if file.name != INDEX:  # the index has the sum of the sizes
+        more = file.stat().st_size - size
+        forge(file.parent / INDEX, lambda body: body.update(bytes=body["bytes"] + more))
 
 
 def write_forged(file: Path, kind: str, body: str) -> None:
@@ -55,9 +56,18 @@ def put(name: str, *keys: Any, value: Any) -> Harm:
     return lambda folder: forge(folder / name, change)
 
 
+def without(part: str, key: str) -> Harm:
+    """Return a change that takes an entry out of a part of the table."""
+
+    def change(body: Any) -> None:
+        del body[part][key]
+
+    return lambda folder: forge(folder / TABLE, change)
+
+
 def text(name: str, content: str) -> Harm:
     """Return a change that gives a text file a body that is any text."""
-    return lambda folder: write_forged(folder / name, "funcshard.checkpoint/2", content)
+    return lambda folder: write_forged(folder / name, "funcshard.checkpoint/3", content)
 
 
 def replaced(name: str, make: Callable[[Path], Any]) -> Harm:
@@ -95,11 +105,11 @@ CASES: dict[str, tuple[Harm, str]] = {
     # What is no file.
     **{
         f"{what} in the place of {name}": (replaced(name, make), rf"{name} must be a regular file; found {found}")
-        for name in (INDEX, TABLE, SIZES, TENSORS)
+        for name in (INDEX, TABLE, TENSORS)
         for what, make, found in (("a named pipe", os.mkfifo, "a named pipe"), ("a link", link_out, "a link"))
     },
     "a socket in the place of the index": (replaced(INDEX, bind), "found a socket"),
-    "a folder in the place of the tensors": (replaced(TENSORS, Path.mkdir), "the checkpoint's own folder|found a folder"),
+    "a folder in the place of the tensors": (replaced(TENSORS, Path.mkdir), "found a folder"),
     "a link to a device": (replaced(INDEX, lambda path: path.symlink_to("/dev/zero")), "found a link: copy the folder"),
     # Text that is none.
     "an empty index": (lambda folder: (folder / INDEX).write_bytes(b""), NOT_OURS),
@@ -108,10 +118,10 @@ CASES: dict[str, tuple[Harm, str]] = {
     "an index with a byte order mark": (
         lambda folder: (folder / INDEX).write_bytes(b"\xef\xbb\xbf" + ORIGINALS[INDEX]), NOT_OURS,
     ),
-    "half of the tensors": (lambda folder: os.truncate(folder / TENSORS, 800), r"distcp is damaged: it has 800 bytes"),
+    "half of the tensors": (lambda folder: os.truncate(folder / TENSORS, 800), r"safetensors is damaged: it has 800 bytes"),
     "no tensors": (lambda folder: os.truncate(folder / TENSORS, 0), "it has 0 bytes"),
     # JSON that is no index.
-    "a list": (text(INDEX, "[]"), "the index must be an object"),
+    "a list": (text(INDEX, "[]"), "the file must be an object"),
     "a number of 5,000 digits": (text(INDEX, '{"saved": 1' + "0" * 5000 + "}"), NOT_OURS),
     "a key twice": (text(INDEX, '{"save": "a", "save": "b"}'), "it has the key 'save' twice"),
     "lists 100,000 deep": (text(INDEX, "[" * 100_000), "nested in more than 500 levels"),
@@ -124,7 +134,7 @@ CASES: dict[str, tuple[Harm, str]] = {
     # Parts of the index.
     **{
         f"{part} that is {shown}": (put(INDEX, part, value=value), NOT_OURS)
-        for part in ("saved", "save", "plan", "outline", "items")
+        for part in ("saved", "save", "plan", "outline", "stored", "bytes")
         for shown, value in (("null", None), ("a number", 1.5), ("NaN", float("nan")), ("a deep list", deep(300)))
         if (part, value) != ("outline", None)  # the state None
     },
@@ -155,38 +165,47 @@ CASES: dict[str, tuple[Harm, str]] = {
         put(INDEX, "outline", value=["custom", None, ["subprocess:Popen", None], [["value", "echo called"]]]),
         "no registered container",
     ),
-    "a tensor that is a container": (put(INDEX, "outline", value=["tensor", None, None, []]), "a value, a tensor or"),
+    "a tensor that is a container": (put(INDEX, "outline", value=["tensor", None, None, []]), "must be a value, a tensor"),
     "a list with data that are an object": (
         put(INDEX, "outline", value=["list", None, {"a": 1}, [["value", 1]]]), "must be texts, numbers or lists; found an",
     ),
-    "a tensor that is not there": (put(INDEX, "outline", value=["tensor", "nothing"]), "must name tensors of"),
-    "a leaf that is not there": (
-        put(INDEX, "outline", value=["shards", "every unit", [["nothing", ["tensor", "whole"]]]]), "name leaves of the plan",
+    "a tensor that is not there": (put(INDEX, "outline", value=["tensor", "nothing"]), "a tensor of the checkpoint or"),
+    "a shard outside of shards": (put(INDEX, "outline", value=["tensor", "shards.float32"]), "a tensor of the checkpoint"),
+    "a buffer that is not there": (
+        put(INDEX, "outline", value=["shards", "every unit", [["nothing", "float32", ["tensor", "whole"]]]]),
+        "name buffers of the plan",
     ),
+    "shards in shards": (
+        put(INDEX, "outline", value=["shards", "list", [["", "float32", ["shards", "list", []]]]]), "must be a value, a"
+    ),
+    "shards of an unknown form": (put(INDEX, "outline", value=["shards", "heap", []]), "must be a value, a tensor|a shards"),
     "a rank's value that is not there": (put(INDEX, "outline", value=["rank", 7]), "has 1 PerRank values"),
     "a negative number of a rank's value": (put(INDEX, "outline", value=["rank", -1]), "the number of a PerRank must be"),
     "a dictionary with too few keys": (
-        put(INDEX, "outline", value=["dict", None, ["a"], [["value", 1], ["value", 2]]]), "the keys of a dictionary",
+        put(INDEX, "outline", value=["dict", None, ["a"], [["value", 1], ["value", 2]]]), "must have a key or a field for",
     ),
-    "a whole tensor of 2^58 elements": (put(INDEX, "items", "whole", 0, value=[2**58]), "needed elements of 'whole'"),
-    "a tensor of many dimensions": (put(INDEX, "items", "whole", 0, value=[1] * 1000), "at most 64 dimensions"),
-    "a tensor of an unknown kind": (put(INDEX, "items", "whole", 2, value="global"), "the kind of 'whole' must be"),
-    # Sizes and tables.
-    "sizes that are texts": (put(SIZES, "files", TENSORS, value="800"), "must be a whole number"),
-    "a file in another folder": (put(SIZES, "files", "../other", value=1), "not in the checkpoint's own folder"),
-    "the folder above": (put(SIZES, "files", "..", value=1), "not in the checkpoint's own folder"),
-    "a name with a zero byte": (put(SIZES, "files", "a\0b", value=1), "zero byte|is missing"),
+    "a namedtuple with too few fields": (
+        put(INDEX, "outline", value=["namedtuple", [], "funcshard:TrainState", [["value", 1]]]), "must have a key or a f",
+    ),
+    "a whole tensor of 2^58 elements": (put(INDEX, "stored", "whole", 2, value=[2**58]), "needed bytes of 'whole'"),
+    "a tensor of an unknown kind": (put(INDEX, "stored", "whole", 0, value="global"), "the kind of 'whole' must be"),
+    "a tensor of one rank for all": (put(INDEX, "stored", "whole", 0, value="rank"), "the kind of 'whole' must be"),
+    "a tensor of too few facts": (put(INDEX, "stored", "whole", value=["whole"]), "must be a list of 6"),
+    "a token that names another folder": (put(INDEX, "save", value="../12345"), "save must be 8 hexadecimal digits"),
+    "a turn of a text": (put(INDEX, "stored", "shards.float32", 5, value="1"), "must be a whole number"),
+    # Tables.
+    "a size that is a text": (put(INDEX, "bytes", value="800"), "bytes must be a whole number"),
+    "another size": (put(INDEX, "bytes", value=1), NOT_OURS),
+    "another size of a file": (put(TABLE, "size", value=10**6), "is damaged: it has .* bytes and was saved with 1000000;"),
     "a table of another save": (put(TABLE, "save", value="00000000"), "belongs to another checkpoint"),
-    "a region of 2^60 bytes": (put(TABLE, "regions", 0, 5, value=2**60), "must lie inside of __0_0.distcp"),
-    "a region behind the end": (put(TABLE, "regions", 0, 4, value=2**60), "must be a whole number from 0 to"),
-    "a region at -1": (put(TABLE, "regions", 0, 4, value=-1), "must be a whole number from 0"),
-    "a region of too few numbers": (put(TABLE, "regions", 0, value=["shards.w"]), "a region must be a list of 7"),
-    "a region outside of its tensor": (put(TABLE, "regions", 0, 2, value=[2**40, 0]), "must lie inside of its shape"),
-    "a region of no tensor": (put(TABLE, "regions", 0, 0, value="nothing"), "a region must be of a tensor"),
-    "a region twice": (
-        lambda folder: forge(folder / TABLE, lambda body: body["regions"].append(body["regions"][0])), "needed elements of",
-    ),
-    "no region": (put(TABLE, "regions", value=[]), "holds 0 of"),
+    "a tensor of 2^60 bytes": (put(TABLE, "places", "whole", 1, value=2**60), "'whole' must lie inside of its file"),
+    "a tensor behind the end": (put(TABLE, "places", "whole", 0, value=2**60), "'whole' must lie inside of its file"),
+    "a tensor at -1": (put(TABLE, "places", "whole", 0, value=-1), "must be a whole number from 0"),
+    "a place of too few numbers": (put(TABLE, "places", "whole", value=[1]), "must be a list of 3"),
+    "too few checksums": (put(TABLE, "places", "whole", 2, value=[]), "'whole' must lie inside of its file"),
+    "no shard": (without("places", "shards.float32"), "it holds 0: restore another"),
+    "a shard that is too small": (put(TABLE, "places", "shards.float32", 1, value=4), "it holds 4: restore another"),
+    "no tensor of the rank": (without("places", "own.rng"), "0 of 12 needed bytes"),
     "a rank's value in itself": (put(TABLE, "own", 0, value=["rank", 0]), "the number of a PerRank must be"),
     "values of a rank inside each other": (
         lambda folder: [
@@ -194,9 +213,5 @@ CASES: dict[str, tuple[Harm, str]] = {
             put(INDEX, "outline", value=["rank", 3000])(folder),
         ],
         "more PerRank values inside each other than save writes: restore another",
-    ),
-    "a rank's tensor of another rank": (
-        lambda folder: forge(folder / TABLE, lambda body: body["items"].update({"x@1": body["items"].popitem()[1]})),
-        "must be named after it",
     ),
 }  # fmt: skip

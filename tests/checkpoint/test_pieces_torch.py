@@ -100,11 +100,14 @@ def both_ways(mesh: fs.Mesh, folder: Path) -> None:
     shards = fs.from_state_dict(loaded, plan, mesh)
     assert same(fs.to_state_dict(shards, plan, mesh), wanted)
 
-    # Our checkpoint, straight into a module of theirs.
+    # Our checkpoint into a module of theirs.
     fs.save(folder / "ours", {"shards": shards}, plan, mesh)
+    if mesh.rank == 0:
+        fs.export_dcp(folder / "ours", folder / "exported")
+    fs.psum(torch.zeros(1), mesh)
     other = fsdp2(0)
     loaded = other.state_dict()
-    dcp.load({"shards": loaded}, checkpoint_id=folder / "ours")
+    dcp.load({"model": loaded}, checkpoint_id=folder / "exported")
     assert same(get_model_state_dict(other, options=FULL), wanted)
 
     # Optimizer state: two steps there, then one step there and one here.

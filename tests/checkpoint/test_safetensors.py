@@ -13,9 +13,9 @@ from typing import Any, BinaryIO
 import pytest
 import safetensors.torch
 import torch
+from filelock import FileLock
 
 import funcshard as fs
-from funcshard.checkpoint.path_lock import take
 from funcshard.checkpoint.safetensors import open_tensors
 
 PARAMS = {
@@ -162,23 +162,22 @@ def test_files_of_two_exports_are_told_apart(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_exports_to_one_path_do_not_meet(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "net.safetensors"):
-        lock = take(path / "safetensors" if path == tmp_path else path)
-        with pytest.raises(
-            OSError, match=rf"cannot export to .*: another export to it is running, by process {os.getpid()}"
-        ):
-            export(fs.Mesh(), str(path))
-        export(fs.Mesh(), str(tmp_path / "other.safetensors"))
-        lock.release()
+        name = "safetensors" if path == tmp_path else path.name
+        with FileLock(tmp_path / f".{name}.lock"):
+            with pytest.raises(OSError, match=r"cannot export to .*: another export to it is running: wait for it, or"):
+                export(fs.Mesh(), str(path))
+            export(fs.Mesh(), str(tmp_path / "other.safetensors"))
         export(fs.Mesh(), str(path))
 
 
 def test_an_export_removes_what_killed_ones_left_and_no_checkpoint(tmp_path: Path) -> None:
-    # The second one is a checkpoint named safetensors, and the third one another program's.
-    for name, file in ((".0123.part", "model.safetensors"), (".0123.old", "index.json"), (".45.part", "thesis.tex")):
-        (tmp_path / f".safetensors{name}").mkdir()
-        (tmp_path / f".safetensors{name}" / file).touch()
+    # The second one is another program's, and the third one of an export to another name.
+    names = (".safetensors.0123abcd.part", ".safetensors.thesis.part", ".x.safetensors.0123abcd.part")
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").touch()
     export(fs.Mesh(), str(tmp_path))
-    assert sorted(path.name for path in tmp_path.glob(".*")) == [".safetensors.0123.old", ".safetensors.45.part"]
+    assert sorted(path.name for path in tmp_path.glob(".*")) == sorted(names[1:])
 
 
 UNUSUAL = ("uint16", "uint32", "uint64", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
 import re
 import resource
 import sys
 import threading
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +17,9 @@ import optree
 import pytest
 import torch
 import torchopt
+from safetensors.torch import load_file
 
 import funcshard as fs
-from tests.checkpoint.hostile_files import TABLE, TENSORS, put
 from tests.ranks import run_ranks, run_simulated
 from tests.states import MESHES, OPTIMIZERS, PARAMS, equal, make_plan, train
 
@@ -112,72 +110,35 @@ def test_a_thread_that_saves_while_training_goes_on_has_low_priority(
     assert os.getpriority(os.PRIO_PROCESS, 0) == own
 
 
-def test_what_is_there_is_replaced_and_leftovers_of_its_name_go(tmp_path: Path) -> None:
+def test_what_is_there_is_replaced(tmp_path: Path) -> None:
     plan, mesh = make_plan("one rank"), fs.Mesh()
-    (tmp_path / ".last.0123.part").mkdir()
-    (tmp_path / ".last.best.0123.part").mkdir()  # of another checkpoint, last.best
     for step in (1, 2):
         fs.save(tmp_path / "last", {"step": step}, plan, mesh)
     assert fs.restore(tmp_path / "last", plan, mesh) == {"step": 2}
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".last.best.0123.part", "last"]
+    assert len(list((tmp_path / "last").iterdir())) == 4
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_plain_torch_distributed_reads_it_too(tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    params = {**PARAMS, "no.elements": torch.zeros(0, 3)}
+def test_any_reader_of_safetensors_opens_the_file_of_a_rank(tmp_path: Path) -> None:
+    odd = torch.arange(3).to(torch.complex128)
 
     def main(mesh: fs.Mesh) -> None:
-        plan = fs.make_plan(params, mesh, units=["0"])
-        state = {"x": fs.shard(params, plan, mesh), "whole": torch.ones(2), "none": torch.zeros(0)}
+        plan = fs.make_plan(PARAMS, mesh, units=["0"])
+        others = {"half": torch.ones(2, 3).bfloat16(), "scalar": torch.tensor(True), "odd": odd}
+        state = {"x": fs.shard(PARAMS, plan, mesh), **others}
         fs.save(tmp_path / "a", state, plan, mesh)
+        restored = fs.restore(tmp_path / "a", plan, mesh)
+        assert equal(restored, state)
+        (file,) = (tmp_path / "a").glob(f"*-{mesh.rank}.safetensors")
+        stored = load_file(file)
+        for unit, shards in state["x"].items():
+            for key, shard in shards.items():
+                assert torch.equal(stored[".".join(filter(None, ("x", unit, key)))], shard)
+        assert stored.keys() & {"half", "scalar", "odd"} == ({"half", "scalar", "odd"} if mesh.rank == 0 else set())
+        if mesh.rank == 0:
+            assert (stored["half"].shape, stored["scalar"].item()) == ((2, 3), True)
+            assert torch.equal(stored["odd"].view(torch.complex128), odd)  # the format has no such dtype
 
     fs.simulate(main, 4)
-    wanted = {**{f"x.{name}": value.detach() for name, value in params.items()}, "whole": torch.ones(2)}
-    there = {**{name: torch.zeros_like(value) for name, value in wanted.items()}, "none": torch.zeros(0)}
-    dcp.load(there, checkpoint_id=tmp_path / "a", no_dist=True)
-    assert all(torch.equal(there[name], value) for name, value in wanted.items())
-
-
-class Harm:
-    """An object that runs code when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return (os.mkdir, (str(self.path),))
-
-
-def test_restoring_runs_no_code_of_a_checkpoint(tmp_path: Path) -> None:
-    plan, mesh = make_plan("one rank"), fs.Mesh()
-    harm = pickle.dumps(Harm(tmp_path / "harm"))
-    path = tmp_path / "a"
-    fs.save(path, fs.shard(PARAMS, plan, mesh), plan, mesh)
-    size = (path / ".metadata").stat().st_size
-    (path / ".metadata").write_bytes(harm.ljust(size, b"\0"))
-    fs.restore(path, plan, mesh)
-    with pytest.raises(ValueError, match=r"\.metadata is damaged: its bytes are not those that were saved"):
-        fs.restore(path).check()
-    assert not (tmp_path / "harm").exists()
-    pickle.loads(harm)
-    assert (tmp_path / "harm").exists(), "the same bytes do run code in pickle.loads"
-
-
-def test_a_tensor_file_that_is_a_pickle_of_something_else_is_refused(tmp_path: Path) -> None:
-    path, plan, mesh = tmp_path / "a", make_plan("one rank"), fs.Mesh()
-    fs.save(path, {"x": torch.zeros(300)}, plan, mesh)
-    file = path / TENSORS
-    torch.save(Harm(tmp_path / "harm"), tmp_path / "evil")
-    data = (tmp_path / "evil").read_bytes()
-    assert len(data) <= file.stat().st_size
-    data = data.ljust(file.stat().st_size, b"\0")
-    file.write_bytes(data)
-    put(TABLE, "regions", 0, -1, value=zlib.crc32(data))(path)  # an attacker can write checksums that match
-    with pytest.raises(ValueError, match=r"__0_0\.distcp holds other data than the tensors"):
-        fs.restore(path, plan, mesh)
-    assert not (tmp_path / "harm").exists()
 
 
 def full_disk(mesh: fs.Mesh, folder: str, poor: int) -> str:
@@ -202,8 +163,8 @@ def full_disk(mesh: fs.Mesh, folder: str, poor: int) -> str:
 def test_a_disk_that_is_full_is_said_on_every_rank_and_the_checkpoint_before_stays(poor: int, tmp_path: Path) -> None:
     said = run_ranks(full_disk, 2, str(tmp_path), poor)
     assert said[0] == said[1]
-    assert f"checkpoint {tmp_path / 'last'} is not saved: rank {poor}: cannot write {tmp_path}/.last." in said[0]
-    assert said[0].endswith(f"__{poor}_0.distcp: File too large")
+    assert f"checkpoint {tmp_path / 'last'} is not saved: rank {poor}: cannot write {tmp_path}/last/" in said[0]
+    assert said[0].endswith(f"-{poor}.safetensors: File too large")
     assert [path.name for path in tmp_path.iterdir()] == ["last"]
 
 
@@ -258,9 +219,9 @@ def test_what_cannot_be_saved_is_said_before_anything_is_written(tmp_path: Path)
 def test_damage_that_one_rank_meets_is_raised_on_all(tmp_path: Path) -> None:
     path, said = tmp_path / "a", {}
     fs.simulate(lambda mesh: fs.save(path, fs.shard(PARAMS, PLAN2, mesh), PLAN2, mesh), 2)
-    file = path / "__1_0.distcp"
+    (file,) = path.glob("*-1.safetensors")
     data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
+    data[-1] ^= 1
     file.write_bytes(data)
 
     def main(mesh: fs.Mesh) -> None:
@@ -367,8 +328,8 @@ def test_a_plan_of_other_dtypes_is_said_with_the_checkpoint_and_cast_converts(tm
         fs.save(tmp_path / "a", {"train": state, "average": average}, plan, mesh)
         with pytest.raises(
             ValueError,
-            match=rf"checkpoint {tmp_path / 'a'} holds 'train\.shards\.v' in float32, and leaf 'v' is of bfloat16 in "
-            "the plan: make the plan of parameters in the stored dtype, or pass cast=True",
+            match=rf"checkpoint {tmp_path / 'a'} holds leaf 'v' in float32, and it is of bfloat16 in the "
+            "plan: make the plan of parameters in the stored dtype, or pass cast=True",
         ):
             fs.restore(tmp_path / "a", other, mesh)
         with pytest.raises(ValueError, match=r"the state holds .* in the stored dtype( \(found on rank 0\))?$"):
@@ -387,28 +348,6 @@ def test_a_plan_of_other_dtypes_is_said_with_the_checkpoint_and_cast_converts(tm
 
     fs.simulate(main, 1)
     fs.simulate(main, 2)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_checkpoint_written_before_the_package_had_wings_restores(ranks: int) -> None:
-    # Its index records funcshard.train:TrainState and funcshard.scaler:ScalerState, by the files of that time.
-    params = {"weight": torch.zeros(2, 3), "bias": torch.zeros(2)}
-    # the values that the program printed when it saved them
-    first = [-0.09999999403953552, 0.024875007569789886, 0.1497500091791153]
-    second = [0.2746250033378601, 0.3995000123977661, 0.5243749618530273]
-    wanted = {"weight": [first, second], "bias": [-0.09999999403953552, 0.02487500011920929]}
-
-    def main(mesh: fs.Mesh) -> None:
-        plan = fs.make_plan(params, mesh)
-        state = fs.restore(Path(__file__).parent / "data" / "flat_package", plan, mesh)
-        train = state["train"]
-        assert (type(train), type(train.scaler)) == (fs.TrainState, fs.ScalerState)
-        assert (train.step, train.scaler.scale.item()) == (1, 8.0)
-        assert state["own"].value == {"position": mesh.rank % 2}
-        found = fs.to_state_dict(train.shards, plan, mesh)
-        assert {name: value.tolist() for name, value in found.items()} == wanted
-
-    fs.simulate(main, ranks)
 
 
 def test_a_checkpoint_names_the_classes_of_this_library_as_its_users_do(tmp_path):

@@ -14,10 +14,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Why one process forks the ranks of every round: importing torch takes longer than everything else.
 NURSERY = """
-import json, os, random, signal, sys, time
+import atexit, contextlib, json, os, random, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-import torch.distributed.checkpoint
 import funcshard as fs
 
 folder, rounds, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
@@ -46,7 +45,7 @@ def check():
     plan = fs.make_plan(PARAMS, 3)
     steps = {}
     for path in folder.iterdir():
-        if path.name.startswith("."):
+        if not (path / "index.json").exists():
             continue
         def look(mesh):
             state = fs.restore(path, plan, mesh)
@@ -62,13 +61,28 @@ def check():
         assert last is not None and steps.get(last, 0) == max(steps.values()), (last, steps)
     return max(steps.values(), default=0)
 
+def there(pattern):
+    while True:
+        try:
+            return {path.parent.name for path in folder.glob(pattern)}
+        except FileNotFoundError:  # a folder is deleted just now
+            pass
+
 def published():
-    return {path.name for path in folder.glob("[a-z]*")}
+    return there("*/index.json")
 
 draw = random.Random(seed)
-reached, aside = [], 0
+reached, aside, pids = [], 0, []
+
+def end_ranks():
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+atexit.register(end_ranks)  # also after an error
 for number in range(rounds):
-    pids, before = [], published()
+    pids[:], before = [], published()
     for rank in range(2):
         pid = os.fork()
         if pid == 0:
@@ -86,7 +100,7 @@ for number in range(rounds):
     else:
         time.sleep(draw.random() * 0.4)
     if number % 4 == 1:  # on a machine where they rarely write, too, some are killed while they do
-        while not list(folder.glob(".*.part")) and time.monotonic() < end:
+        while not there("*/*.part") and time.monotonic() < end:
             pass
     else:
         time.sleep(draw.random() * 0.05)
@@ -94,10 +108,8 @@ for number in range(rounds):
     for pid in victims:
         os.kill(pid, signal.SIGKILL)
     time.sleep(0.05)  # the surviving rank may continue with work that it can do alone
-    aside += len(list(folder.glob(".*.part")))
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+    aside += len(there("*/*.part"))
+    end_ranks()
     reached.append(check())
 print(json.dumps({"reached": reached, "aside": aside}))
 """

@@ -149,7 +149,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
             id="plan",
         ),
         pytest.param("calibrate", "ranks gloo", id="calibrate"),
-        pytest.param("inspect", "check", id="inspect"),
+        pytest.param("inspect", "check to-dcp to-safetensors to-hf config tree", id="inspect"),
     ],
 )
 def test_help_describes_every_flag(command: str, flags: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,20 +206,22 @@ def test_inspect_prints_what_is_in_a_checkpoint_and_which_a_folder_holds(
     out = capsys.readouterr().out
     assert out == f"{fs.restore(tmp_path / 'step-2')}\n"
     assert "shards.*  shards, float32" in out
-    (tmp_path / ".step-3.0123.part").mkdir()  # left by a save that was interrupted
+    (tmp_path / "step-3").mkdir()  # left by a save that was interrupted
+    (tmp_path / "step-3" / ".lock").touch()
     assert main(["inspect", "--check", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert [line.split()[1] for line in out.splitlines() if line.startswith("Checkpoint")] == [
         "step-1", "step-2", "step-10",
     ]  # fmt: skip
     assert "Not complete: " in out
-    data = bytearray((tmp_path / "step-1" / "__0_0.distcp").read_bytes())
-    data[100] ^= 1
-    (tmp_path / "step-1" / "__0_0.distcp").write_bytes(data)
+    (file,) = (tmp_path / "step-1").glob("*-0.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
     assert main(["inspect", str(tmp_path)]) == 0
     capsys.readouterr()
     assert main(["inspect", "--check", str(tmp_path)]) == 1
-    assert "__0_0.distcp is damaged" in capsys.readouterr().out
+    assert "-0.safetensors is damaged" in capsys.readouterr().out
     assert not dist.is_initialized()
 
 

@@ -35,6 +35,14 @@ def saved(s, state=None, **options):
     return path
 
 
+def exported_dcp(s, state=None):
+    path = saved(s, state)
+    if s.mesh.rank == 0:
+        fs.export_dcp(path, f"{path}-dcp")
+    fs.psum(torch.zeros(1), s.mesh)
+    return f"{path}-dcp"
+
+
 def other_plan(s, **options):
     return fs.make_plan(PARAMS, s.mesh, **options)
 
@@ -174,11 +182,11 @@ CASES += [
     ("export_safetensors", "the module's state dict as buffers", ValueError("buffers must hold no parameter"),
      lambda s: exported(s, buffers=NET.state_dict())),
     ("import_dcp", "the checkpoint of another model", ValueError("must hold every leaf of the plan"),
-     lambda s: fs.import_dcp(saved(s), fs.make_plan({"x": PARAMS["0.weight"]}, s.mesh), s.mesh)),
+     lambda s: fs.import_dcp(exported_dcp(s), fs.make_plan({"x": PARAMS["0.weight"]}, s.mesh), s.mesh)),
     ("import_dcp", "a checkpoint with an average beside the parameters, without key", ValueError("pass one of them as key"),
-     lambda s: fs.import_dcp(saved(s, {"model": s.shards, "ema": s.shards}), s.plan, s.mesh)),
+     lambda s: fs.import_dcp(exported_dcp(s, {"model": s.shards, "ema": s.shards}), s.plan, s.mesh)),
     ("import_dcp", "on one rank only", DESYNC,
-     lambda s: (path := saved(s)) and s.mesh.rank == 0 and fs.import_dcp(path, s.plan, s.mesh)),
+     lambda s: (path := exported_dcp(s)) and s.mesh.rank == 0 and fs.import_dcp(path, s.plan, s.mesh)),
 ]  # fmt: skip
 
 

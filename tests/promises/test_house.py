@@ -23,7 +23,7 @@ LINT = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imp
 # itself.
 NEW_MODULES = """
 import sys, json
-import optree, safetensors, torch, torch.distributed.device_mesh, torch.distributed.fsdp, torch.func
+import filelock, optree, safetensors, torch, torch.distributed.device_mesh, torch.distributed.fsdp, torch.func
 def tops():
     return {name.partition(".")[0] for name in sys.modules}
 before = tops() | set(sys.stdlib_module_names)

@@ -8,7 +8,7 @@ import types
 import pytest
 
 import funcshard as fs
-from funcshard.checkpoint.metadata import check_replicated, find_class, join, shortened
+from funcshard.checkpoint.stored_state import check_replicated, find_class, join, shortened
 
 
 @pytest.mark.parametrize("name", ["os:system", "not_loaded:Thing", "funcshard.parts:Nothing", "os:path.join"])

@@ -10,7 +10,8 @@ import torch
 
 import funcshard as fs
 from funcshard._utils import tree
-from funcshard.checkpoint.read_items import ReadBox
+from funcshard.checkpoint import unflatten_state
+from funcshard.checkpoint.resharding import Run, copy_run
 from funcshard.plan import Box
 from tests.ranks import run_simulated
 from tests.slices import batch, forward, loss_of, make_params, plan_on, ranks, slices_at
@@ -76,10 +77,7 @@ def test_states_restore_under_another_degree(before: str, after: str, tmp_path: 
         assert tree.map(torch.equal, one["shards"], other["shards"]) == tree.map(lambda leaf: True, one["shards"])
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_the_table_and_the_files_show_whole_tensors(tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-
+def test_the_table_shows_whole_tensors(tmp_path: Path) -> None:
     def begin(mesh: fs.Mesh) -> None:
         plan = plan_on(mesh.shape, PARAMS)
         fs.save(
@@ -87,22 +85,15 @@ def test_the_table_and_the_files_show_whole_tensors(tmp_path: Path) -> None:
         )
 
     ranks(begin, MESHES["shard 2, tensor 2"])
-    contents = fs.restore(tmp_path / "last")
     numel = sum(leaf.numel() for leaf in NAMES.values())
-    table = str(contents)
+    table = str(fs.restore(tmp_path / "last"))
     assert "shards, float64; shards, in slices along tensor, float64" in " ".join(table.split()), table
     assert f"{len(NAMES)}" in table
     assert str(numel) in table.replace(",", "")
-    # Any program of torch.distributed.checkpoint finds whole tensors, and no slices.
-    names = {f"shards.{name}": torch.zeros_like(leaf) for name, leaf in NAMES.items()}
-    dcp.load(names, checkpoint_id=tmp_path / "last", no_dist=True)
-    assert all(torch.equal(names[f"shards.{name}"], leaf) for name, leaf in NAMES.items())
-    listed = dcp.FileSystemReader(tmp_path / "last").read_metadata().state_dict_metadata
-    assert {name: tuple(each.size) for name, each in listed.items()} == {name: tuple(t.shape) for name, t in names.items()}
 
 
 def test_the_same_degree_reads_runs_and_no_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ReadBox, "copy_from", lambda *_: pytest.fail("a box was read"))
+    monkeypatch.setattr(unflatten_state, "copy_run", lambda *_: pytest.fail("a box was read"))
     shape = MESHES["shard 2, tensor 2"]
 
     def main(mesh: fs.Mesh) -> None:
@@ -113,17 +104,17 @@ def test_the_same_degree_reads_runs_and_no_boxes(tmp_path: Path, monkeypatch: py
     ranks(main, shape)
 
 
-def test_boxes_read_from_any_runs() -> None:
+@pytest.mark.parametrize("within", [Box((0, 0, 0), (3, 4, 5)), Box((1, 1, 2), (2, 2, 3)), Box((0, 2, 0), (3, 2, 4))])
+def test_a_run_of_a_slice_gets_its_elements_from_runs_of_any_other_slice(within: Box) -> None:
     whole = torch.arange(60).view(3, 4, 5)
-    box = Box((1, 1, 2), (2, 2, 3))
-    for cut in range(0, 61, 7):
-        out = torch.zeros(2, 2, 3, dtype=torch.long)
-        item = ReadBox("w", (3, 4, 5), box, out)
-        runs = [(0, whole.ravel()[:cut]), (cut, whole.ravel()[cut:])]
-        found = [item.copy_from(begin, run) for begin, run in runs]
-        assert found == [item.overlap(begin, len(run)) for begin, run in runs]
-        assert sum(found) == box.numel
-        assert torch.equal(out, whole[box.slices])
+    flat = whole[within.slices].ravel()
+    for begin, end in itertools.combinations(range(0, within.numel + 1, 5), 2):
+        target, out = Run(begin, end - begin, within), torch.full((end - begin,), -1)
+        for cut in range(0, 61, 7):
+            runs = [Run(0, cut, Box((0, 0, 0), (3, 4, 5))), Run(cut, 60 - cut, Box((0, 0, 0), (3, 4, 5)))]
+            copied = [copy_run(out, target, whole.ravel()[run.begin : run.begin + run.numel], run) for run in runs]
+            assert sum(copied) == end - begin
+            assert torch.equal(out, flat[begin:end])
 
 
 def train(mesh: fs.Mesh, folder: Path, steps: int) -> list[float]:

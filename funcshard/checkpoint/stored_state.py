@@ -1,4 +1,4 @@
-"""The parts of a flattened state: a tree as JSON, tensors by name, and one rank's slices of them.
+"""A state as the parts that a checkpoint stores: a tree as JSON, and tensors by name.
 
 ``flatten_state`` makes a ``FlatState``, and ``unflatten_state`` makes a state of its parts. This
 file defines those parts, their names, and the check that ranks agree on them. Nothing here
@@ -10,25 +10,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from funcshard._utils import loaded_class, public_class_name
-from funcshard.plan import (
-    AXES,
-    BufferPlan,
-    LeafCut,
-    LeafSpec,
-    Plan,
-    UnitPlan,
-    own_axes,
-    rank_at,
-    whole_shape_of,
-)
+from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan
 
 TreeSpec = Any
 """A state without its tensors, as JSON. Each node is one of these:
@@ -37,8 +26,8 @@ TreeSpec = Any
 - ``["value", value]``: an int, float, bool or str;
 - ``["tensor", name]``: the tensor that is stored under that name;
 - ``["rank", i]``: a ``PerRank``; ``i`` is the index of its spec in ``FlatState.rank_specs``;
-- ``["shards", form, [[path, node], ...]]``: a tree of shards, by path of the module's leaves. Its
-  form is ``"every unit"`` or ``"some units"`` (of the plan), ``"list"`` or ``"tuple"``;
+- ``["shards", form, [[unit, buffer key, node], ...]]``: a tree of shards. Its form is
+  ``"every unit"`` or ``"some units"`` (of the plan), ``"list"`` or ``"tuple"``;
 - ``[kind, fields, metadata, [node, ...]]``: a container, as in ``tree``; a namedtuple has fields.
 """
 
@@ -46,7 +35,7 @@ Plans = Plan | Mapping[str, Plan]
 """The plan of all trees of shards in a state, or one for each of some entries of a dictionary."""
 
 NO_UNIT: TreeSpec = ["value", None]
-"""The node of each leaf of a unit for which a tree of shards has ``None``."""
+"""The node of each buffer of a unit for which a tree of shards has ``None``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,77 +57,25 @@ class PerRank:
     value: Any
 
 
-@dataclass(frozen=True, slots=True)
-class TensorMetadata:
+class Stored(NamedTuple):
     """The facts about a stored tensor, apart from its values.
 
     Attributes:
-        shape: the tensor's shape. A leaf of a tree of shards has its own shape under every plan.
+        kind: how ranks hold the tensor. ``"shard"``: as the plan cuts the buffer. ``"whole"``:
+            every rank holds all of it. ``"rank"``: each rank holds another one.
         dtype: name of its dtype.
-        kind: how ranks hold the tensor. ``"sharded"``: each rank holds a part of it. ``"whole"``:
-            every rank holds all of it. ``"rank"``: one rank alone holds it. ``"local"``: each rank
-            holds a different tensor, stored as ``name@rank``. ``"local shard"`` and others: each
-            index along these mesh axes has a different tensor, stored as ``name@index``.
+        shape: its shape on one rank.
         on_mesh: whether it lives on the mesh's device; if not, it lives on the CPU.
-        label: the row of a checkpoint's table that counts it, such as ``train.shards.*``; the
-            tensors of all leaves share one.
-        cuts: how a local tensor is a slice of a whole tensor; ``shape`` is that of the slice.
+        label: the row of a checkpoint's table that counts it, such as ``train.shards.*``.
+        turn: which of several ranks with the same shard stores it; see ``turn_of``.
     """
 
-    shape: tuple[int, ...]
-    dtype: str
     kind: str
+    dtype: str
+    shape: tuple[int, ...]
     on_mesh: bool
     label: str
-    cuts: tuple[LeafCut, ...] = ()
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def whole_shape(self) -> tuple[int, ...]:
-        """Shape of the tensor that this one is a slice of; its own shape if it is none."""
-        return whole_shape_of(self.shape, self.cuts)
-
-    @property
-    def own_axes(self) -> tuple[str, ...]:
-        """The mesh axes along which tensors of this name differ and no whole tensor joins them."""
-        return own_axes(local_axes(self.kind), self.cuts)
-
-    def to_json(self) -> list[Any]:
-        """Return the fields as JSON, without cuts if there are none; inverse of ``from_json``."""
-        fields = [list(self.shape), self.dtype, self.kind, self.on_mesh, self.label]
-        return [*fields, [list(cut) for cut in self.cuts]] if self.cuts else fields
-
-    @classmethod
-    def from_json(cls, fields: Sequence[Any]) -> TensorMetadata:
-        """Return the metadata that ``to_json`` wrote, of any version of the library."""
-        shape, dtype, tensor_kind, on_mesh, label, *cuts = fields
-        return cls(
-            tuple(shape),
-            dtype,
-            tensor_kind,
-            on_mesh,
-            label,
-            tuple(LeafCut(*cut) for cut_list in cuts for cut in cut_list),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSlice:
-    """Consecutive elements of a stored tensor.
-
-    Attributes:
-        name: the stored tensor's name.
-        begin: index of the first element in the raveled tensor.
-        tensor: the elements, 1-D.
-    """
-
-    name: str
-    begin: int
-    tensor: torch.Tensor
+    turn: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,17 +85,22 @@ class FlatState:
     Attributes:
         spec: the tree, with names of tensors and values at its leaves; the same on every rank.
         rank_specs: the tree of each ``PerRank`` value.
-        tensors: metadata of each tensor by name. Ranks agree on it, apart from tensors of kind
+        stored: the facts about each tensor by name. Ranks agree on those that are not of kind
             ``"rank"``.
-        slices: the elements that this rank stores.
+        tensors: the tensors that this rank stores, by name.
         checksums: checksum of each tensor that must be the same on every rank, by name.
     """
 
     spec: TreeSpec
     rank_specs: list[TreeSpec] = field(default_factory=list)
-    tensors: dict[str, TensorMetadata] = field(default_factory=dict)
-    slices: list[TensorSlice] = field(default_factory=list)
+    stored: dict[str, Stored] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     checksums: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def shared(self) -> dict[str, Stored]:
+        """The facts about the tensors that ranks agree on."""
+        return {name: stored for name, stored in self.stored.items() if stored.kind != "rank"}
 
 
 # --- agreement between ranks ----------------------------------------------------------------------
@@ -170,18 +112,11 @@ def replicated_summary(flat: FlatState) -> dict[str, Any]:
     The summary holds every value, the checksum of every replicated tensor, and one digest of the
     tree and of all shapes and dtypes.
     """
-    tensors = {
-        name: [*t.shape, t.dtype, t.kind, t.cuts]
-        for name, t in flat.tensors.items()
-        if t.kind != "rank"
-    }
-    structure = hashlib.sha256(
-        json.dumps([flat.spec, tensors], sort_keys=True).encode()
-    ).hexdigest()
+    structure = json.dumps([flat.spec, list(flat.shared.items())]).encode()
     return {
         "values": replicated_values(flat.spec),
         "tensors": flat.checksums,
-        "structure": structure,
+        "structure": hashlib.sha256(structure).hexdigest(),
     }
 
 
@@ -221,8 +156,10 @@ def shortened(one: Any, other: Any, most: int = 80) -> tuple[str, str]:
     begin = max(0, at - most // 2)
 
     def part(text: str) -> str:
-        shown = text if len(text) <= most else text[begin : begin + most]
-        return f"{'…' * (shown != text and begin > 0)}{shown}{'…' * (shown != text and begin + most < len(text))}"
+        if len(text) <= most:
+            return text
+        tail = "…" * (begin + most < len(text))
+        return f"{'…' * (begin > 0)}{text[begin : begin + most]}{tail}"
 
     return part(texts[0]), part(texts[1])
 
@@ -241,51 +178,20 @@ def _values(spec: TreeSpec, path: str) -> Iterator[tuple[str, Any]]:
     node_kind, fields, meta, children = spec
     keys = meta if node_kind in ("dict", "ordered_dict") else fields or range(len(children))
     for key, child in zip(keys, children, strict=True):
-        yield from _values(child, child_path(path, key))
+        yield from _values(child, join(path, key))
 
 
 # --- names ----------------------------------------------------------------------------------------
 
 
-def join(*parts: str) -> str:
-    """Join dotted paths, leaving out empty ones."""
-    return ".".join(part for part in parts if part)
-
-
-def child_path(path: str, key: Any) -> str:
-    """Return the path of the child ``key`` of the node at ``path``."""
-    return f"{path}.{key}" if path else str(key)
+def join(*parts: Any) -> str:
+    """Join parts of a dotted path, leaving out empty ones."""
+    return ".".join(str(part) for part in parts if part != "")
 
 
 def name_in(names: Container[str], leaf: LeafSpec) -> str | None:
     """Return the first name of a leaf that is in ``names``; a tied parameter has several names."""
     return next((name for name in (leaf.path, *leaf.aliases) if name in names), None)
-
-
-def stored_name(
-    name: str, kind: str, position: Mapping[str, int], mesh_axes: Mapping[str, int]
-) -> str:
-    """Return the name under which the tensor of one rank is stored: local ones have a suffix.
-
-    Arguments:
-        name: name of the tensor, the same on all ranks.
-        kind: as in ``TensorMetadata``.
-        position: index of the rank along each mesh axis.
-        mesh_axes: size of each mesh axis.
-    """
-    axes = local_axes(kind)
-    return f"{name}@{rank_at(position, {axis: mesh_axes[axis] for axis in axes})}" if axes else name
-
-
-def local_axes(kind: str) -> tuple[str, ...]:
-    """Return the mesh axes along which tensors of a kind differ."""
-    word, *axes = kind.split(" ")
-    return () if word != "local" else tuple(axes) or AXES
-
-
-def metadata_of(name: str, tensors: Mapping[str, TensorMetadata]) -> TensorMetadata:
-    """Return the metadata of a stored tensor; a local one, ``name@index``, has that of ``name``."""
-    return tensors[name] if name in tensors else tensors[name.rpartition("@")[0]]
 
 
 def find_class(name: str) -> type:
@@ -350,23 +256,24 @@ def by_entry(root: Any, plans: Plans) -> list[tuple[str, Any, Plan]]:
     ]
 
 
-# --- flat buffers ---------------------------------------------------------------------------------
-
-
-def kind_of(buffer: BufferPlan) -> str:
-    """Return the kind of a tensor that is cut as a leaf of ``buffer`` is."""
-    if not buffer.local:
-        return "sharded"
-    return "local" if buffer.local == AXES else " ".join(("local", *buffer.local))
-
-
-def copy_axes(buffer: BufferPlan, mesh_axes: Mapping[str, int]) -> dict[str, int]:
-    """Return name and size of the mesh axes along which every rank holds the same shard."""
-    return {
-        axis: size
-        for axis, size in mesh_axes.items()
-        if axis not in buffer.local and not (axis == "shard" and buffer.shards > 1)
-    }
+def buffers_of_shards(spec: TreeSpec, plans: Plans) -> dict[str, tuple[UnitPlan, BufferPlan]]:
+    """Return unit and buffer of each tensor in the trees of shards of a state, by stored name."""
+    buffers_by_name: dict[str, tuple[UnitPlan, BufferPlan]] = {}
+    for _, node, plan in by_entry(spec, plans):
+        pairs = {(unit.name, b.key): (unit, b) for unit in plan.unit_list for b in unit.buffers}
+        nodes: list[tuple[TreeSpec, Any]] = [(node, None)]
+        while nodes:
+            spec, pair = nodes.pop()
+            if spec is None or spec[0] in ("value", "rank"):
+                continue
+            if spec[0] == "tensor":
+                if pair is not None:
+                    buffers_by_name[spec[1]] = pair
+            elif spec[0] == "shards":
+                nodes += [(below, pairs[unit, key]) for unit, key, below in spec[2]]
+            else:
+                nodes += [(below, pair) for below in spec[3]]
+    return buffers_by_name
 
 
 def buffers_in_tree_order(plan: Plan, *, trainable_only: bool) -> list[tuple[UnitPlan, BufferPlan]]:

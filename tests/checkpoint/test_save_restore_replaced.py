@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import funcshard as fs
-from funcshard.checkpoint import folders, manifest, save_restore
-from funcshard.checkpoint.open_folder import open_folder, read_from
+from funcshard.checkpoint import contents, save_restore
 
 PARAMS = {"w": torch.zeros(300)}
 PLANS = {ranks: fs.make_plan(PARAMS, ranks) for ranks in (1, 2)}
@@ -34,19 +33,12 @@ def found(path: Path, mesh: fs.Mesh) -> set[float]:
     return {state["step"], *state["x"].tolist(), *state["shards"][""]["float32"].tolist()}
 
 
-@pytest.fixture(params=[True, False], ids=["exchanged", "renamed twice"])
-def exchanged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not request.param:
-        monkeypatch.setattr(folders, "exchange", lambda one, other: False)
-
-
 MOMENTS = {
-    "before the files are looked at": (manifest, "_check_files"),
-    "before they are read": (save_restore, "_read_state"),
+    "before the tables are read": (contents, "read_table"),
+    "before the state is read": (save_restore, "_read_state"),
 }
 
 
-@pytest.mark.usefixtures("exchanged")
 @pytest.mark.parametrize("times", [1, 3])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(
@@ -70,20 +62,20 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(
 
 
 def test_ranks_that_find_different_checkpoints_begin_again_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, read, tries = tmp_path / "last", save_restore.read_folder, []
+    path, read, tries = tmp_path / "last", save_restore.read_contents, []
     for step in range(2):
         save(tmp_path / f"step-{step}", step, 2)
 
-    def other(folder: Any, **options: Any) -> Any:
+    def other(folder: Any) -> Any:
         tries.append(folder)
-        contents = read(folder, **options)
+        contents = read(folder)
         if len(tries) == 1:
             path.unlink()
             path.symlink_to("step-1")
         return contents
 
     path.symlink_to("step-0")
-    monkeypatch.setattr(save_restore, "read_folder", other)
+    monkeypatch.setattr(save_restore, "read_contents", other)
     assert fs.simulate(lambda mesh: found(path, mesh), 2) == [{1}, {1}]
     assert len(tries) == 4
 
@@ -97,15 +89,12 @@ def test_an_error_that_has_another_reason_is_raised_at_once(tmp_path: Path) -> N
         raise ValueError("damaged")
 
     with pytest.raises(ValueError, match="damaged"):
-        read_from(tmp_path / "last", fails)
+        contents.read_from(tmp_path / "last", fails)
     assert len(tries) == 1
-    with pytest.raises(FileNotFoundError), open_folder(tmp_path / "nothing"):
-        pass
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this test forks a process, and this system has no fork")
-@pytest.mark.usefixtures("exchanged")
 def test_restoring_beside_a_process_that_saves_finds_one_checkpoint_each_time(tmp_path: Path) -> None:
     path = tmp_path / "last"
     save(path, 0, 2)
@@ -132,7 +121,6 @@ def test_restoring_beside_a_process_that_saves_finds_one_checkpoint_each_time(tm
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this test forks processes, and this system has no fork")
-@pytest.mark.usefixtures("exchanged")
 def test_an_old_job_and_its_restart_that_save_to_one_path_until_they_are_killed_lose_nothing(tmp_path: Path) -> None:
     path = tmp_path / "last"
     save(path, 0)

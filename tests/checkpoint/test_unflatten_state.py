@@ -121,10 +121,30 @@ def bits(number: int) -> torch.Tensor:
     return torch.full((2, 3), number, dtype=torch.int16).view(torch.bits16)
 
 
+PAIR = {"w": torch.zeros(3), "v": torch.zeros(3)}
+HALF_FROZEN = fs.make_plan({"w": PAIR["w"].requires_grad_(), "v": PAIR["v"]}, 2)
+TRAINED = fs.make_plan({name: leaf.clone().requires_grad_() for name, leaf in PAIR.items()}, 2)
+
 BAD: dict[str, tuple[list[Any], fs.Plan, fs.Plan, str]] = {
     "shards of another plan": (
         [{"": {"float32": torch.zeros(3)}}] * 2, WIDE, WIDE,
         r"shard 'float32' of unit '\(root\)' at '' .* must have 2 elements .* found 3: pass the plan that made it",
+    ),
+    "a leaf that was frozen then": (
+        [{"": {"float32": torch.zeros(2)}}] * 2, HALF_FROZEN, TRAINED,
+        r"leaves '\w' and '\w' into one buffer, and a tree of shards in the state holds the first but not the second",
+    ),
+    "a model with one leaf less": (
+        [{"": {"float32": torch.zeros(3)}}] * 2, TRAINED, fs.make_plan({"w": PAIR["w"]}, 2),
+        "leaf 'v' of the state is not in the plan",
+    ),
+    "a model without a unit": (
+        [{"": {"float32": torch.zeros(1)}, "v": {"float32": torch.zeros(1)}}] * 2, TWO,
+        fs.make_plan({"w": torch.zeros(1)}, 2),
+        "leaf 'v' of the state is not in the plan",
+    ),
+    "a model with one more leaf": (
+        [{"": {"float32": torch.zeros(2)}}] * 2, WIDE, TRAINED, "leaf 'v' of the plan is not in the state",
     ),
     "another structure": ([{}, {}, {}, {"x": None}], OLD, NEW, r"the same structure on every rank; rank 3's differs"),
     "what a buffer has once": ([BESIDE] * 4, OLD, NEW, r"once per buffer is \d+ for the first and \d+ for the second"),

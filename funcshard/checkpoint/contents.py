@@ -1,0 +1,479 @@
+"""The index of a checkpoint, which makes it complete, and ``Contents``, what it says.
+
+Rank 0 writes the index last. It describes the state, and has no entry for a rank, so it does not
+grow with their number. Nothing here communicates.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from funcshard._utils import (
+    Shown,
+    Table,
+    check_flag,
+    check_path,
+    file_data,
+    open_regular,
+    table,
+    without_collection,
+)
+from funcshard.checkpoint.folders import TRIES, folders, has_our_index, pause
+from funcshard.checkpoint.foreign_folders import foreign_remedy
+from funcshard.checkpoint.rank_files import (
+    INDEX,
+    RankReader,
+    RankTable,
+    check_held,
+    check_spec,
+    damaged,
+    files_of,
+    missing,
+    read_table,
+    read_text,
+    stored_from,
+    write_text,
+)
+from funcshard.checkpoint.stored_state import (
+    FlatState,
+    Plans,
+    Stored,
+    TreeSpec,
+    any_plan,
+    buffers_of_shards,
+    by_entry,
+    replicated_values,
+)
+from funcshard.plan import Plan, dtype_of, mesh_text, own_axes, plan_from_data
+
+_log = logging.getLogger("funcshard.checkpoint")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Contents(Shown):
+    """A description of a checkpoint; ``restore(path)`` returns it, and ``print`` shows a table.
+
+    Attributes:
+        path: the checkpoint's folder.
+        saved: time at which it was saved, in nanoseconds since 1970.
+        save: the token of the save, with which the names of its files begin.
+        plan: the plan that its shards were cut by, or a dictionary of plans, as ``save`` got it.
+        outline: the state's tree as JSON, with names of tensors and values at its leaves.
+        shared: kind, dtype and shape of each tensor on one rank, by name, without those in
+            ``PerRank`` values.
+        bytes: bytes of the files of all ranks.
+        tables: the tables of ranks that have been read.
+
+    Example:
+        >>> import tempfile, torch, funcshard as fs
+        >>> params = {"w": torch.zeros(2, 3)}
+        >>> plan, mesh = fs.make_plan(params, 1), fs.Mesh()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = f"{folder}/step-7"
+        ...     _ = fs.save(path, {"shards": fs.shard(params, plan, mesh), "step": 7}, plan, mesh)
+        ...     contents = fs.restore(path)
+        >>> contents.values, contents.shared["shards.float32"].shape
+        ({'step': 7}, (6,))
+    """
+
+    path: Path
+    saved: int
+    save: str
+    plan: Plans
+    outline: TreeSpec
+    shared: Mapping[str, Stored]
+    bytes: int
+    tables: dict[int, RankTable] = field(default_factory=dict, compare=False)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Every number, bool and string that is the same on every rank, by path in the state.
+
+        A path joins keys, fields and indices with dots, as in ``"config.model.depth"``.
+        ``read_values`` returns the same values as nested dictionaries and lists.
+        """
+        return replicated_values(self.outline)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that saved it."""
+        return any_plan(self.plan).world_size
+
+    def table(self, rank: int) -> RankTable:
+        """Return the table of one rank, which is read from its file the first time.
+
+        Raises:
+            ValueError: the table or the rank's file of tensors is damaged or missing.
+        """
+        if rank not in self.tables:
+            self.tables[rank] = read_table(self.path, self.save, rank)
+        return self.tables[rank]
+
+    def reader(self) -> RankReader:
+        """Return a reader of the tensors of all ranks."""
+        return RankReader(self.path, self.save, self.table)
+
+    def check_files(self) -> None:
+        """Raise ``ValueError`` unless the files of all ranks exist, and have their sizes."""
+        with os.scandir(self.path) as entries:
+            sizes = {entry.name: entry.stat(follow_symlinks=False).st_size for entry in entries}
+        names = files_of(self.save, self.world_size)
+        for name in names:
+            if name not in sizes:
+                raise missing(self.path / name)
+        if sum(sizes[name] for name in names) != self.bytes:
+            for rank in range(self.world_size):
+                self.table(rank)  # which names a file that has changed
+            raise damaged(self.path / INDEX)
+
+    def check_whole(self) -> None:
+        """Raise ``ValueError`` unless rank 0 has every byte of the tensors that it stores for all.
+
+        Why before they are read: memory is taken for them as the index says.
+        """
+        if any(stored.kind == "whole" for stored in self.shared.values()):
+            check_held(self.path, self.shared, self.table(0).places, "whole")
+
+    def check(self) -> None:
+        """Read every file, and compare its checksum.
+
+        Raises:
+            ValueError: a file differs from the one that was saved; the message names it.
+        """
+        with self.reader() as reader:
+            for rank in range(self.world_size):
+                reader.check(rank)
+
+    def _parts(self) -> list[Table]:
+        return [_table(self)]
+
+
+def latest(folder: str | os.PathLike[str], *, thorough: bool = False) -> Path | None:
+    """Return the path of the complete checkpoint in a folder that was saved last, or ``None``.
+
+    A checkpoint is passed over if its saving was interrupted, or if a file is missing or has
+    another size. Each rank that calls looks for itself. If other processes may be saving there,
+    call it on one rank and send its answer to all ranks.
+
+    Arguments:
+        folder: the folder that checkpoints are saved in. It need not exist.
+        thorough: whether to read all of a checkpoint, and to pass it over if a byte has changed.
+
+    Raises:
+        ValueError: ``folder`` is itself a checkpoint.
+
+    Example:
+        >>> import tempfile, torch, funcshard as fs
+        >>> plan, mesh = fs.make_plan({"w": torch.zeros(2)}, 1), fs.Mesh()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for step in (9, 10):
+        ...         _ = fs.save(f"{folder}/step-{step}", {"step": step}, plan, mesh)
+        ...     fs.latest(folder).name
+        'step-10'
+    """
+    check_flag("thorough", thorough)
+    folder = check_path("folder", folder)
+    if has_our_index(folder):
+        raise ValueError(
+            "latest takes the folder that checkpoints are saved in; found a checkpoint itself, "
+            f"{folder}"
+        )
+
+    def look(contents: Contents) -> None:
+        contents.check_files()
+        if thorough:
+            contents.check()
+
+    # Why the time alone: an index may have some hundred MiB. One without a time is damaged, and
+    # reading it says how.
+    saved_paths = sorted(
+        ((_time_of(path), path) for path in folders(folder)),
+        key=lambda pair: (pair[0] == 0, pair),
+        reverse=True,
+    )
+    for _, path in saved_paths:
+        try:
+            read_from(path, look)
+        except (OSError, ValueError) as error:
+            _log.warning("checkpoint %s is passed over: %s", path, error)
+            continue
+        return path
+    return None
+
+
+def read_values(path: str | os.PathLike[str]) -> Any:
+    """Return the numbers, bools and strings of a checkpoint, in the form of the state.
+
+    You need neither a plan nor a mesh, so it can read a configuration before the model exists. No
+    code of the checkpoint runs. Each rank that calls reads by itself.
+
+    Arguments:
+        path: the checkpoint's folder; ``latest(folder)`` finds the last one.
+
+    Returns:
+        The state's values in dictionaries and lists; a named tuple is a dictionary of its fields.
+        Keys whose values hold nothing but tensors, shards and ``PerRank`` values are left out, and
+        ``None`` takes their places in lists.
+
+    Raises:
+        FileNotFoundError: there is no folder at ``path``.
+        ValueError: the checkpoint is incomplete or its index is damaged.
+
+    Example:
+        >>> import tempfile, torch, funcshard as fs
+        >>> params = {"w": torch.zeros(2, 3)}
+        >>> plan, mesh = fs.make_plan(params, 1), fs.Mesh()
+        >>> state = {"shards": fs.shard(params, plan, mesh), "config": {"depth": 2}, "step": 7}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     fs.read_values(fs.save(f"{folder}/step-7", state, plan, mesh).path)
+        {'config': {'depth': 2}, 'step': 7}
+    """
+    return _values(read_contents(check_path("path", path)).outline)[0]
+
+
+def _values(spec: TreeSpec) -> tuple[Any, bool]:
+    """Return a node without its tensors, and whether it holds a value or is empty."""
+    if spec is None or spec[0] in ("tensor", "rank", "shards"):
+        return None, spec is None
+    if spec[0] == "value":
+        return spec[1], True
+    node_kind, fields, meta, children = spec
+    below = [_values(child) for child in children]
+    keys = meta if node_kind in ("dict", "ordered_dict") else fields
+    holds = not below or any(has_value for _, has_value in below)
+    if keys is None:
+        return [value for value, _ in below], holds
+    return {
+        key: value for key, (value, has_value) in zip(keys, below, strict=True) if has_value
+    }, holds
+
+
+# --- the index ------------------------------------------------------------------------------------
+
+
+def write_index(
+    path: Path, plans: Plans, flat: FlatState, save: str, saved: int, size: int
+) -> None:
+    """Write the index of a save whose other files are complete, under the name ``SAVE.part``."""
+    body = {
+        "saved": saved,
+        "save": save,
+        "plan": plans,
+        "outline": flat.spec,
+        "stored": flat.shared,
+        "bytes": size,
+    }
+    # Why in parts: the writer of JSON stops all threads of Python, and each part takes it 1 ms.
+    body_text = ",".join(f"{json.dumps(key)}:{_json(value)}" for key, value in body.items())
+    write_text(path / f"{save}.part", f"{{{body_text}}}")
+
+
+def _json(value: Any) -> str:
+    if isinstance(value, Plan):
+        return value.to_json()
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{json.dumps(key)}:{_json(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(_json, value))}]"
+    return json.dumps(value, separators=(",", ":"))
+
+
+def time_after(folder: Path) -> int:
+    """Return the time now, but a later one than that of every checkpoint in a folder.
+
+    The order of checkpoints is that of their times, by which old ones are deleted.
+    """
+    current_time = time.time_ns()
+    later_saves = sorted(
+        (
+            (saved_time, path)
+            for path in folders(folder)
+            if (saved_time := _time_of(path)) >= current_time
+        ),
+        reverse=True,
+    )
+    for _, path in later_saves:
+        try:
+            return min(read_contents(path).saved + 1, file_data.MOST)
+        except (OSError, ValueError):  # a damaged one
+            continue
+    return current_time
+
+
+def _time_of(path: Path) -> int:
+    """Return the time of a checkpoint, or 0 if its index has none."""
+    return _head_of(path)[0]
+
+
+def save_at(path: Path) -> str:
+    """Return the token of the save that is the checkpoint at a path now, or ``""``."""
+    return _head_of(path)[1]
+
+
+def _head_of(path: Path) -> tuple[int, str]:
+    """Return time and token of a checkpoint from the first bytes of its index alone."""
+    try:
+        with open(open_regular(path / INDEX, links=False), "rb") as file:
+            pattern = rb'^\{"saved":(\d{1,20}),"save":"([0-9a-f]{8})"'
+            head_match = re.search(pattern, file.read(1000), re.MULTILINE)
+    except (OSError, ValueError):
+        return 0, ""
+    return (int(head_match[1]), head_match[2].decode()) if head_match else (0, "")
+
+
+def read_from(path: str | os.PathLike[str], read: Callable[[Contents], T]) -> T:
+    """Return what ``read`` makes of a checkpoint; begin again if another save replaces it."""
+    for attempt in range(TRIES):
+        contents = read_contents(path)
+        try:
+            return read(contents)
+        except (OSError, ValueError):
+            if attempt == TRIES - 1 or save_at(contents.path) == contents.save:
+                raise
+        pause(attempt)
+    raise AssertionError
+
+
+def read_contents(path: str | os.PathLike[str]) -> Contents:
+    """Read a checkpoint's index.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        ValueError: the folder is not a complete checkpoint, or is damaged.
+    """
+    path = Path(path).absolute()
+    if not path.is_dir():
+        raise _absent(path)
+    index = path / INDEX
+    try:
+        body = read_text(index, ("saved", "save", "plan", "outline", "stored", "bytes"))
+    except FileNotFoundError:
+        raise _incomplete(path) from None
+    except ValueError as error:
+        ours = "funcshard.checkpoint/" in str(error)  # of another format
+        if not ours and (foreign_text := foreign_remedy(path)):
+            raise ValueError(
+                f"{index} is no index of a checkpoint of funcshard: {foreign_text}"
+            ) from None
+        raise
+    try:
+        with without_collection():
+            plans = _plans_from(body["plan"])
+            stored = stored_from(body["stored"], ("shard", "whole"))
+            for _, node, plan in by_entry(body["outline"], plans):
+                buffers = {(unit.name, b.key): b for unit in plan.unit_list for b in unit.buffers}
+                check_spec(node, stored, buffers)
+        size = file_data.whole("bytes", body["bytes"])
+        saved, save = file_data.whole("saved", body["saved"]), file_data.text("save", body["save"])
+        if not re.fullmatch("[0-9a-f]{8}", save):
+            raise ValueError(f"save must be 8 hexadecimal digits; found {file_data.shown(save)}")
+    except (ValueError, TypeError, IndexError) as error:  # no version of this library wrote it
+        raise damaged(index, error) from None
+    return Contents(path, saved, save, plans, body["outline"], stored, size)
+
+
+def _plans_from(data: Any) -> Plans:
+    if "format" in file_data.table("plan", data):
+        return plan_from_data(data)
+    plans = {key: plan_from_data(plan_data) for key, plan_data in data.items()}
+    if len({tuple(plan.mesh_axes.items()) for plan in plans.values()}) != 1:
+        raise ValueError("the plans must be of one mesh")
+    return plans
+
+
+def _absent(path: Path) -> FileNotFoundError:
+    if not path.is_file():
+        return FileNotFoundError(f"there is no checkpoint at {path}: there is no such folder")
+    remedy = "torch.load(path, weights_only=True) reads what torch.save wrote, and from_state_dict makes shards of it"
+    if path.suffix == ".safetensors":
+        remedy = "call import_safetensors(path, plan, mesh)"
+    return FileNotFoundError(
+        f"there is no checkpoint at {path}, which is a file, and save makes a folder: {remedy}"
+    )
+
+
+def _incomplete(path: Path) -> ValueError:
+    inner = [folder.name for folder in folders(path) if has_our_index(folder)]
+    hint = "its index.json is missing, so it was not saved to the end or has been deleted in part; restore another"
+    if inner:
+        hint = f"it is a folder of checkpoints: name one of {inner[:4]}, or latest({str(path)!r})"
+    elif foreign_text := foreign_remedy(path):
+        hint = foreign_text
+    return ValueError(f"{path} is not a complete checkpoint: {hint}")
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+def _table(contents: Contents) -> Table:
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(contents.saved / 1e9))
+    if isinstance(contents.plan, Plan):
+        plans = f"plan {contents.plan.fingerprint()}"
+    else:
+        plans = "plans " + ", ".join(
+            f"{key} {plan.fingerprint()}" for key, plan in contents.plan.items()
+        )
+    mesh_axes = any_plan(contents.plan).mesh_axes
+    title = (
+        f"Checkpoint {contents.path.name} of {when}, saved by {mesh_text(mesh_axes)} under {plans}"
+    )
+    groups = _groups(contents)
+    rows = [
+        [label, "; ".join(kinds), *map(table.count, numbers), table.size(size)]
+        for label, (kinds, *numbers, size) in groups.items()
+    ]
+    rows += [[path, f"= {value!r}"[:40], "", "", ""] for path, value in _shortened(contents.values)]
+    tensors, numel, size = (sum(group[i] for group in groups.values()) for i in (1, 2, 3))
+    total = ["total", "", table.count(tensors), table.count(numel), table.size(size)]
+    return Table(title, ["what", "kept as", "tensors", "numel", "bytes"], rows, total)
+
+
+def _groups(contents: Contents) -> dict[str, Any]:
+    """Return ``[kinds, number of tensors, elements, bytes]`` of the tensors of each label."""
+    groups: dict[str, list[Any]] = {}
+    axes = any_plan(contents.plan).mesh_axes
+
+    def add(stored: Stored, words: str, count: int, numel: int) -> None:
+        group = groups.setdefault(stored.label, [[], 0, 0, 0])
+        text = f"{words}, {stored.dtype}"
+        group[0] += [text] if text not in group[0] else []
+        for i, number in enumerate((count, numel, numel * dtype_of(stored.dtype).itemsize), 1):
+            group[i] += number
+
+    shards = buffers_of_shards(contents.outline, contents.plan)
+    homes = {name: home for name, home in shards.items() if contents.shared[name].kind == "shard"}
+    for name, stored in contents.shared.items():
+        if name not in homes:
+            add(stored, "one copy", 1, math.prod(stored.shape))
+            continue
+        for leaf in homes[name][1].leaves:
+            own = own_axes(homes[name][1].local, leaf.cuts)
+            words = f"one for each index along {' and '.join(own)}" if own else "shards"
+            if leaf.cuts:
+                words += f", in slices along {' and '.join(cut.axis for cut in leaf.cuts)}"
+            elif set(own) >= {"replicate", "shard"}:
+                words = "each rank's own"
+            copies = math.prod(axes[axis] for axis in own)
+            add(stored, words, copies, math.prod(leaf.whole_shape) * copies)
+    for rank in range(contents.world_size):
+        for stored in contents.table(rank).stored.values():
+            add(stored, "each rank's own", 1, math.prod(stored.shape))
+    return groups
+
+
+def _shortened(values: Mapping[str, Any], most: int = 20) -> list[tuple[str, Any]]:
+    pairs = list(values.items())
+    if len(pairs) <= most:
+        return pairs
+    return [*pairs[:most], (f"and {len(pairs) - most} more values", "…")]

@@ -1,0 +1,244 @@
+"""Checkpoints of ``save`` to the files of other programs: ``export_dcp``, and safetensors files.
+
+One process converts a checkpoint of any number of ranks. It reads whole leaves, one after another,
+from the shards of all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+from funcshard._utils import check_path
+from funcshard.checkpoint.contents import Contents, read_contents
+from funcshard.checkpoint.hugging_face import build_on_meta, stored, write_config
+from funcshard.checkpoint.rank_files import Header, RankReader
+from funcshard.checkpoint.resharding import Run, leaf_sources, turn_of
+from funcshard.checkpoint.safetensors import write_tensors
+from funcshard.checkpoint.stored_state import any_plan, buffers_of_shards
+from funcshard.comm import Mesh
+from funcshard.plan import Box, dtype_of, own_axes, position_of
+
+# The names of torch's get_state_dict for the trees of a TrainState, by the ends of their names.
+_TREES = {"shards": "model", "opt_state.leaves": "optim.state"}
+
+
+class StoredBox(NamedTuple):
+    """A box of a leaf, and where its first element lies: in which tensor of which rank."""
+
+    rank: int
+    name: str
+    begin: int
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLeaf:
+    """A whole tensor of a checkpoint: its dtype, its shape, and the boxes that it is stored in."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    boxes: list[StoredBox] = field(default_factory=list)
+
+    def read_box(self, reader: RankReader, part: StoredBox) -> torch.Tensor:
+        """Return one of the boxes."""
+        values = torch.empty(part.box.sizes, dtype=self.dtype, device="cpu")
+        reader.read(values.view(-1), part.rank, part.name, part.begin)
+        return values
+
+    def read(self, reader: RankReader) -> torch.Tensor:
+        """Return the whole tensor."""
+        values = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        for part in self.boxes:
+            values[part.box.slices].copy_(self.read_box(reader, part))
+        return values
+
+
+def stored_leaves(contents: Contents) -> dict[str, StoredLeaf]:
+    """Return every tensor outside ``PerRank`` values by name, as a whole.
+
+    A leaf has the name of its tree, and its own. The parameters and the optimizer state of the only
+    ``TrainState`` are under ``model`` and ``optim.state``, as torch's ``get_state_dict`` has them.
+    """
+    axes = any_plan(contents.plan).mesh_axes
+    homes = buffers_of_shards(contents.outline, contents.plan)
+    title_of = _titles(contents)
+    leaves: dict[str, StoredLeaf] = {}
+    for name, facts in contents.shared.items():
+        dtype, title = dtype_of(facts.dtype), title_of(facts.label)
+        whole = StoredBox(0, name, 0, Box(tuple(0 for _ in facts.shape), facts.shape))
+        if name not in homes:
+            leaves[title] = StoredLeaf(dtype, facts.shape, [whole])
+            continue
+        buffer = homes[name][1]
+        start = {**dict.fromkeys(axes, 0), **turn_of(facts.turn, buffer, axes)}
+        for leaf in buffer.leaves:
+            path = title.replace("*", leaf.path)
+            if facts.kind == "whole":  # such as a count of steps
+                leaves[path] = StoredLeaf(dtype, facts.shape, [whole])
+                continue
+            target = Run(
+                0, math.prod(leaf.whole_shape), Box((0,) * len(leaf.shape), leaf.whole_shape)
+            )
+            own = {axis: axes[axis] for axis in own_axes(buffer.local, leaf.cuts)}
+            for index in range(math.prod(own.values())):
+                at = {**start, **position_of(index, own)}
+                stored_leaf = StoredLeaf(dtype, leaf.whole_shape)
+                leaves[f"{path}@{index}" if own else path] = stored_leaf
+                for source in leaf_sources(buffer, leaf, axes, at, target):
+                    begin = source.start
+                    for box in source.run.boxes():
+                        stored_leaf.boxes.append(StoredBox(source.rank, name, begin, box))
+                        begin += box.numel
+    return leaves
+
+
+def _titles(contents: Contents) -> Callable[[str], str]:
+    """Return a function from a label, such as ``train.shards.*``, to the name in other programs."""
+    trees = {facts.label.partition("*")[0].strip(".") for facts in contents.shared.values()}
+    renamed: dict[str, str] = {}
+    for end, title in _TREES.items():
+        ending = [tree for tree in trees if f".{tree}".endswith(f".{end}")]
+        if len(ending) == 1:
+            renamed[ending[0]] = title
+    if trees == {""}:  # the state is a tree of shards
+        renamed[""] = "model"
+
+    def title_of(label: str) -> str:
+        tree, star, rest = label.partition("*")
+        return f"{renamed.get(tree.strip('.'), tree.strip('.'))}.{star}{rest}".strip(".")
+
+    return title_of
+
+
+def export_dcp(path: str | os.PathLike[str], to: str | os.PathLike[str]) -> Path:
+    """Write a checkpoint of ``save`` as one of ``torch.distributed.checkpoint`` (DCP).
+
+    One process calls it, without a mesh. FSDP2 and DDP read the result with
+    ``torch.distributed.checkpoint.load``, on any number of ranks. The parameters and the optimizer
+    state of the only ``TrainState`` have the names of torch's ``get_state_dict``:
+    ``model.PARAMETER`` and ``optim.state.PARAMETER.KEY``. Other trees of shards and tensors have
+    their names in the state. Numbers, texts and ``PerRank`` values are left out, and so are an
+    optimizer's options, which the state doesn't hold: pass
+    ``DefaultLoadPlanner(allow_partial_load=True)`` to load an optimizer's state dict.
+
+    Arguments:
+        path: the checkpoint's folder.
+        to: the folder to write; it must be free or empty.
+
+    Returns:
+        The folder.
+
+    Raises:
+        FileNotFoundError: there is no folder at ``path``.
+        ValueError: the checkpoint is incomplete or damaged, or ``to`` holds something.
+
+    Example:
+        >>> import tempfile, warnings, torch, funcshard as fs
+        >>> import torch.distributed.checkpoint as dcp
+        >>> warnings.simplefilter("ignore")  # it warns of one process
+        >>> params = {"w": torch.arange(4.0)}
+        >>> plan, mesh = fs.make_plan(params, 1), fs.Mesh()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = fs.save(f"{folder}/a", {"shards": fs.shard(params, plan, mesh)}, plan, mesh)
+        ...     state_dict = {"model": {"w": torch.zeros(4)}}
+        ...     dcp.load(state_dict, checkpoint_id=fs.export_dcp(f"{folder}/a", f"{folder}/b"))
+        >>> state_dict["model"]["w"]
+        tensor([0., 1., 2., 3.])
+
+    Source: ``torch.distributed.checkpoint.FileSystemWriter``.
+    """
+    contents, folder = read_contents(check_path("path", path)), check_path("to", to)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"to must be a free path or an empty folder; found something at {folder}")
+    # Why here: importing it takes a second.
+    from torch.distributed.checkpoint import FileSystemWriter
+    from torch.distributed.checkpoint import metadata as md
+    from torch.distributed.checkpoint.planner import (
+        SavePlan,
+        TensorWriteData,
+        WriteItem,
+        WriteItemType,
+    )
+
+    leaves = stored_leaves(contents)
+    listed = {
+        name: md.TensorStorageMetadata(md.TensorProperties(leaf.dtype), torch.Size(leaf.shape), [])
+        for name, leaf in leaves.items()
+    }
+    parts: dict[int, list[tuple[str, StoredBox]]] = {}
+    for name, leaf in leaves.items():
+        for part in leaf.boxes:
+            parts.setdefault(part.rank, []).append((name, part))
+    folder.mkdir(parents=True, exist_ok=True)
+    writer, results = FileSystemWriter(folder), []
+    with contents.reader() as reader:
+        # Why rank by rank: a file for each, whose tensors are read one after another.
+        for rank, rank_parts in parts.items():
+            items, sources = [], {}
+            for name, part in rank_parts:
+                offsets, sizes = torch.Size(part.box.offsets), torch.Size(part.box.sizes)
+                chunk = md.ChunkStorageMetadata(offsets, sizes)
+                listed[name].chunks.append(chunk)
+                index = md.MetadataIndex(name, offsets)
+                facts = TensorWriteData(chunk, listed[name].properties, listed[name].size)
+                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=facts))
+                sources[index] = leaves[name], part
+
+            def resolve_data(item: Any, sources: Any = sources) -> torch.Tensor:
+                leaf, part = sources[item.index]
+                return leaf.read_box(reader, part)
+
+            plan = SavePlan(items, storage_data=SimpleNamespace(prefix=f"__{rank}_"))
+            planner: Any = SimpleNamespace(resolve_data=resolve_data)
+            results.append(writer.write_data(plan, planner).wait())
+    writer.finish(md.Metadata(dict(listed)), results)
+    return folder
+
+
+def export_parameters(
+    path: Path, to: Path, *, tree: str = "model", config: Path | None = None
+) -> list[Path]:
+    """Write one tree of a checkpoint as safetensors files, and return their paths.
+
+    Arguments:
+        path: the checkpoint's folder.
+        to: a file whose name ends in ``.safetensors``, or a folder.
+        tree: the tree, as ``stored_leaves`` names it.
+        config: a folder with the ``config.json`` of a model of Hugging Face. The files are then
+            those that ``AutoModel.from_pretrained`` loads; the whole model is in memory for that.
+    """
+    contents = read_contents(path)
+    leaves = stored_leaves(contents)
+    chosen = {
+        name.removeprefix(f"{tree}."): leaf
+        for name, leaf in leaves.items()
+        if name.startswith(f"{tree}.")
+    }
+    if not chosen:
+        trees = sorted({name.rpartition(".")[0] for name in leaves})
+        raise ValueError(
+            f"{path} holds no tree {tree!r}; it holds tensors under {trees[:6]}: name a tree"
+        )
+    with contents.reader() as reader:
+
+        def tensors() -> Iterator[torch.Tensor]:
+            yield from (leaf.read(reader) for leaf in chosen.values())
+
+        entries = [Header(name, leaf.dtype, leaf.shape) for name, leaf in chosen.items()]
+        values = tensors()
+        if config is not None:
+            module = build_on_meta(config, None, None)
+            by_name = stored(module, dict(zip(chosen, values, strict=True)))
+            entries = [Header(name, t.dtype, tuple(t.shape)) for name, t in by_name.items()]
+            to.mkdir(parents=True, exist_ok=True)
+            write_config(to, module, entries[0].dtype)
+            values = iter(by_name.values())
+        return write_tensors(to, entries, values, Mesh(), 5 * 10**9, None)

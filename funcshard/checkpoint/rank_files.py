@@ -1,0 +1,516 @@
+"""The two files of each rank in a checkpoint: its tensors, and their table.
+
+The tensors are a safetensors file, which any reader of that format opens. The table beside it has
+the place and the checksums of each tensor, and the rank's own values. It appears when the tensors
+are on the disk, which tells rank 0 that this rank is done.
+
+Every text file of a checkpoint has two lines. The first has the checksum of the second.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from funcshard._utils import (
+    byte_view,
+    decode,
+    file_data,
+    open_regular,
+    read_regular,
+    regular_size,
+    tree,
+)
+from funcshard.checkpoint.block_files import CHECKED, BlockWriter
+from funcshard.checkpoint.stored_state import FlatState, Stored, TreeSpec
+from funcshard.plan import dtype_of
+
+FORMAT = "funcshard.checkpoint/3"
+INDEX = "index.json"
+
+_LARGEST = 4 << 30  # bytes of a text file; the index of a million leaves has some hundred MiB
+_MOST_FILES, _MOST_BLOCKS = 32, 8  # that a reader has open, and in memory
+
+# The dtypes that safetensors files can hold, by their names there.
+CODES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64, "U16": torch.uint16,
+    "U32": torch.uint32, "U64": torch.uint64, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu, "F4": torch.float4_e2m1fn_x2,
+}  # fmt: skip
+CODE_OF = {dtype: code for code, dtype in CODES.items()}
+
+
+class Place(NamedTuple):
+    """Where a tensor lies in a rank's file.
+
+    Attributes:
+        offset: index of its first byte.
+        nbytes: number of its bytes.
+        checksums: CRC-32 of every ``CHECKED`` bytes.
+    """
+
+    offset: int
+    nbytes: int
+    checksums: tuple[int, ...]
+
+
+class Header(NamedTuple):
+    """A tensor in the header of a safetensors file: its name, dtype and shape."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def header_bytes(entries: Iterable[Header], metadata: Mapping[str, str]) -> bytes:
+    """Return the bytes of a safetensors file before its tensors, which follow in this order."""
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for entry in entries:
+        shape = list(entry.shape)
+        if entry.dtype == torch.float4_e2m1fn_x2:  # the numbers of four bits count one by one
+            shape[-1] *= 2
+        begin, end = end, end + entry.nbytes
+        header[entry.name] = {
+            "dtype": CODE_OF[entry.dtype], "shape": shape, "data_offsets": [begin, end]
+        }  # fmt: skip
+    header_text = json.dumps(header, separators=(",", ":")).encode()
+    header_text += b" " * (-len(header_text) % 8)  # the tensors begin at a multiple of 8 bytes
+    return len(header_text).to_bytes(8, "little") + header_text
+
+
+@dataclass(frozen=True, slots=True)
+class RankTable:
+    """The table of one rank.
+
+    Attributes:
+        own: the trees of the rank's ``PerRank`` values.
+        stored: the facts about the tensors in these values, by name.
+        size: bytes of the rank's file of tensors.
+        header: SHA-256 of the bytes before the tensors.
+        places: where the tensors lie in the file, by name.
+    """
+
+    own: Sequence[TreeSpec]
+    stored: Mapping[str, Stored]
+    size: int
+    header: str
+    places: Mapping[str, Place]
+
+
+def tensor_file(save: str, rank: int) -> str:
+    """Return the name of the file with a rank's tensors; ``save`` is the token of the save."""
+    return f"{save}-{rank}.safetensors"
+
+
+def table_file(save: str, rank: int) -> str:
+    """Return the name of the file with a rank's table."""
+    return f"{save}-{rank}.json"
+
+
+def files_of(save: str, world_size: int) -> list[str]:
+    """Return the names of the files of all ranks."""
+    return [name(save, rank) for rank in range(world_size) for name in (tensor_file, table_file)]
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def write_rank(
+    folder: Path, save: str, rank: int, flat: FlatState, tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Write the files of one rank, and sync them to the disk.
+
+    Arguments:
+        folder: the checkpoint's folder.
+        save: the token of the save.
+        rank: the rank.
+        flat: its state.
+        tensors: the tensors of ``flat``, or copies of them, 1-D.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    # Why sorted: each tensor begins at a multiple of its dtype's size, as readers expect.
+    names = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    entries = [_header_of(name, tensors[name], flat.stored[name]) for name in names]
+    head = header_bytes(entries, {"save": save, "rank": str(rank)})
+    file, places = folder / tensor_file(save, rank), {}
+    try:
+        with BlockWriter(file) as out:
+            out.write(head)
+            for name in names:
+                offset = out.position
+                checksums = tuple(out.write_tensor(tensors[name]))
+                places[name] = Place(offset, tensors[name].nbytes, checksums)
+        own = {name: stored for name, stored in flat.stored.items() if stored.kind == "rank"}
+        body = {
+            "save": save,
+            "own": flat.rank_specs,
+            "stored": own,
+            "size": out.position,
+            "header": hashlib.sha256(head).hexdigest(),
+            "places": places,
+        }
+        unfinished = folder / f"{save}-{rank}.part"
+        write_text(unfinished, json.dumps(body, separators=(",", ":")))
+        os.rename(unfinished, folder / table_file(save, rank))
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else error
+        raise OSError(f"cannot write {file}: {reason}") from error
+
+
+def _header_of(name: str, tensor: torch.Tensor, stored: Stored) -> Header:
+    """Return a tensor's entry: its bytes, if safetensors files cannot hold its dtype."""
+    if tensor.dtype not in CODE_OF or (tensor.dtype == torch.float4_e2m1fn_x2 and not stored.shape):
+        return Header(name, torch.uint8, (tensor.nbytes,))
+    return Header(name, tensor.dtype, stored.shape)
+
+
+def write_text(path: Path, body: str) -> None:
+    """Write JSON with its checksum, and sync it to the disk."""
+    data = body.encode()
+    head = json.dumps({"format": FORMAT, "sha256": hashlib.sha256(data).hexdigest()})
+    with open(path, "wb") as file:
+        file.write(head.encode() + b"\n" + data + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def read_text(path: Path, keys: Sequence[str]) -> dict[str, Any]:
+    """Return the data of a text file, which has ``keys``.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is damaged, no regular file, or of a format that this version does not
+            know.
+    """
+    data = read_regular(path, most=_LARGEST, links=False)
+    try:
+        first, body_text, *rest = data.split(b"\n")
+        head = file_data.table("its first line", file_data.parse(first), ("format",))
+    except ValueError as error:
+        raise damaged(path, error) from None
+    if head["format"] != FORMAT:
+        raise ValueError(
+            f"{path} is of format {file_data.shown(head['format'])}; this version of funcshard "
+            f"reads {FORMAT!r}: import_dcp(path, plan, mesh) reads the parameters of older ones"
+        )
+    if head.get("sha256") != hashlib.sha256(body_text).hexdigest() or rest != [b""]:
+        raise ValueError(
+            f"{path} is damaged: its checksum is not the one that was saved; restore another "
+            "checkpoint"
+        )
+    try:
+        return file_data.table("the file", file_data.parse(body_text), keys)
+    except ValueError as error:
+        raise damaged(path, error) from None
+
+
+def read_table(folder: Path, save: str, rank: int) -> RankTable:
+    """Read a rank's table, and check that its file of tensors exists and has its size.
+
+    Raises:
+        ValueError: a file is damaged or missing, or of another save.
+    """
+    path = folder / table_file(save, rank)
+    try:
+        body = read_text(path, ("save", "own", "stored", "size", "header", "places"))
+    except FileNotFoundError:
+        raise missing(path) from None
+    try:
+        if body["save"] != save:
+            raise ValueError("it belongs to another checkpoint")
+        size = file_data.whole("size", body["size"])
+        places = _places_from(body["places"], size)
+        stored = stored_from(body["stored"], ("rank",))
+        for index, spec in enumerate(file_data.listed("own", body["own"])):
+            check_spec(spec, stored, None, index)
+        header = file_data.text("header", body["header"])
+    except ValueError as error:
+        raise damaged(path, error) from None
+    check_held(folder, stored, places, "rank")
+    check_size(folder / tensor_file(save, rank), size)
+    return RankTable(body["own"], stored, size, header, places)
+
+
+def _places_from(data: Any, size: int) -> dict[str, Place]:
+    places = {
+        name: decode(Place, fields, f"the place of {name!r}")
+        for name, fields in file_data.table("places", data).items()
+    }
+    for name, place in places.items():
+        blocks = -(-place.nbytes // CHECKED)
+        if place.offset + place.nbytes > size or len(place.checksums) != blocks:
+            raise ValueError(
+                f"{name!r} must lie inside of its file, which has {size} bytes; found "
+                f"{place.nbytes} bytes at {place.offset} with {len(place.checksums)} checksums"
+            )
+    return places
+
+
+def stored_from(data: Any, kinds: Sequence[str]) -> dict[str, Stored]:
+    """Return the facts about tensors by name from JSON, each checked."""
+    stored = {
+        name: decode(Stored, fields, repr(name))
+        for name, fields in file_data.table("stored", data).items()
+    }
+    for name, facts in stored.items():
+        dtype_of(facts.dtype)
+        if facts.kind not in kinds:
+            raise ValueError(
+                f"the kind of {name!r} must be {' or '.join(kinds)}; found "
+                f"{file_data.shown(facts.kind)}"
+            )
+    return stored
+
+
+def check_held(
+    folder: Path, stored: Mapping[str, Stored], places: Mapping[str, Place], kind: str
+) -> None:
+    """Raise ``ValueError`` unless a file holds every byte of the tensors of a kind."""
+    for name, facts in stored.items():
+        if facts.kind == kind:
+            nbytes = math.prod(facts.shape) * dtype_of(facts.dtype).itemsize
+            held = places[name].nbytes if name in places else 0
+            if held != nbytes:
+                raise ValueError(f"{folder} holds {held} of {nbytes} needed bytes of {name!r}")
+
+
+def check_size(file: Path, size: int) -> None:
+    """Raise ``ValueError`` unless a regular file exists and has the size that it was saved with."""
+    try:
+        file_size = regular_size(file, links=False)
+    except FileNotFoundError:
+        raise missing(file) from None
+    if file_size != size:
+        raise ValueError(
+            f"{file} is damaged: it has {file_size} bytes and was saved with {size}; restore another "
+            "checkpoint"
+        )
+
+
+def check_spec(
+    spec: TreeSpec,
+    stored: Mapping[str, Stored],
+    buffers: Mapping[Any, Any] | None,
+    per_rank: int | None = None,
+) -> None:
+    """Raise ``ValueError`` unless data is the tree of a state, or of a ``PerRank`` value.
+
+    A checksum tells a damaged file. It does not tell a file that was made to do harm.
+
+    Arguments:
+        spec: the data.
+        stored: the facts about the tensors that the tree may name.
+        buffers: the buffers of the plan by unit and key; ``None`` for a ``PerRank`` value.
+        per_rank: the number of the ``PerRank`` value that the tree is; it may hold earlier ones.
+    """
+    most_number = file_data.MOST if per_rank is None else per_rank - 1
+    kinds: tuple[str, ...] = ("whole",) if per_rank is None else ("rank",)
+    nodes: list[tuple[Any, tuple[str, ...]]] = [(spec, kinds)]
+    while nodes:
+        node, kinds = nodes.pop()
+        match node:
+            case None | ["value", bool() | int() | float() | str()]:
+                pass
+            case ["value", None] if "shard" in kinds:
+                pass
+            case ["tensor", str(name)] if name in stored and stored[name].kind in kinds:
+                pass
+            case ["rank", number]:
+                file_data.whole("the number of a PerRank", number, 0, most_number)
+            case ["shards", "every unit" | "some units" | "list" | "tuple", list(entries)] if (
+                buffers is not None and "shard" not in kinds
+            ):
+                for entry in entries:
+                    unit, key, below = file_data.listed("an entry of shards", entry, 3)
+                    if (unit, key) not in buffers:
+                        raise ValueError(
+                            "a tree of shards must name buffers of the plan; found "
+                            f"{file_data.shown([unit, key])}"
+                        )
+                    nodes.append((below, ("shard", "whole")))
+            case [
+                "dict" | "ordered_dict" | "list" | "tuple" | "namedtuple" | "custom" as kind,
+                fields,
+                meta,
+                list(children),
+            ]:
+                _check_container(kind, fields, meta, len(children))
+                nodes += [(child, kinds) for child in children]
+            case _:
+                raise ValueError(
+                    "a node of the state must be a value, a tensor of the checkpoint or a "
+                    f"container; found {file_data.shown(node)}"
+                )
+
+
+def _check_container(kind: str, fields: Any, meta: Any, count: int) -> None:
+    match kind, fields, meta:
+        case "dict" | "ordered_dict", _, list(keys) if len(keys) == count == len(
+            {*map(repr, keys)}
+        ) and all(type(key) in (str, int) for key in keys):
+            return
+        case "namedtuple", list(names), str() if len(names) == count and all(
+            type(name) is str for name in names
+        ):
+            return
+        case "custom", _, [str(), data]:
+            meta = data
+        case "dict" | "ordered_dict" | "namedtuple" | "custom", _, _:
+            raise ValueError(
+                f"a {kind} must have a key or a field for each of its {count} children"
+            )
+    try:
+        hash(tree.freeze(meta))
+    except TypeError:
+        raise ValueError(
+            f"the data of a {kind} must be texts, numbers or lists; found an object"
+        ) from None
+
+
+class RankReader:
+    """Reads the tensors of a checkpoint's ranks; a context manager.
+
+    Arguments:
+        folder: the checkpoint's folder.
+        save: the token of the save.
+        table: returns the table of a rank.
+    """
+
+    def __init__(self, folder: Path, save: str, table: Callable[[int], RankTable]) -> None:
+        self.folder, self.save, self.table = folder, save, table
+        self._files: dict[int, int] = {}
+        self._blocks: dict[tuple[int, str, int], memoryview] = {}
+
+    def __enter__(self) -> RankReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            os.close(file)
+        self._files.clear()
+        self._blocks.clear()
+
+    def read(self, out: torch.Tensor, rank: int, name: str, begin: int) -> None:
+        """Fill a 1-D tensor from a stored tensor, and compare the checksums of what is read.
+
+        Arguments:
+            out: the tensor to fill, of the stored dtype.
+            rank: the rank that stored the tensor.
+            name: the stored name.
+            begin: index of the first element in the stored tensor.
+
+        Raises:
+            ValueError: the file is damaged, or does not hold these elements.
+        """
+        place = self.table(rank).places.get(name)
+        low = begin * out.element_size()
+        high = low + out.nbytes
+        if place is None or high > place.nbytes:
+            raise ValueError(
+                f"{self._path(rank)} must hold bytes {low} to {high} of {name!r}; it holds "
+                f"{0 if place is None else place.nbytes}: restore another checkpoint"
+            )
+        target = byte_view(out)
+        for index in range(low // CHECKED, -(-high // CHECKED)):
+            start = index * CHECKED
+            first, last = max(start, low), min(start + CHECKED, high)
+            block = self._block(rank, name, index)[first - start : last - start]
+            target[first - low : last - low].copy_(torch.frombuffer(block, dtype=torch.uint8))
+
+    def check(self, rank: int) -> None:
+        """Raise ``ValueError`` unless every byte of a rank's file is the one that was saved."""
+        table = self.table(rank)
+        first_byte = min((place.offset for place in table.places.values()), default=table.size)
+        head = memoryview(bytearray(first_byte))
+        self._pread(head, rank, 0)
+        if hashlib.sha256(head).hexdigest() != table.header:
+            raise self._changed(rank, "its header")
+        for name, place in table.places.items():
+            for index in range(len(place.checksums)):
+                self._block(rank, name, index)
+
+    def _block(self, rank: int, name: str, index: int) -> memoryview:
+        """Return the bytes of a block, whose checksum is right.
+
+        Why some are kept: a block may hold several leaves, which are read in turn. Why their memory
+        is used again: new pages take the system longer than a copy, and these stay in its cache.
+        """
+        key = (rank, name, index)
+        if key not in self._blocks:
+            full = len(self._blocks) >= _MOST_BLOCKS
+            memory = (
+                self._blocks.pop(next(iter(self._blocks)))
+                if full
+                else memoryview(bytearray(CHECKED))
+            )
+            place = self.table(rank).places[name]
+            block = memory[: min(CHECKED, place.nbytes - index * CHECKED)]
+            self._pread(block, rank, place.offset + index * CHECKED)
+            if zlib.crc32(block) != place.checksums[index]:
+                raise self._changed(rank, repr(name))
+            self._blocks[key] = memory
+        return self._blocks[key]
+
+    def _pread(self, memory: memoryview, rank: int, offset: int) -> None:
+        while memory:
+            count = os.preadv(self._open(rank), [memory], offset)
+            if not count:
+                raise self._changed(rank, "its end")
+            memory, offset = memory[count:], offset + count
+
+    def _open(self, rank: int) -> int:
+        if rank not in self._files:
+            if len(self._files) >= _MOST_FILES:
+                os.close(self._files.pop(next(iter(self._files))))
+            try:
+                self._files[rank] = open_regular(self._path(rank), links=False)
+            except FileNotFoundError:
+                raise missing(self._path(rank)) from None
+        return self._files[rank]
+
+    def _path(self, rank: int) -> Path:
+        return self.folder / tensor_file(self.save, rank)
+
+    def _changed(self, rank: int, what: str) -> ValueError:
+        return ValueError(
+            f"{self._path(rank)} is damaged: the bytes of {what} are not those that were saved; "
+            "restore another checkpoint"
+        )
+
+
+def damaged(path: Path, why: Exception | None = None) -> ValueError:
+    """Return the error for a text file that no version of the library wrote."""
+    file_kind = "the index" if path.name == INDEX else "a file"
+    reason = f" ({why})" if why else ""
+    return ValueError(
+        f"{path} is damaged: it is not {file_kind} of a checkpoint; restore another checkpoint{reason}"
+    )
+
+
+def missing(path: Path) -> ValueError:
+    """Return the error for a file of a checkpoint that is not there."""
+    return ValueError(
+        f"{path} is missing, so the checkpoint is not complete; restore another checkpoint"
+    )

@@ -1,0 +1,197 @@
+"""Which elements of a leaf lie in which rank's shard, and copies between such runs.
+
+A rank holds consecutive elements of a leaf, or of the slice of the leaf that its model axes cut.
+Every move of a state to other ranks, units or slices copies elements between two such runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from funcshard.plan import Box, BufferPlan, LeafSpec, boxes, position_of, rank_at, slice_offsets
+
+
+class Run(NamedTuple):
+    """Consecutive elements of a slice of a leaf.
+
+    Attributes:
+        begin: index of the first element in the raveled slice.
+        numel: number of elements.
+        within: the slice, as a box of the whole leaf.
+    """
+
+    begin: int
+    numel: int
+    within: Box
+
+    def boxes(self) -> list[Box]:
+        """Return the boxes of the whole leaf that the run consists of, in its order."""
+        run_boxes = boxes(self.within.sizes, self.begin, self.begin + self.numel)
+        return [box.moved(self.within.offsets) for box in run_boxes]
+
+
+class Source(NamedTuple):
+    """A run of a leaf in one rank's shard.
+
+    Attributes:
+        rank: the rank.
+        start: index of the run's first element in the shard.
+        run: the run.
+    """
+
+    rank: int
+    start: int
+    run: Run
+
+
+def run_in_shard(
+    buffer: BufferPlan, leaf: LeafSpec, position: Mapping[str, int]
+) -> tuple[slice, Run]:
+    """Return the run of a leaf that the rank at ``position`` holds, and its place in the shard."""
+    part = buffer.part(leaf, position.get("shard", 0))
+    within = Box(slice_offsets(leaf.shape, leaf.cuts, position), leaf.shape)
+    return part.in_shard, Run(part.begin, part.numel, within)
+
+
+def flat_run(buffer: BufferPlan, shard_index: int) -> Run:
+    """Return a whole shard, without its padding, as a run of its flat buffer."""
+    begin = shard_index * buffer.shard_numel if buffer.shards > 1 else 0
+    return Run(begin, buffer.filled(shard_index), Box((0,), (buffer.numel,)))
+
+
+def copy_axes(buffer: BufferPlan, axes: Mapping[str, int]) -> dict[str, int]:
+    """Return name and size of the mesh axes along which every rank holds the same shard."""
+    return {
+        axis: size
+        for axis, size in axes.items()
+        if axis not in buffer.local and not (axis == "shard" and buffer.shards > 1)
+    }
+
+
+def turn_of(turn: int, buffer: BufferPlan, axes: Mapping[str, int]) -> dict[str, int]:
+    """Return the position, along ``copy_axes``, of the rank that stores a shard for all copies.
+
+    Why turns: tensor after tensor another rank stores it, so that these ranks share the writing.
+    """
+    copies = copy_axes(buffer, axes)
+    return position_of(turn % math.prod(copies.values()), copies)
+
+
+def leaf_sources(
+    buffer: BufferPlan,
+    leaf: LeafSpec,
+    axes: Mapping[str, int],
+    position: Mapping[str, int],
+    target: Run,
+) -> Iterator[Source]:
+    """Yield the runs of a leaf, as a plan cut it, that have elements of ``target``.
+
+    Arguments:
+        buffer: the leaf's buffer under that plan.
+        leaf: the leaf.
+        axes: size of each mesh axis of that plan.
+        position: the position along every axis, but for those that cut the leaf or its buffer.
+        target: the elements to find.
+    """
+    target_boxes = target.boxes()
+    ways = {cut.axis: cut.ranks for cut in leaf.cuts}
+    for way_index in range(math.prod(ways.values())):
+        at = {**position, **position_of(way_index, ways)}
+        within = Box(slice_offsets(leaf.shape, leaf.cuts, at), leaf.shape)
+        spans = [
+            _span(shared, within)
+            for box in target_boxes
+            if (shared := box.overlap(within)) is not None
+        ]
+        if spans:
+            begin, end = min(low for low, _ in spans), max(high for _, high in spans)
+            yield from flat_sources(buffer, axes, at, Run(begin, end - begin, within), leaf.offset)
+
+
+def flat_sources(
+    buffer: BufferPlan,
+    axes: Mapping[str, int],
+    position: Mapping[str, int],
+    target: Run,
+    offset: int = 0,
+) -> Iterator[Source]:
+    """Yield the parts of a run, which begins at ``offset`` in its flat buffer, in the shards."""
+    if not target.numel:
+        return
+    if buffer.shards == 1:
+        yield Source(rank_at(position, axes), offset + target.begin, target)
+        return
+    size, end = buffer.shard_numel, target.begin + target.numel
+    for shard in range((offset + target.begin) // size, (offset + end - 1) // size + 1):
+        low, high = max(target.begin, shard * size - offset), min(end, (shard + 1) * size - offset)
+        rank = rank_at({**position, "shard": shard}, axes)
+        run = Run(low, high - low, target.within)
+        yield Source(rank, offset + low - shard * size, run)
+
+
+def old_position(
+    own: Sequence[str],
+    position: Mapping[str, int],
+    axes: Mapping[str, int],
+    old_axes: Mapping[str, int],
+) -> dict[str, int]:
+    """Return the old position along the axes ``own`` that a local leaf comes from.
+
+    It is the number of the rank along these axes, modulo the old number of ranks along them.
+    """
+    number = rank_at(
+        {axis: position.get(axis, 0) for axis in own}, {axis: axes.get(axis, 1) for axis in own}
+    )
+    old = {axis: old_axes.get(axis, 1) for axis in own}
+    return position_of(number % math.prod(old.values()), old)
+
+
+@torch.no_grad()
+def copy_run(out: torch.Tensor, target: Run, values: torch.Tensor, source: Run) -> int:
+    """Copy the elements of ``source`` that lie in ``target``, and return their number.
+
+    Arguments:
+        out: the elements of ``target``, 1-D.
+        target: the run to copy to.
+        values: the elements of ``source``, 1-D.
+        source: the run to copy from.
+    """
+    if target.within == source.within:
+        begin = max(target.begin, source.begin)
+        end = min(target.begin + target.numel, source.begin + source.numel)
+        if begin < end:
+            out[begin - target.begin : end - target.begin].copy_(
+                values[begin - source.begin : end - source.begin]
+            )
+        return max(end - begin, 0)
+    copied_numel = 0
+    source_views = _views(values, source)
+    for target_box, there in _views(out, target):
+        for source_box, here in source_views:
+            if shared := target_box.overlap(source_box):
+                part = here[shared.moved([-n for n in source_box.offsets]).slices]
+                there[shared.moved([-n for n in target_box.offsets]).slices].copy_(part)
+                copied_numel += shared.numel
+    return copied_numel
+
+
+def _views(flat: torch.Tensor, run: Run) -> list[tuple[Box, torch.Tensor]]:
+    """Return the boxes of a run with their elements, as views."""
+    views, done = [], 0
+    for box in run.boxes():
+        views.append((box, flat[done : done + box.numel].view(box.sizes)))
+        done += box.numel
+    return views
+
+
+def _span(box: Box, within: Box) -> tuple[int, int]:
+    """Return first and last index, as ``range`` has them, of a box in the raveled slice."""
+    first = last = 0
+    for begin, size, low, side in zip(*box, *within, strict=True):
+        first = first * side + begin - low
+        last = last * side + begin - low + size - 1
+    return first, last + 1

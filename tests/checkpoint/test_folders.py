@@ -1,0 +1,198 @@
+"""One process at a time saves to a path; a lock goes with its process, and only a dead one's folders go."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from filelock import FileLock
+
+import funcshard as fs
+from funcshard.checkpoint.folders import LOCK, begin_save, locked
+
+forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+PLAN, MESH = fs.make_plan({"w": torch.zeros(2)}, 1), fs.Mesh()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def child(work: Callable[[], object]) -> tuple[int, int]:
+    """Fork a process that does some work, says so, and sleeps; return its pid and what it said."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(write, b"y" if work() else b"n")
+            time.sleep(60)
+        finally:
+            os._exit(1)
+    os.close(write)
+    said = os.read(read, 1)
+    os.close(read)
+    return pid, said == b"y"
+
+
+def end(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+LOCKS: list[Any] = []  # because a lock ends with its object
+
+
+def begin(path: Path) -> Any:
+    """Do what a save does up to the moment before it writes its index; return its lock, or ``None``."""
+    lock = begin_save(path, "0123abcd")
+    LOCKS.append(lock)
+    if lock is not None:
+        (path / "0123abcd-0.safetensors").touch()
+    return lock
+
+
+def test_the_lock_of_a_path_is_held_by_one(tmp_path: Path) -> None:
+    first = begin(tmp_path / "a")
+    assert begin(tmp_path / "a") is None
+    begin(tmp_path / "b").release()
+    with pytest.raises(TimeoutError), locked(tmp_path / "a"):
+        pass
+    first.release()
+    with locked(tmp_path / "a"):
+        pass
+    begin(tmp_path / "a").release()
+
+
+def test_a_folder_that_is_deleted_while_a_save_begins_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, acquire = tmp_path / "a", FileLock.acquire
+
+    def late(lock: FileLock) -> Any:
+        monkeypatch.undo()
+        shutil.rmtree(path)
+        return acquire(lock)
+
+    monkeypatch.setattr(FileLock, "acquire", late)
+    begin(path).release()
+    assert names(path) == [LOCK, "0123abcd-0.safetensors", "0123abcd.part"]
+
+
+@forks
+def test_a_lock_ends_with_its_process_and_not_with_a_fork_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    pid, took = child(lambda: begin(path) is not None)
+    try:
+        assert took
+        assert begin(path) is None
+    finally:
+        end(pid)
+    lock = begin(path)
+    assert lock is not None
+    pid, took = child(lambda: begin(path) is not None)  # it has closed its copy, so it cannot keep the lock
+    try:
+        assert not took
+        lock.release()
+        begin(path).release()
+    finally:
+        end(pid)
+
+
+@pytest.mark.slow
+@forks
+def test_an_old_job_beside_its_restart_keeps_what_it_is_saving(tmp_path: Path) -> None:
+    path = tmp_path / "step-7"
+    pid, took = child(lambda: begin(path) is not None)
+    try:
+        assert took
+        before = names(tmp_path)
+        words = r"a checkpoint is already being saved to .*step-7, by another process: end that job, or choose "
+        words += r"another path; if its host is gone and the file system keeps its lock, remove .*/step-7/\.lock$"
+        with pytest.raises(ValueError, match=words):
+            fs.save(path, {"step": 7}, PLAN, MESH)
+        fs.save(tmp_path / "step-8", {"step": 8}, PLAN, MESH, keep=1)  # which removes what dead processes left
+        assert names(tmp_path) == [*before, "step-8"]
+    finally:
+        end(pid)
+    fs.save(tmp_path / "step-9", {"step": 9}, PLAN, MESH, keep=1)
+    assert names(tmp_path) == ["step-9"]
+    fs.save(path, {"step": 7}, PLAN, MESH)
+    assert fs.restore(path).values == {"step": 7}
+
+
+KILLED = ["0123abcd.part", "0123abcd-0.part", "0123abcd-1.safetensors", "0123abcd-1.json", "0123abcd-2.failed", LOCK]
+LEFT = {
+    "files of this name": ("last", KILLED, None, False),
+    "files of another name": ("step-1", KILLED, 1, False),
+    "files of another name, where all are kept": ("step-1", KILLED, None, True),
+    "a folder without a lock": ("step-1", ["0123abcd-1.json"], 1, True),
+    "another program's": ("wget", [LOCK, "0123abcd-0.safetensors", "thesis.tex"], 1, True),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_a_dead_process_left_goes_with_the_next_save(name: str, tmp_path: Path) -> None:
+    folder, files, keep, stays = LEFT[name]
+    (tmp_path / folder).mkdir()
+    for file in files:
+        (tmp_path / folder / file).touch()
+    fs.save(tmp_path / "last", {"step": 1}, PLAN, MESH, keep=keep)
+    assert names(tmp_path) == ["last", *[folder] * stays]
+    assert not stays or names(tmp_path / folder) == sorted(files)
+    assert not set(names(tmp_path / "last")) & {*KILLED} - {LOCK}
+    assert fs.latest(tmp_path) == tmp_path / "last"
+
+
+def test_a_lock_is_no_link_to_another_file(tmp_path: Path) -> None:
+    (tmp_path / "thesis").write_text("precious")
+    (tmp_path / "last").mkdir()
+    (tmp_path / "last" / LOCK).symlink_to("../thesis")
+    with pytest.raises(OSError, match=r"last is not saved: .*\.lock"):
+        fs.save(tmp_path / "last", {"step": 1}, PLAN, MESH)
+    assert (tmp_path / "thesis").read_text() == "precious"
+
+
+@forks
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can become another user")
+def test_what_belongs_to_another_user_keeps_nobody_from_saving(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    import torch.distributed.checkpoint  # noqa: F401 (here, because the other user may not see it)
+
+    with tempfile.TemporaryDirectory() as name:  # whose parents the other user sees, unlike those of tmp_path
+        folder = Path(name)
+        fs.save(folder / "step-0", {"step": 0}, PLAN, MESH)
+        (folder / "lost+found").mkdir(0o700)
+        (folder / "step-0" / LOCK).chmod(0o600)
+        (folder / "step-1").mkdir()
+        (folder / "step-1" / LOCK).touch(0o600)
+        folder.chmod(0o777)
+
+        def work() -> bool:
+            os.setuid(65534)
+            fs.save(folder / "step-2", {"step": 2}, PLAN, MESH, keep=1)
+            with pytest.raises(PermissionError):
+                fs.restore(folder / "lost+found", PLAN, MESH)
+            with pytest.raises(ValueError, match=r"name one of \['step-0', 'step-2'\]"):
+                fs.restore(folder)
+            return fs.latest(folder) == folder / "step-2"
+
+        pid, found = child(work)
+        end(pid)
+        assert found
+        assert names(folder) == ["lost+found", "step-0", "step-1", "step-2"]
+
+
+def test_a_save_that_fails_gives_the_lock_back(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="leaf 'x' of the state cannot be stored"):
+        fs.save(tmp_path / "a", {"x": {1}}, PLAN, MESH)
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"checkpoint .*/file/a is not saved: .*"):
+        fs.save(tmp_path / "file" / "a", {"x": 1}, PLAN, MESH)
+    assert names(tmp_path) == ["file"]
+    fs.save(tmp_path / "a", {"x": 1}, PLAN, MESH)
+    assert names(tmp_path) == ["a", "file"]
