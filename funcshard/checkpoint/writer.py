@@ -248,10 +248,8 @@ class Writer:
                 with locked(folder):
                     if save_at(folder) == contents.save:
                         delete(folder)
-            except TimeoutError:
-                continue  # another process saves there
-            except FileNotFoundError:
-                continue  # another process has deleted it
+            except (TimeoutError, FileNotFoundError):
+                continue  # another process saves there, or has deleted it
             except OSError as error:  # such as one of another user
                 _log.warning(
                     "checkpoint %s is complete, but %s cannot be deleted: %s",

@@ -136,6 +136,7 @@ def test_any_reader_of_safetensors_opens_the_file_of_a_rank(tmp_path: Path) -> N
         assert stored.keys() & {"half", "scalar", "odd"} == ({"half", "scalar", "odd"} if mesh.rank == 0 else set())
         if mesh.rank == 0:
             assert (stored["half"].shape, stored["scalar"].item()) == ((2, 3), True)
+            assert stored["odd"].dtype == torch.uint8
             assert torch.equal(stored["odd"].view(torch.complex128), odd)  # the format has no such dtype
 
     fs.simulate(main, 4)
