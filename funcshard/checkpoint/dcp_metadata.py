@@ -32,7 +32,6 @@ _RECORDS = re.compile(
     r"|torch\.distributed\.checkpoint\.filesystem\._StorageInfo|torch\.serialization\._get_layout"
     r"|pathlib(\._local)?\.(Posix|Windows)Path"
 )
-_BUILTIN = {"torch.Size": tuple, "collections.OrderedDict": dict}
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +177,16 @@ class _Record:
 
     def __setstate__(self, state: Any) -> None:
         vars(self).update(state if isinstance(state, dict) else {"state": state})
+
+
+def _member(record_type: Any, name: str) -> _Record:
+    """Return a record of a member of an enumeration, which Python before 3.11.4 pickles so."""
+    if not (isinstance(record_type, type) and issubclass(record_type, _Record)):
+        raise ValueError(f"it asks for {name!r} of a {type(record_type).__name__}")
+    return record_type()
+
+
+_BUILTIN = {"torch.Size": tuple, "collections.OrderedDict": dict, "builtins.getattr": _member}
 
 
 class _Unpickler(pickle.Unpickler):

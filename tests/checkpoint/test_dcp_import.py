@@ -256,6 +256,27 @@ def test_what_cannot_be_read_is_said_on_every_rank(name: str, tmp_path: Path) ->
     assert not (folder / "ran").exists()
 
 
+def test_members_of_enumerations_are_read_as_every_python_pickles_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoding = dcp.metadata._MEM_FORMAT_ENCODING
+    forms: dict[str, Any] = {
+        "3.11.2": lambda member, _: (getattr, (type(member), member.name)),
+        "3.12": lambda member, _: (type(member), (member.value,)),
+    }
+    for version, form in forms.items():
+        monkeypatch.setattr(encoding, "__reduce_ex__", form)
+        found = loaded(fs.Mesh(), written(tmp_path / version, {"model": PARAMS}))
+        assert all(torch.equal(found[name], value) for name, value in PARAMS.items())
+
+
+def test_getattr_in_a_pickle_reads_no_attribute(tmp_path: Path) -> None:
+    for asked in (b"(ctorch\nfloat32\n", b"(ccollections\nOrderedDict\n", b"(X\x01\x00\x00\x00a"):
+        (tmp_path / ".metadata").write_bytes(b"\x80\x02cbuiltins\ngetattr\n" + asked + b"X\x05\x00\x00\x00cleartR.")
+        with pytest.raises(ValueError, match=r"is not the metadata of torch.*: it asks for 'clear' of a "):
+            loaded(fs.Mesh(), tmp_path)
+
+
 def test_a_pickle_changes_no_class_of_torch(tmp_path: Path) -> None:
     named = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
     (tmp_path / ".metadata").write_bytes(b"\x80\x02" + named + b"N}X\x07\x00\x00\x00plantedK\x01s\x86b.")

@@ -81,7 +81,7 @@ def test_debug_shows_plans_and_checkpoints_and_info_nothing_of_a_usual_run(
     assert lines(caplog, 1) == [
         made,
         made,
-        f"checkpoint {path}: this rank writes 2 slices of tensors",
+        f"checkpoint {path}: this rank writes 2 tensors",
         f"checkpoint {path} is complete",
         f"checkpoint {path} is restored on 2 ranks",
     ]
