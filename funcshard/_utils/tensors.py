@@ -30,12 +30,9 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
-def byte_memory(tensor: torch.Tensor, begin: int = 0) -> Any:
-    """Return the bytes of a contiguous CPU tensor from ``begin`` on, as memory to read or to fill.
-
-    The tensor has to outlive it.
-    """
-    return (ctypes.c_char * (tensor.nbytes - begin)).from_address(tensor.data_ptr() + begin)
+def byte_memory(tensor: torch.Tensor) -> Any:
+    """Return the memory of a contiguous CPU tensor's elements; the tensor has to outlive it."""
+    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
 
 
 def cast_tree(x: Any, dtype: torch.dtype) -> Any:

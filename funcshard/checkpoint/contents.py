@@ -53,7 +53,15 @@ from funcshard.checkpoint.stored_state import (
     by_entry,
     replicated_values,
 )
-from funcshard.plan import Plan, dtype_of, mesh_text, own_axes, plan_from_data
+from funcshard.plan import (
+    Plan,
+    dtype_name,
+    dtype_of,
+    mesh_text,
+    own_axes,
+    plan_from_data,
+    plan_to_data,
+)
 
 _log = logging.getLogger("funcshard.checkpoint")
 
@@ -266,27 +274,33 @@ def write_index(
     path: Path, plans: Plans, flat: FlatState, save: str, saved: int, size: int
 ) -> None:
     """Write the index of a save whose other files are complete, under the name ``SAVE.part``."""
-    body = {
-        "saved": saved,
-        "save": save,
-        "plan": plans,
-        "outline": flat.spec,
-        "stored": flat.shared,
-        "bytes": size,
-    }
-    # Why in parts: the writer of JSON stops all threads of Python, and each part takes it 1 ms.
-    body_text = ",".join(f"{json.dumps(key)}:{_json(value)}" for key, value in body.items())
-    write_text(path / f"{save}.part", f"{{{body_text}}}")
+    with without_collection():
+        if isinstance(plans, Plan):
+            plan_data = plan_to_data(plans)
+        else:
+            plan_data = {key: plan_to_data(plan) for key, plan in plans.items()}
+        body = {
+            "saved": saved,
+            "save": save,
+            "plan": plan_data,
+            "outline": flat.spec,
+            "stored": flat.shared,
+            "bytes": size,
+        }
+        write_text(path / f"{save}.part", _json(body))
 
 
-def _json(value: Any) -> str:
-    if isinstance(value, Plan):
-        return value.to_json()
-    if isinstance(value, dict):
-        return f"{{{','.join(f'{json.dumps(key)}:{_json(item)}' for key, item in value.items())}}}"
-    if isinstance(value, list):
-        return f"[{','.join(map(_json, value))}]"
-    return json.dumps(value, separators=(",", ":"))
+def _json(value: Any, depth: int = 6) -> str:
+    """Return JSON, of which other threads wait for one small part at a time.
+
+    Why: ``json.dumps`` stops all threads of Python until it is done, and a plan may have a MiB.
+    """
+    if depth and isinstance(value, dict):
+        items = (f"{json.dumps(key)}:{_json(item, depth - 1)}" for key, item in value.items())
+        return f"{{{','.join(items)}}}"
+    if depth and isinstance(value, list | tuple):
+        return f"[{','.join([_json(item, depth - 1) for item in value])}]"
+    return json.dumps(value, separators=(",", ":"), default=dtype_name)
 
 
 def time_after(folder: Path) -> int:

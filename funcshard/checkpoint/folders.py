@@ -140,6 +140,8 @@ def discard(path: Path, save: str) -> None:
 
 def remove_unfinished(path: Path) -> None:
     """Delete a folder that holds files of killed saves and no index, unless a save is running."""
+    if _has_index(path):  # first: a save to a checkpoint beside this one may want its lock
+        return
     with contextlib.suppress(OSError), locked(path):
         if not _has_index(path) and not foreign_names(path):
             delete(path)

@@ -43,7 +43,7 @@ from funcshard.plan.execution_order import BackwardOrder, ForwardOrder
 from funcshard.plan.leaf_slices import Box, boxes, own_axes, slice_offsets
 from funcshard.plan.leaves import last_match, match, matches, names_under
 from funcshard.plan.mesh_axes import AXES, Axes, axes_text, mesh_axes_of, position_of, rank_at
-from funcshard.plan.plan import Plan, check_cuts, check_plan, plan_from_data
+from funcshard.plan.plan import Plan, check_cuts, check_plan, plan_from_data, plan_to_data
 from funcshard.plan.planner import make_plan
 from funcshard.plan.precision import MixedPrecision, is_one_of
 from funcshard.plan.predict import Reached, predict_events, predict_step
@@ -116,6 +116,7 @@ __all__ = [
     "names_under",
     "own_axes",
     "plan_from_data",
+    "plan_to_data",
     "position_of",
     "predict_events",
     "predict_step",

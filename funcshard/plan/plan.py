@@ -147,7 +147,7 @@ class Plan(Shown):
 
     def to_json(self) -> str:
         """Return the plan as JSON text; ``from_json`` is the exact inverse."""
-        return _canonical({"format": _FORMAT, **encode(self)})
+        return _canonical(plan_to_data(self))
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -179,6 +179,11 @@ class Plan(Shown):
 
     def _parts(self) -> list[Table]:
         return [plan_table(self.fingerprint(), self.mesh_axes, self.unit_list)]
+
+
+def plan_to_data(plan: Plan) -> dict[str, Any]:
+    """Return a plan for ``json.dumps`` with ``default=dtype_name``; see ``plan_from_data``."""
+    return {"format": _FORMAT, **encode(plan)}
 
 
 def plan_from_data(data: Any) -> Plan:

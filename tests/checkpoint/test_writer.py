@@ -116,9 +116,7 @@ def test_a_rank_that_does_not_share_the_file_system_ends_the_save_at_once_on_eve
         return exists(path) and not (threading.current_thread().name == "rank 1" and path.suffix == ".part")
 
     def work(mesh: fs.Mesh) -> str:
-        with pytest.raises(
-            OSError, match=r"rank 0 made a file in \S+step, and this rank does not see it: save to"
-        ) as found:
+        with pytest.raises(OSError, match=r"rank 0 made a file in \S+step, and this rank does not see it: save to") as found:
             saved(mesh, tmp_path / "step")
         return str(found.value)
 
