@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from funcshard.checkpoint.flatten_state import flatten_state
 from funcshard.checkpoint.resharding import (
     Run,
     Source,
+    copy_axes,
     copy_run,
     flat_run,
     flat_sources,
@@ -132,6 +134,22 @@ class _Home(NamedTuple):
         return buffer.leaves[0] if self.leaves is None else self.leaves[0][0]
 
 
+class _Move(NamedTuple):
+    """A run of this rank's shard, and where its elements are in the old shards.
+
+    Attributes:
+        leaf: the leaf, or the first one of a whole buffer, for errors.
+        in_shard: the place of the run in the shard.
+        target: the run.
+        sources: the runs that hold its elements.
+    """
+
+    leaf: LeafSpec
+    in_shard: slice
+    target: Run
+    sources: list[Source]
+
+
 @dataclass(slots=True)
 class _Unflattener:
     saved: Saved
@@ -146,6 +164,7 @@ class _Unflattener:
     old_buffers: Mapping[tuple[str, str], tuple[UnitPlan, BufferPlan]] = field(init=False)
     old_leaves: dict[str, tuple[UnitPlan, BufferPlan, LeafSpec]] = field(default_factory=dict)
     homes: dict[tuple[str, str], list[_Home]] = field(default_factory=dict)
+    moves: dict[tuple[int, int], list[_Move]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.axes, self.old_axes = self.plan.mesh_axes, self.old_plan.mesh_axes
@@ -330,7 +349,8 @@ class _Unflattener:
         )  # fmt: skip
         dtype = self._dtype_of(shard, homes[0], buffer)
         self._fill(shard, names, homes, buffer)
-        byte_view(shard[buffer.filled(self.position["shard"]) :]).zero_()
+        if (filled := buffer.filled(self.position["shard"])) < shard.numel():
+            byte_view(shard[filled:]).zero_()
         return shard.to(dtype)
 
     def _dtype_of(self, shard: torch.Tensor, home: _Home, buffer: BufferPlan) -> torch.dtype:
@@ -357,18 +377,28 @@ class _Unflattener:
     ) -> None:
         """Read the elements of all leaves that lie in this rank's shard of a buffer."""
         for name, home in zip(names, homes, strict=True):
-            if home.leaves is None:  # the same flat buffer: one run in place of one for each leaf
-                start = self._old_start(name, home.buffer, buffer.local)
-                target = flat_run(buffer, self.position["shard"])
-                sources = flat_sources(home.buffer, self.old_axes, start, target)
-                self._copy(shard[: target.numel], target, name, sources, buffer.leaves[0])
-            for leaf, old_leaf in home.leaves or ():
-                _check_same_leaf(name, leaf, buffer, old_leaf, home.buffer)
-                in_shard, target = run_in_shard(buffer, leaf, self.position)
-                if target.numel:
-                    start = self._old_start(name, home.buffer, own_axes(buffer.local, leaf.cuts))
-                    sources = leaf_sources(home.buffer, old_leaf, self.old_axes, start, target)
-                    self._copy(shard[in_shard], target, name, sources, leaf)
+            copies = math.prod(copy_axes(home.buffer, self.old_axes).values())
+            key = (id(home), self.saved.stored[name].turn % copies)
+            # Note: an optimizer's trees have the runs of the parameters.
+            if key not in self.moves:
+                self.moves[key] = list(self._moves(name, home, buffer))
+            for move in self.moves[key]:
+                self._copy(shard[move.in_shard], name, move)
+
+    def _moves(self, name: str, home: _Home, buffer: BufferPlan) -> Iterator[_Move]:
+        if home.leaves is None:  # the same flat buffer: one run in place of one for each leaf
+            start = self._old_start(name, home.buffer, buffer.local)
+            target = flat_run(buffer, self.position["shard"])
+            sources = flat_sources(home.buffer, self.old_axes, start, target)
+            yield _Move(buffer.leaves[0], slice(target.numel), target, list(sources))
+            return
+        for leaf, old_leaf in home.leaves:
+            _check_same_leaf(name, leaf, buffer, old_leaf, home.buffer)
+            in_shard, target = run_in_shard(buffer, leaf, self.position)
+            if target.numel:
+                start = self._old_start(name, home.buffer, own_axes(buffer.local, leaf.cuts))
+                sources = leaf_sources(home.buffer, old_leaf, self.old_axes, start, target)
+                yield _Move(leaf, in_shard, target, list(sources))
 
     def _old_start(self, name: str, old: BufferPlan, own: Sequence[str]) -> dict[str, int]:
         """Return the old position to read from, along all axes but those that cut the buffer."""
@@ -378,11 +408,9 @@ class _Unflattener:
             **old_position(own, self.position, self.axes, self.old_axes),
         }
 
-    def _copy(
-        self, out: torch.Tensor, target: Run, name: str, sources: Iterable[Source], leaf: LeafSpec
-    ) -> None:
-        copied_numel = 0
-        for rank, start, run in sources:
+    def _copy(self, out: torch.Tensor, name: str, move: _Move) -> None:
+        target, copied_numel = move.target, 0
+        for rank, start, run in move.sources:
             if run.within == target.within:
                 begin = run.begin - target.begin
                 self.saved.read(out[begin : begin + run.numel], rank, name, start)
@@ -394,7 +422,7 @@ class _Unflattener:
         if copied_numel != out.numel():
             raise ValueError(
                 f"{self.saved.title} holds {copied_numel} of {out.numel()} needed elements of "
-                f"{leaf.path!r}"
+                f"{move.leaf.path!r}"
             )
 
 
