@@ -280,7 +280,7 @@ def last_match(globs: Iterable[str], name: str) -> str | None:
 
 def matches(glob: str, path: str) -> bool:
     """Return whether a path or glob matches a path."""
-    return matcher(glob)(path)
+    return matcher(glob)(path) is not None
 
 
 def nodes_of(uses: Iterable[tuple[str, ...]]) -> list[str]:
