@@ -6,6 +6,7 @@ compare the predicted events with the recorded ones.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -14,7 +15,6 @@ import torch
 
 from funcshard._utils import check_count, dtype_name, dtype_of
 from funcshard.plan.cast import ChooseCast, cast_of
-from funcshard.plan.equal_units import representatives
 from funcshard.plan.events import Event
 from funcshard.plan.execution_order import BackwardOrder, ForwardOrder
 from funcshard.plan.plan import Plan, check_plan
@@ -186,7 +186,7 @@ def predict_step(
 
 
 class _Collectives:
-    """The collectives of units, worked out once for all units of the same sizes.
+    """The collectives of units, worked out once for each.
 
     Arguments:
         plan: the plan.
@@ -194,55 +194,14 @@ class _Collectives:
 
     Attributes:
         units: the plan's units by name.
+        gathers: a function from a unit's name to its all-gathers.
+        reductions: a function from a unit's name to the reductions of each buffer's gradient.
     """
 
     def __init__(self, plan: Plan, cast: ChooseCast | None) -> None:
-        self.units = plan.units
-        self._cast = cast
-        # Why all units with a cast: it may treat each of them in another way.
-        self._kinds = self.units if cast is not None else representatives(plan.unit_list)
-        self._gathers: dict[str, Sequence[Event]] = {}
-        self._reductions: dict[tuple[str, str], Sequence[Event]] = {}
-        self._reduced: dict[str, list[BufferPlan]] = {}
-
-    def gathers(self, name: str) -> Sequence[Event]:
-        """Return the all-gathers of a unit."""
-        unit_gathers = self._gathers.get(name)
-        if unit_gathers is None:
-            unit = self._kinds[name]
-            if unit.name not in self._gathers:
-                self._gathers[unit.name] = _gathers(unit, self._cast)
-            unit_gathers = self._gathers[name] = _named(self._gathers[unit.name], name)
-        return unit_gathers
-
-    def reduction(self, name: str, buffer: BufferPlan) -> Sequence[Event]:
-        """Return the reductions of one buffer's gradient."""
-        unit_reductions = self._reductions.get((name, buffer.key))
-        if unit_reductions is None:
-            unit = self._kinds[name]
-            if (unit.name, buffer.key) not in self._reductions:
-                self._reductions[unit.name, buffer.key] = _reduction(unit, buffer)
-            unit_reductions = self._reductions[name, buffer.key] = _named(
-                self._reductions[unit.name, buffer.key], name
-            )
-        return unit_reductions
-
-    def reduced(self, name: str) -> Sequence[BufferPlan]:
-        """Return the buffers of a unit that get gradients; of equal units, those of the first."""
-        unit = self._kinds[name]
-        if unit.name not in self._reduced:
-            self._reduced[unit.name] = _reduced(unit)
-        return self._reduced[unit.name]
-
-
-def _named(events: Sequence[Event], name: str) -> Sequence[Event]:
-    """Return the same events of another unit."""
-    if not events or events[0].unit == name:
-        return events
-    return [
-        Event(event.kind, name, event.buffer, event.dtype, event.bytes, event.axis, event.ranks)
-        for event in events
-    ]
+        self.units = units = plan.units
+        self.gathers = functools.cache(lambda name: _gathers(units[name], cast))
+        self.reductions = functools.cache(lambda name: _reductions(units[name]))
 
 
 def _forward(
@@ -255,7 +214,7 @@ def _forward(
         stays = not units[name].reshard_after_forward
         yield from gathers(name) if order.gather(name) and name not in kept else ()
         order.call(name, stays=stays)
-        if stays and (collectives.reduced(name) or name not in spared):
+        if stays and (collectives.reductions(name) or name not in spared):
             kept.add(name)
         for ahead in order.prefetch():
             yield from gathers(ahead) if ahead not in kept else ()
@@ -362,7 +321,7 @@ class _Backward:
 
     def _reduce(self, name: str, moment: int, reductions: _Reductions) -> Iterator[Event]:
         unit = self._units[name]
-        if self._late and unit.reshard_after_forward and self._collectives.reduced(name):
+        if self._late and unit.reshard_after_forward and self._collectives.reductions(name):
             yield from self._prefetch(moment)
         yield from reductions.add(name)
 
@@ -421,8 +380,7 @@ class _Reductions:
     def add(self, name: str) -> Iterator[Event]:
         """Yield the reductions that start when the gradient of a unit has come."""
         self._awaited[name] -= 1
-        for buffer in self._collectives.reduced(name):
-            reduction = self._collectives.reduction(name, buffer)
+        for reduction in self._collectives.reductions(name):
             mode = self._mode(name, reduction)
             if mode == "once" and (self._awaited[name] > 0 or not self._last):
                 continue
@@ -478,9 +436,11 @@ def _gathers_of_slices(unit: UnitPlan) -> list[Event]:
     ]
 
 
-def _reduced(unit: UnitPlan) -> list[BufferPlan]:
+def _reductions(unit: UnitPlan) -> list[list[Event]]:
+    """The reductions of each buffer that gets a gradient."""
     # Why reversed: backward reaches a unit's buffers last to first.
-    return [buffer for buffer in reversed(unit.buffers) if buffer.trainable and buffer.numel]
+    buffers = [buffer for buffer in reversed(unit.buffers) if buffer.trainable and buffer.numel]
+    return [_reduction(unit, buffer) for buffer in buffers]
 
 
 def _reduction(unit: UnitPlan, buffer: BufferPlan) -> list[Event]:
