@@ -134,13 +134,14 @@ class Contents(Shown):
 
     def check_files(self) -> None:
         """Raise ``ValueError`` unless the files of all ranks exist, and have their sizes."""
-        with os.scandir(self.path) as entries:
-            sizes = {entry.name: entry.stat(follow_symlinks=False).st_size for entry in entries}
-        names = files_of(self.save, self.world_size)
-        for name in names:
-            if name not in sizes:
-                raise missing(self.path / name)
-        if sum(sizes[name] for name in names) != self.bytes:
+        size = 0
+        # Why by name: files of a save that is running may go between a list and a look at them.
+        for name in files_of(self.save, self.world_size):
+            try:
+                size += (self.path / name).lstat().st_size
+            except FileNotFoundError:
+                raise missing(self.path / name) from None
+        if size != self.bytes:
             for rank in range(self.world_size):
                 self.table(rank)  # which names a file that has changed
             raise damaged(self.path / INDEX)
@@ -203,21 +204,32 @@ def latest(folder: str | os.PathLike[str], *, thorough: bool = False) -> Path | 
         if thorough:
             contents.check()
 
+    saved_paths = _by_time(folder)
+    for attempt in range(TRIES):
+        for _, path in saved_paths:
+            try:
+                read_from(path, look)
+            except (OSError, ValueError) as error:
+                _log.warning("checkpoint %s is passed over: %s", path, error)
+                continue
+            return path
+        # Another job may have saved a new checkpoint meanwhile, and deleted these.
+        before, saved_paths = saved_paths, _by_time(folder)
+        if saved_paths == before:
+            break
+        pause(attempt)
+    return None
+
+
+def _by_time(folder: Path) -> list[tuple[int, Path]]:
+    """Return time and path of the checkpoints in a folder, the last one first."""
     # Why the time alone: an index may have some hundred MiB. One without a time is damaged, and
     # reading it says how.
-    saved_paths = sorted(
+    return sorted(
         ((_time_of(path), path) for path in folders(folder)),
         key=lambda pair: (pair[0] == 0, pair),
         reverse=True,
     )
-    for _, path in saved_paths:
-        try:
-            read_from(path, look)
-        except (OSError, ValueError) as error:
-            _log.warning("checkpoint %s is passed over: %s", path, error)
-            continue
-        return path
-    return None
 
 
 def read_values(path: str | os.PathLike[str]) -> Any:

@@ -81,7 +81,9 @@ def check_replaceable(path: Path) -> None:
 
 def foreign_names(folder: Path) -> list[str]:
     """Return the names in a folder that no unfinished save leaves there."""
-    names = sorted(os.listdir(folder))
+    names: list[str] = []
+    with contextlib.suppress(FileNotFoundError):  # another job deleted it just now
+        names = sorted(os.listdir(folder))
     return [name for name in names if name != LOCK and not _OF_A_SAVE.fullmatch(name)]
 
 

@@ -93,6 +93,43 @@ def test_an_error_that_has_another_reason_is_raised_at_once(tmp_path: Path) -> N
     assert len(tries) == 1
 
 
+def test_files_of_another_save_that_come_and_go_keep_no_checkpoint_from_being_found(tmp_path: Path) -> None:
+    path, done = tmp_path / "last", threading.Event()
+    save(path, 0)
+
+    def come_and_go() -> None:
+        while not done.is_set():
+            (path / "0123abcd-0.part").touch()
+            (path / "0123abcd-0.part").unlink()
+
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        assert {fs.latest(tmp_path) for _ in range(300)} == {path}
+    finally:
+        done.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_latest_finds_one_while_another_job_saves_new_ones_and_deletes_the_old(
+    times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, read = [0], contents.read_contents
+
+    def saved_meanwhile(path: Any) -> Any:
+        if steps[-1] < times:
+            steps.append(steps[-1] + 1)
+            monkeypatch.setattr(contents, "read_contents", read)
+            fs.save(tmp_path / f"step-{steps[-1]}", {"step": steps[-1]}, PLANS[1], fs.Mesh(), keep=1)
+            monkeypatch.setattr(contents, "read_contents", saved_meanwhile)
+        return read(path)
+
+    save(tmp_path / "step-0", 0)
+    monkeypatch.setattr(contents, "read_contents", saved_meanwhile)
+    assert fs.latest(tmp_path) == tmp_path / f"step-{times}"
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this test forks a process, and this system has no fork")
 def test_restoring_beside_a_process_that_saves_finds_one_checkpoint_each_time(tmp_path: Path) -> None:
