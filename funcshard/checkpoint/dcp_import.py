@@ -357,8 +357,7 @@ def _optimizer_state(
             _, target = run_in_shard(buffer, leaf, mesh.position)
             out = torch.empty(target.numel, dtype=tensor.dtype, device="cpu")
             _read_run(out, target, folder, tensor, leaf)
-            is_slice = leaf.whole_shape != leaf.shape
-            within: Any = tuple(zip(*target.within, strict=True)) if is_slice else ()
+            within: Any = tuple(zip(*target.within, strict=True))
             piece = Piece(out, target.begin, leaf.whole_shape, 0, within)
             state.setdefault(leaf.path, {})[last] = piece
     if not state and any(buffer.trainable for _, buffer, _ in _leaves(plan)):

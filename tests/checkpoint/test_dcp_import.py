@@ -112,15 +112,21 @@ def test_chunks_of_any_shape_are_read(local: str, tmp_path: Path) -> None:
         assert all(torch.equal(found[name], value) for name, value in PARAMS.items())
 
 
-def test_a_leaf_that_ranks_hold_in_slices_is_cut(tmp_path: Path) -> None:
-    written(tmp_path / "x", {"model": PARAMS})
+def test_a_leaf_that_ranks_hold_in_slices_is_cut_and_so_is_its_optimizer_state(tmp_path: Path) -> None:
+    floats = {name: leaf for name, leaf in PARAMS.items() if leaf.ndim}
+    state = {
+        name: {"step": torch.tensor(3.0), "exp_avg": leaf + 1, "exp_avg_sq": leaf + 2} for name, leaf in floats.items()
+    }
+    written(tmp_path / "x", {"model": floats, "optim": {"state": state}})
 
     def main(mesh: fs.Mesh) -> Any:
-        plan = fs.make_plan({**PARAMS, "d": PARAMS["d"][:, :3]}, mesh, local={"d": {"tensor": 1}})
-        return fs.to_state_dict(fs.import_dcp(tmp_path / "x", plan, mesh)[0], plan, mesh)
+        plan = fs.make_plan({**floats, "d": floats["d"][:, :3]}, mesh, local={"d": {"tensor": 1}})
+        shards, _, opt_state = fs.import_dcp(tmp_path / "x", plan, mesh, optimizer=ADAMW)
+        return fs.to_state_dict(shards, plan, mesh), fs.optimizer_to_state_dict(opt_state, ADAMW, plan, mesh)["state"]
 
-    for found in fs.simulate(main, {"shard": 2, "tensor": 2}):
-        assert all(torch.equal(found[name], value) for name, value in PARAMS.items())
+    for params, opt_state in fs.simulate(main, {"shard": 2, "tensor": 2}):
+        torch.testing.assert_close(params, floats, rtol=0, atol=0)
+        torch.testing.assert_close(opt_state, state, rtol=0, atol=0)
 
 
 NAMES: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
