@@ -6,6 +6,7 @@ grow with their number. Nothing here communicates.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -66,6 +67,13 @@ from funcshard.plan import (
 _log = logging.getLogger("funcshard.checkpoint")
 
 T = TypeVar("T")
+
+Watch = Callable[[int, int], object]
+"""A function that is told how many bytes of how many are done."""
+
+
+def unwatched(done: int, total: int) -> None:
+    """Ignore the progress."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -154,15 +162,21 @@ class Contents(Shown):
         if any(stored.kind == "whole" for stored in self.shared.values()):
             check_held(self.path, self.shared, self.table(0).places, "whole")
 
-    def check(self) -> None:
+    def check(self, watch: Watch = unwatched) -> None:
         """Read every file, and compare its checksum.
+
+        Arguments:
+            watch: ``watch(done, total)`` is told how many bytes have been read, for a progress bar.
 
         Raises:
             ValueError: a file differs from the one that was saved; the message names it.
         """
+        ranks, done = range(self.world_size), 0
+        total = sum(self.table(rank).size for rank in ranks)
         with self.reader() as reader:
-            for rank in range(self.world_size):
-                reader.check(rank)
+            for nbytes in itertools.chain.from_iterable(map(reader.check, ranks)):
+                done += nbytes
+                watch(done, total)
 
     def _parts(self) -> list[Table]:
         return [_table(self)]

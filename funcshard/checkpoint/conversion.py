@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from funcshard._utils import check_path
-from funcshard.checkpoint.contents import Contents, read_contents
+from funcshard.checkpoint.contents import Contents, Watch, read_contents, unwatched
 from funcshard.checkpoint.hugging_face import build_on_meta, stored, write_config
 from funcshard.checkpoint.rank_files import Header, RankReader
 from funcshard.checkpoint.resharding import Run, leaf_sources, turn_of
@@ -46,6 +46,11 @@ class StoredLeaf:
     dtype: torch.dtype
     shape: tuple[int, ...]
     boxes: list[StoredBox] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def read_box(self, reader: RankReader, part: StoredBox) -> torch.Tensor:
         """Return one of the boxes."""
@@ -155,7 +160,18 @@ def export_dcp(path: str | os.PathLike[str], to: str | os.PathLike[str]) -> Path
 
     Source: ``torch.distributed.checkpoint.FileSystemWriter``.
     """
-    contents, folder = read_contents(check_path("path", path)), check_path("to", to)
+    return write_dcp(check_path("path", path), check_path("to", to))
+
+
+def write_dcp(path: Path, folder: Path, watch: Watch = unwatched) -> Path:
+    """Write a checkpoint as one of DCP; see ``export_dcp``.
+
+    Arguments:
+        path: the checkpoint's folder.
+        folder: the folder to write.
+        watch: ``watch(done, total)`` is told how many bytes have been read.
+    """
+    contents = read_contents(path)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"to must be a free path or an empty folder; found something at {folder}")
     # Why here: importing it takes a second.
@@ -179,6 +195,7 @@ def export_dcp(path: str | os.PathLike[str], to: str | os.PathLike[str]) -> Path
             parts.setdefault(part.rank, []).append((name, part))
     folder.mkdir(parents=True, exist_ok=True)
     writer, results = FileSystemWriter(folder), []
+    total, done = sum(leaf.nbytes for leaf in leaves.values()), 0
     with contents.reader() as reader:
         # Why rank by rank: a file for each, whose tensors are read one after another.
         for rank, rank_parts in parts.items():
@@ -193,8 +210,12 @@ def export_dcp(path: str | os.PathLike[str], to: str | os.PathLike[str]) -> Path
                 sources[index] = leaves[name], part
 
             def resolve_data(item: Any, sources: Any = sources) -> torch.Tensor:
+                nonlocal done
                 leaf, part = sources[item.index]
-                return leaf.read_box(reader, part)
+                values = leaf.read_box(reader, part)
+                done += values.nbytes
+                watch(done, total)
+                return values
 
             plan = SavePlan(items, storage_data=SimpleNamespace(prefix=f"__{rank}_"))
             planner: Any = SimpleNamespace(resolve_data=resolve_data)
@@ -204,7 +225,12 @@ def export_dcp(path: str | os.PathLike[str], to: str | os.PathLike[str]) -> Path
 
 
 def export_parameters(
-    path: Path, to: Path, *, tree: str = "model", config: Path | None = None
+    path: Path,
+    to: Path,
+    *,
+    tree: str = "model",
+    config: Path | None = None,
+    watch: Watch = unwatched,
 ) -> list[Path]:
     """Write one tree of a checkpoint as safetensors files, and return their paths.
 
@@ -214,6 +240,7 @@ def export_parameters(
         tree: the tree, as ``stored_leaves`` names it.
         config: a folder with the ``config.json`` of a model of Hugging Face. The files are then
             those that ``AutoModel.from_pretrained`` loads; the whole model is in memory for that.
+        watch: ``watch(done, total)`` is told how many bytes have been read.
     """
     contents = read_contents(path)
     leaves = stored_leaves(contents)
@@ -230,7 +257,11 @@ def export_parameters(
     with contents.reader() as reader:
 
         def tensors() -> Iterator[torch.Tensor]:
-            yield from (leaf.read(reader) for leaf in chosen.values())
+            total, done = sum(leaf.nbytes for leaf in chosen.values()), 0
+            for leaf in chosen.values():
+                yield leaf.read(reader)
+                done += leaf.nbytes
+                watch(done, total)
 
         entries = [Header(name, leaf.dtype, leaf.shape) for name, leaf in chosen.items()]
         values = tensors()

@@ -14,7 +14,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -439,17 +439,23 @@ class RankReader:
             block = self._block(rank, name, index)[first - start : last - start]
             target[first - low : last - low].copy_(torch.frombuffer(block, dtype=torch.uint8))
 
-    def check(self, rank: int) -> None:
-        """Raise ``ValueError`` unless every byte of a rank's file is the one that was saved."""
+    def check(self, rank: int) -> Iterator[int]:
+        """Check every byte of a rank's file, and yield the numbers of bytes that are checked.
+
+        Raises:
+            ValueError: a byte is not the one that was saved.
+        """
         table = self.table(rank)
         first_byte = min((place.offset for place in table.places.values()), default=table.size)
         head = memoryview(bytearray(first_byte))
         self._pread(head, rank, 0)
         if hashlib.sha256(head).hexdigest() != table.header:
             raise self._changed(rank, "its header")
+        yield first_byte
         for name, place in table.places.items():
             for index in range(len(place.checksums)):
                 self._block(rank, name, index)
+                yield min(CHECKED, place.nbytes - index * CHECKED)
 
     def _block(self, rank: int, name: str, index: int) -> memoryview:
         """Return the bytes of a block, whose checksum is right.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import funcshard as fs
 from funcshard.__main__ import main
 from funcshard.checkpoint import export_parameters
+from funcshard.checkpoint.conversion import write_dcp
 
 MESHES: dict[str, Any] = {"one rank": 1, "three ranks": 3, "copies": {"replicate": 2, "shard": 2}}
 
@@ -40,6 +41,23 @@ def train(mesh: fs.Mesh, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     fs.save(folder / "step-3", kept, plan, mesh)
     by_name = fs.optimizer_to_state_dict(state.opt_state, optimizer, plan, mesh)
     return fs.to_state_dict(state.shards, plan, mesh), by_name["state"]
+
+
+WATCHED: dict[str, Callable[[Path, Path, Any], object]] = {
+    "check": lambda path, to, watch: fs.restore(path).check(watch),
+    "to DCP": lambda path, to, watch: write_dcp(path, to, watch),
+    "to safetensors": lambda path, to, watch: export_parameters(path, to, watch=watch),
+}
+
+
+@pytest.mark.parametrize("what", WATCHED)
+def test_progress_rises_to_the_whole(what: str, tmp_path: Path) -> None:
+    fs.simulate(lambda mesh: train(mesh, tmp_path), 3)
+    calls: list[tuple[int, int]] = []
+    WATCHED[what](tmp_path / "step-3", tmp_path / "to", lambda done, total: calls.append((done, total)))
+    assert len(calls) > 3
+    assert calls == sorted(set(calls))
+    assert calls[-1][0] == calls[-1][1] == calls[0][1]
 
 
 def load(state_dict: Mapping[str, Any], folder: Path, **options: Any) -> None:

@@ -114,9 +114,7 @@ def test_chunks_of_any_shape_are_read(local: str, tmp_path: Path) -> None:
 
 def test_a_leaf_that_ranks_hold_in_slices_is_cut_and_so_is_its_optimizer_state(tmp_path: Path) -> None:
     floats = {name: leaf for name, leaf in PARAMS.items() if leaf.ndim}
-    state = {
-        name: {"step": torch.tensor(3.0), "exp_avg": leaf + 1, "exp_avg_sq": leaf + 2} for name, leaf in floats.items()
-    }
+    state = {name: {"step": torch.tensor(3.0), "exp_avg": leaf + 1, "exp_avg_sq": leaf + 2} for name, leaf in floats.items()}
     written(tmp_path / "x", {"model": floats, "optim": {"state": state}})
 
     def main(mesh: fs.Mesh) -> Any:
