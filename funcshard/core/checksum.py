@@ -11,20 +11,20 @@ numbers of leaves that are local along an axis are gathered, because ranks may h
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from funcshard._utils import tree
+from funcshard._utils import byte_view, tree
 from funcshard.comm import Mesh, all_gather_texts
 from funcshard.core.checks import raise_on_every_rank
 from funcshard.plan import AXES, LeafSpec, position_of
 
-# A block of 8-byte words is a matrix of this shape. Its rows are added up, and only their sum is
-# multiplied by weights: torch adds integers at the speed of memory, and multiplies them at half of
-# it. Why a prime number of columns: rows of a leaf that change places then land in other columns.
+# A block of 8-byte words has this shape. Its rows are added up, and only their sum is multiplied by
+# weights: torch adds integers at the speed of memory, and multiplies them at half of it. Why a
+# prime number of columns: rows of a leaf that change places then land in other columns.
 _ROWS, _COLUMNS = 16, 2039
 
 _PIECE = 16  # blocks whose words take new memory at a time
@@ -39,14 +39,12 @@ class LeafChecksums:
         what: a name for the tree of leaves, for the error.
         remedy: what to do for leaves that differ, for the error.
         leaf_sums: the local axes and the checksum of each leaf that ranks share, by name.
-        weights: the weights of checksums, by device.
     """
 
     mesh: Mesh
     what: str
     remedy: str
     leaf_sums: dict[str, tuple[tuple[str, ...], torch.Tensor]] = field(default_factory=dict)
-    weights: dict[torch.device, torch.Tensor] = field(default_factory=dict)
 
     def add(self, name: str, values: torch.Tensor, local: tuple[str, ...] = ()) -> None:
         """Add the checksum of one leaf.
@@ -59,9 +57,7 @@ class LeafChecksums:
         """
         local = tuple(axis for axis, _ in self.mesh.axes if axis in local)
         if len(local) < len(self.mesh.axes):
-            if values.device not in self.weights:
-                self.weights[values.device] = checksum_weights(values.device)
-            self.leaf_sums[name] = (local, checksum(values, self.weights[values.device]))
+            self.leaf_sums[name] = (local, checksum(values))
 
     def compare(self, fault: Exception | None = None) -> None:
         """Compare the checksums of all ranks; every rank has to call this.
@@ -81,8 +77,11 @@ class LeafChecksums:
         by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
         for _, (local, value) in sorted(self.leaf_sums.items()):
             by_axes.setdefault(local, []).append(value.to(device))
-        axes_sums = {axes: checksum(torch.stack(values)) for axes, values in by_axes.items()}
-        own_text = json.dumps([fault is not None, sorted(axes_sums.items())], default=int)
+        axes_sums = {
+            " ".join(axes): (axes, int(checksum(torch.stack(values))))
+            for axes, values in by_axes.items()
+        }
+        own_text = json.dumps([fault is not None, axes_sums], sort_keys=True)
         texts = all_gather_texts(self.mesh, own_text, "checksums")
         if len(set(texts)) == 1 and fault is None:
             return
@@ -90,55 +89,61 @@ class LeafChecksums:
         faulty, rank_sums = zip(*map(json.loads, texts), strict=True)
         if any(faulty):
             raise_on_every_rank(self.mesh, fault)
-        by_rank = [{tuple(axes): value for axes, value in sums} for sums in rank_sums]
-        if any(
-            len({by_rank[rank].get(axes) for rank in ranks}) > 1
-            for axes in set().union(*by_rank)
-            for ranks in _sharing(axes, self.mesh)
-        ):
-            _raise_difference(self)
+        if _differences(rank_sums, self.mesh):
+            self._raise_difference()
 
-
-def _raise_difference(checksums: LeafChecksums) -> None:
-    """Exchange the checksum of every leaf, and raise an error that names the first difference."""
-    mesh = checksums.mesh
-    own_checksums = {
-        name: [local, value.item()] for name, (local, value) in checksums.leaf_sums.items()
-    }
-    everyone = [
-        json.loads(checksums_text)
-        for checksums_text in all_gather_texts(
-            mesh, json.dumps(own_checksums), "checksums of leaves"
+    def _raise_difference(self) -> None:
+        """Exchange the checksum of every leaf, and name the first one that differs."""
+        mesh = self.mesh
+        own_sums = {name: (local, value.item()) for name, (local, value) in self.leaf_sums.items()}
+        texts = all_gather_texts(mesh, json.dumps(own_sums), "checksums of leaves")
+        rank_sums = [json.loads(sums_text) for sums_text in texts]
+        differences = _differences(rank_sums, mesh)
+        if not differences:
+            return
+        leaf_names = set().union(*rank_sums)
+        name = min(differences, key=tree.natural_key)
+        local, ranks, groups = differences[name]
+        sharing = (
+            "every rank" if len(ranks) == mesh.world_size else f"{_named(ranks)}, which share it"
         )
-    ]
-    local_axes = {
-        name: local for rank_checksums in everyone for name, (local, _) in rank_checksums.items()
-    }
-    differing = []
-    for name, local in sorted(local_axes.items(), key=lambda item: tree.natural_key(item[0])):
+        ranks_text = "; ".join(map(_named, groups[:4])) + ("; …" if len(groups) > 4 else "")
+        cut = [axis for axis, _ in mesh.axes if axis not in (*AXES, *local)]
+        local_remedy = ""
+        if cut:
+            local_remedy = (
+                f", or make_plan(local={{{name!r}: {cut[0]!r}}}) if it differs along {cut[0]!r}"
+            )
+        raise ValueError(
+            f"leaf {name!r} of {self.what} must have the same values on {sharing}; found "
+            f"{len(groups)} different ones, on {ranks_text} ({len(differences)} of "
+            f"{len(leaf_names)} leaves differ): {self.remedy}{local_remedy}"
+        )
+
+
+# The local axes and the checksum of each leaf, or of all leaves with the same local axes, by name.
+_Sums = Mapping[str, tuple[Sequence[str], int]]
+
+
+def _differences(
+    rank_sums: Sequence[_Sums], mesh: Mesh
+) -> dict[str, tuple[Sequence[str], list[int], list[list[int]]]]:
+    """Return what differs between ranks that share it, by name.
+
+    Each value is the local axes, the first set of ranks that should hold the same values, and its
+    parts that do. A rank that lacks the name is not compared: it may have pieces of the leaf.
+    """
+    differences: dict[str, tuple[Sequence[str], list[int], list[list[int]]]] = {}
+    local_axes = {name: local for sums in rank_sums for name, (local, _) in sums.items()}
+    for name, local in local_axes.items():
         for ranks in _sharing(local, mesh):
             by_value: dict[int, list[int]] = {}
             for rank in ranks:
-                if name in everyone[rank]:  # another rank may have passed pieces of the leaf
-                    by_value.setdefault(everyone[rank][name][1], []).append(rank)
+                if name in rank_sums[rank]:
+                    by_value.setdefault(rank_sums[rank][name][1], []).append(rank)
             if len(by_value) > 1:
-                differing.append((name, ranks, list(by_value.values())))
-    if not differing:
-        return
-    name, ranks, groups = differing[0]
-    sharing = "every rank" if len(ranks) == mesh.world_size else f"{_named(ranks)}, which share it"
-    ranks_text = "; ".join(map(_named, groups[:4])) + ("; …" if len(groups) > 4 else "")
-    cut = [axis for axis, _ in mesh.axes if axis not in (*AXES, *local_axes[name])]
-    local_remedy = (
-        f", or make_plan(local={{{name!r}: {cut[0]!r}}}) if it differs along {cut[0]!r}"
-        if cut
-        else ""
-    )
-    raise ValueError(
-        f"leaf {name!r} of {checksums.what} must have the same values on {sharing}; found "
-        f"{len(groups)} different ones, on {ranks_text} ({len({differing_sum for differing_sum, *_ in differing})} of "
-        f"{len(local_axes)} leaves differ): {checksums.remedy}{local_remedy}"
-    )
+                differences.setdefault(name, (local, ranks, list(by_value.values())))
+    return differences
 
 
 def check_tie(spec: LeafSpec, by_path: Mapping[str, Any], where: str) -> None:
@@ -158,58 +163,45 @@ def check_tie(spec: LeafSpec, by_path: Mapping[str, Any], where: str) -> None:
         and not hasattr(value, "full_tensor")
     ]
     for path, value in full[1:]:
-        first, second_path = full[0]
-        one_memory = (value.data_ptr(), value.shape, value.stride()) == (
-            second_path.data_ptr(),
-            second_path.shape,
-            second_path.stride(),
-        )
-        if (value.shape, value.dtype) == (second_path.shape, second_path.dtype) and (
-            one_memory or bool(checksum(value) == checksum(second_path))
+        first_path, first = full[0]
+        same_memory = (value.data_ptr(), value.stride()) == (first.data_ptr(), first.stride())
+        if (value.shape, value.dtype) == (first.shape, first.dtype) and (
+            same_memory or bool(checksum(value) == checksum(first))
         ):
             continue
         raise ValueError(
-            f"{first!r} and {path!r} of {where} are one leaf under the plan, because they were "
-            "tied when it was made; found different values under them: tie them, or make a new "
-            "plan"
+            f"{first_path!r} and {path!r} of {where} are one leaf under the plan, because they "
+            "were tied when it was made; found different values under them: tie them, or make a "
+            "new plan"
         )
 
 
-def checksum_weights(device: torch.device) -> torch.Tensor:
-    """Return a weight for each word of a block: odd numbers without a pattern."""
-    # Why odd: a change of one word then always changes the sum. Why no pattern: changes of several
-    # words then do not cancel out.
-    words = torch.arange(1, _ROWS * _COLUMNS + 1, device=device) * -7046029254386353131
-    words = (words ^ (words >> 29)) * -4658895280553007687
-    return (words ^ (words >> 32)) | 1
-
-
-def checksum(values: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+def checksum(values: torch.Tensor) -> torch.Tensor:
     """Return an int64 that depends on all bits of a tensor and on the order of its elements.
 
     The bits are read as integers, so NaN equals NaN, and 0.0 differs from -0.0. The layout in
-    memory does not count. A tensor that is not contiguous is copied first.
-
-    Arguments:
-        values: a tensor of any dtype, shape, stride and device.
-        weights: ``checksum_weights(values.device)``, for callers with many tensors.
+    memory does not count, and neither does the device. A tensor that is not contiguous is copied
+    first.
     """
-    weights = checksum_weights(values.device) if weights is None else weights
-    flat = values.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    offset = flat.storage_offset() * flat.dtype.itemsize
-    if flat.stride(0) != 1 or flat.data_ptr() % 8 or offset % 8:
-        flat = flat.clone(memory_format=torch.contiguous_format)
-    raw = flat.view(torch.uint8)
-    whole_bytes = len(raw) // 8 * 8
-    last_word = torch.nn.functional.pad(raw[whole_bytes:], (0, -len(raw) % 8)).view(torch.int64)
+    raw = byte_view(values)
+    if raw.data_ptr() % 8 or raw.storage_offset() % 8:
+        raw = raw.clone()  # because it is read in words of 8 bytes
+    row_bytes = 8 * _COLUMNS
+    whole_bytes = len(raw) // (row_bytes * _ROWS) * row_bytes * _ROWS
+    blocks = (
+        raw[:whole_bytes].view(torch.int64).view(whole_bytes // row_bytes // _ROWS, _ROWS, _COLUMNS)
+    )
+    last_rows = torch.nn.functional.pad(raw[whole_bytes:], (0, -len(raw) % row_bytes))
+    last_block = last_rows.view(torch.int64).view(1, len(last_rows) // row_bytes, _COLUMNS)
+    weights = _weights(max(_COLUMNS, len(blocks) + 1), raw.device)
     sums = []
-    for words in (*raw[:whole_bytes].view(torch.int64).split(_PIECE * len(weights)), last_word):
+    for words in (*blocks.split(_PIECE), last_block):
         # Why wide elements are folded: the sum is taken modulo 2**64, so the upper bits of a word
         # count for little. Of several narrow elements in a word, the lower ones count in full.
-        sums += _block_sums(_folded(words) if values.dtype.itemsize >= 8 else words, weights)
-    while sum(map(len, sums)) > 1:
-        sums = _block_sums(_folded(torch.cat(sums)), weights)
-    return sums[0][0] if sums else torch.zeros((), dtype=torch.int64, device=values.device)
+        columns = (_folded(words) if values.dtype.itemsize >= 8 else words).sum(1)
+        sums.append((columns * weights[:_COLUMNS]).sum(1))
+    block_sums = torch.cat(sums)
+    return (_folded(block_sums) * weights[: len(block_sums)]).sum()
 
 
 def _folded(words: torch.Tensor) -> torch.Tensor:
@@ -217,21 +209,15 @@ def _folded(words: torch.Tensor) -> torch.Tensor:
     return words ^ (words >> 32)
 
 
-def _block_sums(words: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
-    """Return a number for each block of words, and one for the rest, in 1-D tensors."""
-    whole_words = len(words) // len(weights) * len(weights)
-    sums = []
-    if whole_words:
-        columns = words[:whole_words].view(-1, _ROWS, _COLUMNS).sum(1)
-        sums.append(_weighted(columns, weights[:_COLUMNS]))
-    if whole_words < len(words):
-        sums.append(_weighted(words[whole_words:].view(1, -1), weights[: len(words) - whole_words]))
-    return sums
+def _weights(count: int, device: torch.device) -> torch.Tensor:
+    """Return odd numbers without a pattern.
 
-
-def _weighted(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    # Why two ways: a product in memory is slower, but CUDA has no matrix product of integers.
-    return torch.mv(rows, weights) if rows.device.type == "cpu" else (rows * weights).sum(1)
+    A change of one word then always changes the sum, and changes of several words do not cancel
+    out.
+    """
+    words = torch.arange(1, count + 1, device=device) * -7046029254386353131
+    words = (words ^ (words >> 29)) * -4658895280553007687
+    return (words ^ (words >> 32)) | 1
 
 
 def _sharing(local: Iterable[str], mesh: Mesh) -> list[list[int]]:
