@@ -18,7 +18,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -103,18 +103,13 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
                 )
             return checkpoint(run, *args, use_reentrant=False)
         _check_captured(f)
-        values, unflatten = tree.flatten((args, kwargs))
-        indices = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
-        plain_values = [None if isinstance(value, torch.Tensor) else value for value in values]
+        tensors, build = _flattened((args, kwargs), ())
 
         def of_tensors(*tensors: torch.Tensor) -> Any:
-            filled = list(plain_values)
-            for i, tensor in zip(indices, tensors, strict=True):
-                filled[i] = tensor
-            args, kwargs = unflatten(filled)
+            args, kwargs = build(tensors)
             return f(*args, **kwargs)
 
-        return _apply(of_tensors, [values[i] for i in indices])
+        return _apply(of_tensors, tensors)
 
     return run
 
@@ -170,14 +165,39 @@ def _data_state(tensor: torch.Tensor) -> tuple[int, int]:
 
 def _apply(f: Callable[..., Any], tensors: Tensors) -> Any:
     """Return ``f(*tensors)``, rematerialised by ``_Remat``."""
-    outputs = _Outputs()
+    build: Callable[[Tensors], Any] | None = None
 
     def flat(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return outputs.flatten(f(*tensors), tensors)
+        nonlocal build
+        outs, build = _flattened(f(*tensors), tensors)
+        return outs
 
-    return outputs.unflatten(
-        _Remat.apply(_Call(flat, _AmbientState.capture(), current_loops()), *tensors)
-    )
+    outs = _Remat.apply(_Call(flat, _AmbientState.capture(), current_loops()), *tensors)
+    assert build is not None, "apply has run the function"
+    return build(outs)
+
+
+def _flattened(
+    result: Any, inputs: Tensors
+) -> tuple[tuple[torch.Tensor, ...], Callable[[Tensors], Any]]:
+    """Return the tensors in a result, each once, and a function that makes the result of them."""
+    values, unflatten = tree.flatten(result)
+    input_ids = {id(tensor) for tensor in inputs}
+    unique: dict[int, torch.Tensor] = {}
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            # Why a view: an autograd Function must not return one of its inputs itself.
+            unique.setdefault(id(value), value.view_as(value) if id(value) in input_ids else value)
+    index_of = {tensor_id: i for i, tensor_id in enumerate(unique)}
+    # Why apart: what is kept for later must not hold the tensors.
+    indices = [index_of.get(id(value)) for value in values]
+    rest = [None if isinstance(value, torch.Tensor) else value for value in values]
+
+    def build(tensors: Tensors) -> Any:
+        pairs = zip(indices, rest, strict=True)
+        return unflatten([value if i is None else tensors[i] for i, value in pairs])
+
+    return tuple(unique.values()), build
 
 
 def _apply_to_both(f: Callable[..., Any], first: Sequence[Any], second: Sequence[Any]) -> Any:
@@ -341,14 +361,14 @@ class _AmbientState:
     @classmethod
     def capture(cls) -> _AmbientState:
         """Return the current state."""
-        types = ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
+        device_types = ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
         autocast = tuple(
             (
-                autocast_kind,
-                torch.is_autocast_enabled(autocast_kind),
-                torch.get_autocast_dtype(autocast_kind),
+                device_type,
+                torch.is_autocast_enabled(device_type),
+                torch.get_autocast_dtype(device_type),
             )
-            for autocast_kind in types
+            for device_type in device_types
         )
         return cls(RandomState.take(), autocast)
 
@@ -358,50 +378,11 @@ class _AmbientState:
         current_state = self.capture()
         with contextlib.ExitStack() as stack:
             if current_state.autocast != self.autocast:
-                for autocast_kind, enabled, dtype in self.autocast:
-                    stack.enter_context(torch.autocast(autocast_kind, dtype=dtype, enabled=enabled))
+                for device_type, enabled, dtype in self.autocast:
+                    stack.enter_context(torch.autocast(device_type, dtype=dtype, enabled=enabled))
             self.random.put()
             stack.callback(current_state.random.put)
             yield
-
-
-@dataclass(slots=True, eq=False)
-class _Outputs:
-    """The structure of a function's result, whose tensors ``_Remat`` returns as a tuple.
-
-    The tuple holds each tensor once, even if the result holds it several times.
-    """
-
-    build: Callable[[Any], Any] | None = None
-    rest: list[Any] = field(default_factory=list)  # the leaves that are not tensors
-    indices: list[int | None] = field(default_factory=list)  # of each leaf in the tuple
-
-    def flatten(self, out: Any, inputs: Tensors) -> tuple[torch.Tensor, ...]:
-        """Return the tensors of ``out``, remembering its structure; inverse of ``unflatten``."""
-        values, self.build = tree.flatten(out)
-        input_ids = {id(tensor) for tensor in inputs}
-        tensors: dict[int, tuple[int, torch.Tensor]] = {}
-        for value in values:
-            if isinstance(value, torch.Tensor):
-                # Why a view: an autograd Function must not return one of its inputs itself.
-                tensors.setdefault(
-                    id(value),
-                    (len(tensors), value.view_as(value) if id(value) in input_ids else value),
-                )
-        self.indices = [
-            tensors[id(value)][0] if isinstance(value, torch.Tensor) else None for value in values
-        ]
-        self.rest = [None if isinstance(value, torch.Tensor) else value for value in values]
-        return tuple(tensor for _, tensor in tensors.values())
-
-    def unflatten(self, tensors: Tensors) -> Any:
-        """Return the result with ``tensors``, which ``_Remat`` returned, in their positions."""
-        assert self.build is not None
-        filled = [
-            value if i is None else tensors[i]
-            for i, value in zip(self.indices, self.rest, strict=True)
-        ]
-        return self.build(filled)
 
 
 _CHANGED = (
