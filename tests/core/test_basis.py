@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import threading
 import types
@@ -17,9 +16,10 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp
 import funcshard as fs
 from funcshard._utils import torch_private
 from funcshard.core import basis, flat_buffer
+from tests.core.units import by_hand, forward_mode
 from tests.ranks import run_simulated
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # forward mode
+pytestmark = forward_mode
 
 WORLD, SIZE = 2, 4  # SIZE: elements of each unit
 PARAMS = {name: {"w": torch.linspace(low, low + 1, SIZE).double()} for name, low in (("a", -0.5), ("b", 0.7))}
@@ -73,14 +73,6 @@ def total(function):
     return sum(function(x) for x in INPUTS)
 
 
-def whole_hessian(x):
-    return hessian(whole_loss)(FLAT, x)
-
-
-def hvp_by_whole(w):
-    return w.columns(total(whole_hessian) @ whole_vector())
-
-
 def whole_vector():
     return torch.linspace(1, 2, 2 * SIZE).double()
 
@@ -89,141 +81,85 @@ def own_vector(w):
     return tuple(part.clone() for part in w.columns(whole_vector()))
 
 
-# name -> what torch is asked for; the true object, or None if there is none; and the error if units are cut, and if
-# every rank has a copy of them, or None for no error.
-MIXED_ROWS = "would mix rows at the gradient of unit '[ab]', cut over 2 ranks"
-MIXED_COLUMNS = "would mix columns at unit '[ab]', cut over 2 ranks"
-MIXED_SUM = "would mix columns at the gradient of unit '[ab]': the 2 ranks"
-ONE, LOOP = (
-    "torch.func.jac(rev|fwd), which hessian uses too, ",
-    "torch.autograd.functional.jacobian, which hessian uses too, ",
-)
-
-BY_SHARDS = {
-    "jacrev": (
-        lambda w: jacrev(w.out)(w.shards, w.x),
-        lambda w: w.columns(total(lambda x: jacrev(whole)(FLAT, x))),
-        None,
-        None,
-    ),
-    "jacfwd": (
-        lambda w: jacfwd(w.out)(w.shards, w.x),
-        lambda w: w.columns(jacrev(whole)(FLAT, w.x)),
-        ONE + MIXED_COLUMNS,
-        None,
-    ),
-    "hessian": (
-        lambda w: hessian(w.loss)(w.shards, w.x),
-        lambda w: w.block(total(whole_hessian)),
-        ONE + MIXED_COLUMNS,
-        None,
-    ),
-    "jacrev of grad": (
-        lambda w: jacrev(grad(w.loss))(w.shards, w.x),
-        lambda w: w.block(total(whole_hessian)),
-        ONE + MIXED_ROWS,
-        None,
-    ),
-    "jacrev of jacrev": (
-        lambda w: jacrev(jacrev(w.loss))(w.shards, w.x),
-        lambda w: w.block(total(whole_hessian)),
-        ONE + MIXED_ROWS,
-        None,
-    ),
-    "functional.jacobian": (
-        lambda w: functional.jacobian(lambda *s: w.out(s, w.x), w.shards),
-        lambda w: w.columns(total(lambda x: jacrev(whole)(FLAT, x))),
-        None,
-        None,
-    ),
-    "functional.hessian": (
-        lambda w: functional.hessian(lambda *s: w.loss(s, w.x), w.shards),
-        lambda w: w.block(total(whole_hessian)),
-        LOOP + MIXED_ROWS,
-        None,
-    ),
-    "functional.hvp": (
-        lambda w: functional.hvp(lambda *s: w.loss(s, w.x), w.shards, own_vector(w))[1],
-        hvp_by_whole,
-        None,
-        None,
-    ),
-}
+def push_along_shards(w, x):
+    return jvp(lambda s: w.out(s, x), (w.shards,), (own_vector(w),))[1]
 
 
-def whole_x(f):
-    return lambda w: f(lambda x: whole(FLAT, x).sum())(w.x)
+# True objects, which are slices of objects of the whole parameters.
 
 
-BY_INPUTS = {
-    "jacrev": (lambda w: jacrev(w.out, 1)(w.shards, w.x), lambda w: jacrev(whole, 1)(FLAT, w.x), None, None),
-    "jacfwd": (lambda w: jacfwd(w.out, 1)(w.shards, w.x), lambda w: jacfwd(whole, 1)(FLAT, w.x), None, None),
-    "hessian": (lambda w: hessian(w.loss, 1)(w.shards, w.x), whole_x(hessian), None, None),
-    "functional.jacobian": (
-        lambda w: functional.jacobian(lambda x: w.out(w.shards, x), w.x),
-        lambda w: jacrev(whole, 1)(FLAT, w.x),
-        None,
-        None,
-    ),
-    "functional.hessian": (lambda w: functional.hessian(lambda x: w.loss(w.shards, x), w.x), whole_x(hessian), None, None),
-    "jacrev of a jvp along shards": (
-        lambda w: jacrev(lambda x: jvp(lambda s: w.out(s, x), (w.shards,), (own_vector(w),))[1])(w.x),
-        lambda w: jacrev(lambda x: jvp(lambda p: whole(p, x), (FLAT,), (whole_vector(),))[1])(w.x),
-        None,
-        None,
-    ),
-    "jacfwd of a jvp along shards": (
-        lambda w: jacfwd(lambda x: jvp(lambda s: w.out(s, x), (w.shards,), (own_vector(w),))[1])(w.x),
-        lambda w: jacrev(lambda x: jvp(lambda p: whole(p, x), (FLAT,), (whole_vector(),))[1])(w.x),
-        None,
-        None,
-    ),
-    "jacrev of a gradient by shards": (
-        lambda w: jacrev(lambda x: grad(w.loss)(w.shards, x))(w.x),
-        lambda w: [rows.t() for rows in w.columns(jacrev(lambda x: grad(whole_loss)(FLAT, x))(w.x).t())],
-        ONE + MIXED_ROWS,
-        None,
-    ),
-    "jacfwd of a gradient by shards": (
-        lambda w: jacfwd(lambda x: grad(w.loss)(w.shards, x))(w.x),
-        None,
-        ONE + MIXED_SUM,
-        ONE + MIXED_SUM,
-    ),
-    **{
-        f"{name} of {mean.__name__}": (
-            lambda w, by=by, mean=mean: by(lambda x: mean(w.out(w.shards, x), w.mesh))(w.x),
-            None,
-            *[f"{prefix}would mix (rows|columns) at psum or pmean on 2 ranks: .*take psum of the transform's result"] * 2,
-        )
-        for mean in (fs.psum, fs.pmean)
-        for name, by, prefix in (
-            ("jacrev", jacrev, ONE),
-            ("jacrev by one row", lambda f: jacrev(f, chunk_size=1), ONE),
-            ("jacfwd", jacfwd, ONE),
-            ("functional.jacobian", lambda f: lambda x: functional.jacobian(f, x), LOOP),
-        )
-    },
-}
+def rows_of_all(w):
+    return w.columns(total(lambda x: jacrev(whole)(FLAT, x)))
+
+
+def second_derivatives(w):
+    return w.block(total(lambda x: hessian(whole_loss)(FLAT, x)))
+
+
+def product_with_vector(w):
+    return w.columns(total(lambda x: hessian(whole_loss)(FLAT, x)) @ whole_vector())
+
+
+def pushed_by_x(w):
+    return jacrev(lambda x: jvp(lambda p: whole(p, x), (FLAT,), (whole_vector(),))[1])(w.x)
+
+
+def gradient_by_x(w):
+    return [rows.t() for rows in w.columns(jacrev(lambda x: grad(whole_loss)(FLAT, x))(w.x).t())]
+
+
+# What torch is asked for, and the true object, or None if there is none. tests/promises/test_transforms.py has single
+# loops of torch.func; here they loop over each other, over jvp and grad, and inside torch.autograd.functional.
 CASES = {
-    **{f"by shards, {name}": case for name, case in BY_SHARDS.items()},
-    **{f"by inputs, {name}": case for name, case in BY_INPUTS.items()},
+    "jacrev of jacrev": (lambda w: jacrev(jacrev(w.loss))(w.shards, w.x), second_derivatives),
+    "jacrev of grad": (lambda w: jacrev(grad(w.loss))(w.shards, w.x), second_derivatives),
+    "functional.jacobian": (lambda w: functional.jacobian(lambda *s: w.out(s, w.x), w.shards), rows_of_all),
+    "functional.hessian": (lambda w: functional.hessian(lambda *s: w.loss(s, w.x), w.shards), second_derivatives),
+    "functional.jacobian by inputs": (
+        lambda w: functional.jacobian(lambda x: w.out(w.shards, x), w.x), lambda w: jacrev(whole, 1)(FLAT, w.x),
+    ),
+    "functional.hessian by inputs": (
+        lambda w: functional.hessian(lambda x: w.loss(w.shards, x), w.x), lambda w: hessian(whole_loss, 1)(FLAT, w.x),
+    ),
+    "jacrev by inputs of a jvp along shards": (lambda w: jacrev(lambda x: push_along_shards(w, x))(w.x), pushed_by_x),
+    "jacfwd by inputs of a jvp along shards": (lambda w: jacfwd(lambda x: push_along_shards(w, x))(w.x), pushed_by_x),
+    "jacrev by inputs of a gradient": (lambda w: jacrev(lambda x: grad(w.loss)(w.shards, x))(w.x), gradient_by_x),
+    "jacfwd by inputs of a gradient": (lambda w: jacfwd(lambda x: grad(w.loss)(w.shards, x))(w.x), None),
+    "jacrev of pmean, by one row": (
+        lambda w: jacrev(lambda x: fs.pmean(w.out(w.shards, x), w.mesh), chunk_size=1)(w.x), None,
+    ),
+}  # fmt: skip
+
+FUNC, LOOP = (
+    f"{name}, which hessian uses too, " for name in ("torch.func.jac(rev|fwd)", "torch.autograd.functional.jacobian")
+)
+MIXED_ROWS = "would mix rows at the gradient of unit '[ab]', cut over 2 ranks"
+IF_CUT = {  # the errors of cases where units are cut
+    "jacrev of jacrev": FUNC + MIXED_ROWS,
+    "jacrev of grad": FUNC + MIXED_ROWS,
+    "functional.hessian": LOOP + MIXED_ROWS,
+    "jacrev by inputs of a gradient": FUNC + MIXED_ROWS,
+}
+ALWAYS = {  # and where every rank has a copy
+    "jacfwd by inputs of a gradient": FUNC + "would mix columns at the gradient of unit '[ab]': the 2 ranks",
+    "jacrev of pmean, by one row": FUNC
+    + "would mix rows at psum or pmean on 2 ranks: .*take psum of the transform's result",
 }
 
 
 def check(mesh, strategy, how):
-    for name, (ask, true, if_cut, if_copied) in CASES.items():
+    said = {} if mesh.world_size == 1 else ALWAYS if strategy == "no_shard" else ALWAYS | IF_CUT
+    for name, (ask, true) in CASES.items():
         world = Rank(mesh, strategy, how)
-        said = None if mesh.world_size == 1 else if_copied if strategy == "no_shard" else if_cut
-        context = contextlib.nullcontext() if said is None else pytest.raises(RuntimeError, match=said)
-        found = None
         try:
-            with context:
-                found = ask(world)
-            if found is not None and true is not None and mesh.world_size == WORLD:
-                torch.testing.assert_close(
-                    found, type(found)(true(world)) if isinstance(found, (list, tuple)) else true(world)
-                )
+            if name in said:
+                with pytest.raises(RuntimeError, match=said[name]):
+                    ask(world)
+                continue
+            found = ask(world)
+            if true is not None and mesh.world_size == WORLD:
+                wanted = true(world)
+                torch.testing.assert_close(found, type(found)(wanted) if isinstance(found, (list, tuple)) else wanted)
         except BaseException as error:
             error.add_note(f"in case {name!r}")
             raise
@@ -231,32 +167,24 @@ def check(mesh, strategy, how):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["reshard", "remat"])
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_a_loop_over_unit_vectors_gives_a_true_object_or_an_error(strategy, how):
-    run_simulated(check, WORLD, strategy, how)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["reshard", "remat"])
-def test_on_one_rank_nothing_is_refused(how):
-    run_simulated(check, 1, "full_shard", how)
+@pytest.mark.parametrize(("strategy", "ranks"), [("full_shard", WORLD), ("no_shard", WORLD), ("full_shard", 1)])
+def test_a_loop_over_unit_vectors_gives_a_true_object_or_an_error(strategy, ranks, how):
+    run_simulated(check, ranks, strategy, how)
 
 
 def test_errors_say_what_would_have_come_out_and_what_to_do():
     def main(mesh):
-        w, found = Rank(mesh, "full_shard", "reshard"), []
-        for ask in (CASES["by shards, hessian"], CASES["by shards, jacrev of grad"], CASES["by inputs, jacfwd of pmean"]):
+        w, said = Rank(mesh, "full_shard", "reshard"), []
+        for ask in (hessian(w.loss), CASES["jacrev of grad"][0], CASES["jacrev of pmean, by one row"][0]):
             with pytest.raises(RuntimeError) as caught:
-                ask[0](w)
-            found.append(str(caught.value))
-        return found
+                ask(w) if said else ask(w.shards, w.x)
+            said.append(str(caught.value))
+        return said
 
     columns, rows, mean = run_simulated(main, WORLD)[0]
-    assert (
-        "so column k would be the sum of column k of every rank's slice; take torch.func.jvp(torch.func.grad(loss)"
-        in columns
-    )
-    assert "so row i would be the sum of row i of every rank's slice; take torch.func.jvp(torch.func.grad(loss)" in rows
+    mixed = "would be the sum of {} of every rank's slice; take torch.func.jvp(torch.func.grad(loss)"
+    assert "so column k " + mixed.format("column k") in columns
+    assert "so row i " + mixed.format("row i") in rows
     assert "along a basis of the whole parameters, as docs/transforms.md, 'Columns', does" in columns
     assert "psum would add the derivatives along them; take psum of the transform's result" in mean
 
@@ -266,7 +194,7 @@ def test_vectors_of_ones_own_are_never_refused():
         w = Rank(mesh, "full_shard", "reshard")
         _, pull = vjp(lambda s: grad(w.loss)(s, w.x), w.shards)
         pulled = torch.vmap(pull)(tuple(torch.stack([part, 2 * part]) for part in own_vector(w)))
-        expected = hvp_by_whole(w)
+        expected = product_with_vector(w)
         for row, factor in ((0, 1), (1, 2)):
             torch.testing.assert_close(tuple(part[row] for part in pulled[0]), tuple(factor * part for part in expected))
 
@@ -293,9 +221,8 @@ def test_a_loop_is_noticed_though_backward_cannot_see_the_caller(name, monkeypat
     monkeypatch.setattr(function, "backward", hidden(function.backward))
 
     def main(mesh):
-        ask, _, said, _ = BY_SHARDS[name]
-        with pytest.raises(RuntimeError, match=said):
-            ask(Rank(mesh, "full_shard", "unshard"))
+        with pytest.raises(RuntimeError, match=IF_CUT[name]):
+            CASES[name][0](Rank(mesh, "full_shard", "unshard"))
 
     run_simulated(main, WORLD)
 
@@ -340,13 +267,10 @@ def codes_as_before():
 @pytest.mark.usefixtures("codes_as_before")
 def test_a_release_of_torch_with_other_names_gets_an_error_and_no_wrong_numbers(monkeypatch, old, new, loop, known):
     renamed(monkeypatch, old, new)
-    params = {"w": torch.arange(4.0)}
 
     def main(mesh):
-        plan = fs.make_plan(params, mesh)
-        f = fs.unshard(lambda leaves: leaves["w"].square().sum(), plan.units[""], mesh)
-        function = f if loop == "jacfwd" else torch.func.grad(f)
-        getattr(torch.func, loop)(function)(fs.shard(params, plan, mesh)[""])
+        _, f, shards = by_hand(mesh, {"w": torch.arange(4.0)}, lambda leaves: leaves["w"].square().sum())
+        getattr(torch.func, loop)(f if loop == "jacfwd" else torch.func.grad(f))(shards[""])
 
     words = (
         "would mix (rows|columns)" if known else f"torch.func.{loop} .* torch {torch.__version__.split('+')[0]}.* unknown"

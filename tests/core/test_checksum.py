@@ -91,9 +91,8 @@ def test_bits_are_compared_and_not_numbers() -> None:
 @settings(deadline=None, derandomize=True, max_examples=60)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=3), st.data())
 def test_any_view_has_the_checksum_of_its_copy(shape: list[int], data: st.DataObject) -> None:
-    values = torch.arange(torch.Size(shape).numel(), dtype=data.draw(st.sampled_from([torch.int16, torch.float64]))).view(
-        shape
-    )
+    dtype = data.draw(st.sampled_from([torch.int16, torch.float64]))
+    values = torch.arange(torch.Size(shape).numel(), dtype=dtype).view(shape)
     view = values.permute(data.draw(st.permutations(range(len(shape)))))
     view = view[tuple(slice(data.draw(st.integers(0, n - 1)), None, data.draw(st.integers(1, 3))) for n in view.shape)]
     assert of(view) == of(view.clone(memory_format=torch.contiguous_format))
@@ -122,8 +121,7 @@ def test_the_device_does_not_count(dtype: torch.dtype) -> None:
 
 def unseeded(mesh: fs.Mesh, strategy: str) -> str:
     torch.manual_seed(mesh.rank // 2)  # ranks 0 and 1 agree, and so do ranks 2 and 3
-    net = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 2))
-    _, params, _ = fs.make_functional(net)
+    params = fs.make_functional(nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 2)))[1]
     plan = fs.make_plan(params, mesh, units=["0"], strategy=strategy)
     with fs.record_events() as events, pytest.raises(ValueError, match="must have the same values") as caught:
         fs.shard(params, plan, mesh)
@@ -185,7 +183,7 @@ def test_local_leaves_are_compared_by_the_ranks_that_share_them(strange: str, wo
         assert all(torch.equal(found[name], value) for name, value in params.items())
         return None
 
-    for found in fs.simulate(main, {"replicate": 2, "shard": 2}):
+    for found in fs.simulate(main, GRID):
         assert (found is None) if words is None else words in str(found)
 
 
@@ -205,13 +203,12 @@ def test_ranks_that_agree_send_nothing_that_grows_with_their_number(monkeypatch:
     monkeypatch.setattr(simulation._SimulatedGroup, "all_gather", all_gather)
 
     def main(mesh: fs.Mesh) -> None:
-        params = {"w": torch.arange(4.0)}
-        plan = fs.make_plan(params, mesh)
-        fs.shard(params, plan, mesh)
+        plan = fs.make_plan({"w": torch.arange(4.0)}, mesh)
+        fs.shard({"w": torch.arange(4.0)}, plan, mesh)
         with pytest.raises(ValueError, match="must have the same values on every rank"):
-            fs.shard({"w": params["w"] + mesh.rank}, plan, mesh)
+            fs.shard({"w": torch.arange(4.0) + mesh.rank}, plan, mesh)
 
-    fs.simulate(main, {"replicate": 2, "shard": 2})
+    fs.simulate(main, GRID)
 
 
 def test_one_rank_computes_no_checksum() -> None:
@@ -223,32 +220,39 @@ def test_one_rank_computes_no_checksum() -> None:
         found.compare(TypeError("own"))
 
 
-@pytest.mark.parametrize("mine", ["missing", "no tensor", "meta", "list"])
+A, B = torch.zeros(3), torch.zeros(2)
+FAULTS: dict[str, tuple[Any, Any, str]] = {
+    "missing": ({"a": A}, ValueError, r"params must be the tree .* missing: \['b'\]"),
+    "no tensor": ({"a": A, "b": None}, ValueError, r"missing: \['b'\]"),
+    "a number": ({"a": A, "b": 3.0}, TypeError, "leaf 'b' of params must be a tensor; found float: convert it"),
+    "meta": ({"a": A, "b": B.to("meta")}, ValueError, "leaf 'b' of params is on the meta"),
+    "another shape": ({"a": A, "b": A}, ValueError, r"leaf 'b' of params must have shape \(2,\) .* or make a new plan"),
+}
+
+
+@pytest.mark.parametrize("src", [None, 0])
 @pytest.mark.parametrize("failing", [0, 3])
-def test_a_fault_of_one_rank_is_raised_on_all_of_them(failing: int, mine: str) -> None:
-    faults = {
-        "missing": ({"a": torch.zeros(3)}, ValueError, r"params must be the tree .* missing: \['b'\]"),
-        "no tensor": ({"a": torch.zeros(3), "b": None}, ValueError, r"missing: \['b'\]"),
-        "list": ({"a": torch.zeros(3), "b": 3.0}, TypeError, "leaf 'b' of params must be a tensor; found float: convert it"),
-        "meta": ({"a": torch.zeros(3), "b": torch.zeros(2, device="meta")}, ValueError, "leaf 'b' of params is on the meta"),
-    }
-    params, kind, words = faults[mine]
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_one_rank_is_raised_on_all_of_them(fault: str, failing: int, src: int | None) -> None:
+    params, kind, words = FAULTS[fault]
+    if fault == "meta" and src is not None and failing != src:
+        return  # the other ranks need no values
 
     def main(mesh: fs.Mesh) -> None:
-        good = {"a": torch.zeros(3), "b": torch.zeros(2)}
-        whose = "" if mesh.rank == failing else rf" \(found on rank {failing}\)$"
-        with pytest.raises(kind, match=f"{words}.*{whose}"):
-            fs.shard(params if mesh.rank == failing else good, fs.make_plan(good, mesh), mesh)
+        good = {"a": A, "b": B}
+        whose = "" if mesh.rank == failing else rf" \(found on rank {failing}\)"
+        with pytest.raises(kind, match=f"{words}.*{whose}$"):
+            fs.shard(params if mesh.rank == failing else good, fs.make_plan(good, mesh), mesh, src=src)
 
-    fs.simulate(main, {"replicate": 2, "shard": 2})
+    fs.simulate(main, GRID)
 
 
 def test_ranks_that_ask_for_different_things_are_told() -> None:
     def main(mesh: fs.Mesh) -> None:
         params = {"w": torch.zeros(3)}
-        plan = fs.make_plan(params, mesh)
+        plan, words = fs.make_plan(params, mesh), "the options of shard must be the same on every rank; rank 0 has src="
         for option in ({"src": 0}, {"check": False}):
-            with pytest.raises(ValueError, match="the options of shard must be the same on every rank"):
+            with pytest.raises(ValueError, match=words):
                 fs.shard(params, plan, mesh, **(option if mesh.rank else {}))
 
     fs.simulate(main, 2)

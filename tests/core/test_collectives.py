@@ -11,8 +11,9 @@ import torch
 
 import funcshard as fs
 from tests.collective_oracle import OPERATIONS, line, whole_number_tensor
+from tests.core.units import forward_mode
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+pytestmark = forward_mode
 
 MESHES = {
     "2x2": ({"shard": 2, "tensor": 2}, ["tensor", "shard", ("shard", "tensor"), ("tensor", "shard"), None]),
@@ -82,13 +83,9 @@ def test_a_view_gives_what_its_contiguous_copy_gives(view: str, name: str) -> No
 
     def main(mesh: fs.Mesh) -> None:
         x = VIEWS[view](whole_number_tensor(mesh.rank, operation.sizes(2)))
-        if x.dtype in operation.but or (x.is_complex() and not operation.linear):
-            return
-        found, wanted = (
-            operation.run(x, mesh, "tensor"),
-            operation.run(x.resolve_neg().resolve_conj().clone(), mesh, "tensor"),
-        )
-        assert torch.equal(found, wanted)
+        if x.dtype not in operation.but and (operation.linear or not x.is_complex()):
+            copy = x.resolve_neg().resolve_conj().clone()
+            assert torch.equal(operation.run(x, mesh, "tensor"), operation.run(copy, mesh, "tensor"))
 
     fs.simulate(main, {"shard": 1, "tensor": 2})
 
@@ -100,81 +97,74 @@ def test_tensors_without_elements_or_dimensions_are_tensors(world: str) -> None:
     def main(mesh: fs.Mesh) -> None:
         for axis in axes:
             ranks = line(mesh.rank, dict(mesh.shape), axis)
-            n, x = len(ranks), torch.tensor(float(mesh.rank))
-            ring = [(i, (i + 1) % n) for i in range(n)]
-            every = torch.tensor([float(rank) for rank in ranks])
-            assert torch.equal(fs.psum(x, mesh, axis=axis), every.sum())
-            assert torch.equal(fs.pmax(x, mesh, axis=axis), every.max())
-            assert torch.equal(fs.all_gather(x, mesh, axis=axis), every)
-            assert torch.equal(fs.all_gather(x, mesh, axis=axis, dim=-1), every)
-            assert torch.equal(fs.ppermute(x, mesh, ring, axis=axis), every[ranks.index(mesh.rank) - 1])
-            assert torch.equal(fs.psum_scatter(every, mesh, axis=axis), n * x)
-            assert torch.equal(fs.all_to_all(x.expand(n), mesh, axis=axis), every)
+            n, x, along = len(ranks), torch.tensor(float(mesh.rank)), {"mesh": mesh, "axis": axis}
+            ring, every = [(i, (i + 1) % n) for i in range(n)], torch.tensor([float(rank) for rank in ranks])
+            assert torch.equal(fs.psum(x, **along), every.sum())
+            assert torch.equal(fs.pmax(x, **along), every.max())
+            assert torch.equal(fs.all_gather(x, **along), every)
+            assert torch.equal(fs.all_gather(x, dim=-1, **along), every)
+            assert torch.equal(fs.ppermute(x, perm=ring, **along), every[ranks.index(mesh.rank) - 1])
+            assert torch.equal(fs.psum_scatter(every, **along), n * x)
+            assert torch.equal(fs.all_to_all(x.expand(n), **along), every)
             none = torch.zeros(0, n, 2)
-            assert fs.psum(none, mesh, axis=axis).shape == fs.pmax(none, mesh, axis=axis).shape == none.shape
-            assert fs.ppermute(none, mesh, ring, axis=axis).shape == none.shape
-            assert fs.all_gather(none, mesh, axis=axis).shape == (n, *none.shape)
-            assert fs.all_gather(none, mesh, axis=axis, dim=1, tiled=True).shape == (0, n * n, 2)
-            assert fs.psum_scatter(none, mesh, axis=axis, dim=1).shape == (0, 2)
-            assert fs.psum_scatter(none, mesh, axis=axis, dim=0, tiled=True).shape == none.shape
-            assert fs.all_to_all(none, mesh, axis=axis, split_dim=1, concat_dim=2).shape == (0, 2, n)
-            assert fs.all_to_all(none, mesh, axis=axis, split_dim=1, concat_dim=0, tiled=True).shape == (0, 1, 2)
+            for found, shape in (
+                (fs.psum(none, **along), (0, n, 2)),
+                (fs.pmax(none, **along), (0, n, 2)),
+                (fs.ppermute(none, perm=ring, **along), (0, n, 2)),
+                (fs.all_gather(none, **along), (n, 0, n, 2)),
+                (fs.all_gather(none, dim=1, tiled=True, **along), (0, n * n, 2)),
+                (fs.psum_scatter(none, dim=1, **along), (0, 2)),
+                (fs.psum_scatter(none, dim=0, tiled=True, **along), (0, n, 2)),
+                (fs.all_to_all(none, split_dim=1, concat_dim=2, **along), (0, 2, n)),
+                (fs.all_to_all(none, split_dim=1, concat_dim=0, tiled=True, **along), (0, 1, 2)),
+            ):
+                assert found.shape == shape
 
     fs.simulate(main, sizes)
 
 
-TREE_CALLS = {
-    "psum": lambda x, mesh: fs.psum(x, mesh, axis="tensor"),
-    "pmean": lambda x, mesh: fs.pmean(x, mesh, axis="tensor"),
-    "pmax": lambda x, mesh: fs.pmax(x, mesh, axis="tensor"),
-    "all_gather": lambda x, mesh: fs.all_gather(x, mesh, axis="tensor"),
-    "psum_scatter": lambda x, mesh: fs.psum_scatter(x, mesh, axis="tensor", tiled=True),
-    "all_to_all": lambda x, mesh: fs.all_to_all(x, mesh, axis="tensor", tiled=True),
-    "ppermute": lambda x, mesh: fs.ppermute(x, mesh, [(0, 1)], axis="tensor"),
-}
-
-
-@pytest.mark.parametrize("name", TREE_CALLS)
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if "," not in name] + ["ppermute, one pair"])
 def test_a_tree_is_mapped_leaf_by_leaf_and_keeps_its_form(name: str) -> None:
-    call = TREE_CALLS[name]
+    operation = OPERATIONS[name]
 
     def main(mesh: fs.Mesh) -> None:
-        tree = {"b": [torch.arange(4.0) + mesh.rank, (torch.ones(2, 2),)], "a": torch.full((2,), mesh.rank), "none": None}
-        found = call(tree, mesh)
-        assert list(found) == list(tree)
+        call = lambda tree: operation.run(tree, mesh, "tensor")  # noqa: E731
+        first, second = (whole_number_tensor(mesh.rank, operation.sizes(2), salt=salt) for salt in (0, 1))
+        found = call({"b": [first, (second,)], "a": second, "none": None})
+        assert list(found) == ["b", "a", "none"]
         assert isinstance(found["b"][1], tuple)
         assert found["none"] is None
-        assert torch.equal(found["b"][0], call(tree["b"][0], mesh))
-        assert torch.equal(found["b"][1][0], call(tree["b"][1][0], mesh))
-        assert torch.equal(found["a"], call(tree["a"], mesh))
-        assert call((), mesh) == ()
+        for leaf, alone in ((found["b"][0], first), (found["b"][1][0], second), (found["a"], second)):
+            assert torch.equal(leaf, call(alone))
+        assert call(()) == ()
 
     fs.simulate(main, {"tensor": 2})
 
 
 def test_the_index_along_several_axes_counts_the_first_one_slowest() -> None:
+    two = [("shard", "tensor"), ("tensor", "shard"), ("tensor", "replicate")]
+
     def main(mesh: fs.Mesh) -> None:
-        for axis in (
-            "tensor",
-            "shard",
-            "replicate",
-            ("shard", "tensor"),
-            ("tensor", "shard"),
-            None,
-            ("tensor", "replicate"),
-        ):
+        for axis in ("tensor", "shard", "replicate", None, *two):
             assert fs.axis_index(mesh, axis=axis) == line(mesh.rank, dict(mesh.shape), axis).index(mesh.rank), axis
         assert fs.axis_index(mesh, axis=tuple(mesh.shape)) == mesh.rank
 
     fs.simulate(main, MESHES["2x2x2"][0])
 
 
-def test_complex_numbers_have_no_maximum() -> None:
-    words = (
-        "pmax compares, and complex numbers have no order; found torch.complex64: pass x.abs\\(\\), or real and imaginary"
-    )
+COMPLEX = r"pmax compares, and complex numbers have no order; found torch.complex64: pass x.abs\(\), or real and imaginary"
+NO_REDUCTIONS: dict[str, tuple[Any, Any, str]] = {
+    "complex numbers": (fs.pmax, torch.ones(2, dtype=torch.complex64), COMPLEX),
+    "a number": (fs.psum, 1.5, "psum and pmean take a tensor, or a tree of tensors; found float: make it one"),
+    "a number in a tree": (fs.pmean, {"n": [torch.ones(1), 3]}, r"found int at 'n\.1': make it one with torch.tensor"),
+}
+
+
+@pytest.mark.parametrize("name", NO_REDUCTIONS)
+def test_what_has_no_sum_or_maximum_is_refused(name: str) -> None:
+    call, x, words = NO_REDUCTIONS[name]
     with pytest.raises(TypeError, match=words):
-        fs.simulate(lambda mesh: fs.pmax(torch.ones(2, dtype=torch.complex64), mesh, axis="tensor"), {"tensor": 2})
+        fs.simulate(lambda mesh: call(x, mesh), 2)
 
 
 def test_a_maximum_is_nan_where_any_rank_has_nan() -> None:
@@ -189,15 +179,9 @@ def test_a_maximum_is_nan_where_any_rank_has_nan() -> None:
 
 def whole(name: str, axis: Any, sizes: dict[str, int]) -> Callable[[torch.Tensor], list[torch.Tensor]]:
     """Return an operation as a function of the stack of all ranks' tensors."""
-
-    def run(stack: torch.Tensor) -> list[torch.Tensor]:
-        found = []
-        for rank in range(len(stack)):
-            ranks = line(rank, sizes, axis)
-            found.append(OPERATIONS[name].plain([stack[other] for other in ranks], ranks.index(rank)))
-        return found
-
-    return run
+    lines = [line(rank, sizes, axis) for rank in range(math.prod(sizes.values()))]
+    plain = OPERATIONS[name].plain
+    return lambda stack: [plain([stack[r] for r in ranks], ranks.index(own)) for own, ranks in enumerate(lines)]
 
 
 def curved(x: torch.Tensor) -> torch.Tensor:
@@ -209,10 +193,9 @@ def curved(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", LINEAR)
 @pytest.mark.parametrize("world", WORLDS)
 def test_the_gradient_is_the_exact_adjoint(world: str, name: str) -> None:
-    sizes, axes = MESHES[world]
-    run = OPERATIONS[name].run
+    (sizes, axes), run = MESHES[world], OPERATIONS[name].run
 
-    def main(mesh: fs.Mesh) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def main(mesh: fs.Mesh) -> list[list[torch.Tensor]]:
         found = []
         for axis, _, shape in cases(mesh, axes, name):
             for dtype in (torch.float64, torch.complex128) if axis == "tensor" else (torch.float64,):
@@ -220,9 +203,8 @@ def test_the_gradient_is_the_exact_adjoint(world: str, name: str) -> None:
                 out = run(x, mesh, axis)
                 y = whole_number_tensor(mesh.rank, tuple(out.shape), dtype, salt=1)
                 (back,) = torch.autograd.grad(out, x, y)
-                found.append(
-                    (torch.vdot(y.flatten(), out.detach().flatten()), torch.vdot(back.flatten(), x.detach().flatten()))
-                )
+                products = [torch.vdot(a.flatten(), b.detach().flatten()) for a, b in ((y, out), (back, x))]
+                found.append(products)
         return found
 
     products = []
@@ -231,10 +213,6 @@ def test_the_gradient_is_the_exact_adjoint(world: str, name: str) -> None:
         torch.testing.assert_close(left, right, rtol=1e-14, atol=1e-12)
         products.append(left)
     assert any(products) or name == "ppermute, no pair"
-
-
-def program(name: str, axis: Any, mesh: fs.Mesh) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda x: OPERATIONS[name].run(curved(x), mesh, axis)
 
 
 def derivatives(
@@ -283,7 +261,8 @@ def test_first_and_second_derivatives_are_those_of_the_function_of_all_ranks(wor
 
     def main(mesh: fs.Mesh) -> None:
         x, dx, y = stack[mesh.rank], v[mesh.rank], ys[mesh.rank]
-        found = derivatives(program(name, axis, mesh), x, dx, lambda out: (out * y).sum())
+        run = lambda x: OPERATIONS[name].run(curved(x), mesh, axis)  # noqa: E731
+        found = derivatives(run, x, dx, lambda out: (out * y).sum())
         for number, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
             torch.testing.assert_close(ours, theirs[mesh.rank], rtol=1e-10, atol=1e-10, msg=f"derivative {number}")
 
@@ -352,9 +331,8 @@ def test_a_loop_over_unit_vectors_is_refused_where_it_would_mix_ranks(loop: str,
         alone = lambda x: curved(OPERATIONS[name].run(x, mesh, "expert"))  # noqa: E731
         x = whole_number_tensor(mesh.rank, OPERATIONS[name].sizes(2))
         title = "psum or pmean" if name in ("psum", "pmean") else f"{'pmax' if name == 'pmax' else name} along 'tensor'"
-        with pytest.raises(
-            RuntimeError, match=rf"would mix (rows|columns) at {title} on 2 ranks: .* of the transform's result"
-        ):
+        words = rf"would mix (rows|columns) at {title} on 2 ranks: .* of the transform's result"
+        with pytest.raises(RuntimeError, match=words):
             LOOPS[loop](f)(x)
         x = whole_number_tensor(mesh.rank, OPERATIONS[name].sizes(1))
         plain = lambda x: curved(OPERATIONS[name].plain([x], 0))  # noqa: E731
@@ -428,6 +406,3 @@ def test_the_backward_records_the_adjoint_collectives() -> None:
         assert sorted(events[: len(forward)]) == sorted(forward)
         other = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
         assert sorted(events[len(forward) :]) == sorted((other.get(kind, kind), axis) for kind, axis in forward)
-
-
-# --- real ranks -----------------------------------------------------------------------------------

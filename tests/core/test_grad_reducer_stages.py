@@ -13,6 +13,8 @@ from torch.distributed.fsdp import fully_shard
 import funcshard as fs
 from funcshard._utils import tree
 from funcshard.core.grad_reducer import GradReducer
+from tests.core.units import each_by_hand, of_module, recorded, same_bits
+from tests.pairwise import crossed
 from tests.ranks import run_ranks
 
 GRID = {"replicate": 2, "shard": 2}
@@ -22,8 +24,8 @@ ROWS, MICRO = 24, 3
 
 def net(dtype: torch.dtype = torch.float64) -> nn.Module:
     torch.manual_seed(0)
-    layers = [nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 2)]
-    return nn.Sequential(*layers).to(dtype)
+    made = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 2))
+    return made.to(dtype)
 
 
 def rows(dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -31,54 +33,34 @@ def rows(dtype: torch.dtype = torch.float64) -> torch.Tensor:
 
 
 def setup(mesh: fs.Mesh, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
-    apply, params, _ = fs.make_functional(net(dtype))
-    plan = fs.make_plan(params, mesh, units=UNITS, **options)
-    sharded = fs.fully_shard(apply, plan, mesh)
-    return plan, sharded, fs.shard(params, plan, mesh), lambda shards, x: sharded(shards, {}, x).square().mean()
+    """Return a plan, the sharded function, the shards, a loss function, and this rank's rows."""
+    plan, sharded, shards = of_module(mesh, net(dtype), UNITS, **options)
+    mine = rows(dtype).chunk(mesh.world_size)[mesh.rank]
+    return plan, sharded, shards, lambda shards, x: sharded(shards, {}, x).square().mean(), mine
 
 
-def whole(dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
-    model = net(dtype)
-    model(rows(dtype)).square().mean().backward()
+def whole() -> dict[str, torch.Tensor]:
+    model = net()
+    model(rows()).square().mean().backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-CHOICES: dict[str, Any] = {
-    "all": "shard_each",
-    "some once": {"2": "once"},
-    "three ways": {"**": "shard_each", "0": "each", "4": "once"},
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world", "strategy", "bucket_bytes"),
-    [
-        (1, "full_shard", 0),
-        (2, "full_shard", 1 << 20),
-        (2, "no_shard", 0),
-        ({"replicate": 2, "shard": 1}, "full_shard", 0),
-        (GRID, "full_shard", 0),
-        (GRID, "full_shard", 1 << 20),
-        (GRID, "shard_grad_op", 0),
-        ({"replicate": 2, "shard": 2, "tensor": 2}, "full_shard", 0),
-        ({"shard": 2, "tensor": 2}, "full_shard", 1 << 20),
-        ({"shard": 2, "tensor": 2}, "no_shard", 0),
-        (GRID, "no_shard", 0),
-        (GRID, "no_shard", 1 << 20),
-    ],
+@crossed(
+    world=[GRID, 1, 2, {"replicate": 2, "shard": 1}, {"replicate": 2, "shard": 2, "tensor": 2}, {"shard": 2, "tensor": 2}],
+    strategy=["full_shard", "shard_grad_op", "no_shard"],
+    bucket_bytes=[0, 1 << 20],
 )
 def test_gradients_are_the_unsharded_ones_and_the_collectives_the_predicted_ones(
     world: Any, strategy: str, bucket_bytes: int
 ) -> None:
     def main(mesh: fs.Mesh) -> None:
-        plan, sharded, shards, loss_fn = setup(mesh, strategy=strategy, bucket_bytes=bucket_bytes)
-        for reduce in CHOICES.values() if bucket_bytes == 0 else ("shard_each", {"*": "once"}):
-            with fs.record_events() as events:
-                _, grads = fs.accumulate(loss_fn, MICRO, reduce=reduce)(shards, rows().chunk(mesh.world_size)[mesh.rank])
+        plan, sharded, shards, loss_fn, mine = setup(mesh, strategy=strategy, bucket_bytes=bucket_bytes)
+        for reduce in ({"*": "once"},) if bucket_bytes else ({"2": "once"}, {"**": "shard_each", "0": "each", "4": "once"}):
+            (_, grads), events = recorded(fs.accumulate(loss_fn, MICRO, reduce=reduce), shards, mine)
             not_saved = {"0"}.intersection(plan.units)  # a group of small units is needed
-            predicted = fs.predict_events(plan, sharded.schedule, micro_batches=MICRO, reduce=reduce, not_saved=not_saved)
-            assert tuple(events) == predicted
+            wanted = fs.predict_events(plan, sharded.schedule, micro_batches=MICRO, reduce=reduce, not_saved=not_saved)
+            assert events == wanted
             torch.testing.assert_close(fs.gather(grads, plan, mesh), whole())
 
     fs.simulate(main, world)
@@ -97,11 +79,9 @@ def reductions(reduce: Any, **options: Any) -> list[tuple[str, str, int]]:
 
 def test_the_all_reduces_wait_for_the_last_micro_batch() -> None:
     names = ["", *UNITS]
-    assert reductions("shard_each") == [("all_reduce", name, 1) for name in names] + [
-        ("reduce_scatter", name, MICRO) for name in names
-    ]
-    mixed = reductions({"2": "once", "4": "shard_each"})
-    assert mixed == [
+    once, each = ([("all_reduce", name, 1) for name in names], [("reduce_scatter", name, MICRO) for name in names])
+    assert reductions("shard_each") == once + each
+    assert reductions({"2": "once", "4": "shard_each"}) == [
         ("all_reduce", "", 3), ("all_reduce", "0", 3), ("all_reduce", "2", 1), ("all_reduce", "4", 1),
         ("reduce_scatter", "", 3), ("reduce_scatter", "0", 3), ("reduce_scatter", "2", 1), ("reduce_scatter", "4", 3),
     ]  # fmt: skip
@@ -110,9 +90,7 @@ def test_the_all_reduces_wait_for_the_last_micro_batch() -> None:
     assert {axis: tensor.count(axis) for axis in tensor} == {"shard": 4 * MICRO, "replicate": 4, "tensor": 4}
     # Two all-reduces of each unit, over the shard axis and over the replicate axis.
     assert reductions("shard_each", strategy="no_shard") == [("all_reduce", name, 2) for name in names]
-
-
-def test_a_group_of_small_units_is_reduced_once_and_chosen_by_a_glob_of_them() -> None:
+    # A group of small units is reduced once, and a glob of them chooses for it.
     assert reductions({"*": "shard_each"}, bucket_bytes=1 << 20) == [
         ("all_reduce", "", 3), ("all_reduce", "0…4", 1), ("reduce_scatter", "", 3), ("reduce_scatter", "0…4", 3),
     ]  # fmt: skip
@@ -131,7 +109,7 @@ def test_between_micro_batches_only_a_slice_of_each_gradient_is_kept(monkeypatch
     monkeypatch.setattr(GradReducer, "post_backward", look)
 
     def main(mesh: fs.Mesh) -> int:
-        plan, _, shards, loss_fn = setup(mesh, bucket_bytes=1 << 20)
+        plan, _, shards, loss_fn, _ = setup(mesh, bucket_bytes=1 << 20)
         fs.accumulate(loss_fn, 2, reduce="shard_each")(shards, rows())
         return sum(buffer.shard_numel * 8 for unit in plan.unit_list for buffer in unit.buffers)
 
@@ -144,62 +122,53 @@ def test_a_unit_that_the_last_micro_batch_leaves_out_is_all_reduced_all_the_same
     params = {"a": torch.linspace(1, 2, 5), "b": torch.linspace(3, 4, 5)}
 
     def main(mesh: fs.Mesh) -> Any:
-        plan = fs.make_plan(params, mesh, units=["a", "b"])
-        f = {n: fs.unshard(lambda leaf, x: (leaf * leaf * x).sum(), plan.units[n], mesh) for n in params}
+        functions = dict.fromkeys(params, lambda leaf, x: (leaf * leaf * x).sum())
+        plan, f, shards = each_by_hand(mesh, params, functions, how=lambda f: f)
         twice = lambda s, x: f["a"](s["a"], x) + f["a"](s["a"], x)  # noqa: E731
         loss_fn = lambda s, x: f["b"](s["b"], x) + (twice(s, x) if x > 0 else 0.0)  # noqa: E731
-        with fs.record_events() as events:
-            shards = fs.shard(params, plan, mesh)
-            _, grads = fs.accumulate(loss_fn, 3, reduce=reduce)(shards, torch.tensor([3.0, 6.0, -1.0]))
+        (_, grads), events = recorded(fs.accumulate(loss_fn, 3, reduce=reduce), shards, torch.tensor([3.0, 6.0, -1.0]))
         times = [event.unit for event in events if event.kind == "all_reduce"].count("a")
         assert reduce == "each" or times == 1
         return fs.gather(grads, plan, mesh)
 
     for grads in fs.simulate(main, GRID):
-        torch.testing.assert_close(grads["a"], 2 * 2 * params["a"] * 3)
-        torch.testing.assert_close(grads["b"], 2 * params["b"] * 8 / 3)
+        torch.testing.assert_close(grads, {"a": 2 * 2 * params["a"] * 3, "b": 2 * params["b"] * 8 / 3})
 
 
 @pytest.mark.parametrize("reduce", ["each", "once", "shard_each"])
 @pytest.mark.parametrize("bucket_bytes", [0, 1 << 20], ids=["alone", "buckets"])
 def test_the_hook_sees_the_sum_over_the_shard_axis_before_each_all_reduce(reduce: str, bucket_bytes: int) -> None:
-    calls = {"each": 2, "once": 1, "shard_each": 1}[reduce]
+    calls, factors = {"each": 2, "once": 1, "shard_each": 1}[reduce], {"": 2, "2": 3}
 
     def main(mesh: fs.Mesh) -> Any:
-        plan, _, shards, loss_fn = setup(mesh, bucket_bytes=bucket_bytes)
-        seen: dict[str, list[torch.Tensor]] = {}
+        plan, _, shards, loss_fn, mine = setup(mesh, bucket_bytes=bucket_bytes)
+        seen: dict[str, list[torch.Tensor]] = {unit: [] for unit in plan.units}
 
         def hook(unit: str, key: str, partial: torch.Tensor) -> Any:
             assert key == "float64"
-            seen.setdefault(unit, []).append(partial.clone())
+            seen[unit].append(partial.clone())
             if unit == "2":
                 return partial * 3
             return partial.mul_(2) if unit == "" else None
 
-        mine = rows().chunk(mesh.world_size)[mesh.rank]
-        with fs.record_events() as events:
-            _, grads = fs.accumulate(loss_fn, 2, reduce=reduce, on_reduce_scattered=hook)(shards, mine)
+        _, grads = fs.accumulate(loss_fn, 2, reduce=reduce, on_reduce_scattered=hook)(shards, mine)
         plain = fs.accumulate(loss_fn, 2, reduce=reduce)(shards, mine)[1]
-        assert {unit: len(each) for unit, each in seen.items()} == dict.fromkeys(plan.units, calls)
-        factors = {"": 2, "2": 3}
+        assert {len(each) for each in seen.values()} == {calls}
         for unit in plan.units:
             torch.testing.assert_close(grads[unit]["float64"], plain[unit]["float64"] * factors.get(unit, 1))
-        return plan, {unit: sum(each) for unit, each in seen.items()}, plain, [event.kind for event in events]
+        return {unit: sum(each) for unit, each in seen.items()}, plain
 
     results = fs.simulate(main, GRID)
-    plan, _, grads, _ = results[0]
-    for unit in plan.units:  # the sums of the two rows add up to the sum over the world
-        total = results[0][1][unit] + results[2][1][unit]
-        torch.testing.assert_close(total, 4 * grads[unit]["float64"])
+    for unit, grad in results[0][1].items():  # the sums of the two rows add up to the sum over the world
+        torch.testing.assert_close(results[0][0][unit] + results[2][0][unit], 4 * grad["float64"])
 
 
 @pytest.mark.parametrize(("world", "strategy"), [(2, "full_shard"), (2, "no_shard"), (1, "full_shard"), (GRID, "no_shard")])
 def test_without_a_second_stage_the_hook_sees_the_whole_sum_and_copies_see_their_own(world: Any, strategy: str) -> None:
     def main(mesh: fs.Mesh) -> Any:
-        _, _, shards, loss_fn = setup(mesh, strategy=strategy)
+        _, _, shards, loss_fn, mine = setup(mesh, strategy=strategy)
         seen: dict[str, torch.Tensor] = {}
         hook = lambda unit, key, partial: seen.update({unit: partial.clone()})  # noqa: E731
-        mine = rows().chunk(mesh.world_size)[mesh.rank]
         _, grads = fs.value_and_grad(loss_fn, on_reduce_scattered=hook)(shards, mine)
         return seen, {unit: own["float64"] for unit, own in grads.items()}
 
@@ -210,49 +179,47 @@ def test_without_a_second_stage_the_hook_sees_the_whole_sum_and_copies_see_their
         torch.testing.assert_close(total, grad * len(results))
 
 
-def in_low_precision(mesh: fs.Mesh) -> Any:
-    precision = fs.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
-    _, _, shards, loss_fn = setup(mesh, torch.float32, precision=precision)
-    dtypes = set()
-    hook = lambda unit, key, partial: dtypes.add(partial.dtype)  # noqa: E731
-    evaluate = fs.accumulate(lambda s, x: loss_fn(s, x).float(), 2, reduce="shard_each", on_reduce_scattered=hook)
-    _, grads = evaluate(shards, rows(torch.float32).chunk(mesh.world_size)[mesh.rank])
-    assert dtypes == {torch.float32}
-    return grads
-
-
 def test_sums_that_wait_have_the_reduce_dtype() -> None:
-    for grads in fs.simulate(in_low_precision, GRID):
-        assert all(leaf.dtype == torch.float32 and leaf.isfinite().all() for leaf in tree.leaves(grads))
+    def main(mesh: fs.Mesh) -> None:
+        precision, dtypes = fs.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32), set()
+        _, _, shards, loss_fn, mine = setup(mesh, torch.float32, precision=precision)
+        hook = lambda unit, key, partial: dtypes.add(partial.dtype)  # noqa: E731
+        evaluate = fs.accumulate(lambda s, x: loss_fn(s, x).float(), 2, reduce="shard_each", on_reduce_scattered=hook)
+        grads = tree.leaves(evaluate(shards, mine)[1])
+        assert dtypes == {torch.float32}
+        assert all(leaf.dtype == torch.float32 and leaf.isfinite().all() for leaf in grads)
+
+    fs.simulate(main, GRID)
 
 
 # --- mistakes -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("reduce", "kind", "words"),
-    [
-        ({"2": "last"}, ValueError, r"reduce\['2'\] must be 'each', 'once' or 'shard_each'; found 'last'"),
-        ({"2": 1}, TypeError, r"reduce\['2'\] must be .*; found 1"),
-        ({2: "once"}, TypeError, r"must map names or globs of units to .*; found the key 2: write \{'blocks\.\*': 'once'\}"),
-        ({"3": "once"}, ValueError, r"reduce must name units; found '3', which matches none of '', '0', '2', '4': write"),
-        ("shard", ValueError, r"did you mean 'shard_each'\?"),
-    ],
-    ids=str,
-)
-def test_a_choice_that_names_no_unit_or_no_way_is_an_error_before_anything_runs(reduce: Any, kind: Any, words: str) -> None:
-    plan, _, shards, loss_fn = setup(fs.Mesh())
+CHOICES_OF_NOTHING: dict[str, tuple[Any, Any, str]] = {
+    "no way": ({"2": "last"}, ValueError, r"reduce\['2'\] must be 'each', 'once' or 'shard_each'; found 'last'"),
+    "a number": ({"2": 1}, TypeError, r"reduce\['2'\] must be .*; found 1"),
+    "no name": ({2: "once"}, TypeError, r"must map names or globs .*; found the key 2: write \{'blocks\.\*': 'once'\}"),
+    "no unit": ({"3": "once"}, ValueError, r"must name units; found '3', which matches none of '', '0', '2', '4': write"),
+    "a typo": ("shard", ValueError, r"did you mean 'shard_each'\?"),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES_OF_NOTHING)
+def test_a_choice_that_names_no_unit_or_no_way_is_an_error_before_anything_runs(name: str) -> None:
+    plan, _, shards, loss_fn, _ = setup(fs.Mesh())
+    reduce, kind, words = CHOICES_OF_NOTHING[name]
     optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1)
-    with pytest.raises(kind, match=words):
-        fs.accumulate(loss_fn, 2, reduce=reduce)(shards, rows())
-    with pytest.raises(kind, match=words):
-        fs.predict_events(plan, micro_batches=2, reduce=reduce)
-    with pytest.raises(kind, match=words):
-        fs.make_train_step(lambda s, b, x: loss_fn(s, x), optimizer, plan, fs.Mesh(), accumulate=2, reduce=reduce)
+    for use in (
+        lambda: fs.accumulate(loss_fn, 2, reduce=reduce)(shards, rows()),
+        lambda: fs.predict_events(plan, micro_batches=2, reduce=reduce),
+        lambda: fs.make_train_step(lambda s, b, x: loss_fn(s, x), optimizer, plan, fs.Mesh(), accumulate=2, reduce=reduce),
+    ):
+        with pytest.raises(kind, match=words):
+            use()
 
 
 def test_shards_of_several_models_name_the_units_of_all() -> None:
-    _, _, shards, loss_fn = setup(fs.Mesh())
+    _, _, shards, loss_fn, _ = setup(fs.Mesh())
     both = lambda models, x: loss_fn(models[0]["teacher"], x) + loss_fn(models[1], x)  # noqa: E731
     models = [{"teacher": shards}, {name: tree.map(torch.clone, own) for name, own in shards.items()}]
     evaluate = fs.accumulate(both, 2, reduce={"4": "once"})
@@ -262,37 +229,40 @@ def test_shards_of_several_models_name_the_units_of_all() -> None:
         fs.accumulate(both, 2, reduce={"5": "once"})(models, rows())
 
 
-@pytest.mark.parametrize(
-    ("hook", "kind", "words"),
-    [
-        ("log", TypeError, r"a function of a unit's name, the key of a buffer and a 1-D tensor, or None; found 'log'"),
-        (lambda unit, key, partial: partial[:1], ValueError, r"for buffer 'float64' of unit '4' found \(1,\) instead of"),
-        (lambda unit, key, partial: 0.5, ValueError, r"or a tensor of the shape that it got; .* found float"),
-        (lambda unit, partial: None, TypeError, "positional argument"),
-    ],
-    ids=["no function", "a part", "a number", "two arguments"],
-)
-def test_a_hook_that_cannot_work_is_an_error(hook: Any, kind: Any, words: str) -> None:
-    _, _, shards, loss_fn = setup(fs.Mesh())
+HOOKS: dict[str, tuple[Any, Any, str]] = {
+    "no function": (
+        "log",
+        TypeError,
+        "a function of a unit's name, the key of a buffer and a 1-D tensor, or None; found 'log'",
+    ),
+    "a part": (lambda unit, key, partial: partial[:1], ValueError, r"'float64' of unit '4' found \(1,\) instead of"),
+    "a number": (lambda unit, key, partial: 0.5, ValueError, "or a tensor of the shape that it got; .* found float"),
+    "two arguments": (lambda unit, partial: None, TypeError, "positional argument"),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_hook_that_cannot_work_is_an_error(name: str) -> None:
+    _, _, shards, loss_fn, _ = setup(fs.Mesh())
+    hook, kind, words = HOOKS[name]
     with pytest.raises(kind, match=words):
         fs.value_and_grad(loss_fn, on_reduce_scattered=hook)(shards, rows())
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("reduce='shard_each'", {"reduce": {"2": "shard_each"}}),
-        ("reduce='once'", {"reduce": "once"}),
-        ("on_reduce_scattered", {"on_reduce_scattered": lambda *_: None}),
-        ("on_grads", {"on_grads": lambda *_: None}),
-    ],
-    ids=["shard_each", "once", "on_reduce_scattered", "on_grads"],
-)
-def test_shards_computed_inside_the_loss_are_refused(name: str, options: Any) -> None:
-    _, _, shards, loss_fn = setup(fs.Mesh())
+NEEDS_SHARDS: dict[str, dict[str, Any]] = {
+    "reduce='shard_each'": {"reduce": {"2": "shard_each"}},
+    "reduce='once'": {"reduce": "once"},
+    "on_reduce_scattered": {"on_reduce_scattered": lambda *_: None},
+    "on_grads": {"on_grads": lambda *_: None},
+}
+
+
+@pytest.mark.parametrize("name", NEEDS_SHARDS)
+def test_shards_computed_inside_the_loss_are_refused(name: str) -> None:
+    _, _, shards, loss_fn, _ = setup(fs.Mesh())
     half = lambda shards, x: loss_fn({**shards, "2": tree.map(lambda s: s / 2, shards["2"])}, x)  # noqa: E731
     with pytest.raises(ValueError, match=rf"{name} needs shards that are gathered as they are; the shard .* of unit '2'"):
-        fs.accumulate(half, 2, **options)(shards, rows())
+        fs.accumulate(half, 2, **NEEDS_SHARDS[name])(shards, rows())
 
 
 def test_an_error_frees_the_sums_that_wait() -> None:
@@ -305,28 +275,20 @@ def test_an_error_frees_the_sums_that_wait() -> None:
 # --- FSDP2 ----------------------------------------------------------------------------------------
 
 
-def fsdp2_gradients(mesh: fs.Mesh) -> dict[str, torch.Tensor]:
+def both_gradients(mesh: fs.Mesh) -> Any:
+    plan, _, shards, loss_fn, mine = setup(mesh, torch.float32)
+    _, grads = fs.accumulate(loss_fn, 2, reduce="shard_each")(shards, mine)
     module = net(torch.float32)
     devices = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for name in UNITS:
-        fully_shard(module.get_submodule(name), mesh=devices)
-    fully_shard(module, mesh=devices)
-    mine = rows(torch.float32).chunk(mesh.world_size)[mesh.rank]
+    for part in (*(module.get_submodule(name) for name in UNITS), module):
+        fully_shard(part, mesh=devices)
     for number, micro in enumerate(mine.chunk(2)):
         module.set_requires_all_reduce(number == 1)
         (module(micro).square().mean() / 2).backward()
-    return {name: p.grad.full_tensor() for name, p in module.named_parameters()}  # type: ignore[union-attr]
-
-
-def both_gradients(mesh: fs.Mesh) -> Any:
-    plan, _, shards, loss_fn = setup(mesh, torch.float32)
-    mine = rows(torch.float32).chunk(mesh.world_size)[mesh.rank]
-    _, grads = fs.accumulate(loss_fn, 2, reduce="shard_each")(shards, mine)
-    return fs.gather(grads, plan, mesh), fsdp2_gradients(mesh)
+    return fs.gather(grads, plan, mesh), {name: p.grad.full_tensor() for name, p in module.named_parameters()}
 
 
 @pytest.mark.slow
 def test_on_processes_the_bits_are_those_of_fsdp2_with_set_requires_all_reduce() -> None:
     for ours, theirs in run_ranks(both_gradients, 4, shape=GRID):
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+        same_bits(ours, theirs)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import funcshard as fs
+from tests.core.units import by_hand, each_by_hand, of_module, recorded, same_bits
 from tests.ranks import run_ranks
 
 GRID = {"replicate": 2, "shard": 2}
@@ -21,9 +22,8 @@ PARAMS = {"w": torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)}
 
 def linear(mesh: fs.Mesh, **options: Any) -> Any:
     """Return a plan, shards, and a loss whose gradient on rank r is r + 1 at every element."""
-    plan = fs.make_plan(PARAMS, mesh, **options)
-    f = fs.unshard(lambda leaves: leaves["w"].sum() * (mesh.rank + 1), plan.units[""], mesh)
-    return plan, fs.shard(PARAMS, plan, mesh), lambda shards, *_: f(shards[""])
+    plan, f, shards = by_hand(mesh, PARAMS, lambda leaves: leaves["w"].sum() * (mesh.rank + 1), **options)
+    return plan, shards, lambda shards, *_: f(shards[""])
 
 
 # --- divisor --------------------------------------------------------------------------------------
@@ -36,9 +36,8 @@ def test_the_sum_of_the_ranks_gradients_is_divided_by_it(world: Any, strategy: s
         plan, shards, loss_fn = linear(mesh, strategy=strategy)
         found: list[Any] = []
         for divisor in (None, 1, 2.5, torch.tensor(8)):
-            with fs.record_events() as events:
-                loss, grads = fs.value_and_grad(loss_fn, divisor=divisor)(shards)
-            assert tuple(events) == fs.predict_events(plan, not_saved=[""])
+            (loss, grads), events = recorded(fs.value_and_grad(loss_fn, divisor=divisor), shards)
+            assert events == fs.predict_events(plan, not_saved=[""])
             assert loss == 6 * (mesh.rank + 1)  # its own, whatever the divisor
             found.append(fs.gather(grads, plan, mesh)["w"].tolist())
         return found
@@ -55,23 +54,22 @@ def test_it_divides_direct_terms_local_leaves_and_weighted_losses_alike() -> Non
         both = lambda s: loss_fn(s) + s[""][key].sum()  # noqa: E731
         (key,) = shards[""]
         weighted = lambda s: (both(s), mesh.rank + 1)  # noqa: E731
-        with fs.record_events() as events:
-            plain = fs.value_and_grad(both, divisor=10)(shards)[1][""][key][0].item()
+        (_, grads), events = recorded(fs.value_and_grad(both, divisor=10), shards)
+        assert events == ()
+        plain = grads[""][key][0].item()
         (loss, weight), grads = fs.value_and_grad(weighted, weighted=True, divisor=10)(shards)
-        return plain, grads[""][key][0].item(), loss.item(), weight.item(), [event.kind for event in events]
+        return plain, grads[""][key][0].item(), loss.item(), weight.item()
 
-    for rank, (plain, weighted, loss, weight, kinds) in enumerate(fs.simulate(main, 2)):
+    for rank, (plain, weighted, loss, weight) in enumerate(fs.simulate(main, 2)):
         assert plain == pytest.approx((rank + 2) / 10)
         assert weighted == pytest.approx((rank + 1) * (rank + 2) / 10)
         assert (loss, weight) == (pytest.approx((12 + 2 * 18) / 3), 3)  # the weighted mean all the same
-        assert kinds == []
 
 
 # --- division before the reduction ----------------------------------------------------------------
 
 
-def half(**options: Any) -> fs.MixedPrecision:
-    return fs.MixedPrecision(reduce_dtype=FP16, divide_before_reduce=True, **options)
+HALF = fs.MixedPrecision(reduce_dtype=FP16, divide_before_reduce=True)
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
@@ -80,9 +78,9 @@ def test_a_power_of_two_divides_before_the_sum_and_the_rest_after_it(world: Any,
     scale = 30000.0  # twice this is infinite in float16
 
     def main(mesh: fs.Mesh) -> Any:
-        plan = fs.make_plan({"w": torch.zeros(12)}, mesh, strategy=strategy, precision=half())
-        f = fs.unshard(lambda leaves: leaves["w"].sum() * scale, plan.units[""], mesh)
-        shards, seen, sums = fs.shard({"w": torch.zeros(12)}, plan, mesh), [], []
+        params, apply = {"w": torch.zeros(12)}, lambda leaves: leaves["w"].sum() * scale
+        plan, f, shards = by_hand(mesh, params, apply, strategy=strategy, precision=HALF)
+        seen, sums = [], []
         hooks: dict[str, Any] = {
             "on_grads": lambda unit, grads: seen.append(grads["w"][0].item()),
             "on_reduce_scattered": lambda unit, key, partial: sums.append(partial[0].item()),
@@ -109,12 +107,12 @@ def test_it_changes_no_bit_of_gradients_of_ordinary_size(reduce: str) -> None:
         found = []
         for divide in (False, True):
             precision = fs.MixedPrecision(FP16, keep_low_precision_grads=True, divide_before_reduce=divide)
-            plan = fs.make_plan(params, mesh, units=["a", "b"], precision=precision)
-            f = {n: fs.reshard(fs.unshard(lambda w, x: w * w * x, plan.units[n], mesh)) for n in params}
+            functions = dict.fromkeys(params, lambda w, x: w * w * x)
+            _, f, shards = each_by_hand(mesh, params, functions, precision=precision)
             loss_fn = lambda s, x, f=f: f["a"](s["a"], f["b"](s["b"], x)).float().mean()  # noqa: E731
             x = torch.linspace(1, 2, 4, dtype=FP16)[:, None] + mesh.rank / 8
-            found.append(fs.accumulate(loss_fn, 2, reduce=reduce)(fs.shard(params, plan, mesh), x)[1])
-        torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+            found.append(fs.accumulate(loss_fn, 2, reduce=reduce)(shards, x)[1])
+        same_bits(found[0], found[1])
 
     fs.simulate(main, GRID)
 
@@ -122,39 +120,40 @@ def test_it_changes_no_bit_of_gradients_of_ordinary_size(reduce: str) -> None:
 # --- tensors that are no shards -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["alone", "psum", "pmean", "weighted", "of this rank", "divisor", "in micro-batches"])
-def test_a_plain_tensor_is_a_variable_of_its_own_on_each_rank(name: str) -> None:
+SLOPES = [10.0, 100.0, 1000.0]  # the derivative of each rank's loss by its own copy
+MEAN = [slope / 3 for slope in SLOPES]
+PLAIN = {  # options, and the gradients
+    "alone": ({}, MEAN),  # no other rank's loss depends on the copy
+    "psum": ({}, SLOPES),  # the losses of all three ranks do, with this slope
+    "pmean": ({}, MEAN),  # all three, with a third of the slope
+    "weighted": ({"weighted": True}, [slope * (r + 1) / 6 for r, slope in enumerate(SLOPES)]),
+    "divisor": ({"divisor": 5}, [slope / 5 for slope in SLOPES]),
+}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_plain_tensor_is_a_variable_of_its_own_on_each_rank(name: str, micro_batches: int) -> None:
     """Its gradient is that of the mean of all losses by this rank's own copy."""
-    ranks, slope = 3, lambda rank: 10.0 ** (rank + 1)  # the derivative of rank r's loss by its own copy
+    options, wanted = PLAIN[name]
 
-    def main(mesh: fs.Mesh) -> float:
+    def main(mesh: fs.Mesh) -> tuple[float, float]:
         _, shards, sharded_loss = linear(mesh)
-        own = slope(mesh.rank)
+        own = SLOPES[mesh.rank]
 
-        def loss_fn(given: Any, *_: Any) -> Any:
+        def loss_fn(given: Any, _: Any) -> Any:
             term = given["plain"] * own
-            term = fs.psum(term, mesh) if name == "psum" else fs.pmean(term, mesh) if name == "pmean" else term
+            term = {"psum": fs.psum, "pmean": fs.pmean}.get(name, lambda x, mesh: x)(term, mesh)
             loss = sharded_loss(given["shards"]) + term
             return (loss, mesh.rank + 1) if name == "weighted" else loss
 
         given = {"shards": shards, "plain": torch.tensor(1.0, dtype=torch.float64)}
-        if name == "of this rank":
-            return fs.value_and_grad(lambda x: x * own, mesh=fs.Mesh())(given["plain"])[1].item()
-        if name == "in micro-batches":
-            return fs.accumulate(loss_fn, 2, reduce="once")(given, torch.ones(2))[1]["plain"].item()
-        options: dict[str, Any] = {"weighted": name == "weighted", "divisor": 5 if name == "divisor" else None}
-        return fs.value_and_grad(loss_fn, **options)(given)[1]["plain"].item()
+        alone = fs.value_and_grad(lambda x: x * own, mesh=fs.Mesh())(given["plain"])[1]  # the mean over one rank
+        found = fs.accumulate(loss_fn, micro_batches, reduce="once", **options)(given, torch.ones(2))[1]["plain"]
+        return found.item(), alone.item()
 
-    wanted = {
-        "alone": [slope(r) / ranks for r in range(ranks)],  # no other rank's loss depends on the copy
-        "psum": [slope(r) for r in range(ranks)],  # the losses of all three ranks do, with this slope
-        "pmean": [slope(r) / ranks for r in range(ranks)],  # all three, with a third of the slope
-        "weighted": [slope(r) * (r + 1) / 6 for r in range(ranks)],
-        "of this rank": [slope(r) for r in range(ranks)],  # the mean over a mesh of one rank
-        "divisor": [slope(r) / 5 for r in range(ranks)],
-        "in micro-batches": [slope(r) / ranks for r in range(ranks)],
-    }[name]
-    assert fs.simulate(main, ranks) == pytest.approx(wanted, rel=1e-12)
+    for found, pair in zip(fs.simulate(main, 3), zip(wanted, SLOPES, strict=True), strict=True):
+        assert found == pytest.approx(pair, rel=1e-12)
 
 
 # --- FSDP2 ----------------------------------------------------------------------------------------
@@ -167,7 +166,6 @@ def net() -> nn.Module:
 
 def compare(mesh: fs.Mesh) -> None:
     x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)).chunk(mesh.world_size)[mesh.rank]
-    apply, params, _ = fs.make_functional(net())
     low = fs.MixedPrecision(FP16, FP16, divide_before_reduce=True)
     for precision, divisor in ((low, None), (None, 3.0), (low, 4.0)):
         theirs = net()
@@ -179,10 +177,9 @@ def compare(mesh: fs.Mesh) -> None:
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(divisor)
         (theirs(x).float().square().mean() * 64).backward()
-        plan = fs.make_plan(params, mesh, units=["0", "2"], precision=precision)
-        sharded = fs.fully_shard(apply, plan, mesh)
+        plan, sharded, shards = of_module(mesh, net(), ["0", "2"], precision=precision)
         loss_fn = lambda s, sharded=sharded: sharded(s, {}, x).float().square().mean() * 64  # noqa: E731
-        grads = fs.gather(fs.value_and_grad(loss_fn, divisor=divisor)(fs.shard(params, plan, mesh))[1], plan, mesh)
+        grads = fs.gather(fs.value_and_grad(loss_fn, divisor=divisor)(shards)[1], plan, mesh)
         for name, leaf in theirs.named_parameters():
             assert torch.equal(grads[name], leaf.grad.full_tensor()), (name, divisor)  # type: ignore[union-attr]
             assert math.isfinite(grads[name].sum())

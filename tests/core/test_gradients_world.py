@@ -6,6 +6,7 @@ import torch
 import funcshard as fs
 from funcshard._utils import tree
 from tests.core.test_gradients import PARAMS, units_of
+from tests.core.units import by_hand
 from tests.pairwise import crossed
 
 
@@ -106,16 +107,13 @@ def test_a_gradient_inside_a_loss_tells_the_world_of_the_loss_around_it():
 
 
 def test_local_leaves_may_lie_on_meshes_of_other_axes():
-    params = {"w": torch.tensor([1.0, 2.0])}
-
     def main(mesh):
-        meshes = [mesh, mesh.reshaped({"shard": 4, "tensor": 1}), mesh.reshaped({"replicate": 2, "shard": 2})]
-        plans = [fs.make_plan(params, each, local={"w": "shard"}) for each in meshes]
-        fs_of = [fs.unshard(lambda leaves: leaves["w"].sum(), p.units[""], m) for p, m in zip(plans, meshes, strict=True)]
-        shards = [fs.shard(params, *each) for each in zip(plans, meshes, strict=True)]
-        loss_fn = lambda s: sum(f(own[""]) for f, own in zip(fs_of, s, strict=True))  # noqa: E731
+        shapes = [mesh.shape, {"shard": 4, "tensor": 1}, {"replicate": 2, "shard": 2}]
+        params, total = {"w": torch.tensor([1.0, 2.0])}, lambda leaves: leaves["w"].sum()
+        parts = [by_hand(mesh.reshaped(shape), params, total, local={"w": "shard"}) for shape in shapes]
+        loss_fn = lambda s: sum(f(own[""]) for (_, f, _), own in zip(parts, s, strict=True))  # noqa: E731
         for evaluate in (fs.value_and_grad(loss_fn), fs.value_and_grad(lambda s: (loss_fn(s), 2.0), weighted=True)):
-            for own in evaluate(shards)[1]:  # each is the mean over the ranks with the same values
+            for own in evaluate([shards for _, _, shards in parts])[1]:  # the mean over the ranks with the same values
                 assert [grad.tolist() for grad in own[""].values()] == [[1.0, 1.0]]
 
     fs.simulate(main, 4)
@@ -158,21 +156,20 @@ def test_a_loss_that_no_gradient_leaves_is_an_error_unless_it_is_allowed(constan
         assert all(not leaf.any() for leaf in tree.leaves(grads))
 
 
-def test_a_loss_of_frozen_leaves_alone_is_an_error():
-    def main(mesh):
-        params = {"a": torch.ones(5), "b": {"c": torch.ones(7, requires_grad=True)}}
-        _, shards, root, _ = units_of(mesh, params)
-        fs.value_and_grad(lambda s: root(s[""], 1.0))(shards)
-
-    with pytest.raises(ValueError, match="from frozen leaves only"):
-        fs.simulate(main, 2)
+def frozen_alone(mesh):
+    _, shards, root, _ = units_of(mesh, {"a": torch.ones(5), "b": {"c": torch.ones(7, requires_grad=True)}})
+    fs.value_and_grad(lambda s: root(s[""], 1.0))(shards)
 
 
-def test_one_micro_batch_without_a_gradient_is_an_error():
-    def main(mesh):
-        _, shards, root, _ = units_of(mesh)
-        loss_fn = lambda s, x: root(s[""], 1.0) if x.sum() > 0 else torch.zeros(())  # noqa: E731
-        fs.accumulate(loss_fn, 2)(shards, torch.tensor([1.0, 0.0]))
+def one_micro_batch(mesh):
+    _, shards, root, _ = units_of(mesh)
+    loss_fn = lambda s, x: root(s[""], 1.0) if x.sum() > 0 else torch.zeros(())  # noqa: E731
+    fs.accumulate(loss_fn, 2)(shards, torch.tensor([1.0, 0.0]))
 
-    with pytest.raises(ValueError, match="a loss that no gradient leaves"):
+
+@pytest.mark.parametrize(
+    ("main", "words"), [(frozen_alone, "from frozen leaves only"), (one_micro_batch, "a loss that no gradient leaves")]
+)
+def test_a_loss_of_frozen_leaves_and_one_micro_batch_without_a_gradient_are_errors(main, words):
+    with pytest.raises(ValueError, match=words):
         fs.simulate(main, 2)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import itertools
 import re
 import warnings
 import weakref
-from dataclasses import dataclass, field
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,14 +15,15 @@ import torch.distributed as dist
 from torch import nn
 
 import funcshard as fs
+from funcshard._utils import tree
 from funcshard.comm.topology import Topology
 from funcshard.core.buffer_comm import AllGatherHandle, BufferComm
 from funcshard.core.prefetcher import Prefetcher
+from tests.core.units import of_module, recorded, requiring_grad, same_bits
 from tests.ranks import run_ranks, run_simulated
 from tests.storages import Log, LoggedBlock
 
 WIDTH, BLOCKS = 6, 5
-OTHER_ORDER = r"units ran in another order than the schedule's, from position 1 on: .* on demand, which is correct"
 
 
 class Stack(nn.Module):
@@ -56,43 +55,32 @@ def batch_of(mesh):
     return torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH) * (1 + mesh.rank)
 
 
-def steps(mesh, functional, options, strategy="full_shard", orders=(range(BLOCKS), range(BLOCKS))):
+def steps(mesh, module, schedule=None, orders=(range(BLOCKS), range(BLOCKS))):
     """Run one step for each order; return their losses, gradients and events, and the sharded function."""
-    apply, params, buffers = functional
-    plan = fs.make_plan(params, mesh, units=["blocks.*"], strategy=strategy)
-    schedule = None if options is None else fs.make_schedule(plan, **options)
-    sharded = fs.fully_shard(apply, plan, mesh, schedule=schedule)
-    shards, done = fs.shard(params, plan, mesh), []
+    plan, sharded, shards = of_module(mesh, module, ["blocks.*"], schedule=schedule)
+    done = []
     for order in orders:
-        with fs.record_events() as events:
-            loss, grads = fs.value_and_grad(lambda s, order=order: sharded(s, buffers, batch_of(mesh), order))(shards)
-        done.append((loss, fs.gather(grads, plan, mesh), tuple(events)))
+        loss_fn = lambda s, order=order: sharded(s, {}, batch_of(mesh), order)  # noqa: E731
+        (loss, grads), events = recorded(fs.value_and_grad(loss_fn), shards)
+        done.append((loss, fs.gather(grads, plan, mesh), events))
     return done, sharded
-
-
-def same_bits(found, expected):
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("backward", "ahead"), [("pre", ["2"]), ("post", []), (None, [])], ids=str)
 @pytest.mark.parametrize("spared", [[], ["2"]], ids=["", "on demand"])
 def test_the_last_unit_is_gathered_when_the_gradient_of_the_output_arrives(backward, ahead, spared):
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
-    apply, params, buffers = fs.make_functional(net)
 
     def main(mesh):
-        plan = fs.make_plan(params, mesh, units=["*"])
-        schedule = fs.make_schedule(plan, backward_prefetch=backward, on_demand=spared)
-        sharded = fs.fully_shard(apply, plan, mesh, schedule=schedule)
-        shards, seen = fs.shard(params, plan, mesh), []
+        schedule = {"backward_prefetch": backward, "on_demand": spared}
+        plan, sharded, shards = of_module(mesh, net, ["*"], schedule=schedule)
+        seen = []
 
         def loss_fn(s):
-            out = sharded(s, buffers, batch_of(mesh))
-            forward = len(events)
-            # runs after the older hook on the output, which begins the backward prefetch
-            out.register_hook(lambda _: seen.append([event.unit for event in events[forward:]]))
-            loss = out.square()
-            loss.register_hook(lambda _: seen.append([event.unit for event in events[forward:]]))
+            out = sharded(s, {}, batch_of(mesh))
+            forward, loss = len(events), out.square()
+            for tensor in (out, loss):  # of out it runs after the older hook, which begins the backward prefetch
+                tensor.register_hook(lambda _: seen.append([event.unit for event in events[forward:]]))
             return loss.sum()
 
         with fs.record_events() as events:
@@ -107,17 +95,12 @@ def test_the_last_unit_is_gathered_when_the_gradient_of_the_output_arrives(backw
 
 
 def test_the_first_call_learns_the_order_and_the_next_gathers_ahead_by_it():
-    functional = fs.make_functional(made())
-    order = (3, 1, 0, 4, 2)
-
-    def main(mesh):
-        done, sharded = steps(mesh, functional, None, orders=(order, order))
-        return done, sharded
+    functional, order = fs.make_functional(made()), (3, 1, 0, 4, 2)
 
     def gathered(events):
         return [event.unit for event in events if event.kind == "all_gather"]
 
-    for done, sharded in fs.simulate(main, 2):
+    for done, sharded in fs.simulate(lambda mesh: steps(mesh, functional, orders=(order, order)), 2):
         plan, schedule = sharded.plan, sharded.schedule
         assert schedule == fs.make_schedule(plan, [f"blocks.{number}" for number in order])
         assert done[0][2] == done[1][2] == fs.predict_events(plan, schedule)
@@ -125,29 +108,28 @@ def test_the_first_call_learns_the_order_and_the_next_gathers_ahead_by_it():
         same_bits(done[0][:2], done[1][:2])
 
 
-def test_a_call_without_gradients_learns_the_order_as_well():
-    apply, params, buffers = fs.make_functional(made())
+def test_a_call_without_gradients_learns_the_order_and_a_call_that_fails_does_not():
+    functional = fs.make_functional(made())
 
     def main(mesh):
-        plan = fs.make_plan(params, mesh, units=["blocks.*"])
-        sharded = fs.fully_shard(apply, plan, mesh)
+        _, sharded, shards = of_module(mesh, functional, ["blocks.*"])
+        with pytest.raises(IndexError):
+            sharded(shards, {}, batch_of(mesh), (4, 9))
         with torch.no_grad():
-            sharded(fs.shard(params, plan, mesh), buffers, batch_of(mesh), (2, 0, 1, 3, 4))
+            sharded(shards, {}, batch_of(mesh), (2, 0, 1))
         return sharded.schedule.order
 
-    assert fs.simulate(main, 2) == [tuple(units_of(2, 0, 1, 3, 4))] * 2
+    assert fs.simulate(main, 2) == [tuple(units_of(2, 0, 1))] * 2
 
 
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_call_that_is_over_keeps_no_shard_until_garbage_is_collected(grad):
-    apply, params, buffers = fs.make_functional(made())
     mesh = fs.Mesh()
-    plan = fs.make_plan(params, mesh, units=["blocks.*"])
-    sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
-    refs = [weakref.ref(each.requires_grad_(grad)) for unit in shards.values() for each in unit.values()]
+    _, sharded, shards = of_module(mesh, made(), ["blocks.*"])
+    refs = [weakref.ref(each) for each in tree.leaves(requiring_grad(shards, grad))]
     gc.disable()
     try:
-        loss = sharded(shards, buffers, batch_of(mesh))
+        loss = sharded(shards, {}, batch_of(mesh))
         if grad:
             loss.backward()
         del shards, loss
@@ -156,140 +138,90 @@ def test_a_call_that_is_over_keeps_no_shard_until_garbage_is_collected(grad):
         gc.enable()
 
 
-def test_a_call_that_fails_teaches_no_order():
-    apply, params, buffers = fs.make_functional(made())
-    mesh = fs.Mesh()
-    plan = fs.make_plan(params, mesh, units=["blocks.*"])
-    sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
-    with pytest.raises(IndexError):
-        sharded(shards, buffers, batch_of(mesh), (4, 9))
-    sharded(shards, buffers, batch_of(mesh), (1, 0))
-    assert sharded.schedule.order == tuple(units_of(1, 0))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("limit", [1, 3])
-@pytest.mark.parametrize("given", [True, False], ids=["given", "learned"])
+@pytest.mark.parametrize("schedule", [{}, {"limit": 3}, None], ids=["given", "three ahead", "learned"])
 @pytest.mark.parametrize("order", [(4, 3, 2, 1, 0), (0, 1, 3), (0, 0, 1, 2, 3, 4)], ids=str)
-def test_another_order_is_correct_to_the_bit_and_warned_about_once(order, given, limit):
-    log = Log()
-    functional, usual = fs.make_functional(made(log)), range(BLOCKS)
-    given = given or limit > 1
-    options = {"limit": limit} if given else None
-    first_wrong = next(i for i, name in enumerate([*units_of(*order), None]) if name != [*units_of(*usual), None][i])
-
-    def main(mesh):
-        lazy = {"forward_prefetch": False, "backward_prefetch": None}
-        expected, _ = steps(mesh, functional, lazy, orders=(usual, order, order, usual))
-        return expected, steps(mesh, functional, options, orders=(usual, order, order, usual))[0]
-
+def test_another_order_is_correct_to_the_bit_and_warned_about_once(order, schedule):
+    log, usual = Log(), range(BLOCKS)
+    functional, orders = fs.make_functional(made(log)), (usual, order, order, usual)
+    wrong = next(i for i, name in enumerate([*units_of(*order), None]) if name != [*units_of(*usual), None][i])
+    lazy = {"forward_prefetch": False, "backward_prefetch": None}
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        results = fs.simulate(main, 2)
+        results = fs.simulate(lambda mesh: [steps(mesh, functional, how, orders)[0] for how in (lazy, schedule)], 2)
     for expected, done in results:
-        for found, wanted in zip(done, expected, strict=True):
-            same_bits(found[:2], wanted[:2])
-    words = OTHER_ORDER.replace("position 1", f"position {first_wrong}")
+        same_bits([step[:2] for step in done], [step[:2] for step in expected])
+    words = f"units ran in another order than the schedule's, from position {wrong} on: .* on demand, which is correct"
     assert [bool(re.match(words, str(each.message))) for each in said] == [True] * 2  # once on each rank
     assert log.alive() == 0
 
 
-def in_an_order_of_its_own(mesh, orders):
-    steps(mesh, fs.make_functional(made()), None, orders=(orders[mesh.rank],))
+def with_its_own(mesh, orders, schedules):
+    steps(mesh, fs.make_functional(made()), schedules[mesh.rank], (orders[mesh.rank],))
 
 
-DIFFERENT_ORDERS = {
+USUAL = (range(BLOCKS),) * 2
+DIFFERENCES = {  # orders and schedules of two ranks, and the error
     "another unit": (
-        ((0, 1, 2), (0, 2, 1)),
-        r"the order of units must be the same on every rank; rank 0 has unit 'blocks\.1' at position 2 and rank 1 .*\.2'",
+        ((0, 1, 2), (0, 2, 1)), (None, None),
+        r"rank 0 has unit 'blocks\.1' at position 2 and rank 1 .*\.2'",
     ),
     "one unit fewer": (
-        ((0, 1, 2), (0, 1)),
-        r"rank 0 has unit 'blocks\.2' at position 3 and rank 1 has no unit at position 3",
+        ((0, 1, 2), (0, 1)), (None, None), r"rank 0 has unit 'blocks\.2' at position 3 and rank 1 has no unit at position 3",
     ),
-}
+    "another limit": (USUAL, ({"limit": 1}, {"limit": 2}), "Schedule .*at most 1 ahead.* at most 2 ahead"),
+    "another prefetch": (USUAL, ({}, {"backward_prefetch": None}), "backward prefetch pre.* backward prefetch off"),
+    "another schedule": (USUAL, ({}, {"order": ["blocks.1", "blocks.0"]}), "Schedule of 6 units.* of 3 units"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("run", [run_simulated, run_ranks])
-@pytest.mark.parametrize(("orders", "words"), DIFFERENT_ORDERS.values(), ids=DIFFERENT_ORDERS)
-def test_ranks_that_run_units_in_different_orders_are_told_the_position_and_the_units(run, orders, words):
-    with pytest.raises(ValueError, match=words):
-        run(in_an_order_of_its_own, 2, orders)
-
-
-def with_a_schedule_of_its_own(mesh, settings):
-    steps(mesh, fs.make_functional(made()), settings[mesh.rank])
-
-
-@pytest.mark.parametrize("run", [run_simulated, run_ranks])
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        pytest.param(({"limit": 1}, {"limit": 2}), "at most 1 ahead.* at most 2 ahead", id="limit"),
-        pytest.param(({}, {"backward_prefetch": None}), "backward prefetch pre.* backward prefetch off", id="backward"),
-        pytest.param(({}, {"order": ["blocks.1", "blocks.0"]}), "of 6 units.* of 3 units", id="order"),
-    ],
-)
-def test_ranks_with_different_schedules_are_refused(run, settings, words):
-    pattern = f"(?s)the schedule must be the same on every rank; rank 0 has Schedule .*{words}"
-    with pytest.raises(ValueError, match=pattern):
-        run(with_a_schedule_of_its_own, 2, settings)
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_ranks_that_run_units_in_different_orders_are_told_the_position_and_the_units(run, name):
+    orders, schedules, words = DIFFERENCES[name]
+    with pytest.raises(ValueError, match=f"(?s)must be the same on every rank; .*{words}"):
+        run(with_its_own, 2, orders, schedules)
 
 
 class Waited:
     """A started collective that counts how often it is waited for."""
 
-    def __init__(self):
-        self.waits = 0
+    def __init__(self, out=None):
+        self.waits, self.out = 0, out
 
     def wait(self):
         self.waits += 1
+        if isinstance(self.out, BaseException):
+            raise self.out
+        return self.out
+
+
+def handle(name, work, numel=1):
+    return AllGatherHandle(work, BufferComm(Topology(fs.Mesh(), True), name), numel)
+
+
+def prefetcher_of(order, start, limit=1):
+    return Prefetcher(fs.Schedule(tuple(order), True, "pre", limit), start, known=True)
 
 
 def test_what_was_gathered_ahead_for_a_unit_that_is_never_entered_is_waited_for_and_dropped():
-    started = {name: [AllGatherHandle(Waited(), BufferComm(Topology(fs.Mesh(), True), name), 1), None] for name in "abcd"}
-    asked = []
-    start = lambda name: asked.append(name) or started[name]  # noqa: E731
-    prefetcher = Prefetcher(fs.Schedule(tuple("abcd"), True, "pre", limit=2), start, known=True)
+    started, asked = {name: [handle(name, Waited()), None] for name in "abcd"}, []
+    prefetcher = prefetcher_of("abcd", lambda name: asked.append(name) or started[name], limit=2)
     assert prefetcher.pre_forward("a") is started["a"]
     assert asked == ["a", "b", "c"]
     assert prefetcher.pre_forward("b") is started["b"]
     assert asked == ["a", "b", "c", "d"]
-    prefetcher.post_forward()
-    assert {name: of[0].work.waits for name, of in started.items()} == dict.fromkeys("abcd", 1)
-    prefetcher.post_forward()
-    assert started["c"][0].work.waits == 1
+    for _ in range(2):
+        prefetcher.post_forward()
+        assert {name: of[0].work.waits for name, of in started.items()} == dict.fromkeys("abcd", 1)
     assert prefetcher.pre_forward("c") is None  # a unit that backward computes again gathers itself, and nothing ahead
     assert asked == ["a", "b", "c", "d"]
     assert prefetcher.ran == ["a", "b"]
 
 
-@dataclass
-class Brought(Waited):
-    """A started collective with a result."""
-
-    out: torch.Tensor
-
-    def __post_init__(self):
-        super().__init__()
-
-    def wait(self):
-        super().wait()
-        return self.out
-
-
 def test_a_wait_that_was_interrupted_is_not_begun_again_when_the_call_ends():
-    class Stuck(Waited):
-        def wait(self):
-            super().wait()
-            raise KeyboardInterrupt
-
-    work = Stuck()
-    prefetcher = Prefetcher(
-        fs.Schedule(("a", "a"), True, "pre", limit=1),
-        lambda name: [AllGatherHandle(work, BufferComm(Topology(fs.Mesh(), True), name), 3)],
-        known=True,
-    )
+    work = Waited(KeyboardInterrupt())
+    prefetcher = prefetcher_of("aa", lambda name: [handle(name, work, 3)])
     with pytest.raises(KeyboardInterrupt):
         prefetcher.pre_forward("a", stays=True)
     prefetcher.post_forward()
@@ -297,19 +229,13 @@ def test_a_wait_that_was_interrupted_is_not_begun_again_when_the_call_ends():
 
 
 def test_what_stays_for_a_second_time_is_waited_for_by_each_use_which_has_a_tensor_of_its_own():
-    work = Brought(torch.arange(3.0))
-    order = ("a", "b", "a", "a", "b")
-    prefetcher = Prefetcher(
-        fs.Schedule(order, True, "pre", limit=1),
-        lambda name: [AllGatherHandle(work if name == "a" else Waited(), BufferComm(Topology(fs.Mesh(), True), name), 3)],
-        known=True,
-    )
-    (first,), waits = prefetcher.pre_forward("a", stays=True), work.waits
-    assert waits == 1
+    work = Waited(torch.arange(3.0))
+    prefetcher = prefetcher_of("abaab", lambda name: [handle(name, work if name == "a" else Waited(), 3)])
+    (first,) = prefetcher.pre_forward("a", stays=True)
+    assert work.waits == 1
     one = first.finish()
     prefetcher.pre_forward("b", stays=False)
-    (second,) = prefetcher.pre_forward("a", stays=True)
-    (third,) = prefetcher.pre_forward("a", stays=True)
+    (second,), (third,) = (prefetcher.pre_forward("a", stays=True) for _ in range(2))
     assert first is second is third
     waits = work.waits
     two, three = second.finish(), third.finish()
@@ -321,148 +247,96 @@ def test_what_stays_for_a_second_time_is_waited_for_by_each_use_which_has_a_tens
 
 
 def test_a_rank_that_is_ahead_waits_for_a_unit_before_it_gathers_the_next():
-    started = {name: [AllGatherHandle(Waited(), BufferComm(Topology(fs.Mesh(), True), name), 1)] for name in "ab"}
-    waited_for = {}
+    started, waited_for = {name: [handle(name, Waited())] for name in "ab"}, {}
 
     def start(name):
         waited_for[name] = [other for other, of in started.items() if of[0].work.waits]
         return started[name]
 
-    Prefetcher(fs.Schedule(("a", "b"), True, "pre", limit=1), start, known=True).pre_forward("a")
+    prefetcher_of("ab", start).pre_forward("a")
     assert waited_for == {"a": [], "b": ["a"]}
 
 
-# --- the order in backward, on real ranks ------------------------------------------------------------------------------
+# --- the order in backward ---------------------------------------------------------------------------------------------
 
 
-class Timeline(list):
-    """The list that markers write to; ``deepcopy`` of a module keeps the same list."""
+class Marked(nn.Module):
+    """A layer of two products, that says when backward has the gradient of the first one's result."""
 
-    def __deepcopy__(self, memo):
-        return self
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
 
-
-class Marked:
-    """A mixin that marks the moment when backward has computed half of a layer's gradients."""
-
-    def mark(self, name, timeline):
-        self.name, self.timeline = name, timeline
-        return self
-
-    def _sa_block(self, *args: Any, **kwargs: Any):
-        out = super()._sa_block(*args, **kwargs)
-        if out.requires_grad:
-            out.register_hook(lambda grad: self.timeline[-1].append(f"gradients {self.name}"))
-        return out
+    def forward(self, x, mark):
+        hidden = torch.tanh(self.first(x))
+        hidden.register_hook(mark)
+        return x + self.second(hidden)
 
 
-class EncoderLayer(Marked, nn.TransformerEncoderLayer):
-    pass
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Marked() for _ in range(6))
+
+    def forward(self, x, mark):
+        for number, layer in enumerate(self.layers):
+            x = layer(x, lambda _, number=number: mark(f"gradients layers.{number}"))
+        return x
 
 
-class DecoderLayer(Marked, nn.TransformerDecoderLayer):
-    pass
-
-
-LAYERS = 6
-ENCODER = [f"encoder.layers.{i}" for i in range(LAYERS)]
-DECODER = [f"decoder.layers.{i}" for i in range(LAYERS)]
-SETTINGS = ("pre", "post", None)
-
-
-def transformer_backward(mesh):
-    """Return the timeline of two steps of a transformer, for each setting of backward prefetch."""
-    timeline = Timeline()
-    net = nn.Transformer(8, 2, LAYERS, LAYERS, 12, dropout=0.0, batch_first=True)
-    sizes = {"dim_feedforward": 12, "dropout": 0.0, "batch_first": True}
-    for stack, cls, names in ((net.encoder, EncoderLayer, ENCODER), (net.decoder, DecoderLayer, DECODER)):
-        stack.layers = nn.ModuleList(cls(8, 2, **sizes).mark(name, timeline) for name in names)
-    units = fs.wrap.by_class(nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)(net)
-    apply, params, buffers = fs.make_functional(net)
-    plan = fs.make_plan(params, mesh, units=units)
-    shards, x = fs.shard(params, plan, mesh), torch.randn(2, 3, 8)
-    happened = {}
-    for setting in SETTINGS:
-        sharded = fs.fully_shard(apply, plan, mesh, schedule=fs.make_schedule(plan, backward_prefetch=setting))
-        for iteration in range(2):
+@pytest.mark.parametrize("setting", ["pre", "post", None])
+def test_the_next_gather_of_a_backward_starts_before_after_or_well_after_the_gradient_work(setting):
+    def main(mesh):
+        _, sharded, shards = of_module(mesh, Layers(), ["layers.*"], schedule={"backward_prefetch": setting})
+        x, lines = torch.randn(2, 4, requires_grad=True), []
+        for _ in range(2):
             with fs.record_events() as events:
-                timeline.append(events)
-                fs.value_and_grad(lambda s, f=sharded: f(s, buffers, x, x).square().mean())(shards)
-            happened[setting, iteration] = [e if isinstance(e, str) else f"{e.kind} {e.unit}" for e in events]
-    return happened, units
+                fs.value_and_grad(lambda s: sharded(s, {}, x, events.append).square().mean())(shards)
+            lines.append([e if isinstance(e, str) else f"{e.kind} {e.unit}" for e in events])
+        return lines
 
-
-@functools.cache
-def transformer_on_ranks():
-    return run_ranks(transformer_backward, 2)
-
-
-@pytest.mark.parametrize("iteration", [0, 1])
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_the_next_gather_of_a_backward_starts_before_after_or_well_after_the_gradient_work(setting, iteration):
-    backward = [*reversed(DECODER), *reversed(ENCODER)]
-    for happened, units in transformer_on_ranks():
-        assert units == ENCODER + DECODER
-        line = happened[setting, iteration]
+    layers = [f"layers.{number}" for number in range(6)]
+    for line in itertools.chain(*run_simulated(main, 2)):
         gathers = [e.removeprefix("all_gather ") for e in line if e.startswith("all_gather")]
-        assert gathers == ["", *ENCODER, *DECODER, *backward]
-        line = line[1 + 2 * LAYERS :]  # the all-gathers of forward
-        for now, following in itertools.pairwise(backward):
+        assert gathers == [*layers, *reversed(layers)]
+        line = line[len(layers) :]  # without the all-gathers of forward
+        for now, following in itertools.pairwise(reversed(layers)):
             gather = line.index(f"all_gather {following}")
             gradients, reduced = line.index(f"gradients {now}"), line.index(f"reduce_scatter {now}")
             assert gradients < reduced
-            if setting == "pre":
-                assert gather < gradients
-            elif setting == "post":
-                assert gradients < gather < reduced
-            else:
-                assert gather > reduced
+            assert (gather < gradients, gather < reduced) == (setting == "pre", setting is not None)
 
 
 # --- overlap, on real ranks --------------------------------------------------------------------------------------------
 
 
-@dataclass
 class Late:
-    """A group in which rank 1 starts some all-gathers late: number ``n`` after rank 0 has reached ``after[n]``."""
+    """A group whose all-gathers tell when they start and are waited for, and may start late."""
 
-    group: Any
-    store: Any
-    after: dict[int, str]
-    line: list[str] = field(default_factory=list)
-    count: int | None = None  # None: all-gathers start on time, and are not recorded
+    def __init__(self, group, before):
+        self.group, self.before, self.line, self.count = group, before, [], None  # None: as if it was not there
 
     def __getattr__(self, name):
         return getattr(self.group, name)
 
-    def all_gather(self, out, shard, *, label=""):
-        return self.start(lambda: self.group.all_gather(out, shard, label=label))
+    def all_gather(self, *args, **kwargs):
+        return self.start(self.group.all_gather, *args, **kwargs)
 
-    def all_gather_shared(self, shard, *, label=""):
-        return self.start(lambda: self.group.all_gather_shared(shard, label=label))
+    def all_gather_shared(self, *args, **kwargs):
+        return self.start(self.group.all_gather_shared, *args, **kwargs)
 
-    def start(self, start):
+    def start(self, start, *args, **kwargs):
         if self.count is None:
-            return start()
+            return start(*args, **kwargs)
         number, self.count = self.count, self.count + 1
-        if number in self.after and self.rank == 1:
-            self.store.get(self.after[number])  # blocks until rank 0 has set it
+        self.before(number)
         self.line.append(f"start {number}")
-        return Noted(start(), lambda: self.line.append(f"wait {number}"))
-
-
-@dataclass
-class Noted:
-    work: Any
-    note: Any
-
-    def wait(self):
-        self.note()
-        return self.work.wait()
+        work = start(*args, **kwargs)
+        return SimpleNamespace(wait=lambda: self.line.append(f"wait {number}") or work.wait())
 
 
 class Wide(nn.Module):
-    """A layer whose all-gather takes milliseconds, and that records when it has been computed."""
+    """A layer whose all-gather takes milliseconds, and that tells when it has been computed."""
 
     def __init__(self, number, reached):
         super().__init__()
@@ -476,33 +350,23 @@ class Wide(nn.Module):
         return y
 
 
-class Reached:
-    def __init__(self, rank, store, line):
-        self.rank, self.store, self.line = rank, store, line
-
-    def __deepcopy__(self, memo):
-        return self
-
-    def __call__(self, moment):
-        self.line.append(moment)
-        if self.rank == 0:
-            self.store.set(moment, "reached")
-
-
 def overlap(mesh, backward):
     store = dist.PrefixStore("overlap", dist.distributed_c10d._get_default_store())
     # Forward gathers 0 1 2 3, and backward 3 2 1 0: eight all-gathers, or seven if unit 3 were
-    # kept.
+    # kept. Rank 1 starts some of them after rank 0 has reached a moment.
     after = {1: "forward 0 computed", 2: "forward 1 computed", 3: "forward 2 computed"}
     after |= {5: "backward 3", 6: "backward 2", 7: "backward 1"} if backward == "pre" else {}
-    late = Late(mesh.shard, store, after)
-    mesh = fs.Mesh({"shard": late}, device=mesh.device)
-    net = nn.Sequential(*[Wide(number, Reached(mesh.rank, store, late.line)) for number in range(4)])
-    apply, params, buffers = fs.make_functional(net)
-    plan = fs.make_plan(params, mesh, units=["*"])
-    sharded = fs.fully_shard(apply, plan, mesh, schedule=fs.make_schedule(plan, backward_prefetch=backward))
-    shards = fs.shard(params, plan, mesh)
-    loss_fn = lambda s: sharded(s, buffers, torch.ones(4, 600)).mean()  # noqa: E731
+    late = Late(mesh.shard, lambda number: mesh.rank == 1 and number in after and store.get(after[number]))
+
+    def reached(moment):
+        late.line.append(moment)
+        if mesh.rank == 0:
+            store.set(moment, "reached")
+
+    net = nn.Sequential(*[Wide(number, reached) for number in range(4)])
+    on = fs.Mesh({"shard": late}, device=mesh.device)
+    _, sharded, shards = of_module(on, net, ["*"], schedule={"backward_prefetch": backward})
+    loss_fn = lambda s: sharded(s, {}, torch.ones(4, 600)).mean()  # noqa: E731
     for _ in range(2):  # in these steps ranks wait for each other to compare the order of units
         fs.value_and_grad(loss_fn)(shards)
     late.line.clear()

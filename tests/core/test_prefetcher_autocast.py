@@ -10,14 +10,42 @@ import torch.nn.functional as F
 from torch import nn
 
 import funcshard as fs
+from funcshard._utils import tree
+from tests.core.units import of_module, recorded, requiring_grad, same_bits
 from tests.pairwise import crossed
 from tests.ranks import run_simulated
 
+BF16 = torch.bfloat16
 Saved = list[tuple[torch.dtype, tuple[int, ...]]]
 
 
+def written(w: torch.Tensor, b: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    cast = w.to(BF16)
+    cast.mul_(2)
+    return F.linear(x, cast)
+
+
+# Ways to read a weight that autocast casts for, as functions of the weight, a bias and an input.
+USES: dict[str, Callable[..., torch.Tensor]] = {
+    "linear": lambda w, b, x: F.linear(x, w, b),
+    "wide": lambda w, b, x: F.linear(x, w, b).chunk(2, -1)[0],
+    "T": lambda w, b, x: x @ w.T + b,
+    "mT": lambda w, b, x: x @ w.mT,
+    "plain": lambda w, b, x: x @ w,
+    "permuted": lambda w, b, x: torch.matmul(x, w.permute(0, 1)),
+    "part": lambda w, b, x: F.linear(x[..., :3], w[:, :3]),
+    "einsum": lambda w, b, x: torch.einsum("bti,oi->bto", x, w),
+    "bmm": lambda w, b, x: torch.bmm(x, w),
+    "conv1d": lambda w, b, x: F.conv1d(x.mT, w, b, padding=1).mT,
+    "written": written,
+    "scaled": lambda w, b, x: F.linear(x, w * 0.5),
+    "by hand": lambda w, b, x: F.linear(x.to(BF16), w.to(BF16)).float(),
+    "contiguous": lambda w, b, x: x.to(BF16) @ w.T.to(BF16, memory_format=torch.contiguous_format),
+}
+
+
 class Uses(nn.Module):
-    """A residual block that reads its weight in the ways that autocast casts for."""
+    """A residual block that reads its weight in one of these ways."""
 
     def __init__(self, use: str) -> None:
         super().__init__()
@@ -28,42 +56,7 @@ class Uses(nn.Module):
         self.norm = nn.LayerNorm(6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.used(self.norm(x)))
-
-    def used(self, x: torch.Tensor) -> torch.Tensor:
-        w = self.weight
-        match self.use:
-            case "linear":
-                return F.linear(x, w, self.bias)
-            case "wide":
-                return F.linear(x, w, self.bias).chunk(2, -1)[0]
-            case "T":
-                return x @ w.T + self.bias
-            case "mT":
-                return x @ w.mT
-            case "plain":
-                return x @ w
-            case "permuted":
-                return torch.matmul(x, w.permute(0, 1))
-            case "part":
-                return F.linear(x[..., :3], w[:, :3])
-            case "einsum":
-                return torch.einsum("bti,oi->bto", x, w)
-            case "bmm":
-                return torch.bmm(x, w)
-            case "conv1d":
-                return F.conv1d(x.mT, w, self.bias, padding=1).mT
-            case "written":
-                cast = w.to(torch.bfloat16)
-                cast.mul_(2)
-                return F.linear(x, cast)
-            case "scaled":
-                return F.linear(x, w * 0.5)
-            case "by hand":
-                return F.linear(x.to(torch.bfloat16), w.to(torch.bfloat16)).float()
-            case "contiguous":
-                return x.to(torch.bfloat16) @ w.T.to(torch.bfloat16, memory_format=torch.contiguous_format)
-        raise AssertionError(self.use)
+        return x + torch.tanh(USES[self.use](self.weight, self.bias, self.norm(x)))
 
 
 class Net(nn.Module):
@@ -87,7 +80,7 @@ def batch() -> torch.Tensor:
     return torch.randn(4, 4, 6, generator=torch.Generator().manual_seed(1))
 
 
-def autocast(dtype: torch.dtype = torch.bfloat16) -> torch.autocast:
+def autocast(dtype: torch.dtype = BF16) -> torch.autocast:
     return torch.autocast("cpu", dtype=dtype)
 
 
@@ -99,30 +92,21 @@ def plain(use: str, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.T
     return loss.detach(), {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
 
 
-def ours(mesh: fs.Mesh, use: str, dtype: torch.dtype, hooks: Any = contextlib.nullcontext, **options: Any) -> Any:
+def ours(mesh: fs.Mesh, use: str, dtype: torch.dtype, hooks: Any = contextlib.nullcontext) -> Any:
     net = build(use)
-    apply, params, buffers = fs.make_functional(net)
-    plan = fs.make_plan(params, mesh, units=fs.wrap.by_class(Uses)(net), reshard_after_forward=True, **options)
-    sharded = fs.fully_shard(apply, plan, mesh)
+    plan, sharded, shards = of_module(mesh, net, fs.wrap.by_class(Uses)(net), reshard_after_forward=True)
 
     def loss_fn(shards: Any) -> torch.Tensor:
         with autocast(dtype), hooks():
-            return sharded(shards, buffers, batch())
+            return sharded(shards, {}, batch())
 
-    with fs.record_events() as events:
-        loss, grads = fs.value_and_grad(loss_fn, allow_constant=True)(fs.shard(params, plan, mesh))
-    assert tuple(events) == fs.predict_events(plan, sharded.schedule)
+    (loss, grads), events = recorded(fs.value_and_grad(loss_fn, allow_constant=True), shards)
+    assert events == fs.predict_events(plan, sharded.schedule)
     return loss, fs.gather(grads, plan, mesh)
 
 
-USES = [
-    "linear", "wide", "T", "mT", "plain", "permuted", "part", "einsum", "bmm", "conv1d", "written", "scaled", "by hand",
-    "contiguous",
-]  # fmt: skip
-
-
 @pytest.mark.slow
-@crossed(use=USES, dtype=[torch.bfloat16, torch.float16], world=[1, 2])
+@crossed(use=list(USES), dtype=[torch.bfloat16, torch.float16], world=[1, 2])
 def test_losses_and_gradients_under_autocast_are_those_of_the_module_to_the_bit(
     use: str, dtype: torch.dtype, world: int
 ) -> None:
@@ -130,9 +114,7 @@ def test_losses_and_gradients_under_autocast_are_those_of_the_module_to_the_bit(
 
     def main(mesh: fs.Mesh) -> None:
         found, grads = ours(mesh, use, dtype)
-        assert torch.equal(found, loss)
-        for name, grad in expected.items():
-            assert torch.equal(grads[name], grad), name
+        same_bits((found, {name: grads[name] for name in expected}), (loss, expected))
 
     run_simulated(main, world)
 
@@ -170,41 +152,22 @@ def test_a_cast_that_was_written_to_is_kept_as_it_is() -> None:
     run_simulated(main, 1)
 
 
-def second_derivative(net: nn.Module, run: Callable[[Any], torch.Tensor], params: Any) -> Any:
-    leaves = list(params)
-    grads = torch.autograd.grad(run(batch()), leaves, create_graph=True, allow_unused=True)
-    norm = sum(grad.square().sum() for grad in grads if grad is not None)
-    assert isinstance(norm, torch.Tensor)
-    return torch.autograd.grad(norm, leaves, allow_unused=True)
-
-
 @pytest.mark.parametrize("use", ["linear", "T", "bmm"])
 def test_a_gradient_of_a_gradient_differentiates_through_the_cast(use: str) -> None:
-    net = build(use)
+    net, mesh = build(use), fs.Mesh()
+    plan, sharded, shards = of_module(mesh, net, fs.wrap.by_class(Uses)(net))
 
-    def cast(x: torch.Tensor) -> torch.Tensor:
+    def second_derivative(run: Callable[[], torch.Tensor], params: Any) -> Any:
+        leaves = list(params)
         with autocast():
-            return net(x)
+            loss = run()
+        grads = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
+        norm = sum(grad.square().sum() for grad in grads if grad is not None)
+        return torch.autograd.grad(norm, leaves, allow_unused=True)
 
-    expected = second_derivative(net, cast, net.parameters())
-
-    def main(mesh: fs.Mesh) -> None:
-        apply, params, buffers = fs.make_functional(net)
-        plan = fs.make_plan(params, mesh, units=fs.wrap.by_class(Uses)(net))
-        sharded = fs.fully_shard(apply, plan, mesh)
-        shards = fs.shard(params, plan, mesh)
-        leaves = {name: {key: local.requires_grad_() for key, local in unit.items()} for name, unit in shards.items()}
-
-        def run(x: torch.Tensor) -> torch.Tensor:
-            with autocast():
-                return sharded(leaves, buffers, x)
-
-        flat = [local for unit in leaves.values() for local in unit.values()]
-        found = iter(second_derivative(net, run, flat))
-        grads = {name: {key: next(found) for key in unit} for name, unit in leaves.items()}
-        gathered = fs.gather(grads, plan, mesh)
-        for (name, _), grad in zip(net.named_parameters(), expected, strict=True):
-            if grad is not None:
-                torch.testing.assert_close(gathered[name], grad)
-
-    run_simulated(main, 1)
+    expected = second_derivative(lambda: net(batch()), net.parameters())
+    found = iter(second_derivative(lambda: sharded(shards, {}, batch()), tree.leaves(requiring_grad(shards))))
+    gathered = fs.gather(tree.map(lambda _: next(found), shards), plan, mesh)
+    for (name, _), grad in zip(net.named_parameters(), expected, strict=True):
+        if grad is not None:
+            torch.testing.assert_close(gathered[name], grad)

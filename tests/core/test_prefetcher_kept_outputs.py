@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 import funcshard as fs
+from funcshard._utils import tree
 from funcshard.core.buffer_comm import AllGatherHandle
+from tests.core.units import of_module, recorded, requiring_grad, same_bits
 from tests.pairwise import crossed
 from tests.ranks import run_simulated
 
@@ -80,14 +82,11 @@ def kept(mesh: fs.Mesh, row: str, frozen: bool, keeps: str) -> Any:
         net = model()
     for name, param in net.named_parameters():
         param.requires_grad_(not frozen or not name.startswith(("aux", "more", "b")))
-    apply, params, buffers = fs.make_functional(net)
-    plan = fs.make_plan(params, mesh, units=UNITS[model], **options)
-    schedule = fs.make_schedule(plan, **scheduled) if scheduled else None
-    sharded = fs.fully_shard(apply, plan, mesh, schedule=schedule)
-    shards, log = fs.shard(params, plan, mesh), []
+    plan, sharded, shards = of_module(mesh, net, UNITS[model], schedule=scheduled or None, **options)
+    log = []
 
     def loss_fn(shards, x):
-        out, *aux = sharded(shards, buffers, x)
+        out, *aux = sharded(shards, {}, x)
         if mesh.rank == 0 or keeps == "on all ranks":
             log.append([aux, log] if keeps == "in a cycle" else aux)
         return out.square().sum()
@@ -96,10 +95,9 @@ def kept(mesh: fs.Mesh, row: str, frozen: bool, keeps: str) -> Any:
     gc.disable()
     try:
         for _ in range(3):
-            with fs.record_events() as step:
-                loss, grads = fs.value_and_grad(loss_fn)(shards, torch.ones(2, WIDTH) * (1 + mesh.rank))
+            (loss, grads), step = recorded(fs.value_and_grad(loss_fn), shards, torch.ones(2, WIDTH) * (1 + mesh.rank))
             found.append((loss, fs.gather(grads, plan, mesh)))
-            events.append(tuple(step))
+            events.append(step)
             if keeps == "in a cycle":
                 log = []
     finally:
@@ -114,7 +112,7 @@ def test_a_rank_that_keeps_an_output_which_the_loss_does_not_use_gathers_what_th
     alike = run_simulated(kept, ranks, row, frozen, "on all ranks")
     found = run_simulated(kept, ranks, row, frozen, keeps)
     assert [events for _, events in found] == [events for _, events in alike]
-    torch.testing.assert_close([steps for steps, _ in found], [steps for steps, _ in alike], rtol=0, atol=0)
+    same_bits([steps for steps, _ in found], [steps for steps, _ in alike])
 
 
 @pytest.mark.parametrize("keeps", ["on all ranks", "on rank 0"])
@@ -141,22 +139,16 @@ class Noted(nn.Module):
 
 @pytest.mark.parametrize("by", ["inputs", "shards", "both"])
 def test_a_backward_by_inputs_or_shards_gathers_ahead(by):
-    apply, params, buffers = fs.make_functional(Noted())
-
     def main(mesh):
-        plan = fs.make_plan(params, mesh, units=["blocks.*"])
-        sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
-        leaves = {name: {key: local.requires_grad_() for key, local in unit.items()} for name, unit in shards.items()}
-        x, gathered = torch.ones(2, WIDTH, requires_grad=True), []
+        _, sharded, shards = of_module(mesh, Noted(), ["blocks.*"])
+        x, leaves, gathered = torch.ones(2, WIDTH, requires_grad=True), requiring_grad(shards), []
 
         def note(_):
             gathered.append(sum(event.kind == "all_gather" for event in events))
 
-        loss = sharded(leaves, buffers, x, note).square().sum()
-        wanted = [x] if by != "shards" else []
-        wanted += [local for unit in leaves.values() for local in unit.values()] if by != "inputs" else []
+        loss = sharded(leaves, {}, x, note).square().sum()
         with fs.record_events() as events:
-            torch.autograd.grad(loss, wanted)
+            torch.autograd.grad(loss, {"inputs": [x], "shards": tree.leaves(leaves), "both": [x, *tree.leaves(leaves)]}[by])
         return gathered
 
     assert fs.simulate(main, 2) == [[0, 2, 3, 4]] * 2
@@ -165,18 +157,16 @@ def test_a_backward_by_inputs_or_shards_gathers_ahead(by):
 def test_what_backward_gathered_in_vain_is_dropped_when_it_ends():
     net = Heads()
     net.aux.requires_grad_(False)
-    apply, params, buffers = fs.make_functional(net)
 
     def main(mesh):
-        plan = fs.make_plan(params, mesh, units=UNITS[Heads])
-        sharded, outputs = fs.fully_shard(apply, plan, mesh), []
+        _, sharded, shards = of_module(mesh, net, UNITS[Heads])
+        outputs = []
 
         def loss_fn(shards, x):
-            outputs.append(sharded(shards, buffers, x))
+            outputs.append(sharded(shards, {}, x))
             return outputs[-1][0].square().sum()
 
-        with fs.record_events() as events:
-            fs.value_and_grad(loss_fn)(fs.shard(params, plan, mesh), torch.ones(2, WIDTH))
+        _, events = recorded(fs.value_and_grad(loss_fn), shards, torch.ones(2, WIDTH))
         held = [each for each in gc.get_objects() if issubclass(type(each), AllGatherHandle) and each.comm.mesh is mesh]
         return sum(event.unit == "aux" for event in events), held, len(outputs)
 

@@ -12,10 +12,11 @@ from torch import nn
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import funcshard as fs
+from tests.core.units import each_by_hand, forward_mode, of_module
 from tests.ranks import run_simulated
 from tests.storages import Log
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch.func.jvp's
+pytestmark = forward_mode
 
 UNITS = 4
 CAPTURED = "a function under fs.remat captured a tensor that a torch.func transform differentiates or maps over"
@@ -102,8 +103,7 @@ MAKES = {
 
 
 def sharded_chain(mesh, how, derivative):
-    """Return the gathered gradient of a chain of units, the events, and the largest number of gathered buffers alive."""
-    plan = fs.make_plan(PARAMS, mesh, units=list(PARAMS))
+    """Return the gathered gradient of a chain of units, and the largest number of gathered buffers alive."""
     log, most = Log(), [0]
 
     def watched(leaves, x):
@@ -111,31 +111,28 @@ def sharded_chain(mesh, how, derivative):
         most[0] = max(most[0], log.alive())
         return layer(leaves, F.dropout(x, 0.25))
 
-    runs = {name: MAKES[how](fs.unshard(watched, unit, mesh)) for name, unit in plan.units.items()}
+    plan, runs, shards = each_by_hand(mesh, PARAMS, dict.fromkeys(PARAMS, watched), how=MAKES[how])
 
     def loss(shards, x):
         for name, run in runs.items():
             x = run(shards[name], x)
         return x.square().mean()
 
-    shards, x = fs.shard(PARAMS, plan, mesh), X.chunk(mesh.world_size)[mesh.rank].clone().requires_grad_()
-    with fs.record_events() as events:
-        grads = DERIVATIVES[derivative](loss, shards, x)
+    grads = DERIVATIVES[derivative](loss, shards, X.chunk(mesh.world_size)[mesh.rank].clone().requires_grad_())
     assert log.alive() == 0
-    return fs.gather(grads, plan, mesh), [(event.kind, event.unit) for event in events], most[0]
+    return fs.gather(grads, plan, mesh), most[0]
 
 
-def squares(grads):
-    return inner(grads, grads)
+def of_squares(loss, x):
+    """Return the squared norm of the gradient of a loss, as a function of shards."""
+    return lambda shards: inner(*[grad(loss)(shards, x.detach())] * 2)
 
 
 DERIVATIVES = {
     "grad": lambda loss, shards, x: grad(loss)(shards, x.detach()),
     "value_and_grad": lambda loss, shards, x: fs.value_and_grad(loss)(shards, x)[1],
-    "grad of grad": lambda loss, shards, x: grad(lambda s: squares(grad(loss)(s, x.detach())))(shards),
-    "value_and_grad of grad": lambda loss, shards, x: fs.value_and_grad(lambda s: squares(grad(loss)(s, x.detach())))(
-        shards
-    )[1],
+    "grad of grad": lambda loss, shards, x: grad(of_squares(loss, x))(shards),
+    "value_and_grad of grad": lambda loss, shards, x: fs.value_and_grad(of_squares(loss, x))(shards)[1],
 }
 
 
@@ -143,35 +140,11 @@ DERIVATIVES = {
 @pytest.mark.parametrize("how", ["remat", "remat of reshard"])
 @pytest.mark.parametrize("derivative", DERIVATIVES)
 def test_one_unit_is_gathered_at_a_time_whatever_differentiates(derivative, how):
-    expected = run_simulated(sharded_chain, 2, "unshard", derivative)
-    for (grads, _, most), (wanted, _, before) in zip(
-        run_simulated(sharded_chain, 2, how, derivative), expected, strict=True
-    ):
+    expected, found = (run_simulated(sharded_chain, 2, make, derivative) for make in ("unshard", how))
+    for (grads, most), (wanted, before) in zip(found, expected, strict=True):
         same(grads, wanted, 1e-12 if "of" in derivative else 0)
         # If its input needs no gradient, the first unit does not keep its weight.
         assert (most, before) == (1, UNITS if derivative == "value_and_grad" else UNITS - 1)
-
-
-class Block(nn.Module):
-    def __init__(self, log):
-        super().__init__()
-        self.outer, self.inner, self.log = nn.Linear(4, 4), nn.Linear(4, 4), log
-
-    def forward(self, x, *, scale=1.0):
-        self.log(self.outer.weight)
-        self.log.most = max(self.log.most, self.log.alive())
-        return {"out": torch.tanh(self.outer(x)) + scale * self.inner(x), "name": "block"}
-
-
-class Net(nn.Module):
-    def __init__(self, log):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(log) for _ in range(UNITS))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x, scale=x.mean())["out"]
-        return x.square().mean()
 
 
 @pytest.mark.parametrize("mutable", [False, True])
@@ -181,14 +154,13 @@ def test_a_units_buffers_are_read_and_written_once_under_transforms(mutable):
     apply, params, buffers = fs.make_functional(net, mutable=mutable)
 
     def main(mesh, remat):
-        plan = fs.make_plan(params, mesh, units=["0"])
-        sharded = fs.fully_shard(apply, plan, mesh, remat=remat)
+        _, sharded, shards = of_module(mesh, (apply, params, buffers), ["0"], how={"remat": remat})
 
         def loss(shards):
             out, new = sharded(shards, buffers, X) if mutable else (sharded(shards, buffers, X), {})
             return out.square().mean(), new
 
-        return grad(loss, has_aux=True)(fs.shard(params, plan, mesh))
+        return grad(loss, has_aux=True)(shards)
 
     found, expected = (fs.simulate(lambda mesh, remat=remat: main(mesh, remat), 2) for remat in (["0"], []))
     same(found, expected)
@@ -196,33 +168,30 @@ def test_a_units_buffers_are_read_and_written_once_under_transforms(mutable):
 
 
 ALL_UNITS = {f"blocks.{number}" for number in range(UNITS)}
+GLOBS = {
+    "a glob": (["blocks.*"], ALL_UNITS),
+    "one index": (["*.1"], {"blocks.1"}),
+    "all but the root": (["blocks.0", "**"], ALL_UNITS),
+    "a name": ("blocks.1", {"blocks.1"}),
+    "True": (True, ALL_UNITS),
+    "False": (False, set()),
+    "no unit": (["blocks.9"], None),
+    "the root": ([""], None),
+    "no unit as a name": ("blocks", None),
+    "a glob of nothing": (["*.9"], None),
+}
 
 
-@pytest.mark.parametrize(
-    ("remat", "expected"),
-    [
-        (["blocks.*"], ALL_UNITS),
-        (["*.1"], {"blocks.1"}),
-        (["blocks.0", "**"], ALL_UNITS),
-        ("blocks.1", {"blocks.1"}),
-        (True, ALL_UNITS),
-        (False, set()),
-    ],
-    ids=["a glob", "one index", "all but the root", "a name", "True", "False"],
-)
-def test_globs_name_the_units_that_are_computed_again(remat, expected):
-    apply, params, _ = fs.make_functional(Net(Log()))
-    plan = fs.make_plan(params, 1, units=["blocks.*"])
-    sharded = fs.fully_shard(apply, plan, fs.Mesh(), remat=remat)
-    assert {name for name, run in sharded.runs.items() if any(each.remat for each in run.modules)} == expected
-
-
-@pytest.mark.parametrize("names", [["blocks.9"], [""], "blocks", ["*.9"]], ids=repr)
-def test_units_that_cannot_be_computed_again_are_refused_by_name(names):
-    apply, params, _ = fs.make_functional(Net(Log()))
-    plan = fs.make_plan(params, 1, units=["blocks.*"])
-    with pytest.raises(ValueError, match=r"remat must name units of the plan, not the root; found .* its units are \['bl"):
-        fs.fully_shard(apply, plan, fs.Mesh(), remat=names)
+@pytest.mark.parametrize("name", GLOBS)
+def test_globs_name_the_units_that_are_computed_again(name):
+    (remat, expected), net = GLOBS[name], nn.ModuleDict({"blocks": nn.Sequential(*(nn.Linear(4, 4) for _ in range(UNITS)))})
+    make = lambda: of_module(fs.Mesh(), net, ["blocks.*"], how={"remat": remat})  # noqa: E731
+    if expected is None:
+        words = r"remat must name units of the plan, not the root; found .* its units are \['bl"
+        with pytest.raises(ValueError, match=words):
+            make()
+    else:
+        assert {name for name, run in make()[1].runs.items() if any(each.remat for each in run.modules)} == expected
 
 
 # --- inputs and outputs ------------------------------------------------------------------------------------------------
@@ -265,8 +234,7 @@ def test_without_gradients_the_function_just_runs():
 
 def test_a_captured_tensor_has_its_gradient_outside_torch_func():
     weight = X.clone().requires_grad_()
-    (found,) = torch.autograd.grad(fs.remat(lambda x: (x * weight).sum())(X), weight)
-    assert torch.equal(found, X)
+    assert torch.equal(torch.autograd.grad(fs.remat(lambda x: (x * weight).sum())(X), weight)[0], X)
 
 
 class Holder(nn.Module):
@@ -284,9 +252,7 @@ CAPTURES = {
     "jvp": lambda: jvp(lambda w: fs.remat(lambda x: (x * w).sum())(w), (V,), (V,)),
     "vmap": lambda: vmap(lambda w: fs.remat(lambda x: x * w)(w))(V),
     "a default": lambda: grad(lambda w: fs.remat(lambda x, w=w: (x * w).sum())(V))(V),
-    "a list in a list": lambda: grad(lambda w: (lambda held: fs.remat(lambda x: (x * held[0]["w"]).sum())(V))([{"w": w}]))(
-        V
-    ),
+    "a list in a list": lambda: grad(lambda w: fs.remat(in_a_list([{"w": w}]))(V))(V),
     "a module's attribute": lambda: grad(lambda w: fs.remat(Holder(w))(V))(V),
     "a module's attribute, mapped": lambda: grad(lambda w: vmap(fs.remat(Holder(w)))(X).sum())(V),
     "a function inside": lambda: grad(lambda w: fs.remat(lambda x: grad(lambda y: (y * w).sum())(x).sum())(V))(V),
@@ -294,21 +260,14 @@ CAPTURES = {
 }
 
 
+def in_a_list(held):
+    return lambda x: (x * held[0]["w"]).sum()
+
+
 @pytest.mark.parametrize("case", CAPTURES)
 def test_a_captured_tensor_is_refused_under_torch_func(case):
     with pytest.raises(ValueError, match=re.escape(CAPTURED)):
         CAPTURES[case]()
-
-
-def test_an_input_that_was_modified_in_place_is_refused():
-    def loss(x):
-        y = x * 2
-        out = fs.remat(torch.sin)(y)
-        y.add_(1)
-        return out.sum()
-
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        grad(loss)(X)
 
 
 def test_autocast_is_the_same_the_second_time():
@@ -348,18 +307,18 @@ def test_an_argument_that_changes_between_forward_and_backward_is_an_error(given
 
 
 def test_a_write_to_the_input_of_a_function_is_an_error_as_it_is_without_remat():
-    w = made((4, 4), 0).requires_grad_()
-
-    def residual(wrap):
+    def residual(w, wrap):
         x = torch.sin(w)
         y = wrap(lambda tree: torch.tanh(tree["x"] @ tree["x"]))({"x": x})
         x += y
         return x.sum()
 
-    for wrap, said in ((lambda f: f, "modified by an inplace operation"), (fs.remat, CHANGED)):
-        loss = residual(wrap)
+    inplace, w = "modified by an inplace operation", made((4, 4), 0)
+    for wrap, said in ((lambda f: f, inplace), (fs.remat, CHANGED)):
         with pytest.raises(RuntimeError, match=said):
-            loss.backward()
+            residual(w.requires_grad_(), wrap).backward()
+        with pytest.raises(RuntimeError, match=inplace):
+            grad(lambda w, wrap=wrap: residual(w, wrap))(w.detach())
 
 
 def test_a_list_that_a_function_fills_is_no_change():
@@ -369,9 +328,6 @@ def test_a_list_that_a_function_fills_is_no_change():
         kept.append(tree["w"].detach().clone())
         return torch.tanh(tree["w"]).square().sum()
 
-    fs.remat(f)({"w": w}, kept).backward()
+    (found,) = torch.autograd.grad(fs.remat(f)({"w": w}, kept), w)
     assert len(kept) == 2
-    expected = w.grad.clone()
-    w.grad = None
-    f({"w": w}, kept).backward()
-    assert torch.equal(w.grad, expected)
+    assert torch.equal(found, torch.autograd.grad(f({"w": w}, kept), w)[0])

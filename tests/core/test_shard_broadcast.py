@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import funcshard as fs
+from tests.core.units import by_hand, each_by_hand, forward_mode
 from tests.pairwise import crossed
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch.func.jvp's
+pytestmark = forward_mode
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 WORLDS = (1, 2, 4, {"replicate": 2, "shard": 2}, {"replicate": 2, "shard": 1}, {"shard": 2, "expert": 2})
@@ -64,19 +65,18 @@ def expected_objective(ranks, factors_of):
 
 
 def units_of(mesh, strategy):
-    plan = fs.make_plan(PARAMS, mesh, units=["up", "down"], strategy=strategy)
-    up = fs.reshard(fs.unshard(lambda p, x: torch.tanh(x @ p["w"].T + p["b"]), plan.units["up"], mesh))
-    down = fs.unshard(lambda p, hidden: hidden @ p["w"].T, plan.units["down"], mesh)
+    functions = {"up": lambda p, x: torch.tanh(x @ p["w"].T + p["b"]), "down": lambda p, hidden: hidden @ p["w"].T}
+    plan, runs, shards = each_by_hand(mesh, PARAMS, functions, strategy=strategy)
 
     def loss(shards, x):
-        return (down(shards["down"], up(shards["up"], x)) - x.prod(-1, keepdim=True)).square().mean()
+        return (runs["down"](shards["down"], runs["up"](shards["up"], x)) - x.prod(-1, keepdim=True)).square().mean()
 
-    return plan, loss
+    return plan, loss, shards
 
 
 def adapted_loss(mesh, strategy, factors_of):
-    """Return the plan and the loss after a step, of the shards and of what is learned."""
-    plan, loss = units_of(mesh, strategy)
+    """Return the plan, the loss after a step, of the shards and of what is learned, and the shards."""
+    plan, loss, shards = units_of(mesh, strategy)
 
     def adapted(shards, learned):
         factors = factors_of(learned)
@@ -86,7 +86,7 @@ def adapted_loss(mesh, strategy, factors_of):
         moved = each(lambda p, scale, grad: p - scale * grad, shards, scales, grads)
         return loss(moved, QUERY[mesh.rank])
 
-    return plan, adapted
+    return plan, adapted, shards
 
 
 def close(found, expected):
@@ -108,8 +108,7 @@ def test_a_learned_value_that_multiplies_shards_gets_its_gradient_once(strategy,
     value = value.detach()
 
     def main(mesh):
-        plan, adapted = adapted_loss(mesh, strategy, factors_of)
-        shards = fs.shard(PARAMS, plan, mesh)
+        plan, adapted, shards = adapted_loss(mesh, strategy, factors_of)
 
         # A tensor beside the shards, whose gradients are added up.
         tree = {"shards": shards, "learned": value}
@@ -120,11 +119,10 @@ def test_a_learned_value_that_multiplies_shards_gets_its_gradient_once(strategy,
 
         # A leaf of another plan, of every strategy.
         for other in STRATEGIES:
-            beside = fs.make_plan({"learned": value}, mesh, strategy=other)
-            unit = fs.unshard(lambda leaves: leaves["learned"].clone(), beside.units[""], mesh)
-            _, grads = fs.value_and_grad(lambda tree, unit=unit: adapted(tree[0], unit(tree[1][""])))(
-                (shards, fs.shard({"learned": value}, beside, mesh))
-            )
+            leaf = {"learned": value}
+            beside, unit, of_leaf = by_hand(mesh, leaf, lambda leaves: leaves["learned"].clone(), strategy=other)
+            loss_fn = lambda tree, unit=unit: adapted(tree[0], unit(tree[1][""]))  # noqa: E731
+            _, grads = fs.value_and_grad(loss_fn)((shards, of_leaf))
             close(fs.gather(grads[1], beside, mesh)["learned"], of_value)
 
         # Plain autograd, which adds over ranks.
@@ -138,8 +136,7 @@ def test_a_learned_value_that_multiplies_shards_gets_its_gradient_once(strategy,
 
 def meta_loss_of_rate(mesh, strategy):
     """Return the loss of a learned rate, whose inner step is of torch.func."""
-    plan, loss = units_of(mesh, strategy)
-    shards = fs.shard(PARAMS, plan, mesh)
+    plan, loss, shards = units_of(mesh, strategy)
 
     def of_rate(rate):
         rates = fs.broadcast_to_shards(rate, plan, mesh)
@@ -162,10 +159,8 @@ def test_derivatives_of_every_order_by_a_learned_rate_are_right(strategy, world)
         orders.append(value.detach())
 
     def main(mesh):
-        of_rate, whole = (
-            meta_loss_of_rate(mesh, strategy),
-            lambda x: fs.psum(x, mesh, axis=tuple(mesh.shape)) / mesh.world_size,
-        )
+        of_rate = meta_loss_of_rate(mesh, strategy)
+        whole = lambda x: fs.psum(x, mesh, axis=tuple(mesh.shape)) / mesh.world_size  # noqa: E731
         rate = NUMBER.clone().requires_grad_()
         value, found = of_rate(rate), []
         for _ in range(4):
@@ -174,16 +169,14 @@ def test_derivatives_of_every_order_by_a_learned_rate_are_right(strategy, world)
             found.append(value.detach())
         close(found, orders)
 
-        grad = torch.func.grad(of_rate)
-        close(whole(torch.func.jvp(grad, (NUMBER,), (torch.ones_like(NUMBER),))[1]), orders[1])
-        _, slope = torch.func.jvp(of_rate, (NUMBER,), (torch.ones_like(NUMBER),))
-        close(whole(slope), orders[0])
-        along = lambda rate: torch.func.jvp(of_rate, (rate,), (torch.ones_like(rate),))[1]  # noqa: E731
-        close(whole(torch.func.grad(along)(NUMBER)), orders[1])
-        along = lambda rate: torch.func.jvp(of_rate, (rate,), (rate.square(),))[1]  # noqa: E731
-        close(whole(torch.func.grad(along)(NUMBER)), orders[1] * NUMBER**2 + 2 * orders[0] * NUMBER)
-        several = torch.stack([NUMBER, NUMBER / 2])
-        close(whole(torch.vmap(grad)(several))[0], orders[0])
+        grad, push = torch.func.grad(of_rate), lambda f, x, v: torch.func.jvp(f, (x,), (v,))[1]
+        one = torch.ones_like(NUMBER)
+        close(whole(push(grad, NUMBER, one)), orders[1])
+        close(whole(push(of_rate, NUMBER, one)), orders[0])
+        close(whole(torch.func.grad(lambda rate: push(of_rate, rate, one))(NUMBER)), orders[1])
+        squared = torch.func.grad(lambda rate: push(of_rate, rate, rate.square()))(NUMBER)
+        close(whole(squared), orders[1] * NUMBER**2 + 2 * orders[0] * NUMBER)
+        close(whole(torch.vmap(grad)(torch.stack([NUMBER, NUMBER / 2])))[0], orders[0])
 
     fs.simulate(main, world)
 
@@ -207,20 +200,21 @@ def test_ranks_may_use_their_parts_of_a_gradient_differently(world):
     fs.simulate(main, world)
 
 
-def test_a_value_of_another_form_is_an_error():
-    def refused(mesh, value, kind, words):
-        plan = fs.make_plan(PARAMS, mesh, units=["up", "down"])
-        with pytest.raises(kind, match=words):
-            fs.broadcast_to_shards(value, plan, mesh)
+OTHER_FORMS = [
+    (0.1, TypeError, "takes a tensor, or a tree of them; found float: make it one"),
+    ({"up": {"w": 1.0, "b": NUMBER}, "down": {"w": NUMBER}}, TypeError, "found float at 'up.w'"),
+    ({"up": {"w": NUMBER}}, ValueError, r"missing: \['down.w', 'up.b'\], unexpected: nothing"),
+    ({"up": {"w": NUMBER, "b": random(0, 4)}, "down": {"w": NUMBER}}, ValueError, r"expand to the shape \(3,\); found"),
+]
 
-    cases = [
-        (0.1, TypeError, "takes a tensor, or a tree of them; found float: make it one"),
-        ({"up": {"w": 1.0, "b": NUMBER}, "down": {"w": NUMBER}}, TypeError, "found float at 'up.w'"),
-        ({"up": {"w": NUMBER}}, ValueError, r"missing: \['down.w', 'up.b'\], unexpected: nothing"),
-        ({"up": {"w": NUMBER, "b": random(0, 4)}, "down": {"w": NUMBER}}, ValueError, r"expand to the shape \(3,\); found"),
-    ]
-    for case in cases:
-        fs.simulate(lambda mesh, case=case: refused(mesh, *case), 2)
+
+@pytest.mark.parametrize(("value", "kind", "words"), OTHER_FORMS)
+def test_a_value_of_another_form_is_an_error(value, kind, words):
+    def main(mesh):
+        with pytest.raises(kind, match=words):
+            fs.broadcast_to_shards(value, fs.make_plan(PARAMS, mesh, units=["up", "down"]), mesh)
+
+    fs.simulate(main, 2)
 
 
 def test_offloaded_and_frozen_shards_get_the_value_too():

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import funcshard as fs
+from tests.core.units import of_module, same_bits
 
 GRID = {"replicate": 2, "shard": 2}
 UNITS = ["0", "2"]
@@ -23,18 +24,17 @@ def net() -> nn.Module:
     return made
 
 
+X = torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3)
+
+
 def gradients(mesh: fs.Mesh, strategy: str = "full_shard") -> Any:
-    apply, params, _ = fs.make_functional(net())
-    plan = fs.make_plan(params, mesh, units=UNITS, strategy=strategy)
-    sharded = fs.fully_shard(apply, plan, mesh)
-    x = torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3)
-    shards = fs.shard(params, plan, mesh)
-    return plan, shards, fs.value_and_grad(lambda s: sharded(s, {}, x).square().mean())(shards)[1]
+    plan, sharded, shards = of_module(mesh, net(), UNITS, strategy=strategy)
+    return plan, shards, fs.value_and_grad(lambda s: sharded(s, {}, X).square().mean())(shards)[1]
 
 
 def whole() -> dict[str, torch.Tensor | None]:
     model = net()
-    model(torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3)).square().mean().backward()
+    model(X).square().mean().backward()
     return {name: leaf.grad for name, leaf in model.named_parameters()}
 
 
@@ -47,15 +47,10 @@ def test_gather_gives_none_for_frozen_leaves_and_shard_is_its_inverse(world: Any
             gathered = fs.gather(grads, plan, mesh)
         assert not [event for event in events if "frozen" in event.buffer]
         assert {name for name, grad in gathered.items() if grad is None} == FROZEN
-        for name, wanted in whole().items():
-            if wanted is not None:
-                torch.testing.assert_close(gathered[name], wanted)
+        torch.testing.assert_close(dict(gathered), whole())
         again: Any = fs.shard(gathered, plan, mesh)
-        assert again.keys() == grads.keys()
-        for unit, own in grads.items():
-            for key, grad in own.items():
-                assert (again[unit][key] is None) == (grad is None) == key.endswith("frozen")
-                assert grad is None or torch.equal(again[unit][key], grad)
+        same_bits(again, grads)
+        assert all((grad is None) == key.endswith("frozen") for own in again.values() for key, grad in own.items())
 
     fs.simulate(main, world)
 
@@ -65,16 +60,14 @@ def test_a_state_dict_of_gradients_leaves_the_names_of_frozen_leaves_out(options
     def main(mesh: fs.Mesh) -> None:
         plan, _, grads = gradients(mesh)
         found = fs.to_state_dict(grads, plan, mesh, **options)
-        trained = {name for name, grad in whole().items() if grad is not None}
-        assert found.keys() == (set() if "rank0_only" in options and mesh.rank else trained)
+        trained = {name: grad for name, grad in whole().items() if grad is not None}
+        assert found.keys() == (set() if "rank0_only" in options and mesh.rank else trained.keys())
         for name, value in found.items():
-            full = whole()[name]
-            assert full is not None
             if isinstance(value, fs.Piece):
                 part = slice(value.offset, value.offset + len(value.tensor))
-                torch.testing.assert_close(value.tensor, full.flatten()[part])
+                torch.testing.assert_close(value.tensor, trained[name].flatten()[part])
             else:
-                torch.testing.assert_close(value, full)
+                torch.testing.assert_close(value, trained[name])
 
     fs.simulate(main, GRID)
 
@@ -88,20 +81,22 @@ def test_none_for_a_leaf_with_a_gradient_is_an_error() -> None:
     for use in (fs.gather, fs.to_state_dict):
         with pytest.raises(ValueError, match="shard 'float64' of unit '2' must be a tensor; found NoneType"):
             use(without, plan, fs.Mesh())
-    gathered = fs.gather(grads, plan, fs.Mesh())
-    with pytest.raises(ValueError, match=r"must be the tree that the plan was made for; missing: \['2.weight'\]"):
-        fs.shard({**gathered, "2.weight": None}, plan, fs.Mesh())
 
 
-def test_leaves_that_are_missing_are_not_none() -> None:
+NO_GRADIENTS: dict[str, tuple[Any, str]] = {
+    "none for a gradient": ({"2.weight": None}, r"the tree that the plan was made for; missing: \['2.weight'\]"),
+    "a leaf is missing": ({"0.weight": ...}, r"missing: \['0.bias', '0.weight'\], unexpected: nothing"),
+    "a part is none": ({"0.weight": torch.zeros(4, 3).double()}, "None for '0.*', and a tensor for '0.*': pass"),
+}
+
+
+@pytest.mark.parametrize("name", NO_GRADIENTS)
+def test_a_tree_with_none_elsewhere_is_no_gradient(name: str) -> None:
+    change, words = NO_GRADIENTS[name]
     plan, _, grads = gradients(fs.Mesh())
-    gathered = fs.gather(grads, plan, fs.Mesh())
-    with pytest.raises(ValueError, match=r"missing: \['0.bias', '0.weight'\], unexpected: nothing"):
-        fs.shard({name: leaf for name, leaf in gathered.items() if name != "0.weight"}, plan, fs.Mesh())
-    with pytest.raises(
-        ValueError, match=r"must be all None or all tensors; found None for '0.*', and a tensor for '0.*': pass"
-    ):
-        fs.shard({**gathered, "0.weight": torch.zeros(4, 3, dtype=torch.float64)}, plan, fs.Mesh())
+    tree = {**fs.gather(grads, plan, fs.Mesh()), **change}
+    with pytest.raises(ValueError, match=words):
+        fs.shard({name: leaf for name, leaf in tree.items() if leaf is not ...}, plan, fs.Mesh())
 
 
 def test_a_rank_that_has_values_where_others_have_none_is_an_error_on_every_rank() -> None:
@@ -117,13 +112,10 @@ def test_a_rank_that_has_values_where_others_have_none_is_an_error_on_every_rank
 
 
 def test_a_gradient_tree_is_no_tree_of_parameters() -> None:
-    apply, params, _ = fs.make_functional(net())
-    plan = fs.make_plan(params, 1, units=UNITS)
+    plan, sharded, _ = of_module(fs.Mesh(), net(), UNITS)
     grads = gradients(fs.Mesh())[2]
-    sharded = fs.fully_shard(apply, plan, fs.Mesh())
-    with pytest.raises(
-        ValueError, match=r"found NoneType: .* None for frozen shards alone; put zeros there to compute with"
-    ):
-        sharded(grads, {}, torch.zeros(2, 3, dtype=torch.float64))
+    words = "found NoneType: .* None for frozen shards alone; put zeros there to compute with"
+    with pytest.raises(ValueError, match=words):
+        sharded(grads, {}, X)
     with pytest.raises(ValueError, match="the state dict must hold every leaf of the plan; missing"):
         fs.from_state_dict(fs.to_state_dict(grads, plan, fs.Mesh()), plan, fs.Mesh())

@@ -5,9 +5,10 @@ import gc
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 
 import funcshard as fs
+from tests.core.units import by_hand, requiring_grad
+from tests.storages import Log
 
 PARAMS = {
     "w": torch.linspace(-1, 1, 35).reshape(5, 7),
@@ -21,113 +22,74 @@ def layer(leaves, x):
     return torch.tanh(x @ leaves["w"] + leaves["b"]) @ leaves["v"] + x
 
 
-def one_unit(mesh, apply, combine, **options):
-    plan = fs.make_plan(PARAMS, mesh, **options)
-    return combine(fs.unshard(apply, plan.units[""], mesh)), fs.shard(PARAMS, plan, mesh)[""], plan
+def one_unit(mesh, apply, combine=fs.reshard):
+    plan, f, shards = by_hand(mesh, PARAMS, apply, how=combine)
+    return f, shards[""], plan
 
 
 COMBINE = {"unshard": lambda f: f, "reshard of unshard": fs.reshard}
 
 
-def test_leaves_are_plain_views_of_one_gathered_buffer():
-    def main(mesh):
-        seen = {}
+@pytest.fixture
+def no_garbage_collection():
+    gc.disable()  # so that memory has to be freed by reference counts
+    yield
+    gc.enable()
 
-        def look(leaves, x):
-            seen.update(
-                {
-                    name: (type(leaf), leaf.untyped_storage().data_ptr(), leaf.storage_offset())
-                    for name, leaf in leaves.items()
-                }
-            )
+
+@pytest.mark.usefixtures("no_garbage_collection")
+@pytest.mark.parametrize(("name", "kept"), [("unshard", 2), ("reshard of unshard", 0)])
+def test_reshard_leaves_no_gathered_storage_alive_after_forward_and_unshard_does(name, kept):
+    def main(mesh):
+        log = Log()
+
+        def watched(leaves, x):
+            log(leaves["w"])
             return layer(leaves, x)
 
-        f, shard, plan = one_unit(mesh, look, fs.reshard)
-        f(shard, X)
-        offsets = {leaf.path: leaf.offset for leaf in plan.leaves}
-        return seen, offsets
+        f, shard, _ = one_unit(mesh, watched, COMBINE[name])
+        shard = requiring_grad(shard)
+        out = f(shard, f(shard, X)).sum()
+        between = log.alive()
+        out.backward()
+        del out
+        return between, log.alive()
 
-    for seen, offsets in fs.simulate(main, 2):
-        assert {kind for kind, _, _ in seen.values()} == {torch.Tensor}
-        assert len({storage for _, storage, _ in seen.values()}) == 1
-        assert {name: offset for name, (_, _, offset) in seen.items()} == offsets
-
-
-def watched(log):
-    """Return a layer that records the storage of its leaves, so that a test can ask whether it is alive."""
-
-    def apply(leaves, x):
-        log.append(StorageWeakRef(leaves["w"].untyped_storage()))
-        return layer(leaves, x)
-
-    return apply
+    assert fs.simulate(main, 2) == [(kept, 0)] * 2
 
 
-def alive(log):
-    return sum(not ref.expired() for ref in log)
-
-
-def test_reshard_leaves_no_gathered_storage_alive_after_forward_and_unshard_does():
-    def main(mesh):
-        counts = {}
-        for name, combine in COMBINE.items():
-            log = []
-            f, shard, _ = one_unit(mesh, watched(log), combine)
-            shard = {key: local.requires_grad_() for key, local in shard.items()}
-            out = f(shard, f(shard, X)).sum()
-            counts[name, "after forward"] = alive(log)
-            out.backward()
-            del out
-            counts[name, "after backward"] = alive(log)
-        return counts
-
-    gc.disable()  # so that buffers have to be freed by reference counts
-    try:
-        results = fs.simulate(main, 2)
-    finally:
-        gc.enable()
-    for counts in results:
-        assert counts["unshard", "after forward"] == 2
-        assert counts["reshard of unshard", "after forward"] == 0
-        assert counts["unshard", "after backward"] == counts["reshard of unshard", "after backward"] == 0
-
-
+@pytest.mark.usefixtures("no_garbage_collection")
 @pytest.mark.parametrize("operation", [torch.tanh, torch.relu, torch.exp, torch.sigmoid], ids=lambda f: f.__name__)
 def test_a_graph_that_is_dropped_without_backward_is_freed(operation):
     """Each of these operations saves its own result, which must not keep the graph behind it alive."""
 
     def main(mesh):
-        log = []
+        log = Log()
 
         def apply(leaves, x):
             out = operation(x @ leaves["w"])
-            log.append(StorageWeakRef(out.untyped_storage()))
+            log(out)
             return out
 
-        f, shard, _ = one_unit(mesh, apply, fs.reshard)
-        out = f({key: local.requires_grad_() for key, local in shard.items()}, X)
-        assert alive(log) == 1
+        f, shard, _ = one_unit(mesh, apply)
+        out = f(requiring_grad(shard), X)
+        assert log.alive() == 1
         del out
-        return alive(log)
+        return log.alive()
 
-    gc.disable()
-    try:
-        assert fs.simulate(main, 2) == [0, 0]
-    finally:
-        gc.enable()
+    assert fs.simulate(main, 2) == [0, 0]
 
 
 def test_a_saved_tensor_that_is_changed_in_place_is_an_error_not_a_wrong_gradient():
     def main(mesh):
-        f, shard, _ = one_unit(mesh, lambda leaves, x: torch.exp(x @ leaves["w"]), fs.reshard)
-        out = f({key: local.requires_grad_() for key, local in shard.items()}, X)
+        f, shard, _ = one_unit(mesh, lambda leaves, x: torch.exp(x @ leaves["w"]))
+        out = f(requiring_grad(shard), X)
         with torch.no_grad():
             out.mul_(2)
         out.sum().backward()
 
-    with pytest.raises(
-        RuntimeError, match=r"tensor of shape \(3, 7\) that unit '\(root\)' needs for its gradients was modified"
-    ):
+    words = r"tensor of shape \(3, 7\) that unit '\(root\)' needs for its gradients was modified"
+    with pytest.raises(RuntimeError, match=words):
         fs.simulate(main, 2)
 
 
@@ -147,22 +109,14 @@ def test_hooks_around_a_unit_get_its_activations_and_none_of_its_leaves():
             unpacked.append(pair[0])
             return pair[1]
 
-        f, shard, _ = one_unit(mesh, apply, fs.reshard)
+        f, shard, _ = one_unit(mesh, apply)
         with saved_tensors_hooks(pack, unpack):
-            out = f({key: local.requires_grad_() for key, local in shard.items()}, X)
+            out = f(requiring_grad(shard), X)
         out.sum().backward()
         return len(packed), sorted(unpacked) == list(range(len(packed))), gathered.isdisjoint(packed)
 
     # the input of the first product, and the result of tanh for itself and for the second product
     assert fs.simulate(main, 2) == [(3, True, True)] * 2
-
-
-def test_a_mesh_of_another_shape_is_refused():
-    plan = fs.make_plan(PARAMS, {"replicate": 2, "shard": 3})
-    with pytest.raises(
-        ValueError, match=r"planned for a mesh of 2 replicate × 3 shard ranks; found {'replicate': 1, 'shard': 1}"
-    ):
-        fs.unshard(layer, plan.units[""], fs.Mesh())
 
 
 def rows_of(x):
@@ -199,7 +153,7 @@ def test_a_unit_may_save_tensors_that_are_sparse_opaque_or_nested(layout, combin
     def main(mesh):
         f, shard, plan = one_unit(mesh, lambda leaves, x: LAYOUTS[layout](leaves["w"], x), combine)
         x = X.clone().requires_grad_()
-        shard = {key: local.requires_grad_() for key, local in shard.items()}
+        shard = requiring_grad(shard)
         loss = f(shard, x).square().sum()
         grad_x = torch.autograd.grad(loss, x, allow_unused=True, retain_graph=True)[0]
         torch.testing.assert_close(grad_x, wanted_x)
@@ -228,7 +182,7 @@ def test_a_result_that_holds_a_leaf_inside_does_not_share_its_memory(layout):
             seen.append(leaves["w"].untyped_storage().data_ptr())
             return AROUND[layout](leaves["w"])
 
-        f, shard, _ = one_unit(mesh, around, fs.reshard)
+        f, shard, _ = one_unit(mesh, around)
         handle = f.start(shard)
         out = f(handle).detach()
         values = out._values() if layout == "COO" else out.values()

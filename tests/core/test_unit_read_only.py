@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import funcshard as fs
+from tests.core.units import of_module, requiring_grad
 from tests.ranks import run_ranks, run_simulated
 
 WIDTH = 200  # a weight of 160 kB: so large that ranks share its gathered memory
@@ -70,74 +71,61 @@ RETURNS = {
 DOES = {**CHANGES, **RETURNS}
 
 
-def made(mesh: fs.Mesh, what: str, strategy: str) -> tuple[Any, fs.Shards, Any]:
+def made(mesh: fs.Mesh, what: str, strategy: str = "full_shard") -> Any:
     if mesh.world_size > 1 and type(mesh.shard).__name__ == "TorchGroup":
         mesh = fs.init_mesh(mesh.shape, device="cpu")
-    apply, params, buffers = fs.make_functional(
-        nn.Sequential(Layer(what), Layer(what) if what in CHANGES else nn.Identity())
-    )
-    plan = fs.make_plan(params, mesh, units=["*"], strategy=strategy)
-    return fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh), buffers
-
-
-def change(mesh: fs.Mesh, what: str, strategy: str, grad: bool) -> str:
-    sharded, shards, buffers = made(mesh, what, strategy)
-    x = torch.ones(2, WIDTH)
-    try:
-        if grad:
-            fs.value_and_grad(lambda s: sharded(s, buffers, x).sum())(shards)
-        else:
-            with torch.no_grad():
-                sharded(shards, buffers, x)
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    net = nn.Sequential(Layer(what), Layer(what) if what in CHANGES else nn.Identity())
+    _, sharded, shards = of_module(mesh, net, ["*"], strategy=strategy)
+    return sharded, shards
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_leaf_that_forward_modifies_is_named(what, strategy) -> None:
-    for message in run_simulated(change, 2, what, strategy, False):
-        assert message.startswith("the forward of unit '0' modified a leaf in place, one of buffer 'float32' ")
-        assert "('0.bias', '0.weight'); gathered leaves are read-only" in message
-        remedy = "modify a copy, keep values that change in a buffer of the module, or change the shards between steps"
-        assert remedy in message
-    for message in run_simulated(change, 2, what, strategy, True):  # in a graph, torch itself refuses some of the writes
-        assert message.startswith("the forward of unit '0' modified a leaf in place, one of buffer 'float32' ")
+    words = (
+        r"^the forward of unit '0' modified a leaf in place, one of buffer 'float32' .*\('0.bias', '0.weight'\); gathered "
+        "leaves are read-only.*modify a copy, keep values that change in a buffer of the module, or change the shards"
+    )
+
+    def main(mesh: fs.Mesh) -> None:
+        (sharded, shards), x = made(mesh, what, strategy), torch.ones(2, WIDTH)
+        with torch.no_grad(), pytest.raises(RuntimeError, match=words):
+            sharded(shards, {}, x)
+        with pytest.raises(RuntimeError, match=words.partition(" .*")[0]):  # in a graph, torch itself refuses some writes
+            fs.value_and_grad(lambda s: sharded(s, {}, x).sum())(shards)
+
+    run_simulated(main, 2)
 
 
-def change_unnoticed(mesh: fs.Mesh) -> tuple[list[float], list[float]]:
-    sharded, shards, buffers = made(mesh, "written_through_detach", "full_shard")
+def change_unnoticed(mesh: fs.Mesh) -> list[float]:
+    sharded, shards = made(mesh, "written_through_detach")
     with torch.inference_mode():
-        found = [sharded(shards, buffers, torch.ones(1, WIDTH)).sum().item() for _ in range(3)]
-    return found, [local.sum().item() for local in shards["0"].values()]
+        return [sharded(shards, {}, torch.ones(1, WIDTH)).sum().item() for _ in range(3)]
 
 
 @pytest.mark.parametrize("run", [run_simulated, run_ranks])
 def test_in_inference_mode_each_rank_changes_its_own(run) -> None:
-    # twice, through two layers
-    assert [found for found, _ in run(change_unnoticed, 2)] == [[4.0 * WIDTH] * 3] * 2
+    assert run(change_unnoticed, 2) == [[4.0 * WIDTH] * 3] * 2  # twice, through two layers
 
 
-def give_out(mesh: fs.Mesh, what: str, strategy: str, grad: bool) -> tuple[bool, bool, bool]:
-    sharded, shards, buffers = made(mesh, what, strategy)
-    shards = {unit: {key: local.requires_grad_(grad) for key, local in held.items()} for unit, held in shards.items()}
-    x = torch.ones(2, WIDTH)
+def give_out_each(mesh: fs.Mesh, strategy: str, grad: bool) -> dict[str, tuple[bool, ...]]:
+    return {what: give_out(mesh, what, strategy, grad) for what in RETURNS}
+
+
+def give_out(mesh: fs.Mesh, what: str, strategy: str, grad: bool) -> tuple[bool, ...]:
+    (sharded, shards), x = made(mesh, what, strategy), torch.ones(2, WIDTH)
+    shards = requiring_grad(shards, grad)
     with torch.set_grad_enabled(grad):
-        first = tensors(sharded(shards, buffers, x))
+        first = tensors(sharded(shards, {}, x))
         before = [each.detach().clone() for each in first]
         if mesh.rank == 0:
             with torch.no_grad():
                 for each in first:
                     each.zero_()
         fs.psum(torch.ones(1), mesh)  # rank 1 compares after rank 0 has written
-        again = tensors(sharded(shards, buffers, x))
+        again = tensors(sharded(shards, {}, x))
     same = mesh.rank == 0 or all(torch.equal(now, then) for now, then in zip(first, before, strict=True))
     return same, all(torch.equal(now, then) for now, then in zip(again, before, strict=True)), grad == first[0].requires_grad
-
-
-def give_out_each(mesh: fs.Mesh, strategy: str, grad: bool) -> dict[str, tuple[bool, bool, bool]]:
-    return {what: give_out(mesh, what, strategy, grad) for what in RETURNS}
 
 
 def tensors(result: Any) -> list[torch.Tensor]:
@@ -158,12 +146,8 @@ def test_a_returned_leaf_may_be_written_to(strategy, grad) -> None:
 def hold_the_model(mesh: fs.Mesh, strategy: str) -> tuple[int, int]:
     mesh = fs.init_mesh(mesh.shape, device="cpu")
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(6)]
-    apply, params, buffers = fs.make_functional(nn.Sequential(*layers))
-    plan = fs.make_plan(params, mesh, units=["*"], strategy=strategy)
-    sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
-    out = sharded(
-        {u: {k: s.requires_grad_() for k, s in unit.items()} for u, unit in shards.items()}, buffers, torch.ones(1, WIDTH)
-    )
+    _, sharded, shards = of_module(mesh, nn.Sequential(*layers), ["*"], strategy=strategy)
+    out = sharded(requiring_grad(shards), {}, torch.ones(1, WIDTH))
     fs.psum(torch.ones(1), mesh)
     pool = mesh.shard.shm.blocks.pool
     held = pool.made - len(pool._free)
@@ -190,10 +174,8 @@ class Appends(nn.Module):
 
 def test_a_container_without_leaves_stays_the_one_it_is() -> None:
     def main(mesh: fs.Mesh) -> bool:
-        apply, params, buffers = fs.make_functional(Appends())
-        plan = fs.make_plan(params, mesh, units=[])
+        _, sharded, shards = of_module(mesh, Appends())
         cache: list[torch.Tensor] = []
-        sharded = fs.fully_shard(apply, plan, mesh)
-        return sharded(fs.shard(params, plan, mesh), buffers, torch.ones(1, 4), cache) is cache
+        return sharded(shards, {}, torch.ones(1, 4), cache) is cache
 
     assert run_simulated(main, 2) == [True] * 2

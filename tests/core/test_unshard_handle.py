@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
 from funcshard.testing import delayed
+from tests.core.units import each_by_hand, recorded, same_bits
 from tests.ranks import run_ranks, run_simulated
 from tests.storages import Log
 
@@ -22,9 +23,9 @@ def block(leaves, x):
 
 
 def functions(mesh, freed, apply=block):
-    plan = fs.make_plan(PARAMS, mesh, units=["blocks.*"], strategy="full_shard" if freed else "shard_grad_op")
-    made = {name: fs.unshard(apply, unit, mesh) for name, unit in plan.units.items()}
-    return plan, {name: fs.reshard(f) if freed else f for name, f in made.items()}, fs.shard(PARAMS, plan, mesh)
+    how, strategy = (fs.reshard, "full_shard") if freed else (lambda f: f, "shard_grad_op")
+    names = [f"blocks.{number}" for number in range(BLOCKS)]
+    return each_by_hand(mesh, PARAMS, dict.fromkeys(names, apply), how=how, strategy=strategy)
 
 
 def batch_of(mesh):
@@ -68,7 +69,7 @@ def test_gathers_started_ahead_come_in_the_predicted_order_and_change_no_bit(wor
         assert events == fs.predict_events(plan, schedule)
         assert events == on_demand  # early, and in the same order
         assert seen == [min(number + 1 + ahead, BLOCKS) for number in range(BLOCKS)]
-        torch.testing.assert_close(found, plain, rtol=0, atol=0)
+        same_bits(found, plain)
 
     fs.simulate(main, world)
 
@@ -101,8 +102,7 @@ def test_several_calls_share_one_handle_of_unshard_and_one_copy():
         results = []
         for started in (True, False):
             log.clear()
-            with fs.record_events() as events:
-                loss, grads = fs.value_and_grad(twice)(shards, started)
+            (loss, grads), events = recorded(fs.value_and_grad(twice), shards, started)
             gathers = sum(event.kind == "all_gather" for event in events)
             results.append((gathers, (loss, fs.gather(grads, plan, mesh))))
         return results
@@ -111,7 +111,7 @@ def test_several_calls_share_one_handle_of_unshard_and_one_copy():
     try:
         for (shared, one), (anew, other) in run_simulated(main, 2):
             assert (shared, anew) == (1, 2)
-            torch.testing.assert_close(one, other, rtol=0, atol=0)
+            same_bits(one, other)
         assert log.alive() == 0
     finally:
         gc.enable()
@@ -130,7 +130,7 @@ def test_a_checkpoint_around_a_call_and_torch_func_take_a_handle(freed):
 
         plain = fs.gather(fs.value_and_grad(loss_fn)(shards, False, False)[1], plan, mesh)
         again = fs.gather(fs.value_and_grad(loss_fn)(shards, True, True)[1], plan, mesh)
-        torch.testing.assert_close(again, plain, rtol=0, atol=0)
+        same_bits(again, plain)
         added = fs.gather(torch.func.grad(loss_fn)(shards, False, True), plan, mesh)
         torch.testing.assert_close(added["blocks"][1]["w"], plain["blocks"][1]["w"] * mesh.world_size)
 
@@ -147,10 +147,7 @@ def unused_then_step(mesh):
 @pytest.mark.slow
 def test_a_handle_that_is_not_used_leaves_nothing_that_later_gathers_wait_for():
     for found, expected in [*run_simulated(unused_then_step, 2), *run_ranks(unused_then_step, 2)]:
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-# Programs with a mistake, and the words of their errors.
+        same_bits(found, expected)
 
 
 def of_another_unit(fns, shards, x):
@@ -178,16 +175,16 @@ def of_another_shard(fns, shards, x):
     return fns["blocks.0"].start(shards)
 
 
-@pytest.mark.parametrize(
-    ("program", "error", "message"),
-    [
-        (of_another_unit, ValueError, r"handle of unit 'blocks\.1' was passed to a function of unit 'blocks\.0'; pass it"),
-        (used_again, ValueError, r"handle of unit 'blocks\.0' was used before, .*; call start for each call, or use"),
-        (shard_changed, RuntimeError, r"a shard of unit 'blocks\.0' was modified in place after its gather had started"),
-        (started_outside, ValueError, r"started outside of this call of value_and_grad, .*; call start inside loss_fn"),
-        (of_another_shard, ValueError, r"blocks\.0"),
-    ],
-)
+MISTAKES = [
+    (of_another_unit, ValueError, r"handle of unit 'blocks\.1' was passed to a function of unit 'blocks\.0'; pass it"),
+    (used_again, ValueError, r"handle of unit 'blocks\.0' was used before, .*; call start for each call, or use"),
+    (shard_changed, RuntimeError, r"a shard of unit 'blocks\.0' was modified in place after its gather had started"),
+    (started_outside, ValueError, r"started outside of this call of value_and_grad, .*; call start inside loss_fn"),
+    (of_another_shard, ValueError, r"blocks\.0"),
+]
+
+
+@pytest.mark.parametrize(("program", "error", "message"), MISTAKES)
 def test_what_a_handle_cannot_do_is_refused(program, error, message):
     def main(mesh):
         _, fns, shards = functions(mesh, True)

@@ -60,13 +60,10 @@ def test_a_group_owns_a_tied_leaf_whose_uses_it_holds():
     assert list(alone.units) == [""]  # no unit of one path holds both uses
 
 
-OPTIONS = {
-    # case: (units, strategy of each unit by name)
-    "a group": (
-        {"blocks.*": {}, ("embed", "head"): {"strategy": "shard_grad_op"}},
-        {"embed+head": "shard_grad_op", "blocks.0": "full_shard"},
-    ),
-    "the root": ({"blocks.*": {}, "": {"strategy": "no_shard"}}, {"": "no_shard", "blocks.0": "full_shard"}),
+GROUP, ROOT = ("embed", "head"), {"strategy": "no_shard"}
+OPTIONS = {  # units, and the strategy of each by name
+    "a group": ({"blocks.*": {}, GROUP: ROOT}, {"embed+head": "no_shard", "blocks.0": "full_shard"}),
+    "the root": ({"blocks.*": {}, "": ROOT}, {"": "no_shard", "blocks.0": "full_shard"}),
     "nothing": ({}, {"": "full_shard"}),
 }
 
@@ -95,62 +92,34 @@ def test_units_of_a_policy_and_groups_add_up_and_keep_their_overrides():
     assert plan.units["a+b"].offload
 
 
-WRONG = {
-    "an empty group": ([[]], ValueError, r"units hold an empty group; name the paths"),
-    "the root in a group": ([["", "head"]], ValueError, r"names the root ''; name each path below the root once"),
-    "a path twice in a group": ([["head", "head"]], ValueError, r"names 'head' twice; name each path"),
-    "a path in two groups": (
-        [["embed", "head"], ["head", "blocks.0"]], ValueError,
-        r"units name 'head' twice, in \['embed', 'head'\] and in \['head', 'blocks.0'\]; remove one",
-    ),
-    "a path in a group and alone": (["head", ["embed", "head"]], ValueError, r"units name 'head' twice, in 'head' and"),
-    "a group in a group": ([[["embed"], "head"]], TypeError, r"units must be a list of paths or globs; found \['embed'\]"),
-    "a number": ([3], TypeError, r"units must be a list of paths or globs; found 3 in it"),
-    "a path and a group of a mapping": ({"head": {}, ("embed", "head"): {}}, ValueError, r"units name 'head' twice"),
-    "an override of another group": (
-        fs.wrap.Units([["embed", "head"]], {("head", "embed"): {"offload": True}}), ValueError,
-        r"units override options of \('head', 'embed'\), which is not among them; found the units 'embed\+head'",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_groups_are_errors(case):
-    units, error, words = WRONG[case]
-    with pytest.raises(error, match=words):
-        fs.make_plan(PARAMS, 2, units=units)
-
-
 def test_units_come_in_the_order_in_which_they_are_named():
     chosen = read_units(["head", "blocks.*", ["embed"]], [("embed",), ("blocks.10",), ("blocks.9",), ("head",)])
     assert list(chosen.paths) == ["head", "blocks.9", "blocks.10", "embed"]
 
 
-def strategies(plan):
-    return {unit.name: unit.strategy for unit in plan.unit_list if unit.name}
+N, F = "no_shard", "full_shard"
+ENTRIES = [
+    ({"blocks.*": N, "blocks.1": F}, [N, F, N]),
+    ({"blocks.1": F, "blocks.*": N}, [N, F, N]),
+    ({"blocks.*": N, "**.2": F}, [N, N, F]),
+    ({"**.2": F, "blocks.*": N}, [N, N, N]),
+]
 
 
-@pytest.mark.parametrize(
-    ("entries", "expected"),
-    [
-        ({"blocks.*": "no_shard", "blocks.1": "full_shard"}, ["no_shard", "full_shard", "no_shard"]),
-        ({"blocks.1": "full_shard", "blocks.*": "no_shard"}, ["no_shard", "full_shard", "no_shard"]),
-        ({"blocks.*": "no_shard", "**.2": "full_shard"}, ["no_shard", "no_shard", "full_shard"]),
-        ({"**.2": "full_shard", "blocks.*": "no_shard"}, ["no_shard"] * 3),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("entries", "expected"), ENTRIES, ids=str)
 def test_a_path_counts_before_a_glob_and_a_later_glob_before_an_earlier_one(entries, expected):
+    def chosen(no, full):  # the same choice in other words
+        words = {N: no, F: full}
+        return {entry: words[strategy] for entry, strategy in entries.items()}, [words[strategy] for strategy in expected]
+
+    units = [f"blocks.{number}" for number in range(3)]
     plan = fs.make_plan(PARAMS, 2, units={entry: {"strategy": strategy} for entry, strategy in entries.items()})
-    assert [strategies(plan)[f"blocks.{number}"] for number in range(3)] == expected
-    reduce = {entry: {"no_shard": "once", "full_shard": "shard_each"}[strategy] for entry, strategy in entries.items()}
-    modes = [unit_mode(reduce, f"blocks.{number}") for number in range(3)]
-    assert modes == [{"no_shard": "once", "full_shard": "shard_each"}[strategy] for strategy in expected]
-    axes = {entry: {"no_shard": "replicate", "full_shard": "shard"}[strategy] for entry, strategy in entries.items()}
-    cut = fs.make_plan(PARAMS, {"replicate": 2, "shard": 2}, units=["blocks.*"], local=axes)
-    assert [cut.units[f"blocks.{number}"].buffers[0].local for number in range(3)] == [
-        ({"no_shard": "replicate", "full_shard": "shard"}[strategy],) for strategy in expected
-    ]
+    assert [plan.units[name].strategy for name in units] == expected
+    reduce, modes = chosen("once", "shard_each")
+    assert [unit_mode(reduce, name) for name in units] == modes
+    local, axes = chosen("replicate", "shard")
+    cut = fs.make_plan(PARAMS, {"replicate": 2, "shard": 2}, units=["blocks.*"], local=local)
+    assert [cut.units[name].buffers[0].local for name in units] == [(axis,) for axis in axes]
 
 
 def test_a_group_that_writes_a_path_counts_before_a_glob():

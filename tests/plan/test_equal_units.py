@@ -9,62 +9,46 @@ import torch
 
 import funcshard as fs
 from funcshard.plan import fold_units, representatives, unit_class
+from funcshard.plan.wrap import Units
 
 
 def block(width: int = 4, **more: Any) -> dict[str, Any]:
     return {"w": torch.zeros(width, 3), **more}
 
 
-def units_of(names: list[str], overrides: dict[str, dict[str, Any]]) -> Any:
-    return fs.wrap.Units(names, overrides)
-
-
 BLOCKS = {"blocks": [block() for _ in range(126)], "head": torch.zeros(2)}
 SIX = [f"blocks.{i}" for i in range(6)]
-GRAD_OP = {"strategy": "shard_grad_op"}
-CASES: dict[str, tuple[Any, Any, list[str]]] = {
+GRAD_OP, LOW = {"strategy": "shard_grad_op"}, fs.MixedPrecision(torch.bfloat16)
+TWO = ["blocks.0", "blocks.1"]
+CASES: dict[str, tuple[Any, Any, list[str]]] = {  # params, units, titles of the groups
     "126 equal blocks": (BLOCKS, ["blocks.*"], ["(root)", "126 × blocks.*"]),
     "one block of its own": (BLOCKS, ["blocks.0"], ["(root)", "blocks.0"]),
     "experts in blocks": (
-        {"blocks": [block(experts=[block() for _ in range(4)]) for _ in range(3)]},
-        ["blocks.*", "blocks.*.experts.*"],
+        {"blocks": [block(experts=[block() for _ in range(4)]) for _ in range(3)]}, ["blocks.*", "blocks.*.experts.*"],
         ["3 × blocks.*", "12 × blocks.*.experts.*"],
     ),
     "experts of one block": (
-        {"blocks": [block(experts=[block(), block()])]}, ["blocks.0.experts.*"], ["(root)", "2 × blocks.0.experts.*"]
+        {"blocks": [block(experts=[block(), block()])]}, ["blocks.0.experts.*"], ["(root)", "2 × blocks.0.experts.*"],
     ),
-    "other leaf names": ({"blocks": [{"q": torch.zeros(3)}, {"k": torch.zeros(3)}]}, ["blocks.*"], ["blocks.0", "blocks.1"]),
-    "other shapes": ({"blocks": [block(3), block(4)]}, ["blocks.*"], ["blocks.0", "blocks.1"]),
-    "equal numel, other shapes": (
-        {"blocks": [{"w": torch.zeros(2, 6)}, {"w": torch.zeros(6, 2)}]}, ["blocks.*"], ["blocks.0", "blocks.1"],
-    ),
-    "other dtypes": (
-        {"blocks": [block(), {"w": torch.zeros(4, 3, dtype=torch.bfloat16)}]}, ["blocks.*"], ["blocks.0", "blocks.1"],
-    ),
+    "other leaf names": ({"blocks": [{"q": torch.zeros(3)}, {"k": torch.zeros(3)}]}, ["blocks.*"], TWO),
+    "other shapes": ({"blocks": [block(3), block(4)]}, ["blocks.*"], TWO),
+    "equal numel, other shapes": ({"blocks": [{"w": torch.zeros(2, 6)}, {"w": torch.zeros(6, 2)}]}, ["blocks.*"], TWO),
+    "other dtypes": ({"blocks": [block(), {"w": torch.zeros(4, 3).bfloat16()}]}, ["blocks.*"], TWO),
     "other names": ({"q": block(), "k": block()}, ["q", "k"], ["q", "k"]),
     "several linears in each block": (
         {"blocks": [{"q": block(), "k": block()} for _ in range(2)]}, ["blocks.*.*"], ["2 × blocks.*.k", "2 × blocks.*.q"],
     ),
-    "the first blocks have another strategy": (
-        {"blocks": BLOCKS["blocks"][:6]},
-        units_of(SIX, dict.fromkeys(SIX[:2], GRAD_OP)),
-        ["2 × blocks.0, blocks.1", "4 × blocks.2 … blocks.5"],
-    ),
-    "every other block has another strategy": (
-        {"blocks": BLOCKS["blocks"][:6]},
-        units_of(SIX, dict.fromkeys(SIX[::2], GRAD_OP)),
-        ["3 × blocks.0 … blocks.4", "3 × blocks.1 … blocks.5"],
-    ),
     "a block of another precision": (
-        {"blocks": BLOCKS["blocks"][:2]},
-        units_of(SIX[:2], {SIX[1]: {"precision": fs.MixedPrecision(torch.bfloat16)}}),
-        ["blocks.0", "blocks.1"],
+        {"blocks": BLOCKS["blocks"][:2]}, Units(SIX[:2], {SIX[1]: {"precision": LOW}}), TWO,
     ),
-    "one block in the middle has another strategy": (
-        {"blocks": BLOCKS["blocks"][:6]},
-        units_of(SIX, {SIX[3]: GRAD_OP}),
-        ["5 × blocks.0 … blocks.5", "blocks.3"],
-    ),
+    **{
+        f"another strategy of {odd}": ({"blocks": BLOCKS["blocks"][:6]}, Units(SIX, dict.fromkeys(odd, GRAD_OP)), titles)
+        for odd, titles in (
+            (SIX[:2], ["2 × blocks.0, blocks.1", "4 × blocks.2 … blocks.5"]),
+            (SIX[::2], ["3 × blocks.0 … blocks.4", "3 × blocks.1 … blocks.5"]),
+            (SIX[3:4], ["5 × blocks.0 … blocks.5", "blocks.3"]),
+        )
+    },
 }  # fmt: skip
 
 
@@ -110,17 +94,10 @@ def test_a_long_printed_schedule_shows_its_begin_and_its_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "alike"),
-    [
-        ({}, True),
-        ({"strategy": "no_shard"}, False),
-        ({"offload": True}, False),
-        ({"reshard_after_forward": False}, False),
-        ({"precision": fs.MixedPrecision(param_dtype=torch.bfloat16)}, False),
-    ],
+    "options", [{}, {"strategy": "no_shard"}, {"offload": True}, {"reshard_after_forward": False}, {"precision": LOW}]
 )
-def test_a_unit_stands_for_others_of_the_same_sizes_and_options(options: dict[str, object], alike: bool) -> None:
+def test_a_unit_stands_for_others_of_the_same_sizes_and_options(options: dict[str, object]) -> None:
     params = {"a": torch.zeros(2, 3), "b": torch.zeros(6), "c": torch.zeros(7)}
     plan = fs.make_plan(params, 4, units={"a": {}, "b": options, "c": {}})
     found = {name: unit.name for name, unit in representatives(plan.unit_list).items()}
-    assert found == {"a": "a", "b": "a" if alike else "b", "c": "c"}
+    assert found == {"a": "a", "b": "b" if options else "a", "c": "c"}

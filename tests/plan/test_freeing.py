@@ -17,25 +17,25 @@ def freed(plan):
     return [unit.reshard_after_forward for unit in plan.unit_list]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "option", "overrides", "expected"),
-    [
-        ("full_shard", None, {}, [False, True, True]),
-        ("full_shard", True, {}, [True, True, True]),
-        ("full_shard", False, {}, [False, False, False]),
-        ("full_shard", None, {"": {"reshard_after_forward": True}}, [True, True, True]),
-        ("full_shard", None, {"blocks.1": {"reshard_after_forward": False}}, [False, True, False]),
-        ("full_shard", True, {"blocks.1": {"reshard_after_forward": None}}, [True, True, True]),
-        ("full_shard", False, {"": {"reshard_after_forward": None}}, [False, False, False]),
-        ("full_shard", True, {"": {"reshard_after_forward": None}}, [False, True, True]),
-        ("full_shard", True, {"blocks.0": {"strategy": "no_shard"}}, [True, False, True]),
-        ("shard_grad_op", None, {}, [False, False, False]),
-        ("shard_grad_op", True, {}, [True, True, True]),
-        ("shard_grad_op", None, {"blocks.0": {"reshard_after_forward": True}}, [False, True, False]),
-        ("no_shard", None, {}, [False, False, False]),
-        ("no_shard", False, {}, [False, False, False]),
-    ],
-)
+FREED = [  # strategy, option, overrides, and whether the root and two blocks are freed after forward
+    ("full_shard", None, {}, [False, True, True]),
+    ("full_shard", True, {}, [True, True, True]),
+    ("full_shard", False, {}, [False, False, False]),
+    ("full_shard", None, {"": {"reshard_after_forward": True}}, [True, True, True]),
+    ("full_shard", None, {"blocks.1": {"reshard_after_forward": False}}, [False, True, False]),
+    ("full_shard", True, {"blocks.1": {"reshard_after_forward": None}}, [True, True, True]),
+    ("full_shard", False, {"": {"reshard_after_forward": None}}, [False, False, False]),
+    ("full_shard", True, {"": {"reshard_after_forward": None}}, [False, True, True]),
+    ("full_shard", True, {"blocks.0": {"strategy": "no_shard"}}, [True, False, True]),
+    ("shard_grad_op", None, {}, [False, False, False]),
+    ("shard_grad_op", True, {}, [True, True, True]),
+    ("shard_grad_op", None, {"blocks.0": {"reshard_after_forward": True}}, [False, True, False]),
+    ("no_shard", None, {}, [False, False, False]),
+    ("no_shard", False, {}, [False, False, False]),
+]
+
+
+@pytest.mark.parametrize(("strategy", "option", "overrides", "expected"), FREED)
 def test_an_option_of_a_unit_comes_before_the_plans_and_that_before_the_strategy(strategy, option, overrides, expected):
     plan = planned(overrides, strategy=strategy, reshard_after_forward=option)
     assert freed(plan) == expected
@@ -63,26 +63,6 @@ def test_options_that_say_what_the_strategy_says_keep_the_plan_and_its_fingerpri
 def test_a_printed_plan_says_when_units_are_freed(options, words):
     rows = [row for row in str(planned(**options)).splitlines() if row.startswith(("(root)", "2 × blocks.*"))]
     assert [row.split(" B  ")[-1].strip() for row in rows] == words
-
-
-@pytest.mark.parametrize(
-    ("strategy", "overrides", "message"),
-    [
-        (
-            "full_shard", {"blocks.1": {"reshard_after_backward": False}},
-            r"must stay gathered after forward too; found that unit 'blocks\.1'",
-        ),
-        (
-            "full_shard", {"blocks.0": {"strategy": "no_shard", "reshard_after_forward": True}},
-            r"unit 'blocks\.0': .* the strategy 'no_shard' gathers none",
-        ),
-        ("no_shard", {"": {"reshard_after_forward": True}}, r"unit '\(root\)': .* leave it out, or choose 'full_shard'"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_options_of_units_that_contradict_each_other_are_refused(strategy, overrides, message):
-    with pytest.raises(ValueError, match=message):
-        planned(overrides, strategy=strategy)
 
 
 def test_an_option_that_can_mean_nothing_for_copies_is_passed_over():

@@ -20,12 +20,6 @@ def test_plans_for_other_meshes_and_strategies_share_the_leaves_of_their_buffers
         assert first.buffers[0].leaves is second.buffers[0].leaves
 
 
-def test_another_dtype_of_the_same_paths_has_a_layout_of_its_own() -> None:
-    one = fs.make_plan(PARAMS, 2)
-    other = fs.make_plan({path: leaf.to(torch.bfloat16) for path, leaf in PARAMS.items()}, 2)
-    assert [plan.units[""].buffers[0].key for plan in (one, other)] == ["float32", "bfloat16"]
-
-
 def test_a_unit_of_a_flat_tree_takes_its_own_keys_and_no_others_that_begin_alike() -> None:
     params = {path: leaf for path, leaf in PARAMS.items() if path != "blocks.1"}
     plan = fs.make_plan(params, 2, units=["blocks.1"])

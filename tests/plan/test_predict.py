@@ -1,6 +1,5 @@
 """predict_events: exact prediction of what a step does, from the plan alone."""
 
-import pytest
 import torch
 
 import funcshard as fs
@@ -27,18 +26,3 @@ def test_traffic_stays_within_the_bound_of_each_strategy():
         reduced = 2 if strategy == "no_shard" else 1  # an all-reduce is a reduce-scatter and an all-gather
         bound = (times + reduced) * numel * 4 * (ranks - 1) // ranks
         assert sum(event.traffic for event in fs.predict_events(plan)) == bound, strategy
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"not_saved": ["x"]}, ValueError, r"the plan has no unit 'x' to put in order; its units are \['ab'\]"),
-        ({"not_saved": "ab"}, TypeError, r"not_saved must be a list of unit names; found the text 'ab': pass \['ab'\]"),
-        ({"recomputed": "ab"}, TypeError, r"recomputed must be a list of unit names; found the text 'ab': pass \['ab'\]"),
-    ],
-    ids=str,
-)
-def test_what_is_no_list_of_the_plans_units_is_refused(options, error, words):
-    plan = fs.make_plan({"ab": torch.zeros(2)}, 2, units=["ab"])
-    with pytest.raises(error, match=words):
-        fs.predict_events(plan, **options)

@@ -12,14 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
 from funcshard._utils import tree
-from tests.core.test_prefetcher import WIDTH
+from tests.core.units import recorded, requiring_grad, same_bits
 from tests.pairwise import crossed
 from tests.ranks import run_ranks
 from tests.storages import Alive, Log, LoggedBlock
 
-MUCH = 1 << 20
-
-
+WIDTH, MUCH = 6, 1 << 20
 AGAIN, BETWEEN = (0, 0, 0, 0), (0, 1, 0, 2, 0, 3, 0)  # a layer again and again; one between the others
 
 
@@ -59,14 +57,12 @@ def on(mesh, apply, params, strategy="shard_grad_op", *, order=None, units=("blo
 
 def step_of(sharded, shards, mesh, width=WIDTH):
     x = torch.linspace(-1, 1, 2 * width).view(2, width) * (1 + mesh.rank)
-    with fs.record_events() as events:
-        loss, grads = fs.value_and_grad(lambda s: sharded(s, {}, x))(shards)
-    return (loss, fs.gather(grads, sharded.plan, mesh)), tuple(events)
+    (loss, grads), events = recorded(fs.value_and_grad(lambda s: sharded(s, {}, x)), shards)
+    return (loss, fs.gather(grads, sharded.plan, mesh)), events
 
 
-def same_bits(results):
-    for result in results[1:]:
-        torch.testing.assert_close(result, results[0], rtol=0, atol=0)
+def all_same_bits(results):
+    same_bits(results[1:], results[:1] * (len(results) - 1))
 
 
 WAYS = {  # options of the model, of fully_shard, of predict_events
@@ -91,7 +87,7 @@ def test_what_is_computed_again_is_predicted(strategy, order, way):
             result, events = step_of(sharded, shards, mesh)
             units = [unit.name for unit in sharded.plan.unit_list if set(recomputed).intersection(unit.paths)]
             assert events == fs.predict_events(sharded.plan, sharded.schedule, recomputed=units)
-            same_bits([*results, result])
+            all_same_bits([*results, result])
 
     fs.simulate(main, 2)
 
@@ -103,7 +99,7 @@ def test_a_unit_that_stays_gathered_is_gathered_once_a_call_and_is_in_memory_onc
         log = Log()
         apply, params, _ = made(BETWEEN, log)
         sharded, shards = on(mesh, apply, params, order=None if learned else BETWEEN)
-        shards, found = tree.map(lambda shard: shard.requires_grad_(grad), shards), []
+        shards, found = requiring_grad(shards, grad), []
         for _ in range(2):
             log.clear()
             with fs.record_events() as events, torch.set_grad_enabled(grad):
@@ -139,7 +135,7 @@ def test_a_unit_is_let_go_of_after_its_last_time(grad):
     def main(mesh):
         apply, params, _ = fs.make_functional(Watching((0, 1, 0, 2)))
         sharded, shards = on(mesh, apply, params, order=(0, 1, 0, 2))
-        return sharded(tree.map(lambda shard: shard.requires_grad_(grad), shards), {}, torch.ones(2, WIDTH))[1]
+        return sharded(requiring_grad(shards, grad), {}, torch.ones(2, WIDTH))[1]
 
     assert fs.simulate(main, 2) == [(1, 0, 0, 0)] * 2
 
@@ -160,7 +156,7 @@ def test_uses_with_and_without_gradients_share_what_is_gathered_and_no_graph():
         for strategy in ("full_shard", "shard_grad_op"):
             sharded, shards = on(mesh, apply, params, strategy)
             results += [step_of(sharded, shards, mesh)[0] for _ in range(2)]
-        same_bits(results)
+        all_same_bits(results)
         x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH) * (1 + mesh.rank)
         expected = torch.func.grad(lambda p: apply(p, buffers, x))(params)
         torch.testing.assert_close(results[0][1], tree.map(lambda grad: fs.pmean(grad, mesh), expected))
@@ -171,20 +167,16 @@ def test_uses_with_and_without_gradients_share_what_is_gathered_and_no_graph():
 class Modes(nn.Module):
     """Uses one block in inference mode, or outside, as it is told."""
 
-    def __init__(self, inference, block):
+    def __init__(self, inference):
         super().__init__()
-        self.inference, self.block, self.scale = inference, block, nn.Parameter(torch.linspace(0.5, 1.5, 200))
+        self.inference, self.block, self.scale = inference, Doubling(), nn.Parameter(torch.linspace(0.5, 1.5, 200))
 
     def forward(self, x):
-        x = x * self.scale
-        total = x.sum() * 0
+        x, total = x * self.scale, 0.0
         for inference in self.inference:
             with torch.inference_mode(inference):
                 y = self.block(x.detach() if inference else x)
-            if inference:
-                total = total + y.sum().item()
-            else:
-                x = y
+            total, x = (total + y.sum().item(), x) if inference else (total, y)
         return x.square().mean() + total
 
 
@@ -205,12 +197,12 @@ class Doubling(nn.Module):
 def in_modes(mesh, inference, cast, shared_memory=None):
     if shared_memory is not None:
         mesh = fs.init_mesh(mesh.shape, device="cpu", shared_memory=shared_memory)
-    apply, params, _ = fs.make_functional(Modes(inference, Doubling()))
+    apply, params, _ = fs.make_functional(Modes(inference))
     results, cast = [], (lambda unit, buffer: COPYING) if cast else None
     for strategy in ("full_shard", "shard_grad_op"):
         sharded, shards = on(mesh, apply, params, strategy, units=["block"], cast=cast)
         results += [step_of(sharded, shards, mesh, 200)[0] for _ in range(3)]
-    same_bits(results)
+    all_same_bits(results)
     return results[0]
 
 
@@ -230,7 +222,7 @@ def test_a_use_in_inference_mode_has_memory_of_its_own_to_write_to(inference, ca
     expected = fs.simulate(lambda mesh: in_modes(mesh, inference, cast), 2)
     for shared_memory in (True,) if cast else (True, False):
         found = run_ranks(in_modes, 2, inference, cast, shared_memory)
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        same_bits(found, expected)
 
 
 def test_of_a_cast_unit_that_stays_only_the_result_is_kept():

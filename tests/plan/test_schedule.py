@@ -38,22 +38,3 @@ def test_a_printed_schedule_says_what_is_gathered_next_to_what():
     assert rows == ["0 (root) a", "1 a a", "2 a b a", "3 b a a", "4 a b"]
     off = str(fs.make_schedule(plan_of("a"), forward_prefetch=False, backward_prefetch=None))
     assert "forward prefetch off, backward prefetch off" in off
-
-
-REFUSED = {
-    "an unknown unit": ({"on_demand": ["x"]}, ValueError, r"the plan has no unit 'x' to put in order; its units are \['a',"),
-    "no unit ahead": ({"limit": 0}, ValueError, "limit must be a whole number of units, at least 1; found 0"),
-    "half a unit ahead": ({"limit": 1.5}, ValueError, "limit must be a whole number of units, at least 1; found 1.5"),
-    "a text as order": ({"order": "ab"}, TypeError, r"order must be a list of unit names; found the text 'ab': pass"),
-    "a text on demand": (
-        {"on_demand": "ab"},
-        TypeError,
-        r"on_demand must be a list of unit names; found the text 'ab': pass",
-    ),
-}
-
-
-@pytest.mark.parametrize(("options", "error", "words"), REFUSED.values(), ids=REFUSED)
-def test_a_schedule_that_cannot_be_is_refused(options, error, words):
-    with pytest.raises(error, match=words):
-        fs.make_schedule(plan_of("a", "b"), **options)

@@ -1,0 +1,70 @@
+"""Units on one rank, for the tests of this wing: a plan, what runs its units, and the shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+import funcshard as fs
+from funcshard._utils import tree
+
+__all__ = ["by_hand", "each_by_hand", "forward_mode", "of_module", "recorded", "requiring_grad", "same_bits"]
+
+# The first use of forward-mode AD makes torch import a file that calls a deprecated function of torch.
+forward_mode = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
+
+def by_hand(mesh: fs.Mesh, params: Any, apply: Any, *, how: Any = lambda f: f, cast: Any = None, **options: Any) -> Any:
+    """Return a plan, ``how`` of the unsharded function of its root, and the shards; ``options`` are the plan's."""
+    plan = fs.make_plan(params, mesh, **options)
+    return plan, how(fs.unshard(apply, plan.units[""], mesh, cast=cast)), fs.shard(params, plan, mesh)
+
+
+def each_by_hand(mesh: fs.Mesh, params: Any, functions: Mapping[str, Any], *, how: Any = fs.reshard, **options: Any) -> Any:
+    """Return a plan, ``how`` of the unsharded function of each unit by name, and the shards."""
+    plan = fs.make_plan(params, mesh, units=[name for name in functions if name], **options)
+    runs = {name: how(fs.unshard(apply, plan.units[name], mesh)) for name, apply in functions.items()}
+    return plan, runs, fs.shard(params, plan, mesh)
+
+
+def of_module(
+    mesh: fs.Mesh,
+    module: Any,
+    units: Any = (),
+    *,
+    schedule: Mapping[str, Any] | None = None,
+    how: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """Return a plan, the sharded function of a module without buffers, and the shards.
+
+    Arguments:
+        mesh: the mesh.
+        module: a module, or what ``make_functional`` made of it.
+        units: the units.
+        schedule: arguments of ``make_schedule``; none if the order is learned.
+        how: options of ``fully_shard``.
+        options: options of ``make_plan``.
+    """
+    apply, params, _ = fs.make_functional(module) if isinstance(module, torch.nn.Module) else module
+    plan = fs.make_plan(params, mesh, units=units, **options)
+    given_schedule = None if schedule is None else fs.make_schedule(plan, **schedule)
+    return plan, fs.fully_shard(apply, plan, mesh, schedule=given_schedule, **(how or {})), fs.shard(params, plan, mesh)
+
+
+def recorded(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, tuple[fs.Event, ...]]:
+    """Return the result of a call and its events."""
+    with fs.record_events() as events:
+        result = call(*args, **kwargs)
+    return result, tuple(events)
+
+
+def requiring_grad(shards: Any, grad: bool = True) -> Any:
+    return tree.map(lambda shard: shard.requires_grad_(grad), shards)
+
+
+def same_bits(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)

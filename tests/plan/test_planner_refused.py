@@ -1,0 +1,171 @@
+"""Plans, schedules and policies that cannot be: one table of calls and errors, in whose words "…" is any text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+import funcshard as fs
+from funcshard.plan.wrap import Units
+
+BLOCKS = [{"attn": {"w": torch.zeros(2, 2)}, "up": torch.zeros(4, 3), "norm": torch.zeros(3)} for _ in range(3)]
+PARAMS = {"emb": torch.zeros(2), "blocks": BLOCKS, "head": torch.zeros(4, 5), "scale": torch.zeros(())}
+HEAD = {"head": torch.zeros(4, 5)}
+FOUR = {"shard": 2, "tensor": 2}
+
+
+class Dispatches(torch.Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **kwargs or {})
+
+
+class Functions(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def plan(units: Any = (), mesh: Any = 4, params: Any = PARAMS, **options: Any) -> fs.Plan:
+    return fs.make_plan(params, mesh, units=units, **options)
+
+
+def leaf(value: Any) -> fs.Plan:
+    return plan(params={"a": {"w": value}})
+
+
+def local(**axes: Any) -> fs.Plan:
+    return plan(mesh=FOUR, local=axes)
+
+
+MESH = ValueError('mesh must be a number of ranks, a shape such as {"replicate": R, "shard": S}, or a funcshard.Mesh')
+AXES = ValueError("must be local along one or several axes of the mesh, ['replicate', 'shard', 'tensor']")
+OWN_OPERATIONS = TypeError("leaf 'a.w' is a …, a tensor class with operations … convert it to a plain tensor first")
+RANKS = ValueError("must be a number of ranks that divides the 4 ranks of the shard axis; found 3 for unit 'head'")
+STAYS = {"reshard_after_backward": False}
+
+CASES: dict[str, tuple[Callable[[], object], Exception]] = {
+    # meshes
+    "a list of sizes": (lambda: plan(mesh=[2, 2]), MESH),
+    "no axes": (lambda: plan(mesh={}), MESH),
+    "an axis that is no name": (lambda: plan(mesh={"d p": 2}), MESH),
+    "an axis that is a number": (lambda: plan(mesh={"shard": 2, 1: 2}), MESH),
+    # units
+    "no part of the tree": (lambda: plan(["nothing"]),
+     ValueError("unit 'nothing' matches no part of the tree; units are paths or globs … such as 'blocks', ")),
+    "no such index": (lambda: plan(["blocks.3"]), ValueError("unit 'blocks.3' matches no part of the tree")),
+    "a typo": (lambda: plan(["blocks.0.atn"]), ValueError("unit 'blocks.0.atn' …: did you mean 'blocks.0.attn'?")),
+    "a typo in a glob": (lambda: plan(["block.*"]),
+     ValueError("unit 'block.*' matches no part of the tree; …: did you mean 'blocks.*'?")),
+    "a glob of too few keys": (lambda: plan(["*.attn"]), ValueError("unit '*.attn' …: did you mean 'blocks.*.attn'?")),
+    "a glob of nothing": (lambda: plan(["x.*"]), ValueError("unit 'x.*' matches no part of the tree; … and … more")),
+    "a class": (lambda: plan(nn.Linear), TypeError("found <class …: pass units=fs.wrap.by_class(Linear)(module)")),
+    "a unit twice": (lambda: plan(["head", "head"]),
+     ValueError("units name 'head' twice, in 'head' and in 'head'; remove one of the two")),
+    "a number": (lambda: plan([3]), TypeError("units must be a list of paths or globs; found 3 in it")),
+    # groups
+    "an empty group": (lambda: plan([[]]), ValueError("units hold an empty group; name the paths")),
+    "the root in a group": (lambda: plan([["", "head"]]),
+     ValueError("names the root ''; name each path below the root once")),
+    "a path twice in a group": (lambda: plan([["head", "head"]]), ValueError("names 'head' twice; name each path")),
+    "a path in two groups": (lambda: plan([["emb", "head"], ["head", "blocks.0"]]),
+     ValueError("units name 'head' twice, in ['emb', 'head'] and in ['head', 'blocks.0']; remove one")),
+    "a path in a group and alone": (lambda: plan(["head", ["emb", "head"]]),
+     ValueError("units name 'head' twice, in 'head' and")),
+    "a group in a group": (lambda: plan([[["emb"], "head"]]),
+     TypeError("units must be a list of paths or globs; found ['emb']")),
+    "a path and a group of a mapping": (lambda: plan({"head": {}, ("emb", "head"): {}}),
+     ValueError("units name 'head' twice")),
+    "an override of another group": (lambda: plan(Units([["emb", "head"]], {("head", "emb"): {"offload": True}})),
+     ValueError("override options of ('head', 'emb'), which is not among them; found the units 'emb+head'")),
+    # options of units
+    "a dtype as precision of a unit": (lambda: plan({"emb": {"precision": torch.float16}}),
+     TypeError("precision must be a funcshard.MixedPrecision, or None; found torch.float16: for")),
+    "an offload of a unit that is no choice": (lambda: plan({"emb": {"offload": "cpu"}}),
+     TypeError("offload must be True or False; found 'cpu': use the overrides of a policy to")),
+    "freed after forward and kept after backward": (lambda: plan({"emb": STAYS}),
+     ValueError("must stay gathered after forward too; found that unit 'emb'")),
+    "a copy that is freed": (lambda: plan({"emb": {"strategy": "no_shard", "reshard_after_forward": True}}),
+     ValueError("unit 'emb': … the strategy 'no_shard' gathers none")),
+    "a root of copies that is freed": (lambda: plan({"": {"reshard_after_forward": True}}, strategy="no_shard"),
+     ValueError("unit '(root)': … leave it out, or choose 'full_shard'")),
+    "ranks that are no divisor": (lambda: plan(["head"], params=HEAD, reshard_after_forward=3), RANKS),
+    "ranks of a unit that are no divisor": (lambda: plan({"head": {"reshard_after_forward": 3}}), RANKS),
+    "too many ranks": (lambda: plan(["head"], params=HEAD, reshard_after_forward=8),
+     ValueError("divides the 4 ranks of the shard axis; found 8 for unit 'head'")),
+    "ranks that copies are kept on": (lambda: plan(["head"], params=HEAD, reshard_after_forward=2, strategy="no_shard"),
+     ValueError("reshard_after_forward=2 frees gathered")),
+    "ranks, and kept after backward": (lambda: plan(["head"], params=HEAD, reshard_after_forward=2, **STAYS),
+     ValueError("is freed after forward: pass")),
+    # leaves
+    "a float": (lambda: leaf(1.0), TypeError("leaf 'a.w' must be a torch.Tensor; found float: move it out")),
+    "an object": (lambda: leaf(object()), TypeError("leaf 'a.w' must be a torch.Tensor; found object: move it out")),
+    "a module": (lambda: leaf(nn.Linear(1, 1)), TypeError("found Linear: call apply, params, buffers =")),
+    "TwoTensor": (lambda: leaf(TwoTensor(torch.ones(3), torch.zeros(3))), OWN_OPERATIONS),
+    "nn.Parameter of it": (lambda: leaf(nn.Parameter(TwoTensor(torch.ones(3), torch.zeros(3)))), OWN_OPERATIONS),
+    "__torch_dispatch__": (lambda: leaf(torch.ones(3).as_subclass(Dispatches)), OWN_OPERATIONS),
+    "__torch_function__": (lambda: leaf(torch.ones(3).as_subclass(Functions)), OWN_OPERATIONS),
+    "ties of no leaf": (lambda: plan(params={"a": torch.ones(1), "b": torch.ones(1)}, ties=[("x", "y")]),
+     ValueError("for ('x', 'y') found no leaf there: the leaves are 'a', 'b'")),
+    # local leaves
+    "a dim that is a text": (lambda: local(head={"tensor": "0"}), AXES),
+    "a dim that is a flag": (lambda: local(head={"tensor": True}), AXES),
+    "no cuts": (lambda: local(head={}), AXES),
+    "no such dim": (lambda: local(head={"tensor": 2}),
+     ValueError("local leaf 'head' is to be a slice along dim 2 for axis 'tensor'; found the shape (4, 5)")),
+    "no such dim from the end": (lambda: local(head={"tensor": -3}), ValueError("dim -3 for axis 'tensor'")),
+    "a scalar": (lambda: local(scale={"tensor": 0}), ValueError("dim 0 for axis 'tensor'; found the shape ()")),
+    # keys
+    "an empty key at the root": (lambda: plan(params={"": torch.ones(1)}),
+     ValueError("a key of the container at the root of the tree is empty … name the key")),
+    "an empty key above": (lambda: plan(params={"": {"a": torch.ones(1)}}),
+     ValueError("a key of the container at the root of the tree is empty")),
+    "an empty key inside": (lambda: plan(params={"a": [{"": torch.ones(1)}]}),
+     ValueError("a key of the container at 'a.0' is empty")),
+    "a dot at the end": (lambda: plan(params={"a.": torch.ones(1)}),
+     ValueError("the leaf at 'a.' has an empty key in its path … rename the key")),
+    "a dot at the begin": (lambda: plan(params={"a": {".b": torch.ones(1)}}),
+     ValueError("the leaf at 'a..b' has an empty key in its path")),
+    "two dots": (lambda: plan(params={"a..b": torch.ones(1)}),
+     ValueError("the leaf at 'a..b' has an empty key in its path")),
+    # precisions
+    "an integer dtype": (lambda: fs.MixedPrecision(torch.int8),
+     ValueError("param_dtype must be a floating-point torch.dtype … found torch.int8")),
+    "a complex dtype": (lambda: fs.MixedPrecision(buffer_dtype=torch.complex64),
+     ValueError("buffer_dtype must be … complex64")),
+    "a class as a text": (lambda: fs.MixedPrecision(ignored_classes="x.Y"), TypeError("found 'x.Y': write ('x.Y',)")),
+    "a class of no modules": (lambda: fs.MixedPrecision(ignored_classes=(int,)),
+     TypeError("must be subclasses of torch.nn.Module … found <class 'int'>")),
+    # schedules and predictions
+    "a text as order": (lambda: fs.make_schedule(plan(["emb"]), "ab"),
+     TypeError("order must be a list of unit names; found the text 'ab': pass")),
+    "no unit on demand": (lambda: fs.make_schedule(plan(["emb"]), on_demand=["x"]),
+     ValueError("the plan has no unit 'x' to put in order; its units are ['emb']")),
+    "a text on demand": (lambda: fs.make_schedule(plan(["emb"]), on_demand="ab"),
+     TypeError("on_demand must be a list of unit names; found the text 'ab': pass")),
+    "no unit that is not saved": (lambda: fs.predict_events(plan(["emb"]), not_saved=["x"]),
+     ValueError("the plan has no unit 'x' to put in order; its units are")),
+    "a text that is not saved": (lambda: fs.predict_events(plan(["emb"]), not_saved="ab"),
+     TypeError("not_saved must be a list of unit names; found the text 'ab': pass ['ab']")),
+    "a text that is recomputed": (lambda: fs.predict_events(plan(["emb"]), recomputed="ab"),
+     TypeError("recomputed must be a list of unit names; found the text 'ab': pass ['ab']")),
+    # policies
+    "by no class": (lambda: fs.wrap.by_class(), TypeError("by_class takes … found none: write")),
+    "by a module": (lambda: fs.wrap.by_class(nn.Linear(1, 1)),
+     TypeError("subclasses of torch.nn.Module; found Linear: write")),
+    "by the name of a class": (lambda: fs.wrap.by_class("Linear"), TypeError("by_class takes … found 'Linear': write")),
+    "by a class of no modules": (lambda: fs.wrap.by_class(int), TypeError("by_class takes … found the class int: write")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_cannot_be_planned_is_told(name: str) -> None:
+    call, error = CASES[name]
+    with pytest.raises(type(error), match=".*".join(re.escape(part.strip()) for part in str(error).split("…"))):
+        call()
