@@ -64,6 +64,14 @@ def _workers_end_with_the_session() -> Iterator[None]:
     close_pool()
 
 
+@pytest.fixture
+def without_garbage_collection() -> Iterator[None]:
+    """Let memory be freed by reference counts alone."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.fixture(scope="session")
 def server_of_forks() -> None:
     """Start the process that others are forked from, before code that would start it with fewer imports."""

@@ -15,6 +15,8 @@ import ctypes
 import dataclasses
 import datetime
 import faulthandler
+import functools
+import inspect
 import io
 import math
 import multiprocessing
@@ -44,6 +46,7 @@ __all__ = [
     "Pool",
     "close_pool",
     "forking",
+    "on_ranks",
     "one_thread",
     "run_ranks",
     "run_simulated",
@@ -98,6 +101,27 @@ def run_simulated(
     with one_thread(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return fs.simulate(lambda mesh: fn(mesh, *args), shape or world_size)
+
+
+def on_ranks(world: int | Mapping[str, int] | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let every simulated rank run a test, whose first argument is the mesh.
+
+    Arguments:
+        world: the ranks, or the shape of the mesh; by default the test's argument ``world``.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        def run(**arguments: Any) -> None:
+            ranks = arguments["world"] if world is None else world
+            size, shape = (ranks, None) if isinstance(ranks, int) else (math.prod(ranks.values()), ranks)
+            run_simulated(lambda mesh: test(mesh, **arguments), size, shape=shape)
+
+        signature = inspect.signature(test)
+        functools.update_wrapper(run, test)
+        run.__signature__ = signature.replace(parameters=[*signature.parameters.values()][1:])  # type: ignore[attr-defined]
+        return run
+
+    return decorate
 
 
 def close_pool() -> None:

@@ -9,7 +9,7 @@ from torch import nn
 import funcshard as fs
 from funcshard._utils import tree
 from tests.core.units import each_by_hand, of_module, recorded, same_bits
-from tests.ranks import run_simulated
+from tests.ranks import on_ranks
 
 MICRO = 3
 
@@ -30,39 +30,34 @@ def setup(mesh: fs.Mesh) -> Any:
     return shards, lambda shards, x: sharded(shards, {}, x).square().mean(), batch().chunk(mesh.world_size)[mesh.rank]
 
 
-def test_once_reduces_a_checkpointed_unit_as_soon_as_its_gradient_is_whole() -> None:
+@on_ranks(2)
+def test_once_reduces_a_checkpointed_unit_as_soon_as_its_gradient_is_whole(mesh: fs.Mesh) -> None:
     params = {"a": torch.linspace(1, 2, 5), "b": torch.linspace(3, 4, 5)}
+    _, runs, shards = each_by_hand(mesh, params, dict.fromkeys(params, lambda w, x: w * w * x))
 
-    def main(mesh: fs.Mesh) -> list:
-        _, runs, shards = each_by_hand(mesh, params, dict.fromkeys(params, lambda w, x: w * w * x))
+    def loss_fn(s: Any, x: torch.Tensor) -> torch.Tensor:
+        for name in params:
+            x = torch.utils.checkpoint.checkpoint(runs[name], s[name], x, use_reentrant=False)
+        return x.sum()
 
-        def loss_fn(s: Any, x: torch.Tensor) -> torch.Tensor:
-            for name in params:
-                x = torch.utils.checkpoint.checkpoint(runs[name], s[name], x, use_reentrant=False)
-            return x.sum()
-
-        _, events = recorded(fs.accumulate(loss_fn, 2, reduce="once"), shards, torch.ones(2, 1))
-        return [(event.kind, event.unit) for event in events]
-
-    for events in fs.simulate(main, 2):
-        assert [event for event in events if event[0] != "all_gather"] == [("reduce_scatter", "b"), ("reduce_scatter", "a")]
-        last_gather = len(events) - 1 - events[::-1].index(("all_gather", "a"))
-        assert events.index(("reduce_scatter", "b")) < last_gather
+    _, events = recorded(fs.accumulate(loss_fn, 2, reduce="once"), shards, torch.ones(2, 1))
+    events = [(event.kind, event.unit) for event in events]
+    assert [event for event in events if event[0] != "all_gather"] == [("reduce_scatter", "b"), ("reduce_scatter", "a")]
+    last_gather = len(events) - 1 - events[::-1].index(("all_gather", "a"))
+    assert events.index(("reduce_scatter", "b")) < last_gather
 
 
-def test_once_hands_on_grads_the_sum_over_micro_batches_once_a_unit() -> None:
-    def main(mesh: fs.Mesh) -> list[str]:
-        (shards, loss_fn, mine), seen = setup(mesh), []
-        note = lambda unit, grads: seen.append((unit, tree.map(torch.clone, grads)))  # noqa: E731
-        fs.accumulate(loss_fn, MICRO, reduce="once", on_grads=note)(shards, mine)
-        model = net()
-        model(mine).square().mean().backward()
-        for _, grads in seen:
-            for path, grad in grads.items():
-                torch.testing.assert_close(grad, model.get_parameter(path).grad)
-        return [unit for unit, _ in seen]
-
-    assert fs.simulate(main, 2) == [["4", "2", ""]] * 2
+@on_ranks(2)
+def test_once_hands_on_grads_the_sum_over_micro_batches_once_a_unit(mesh: fs.Mesh) -> None:
+    (shards, loss_fn, mine), seen = setup(mesh), []
+    note = lambda unit, grads: seen.append((unit, tree.map(torch.clone, grads)))  # noqa: E731
+    fs.accumulate(loss_fn, MICRO, reduce="once", on_grads=note)(shards, mine)
+    model = net()
+    model(mine).square().mean().backward()
+    for _, grads in seen:
+        for path, grad in grads.items():
+            torch.testing.assert_close(grad, model.get_parameter(path).grad)
+    assert [unit for unit, _ in seen] == ["4", "2", ""]
 
 
 CANNOT_BE_SPLIT: dict[str, tuple[Any, str]] = {
@@ -83,64 +78,56 @@ def test_a_batch_that_cannot_be_split_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_the_mean_of_losses_of_low_precision_is_in_float32(dtype: torch.dtype) -> None:
-    def main(mesh: fs.Mesh) -> None:
-        shards, loss_fn, _ = setup(mesh)
-        low = lambda shards, x: loss_fn(shards, x).to(dtype)  # noqa: E731
-        losses = [low(shards, part).double() for part in batch().chunk(8)]
-        loss, _ = fs.accumulate(low, 8)(shards, batch())
-        assert loss.dtype == torch.promote_types(dtype, torch.float32)
-        torch.testing.assert_close(loss.double(), torch.stack(losses).mean(), rtol=2e-7, atol=0)
-        same_bits(fs.value_and_grad(low)(shards, batch())[0], low(shards, batch()).detach())
-
-    run_simulated(main, 2)
+@on_ranks(2)
+def test_the_mean_of_losses_of_low_precision_is_in_float32(mesh: fs.Mesh, dtype: torch.dtype) -> None:
+    shards, loss_fn, _ = setup(mesh)
+    low = lambda shards, x: loss_fn(shards, x).to(dtype)  # noqa: E731
+    losses = [low(shards, part).double() for part in batch().chunk(8)]
+    loss, _ = fs.accumulate(low, 8)(shards, batch())
+    assert loss.dtype == torch.promote_types(dtype, torch.float32)
+    torch.testing.assert_close(loss.double(), torch.stack(losses).mean(), rtol=2e-7, atol=0)
+    same_bits(fs.value_and_grad(low)(shards, batch())[0], low(shards, batch()).detach())
 
 
 @pytest.mark.parametrize("reduce", ["each", "once"])
-def test_an_iterator_gives_micro_batches_one_by_one_with_the_same_bits(reduce: str) -> None:
-    def main(mesh: fs.Mesh) -> None:
-        (shards, loss_fn, mine), seen = setup(mesh), []
+@on_ranks(2)
+def test_an_iterator_gives_micro_batches_one_by_one_with_the_same_bits(mesh: fs.Mesh, reduce: str) -> None:
+    (shards, loss_fn, mine), seen = setup(mesh), []
 
-        def stream() -> Any:
-            for number, part in enumerate(mine.chunk(MICRO)):
-                seen.append(f"batch {number}")
-                yield part
+    def stream() -> Any:
+        for number, part in enumerate(mine.chunk(MICRO)):
+            seen.append(f"batch {number}")
+            yield part
 
-        def noted(shards: Any, x: torch.Tensor) -> torch.Tensor:
-            seen.append("forward")
-            return loss_fn(shards, x)
+    def noted(shards: Any, x: torch.Tensor) -> torch.Tensor:
+        seen.append("forward")
+        return loss_fn(shards, x)
 
-        whole_batch = fs.accumulate(loss_fn, MICRO, reduce=reduce)(shards, mine)
-        same_bits(fs.accumulate(noted, MICRO, reduce=reduce)(shards, stream()), whole_batch)
-        assert seen == [f for number in range(MICRO) for f in (f"batch {number}", "forward")]
-
-    run_simulated(main, 2)
+    whole_batch = fs.accumulate(loss_fn, MICRO, reduce=reduce)(shards, mine)
+    same_bits(fs.accumulate(noted, MICRO, reduce=reduce)(shards, stream()), whole_batch)
+    assert seen == [f for number in range(MICRO) for f in (f"batch {number}", "forward")]
 
 
-def test_a_call_takes_its_micro_batches_from_an_iterator_and_leaves_the_rest() -> None:
-    def main(mesh: fs.Mesh) -> None:
-        shards, loss_fn, _ = setup(mesh)
-        parts = iter(batch().split(3))  # eight micro-batches, also of unequal sizes
-        evaluate = fs.accumulate(loss_fn, 3)
-        for rows in (batch()[:9], batch()[9:18]):
-            torch.testing.assert_close(evaluate(shards, parts)[0], evaluate(shards, rows)[0])
-        words = "must hold the 3 micro-batches of every call, on every rank; found 2: leave out"
-        with pytest.raises(ValueError, match=words):
-            evaluate(shards, parts)
-
-    run_simulated(main, 1)
+@on_ranks(1)
+def test_a_call_takes_its_micro_batches_from_an_iterator_and_leaves_the_rest(mesh: fs.Mesh) -> None:
+    shards, loss_fn, _ = setup(mesh)
+    parts = iter(batch().split(3))  # eight micro-batches, also of unequal sizes
+    evaluate = fs.accumulate(loss_fn, 3)
+    for rows in (batch()[:9], batch()[9:18]):
+        torch.testing.assert_close(evaluate(shards, parts)[0], evaluate(shards, rows)[0])
+    words = "must hold the 3 micro-batches of every call, on every rank; found 2: leave out"
+    with pytest.raises(ValueError, match=words):
+        evaluate(shards, parts)
 
 
-def test_a_trace_takes_no_iterator() -> None:
-    def main(mesh: fs.Mesh) -> None:
-        plan, sharded, shards = of_module(mesh, nn.Linear(3, 1))
-        loss_fn = lambda shards, buffers, x: sharded(shards, buffers, x).square().mean()  # noqa: E731
-        step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.SGD, lr=0.1), plan, mesh, accumulate=2)
-        state = step.init(shards, {})
-        with pytest.raises(ValueError, match="cannot ask an iterator for micro-batches"):
-            fs.trace(step, state, iter([torch.ones(2, 3)] * 2))
-        after, metrics = step(state, iter([torch.ones(2, 3), torch.zeros(2, 3)]))
-        assert after.step == 1
-        assert metrics["loss"].isfinite()
-
-    run_simulated(main, 1)
+@on_ranks(1)
+def test_a_trace_takes_no_iterator(mesh: fs.Mesh) -> None:
+    plan, sharded, shards = of_module(mesh, nn.Linear(3, 1))
+    loss_fn = lambda shards, buffers, x: sharded(shards, buffers, x).square().mean()  # noqa: E731
+    step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.SGD, lr=0.1), plan, mesh, accumulate=2)
+    state = step.init(shards, {})
+    with pytest.raises(ValueError, match="cannot ask an iterator for micro-batches"):
+        fs.trace(step, state, iter([torch.ones(2, 3)] * 2))
+    after, metrics = step(state, iter([torch.ones(2, 3), torch.zeros(2, 3)]))
+    assert after.step == 1
+    assert metrics["loss"].isfinite()

@@ -4,19 +4,18 @@ import pytest
 import torch
 
 import funcshard as fs
+from tests.ranks import on_ranks
 
 
 @pytest.mark.parametrize("name", ["all_gather", "psum_scatter", "all_to_all"])
-def test_the_old_vmap_is_refused_and_the_collective_named(name):
-    def main(mesh):
-        x = torch.ones(2, 3, requires_grad=True)
-        out = getattr(fs, name)(x, mesh, axis="tensor")
-        with pytest.raises(
-            RuntimeError, match=r"along 'tensor' on 4 ranks: use torch.vmap over the cotangents of torch.func.vjp"
-        ):
-            torch.autograd.grad(out, x, torch.ones(3, *out.shape), is_grads_batched=True)
-
-    fs.simulate(main, {"shard": 2, "tensor": 2})
+@on_ranks({"shard": 2, "tensor": 2})
+def test_the_old_vmap_is_refused_and_the_collective_named(mesh, name):
+    x = torch.ones(2, 3, requires_grad=True)
+    out = getattr(fs, name)(x, mesh, axis="tensor")
+    with pytest.raises(
+        RuntimeError, match=r"along 'tensor' on 4 ranks: use torch.vmap over the cotangents of torch.func.vjp"
+    ):
+        torch.autograd.grad(out, x, torch.ones(3, *out.shape), is_grads_batched=True)
 
 
 def test_ranks_with_different_permutations_issue_different_collectives():

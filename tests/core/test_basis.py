@@ -17,7 +17,7 @@ import funcshard as fs
 from funcshard._utils import torch_private
 from funcshard.core import basis, flat_buffer
 from tests.core.units import by_hand, forward_mode
-from tests.ranks import run_simulated
+from tests.ranks import on_ranks, run_simulated
 
 pytestmark = forward_mode
 
@@ -189,16 +189,14 @@ def test_errors_say_what_would_have_come_out_and_what_to_do():
     assert "psum would add the derivatives along them; take psum of the transform's result" in mean
 
 
-def test_vectors_of_ones_own_are_never_refused():
-    def main(mesh):
-        w = Rank(mesh, "full_shard", "reshard")
-        _, pull = vjp(lambda s: grad(w.loss)(s, w.x), w.shards)
-        pulled = torch.vmap(pull)(tuple(torch.stack([part, 2 * part]) for part in own_vector(w)))
-        expected = product_with_vector(w)
-        for row, factor in ((0, 1), (1, 2)):
-            torch.testing.assert_close(tuple(part[row] for part in pulled[0]), tuple(factor * part for part in expected))
-
-    run_simulated(main, WORLD)
+@on_ranks(WORLD)
+def test_vectors_of_ones_own_are_never_refused(mesh):
+    w = Rank(mesh, "full_shard", "reshard")
+    _, pull = vjp(lambda s: grad(w.loss)(s, w.x), w.shards)
+    pulled = torch.vmap(pull)(tuple(torch.stack([part, 2 * part]) for part in own_vector(w)))
+    expected = product_with_vector(w)
+    for row, factor in ((0, 1), (1, 2)):
+        torch.testing.assert_close(tuple(part[row] for part in pulled[0]), tuple(factor * part for part in expected))
 
 
 @pytest.mark.parametrize("name", ["jacrev of grad", "functional.hessian"])

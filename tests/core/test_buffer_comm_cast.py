@@ -14,7 +14,7 @@ import funcshard as fs
 from funcshard._utils import tree
 from tests.core.units import by_hand, forward_mode, of_module, recorded, same_bits
 from tests.pairwise import crossed
-from tests.ranks import run_ranks, run_simulated
+from tests.ranks import on_ranks, run_ranks, run_simulated
 
 pytestmark = forward_mode
 
@@ -165,15 +165,12 @@ def test_stochastic_rounding_is_right_on_average_and_the_same_again() -> None:
     assert torch.equal(cast.post_all_gather(cast.pre_all_gather(exact).view(1, -1)), exact)
 
 
-def test_backward_sees_what_forward_saw_under_stochastic_rounding() -> None:
+@on_ranks(2)
+def test_backward_sees_what_forward_saw_under_stochastic_rounding(mesh: fs.Mesh) -> None:
     """Resharded units, which are gathered again, have the gradients of units that stay gathered."""
-
-    def main(mesh: fs.Mesh) -> None:
-        cast, ways = STOCHASTIC(lambda: 7), ("full_shard", "shard_grad_op")
-        freed, kept = (gradient(mesh, {"strategy": strategy}, None, cast, 1)[1] for strategy in ways)
-        same_bits(freed, kept)
-
-    fs.simulate(main, 2)
+    cast, ways = STOCHASTIC(lambda: 7), ("full_shard", "shard_grad_op")
+    freed, kept = (gradient(mesh, {"strategy": strategy}, None, cast, 1)[1] for strategy in ways)
+    same_bits(freed, kept)
 
 
 def test_frozen_buffers_may_be_left_alone() -> None:

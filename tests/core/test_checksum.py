@@ -1,6 +1,7 @@
 """Ranks that pass different leaves are told so, by checksums that see every bit and the order of elements."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ import funcshard as fs
 from funcshard.comm import simulation
 from funcshard.core import checksum as checksums
 from funcshard.core.checksum import LeafChecksums, checksum
-from tests.ranks import run_ranks, run_simulated
+from tests.core.units import same_bits
+from tests.ranks import on_ranks, run_ranks, run_simulated
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64,
@@ -78,14 +80,6 @@ def test_changes_of_many_elements_do_not_cancel_out(numel: int, dtype: torch.dty
     others += [values.conj()] if dtype.is_complex else []
     for number, other in enumerate(others):
         assert of(other) != of(values), number
-
-
-def test_bits_are_compared_and_not_numbers() -> None:
-    for numel in (1, 2, 3, 1000):
-        zeros, nans = torch.zeros(numel), torch.full((numel,), float("nan"))
-        assert of(zeros) != of(-zeros)
-        assert of(nans) == of(nans.clone())
-        assert of(nans) != of(zeros)
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)
@@ -172,28 +166,22 @@ def of_rank(mesh: fs.Mesh, strange: str = "") -> dict[str, torch.Tensor]:
         ("column", "on ranks 1, 3, which share it; found 2 different ones, on rank 1; rank 3 (1 of 3"),
     ],
 )
-def test_local_leaves_are_compared_by_the_ranks_that_share_them(strange: str, words: str | None) -> None:
-    def main(mesh: fs.Mesh) -> str | None:
-        params = of_rank(mesh, strange)
-        plan = fs.make_plan(params, mesh, local=LOCAL)
-        try:
-            found = fs.gather(fs.shard(params, plan, mesh), plan, mesh)
-        except ValueError as error:
-            return str(error)
-        assert all(torch.equal(found[name], value) for name, value in params.items())
-        return None
-
-    for found in fs.simulate(main, GRID):
-        assert (found is None) if words is None else words in str(found)
+@on_ranks(GRID)
+def test_local_leaves_are_compared_by_the_ranks_that_share_them(mesh: fs.Mesh, strange: str, words: str | None) -> None:
+    params = of_rank(mesh, strange)
+    plan = fs.make_plan(params, mesh, local=LOCAL)
+    if words is None:
+        same_bits(dict(fs.gather(fs.shard(params, plan, mesh), plan, mesh)), params)
+    else:
+        with pytest.raises(ValueError, match=re.escape(words)):
+            fs.shard(params, plan, mesh)
 
 
-def test_unchecked_leaves_are_cut_as_they_are() -> None:
-    def main(mesh: fs.Mesh) -> list[float]:
-        params = {"w": torch.arange(4.0) + 10 * mesh.rank}
-        plan = fs.make_plan(params, mesh)
-        return fs.gather(fs.shard(params, plan, mesh, check=False), plan, mesh)["w"].tolist()
-
-    assert fs.simulate(main, 2) == [[0.0, 1.0, 12.0, 13.0]] * 2
+@on_ranks(2)
+def test_unchecked_leaves_are_cut_as_they_are(mesh: fs.Mesh) -> None:
+    params = {"w": torch.arange(4.0) + 10 * mesh.rank}
+    plan = fs.make_plan(params, mesh)
+    assert fs.gather(fs.shard(params, plan, mesh, check=False), plan, mesh)["w"].tolist() == [0.0, 1.0, 12.0, 13.0]
 
 
 def test_ranks_that_agree_send_nothing_that_grows_with_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,36 +221,29 @@ FAULTS: dict[str, tuple[Any, Any, str]] = {
 @pytest.mark.parametrize("src", [None, 0])
 @pytest.mark.parametrize("failing", [0, 3])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_of_one_rank_is_raised_on_all_of_them(fault: str, failing: int, src: int | None) -> None:
-    params, kind, words = FAULTS[fault]
-    if fault == "meta" and src is not None and failing != src:
+@on_ranks(GRID)
+def test_a_fault_of_one_rank_is_raised_on_all_of_them(mesh: fs.Mesh, fault: str, failing: int, src: int | None) -> None:
+    (params, kind, words), good = FAULTS[fault], {"a": A, "b": B}
+    if fault == "meta" and src not in (None, failing):
         return  # the other ranks need no values
-
-    def main(mesh: fs.Mesh) -> None:
-        good = {"a": A, "b": B}
-        whose = "" if mesh.rank == failing else rf" \(found on rank {failing}\)"
-        with pytest.raises(kind, match=f"{words}.*{whose}$"):
-            fs.shard(params if mesh.rank == failing else good, fs.make_plan(good, mesh), mesh, src=src)
-
-    fs.simulate(main, GRID)
+    whose = "" if mesh.rank == failing else rf" \(found on rank {failing}\)"
+    with pytest.raises(kind, match=f"{words}.*{whose}$"):
+        fs.shard(params if mesh.rank == failing else good, fs.make_plan(good, mesh), mesh, src=src)
 
 
-def test_ranks_that_ask_for_different_things_are_told() -> None:
-    def main(mesh: fs.Mesh) -> None:
-        params = {"w": torch.zeros(3)}
-        plan, words = fs.make_plan(params, mesh), "the options of shard must be the same on every rank; rank 0 has src="
-        for option in ({"src": 0}, {"check": False}):
-            with pytest.raises(ValueError, match=words):
-                fs.shard(params, plan, mesh, **(option if mesh.rank else {}))
-
-    fs.simulate(main, 2)
+@on_ranks(2)
+def test_ranks_that_ask_for_different_things_are_told(mesh: fs.Mesh) -> None:
+    params = {"w": torch.zeros(3)}
+    plan, words = fs.make_plan(params, mesh), "the options of shard must be the same on every rank; rank 0 has src="
+    for option in ({"src": 0}, {"check": False}):
+        with pytest.raises(ValueError, match=words):
+            fs.shard(params, plan, mesh, **(option if mesh.rank else {}))
 
 
-def test_many_ranks_with_many_values_make_a_short_message() -> None:
-    def main(mesh: fs.Mesh) -> int:
-        params = {"w": torch.full((2,), float(mesh.rank))}
-        with pytest.raises(ValueError, match=r"found 12 different ones, on rank 0; rank 1; rank 2; rank 3; … \(1 of 1") as e:
-            fs.shard(params, fs.make_plan(params, mesh), mesh)
-        return len(json.dumps(str(e.value)))
-
-    assert max(fs.simulate(main, 12)) < 400
+@on_ranks(12)
+def test_many_ranks_with_many_values_make_a_short_message(mesh: fs.Mesh) -> None:
+    params = {"w": torch.full((2,), float(mesh.rank))}
+    words = r"found 12 different ones, on rank 0; rank 1; rank 2; rank 3; … \(1 of 1"
+    with pytest.raises(ValueError, match=words) as raised:
+        fs.shard(params, fs.make_plan(params, mesh), mesh)
+    assert len(json.dumps(str(raised.value))) < 400

@@ -12,6 +12,7 @@ import torch
 import funcshard as fs
 from tests.collective_oracle import OPERATIONS, line, whole_number_tensor
 from tests.core.units import forward_mode
+from tests.ranks import on_ranks
 
 pytestmark = forward_mode
 
@@ -78,16 +79,13 @@ VIEWS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("view", VIEWS)
-def test_a_view_gives_what_its_contiguous_copy_gives(view: str, name: str) -> None:
+@on_ranks({"shard": 1, "tensor": 2})
+def test_a_view_gives_what_its_contiguous_copy_gives(mesh: fs.Mesh, view: str, name: str) -> None:
     operation = OPERATIONS[name]
-
-    def main(mesh: fs.Mesh) -> None:
-        x = VIEWS[view](whole_number_tensor(mesh.rank, operation.sizes(2)))
-        if x.dtype not in operation.but and (operation.linear or not x.is_complex()):
-            copy = x.resolve_neg().resolve_conj().clone()
-            assert torch.equal(operation.run(x, mesh, "tensor"), operation.run(copy, mesh, "tensor"))
-
-    fs.simulate(main, {"shard": 1, "tensor": 2})
+    x = VIEWS[view](whole_number_tensor(mesh.rank, operation.sizes(2)))
+    if x.dtype not in operation.but and (operation.linear or not x.is_complex()):
+        copy = x.resolve_neg().resolve_conj().clone()
+        assert torch.equal(operation.run(x, mesh, "tensor"), operation.run(copy, mesh, "tensor"))
 
 
 @pytest.mark.parametrize("world", MESHES)
@@ -124,32 +122,26 @@ def test_tensors_without_elements_or_dimensions_are_tensors(world: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if "," not in name] + ["ppermute, one pair"])
-def test_a_tree_is_mapped_leaf_by_leaf_and_keeps_its_form(name: str) -> None:
+@on_ranks({"tensor": 2})
+def test_a_tree_is_mapped_leaf_by_leaf_and_keeps_its_form(mesh: fs.Mesh, name: str) -> None:
     operation = OPERATIONS[name]
-
-    def main(mesh: fs.Mesh) -> None:
-        call = lambda tree: operation.run(tree, mesh, "tensor")  # noqa: E731
-        first, second = (whole_number_tensor(mesh.rank, operation.sizes(2), salt=salt) for salt in (0, 1))
-        found = call({"b": [first, (second,)], "a": second, "none": None})
-        assert list(found) == ["b", "a", "none"]
-        assert isinstance(found["b"][1], tuple)
-        assert found["none"] is None
-        for leaf, alone in ((found["b"][0], first), (found["b"][1][0], second), (found["a"], second)):
-            assert torch.equal(leaf, call(alone))
-        assert call(()) == ()
-
-    fs.simulate(main, {"tensor": 2})
+    call = lambda tree: operation.run(tree, mesh, "tensor")  # noqa: E731
+    first, second = (whole_number_tensor(mesh.rank, operation.sizes(2), salt=salt) for salt in (0, 1))
+    found = call({"b": [first, (second,)], "a": second, "none": None})
+    assert list(found) == ["b", "a", "none"]
+    assert isinstance(found["b"][1], tuple)
+    assert found["none"] is None
+    for leaf, alone in ((found["b"][0], first), (found["b"][1][0], second), (found["a"], second)):
+        assert torch.equal(leaf, call(alone))
+    assert call(()) == ()
 
 
-def test_the_index_along_several_axes_counts_the_first_one_slowest() -> None:
+@on_ranks(MESHES["2x2x2"][0])
+def test_the_index_along_several_axes_counts_the_first_one_slowest(mesh: fs.Mesh) -> None:
     two = [("shard", "tensor"), ("tensor", "shard"), ("tensor", "replicate")]
-
-    def main(mesh: fs.Mesh) -> None:
-        for axis in ("tensor", "shard", "replicate", None, *two):
-            assert fs.axis_index(mesh, axis=axis) == line(mesh.rank, dict(mesh.shape), axis).index(mesh.rank), axis
-        assert fs.axis_index(mesh, axis=tuple(mesh.shape)) == mesh.rank
-
-    fs.simulate(main, MESHES["2x2x2"][0])
+    for axis in ("tensor", "shard", "replicate", None, *two):
+        assert fs.axis_index(mesh, axis=axis) == line(mesh.rank, dict(mesh.shape), axis).index(mesh.rank), axis
+    assert fs.axis_index(mesh, axis=tuple(mesh.shape)) == mesh.rank
 
 
 COMPLEX = r"pmax compares, and complex numbers have no order; found torch.complex64: pass x.abs\(\), or real and imaginary"
@@ -167,11 +159,10 @@ def test_what_has_no_sum_or_maximum_is_refused(name: str) -> None:
         fs.simulate(lambda mesh: call(x, mesh), 2)
 
 
-def test_a_maximum_is_nan_where_any_rank_has_nan() -> None:
-    def main(mesh: fs.Mesh) -> list[float]:
-        return fs.pmax(torch.tensor([mesh.rank, math.nan if mesh.rank == 0 else 1.0]), mesh, axis="tensor").tolist()
-
-    assert all(first == 1.0 and math.isnan(second) for first, second in fs.simulate(main, {"tensor": 2}))
+@on_ranks({"tensor": 2})
+def test_a_maximum_is_nan_where_any_rank_has_nan(mesh: fs.Mesh) -> None:
+    found = fs.pmax(torch.tensor([mesh.rank, math.nan if mesh.rank == 0 else 1.0]), mesh, axis="tensor")
+    torch.testing.assert_close(found, torch.tensor([1.0, math.nan]), equal_nan=True)
 
 
 # --- derivatives ----------------------------------------------------------------------------------
@@ -323,22 +314,19 @@ LOOPS = {
     [("jacrev", name) for name in OPERATIONS if "," not in name]
     + [(loop, name) for loop in LOOPS if loop != "jacrev" for name in ("psum", "all_to_all")],
 )
-def test_a_loop_over_unit_vectors_is_refused_where_it_would_mix_ranks(loop: str, name: str) -> None:
+@on_ranks({"shard": 2, "tensor": 2, "expert": 1})
+def test_a_loop_over_unit_vectors_is_refused_where_it_would_mix_ranks(mesh: fs.Mesh, loop: str, name: str) -> None:
     """Along an axis of one rank nothing is mixed, and the result is right."""
-
-    def main(mesh: fs.Mesh) -> None:
-        f = lambda x: curved(OPERATIONS[name].run(x, mesh, "tensor"))  # noqa: E731
-        alone = lambda x: curved(OPERATIONS[name].run(x, mesh, "expert"))  # noqa: E731
-        x = whole_number_tensor(mesh.rank, OPERATIONS[name].sizes(2))
-        title = "psum or pmean" if name in ("psum", "pmean") else f"{'pmax' if name == 'pmax' else name} along 'tensor'"
-        words = rf"would mix (rows|columns) at {title} on 2 ranks: .* of the transform's result"
-        with pytest.raises(RuntimeError, match=words):
-            LOOPS[loop](f)(x)
-        x = whole_number_tensor(mesh.rank, OPERATIONS[name].sizes(1))
-        plain = lambda x: curved(OPERATIONS[name].plain([x], 0))  # noqa: E731
-        torch.testing.assert_close(LOOPS[loop](alone)(x), LOOPS[loop](plain)(x))
-
-    fs.simulate(main, {"shard": 2, "tensor": 2, "expert": 1})
+    f = lambda x: curved(OPERATIONS[name].run(x, mesh, "tensor"))  # noqa: E731
+    alone = lambda x: curved(OPERATIONS[name].run(x, mesh, "expert"))  # noqa: E731
+    x = whole_number_tensor(mesh.rank, OPERATIONS[name].sizes(2))
+    title = "psum or pmean" if name in ("psum", "pmean") else f"{'pmax' if name == 'pmax' else name} along 'tensor'"
+    words = rf"would mix (rows|columns) at {title} on 2 ranks: .* of the transform's result"
+    with pytest.raises(RuntimeError, match=words):
+        LOOPS[loop](f)(x)
+    x = whole_number_tensor(mesh.rank, OPERATIONS[name].sizes(1))
+    plain = lambda x: curved(OPERATIONS[name].plain([x], 0))  # noqa: E731
+    torch.testing.assert_close(LOOPS[loop](alone)(x), LOOPS[loop](plain)(x))
 
 
 # --- events ---------------------------------------------------------------------------------------
@@ -376,18 +364,14 @@ RECORDED = {  # the operation, and what each rank of {"shard": 2, "tensor": 4} r
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_every_rank_of_an_axis_records_the_same_events(name: str) -> None:
+@on_ranks({"shard": 2, "tensor": 4})
+def test_every_rank_of_an_axis_records_the_same_events(mesh: fs.Mesh, name: str) -> None:
     run, wanted = RECORDED[name]
-
-    def main(mesh: fs.Mesh) -> list[fs.Event]:
-        with fs.record_events() as events:
-            run(torch.ones(4, 3, dtype=torch.float64), mesh)
-        return events
-
-    for events in fs.simulate(main, {"shard": 2, "tensor": 4}):
-        assert [(event.kind, event.bytes, event.axis, event.traffic) for event in events] == wanted
-        assert all((event.unit, event.buffer, event.dtype) == (None, "", "float64") for event in events)
-        assert all(event.ranks == {"shard": 2, "tensor": 4}[event.axis] for event in events)
+    with fs.record_events() as events:
+        run(torch.ones(4, 3, dtype=torch.float64), mesh)
+    assert [(event.kind, event.bytes, event.axis, event.traffic) for event in events] == wanted
+    assert all((event.unit, event.buffer, event.dtype) == (None, "", "float64") for event in events)
+    assert all(event.ranks == {"shard": 2, "tensor": 4}[event.axis] for event in events)
 
 
 def test_the_backward_records_the_adjoint_collectives() -> None:

@@ -1,6 +1,5 @@
 """Outside of transforms too, one node makes the leaves of a buffer, and does what it does under torch.func."""
 
-import gc
 import re
 import warnings
 
@@ -10,7 +9,7 @@ from torch.autograd import forward_ad
 
 import funcshard as fs
 from tests.core.units import by_hand, forward_mode
-from tests.ranks import run_simulated
+from tests.ranks import on_ranks, run_simulated
 from tests.storages import Log
 
 pytestmark = forward_mode
@@ -88,28 +87,24 @@ def test_forward_mode_outside_torch_func(strategy):
         close([forward_ad.unpack_dual(each).tangent.detach() for each in (out, grad)], [slope, product])
 
 
-def test_the_graph_is_freed_when_nothing_refers_to_it():
-    def main(mesh):
-        log = Log()
+@pytest.mark.usefixtures("without_garbage_collection")
+@on_ranks(2)
+def test_the_graph_is_freed_when_nothing_refers_to_it(mesh):
+    log = Log()
 
-        def f(leaves, x):
-            log(leaves["w"])
-            return layer(leaves, x)
+    def f(leaves, x):
+        log(leaves["w"])
+        return layer(leaves, x)
 
-        run, shard = setup(mesh, f=f)
-        shard.requires_grad_()
-        gc.disable()
-        try:
-            run(shard)
-            torch.autograd.grad(run(shard).square().sum(), shard)
-            (first,) = torch.autograd.grad(run(shard).square().sum(), shard, create_graph=True)
-            torch.autograd.grad(first.sum(), shard)
-            del first
-            return len(log), log.alive()
-        finally:
-            gc.enable()
-
-    assert fs.simulate(main, 2) == [(3, 0)] * 2
+    run, shard = setup(mesh, f=f)
+    shard.requires_grad_()
+    run(shard)
+    torch.autograd.grad(run(shard).square().sum(), shard)
+    (first,) = torch.autograd.grad(run(shard).square().sum(), shard, create_graph=True)
+    torch.autograd.grad(first.sum(), shard)
+    del first
+    assert len(log) == 3
+    assert log.alive() == 0
 
 
 def batched(mesh):

@@ -11,7 +11,7 @@ import torch
 import funcshard as fs
 from tests.core.units import by_hand, forward_mode
 from tests.pairwise import crossed
-from tests.ranks import run_ranks, run_simulated
+from tests.ranks import on_ranks, run_ranks, run_simulated
 
 pytestmark = forward_mode
 
@@ -78,22 +78,19 @@ def by_autograd(f: Any, x: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @crossed(transform=list(TRANSFORMS), world=[1, 2, 3, {"replicate": 2, "shard": 2}], precision=PRECISIONS)
-def test_transforms_give_what_plain_torch_gives(transform: str, world: Any, precision: Any) -> None:
+@on_ranks()
+def test_transforms_give_what_plain_torch_gives(mesh: fs.Mesh, transform: str, world: Any, precision: Any) -> None:
     run, batch = TRANSFORMS[transform]
     x, v = params(0, *batch), params(50, *batch)
     narrow = lambda leaves: {name: leaf.float() for name, leaf in leaves.items()} if precision else leaves  # noqa: E731
     wanted = run(lambda leaves: loss_of(narrow(leaves)), x, v)
     exact = {"rtol": 1e-6, "atol": 1e-6} if precision else {}
-
-    def main(mesh: fs.Mesh) -> None:
-        f, cut, _ = setup(mesh, precision)
-        found, whole = run(f, cut(x), cut(v)), wanted
-        if transform == "vmap over the last dim":
-            whole = {name: leaf.movedim(-1, 0) for name, leaf in whole.items()}
-            found = {key: local.movedim(-1, 0) for key, local in found.items()}
-        close(found, {key: local * mesh.world_size for key, local in cut(whole).items()}, **exact)
-
-    fs.simulate(main, world)
+    f, cut, _ = setup(mesh, precision)
+    found, whole = run(f, cut(x), cut(v)), wanted
+    if transform == "vmap over the last dim":
+        whole = {name: leaf.movedim(-1, 0) for name, leaf in whole.items()}
+        found = {key: local.movedim(-1, 0) for key, local in found.items()}
+    close(found, {key: local * mesh.world_size for key, local in cut(whole).items()}, **exact)
 
 
 WIDTH = 120  # a stack of 3 weights takes 170 kB: so large that ranks share its gathered memory
@@ -105,18 +102,16 @@ KINDS = {
 
 @pytest.mark.parametrize("name", ["weight", "bias"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_leaf_that_forward_modifies_is_named(kind: str, name: str) -> None:
+@on_ranks(2)
+def test_a_leaf_that_forward_modifies_is_named(mesh: fs.Mesh, kind: str, name: str) -> None:
     def apply(leaves: Any) -> torch.Tensor:
         leaves[name].detach().mul_(2.0)
         return leaves["weight"] @ leaves["bias"]
 
-    def main(mesh: fs.Mesh) -> None:
-        _, f, shards = by_hand(mesh, {"weight": torch.ones(WIDTH, WIDTH), "bias": torch.ones(WIDTH)}, apply)
-        words = r"^the forward of unit '\(root\)' modified a leaf in place, one of buffer 'float32'"
-        with pytest.raises(RuntimeError, match=words):
-            KINDS[kind](f, shards[""])
-
-    run_simulated(main, 2)
+    _, f, shards = by_hand(mesh, {"weight": torch.ones(WIDTH, WIDTH), "bias": torch.ones(WIDTH)}, apply)
+    words = r"^the forward of unit '\(root\)' modified a leaf in place, one of buffer 'float32'"
+    with pytest.raises(RuntimeError, match=words):
+        KINDS[kind](f, shards[""])
 
 
 def give_out(mesh: fs.Mesh, kind: str) -> tuple[bool, ...]:

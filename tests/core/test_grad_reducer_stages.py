@@ -15,7 +15,7 @@ from funcshard._utils import tree
 from funcshard.core.grad_reducer import GradReducer
 from tests.core.units import each_by_hand, of_module, recorded, same_bits
 from tests.pairwise import crossed
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 GRID = {"replicate": 2, "shard": 2}
 UNITS = ["0", "2", "4"]
@@ -51,19 +51,17 @@ def whole() -> dict[str, torch.Tensor]:
     strategy=["full_shard", "shard_grad_op", "no_shard"],
     bucket_bytes=[0, 1 << 20],
 )
+@on_ranks()
 def test_gradients_are_the_unsharded_ones_and_the_collectives_the_predicted_ones(
-    world: Any, strategy: str, bucket_bytes: int
+    mesh: fs.Mesh, world: Any, strategy: str, bucket_bytes: int
 ) -> None:
-    def main(mesh: fs.Mesh) -> None:
-        plan, sharded, shards, loss_fn, mine = setup(mesh, strategy=strategy, bucket_bytes=bucket_bytes)
-        for reduce in ({"*": "once"},) if bucket_bytes else ({"2": "once"}, {"**": "shard_each", "0": "each", "4": "once"}):
-            (_, grads), events = recorded(fs.accumulate(loss_fn, MICRO, reduce=reduce), shards, mine)
-            not_saved = {"0"}.intersection(plan.units)  # a group of small units is needed
-            wanted = fs.predict_events(plan, sharded.schedule, micro_batches=MICRO, reduce=reduce, not_saved=not_saved)
-            assert events == wanted
-            torch.testing.assert_close(fs.gather(grads, plan, mesh), whole())
-
-    fs.simulate(main, world)
+    plan, sharded, shards, loss_fn, mine = setup(mesh, strategy=strategy, bucket_bytes=bucket_bytes)
+    for reduce in ({"*": "once"},) if bucket_bytes else ({"2": "once"}, {"**": "shard_each", "0": "each", "4": "once"}):
+        (_, grads), events = recorded(fs.accumulate(loss_fn, MICRO, reduce=reduce), shards, mine)
+        not_saved = {"0"}.intersection(plan.units)  # a group of small units is needed
+        wanted = fs.predict_events(plan, sharded.schedule, micro_batches=MICRO, reduce=reduce, not_saved=not_saved)
+        assert events == wanted
+        torch.testing.assert_close(fs.gather(grads, plan, mesh), whole())
 
 
 def predicted_on(world: Any, reduce: Any, **options: Any) -> Any:
@@ -118,21 +116,18 @@ def test_between_micro_batches_only_a_slice_of_each_gradient_is_kept(monkeypatch
 
 
 @pytest.mark.parametrize("reduce", ["each", "once", "shard_each", {"a": "shard_each"}], ids=str)
-def test_a_unit_that_the_last_micro_batch_leaves_out_is_all_reduced_all_the_same(reduce: Any) -> None:
+@on_ranks(GRID)
+def test_a_unit_that_the_last_micro_batch_leaves_out_is_all_reduced_all_the_same(mesh: fs.Mesh, reduce: Any) -> None:
     params = {"a": torch.linspace(1, 2, 5), "b": torch.linspace(3, 4, 5)}
-
-    def main(mesh: fs.Mesh) -> Any:
-        functions = dict.fromkeys(params, lambda leaf, x: (leaf * leaf * x).sum())
-        plan, f, shards = each_by_hand(mesh, params, functions, how=lambda f: f)
-        twice = lambda s, x: f["a"](s["a"], x) + f["a"](s["a"], x)  # noqa: E731
-        loss_fn = lambda s, x: f["b"](s["b"], x) + (twice(s, x) if x > 0 else 0.0)  # noqa: E731
-        (_, grads), events = recorded(fs.accumulate(loss_fn, 3, reduce=reduce), shards, torch.tensor([3.0, 6.0, -1.0]))
-        times = [event.unit for event in events if event.kind == "all_reduce"].count("a")
-        assert reduce == "each" or times == 1
-        return fs.gather(grads, plan, mesh)
-
-    for grads in fs.simulate(main, GRID):
-        torch.testing.assert_close(grads, {"a": 2 * 2 * params["a"] * 3, "b": 2 * params["b"] * 8 / 3})
+    functions = dict.fromkeys(params, lambda leaf, x: (leaf * leaf * x).sum())
+    plan, f, shards = each_by_hand(mesh, params, functions, how=lambda f: f)
+    twice = lambda s, x: f["a"](s["a"], x) + f["a"](s["a"], x)  # noqa: E731
+    loss_fn = lambda s, x: f["b"](s["b"], x) + (twice(s, x) if x > 0 else 0.0)  # noqa: E731
+    (_, grads), events = recorded(fs.accumulate(loss_fn, 3, reduce=reduce), shards, torch.tensor([3.0, 6.0, -1.0]))
+    times = [event.unit for event in events if event.kind == "all_reduce"].count("a")
+    assert reduce == "each" or times == 1
+    grads = fs.gather(grads, plan, mesh)
+    torch.testing.assert_close(grads, {"a": 2 * 2 * params["a"] * 3, "b": 2 * params["b"] * 8 / 3})
 
 
 @pytest.mark.parametrize("reduce", ["each", "once", "shard_each"])
@@ -179,17 +174,15 @@ def test_without_a_second_stage_the_hook_sees_the_whole_sum_and_copies_see_their
         torch.testing.assert_close(total, grad * len(results))
 
 
-def test_sums_that_wait_have_the_reduce_dtype() -> None:
-    def main(mesh: fs.Mesh) -> None:
-        precision, dtypes = fs.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32), set()
-        _, _, shards, loss_fn, mine = setup(mesh, torch.float32, precision=precision)
-        hook = lambda unit, key, partial: dtypes.add(partial.dtype)  # noqa: E731
-        evaluate = fs.accumulate(lambda s, x: loss_fn(s, x).float(), 2, reduce="shard_each", on_reduce_scattered=hook)
-        grads = tree.leaves(evaluate(shards, mine)[1])
-        assert dtypes == {torch.float32}
-        assert all(leaf.dtype == torch.float32 and leaf.isfinite().all() for leaf in grads)
-
-    fs.simulate(main, GRID)
+@on_ranks(GRID)
+def test_sums_that_wait_have_the_reduce_dtype(mesh: fs.Mesh) -> None:
+    precision, dtypes = fs.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32), set()
+    _, _, shards, loss_fn, mine = setup(mesh, torch.float32, precision=precision)
+    hook = lambda unit, key, partial: dtypes.add(partial.dtype)  # noqa: E731
+    evaluate = fs.accumulate(lambda s, x: loss_fn(s, x).float(), 2, reduce="shard_each", on_reduce_scattered=hook)
+    grads = tree.leaves(evaluate(shards, mine)[1])
+    assert dtypes == {torch.float32}
+    assert all(leaf.dtype == torch.float32 and leaf.isfinite().all() for leaf in grads)
 
 
 # --- mistakes -------------------------------------------------------------------------------------

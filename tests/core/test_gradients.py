@@ -13,7 +13,7 @@ import funcshard as fs
 from funcshard._utils import tree
 from tests.core.units import by_hand, each_by_hand, forward_mode, of_module, recorded
 from tests.pairwise import crossed
-from tests.ranks import run_ranks, run_simulated
+from tests.ranks import on_ranks, run_ranks, run_simulated
 
 PARAMS = {"a": torch.linspace(1, 2, 5), "b": {"c": torch.linspace(-1, 1, 7)}}
 STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
@@ -35,44 +35,42 @@ def weighted_loss(root, inner):
     return loss_fn
 
 
-def test_aux_and_the_rest_of_the_arguments_pass_through():
-    def main(mesh):
-        _, shards, root, _ = units_of(mesh)
-        evaluate = fs.value_and_grad(lambda s, x, *, y: (root(s[""], x), {"y": y}), has_aux=True)
-        (loss, aux), grads = evaluate(shards, 2.0, y="kept")
-        return loss.requires_grad, aux, list(grads)
-
-    assert fs.simulate(main, 2) == [(False, {"y": "kept"}, ["", "b"])] * 2
-
-
-def test_a_shard_that_the_loss_does_not_use_has_a_gradient_of_zeros():
-    def main(mesh):
-        _, shards, root, _ = units_of(mesh)
-        return fs.value_and_grad(lambda s: root(s[""], 1.0))(shards)[1]["b"]["float32"]
-
-    assert all(torch.equal(grad, torch.zeros(4)) and not grad.requires_grad for grad in fs.simulate(main, 2))
+@on_ranks(2)
+def test_aux_and_the_rest_of_the_arguments_pass_through(mesh):
+    _, shards, root, _ = units_of(mesh)
+    evaluate = fs.value_and_grad(lambda s, x, *, y: (root(s[""], x), {"y": y}), has_aux=True)
+    (loss, aux), grads = evaluate(shards, 2.0, y="kept")
+    assert not loss.requires_grad
+    assert aux == {"y": "kept"}
+    assert list(grads) == ["", "b"]
 
 
-def test_the_callers_shards_are_left_alone():
-    def main(mesh):
-        _, shards, _, inner = units_of(mesh)
-        local = shards["b"]["float32"]
-        before = local.clone()
-        with torch.no_grad():
-            fs.value_and_grad(lambda s: inner(s["b"], 1.0))(shards)
-        return torch.equal(local, before), local.requires_grad, local.grad
-
-    assert fs.simulate(main, 2) == [(True, False, None)] * 2
+@on_ranks(2)
+def test_a_shard_that_the_loss_does_not_use_has_a_gradient_of_zeros(mesh):
+    _, shards, root, _ = units_of(mesh)
+    grad = fs.value_and_grad(lambda s: root(s[""], 1.0))(shards)[1]["b"]["float32"]
+    assert torch.equal(grad, torch.zeros(4))
+    assert not grad.requires_grad
 
 
-def test_shards_may_be_transformed_before_they_are_gathered():
-    def main(mesh):
-        plan, shards, _, inner = units_of(mesh)
-        halved = lambda unit: {key: local * 0.5 for key, local in unit.items()}  # noqa: E731
-        return fs.gather(fs.value_and_grad(lambda s: inner(halved(s["b"]), 1.0))(shards)[1], plan, mesh)["b"]["c"]
+@on_ranks(2)
+def test_the_callers_shards_are_left_alone(mesh):
+    _, shards, _, inner = units_of(mesh)
+    local = shards["b"]["float32"]
+    before = local.clone()
+    with torch.no_grad():
+        fs.value_and_grad(lambda s: inner(s["b"], 1.0))(shards)
+    assert torch.equal(local, before)
+    assert not local.requires_grad
+    assert local.grad is None
 
-    for grad in fs.simulate(main, 2):
-        torch.testing.assert_close(grad, 0.5 * PARAMS["b"]["c"])
+
+@on_ranks(2)
+def test_shards_may_be_transformed_before_they_are_gathered(mesh):
+    plan, shards, _, inner = units_of(mesh)
+    halved = lambda unit: {key: local * 0.5 for key, local in unit.items()}  # noqa: E731
+    grad = fs.gather(fs.value_and_grad(lambda s: inner(halved(s["b"]), 1.0))(shards)[1], plan, mesh)["b"]["c"]
+    torch.testing.assert_close(grad, 0.5 * PARAMS["b"]["c"])
 
 
 INNER = {
@@ -84,19 +82,17 @@ INNER = {
 
 @pytest.mark.parametrize("reduce", ["each", "once"])
 @pytest.mark.parametrize("how", INNER)
-def test_an_inner_gradient_inside_the_loss_is_not_mistaken_for_the_reducers_own(how, reduce):
-    def main(mesh):
-        plan, shards, _, inner = units_of(mesh)
+@on_ranks(2)
+def test_an_inner_gradient_inside_the_loss_is_not_mistaken_for_the_reducers_own(mesh, how, reduce):
+    plan, shards, _, inner = units_of(mesh)
 
-        def f(s):  # computed again inside the reducer's own backward
-            (by_c,) = torch.autograd.grad(inner(s["b"], 1.0), s["b"]["float32"], create_graph=True)
-            return fs.psum((by_c / mesh.world_size).square().sum(), mesh)
+    def f(s):  # computed again inside the reducer's own backward
+        (by_c,) = torch.autograd.grad(inner(s["b"], 1.0), s["b"]["float32"], create_graph=True)
+        return fs.psum((by_c / mesh.world_size).square().sum(), mesh)
 
-        evaluate = fs.accumulate(lambda s, _: INNER[how](f)(s), 2, reduce=reduce)
-        return fs.gather(evaluate(shards, torch.zeros(2))[1], plan, mesh)["b"]["c"]
-
-    for grad in fs.simulate(main, 2):  # d/dc of |2c|^2
-        torch.testing.assert_close(grad, 8 * PARAMS["b"]["c"])
+    evaluate = fs.accumulate(lambda s, _: INNER[how](f)(s), 2, reduce=reduce)
+    grad = fs.gather(evaluate(shards, torch.zeros(2))[1], plan, mesh)["b"]["c"]  # d/dc of |2c|^2
+    torch.testing.assert_close(grad, 8 * PARAMS["b"]["c"])
 
 
 def test_transforms_around_are_refused():
@@ -131,92 +127,80 @@ def test_what_is_no_loss_and_no_weight_is_refused(name):
         fs.value_and_grad(lambda s: result, **options)({"": {"float32": torch.ones(2)}})
 
 
-def test_weights_are_added_without_rounding():
-    def main(mesh):
-        _, shards, root, inner = units_of(mesh)
-        own = [1, 2**24 + 1][mesh.rank]  # which float32 cannot hold
-        (_, weight), _ = fs.value_and_grad(weighted_loss(root, inner), weighted=True)(shards, [1.0], own)
-        return weight.item()
-
-    assert fs.simulate(main, 2) == [2**24 + 2] * 2
+@on_ranks(2)
+def test_weights_are_added_without_rounding(mesh):
+    _, shards, root, inner = units_of(mesh)
+    own = [1, 2**24 + 1][mesh.rank]  # which float32 cannot hold
+    (_, weight), _ = fs.value_and_grad(weighted_loss(root, inner), weighted=True)(shards, [1.0], own)
+    assert weight.item() == 2**24 + 2
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("nothing", [math.nan, math.inf, -math.inf, 7.0], ids=str)
-def test_what_a_rank_of_weight_zero_computes_counts_nothing(nothing, strategy):
-    def main(mesh):
-        plan, shards, root, inner = units_of(mesh, strategy=strategy)
+@on_ranks(3)
+def test_what_a_rank_of_weight_zero_computes_counts_nothing(mesh, nothing, strategy):
+    plan, shards, root, inner = units_of(mesh, strategy=strategy)
 
-        def loss_fn(s, x, weight):
-            direct = mesh.world_size * (s["b"]["float32"] * x).sum()
-            return root(s[""], x) + inner(s["b"], x) + 0 * direct, weight, {"x": x}
+    def loss_fn(s, x, weight):
+        direct = mesh.world_size * (s["b"]["float32"] * x).sum()
+        return root(s[""], x) + inner(s["b"], x) + 0 * direct, weight, {"x": x}
 
-        x, weight = (nothing, 0) if mesh.rank == 1 else (2.0 + mesh.rank, 1)
-        (loss, total, aux), grads = fs.value_and_grad(loss_fn, has_aux=True, weighted=True)(shards, x, weight)
-        assert total == 2
-        assert aux["x"] is x
-        return loss, fs.gather(grads, plan, mesh)
-
-    for found in fs.simulate(main, 3):
-        grads = {"a": torch.full((5,), 3.0), "b": {"c": 6 * PARAMS["b"]["c"]}}
-        torch.testing.assert_close(found, (3 * (PARAMS["a"].sum() + (PARAMS["b"]["c"] ** 2).sum()), grads))
+    x, weight = (nothing, 0) if mesh.rank == 1 else (2.0 + mesh.rank, 1)
+    (loss, total, aux), grads = fs.value_and_grad(loss_fn, has_aux=True, weighted=True)(shards, x, weight)
+    assert total == 2
+    assert aux["x"] is x
+    found = loss, fs.gather(grads, plan, mesh)
+    grads = {"a": torch.full((5,), 3.0), "b": {"c": 6 * PARAMS["b"]["c"]}}
+    torch.testing.assert_close(found, (3 * (PARAMS["a"].sum() + (PARAMS["b"]["c"] ** 2).sum()), grads))
 
 
-def test_a_world_without_data_has_loss_and_gradients_of_zero():
-    def main(mesh):
-        _, shards, root, inner = units_of(mesh)
-        (loss, weight), grads = fs.value_and_grad(weighted_loss(root, inner), weighted=True)(shards, [math.nan], 0)
-        return loss.item(), weight.item(), [grad.abs().sum().item() for grad in tree.leaves(grads)]
-
-    assert fs.simulate(main, 2) == [(0.0, 0.0, [0.0, 0.0])] * 2
-
-
-def test_what_ranks_share_through_psum_reaches_a_rank_of_weight_zero():
-    def main(mesh):
-        plan, shards, root, _ = units_of(mesh)
-        loss_fn = lambda s: (fs.psum(root(s[""], mesh.rank + 1.0), mesh), 1 - mesh.rank)  # noqa: E731
-        (_, weight), grads = fs.value_and_grad(loss_fn, weighted=True)(shards)
-        assert weight == 1
-        return fs.gather(grads, plan, mesh)["a"]
-
-    for grad in fs.simulate(main, 2):  # rank 0's loss depends on rank 1's value too
-        torch.testing.assert_close(grad, torch.full((5,), 3.0))
+@on_ranks(2)
+def test_a_world_without_data_has_loss_and_gradients_of_zero(mesh):
+    _, shards, root, inner = units_of(mesh)
+    (loss, weight), grads = fs.value_and_grad(weighted_loss(root, inner), weighted=True)(shards, [math.nan], 0)
+    assert loss.item() == 0.0
+    assert weight.item() == 0.0
+    assert [grad.abs().sum().item() for grad in tree.leaves(grads)] == [0.0, 0.0]
 
 
-def test_local_leaves_have_their_own_ranks_gradient_whatever_the_weights():
-    def main(mesh):
-        _, shards, root, inner = units_of(mesh, local=["b.c"])
-        evaluate = fs.value_and_grad(weighted_loss(root, inner), weighted=True)
-        return tree.leaves(evaluate(shards, [2.0 if mesh.rank else math.nan], 3 * mesh.rank)[1]["b"])[0]
+@on_ranks(2)
+def test_what_ranks_share_through_psum_reaches_a_rank_of_weight_zero(mesh):
+    plan, shards, root, _ = units_of(mesh)
+    loss_fn = lambda s: (fs.psum(root(s[""], mesh.rank + 1.0), mesh), 1 - mesh.rank)  # noqa: E731
+    (_, weight), grads = fs.value_and_grad(loss_fn, weighted=True)(shards)
+    assert weight == 1
+    grad = fs.gather(grads, plan, mesh)["a"]  # rank 0's loss depends on rank 1's value too
+    torch.testing.assert_close(grad, torch.full((5,), 3.0))
 
-    zero, *others = fs.simulate(main, 3)
-    assert torch.equal(zero, torch.zeros(7))
-    for grad in others:
-        torch.testing.assert_close(grad, 4 * PARAMS["b"]["c"])
+
+@on_ranks(3)
+def test_local_leaves_have_their_own_ranks_gradient_whatever_the_weights(mesh):
+    _, shards, root, inner = units_of(mesh, local=["b.c"])
+    evaluate = fs.value_and_grad(weighted_loss(root, inner), weighted=True)
+    (grad,) = evaluate(shards, [2.0 if mesh.rank else math.nan], 3 * mesh.rank)[1]["b"].values()
+    torch.testing.assert_close(grad, 4 * PARAMS["b"]["c"] if mesh.rank else torch.zeros(7))
 
 
 @crossed(how=["in place", "returned"], strategy=STRATEGIES, world=[1, 3, {"replicate": 2, "shard": 2}])
-def test_masking_before_the_reduction_is_masking_each_ranks_gradient(world, strategy, how):
-    def main(mesh):
-        plan, shards, root, inner = units_of(mesh, strategy=strategy)
+@on_ranks()
+def test_masking_before_the_reduction_is_masking_each_ranks_gradient(mesh, world, strategy, how):
+    plan, shards, root, inner = units_of(mesh, strategy=strategy)
 
-        def freeze_element_3(unit, grads):  # on rank 0 only: a mask after the reduction could not do that
-            if "a" not in grads or mesh.rank > 0:
-                return None
-            if how == "in place":
-                grads["a"][3] = 0
-                return None
-            return {"a": grads["a"] * (torch.arange(5) != 3)}
+    def freeze_element_3(unit, grads):  # on rank 0 only: a mask after the reduction could not do that
+        if "a" not in grads or mesh.rank > 0:
+            return None
+        if how == "in place":
+            grads["a"][3] = 0
+            return None
+        return {"a": grads["a"] * (torch.arange(5) != 3)}
 
-        loss_fn = lambda s, x: root(s[""], x) + inner(s["b"], x)  # noqa: E731
-        _, grads = fs.value_and_grad(loss_fn, on_grads=freeze_element_3)(shards, mesh.rank + 1.0)
-        ranks = range(1, mesh.world_size + 1)
-        of_a = torch.full((5,), sum(ranks) / len(ranks))
-        of_a[3] -= 1 / len(ranks)
-        wanted = {"a": of_a, "b": {"c": 2 * PARAMS["b"]["c"] * sum(ranks) / len(ranks)}}
-        torch.testing.assert_close(fs.gather(grads, plan, mesh), wanted)
-
-    fs.simulate(main, world)
+    loss_fn = lambda s, x: root(s[""], x) + inner(s["b"], x)  # noqa: E731
+    _, grads = fs.value_and_grad(loss_fn, on_grads=freeze_element_3)(shards, mesh.rank + 1.0)
+    ranks = range(1, mesh.world_size + 1)
+    of_a = torch.full((5,), sum(ranks) / len(ranks))
+    of_a[3] -= 1 / len(ranks)
+    wanted = {"a": of_a, "b": {"c": 2 * PARAMS["b"]["c"] * sum(ranks) / len(ranks)}}
+    torch.testing.assert_close(fs.gather(grads, plan, mesh), wanted)
 
 
 W3 = {"w": torch.ones(3)}
@@ -283,18 +267,14 @@ def test_parts_of_a_model_on_meshes_of_their_own_train_as_unsharded(run, shape, 
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["mean", "weighted"])
-def test_a_loss_of_one_element_is_returned_as_a_scalar(weighted):
-    def main(mesh):
-        plan, f, shards = by_hand(mesh, {"w": torch.ones(4)}, lambda leaves, x: (leaves["w"] * x).sum().view(1))
-        loss_fn = lambda s, x: (f(s[""], x.mean()), 3) if weighted else f(s[""], x.mean())  # noqa: E731
-        found = []
-        for grad in (fs.value_and_grad(loss_fn, weighted=weighted), fs.accumulate(loss_fn, 2, weighted=weighted)):
-            value, grads = grad(shards, torch.arange(4.0))
-            loss = value[0] if weighted else value
-            found.append((loss.shape, loss.item(), fs.gather(grads, plan, mesh)["w"].tolist()))
-        return found
-
-    assert fs.simulate(main, 2)[1] == [((), 6.0, [1.5] * 4)] * 2
+@on_ranks(2)
+def test_a_loss_of_one_element_is_returned_as_a_scalar(mesh, weighted):
+    plan, f, shards = by_hand(mesh, {"w": torch.ones(4)}, lambda leaves, x: (leaves["w"] * x).sum().view(1))
+    loss_fn = lambda s, x: (f(s[""], x.mean()), 3) if weighted else f(s[""], x.mean())  # noqa: E731
+    for evaluate in (fs.value_and_grad(loss_fn, weighted=weighted), fs.accumulate(loss_fn, 2, weighted=weighted)):
+        value, grads = evaluate(shards, torch.arange(4.0))
+        loss = value[0] if weighted else value
+        assert (loss.shape, loss.item(), fs.gather(grads, plan, mesh)["w"].tolist()) == ((), 6.0, [1.5] * 4)
 
 
 # --- a backward inside backward ---------------------------------------------------------------------
@@ -360,33 +340,26 @@ def test_a_hook_that_a_backward_inside_backward_would_miss_is_an_error(strategy,
 @forward_mode
 @pytest.mark.parametrize("hook", ["on_grads", "on_reduce_scattered"])
 def test_a_hook_that_a_transform_of_shards_would_miss_is_an_error(hook):
-    def main(mesh):
-        _, f, shards = by_hand(mesh, W3, lambda leaves: leaves["w"].square().sum())
-        shards = shards[""]
-        slope = lambda shards: torch.func.jvp(f, (shards,), (shards,))[1]  # noqa: E731
-        plain = fs.value_and_grad(slope)(shards)[1]
-        constant = lambda shards: f(shards) + slope({"float32": shards["float32"].detach()})  # noqa: E731
-        fs.value_and_grad(constant, **{hook: double})(shards)  # its own gradient alone
-        with pytest.raises(ValueError, match=f"{hook} needs .* a torch.func transform inside loss_fn .*: leave this out"):
-            fs.value_and_grad(slope, **{hook: double})(shards)
-        return plain["float32"].tolist()
-
-    assert fs.simulate(main, 1) == [[4.0, 4.0, 4.0]]
+    _, f, shards = by_hand(fs.Mesh(), W3, lambda leaves: leaves["w"].square().sum())
+    slope = lambda shards: torch.func.jvp(f, (shards,), (shards,))[1]  # noqa: E731
+    assert fs.value_and_grad(slope)(shards[""])[1]["float32"].tolist() == [4.0, 4.0, 4.0]
+    constant = lambda shards: f(shards) + slope({"float32": shards["float32"].detach()})  # noqa: E731
+    fs.value_and_grad(constant, **{hook: double})(shards[""])  # its own gradient alone
+    with pytest.raises(ValueError, match=f"{hook} needs .* a torch.func transform inside loss_fn .*: leave this out"):
+        fs.value_and_grad(slope, **{hook: double})(shards[""])
 
 
-def test_an_output_that_is_kept_with_its_graph_keeps_no_gradient_of_its_step():
-    def main(mesh):
-        _, f, shards = by_hand(mesh, {"w": torch.ones(8)}, lambda leaves, x: leaves["w"] * x)
-        kept = []
+@on_ranks(2)
+def test_an_output_that_is_kept_with_its_graph_keeps_no_gradient_of_its_step(mesh):
+    _, f, shards = by_hand(mesh, {"w": torch.ones(8)}, lambda leaves, x: leaves["w"] * x)
+    kept = []
 
-        def loss_fn(shards, x):
-            kept.append(f(shards[""], x))
-            return kept[-1].sum()
+    def loss_fn(shards, x):
+        kept.append(f(shards[""], x))
+        return kept[-1].sum()
 
-        grads = fs.value_and_grad(loss_fn)(shards, 2.0)[1]
-        held = [StorageWeakRef(leaf.untyped_storage()) for unit in grads.values() for leaf in unit.values()]
-        del grads
-        assert kept[0].grad_fn is not None
-        return [ref.expired() for ref in held]
-
-    assert fs.simulate(main, 2) == [[True]] * 2
+    grads = fs.value_and_grad(loss_fn)(shards, 2.0)[1]
+    held = [StorageWeakRef(leaf.untyped_storage()) for unit in grads.values() for leaf in unit.values()]
+    del grads
+    assert kept[0].grad_fn is not None
+    assert [ref.expired() for ref in held] == [True]

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import funcshard as fs
 from tests.core.units import by_hand, each_by_hand, of_module, recorded, same_bits
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 GRID = {"replicate": 2, "shard": 2}
 FP16, FP32 = torch.float16, torch.float32
@@ -100,21 +100,18 @@ def test_a_power_of_two_divides_before_the_sum_and_the_rest_after_it(world: Any,
 
 
 @pytest.mark.parametrize("reduce", ["each", "once", "shard_each"])
-def test_it_changes_no_bit_of_gradients_of_ordinary_size(reduce: str) -> None:
+@on_ranks(GRID)
+def test_it_changes_no_bit_of_gradients_of_ordinary_size(mesh: fs.Mesh, reduce: str) -> None:
     params = {name: torch.linspace(1, 2, 5) for name in "ab"}
-
-    def main(mesh: fs.Mesh) -> None:
-        found = []
-        for divide in (False, True):
-            precision = fs.MixedPrecision(FP16, keep_low_precision_grads=True, divide_before_reduce=divide)
-            functions = dict.fromkeys(params, lambda w, x: w * w * x)
-            _, f, shards = each_by_hand(mesh, params, functions, precision=precision)
-            loss_fn = lambda s, x, f=f: f["a"](s["a"], f["b"](s["b"], x)).float().mean()  # noqa: E731
-            x = torch.linspace(1, 2, 4, dtype=FP16)[:, None] + mesh.rank / 8
-            found.append(fs.accumulate(loss_fn, 2, reduce=reduce)(shards, x)[1])
-        same_bits(found[0], found[1])
-
-    fs.simulate(main, GRID)
+    found = []
+    for divide in (False, True):
+        precision = fs.MixedPrecision(FP16, keep_low_precision_grads=True, divide_before_reduce=divide)
+        functions = dict.fromkeys(params, lambda w, x: w * w * x)
+        _, f, shards = each_by_hand(mesh, params, functions, precision=precision)
+        loss_fn = lambda s, x, f=f: f["a"](s["a"], f["b"](s["b"], x)).float().mean()  # noqa: E731
+        x = torch.linspace(1, 2, 4, dtype=FP16)[:, None] + mesh.rank / 8
+        found.append(fs.accumulate(loss_fn, 2, reduce=reduce)(shards, x)[1])
+    same_bits(found[0], found[1])
 
 
 # --- tensors that are no shards -------------------------------------------------------------------

@@ -8,6 +8,7 @@ from funcshard._utils import tree
 from tests.core.test_gradients import PARAMS, units_of
 from tests.core.units import by_hand
 from tests.pairwise import crossed
+from tests.ranks import on_ranks
 
 
 def test_a_mesh_that_is_given_is_the_one_of_the_units():
@@ -106,17 +107,15 @@ def test_a_gradient_inside_a_loss_tells_the_world_of_the_loss_around_it():
     assert second.tolist() == [0.5, 0.5, 0.0]
 
 
-def test_local_leaves_may_lie_on_meshes_of_other_axes():
-    def main(mesh):
-        shapes = [mesh.shape, {"shard": 4, "tensor": 1}, {"replicate": 2, "shard": 2}]
-        params, total = {"w": torch.tensor([1.0, 2.0])}, lambda leaves: leaves["w"].sum()
-        parts = [by_hand(mesh.reshaped(shape), params, total, local={"w": "shard"}) for shape in shapes]
-        loss_fn = lambda s: sum(f(own[""]) for (_, f, _), own in zip(parts, s, strict=True))  # noqa: E731
-        for evaluate in (fs.value_and_grad(loss_fn), fs.value_and_grad(lambda s: (loss_fn(s), 2.0), weighted=True)):
-            for own in evaluate([shards for _, _, shards in parts])[1]:  # the mean over the ranks with the same values
-                assert [grad.tolist() for grad in own[""].values()] == [[1.0, 1.0]]
-
-    fs.simulate(main, 4)
+@on_ranks(4)
+def test_local_leaves_may_lie_on_meshes_of_other_axes(mesh):
+    shapes = [mesh.shape, {"shard": 4, "tensor": 1}, {"replicate": 2, "shard": 2}]
+    params, total = {"w": torch.tensor([1.0, 2.0])}, lambda leaves: leaves["w"].sum()
+    parts = [by_hand(mesh.reshaped(shape), params, total, local={"w": "shard"}) for shape in shapes]
+    loss_fn = lambda s: sum(f(own[""]) for (_, f, _), own in zip(parts, s, strict=True))  # noqa: E731
+    for evaluate in (fs.value_and_grad(loss_fn), fs.value_and_grad(lambda s: (loss_fn(s), 2.0), weighted=True)):
+        for own in evaluate([shards for _, _, shards in parts])[1]:  # the mean over the ranks with the same values
+            assert [grad.tolist() for grad in own[""].values()] == [[1.0, 1.0]]
 
 
 # --- a loss without a gradient --------------------------------------------------------------------

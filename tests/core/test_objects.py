@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import funcshard as fs
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 VALUE = {"name": "ä\U0001f600", "numbers": [1, 2**200, 0.1, -0.0, math.inf, True, None], "empty": [{}, []]}
 
@@ -35,15 +35,12 @@ BAD: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_json_cannot_hold_is_said_on_every_rank_and_the_mesh_goes_on(name: str) -> None:
+@on_ranks(2)
+def test_what_json_cannot_hold_is_said_on_every_rank_and_the_mesh_goes_on(mesh: fs.Mesh, name: str) -> None:
     value, words = BAD[name]
-
-    def main(mesh: fs.Mesh) -> None:
-        with pytest.raises(TypeError, match=words):
-            fs.broadcast_object(value if mesh.rank == 0 else None, mesh)
-        assert fs.psum(torch.ones(1), mesh).item() == 2
-
-    fs.simulate(main, 2)
+    with pytest.raises(TypeError, match=words):
+        fs.broadcast_object(value if mesh.rank == 0 else None, mesh)
+    assert fs.psum(torch.ones(1), mesh).item() == 2
 
 
 def test_the_source_is_a_rank() -> None:

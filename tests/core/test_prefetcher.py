@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import re
 import warnings
@@ -20,7 +19,7 @@ from funcshard.comm.topology import Topology
 from funcshard.core.buffer_comm import AllGatherHandle, BufferComm
 from funcshard.core.prefetcher import Prefetcher
 from tests.core.units import of_module, recorded, requiring_grad, same_bits
-from tests.ranks import run_ranks, run_simulated
+from tests.ranks import on_ranks, run_ranks, run_simulated
 from tests.storages import Log, LoggedBlock
 
 WIDTH, BLOCKS = 6, 5
@@ -68,27 +67,24 @@ def steps(mesh, module, schedule=None, orders=(range(BLOCKS), range(BLOCKS))):
 
 @pytest.mark.parametrize(("backward", "ahead"), [("pre", ["2"]), ("post", []), (None, [])], ids=str)
 @pytest.mark.parametrize("spared", [[], ["2"]], ids=["", "on demand"])
-def test_the_last_unit_is_gathered_when_the_gradient_of_the_output_arrives(backward, ahead, spared):
+@on_ranks(2)
+def test_the_last_unit_is_gathered_when_the_gradient_of_the_output_arrives(mesh, backward, ahead, spared):
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    schedule = {"backward_prefetch": backward, "on_demand": spared}
+    plan, sharded, shards = of_module(mesh, net, ["*"], schedule=schedule)
+    seen = []
 
-    def main(mesh):
-        schedule = {"backward_prefetch": backward, "on_demand": spared}
-        plan, sharded, shards = of_module(mesh, net, ["*"], schedule=schedule)
-        seen = []
+    def loss_fn(s):
+        out = sharded(s, {}, batch_of(mesh))
+        forward, loss = len(events), out.square()
+        for tensor in (out, loss):  # of out it runs after the older hook, which begins the backward prefetch
+            tensor.register_hook(lambda _: seen.append([event.unit for event in events[forward:]]))
+        return loss.sum()
 
-        def loss_fn(s):
-            out = sharded(s, {}, batch_of(mesh))
-            forward, loss = len(events), out.square()
-            for tensor in (out, loss):  # of out it runs after the older hook, which begins the backward prefetch
-                tensor.register_hook(lambda _: seen.append([event.unit for event in events[forward:]]))
-            return loss.sum()
-
-        with fs.record_events() as events:
-            fs.value_and_grad(loss_fn)(shards)
-        assert tuple(events) == fs.predict_events(plan, sharded.schedule, not_saved=["0"])
-        return seen
-
-    assert fs.simulate(main, 2) == [[[], ahead if not spared else []]] * 2
+    with fs.record_events() as events:
+        fs.value_and_grad(loss_fn)(shards)
+    assert tuple(events) == fs.predict_events(plan, sharded.schedule, not_saved=["0"])
+    assert seen == [[], ahead if not spared else []]
 
 
 # --- the order of units ------------------------------------------------------------------------------------------------
@@ -108,34 +104,28 @@ def test_the_first_call_learns_the_order_and_the_next_gathers_ahead_by_it():
         same_bits(done[0][:2], done[1][:2])
 
 
-def test_a_call_without_gradients_learns_the_order_and_a_call_that_fails_does_not():
+@on_ranks(2)
+def test_a_call_without_gradients_learns_the_order_and_a_call_that_fails_does_not(mesh):
     functional = fs.make_functional(made())
-
-    def main(mesh):
-        _, sharded, shards = of_module(mesh, functional, ["blocks.*"])
-        with pytest.raises(IndexError):
-            sharded(shards, {}, batch_of(mesh), (4, 9))
-        with torch.no_grad():
-            sharded(shards, {}, batch_of(mesh), (2, 0, 1))
-        return sharded.schedule.order
-
-    assert fs.simulate(main, 2) == [tuple(units_of(2, 0, 1))] * 2
+    _, sharded, shards = of_module(mesh, functional, ["blocks.*"])
+    with pytest.raises(IndexError):
+        sharded(shards, {}, batch_of(mesh), (4, 9))
+    with torch.no_grad():
+        sharded(shards, {}, batch_of(mesh), (2, 0, 1))
+    assert sharded.schedule.order == tuple(units_of(2, 0, 1))
 
 
+@pytest.mark.usefixtures("without_garbage_collection")
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_call_that_is_over_keeps_no_shard_until_garbage_is_collected(grad):
     mesh = fs.Mesh()
     _, sharded, shards = of_module(mesh, made(), ["blocks.*"])
     refs = [weakref.ref(each) for each in tree.leaves(requiring_grad(shards, grad))]
-    gc.disable()
-    try:
-        loss = sharded(shards, {}, batch_of(mesh))
-        if grad:
-            loss.backward()
-        del shards, loss
-        assert [ref() for ref in refs] == [None] * len(refs)
-    finally:
-        gc.enable()
+    loss = sharded(shards, {}, batch_of(mesh))
+    if grad:
+        loss.backward()
+    del shards, loss
+    assert [ref() for ref in refs] == [None] * len(refs)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import funcshard as fs
 from funcshard._utils import tree
 from tests.core.units import of_module, recorded, requiring_grad, same_bits
 from tests.pairwise import crossed
-from tests.ranks import run_simulated
+from tests.ranks import on_ranks
 
 BF16 = torch.bfloat16
 Saved = list[tuple[torch.dtype, tuple[int, ...]]]
@@ -107,16 +107,13 @@ def ours(mesh: fs.Mesh, use: str, dtype: torch.dtype, hooks: Any = contextlib.nu
 
 @pytest.mark.slow
 @crossed(use=list(USES), dtype=[torch.bfloat16, torch.float16], world=[1, 2])
+@on_ranks()
 def test_losses_and_gradients_under_autocast_are_those_of_the_module_to_the_bit(
-    use: str, dtype: torch.dtype, world: int
+    mesh: fs.Mesh, use: str, dtype: torch.dtype, world: int
 ) -> None:
     loss, expected = plain(use, dtype)
-
-    def main(mesh: fs.Mesh) -> None:
-        found, grads = ours(mesh, use, dtype)
-        same_bits((found, {name: grads[name] for name in expected}), (loss, expected))
-
-    run_simulated(main, world)
+    found, grads = ours(mesh, use, dtype)
+    same_bits((found, {name: grads[name] for name in expected}), (loss, expected))
 
 
 def saved_beside(run: Callable[[Callable[[], Any]], Any]) -> Saved:
@@ -132,24 +129,19 @@ def saved_beside(run: Callable[[Callable[[], Any]], Any]) -> Saved:
 
 
 @pytest.mark.parametrize("use", ["linear", "wide", "T", "mT", "plain", "bmm", "conv1d", "by hand"])
-def test_autograd_keeps_no_cast_of_a_leaf_of_a_unit(use: str) -> None:
+@on_ranks(2)
+def test_autograd_keeps_no_cast_of_a_leaf_of_a_unit(mesh: fs.Mesh, use: str) -> None:
     weight = build(use).blocks[0].weight
     shapes = {tuple(weight.shape), tuple(weight.mT.shape)}
-
-    def main(mesh: fs.Mesh) -> None:
-        kept = saved_beside(lambda hooks: ours(mesh, use, torch.bfloat16, hooks))
-        assert kept, "the hooks saw what autograd keeps"
-        assert not [shape for dtype, shape in kept if shape in shapes]
-
-    run_simulated(main, 2)
+    kept = saved_beside(lambda hooks: ours(mesh, use, torch.bfloat16, hooks))
+    assert kept, "the hooks saw what autograd keeps"
+    assert not [shape for dtype, shape in kept if shape in shapes]
 
 
-def test_a_cast_that_was_written_to_is_kept_as_it_is() -> None:
-    def main(mesh: fs.Mesh) -> None:
-        kept = saved_beside(lambda hooks: ours(mesh, "written", torch.bfloat16, hooks))
-        assert (torch.bfloat16, (6, 6)) in kept
-
-    run_simulated(main, 1)
+@on_ranks(1)
+def test_a_cast_that_was_written_to_is_kept_as_it_is(mesh: fs.Mesh) -> None:
+    kept = saved_beside(lambda hooks: ours(mesh, "written", torch.bfloat16, hooks))
+    assert (torch.bfloat16, (6, 6)) in kept
 
 
 @pytest.mark.parametrize("use", ["linear", "T", "bmm"])

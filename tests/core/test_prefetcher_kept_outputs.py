@@ -14,7 +14,7 @@ from funcshard._utils import tree
 from funcshard.core.buffer_comm import AllGatherHandle
 from tests.core.units import of_module, recorded, requiring_grad, same_bits
 from tests.pairwise import crossed
-from tests.ranks import run_simulated
+from tests.ranks import on_ranks, run_simulated
 
 WIDTH = 6
 
@@ -92,20 +92,17 @@ def kept(mesh: fs.Mesh, row: str, frozen: bool, keeps: str) -> Any:
         return out.square().sum()
 
     found, events = [], []
-    gc.disable()
-    try:
-        for _ in range(3):
-            (loss, grads), step = recorded(fs.value_and_grad(loss_fn), shards, torch.ones(2, WIDTH) * (1 + mesh.rank))
-            found.append((loss, fs.gather(grads, plan, mesh)))
-            events.append(step)
-            if keeps == "in a cycle":
-                log = []
-    finally:
-        gc.enable()
+    for _ in range(3):
+        (loss, grads), step = recorded(fs.value_and_grad(loss_fn), shards, torch.ones(2, WIDTH) * (1 + mesh.rank))
+        found.append((loss, fs.gather(grads, plan, mesh)))
+        events.append(step)
+        if keeps == "in a cycle":
+            log = []
     return found, events
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_garbage_collection")
 @crossed(keeps=["on rank 0", "in a cycle"], frozen={"trainable": False, "frozen": True}, row=list(ROWS))
 def test_a_rank_that_keeps_an_output_which_the_loss_does_not_use_gathers_what_the_others_gather(row, frozen, keeps):
     ranks = 4 if row == "slices" else 2
@@ -138,20 +135,18 @@ class Noted(nn.Module):
 
 
 @pytest.mark.parametrize("by", ["inputs", "shards", "both"])
-def test_a_backward_by_inputs_or_shards_gathers_ahead(by):
-    def main(mesh):
-        _, sharded, shards = of_module(mesh, Noted(), ["blocks.*"])
-        x, leaves, gathered = torch.ones(2, WIDTH, requires_grad=True), requiring_grad(shards), []
+@on_ranks(2)
+def test_a_backward_by_inputs_or_shards_gathers_ahead(mesh, by):
+    _, sharded, shards = of_module(mesh, Noted(), ["blocks.*"])
+    x, leaves, gathered = torch.ones(2, WIDTH, requires_grad=True), requiring_grad(shards), []
 
-        def note(_):
-            gathered.append(sum(event.kind == "all_gather" for event in events))
+    def note(_):
+        gathered.append(sum(event.kind == "all_gather" for event in events))
 
-        loss = sharded(leaves, {}, x, note).square().sum()
-        with fs.record_events() as events:
-            torch.autograd.grad(loss, {"inputs": [x], "shards": tree.leaves(leaves), "both": [x, *tree.leaves(leaves)]}[by])
-        return gathered
-
-    assert fs.simulate(main, 2) == [[0, 2, 3, 4]] * 2
+    loss = sharded(leaves, {}, x, note).square().sum()
+    with fs.record_events() as events:
+        torch.autograd.grad(loss, {"inputs": [x], "shards": tree.leaves(leaves), "both": [x, *tree.leaves(leaves)]}[by])
+    assert gathered == [0, 2, 3, 4]
 
 
 def test_what_backward_gathered_in_vain_is_dropped_when_it_ends():

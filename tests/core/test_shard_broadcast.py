@@ -6,6 +6,7 @@ import torch
 import funcshard as fs
 from tests.core.units import by_hand, each_by_hand, forward_mode
 from tests.pairwise import crossed
+from tests.ranks import on_ranks
 
 pytestmark = forward_mode
 
@@ -99,39 +100,36 @@ def ranks_of(world):
 
 @pytest.mark.slow
 @crossed(strategy=STRATEGIES, world=WORLDS, learned=list(LEARNED))
-def test_a_learned_value_that_multiplies_shards_gets_its_gradient_once(strategy, world, learned):
+@on_ranks()
+def test_a_learned_value_that_multiplies_shards_gets_its_gradient_once(mesh, strategy, world, learned):
     value, factors_of = LEARNED[learned]
     params, value = each(lambda p: p.clone().requires_grad_(), PARAMS), value.clone().requires_grad_()
     objective = expected_objective(ranks_of(world), factors_of)(params, value)
     leaves = [value, *(leaf for own in params.values() for leaf in own.values())]
     of_value, *of_params = torch.autograd.grad(objective, leaves)
     value = value.detach()
+    plan, adapted, shards = adapted_loss(mesh, strategy, factors_of)
 
-    def main(mesh):
-        plan, adapted, shards = adapted_loss(mesh, strategy, factors_of)
+    # A tensor beside the shards, whose gradients are added up.
+    tree = {"shards": shards, "learned": value}
+    _, grads = fs.value_and_grad(lambda tree: adapted(tree["shards"], tree["learned"]))(tree)
+    close(fs.psum(grads["learned"], mesh, axis=tuple(mesh.shape)), of_value)
+    whole = fs.gather(grads["shards"], plan, mesh)
+    close([leaf for own in whole.values() for leaf in own.values()], of_params)
 
-        # A tensor beside the shards, whose gradients are added up.
-        tree = {"shards": shards, "learned": value}
-        _, grads = fs.value_and_grad(lambda tree: adapted(tree["shards"], tree["learned"]))(tree)
-        close(fs.psum(grads["learned"], mesh, axis=tuple(mesh.shape)), of_value)
-        whole = fs.gather(grads["shards"], plan, mesh)
-        close([leaf for own in whole.values() for leaf in own.values()], of_params)
+    # A leaf of another plan, of every strategy.
+    for other in STRATEGIES:
+        leaf = {"learned": value}
+        beside, unit, of_leaf = by_hand(mesh, leaf, lambda leaves: leaves["learned"].clone(), strategy=other)
+        loss_fn = lambda tree, unit=unit: adapted(tree[0], unit(tree[1][""]))  # noqa: E731
+        _, grads = fs.value_and_grad(loss_fn)((shards, of_leaf))
+        close(fs.gather(grads[1], beside, mesh)["learned"], of_value)
 
-        # A leaf of another plan, of every strategy.
-        for other in STRATEGIES:
-            leaf = {"learned": value}
-            beside, unit, of_leaf = by_hand(mesh, leaf, lambda leaves: leaves["learned"].clone(), strategy=other)
-            loss_fn = lambda tree, unit=unit: adapted(tree[0], unit(tree[1][""]))  # noqa: E731
-            _, grads = fs.value_and_grad(loss_fn)((shards, of_leaf))
-            close(fs.gather(grads[1], beside, mesh)["learned"], of_value)
-
-        # Plain autograd, which adds over ranks.
-        own = value.clone().requires_grad_()
-        leaves = each(lambda p: p.clone().requires_grad_(), shards)
-        (part,) = torch.autograd.grad(adapted(leaves, own), own)
-        close(fs.psum(part, mesh, axis=tuple(mesh.shape)) / mesh.world_size, of_value)
-
-    fs.simulate(main, world)
+    # Plain autograd, which adds over ranks.
+    own = value.clone().requires_grad_()
+    leaves = each(lambda p: p.clone().requires_grad_(), shards)
+    (part,) = torch.autograd.grad(adapted(leaves, own), own)
+    close(fs.psum(part, mesh, axis=tuple(mesh.shape)) / mesh.world_size, of_value)
 
 
 def meta_loss_of_rate(mesh, strategy):
@@ -149,7 +147,8 @@ def meta_loss_of_rate(mesh, strategy):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "world"), [("full_shard", 2), ("no_shard", 2), ("shard_grad_op", WORLDS[3])], ids=str)
-def test_derivatives_of_every_order_by_a_learned_rate_are_right(strategy, world):
+@on_ranks()
+def test_derivatives_of_every_order_by_a_learned_rate_are_right(mesh, strategy, world):
     objective = expected_objective(ranks_of(world), LEARNED["a rate"][1])
     leaves = each(lambda p: p.clone().requires_grad_(), PARAMS)
     rate, orders = NUMBER.clone().requires_grad_(), []
@@ -157,47 +156,40 @@ def test_derivatives_of_every_order_by_a_learned_rate_are_right(strategy, world)
     for _ in range(4):
         (value,) = torch.autograd.grad(value, rate, create_graph=True)
         orders.append(value.detach())
+    of_rate = meta_loss_of_rate(mesh, strategy)
+    whole = lambda x: fs.psum(x, mesh, axis=tuple(mesh.shape)) / mesh.world_size  # noqa: E731
+    rate = NUMBER.clone().requires_grad_()
+    value, found = of_rate(rate), []
+    for _ in range(4):
+        (value,) = torch.autograd.grad(value, rate, create_graph=True)
+        value = whole(value)
+        found.append(value.detach())
+    close(found, orders)
 
-    def main(mesh):
-        of_rate = meta_loss_of_rate(mesh, strategy)
-        whole = lambda x: fs.psum(x, mesh, axis=tuple(mesh.shape)) / mesh.world_size  # noqa: E731
-        rate = NUMBER.clone().requires_grad_()
-        value, found = of_rate(rate), []
-        for _ in range(4):
-            (value,) = torch.autograd.grad(value, rate, create_graph=True)
-            value = whole(value)
-            found.append(value.detach())
-        close(found, orders)
-
-        grad, push = torch.func.grad(of_rate), lambda f, x, v: torch.func.jvp(f, (x,), (v,))[1]
-        one = torch.ones_like(NUMBER)
-        close(whole(push(grad, NUMBER, one)), orders[1])
-        close(whole(push(of_rate, NUMBER, one)), orders[0])
-        close(whole(torch.func.grad(lambda rate: push(of_rate, rate, one))(NUMBER)), orders[1])
-        squared = torch.func.grad(lambda rate: push(of_rate, rate, rate.square()))(NUMBER)
-        close(whole(squared), orders[1] * NUMBER**2 + 2 * orders[0] * NUMBER)
-        close(whole(torch.vmap(grad)(torch.stack([NUMBER, NUMBER / 2])))[0], orders[0])
-
-    fs.simulate(main, world)
+    grad, push = torch.func.grad(of_rate), lambda f, x, v: torch.func.jvp(f, (x,), (v,))[1]
+    one = torch.ones_like(NUMBER)
+    close(whole(push(grad, NUMBER, one)), orders[1])
+    close(whole(push(of_rate, NUMBER, one)), orders[0])
+    close(whole(torch.func.grad(lambda rate: push(of_rate, rate, one))(NUMBER)), orders[1])
+    squared = torch.func.grad(lambda rate: push(of_rate, rate, rate.square()))(NUMBER)
+    close(whole(squared), orders[1] * NUMBER**2 + 2 * orders[0] * NUMBER)
+    close(whole(torch.vmap(grad)(torch.stack([NUMBER, NUMBER / 2])))[0], orders[0])
 
 
 @pytest.mark.parametrize("world", [2, 4, {"replicate": 2, "shard": 1}], ids=str)
-def test_ranks_may_use_their_parts_of_a_gradient_differently(world):
+@on_ranks()
+def test_ranks_may_use_their_parts_of_a_gradient_differently(mesh, world):
     objective = expected_objective(ranks_of(world), LEARNED["a rate"][1])
     params, rate = each(lambda p: p.clone().requires_grad_(), PARAMS), NUMBER.clone().requires_grad_()
     (first,) = torch.autograd.grad(objective(params, rate), rate, create_graph=True)
     (second,) = torch.autograd.grad(first, rate)
-
-    def main(mesh):
-        rate, weight = NUMBER.clone().requires_grad_(), float(mesh.rank + 1)
-        (part,) = torch.autograd.grad(meta_loss_of_rate(mesh, "no_shard")(rate), rate, create_graph=True)
-        weighted = fs.pmean(weight * part, mesh)
-        (found,) = torch.autograd.grad(weighted, rate)
-        mean_weight = (1 + mesh.world_size) / 2
-        close(weighted.detach(), mean_weight * first.detach())
-        close(fs.pmean(found, mesh), mean_weight * second)
-
-    fs.simulate(main, world)
+    rate, weight = NUMBER.clone().requires_grad_(), float(mesh.rank + 1)
+    (part,) = torch.autograd.grad(meta_loss_of_rate(mesh, "no_shard")(rate), rate, create_graph=True)
+    weighted = fs.pmean(weight * part, mesh)
+    (found,) = torch.autograd.grad(weighted, rate)
+    mean_weight = (1 + mesh.world_size) / 2
+    close(weighted.detach(), mean_weight * first.detach())
+    close(fs.pmean(found, mesh), mean_weight * second)
 
 
 OTHER_FORMS = [
@@ -209,19 +201,18 @@ OTHER_FORMS = [
 
 
 @pytest.mark.parametrize(("value", "kind", "words"), OTHER_FORMS)
-def test_a_value_of_another_form_is_an_error(value, kind, words):
-    def main(mesh):
-        with pytest.raises(kind, match=words):
-            fs.broadcast_to_shards(value, fs.make_plan(PARAMS, mesh, units=["up", "down"]), mesh)
-
-    fs.simulate(main, 2)
+@on_ranks(2)
+def test_a_value_of_another_form_is_an_error(mesh, value, kind, words):
+    with pytest.raises(kind, match=words):
+        fs.broadcast_to_shards(value, fs.make_plan(PARAMS, mesh, units=["up", "down"]), mesh)
 
 
-def test_offloaded_and_frozen_shards_get_the_value_too():
-    def main(mesh):
-        params = {"w": torch.ones(3, requires_grad=True), "b": torch.ones(2)}
-        plan = fs.make_plan(params, mesh, strategy="no_shard", offload=True)
-        scales = fs.broadcast_to_shards({"w": torch.tensor(2.0), "b": torch.tensor(3.0)}, plan, mesh)
-        return {key: scale.tolist() for key, scale in scales[""].items()}
-
-    assert fs.simulate(main, 2) == [{"float32": [2.0, 2.0, 2.0], "float32.frozen": [3.0, 3.0]}] * 2
+@on_ranks(2)
+def test_offloaded_and_frozen_shards_get_the_value_too(mesh):
+    params = {"w": torch.ones(3, requires_grad=True), "b": torch.ones(2)}
+    plan = fs.make_plan(params, mesh, strategy="no_shard", offload=True)
+    scales = fs.broadcast_to_shards({"w": torch.tensor(2.0), "b": torch.tensor(3.0)}, plan, mesh)
+    assert {key: scale.tolist() for key, scale in scales[""].items()} == {
+        "float32": [2.0, 2.0, 2.0],
+        "float32.frozen": [3.0, 3.0],
+    }

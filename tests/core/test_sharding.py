@@ -1,80 +1,19 @@
 """``shard`` and ``gather`` are inverses, share no memory with their inputs, and refuse trees of another plan."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import funcshard as fs
 from funcshard._utils import tree
 from funcshard.testing import delayed
 from tests.core.units import requiring_grad, same_bits
 from tests.pairwise import crossed
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
 WORLDS = [1, 2, 3, {"replicate": 2, "shard": 2}]
-
-
-class Layer(NamedTuple):
-    w: Any
-    b: Any
-
-
-def filled(shape: Any, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    values = torch.randint(0, 100, tuple(shape), generator=torch.Generator().manual_seed(seed))
-    return values.to(dtype)
-
-
-leaves = st.builds(
-    filled,
-    st.lists(st.integers(0, 4), max_size=3),
-    st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64]),
-    st.integers(0, 1000),
-)
-trees = st.recursive(
-    leaves,
-    lambda inner: st.one_of(
-        st.lists(inner, min_size=1, max_size=3),
-        st.dictionaries(st.sampled_from(["a", "b", "c.d", "e"]), inner, min_size=1, max_size=3),
-        st.builds(Layer, inner, inner),
-        st.tuples(inner, st.none()),
-    ),
-    max_leaves=8,
-)
-worlds = st.one_of(
-    st.integers(1, 5), st.builds(lambda r, s: {"replicate": r, "shard": s}, st.integers(1, 2), st.integers(1, 3))
-)
-
-
-@pytest.mark.slow
-@settings(deadline=None, derandomize=True, max_examples=60)
-@given(trees, worlds, st.sampled_from(STRATEGIES), st.data())
-def test_gather_is_the_inverse_of_shard(params: Any, world: Any, strategy: str, data: st.DataObject) -> None:
-    _, found, paths = tree.describe(params)
-    nodes = sorted({".".join(p.split(".")[:n]) for p in paths for n in range(1, p.count(".") + 2)} - {""})
-    units = data.draw(st.lists(st.sampled_from(nodes), unique=True, max_size=3)) if nodes else []
-    plan = fs.make_plan(params, world, units=units, strategy=strategy)
-
-    def main(mesh: fs.Mesh) -> Any:
-        shards = fs.shard(params, plan, mesh)
-        assert list(shards) == list(plan.units)
-        for name, unit in plan.units.items():
-            assert list(shards[name]) == [buffer.key for buffer in unit.buffers]
-            for buffer in unit.buffers:
-                piece = shards[name][buffer.key]
-                assert piece.shape == (buffer.shard_numel,)
-                assert str(piece.dtype) == f"torch.{buffer.dtype}"
-        return fs.gather(shards, plan, mesh)
-
-    for gathered in fs.simulate(main, world):
-        again, values, _ = tree.describe(gathered)
-        assert again == plan.structure or len(plan.leaves) < len(found)
-        for value, original in zip(values, found, strict=True):
-            assert value.dtype == original.dtype
-            assert torch.equal(value, original)
 
 
 def example() -> dict:
@@ -82,23 +21,27 @@ def example() -> dict:
         "blocks": [{"w": torch.randn(3, 3), "b": torch.randn(3)} for _ in range(2)],
         "s": torch.randn(()),
         "e": torch.zeros(0),
+        "i": torch.arange(5),
     }
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_shards_side_by_side_are_the_leaves_and_zeros(world: Any, strategy: str) -> None:
+    """tests/hostile/test_trees.py gathers shards of random trees."""
     params = example()
     plan = fs.make_plan(params, world, units=["blocks.*"], strategy=strategy)
     everyone = fs.simulate(lambda mesh: (mesh.shape, mesh.shard.rank, fs.shard(params, plan, mesh)), world)
     by_path = dict(zip(*tree.describe(params)[:0:-1], strict=True))
+    keys = {unit.name: [buffer.key for buffer in unit.buffers] for unit in plan.unit_list}
+    assert all({name: list(own) for name, own in shards.items()} == keys for _, _, shards in everyone)
     for unit in plan.unit_list:
         for buffer in unit.buffers:
             flat = torch.cat([by_path[leaf.path].reshape(-1) for leaf in buffer.leaves])
             for shape, rank, shards in everyone:
                 cut = shape["shard"] if unit.sharded else 1
-                padded = torch.cat([flat, torch.zeros(buffer.shard_numel * cut - len(flat))])
-                assert torch.equal(shards[unit.name][buffer.key], padded.chunk(cut)[rank % cut] if len(flat) else flat)
+                padded = torch.cat([flat, torch.zeros(buffer.shard_numel * cut - len(flat), dtype=flat.dtype)])
+                same_bits(shards[unit.name][buffer.key], padded.chunk(cut)[rank % cut] if len(flat) else flat)
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
@@ -131,18 +74,15 @@ def test_tied_leaves_stay_one_tensor() -> None:
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gather_is_differentiable(world: Any, strategy: str) -> None:
+@on_ranks()
+def test_gather_is_differentiable(mesh: fs.Mesh, world: Any, strategy: str) -> None:
     params = {"w": torch.arange(5.0)}
-
-    def main(mesh: fs.Mesh) -> None:
-        plan = fs.make_plan(params, mesh, strategy=strategy)
-        shards = requiring_grad(fs.shard(params, plan, mesh))
-        out = fs.gather(shards, plan, mesh)["w"]
-        (grad,) = torch.autograd.grad((out**2).sum(), tree.leaves(shards))
-        expected = {"w": 2 * params["w"] * mesh.world_size}
-        assert torch.equal(grad, tree.leaves(fs.shard(expected, plan, mesh))[0])
-
-    fs.simulate(main, world)
+    plan = fs.make_plan(params, mesh, strategy=strategy)
+    shards = requiring_grad(fs.shard(params, plan, mesh))
+    out = fs.gather(shards, plan, mesh)["w"]
+    (grad,) = torch.autograd.grad((out**2).sum(), tree.leaves(shards))
+    expected = {"w": 2 * params["w"] * mesh.world_size}
+    assert torch.equal(grad, tree.leaves(fs.shard(expected, plan, mesh))[0])
 
 
 W = torch.zeros(4)
@@ -209,16 +149,14 @@ def of_rank(rank: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 @crossed(others=["cpu", "meta"], world=[*WORLDS, {"replicate": 2, "shard": 1}], strategy=STRATEGIES)
-def test_every_rank_takes_the_values_of_src(strategy: str, world: Any, others: str) -> None:
-    def main(mesh: fs.Mesh) -> None:
-        plan = fs.make_plan(of_rank(0), mesh, units=["b"], strategy=strategy)
-        for src in range(mesh.world_size):
-            device = "cpu" if mesh.rank == src else others
-            mine = tree.map(lambda leaf, device=device: leaf.to(device), of_rank(mesh.rank))
-            found, expected = fs.shard(mine, plan, mesh, src=src), fs.shard(of_rank(src), plan, mesh)
-            same_bits(found, expected)
-
-    fs.simulate(main, world)
+@on_ranks()
+def test_every_rank_takes_the_values_of_src(mesh: fs.Mesh, strategy: str, world: Any, others: str) -> None:
+    plan = fs.make_plan(of_rank(0), mesh, units=["b"], strategy=strategy)
+    for src in range(mesh.world_size):
+        device = "cpu" if mesh.rank == src else others
+        mine = tree.map(lambda leaf, device=device: leaf.to(device), of_rank(mesh.rank))
+        found, expected = fs.shard(mine, plan, mesh, src=src), fs.shard(of_rank(src), plan, mesh)
+        same_bits(found, expected)
 
 
 def _src_on_processes(mesh: fs.Mesh) -> Any:
@@ -232,31 +170,26 @@ def test_processes_take_the_values_of_src() -> None:
         same_bits(found, of_rank(1))
 
 
-def test_src_waits_for_its_broadcasts() -> None:
-    def main(mesh: fs.Mesh) -> list:
-        plan = fs.make_plan(of_rank(0), mesh)
-        slow = delayed(mesh, "broadcast", 0.01)
-        return fs.gather(fs.shard(of_rank(mesh.rank), plan, slow, src=0), plan, mesh)["a"].tolist()
-
-    assert fs.simulate(main, {"replicate": 2, "shard": 2}) == [[0.0, 1.0, 2.0, 3.0, 4.0]] * 4
+@on_ranks({"replicate": 2, "shard": 2})
+def test_src_waits_for_its_broadcasts(mesh: fs.Mesh) -> None:
+    plan = fs.make_plan(of_rank(0), mesh)
+    slow = delayed(mesh, "broadcast", 0.01)
+    assert fs.gather(fs.shard(of_rank(mesh.rank), plan, slow, src=0), plan, mesh)["a"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
-def test_leaves_local_to_a_rank_stay_its_own() -> None:
-    def main(mesh: fs.Mesh) -> list:
-        plan = fs.make_plan(of_rank(0), mesh, local=["a"])
-        gathered = fs.gather(fs.shard(of_rank(mesh.rank), plan, mesh, src=0), plan, mesh)
-        return [gathered["a"][0].item(), gathered["c"].item()]
-
-    assert fs.simulate(main, 2) == [[0.0, -1.0], [10.0, -1.0]]
+@on_ranks(2)
+def test_leaves_local_to_a_rank_stay_its_own(mesh: fs.Mesh) -> None:
+    plan = fs.make_plan(of_rank(0), mesh, local=["a"])
+    gathered = fs.gather(fs.shard(of_rank(mesh.rank), plan, mesh, src=0), plan, mesh)
+    assert gathered["a"][0].item() == 10.0 * mesh.rank
+    assert gathered["c"].item() == -1.0
 
 
 @pytest.mark.parametrize("src", [2, -1, True])
-def test_a_src_that_is_no_rank_is_refused(src: Any) -> None:
-    def main(mesh: fs.Mesh) -> None:
-        with pytest.raises(ValueError, match=f"src must be a rank of the world, from 0 to 1; found {src}"):
-            fs.shard(of_rank(0), fs.make_plan(of_rank(0), mesh), mesh, src=src)
-
-    fs.simulate(main, 2)
+@on_ranks(2)
+def test_a_src_that_is_no_rank_is_refused(mesh: fs.Mesh, src: Any) -> None:
+    with pytest.raises(ValueError, match=f"src must be a rank of the world, from 0 to 1; found {src}"):
+        fs.shard(of_rank(0), fs.make_plan(of_rank(0), mesh), mesh, src=src)
 
 
 def test_offloaded_shards_are_on_the_cpu_whatever_the_device_of_the_mesh() -> None:

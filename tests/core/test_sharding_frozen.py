@@ -10,6 +10,7 @@ from torch import nn
 
 import funcshard as fs
 from tests.core.units import of_module, same_bits
+from tests.ranks import on_ranks
 
 GRID = {"replicate": 2, "shard": 2}
 UNITS = ["0", "2"]
@@ -40,36 +41,32 @@ def whole() -> dict[str, torch.Tensor | None]:
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @pytest.mark.parametrize("world", [1, 2, GRID], ids=str)
-def test_gather_gives_none_for_frozen_leaves_and_shard_is_its_inverse(world: Any, strategy: str) -> None:
-    def main(mesh: fs.Mesh) -> None:
-        plan, _, grads = gradients(mesh, strategy)
-        with fs.record_events() as events:
-            gathered = fs.gather(grads, plan, mesh)
-        assert not [event for event in events if "frozen" in event.buffer]
-        assert {name for name, grad in gathered.items() if grad is None} == FROZEN
-        torch.testing.assert_close(dict(gathered), whole())
-        again: Any = fs.shard(gathered, plan, mesh)
-        same_bits(again, grads)
-        assert all((grad is None) == key.endswith("frozen") for own in again.values() for key, grad in own.items())
-
-    fs.simulate(main, world)
+@on_ranks()
+def test_gather_gives_none_for_frozen_leaves_and_shard_is_its_inverse(mesh: fs.Mesh, world: Any, strategy: str) -> None:
+    plan, _, grads = gradients(mesh, strategy)
+    with fs.record_events() as events:
+        gathered = fs.gather(grads, plan, mesh)
+    assert not [event for event in events if "frozen" in event.buffer]
+    assert {name for name, grad in gathered.items() if grad is None} == FROZEN
+    torch.testing.assert_close(dict(gathered), whole())
+    again: Any = fs.shard(gathered, plan, mesh)
+    same_bits(again, grads)
+    assert all((grad is None) == key.endswith("frozen") for own in again.values() for key, grad in own.items())
 
 
 @pytest.mark.parametrize("options", [{}, {"rank0_only": True}, {"sharded": True}], ids=str)
-def test_a_state_dict_of_gradients_leaves_the_names_of_frozen_leaves_out(options: Any) -> None:
-    def main(mesh: fs.Mesh) -> None:
-        plan, _, grads = gradients(mesh)
-        found = fs.to_state_dict(grads, plan, mesh, **options)
-        trained = {name: grad for name, grad in whole().items() if grad is not None}
-        assert found.keys() == (set() if "rank0_only" in options and mesh.rank else trained.keys())
-        for name, value in found.items():
-            if isinstance(value, fs.Piece):
-                part = slice(value.offset, value.offset + len(value.tensor))
-                torch.testing.assert_close(value.tensor, trained[name].flatten()[part])
-            else:
-                torch.testing.assert_close(value, trained[name])
-
-    fs.simulate(main, GRID)
+@on_ranks(GRID)
+def test_a_state_dict_of_gradients_leaves_the_names_of_frozen_leaves_out(mesh: fs.Mesh, options: Any) -> None:
+    plan, _, grads = gradients(mesh)
+    found = fs.to_state_dict(grads, plan, mesh, **options)
+    trained = {name: grad for name, grad in whole().items() if grad is not None}
+    assert found.keys() == (set() if "rank0_only" in options and mesh.rank else trained.keys())
+    for name, value in found.items():
+        if isinstance(value, fs.Piece):
+            part = slice(value.offset, value.offset + len(value.tensor))
+            torch.testing.assert_close(value.tensor, trained[name].flatten()[part])
+        else:
+            torch.testing.assert_close(value, trained[name])
 
 
 # --- mistakes -------------------------------------------------------------------------------------
@@ -99,16 +96,14 @@ def test_a_tree_with_none_elsewhere_is_no_gradient(name: str) -> None:
         fs.shard({name: leaf for name, leaf in tree.items() if leaf is not ...}, plan, fs.Mesh())
 
 
-def test_a_rank_that_has_values_where_others_have_none_is_an_error_on_every_rank() -> None:
-    def main(mesh: fs.Mesh) -> None:
-        plan, shards, grads = gradients(mesh)
-        tree = fs.gather(grads, plan, mesh)
-        full = fs.gather(shards, plan, mesh)
-        mine = {**tree, **{name: full[name] for name in FROZEN}} if mesh.rank else tree
-        with pytest.raises(ValueError, match=r"leaf '0\.bias' of params must have the same values on every rank"):
-            fs.shard(mine, plan, mesh)
-
-    fs.simulate(main, 2)
+@on_ranks(2)
+def test_a_rank_that_has_values_where_others_have_none_is_an_error_on_every_rank(mesh: fs.Mesh) -> None:
+    plan, shards, grads = gradients(mesh)
+    tree = fs.gather(grads, plan, mesh)
+    full = fs.gather(shards, plan, mesh)
+    mine = {**tree, **{name: full[name] for name in FROZEN}} if mesh.rank else tree
+    with pytest.raises(ValueError, match=r"leaf '0\.bias' of params must have the same values on every rank"):
+        fs.shard(mine, plan, mesh)
 
 
 def test_a_gradient_tree_is_no_tree_of_parameters() -> None:

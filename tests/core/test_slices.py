@@ -16,7 +16,7 @@ from funcshard.comm import neighbours
 from funcshard.comm.wrapped_group import WrappedGroup
 from tests.core.units import of_module, requiring_grad, same_bits
 from tests.module.law import calls_on, sharded_call
-from tests.ranks import run_ranks, run_simulated
+from tests.ranks import on_ranks, run_ranks, run_simulated
 from tests.storages import Alive
 
 WIDTH = 16
@@ -118,19 +118,18 @@ class Counting(WrappedGroup):
         return self.inner.subgroup(global_ranks, axis)
 
 
-def test_meshes_that_share_the_shard_axis_share_its_neighbours():
-    def main(mesh):
-        counting = Counting(mesh.shard)
-        mesh = fs.Mesh({**mesh.groups, "shard": counting}, mesh.device)
-        near = neighbours(mesh, 2)
-        of_units = fs.with_collectives(mesh, "shard", all_reduce=lambda tensor, plain: plain.all_reduce(tensor))
-        for same in (mesh, mesh["shard"], mesh["shard", "tensor"], mesh["shard"]["shard"], of_units, of_units["shard"]):
-            assert neighbours(same, 2) is near
-        assert neighbours(mesh["shard"], 4) is neighbours(mesh, 4)  # in the other order
-        assert neighbours(mesh["tensor"], 1) is not neighbours(mesh, 1)  # another shard axis, of one rank
-        return [len(ranks) for ranks in counting.made], near.shard.size
-
-    assert run_simulated(main, 8, shape={"shard": 4, "tensor": 2}) == [([2, 4, 1], 2)] * 8
+@on_ranks({"shard": 4, "tensor": 2})
+def test_meshes_that_share_the_shard_axis_share_its_neighbours(mesh):
+    counting = Counting(mesh.shard)
+    mesh = fs.Mesh({**mesh.groups, "shard": counting}, mesh.device)
+    near = neighbours(mesh, 2)
+    of_units = fs.with_collectives(mesh, "shard", all_reduce=lambda tensor, plain: plain.all_reduce(tensor))
+    for same in (mesh, mesh["shard"], mesh["shard", "tensor"], mesh["shard"]["shard"], of_units, of_units["shard"]):
+        assert neighbours(same, 2) is near
+    assert neighbours(mesh["shard"], 4) is neighbours(mesh, 4)  # in the other order
+    assert neighbours(mesh["tensor"], 1) is not neighbours(mesh, 1)  # another shard axis, of one rank
+    assert [len(ranks) for ranks in counting.made] == [2, 4, 1]
+    assert near.shard.size == 2
 
 
 PLANS = {

@@ -1,13 +1,12 @@
 """unshard and reshard: views, lifetimes of gathered buffers, and compositions."""
 
-import gc
-
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 import funcshard as fs
 from tests.core.units import by_hand, requiring_grad
+from tests.ranks import on_ranks
 from tests.storages import Log
 
 PARAMS = {
@@ -30,54 +29,43 @@ def one_unit(mesh, apply, combine=fs.reshard):
 COMBINE = {"unshard": lambda f: f, "reshard of unshard": fs.reshard}
 
 
-@pytest.fixture
-def no_garbage_collection():
-    gc.disable()  # so that memory has to be freed by reference counts
-    yield
-    gc.enable()
-
-
-@pytest.mark.usefixtures("no_garbage_collection")
+@pytest.mark.usefixtures("without_garbage_collection")
 @pytest.mark.parametrize(("name", "kept"), [("unshard", 2), ("reshard of unshard", 0)])
-def test_reshard_leaves_no_gathered_storage_alive_after_forward_and_unshard_does(name, kept):
-    def main(mesh):
-        log = Log()
+@on_ranks(2)
+def test_reshard_leaves_no_gathered_storage_alive_after_forward_and_unshard_does(mesh, name, kept):
+    log = Log()
 
-        def watched(leaves, x):
-            log(leaves["w"])
-            return layer(leaves, x)
+    def watched(leaves, x):
+        log(leaves["w"])
+        return layer(leaves, x)
 
-        f, shard, _ = one_unit(mesh, watched, COMBINE[name])
-        shard = requiring_grad(shard)
-        out = f(shard, f(shard, X)).sum()
-        between = log.alive()
-        out.backward()
-        del out
-        return between, log.alive()
+    f, shard, _ = one_unit(mesh, watched, COMBINE[name])
+    shard = requiring_grad(shard)
+    out = f(shard, f(shard, X)).sum()
+    between = log.alive()
+    out.backward()
+    del out
+    assert between == kept
+    assert log.alive() == 0
 
-    assert fs.simulate(main, 2) == [(kept, 0)] * 2
 
-
-@pytest.mark.usefixtures("no_garbage_collection")
+@pytest.mark.usefixtures("without_garbage_collection")
 @pytest.mark.parametrize("operation", [torch.tanh, torch.relu, torch.exp, torch.sigmoid], ids=lambda f: f.__name__)
-def test_a_graph_that_is_dropped_without_backward_is_freed(operation):
+@on_ranks(2)
+def test_a_graph_that_is_dropped_without_backward_is_freed(mesh, operation):
     """Each of these operations saves its own result, which must not keep the graph behind it alive."""
+    log = Log()
 
-    def main(mesh):
-        log = Log()
+    def apply(leaves, x):
+        out = operation(x @ leaves["w"])
+        log(out)
+        return out
 
-        def apply(leaves, x):
-            out = operation(x @ leaves["w"])
-            log(out)
-            return out
-
-        f, shard, _ = one_unit(mesh, apply)
-        out = f(requiring_grad(shard), X)
-        assert log.alive() == 1
-        del out
-        return log.alive()
-
-    assert fs.simulate(main, 2) == [0, 0]
+    f, shard, _ = one_unit(mesh, apply)
+    out = f(requiring_grad(shard), X)
+    assert log.alive() == 1
+    del out
+    assert log.alive() == 0
 
 
 def test_a_saved_tensor_that_is_changed_in_place_is_an_error_not_a_wrong_gradient():
@@ -93,30 +81,29 @@ def test_a_saved_tensor_that_is_changed_in_place_is_an_error_not_a_wrong_gradien
         fs.simulate(main, 2)
 
 
-def test_hooks_around_a_unit_get_its_activations_and_none_of_its_leaves():
-    def main(mesh):
-        gathered, packed, unpacked = set(), [], []
+@on_ranks(2)
+def test_hooks_around_a_unit_get_its_activations_and_none_of_its_leaves(mesh):
+    gathered, packed, unpacked = set(), [], []
 
-        def apply(leaves, x):
-            gathered.add(leaves["w"].untyped_storage().data_ptr())
-            return layer(leaves, x)
+    def apply(leaves, x):
+        gathered.add(leaves["w"].untyped_storage().data_ptr())
+        return layer(leaves, x)
 
-        def pack(tensor):
-            packed.append(tensor.untyped_storage().data_ptr())
-            return len(packed) - 1, tensor.detach()
+    def pack(tensor):
+        packed.append(tensor.untyped_storage().data_ptr())
+        return len(packed) - 1, tensor.detach()
 
-        def unpack(pair):
-            unpacked.append(pair[0])
-            return pair[1]
+    def unpack(pair):
+        unpacked.append(pair[0])
+        return pair[1]
 
-        f, shard, _ = one_unit(mesh, apply)
-        with saved_tensors_hooks(pack, unpack):
-            out = f(requiring_grad(shard), X)
-        out.sum().backward()
-        return len(packed), sorted(unpacked) == list(range(len(packed))), gathered.isdisjoint(packed)
-
-    # the input of the first product, and the result of tanh for itself and for the second product
-    assert fs.simulate(main, 2) == [(3, True, True)] * 2
+    f, shard, _ = one_unit(mesh, apply)
+    with saved_tensors_hooks(pack, unpack):
+        out = f(requiring_grad(shard), X)
+    out.sum().backward()
+    assert len(packed) == 3  # the input of the first product, and the result of tanh for itself and for the second one
+    assert sorted(unpacked) == list(range(len(packed)))
+    assert gathered.isdisjoint(packed)
 
 
 def rows_of(x):
@@ -144,24 +131,21 @@ LAYOUTS = {
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
 @pytest.mark.parametrize("combine", COMBINE.values(), ids=COMBINE)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_unit_may_save_tensors_that_are_sparse_opaque_or_nested(layout, combine):
+@on_ranks(2)
+def test_a_unit_may_save_tensors_that_are_sparse_opaque_or_nested(mesh, layout, combine):
     x = X.clone().requires_grad_()
     leaves = {name: leaf.clone().requires_grad_() for name, leaf in PARAMS.items()}
     value = LAYOUTS[layout](leaves["w"], x).square().sum()
     wanted, wanted_x = torch.autograd.grad(value, [leaves["w"], x], allow_unused=True)
-
-    def main(mesh):
-        f, shard, plan = one_unit(mesh, lambda leaves, x: LAYOUTS[layout](leaves["w"], x), combine)
-        x = X.clone().requires_grad_()
-        shard = requiring_grad(shard)
-        loss = f(shard, x).square().sum()
-        grad_x = torch.autograd.grad(loss, x, allow_unused=True, retain_graph=True)[0]
-        torch.testing.assert_close(grad_x, wanted_x)
-        torch.testing.assert_close(loss, value.detach())
-        grads = dict(zip(shard, torch.autograd.grad(loss, shard.values()), strict=True))
-        torch.testing.assert_close(fs.gather({"": grads}, plan, mesh)["w"], 2 * wanted)
-
-    fs.simulate(main, 2)
+    f, shard, plan = one_unit(mesh, lambda leaves, x: LAYOUTS[layout](leaves["w"], x), combine)
+    x = X.clone().requires_grad_()
+    shard = requiring_grad(shard)
+    loss = f(shard, x).square().sum()
+    grad_x = torch.autograd.grad(loss, x, allow_unused=True, retain_graph=True)[0]
+    torch.testing.assert_close(grad_x, wanted_x)
+    torch.testing.assert_close(loss, value.detach())
+    grads = dict(zip(shard, torch.autograd.grad(loss, shard.values()), strict=True))
+    torch.testing.assert_close(fs.gather({"": grads}, plan, mesh)["w"], 2 * wanted)
 
 
 # For each layout: a function that puts the elements of a leaf into a tensor without copying them.
@@ -174,18 +158,17 @@ AROUND = {
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
 @pytest.mark.parametrize("layout", AROUND)
-def test_a_result_that_holds_a_leaf_inside_does_not_share_its_memory(layout):
-    def main(mesh):
-        seen = []
+@on_ranks(2)
+def test_a_result_that_holds_a_leaf_inside_does_not_share_its_memory(mesh, layout):
+    seen = []
 
-        def around(leaves):
-            seen.append(leaves["w"].untyped_storage().data_ptr())
-            return AROUND[layout](leaves["w"])
+    def around(leaves):
+        seen.append(leaves["w"].untyped_storage().data_ptr())
+        return AROUND[layout](leaves["w"])
 
-        f, shard, _ = one_unit(mesh, around)
-        handle = f.start(shard)
-        out = f(handle).detach()
-        values = out._values() if layout == "COO" else out.values()
-        return values.untyped_storage().data_ptr() in seen, values.flatten()[:7].tolist()
-
-    assert fs.simulate(main, 2) == [(False, PARAMS["w"][0].tolist())] * 2
+    f, shard, _ = one_unit(mesh, around)
+    handle = f.start(shard)
+    out = f(handle).detach()
+    values = out._values() if layout == "COO" else out.values()
+    assert values.untyped_storage().data_ptr() not in seen
+    assert values.flatten()[:7].tolist() == PARAMS["w"][0].tolist()

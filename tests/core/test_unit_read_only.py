@@ -12,15 +12,26 @@ from torch.nn import functional as F
 
 import funcshard as fs
 from tests.core.units import of_module, requiring_grad
-from tests.ranks import run_ranks, run_simulated
+from tests.ranks import on_ranks, run_ranks, run_simulated
 
 WIDTH = 200  # a weight of 160 kB: so large that ranks share its gathered memory
 
 
-def leaf(module: nn.Module) -> torch.Tensor:
-    weight = module.weight
-    assert isinstance(weight, torch.Tensor)
-    return weight
+CHANGES: dict[str, Any] = {  # functions of a weight
+    "clamped": torch.no_grad()(lambda w: w.clamp_(-0.5, 0.5)),
+    "renormed": lambda w: F.embedding(torch.arange(2), w, max_norm=0.5),
+    "written through detach": lambda w: w.detach().mul_(2.0),
+    "a part of it": torch.no_grad()(lambda w: w[0].zero_()),
+}
+RETURNS: dict[str, Any] = {  # results for a weight and an input
+    "itself": lambda w, x: w,
+    "transposed": lambda w, x: w.t(),
+    "a part": lambda w, x: w[:3],
+    "in a tuple": lambda w, x: (x @ w, w),
+    "in a list": lambda w, x: [w, x @ w],
+    "in a dict": lambda w, x: {"x": x @ w, "weight": w},
+    "deep inside": lambda w, x: (x @ w, [{"weight": w}]),
+}
 
 
 class Layer(nn.Module):
@@ -32,43 +43,10 @@ class Layer(nn.Module):
         self.what = what
 
     def forward(self, x: torch.Tensor) -> Any:
-        return DOES[self.what](self, x)
-
-
-def clamped(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        leaf(self).clamp_(-0.5, 0.5)
-    return x @ leaf(self)
-
-
-def renormed(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return x + F.embedding(torch.arange(2), leaf(self), max_norm=0.5)
-
-
-def written_through_detach(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    leaf(self).detach().mul_(2.0)
-    return x @ leaf(self)
-
-
-def a_part_of_it(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        leaf(self)[0].zero_()
-    return x @ leaf(self)
-
-
-CHANGES = {each.__name__: each for each in (clamped, renormed, written_through_detach, a_part_of_it)}
-
-RETURNS = {
-    "itself": lambda self, x: leaf(self),
-    "transposed": lambda self, x: leaf(self).t(),
-    "a part": lambda self, x: leaf(self)[:3],
-    "in a tuple": lambda self, x: (x @ leaf(self), leaf(self)),
-    "in a list": lambda self, x: [leaf(self), x @ leaf(self)],
-    "in a dict": lambda self, x: {"x": x @ leaf(self), "weight": leaf(self)},
-    "deep inside": lambda self, x: (x @ leaf(self), [{"weight": leaf(self)}]),
-}
-
-DOES = {**CHANGES, **RETURNS}
+        if self.what in RETURNS:
+            return RETURNS[self.what](self.weight, x)
+        CHANGES[self.what](self.weight)
+        return x @ self.weight
 
 
 def made(mesh: fs.Mesh, what: str, strategy: str = "full_shard") -> Any:
@@ -81,24 +59,21 @@ def made(mesh: fs.Mesh, what: str, strategy: str = "full_shard") -> Any:
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_leaf_that_forward_modifies_is_named(what, strategy) -> None:
+@on_ranks(2)
+def test_a_leaf_that_forward_modifies_is_named(mesh: fs.Mesh, what, strategy) -> None:
     words = (
         r"^the forward of unit '0' modified a leaf in place, one of buffer 'float32' .*\('0.bias', '0.weight'\); gathered "
         "leaves are read-only.*modify a copy, keep values that change in a buffer of the module, or change the shards"
     )
-
-    def main(mesh: fs.Mesh) -> None:
-        (sharded, shards), x = made(mesh, what, strategy), torch.ones(2, WIDTH)
-        with torch.no_grad(), pytest.raises(RuntimeError, match=words):
-            sharded(shards, {}, x)
-        with pytest.raises(RuntimeError, match=words.partition(" .*")[0]):  # in a graph, torch itself refuses some writes
-            fs.value_and_grad(lambda s: sharded(s, {}, x).sum())(shards)
-
-    run_simulated(main, 2)
+    (sharded, shards), x = made(mesh, what, strategy), torch.ones(2, WIDTH)
+    with torch.no_grad(), pytest.raises(RuntimeError, match=words):
+        sharded(shards, {}, x)
+    with pytest.raises(RuntimeError, match=words.partition(" .*")[0]):  # in a graph, torch itself refuses some writes
+        fs.value_and_grad(lambda s: sharded(s, {}, x).sum())(shards)
 
 
 def change_unnoticed(mesh: fs.Mesh) -> list[float]:
-    sharded, shards = made(mesh, "written_through_detach")
+    sharded, shards = made(mesh, "written through detach")
     with torch.inference_mode():
         return [sharded(shards, {}, torch.ones(1, WIDTH)).sum().item() for _ in range(3)]
 
@@ -172,10 +147,8 @@ class Appends(nn.Module):
         return cache
 
 
-def test_a_container_without_leaves_stays_the_one_it_is() -> None:
-    def main(mesh: fs.Mesh) -> bool:
-        _, sharded, shards = of_module(mesh, Appends())
-        cache: list[torch.Tensor] = []
-        return sharded(shards, {}, torch.ones(1, 4), cache) is cache
-
-    assert run_simulated(main, 2) == [True] * 2
+@on_ranks(2)
+def test_a_container_without_leaves_stays_the_one_it_is(mesh: fs.Mesh) -> None:
+    _, sharded, shards = of_module(mesh, Appends())
+    cache: list[torch.Tensor] = []
+    assert sharded(shards, {}, torch.ones(1, 4), cache) is cache

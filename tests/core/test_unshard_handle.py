@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -11,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import funcshard as fs
 from funcshard.testing import delayed
 from tests.core.units import each_by_hand, recorded, same_bits
-from tests.ranks import run_ranks, run_simulated
+from tests.ranks import on_ranks, run_ranks, run_simulated
 from tests.storages import Log
 
 WIDTH, BLOCKS = 4, 3
@@ -61,80 +59,65 @@ def step(mesh, freed, ahead, seen=None):
 @pytest.mark.parametrize("ahead", [1, 2])
 @pytest.mark.parametrize("freed", [True, False], ids=["reshard", "unshard"])
 @pytest.mark.parametrize("world", [2, {"replicate": 2, "shard": 2}], ids=str)
-def test_gathers_started_ahead_come_in_the_predicted_order_and_change_no_bit(world, freed, ahead):
-    def main(mesh):
-        _, plain, on_demand = step(mesh, freed, 0)
-        plan, found, events = step(mesh, freed, ahead, seen := [])
-        schedule = fs.make_schedule(plan, limit=ahead, backward_prefetch=None)
-        assert events == fs.predict_events(plan, schedule)
-        assert events == on_demand  # early, and in the same order
-        assert seen == [min(number + 1 + ahead, BLOCKS) for number in range(BLOCKS)]
-        same_bits(found, plain)
-
-    fs.simulate(main, world)
+@on_ranks()
+def test_gathers_started_ahead_come_in_the_predicted_order_and_change_no_bit(mesh, world, freed, ahead):
+    _, plain, on_demand = step(mesh, freed, 0)
+    plan, found, events = step(mesh, freed, ahead, seen := [])
+    schedule = fs.make_schedule(plan, limit=ahead, backward_prefetch=None)
+    assert events == fs.predict_events(plan, schedule)
+    assert events == on_demand  # early, and in the same order
+    assert seen == [min(number + 1 + ahead, BLOCKS) for number in range(BLOCKS)]
+    same_bits(found, plain)
 
 
-def test_a_call_waits_for_the_gather_that_was_started():
-    def main(mesh):
-        slow = delayed(mesh, "all_gather", 0.01)
-        _, fns, shards = functions(slow, True)
-        return run_by_hand(fns, shards, batch_of(mesh), 2).item(), step(mesh, True, 0)[1][0].item()
-
-    for found, expected in run_simulated(main, 2):
-        assert found == expected
+@on_ranks(2)
+def test_a_call_waits_for_the_gather_that_was_started(mesh):
+    slow = delayed(mesh, "all_gather", 0.01)
+    _, fns, shards = functions(slow, True)
+    found, expected = run_by_hand(fns, shards, batch_of(mesh), 2).item(), step(mesh, True, 0)[1][0].item()
+    assert found == expected
 
 
-def test_several_calls_share_one_handle_of_unshard_and_one_copy():
-    log = Log()
+@pytest.mark.usefixtures("without_garbage_collection")
+@on_ranks(2)
+def test_several_calls_share_one_handle_of_unshard_and_one_copy(mesh):
+    log, results = Log(), []
 
     def apply(leaves, x):
         log(leaves["w"])
         return block(leaves, x)
 
-    def main(mesh):
-        plan, fns, shards = functions(mesh, False, apply)
-        f, x = fns["blocks.1"], batch_of(mesh)
+    plan, fns, shards = functions(mesh, False, apply)
+    f, x = fns["blocks.1"], batch_of(mesh)
 
-        def twice(shards, started):
-            shard = f.start(shards["blocks.1"]) if started else shards["blocks.1"]
-            return (f(shard, x) * f(shard, -x)).sum()
+    def twice(shards, started):
+        shard = f.start(shards["blocks.1"]) if started else shards["blocks.1"]
+        return (f(shard, x) * f(shard, -x)).sum()
 
-        results = []
-        for started in (True, False):
-            log.clear()
-            (loss, grads), events = recorded(fs.value_and_grad(twice), shards, started)
-            gathers = sum(event.kind == "all_gather" for event in events)
-            results.append((gathers, (loss, fs.gather(grads, plan, mesh))))
-        return results
-
-    gc.disable()
-    try:
-        for (shared, one), (anew, other) in run_simulated(main, 2):
-            assert (shared, anew) == (1, 2)
-            same_bits(one, other)
-        assert log.alive() == 0
-    finally:
-        gc.enable()
+    for started, gathers in ((True, 1), (False, 2)):
+        (loss, grads), events = recorded(fs.value_and_grad(twice), shards, started)
+        assert sum(event.kind == "all_gather" for event in events) == gathers
+        results.append((loss, fs.gather(grads, plan, mesh)))
+    same_bits(*results)
+    assert log.alive() == 0
 
 
 @pytest.mark.parametrize("freed", [True, False], ids=["reshard", "unshard"])
-def test_a_checkpoint_around_a_call_and_torch_func_take_a_handle(freed):
-    def main(mesh):
-        plan, fns, shards = functions(mesh, freed)
-        x = batch_of(mesh)
+@on_ranks(2)
+def test_a_checkpoint_around_a_call_and_torch_func_take_a_handle(mesh, freed):
+    plan, fns, shards = functions(mesh, freed)
+    x = batch_of(mesh)
 
-        def loss_fn(shards, around, started):
-            f, shard = fns["blocks.1"], shards["blocks.1"]
-            shard = f.start(shard) if started else shard
-            return (checkpoint(f, shard, x, use_reentrant=False) if around else f(shard, x)).square().mean()
+    def loss_fn(shards, around, started):
+        f, shard = fns["blocks.1"], shards["blocks.1"]
+        shard = f.start(shard) if started else shard
+        return (checkpoint(f, shard, x, use_reentrant=False) if around else f(shard, x)).square().mean()
 
-        plain = fs.gather(fs.value_and_grad(loss_fn)(shards, False, False)[1], plan, mesh)
-        again = fs.gather(fs.value_and_grad(loss_fn)(shards, True, True)[1], plan, mesh)
-        same_bits(again, plain)
-        added = fs.gather(torch.func.grad(loss_fn)(shards, False, True), plan, mesh)
-        torch.testing.assert_close(added["blocks"][1]["w"], plain["blocks"][1]["w"] * mesh.world_size)
-
-    run_simulated(main, 2)
+    plain = fs.gather(fs.value_and_grad(loss_fn)(shards, False, False)[1], plan, mesh)
+    again = fs.gather(fs.value_and_grad(loss_fn)(shards, True, True)[1], plan, mesh)
+    same_bits(again, plain)
+    added = fs.gather(torch.func.grad(loss_fn)(shards, False, True), plan, mesh)
+    torch.testing.assert_close(added["blocks"][1]["w"], plain["blocks"][1]["w"] * mesh.world_size)
 
 
 def unused_then_step(mesh):
@@ -185,10 +168,8 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("program", "error", "message"), MISTAKES)
-def test_what_a_handle_cannot_do_is_refused(program, error, message):
-    def main(mesh):
-        _, fns, shards = functions(mesh, True)
-        with pytest.raises(error, match=message):
-            program(fns, shards, batch_of(mesh))
-
-    run_simulated(main, 2)
+@on_ranks(2)
+def test_what_a_handle_cannot_do_is_refused(mesh, program, error, message):
+    _, fns, shards = functions(mesh, True)
+    with pytest.raises(error, match=message):
+        program(fns, shards, batch_of(mesh))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 
 import pytest
@@ -14,7 +13,7 @@ import funcshard as fs
 from funcshard._utils import tree
 from tests.core.units import recorded, requiring_grad, same_bits
 from tests.pairwise import crossed
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.storages import Alive, Log, LoggedBlock
 
 WIDTH, MUCH = 6, 1 << 20
@@ -75,54 +74,45 @@ WAYS = {  # options of the model, of fully_shard, of predict_events
 
 @pytest.mark.slow
 @crossed(way=list(WAYS), order=[AGAIN, BETWEEN, (0, 0), (0, 1, 0)], strategy=["full_shard", "shard_grad_op"])
-def test_what_is_computed_again_is_predicted(strategy, order, way):
+@on_ranks(2)
+def test_what_is_computed_again_is_predicted(mesh, strategy, order, way):
     model, sharding, recomputed = WAYS[way]
     recomputed = sorted(set(names(order))) if recomputed is None else recomputed
     (apply, params, _), plain = made(order, **model), made(order, **{**model, "again": False})[0]
-
-    def main(mesh):
-        for size in (0, MUCH):
-            sharded, shards = on(mesh, apply, params, strategy, bucket_bytes=size, **sharding)
-            results = [step_of(f, shards, mesh)[0] for f in (fs.fully_shard(plain, sharded.plan, mesh), sharded)]
-            result, events = step_of(sharded, shards, mesh)
-            units = [unit.name for unit in sharded.plan.unit_list if set(recomputed).intersection(unit.paths)]
-            assert events == fs.predict_events(sharded.plan, sharded.schedule, recomputed=units)
-            all_same_bits([*results, result])
-
-    fs.simulate(main, 2)
+    for size in (0, MUCH):
+        sharded, shards = on(mesh, apply, params, strategy, bucket_bytes=size, **sharding)
+        results = [step_of(f, shards, mesh)[0] for f in (fs.fully_shard(plain, sharded.plan, mesh), sharded)]
+        result, events = step_of(sharded, shards, mesh)
+        units = [unit.name for unit in sharded.plan.unit_list if set(recomputed).intersection(unit.paths)]
+        assert events == fs.predict_events(sharded.plan, sharded.schedule, recomputed=units)
+        all_same_bits([*results, result])
 
 
+@pytest.mark.usefixtures("without_garbage_collection")
 @pytest.mark.parametrize("learned", [True, False], ids=["learned", "given"])
 @pytest.mark.parametrize("grad", [True, False], ids=["with gradients", "without"])
-def test_a_unit_that_stays_gathered_is_gathered_once_a_call_and_is_in_memory_once(grad, learned):
-    def main(mesh):
-        log = Log()
-        apply, params, _ = made(BETWEEN, log)
-        sharded, shards = on(mesh, apply, params, order=None if learned else BETWEEN)
-        shards, found = requiring_grad(shards, grad), []
-        for _ in range(2):
-            log.clear()
-            with fs.record_events() as events, torch.set_grad_enabled(grad):
-                loss = sharded(shards, {}, torch.ones(2, WIDTH))
-            alive = {ref.cdata for ref in log if not ref.expired()}
-            found.append((Counter(event.unit for event in events if event.kind == "all_gather"), len(alive)))
-            del loss
-            assert log.alive() == 0
-        return found
-
+@on_ranks(2)
+def test_a_unit_that_stays_gathered_is_gathered_once_a_call_and_is_in_memory_once(mesh, grad, learned):
     once = Counter(["", *names(range(4))])
     twice = once + Counter(names([0]))  # nobody knows of it until it comes the second time
-    gc.disable()  # freed when the calls are over, not some time later
-    try:
-        for first, second in fs.simulate(main, 2):
-            assert first == ((twice, 5 * grad) if learned else (once, 4 * grad))
-            assert second == (once, 4 * grad)
-    finally:
-        gc.enable()
+    log = Log()
+    apply, params, _ = made(BETWEEN, log)
+    sharded, shards = on(mesh, apply, params, order=None if learned else BETWEEN)
+    requiring_grad(shards, grad)
+    for gathers, copies in ((twice, 5) if learned else (once, 4), (once, 4)):
+        log.clear()
+        with fs.record_events() as events, torch.set_grad_enabled(grad):
+            loss = sharded(shards, {}, torch.ones(2, WIDTH))
+        alive = {ref.cdata for ref in log if not ref.expired()}
+        assert Counter(event.unit for event in events if event.kind == "all_gather") == gathers
+        assert len(alive) == copies * grad
+        del loss
+        assert log.alive() == 0
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["with gradients", "without"])
-def test_a_unit_is_let_go_of_after_its_last_time(grad):
+@on_ranks(2)
+def test_a_unit_is_let_go_of_after_its_last_time(mesh, grad):
     class Watching(Repeated):
         def forward(self, x):
             log, seen = self.blocks[0].log, []
@@ -132,15 +122,13 @@ def test_a_unit_is_let_go_of_after_its_last_time(grad):
                 log.clear()
             return x, tuple(seen)
 
-    def main(mesh):
-        apply, params, _ = fs.make_functional(Watching((0, 1, 0, 2)))
-        sharded, shards = on(mesh, apply, params, order=(0, 1, 0, 2))
-        return sharded(requiring_grad(shards, grad), {}, torch.ones(2, WIDTH))[1]
-
-    assert fs.simulate(main, 2) == [(1, 0, 0, 0)] * 2
+    apply, params, _ = fs.make_functional(Watching((0, 1, 0, 2)))
+    sharded, shards = on(mesh, apply, params, order=(0, 1, 0, 2))
+    assert sharded(requiring_grad(shards, grad), {}, torch.ones(2, WIDTH))[1] == (1, 0, 0, 0)
 
 
-def test_uses_with_and_without_gradients_share_what_is_gathered_and_no_graph():
+@on_ranks(2)
+def test_uses_with_and_without_gradients_share_what_is_gathered_and_no_graph(mesh):
     class WithAndWithout(Repeated):
         def forward(self, x):
             x = x * self.scale
@@ -149,19 +137,14 @@ def test_uses_with_and_without_gradients_share_what_is_gathered_and_no_graph():
                     x = self.blocks[number](x)
             return x.square().mean()
 
-    apply, params, buffers = fs.make_functional(WithAndWithout(AGAIN))
-
-    def main(mesh):
-        results = []
-        for strategy in ("full_shard", "shard_grad_op"):
-            sharded, shards = on(mesh, apply, params, strategy)
-            results += [step_of(sharded, shards, mesh)[0] for _ in range(2)]
-        all_same_bits(results)
-        x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH) * (1 + mesh.rank)
-        expected = torch.func.grad(lambda p: apply(p, buffers, x))(params)
-        torch.testing.assert_close(results[0][1], tree.map(lambda grad: fs.pmean(grad, mesh), expected))
-
-    fs.simulate(main, 2)
+    (apply, params, _), results = fs.make_functional(WithAndWithout(AGAIN)), []
+    for strategy in ("full_shard", "shard_grad_op"):
+        sharded, shards = on(mesh, apply, params, strategy)
+        results += [step_of(sharded, shards, mesh)[0] for _ in range(2)]
+    all_same_bits(results)
+    x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH) * (1 + mesh.rank)
+    expected = torch.func.grad(lambda p: apply(p, {}, x))(params)
+    torch.testing.assert_close(results[0][1], tree.map(lambda grad: fs.pmean(grad, mesh), expected))
 
 
 class Modes(nn.Module):
