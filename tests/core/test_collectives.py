@@ -11,32 +11,21 @@ import torch
 
 import funcshard as fs
 from tests.collective_oracle import OPERATIONS, line, whole_number_tensor
-from tests.core.units import forward_mode
+from tests.core.units import forward_mode, recorded
 from tests.ranks import on_ranks
 
 pytestmark = forward_mode
 
-MESHES = {
-    "2x2": ({"shard": 2, "tensor": 2}, ["tensor", "shard", ("shard", "tensor"), ("tensor", "shard"), None]),
-    "3": ({"tensor": 3}, ["tensor", ("shard", "tensor"), None]),
-    "2x2x2": (
-        {"replicate": 2, "shard": 2, "tensor": 2},
-        ["tensor", ("replicate", "tensor"), ("tensor", "shard", "replicate")],
-    ),
-}
-# The grid of two axes is a part of the cube, and runs with the slow tests.
-WORLDS = [pytest.param("2x2", marks=pytest.mark.slow), "3", "2x2x2"]
+GRID, CUBE = {"shard": 2, "tensor": 2}, {"replicate": 2, "shard": 2, "tensor": 2}
+# The grid of two axes is a part of the cube, and most of it runs with the slow tests.
+AXES = [({"tensor": 3}, axis) for axis in ("tensor", ("shard", "tensor"), None)]
+AXES += [(CUBE, axis) for axis in ("tensor", ("replicate", "tensor"), ("tensor", "shard", "replicate"))]
+AXES += [(GRID, axis) for axis in ("tensor", "shard", ("shard", "tensor"), ("tensor", "shard"), None)]
+on_every_axis = pytest.mark.parametrize(("world", "axis"), AXES, ids=str)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int16, torch.complex64, torch.bool)
 
 
 LINEAR = [name for name, operation in OPERATIONS.items() if operation.linear]
-
-
-def cases(mesh: fs.Mesh, axes: list[Any], name: str) -> Any:
-    """Yield the axis, the number of ranks along it, and the shape of the tensor for one operation."""
-    for axis in axes:
-        ranks = line(mesh.rank, dict(mesh.shape), axis)
-        yield axis, ranks, OPERATIONS[name].sizes(len(ranks))
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -44,26 +33,18 @@ def cases(mesh: fs.Mesh, axes: list[Any], name: str) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("world", WORLDS)
-def test_the_result_is_the_function_of_all_ranks_tensors(world: str, name: str) -> None:
-    sizes, axes = MESHES[world]
-    operation = OPERATIONS[name]
-
-    def main(mesh: fs.Mesh) -> None:
-        for axis, ranks, shape in cases(mesh, axes, name):
-            for dtype in DTYPES if axis in ("tensor", axes[-1]) else (torch.float64,):
-                if dtype in operation.but:
-                    continue
-                xs = [whole_number_tensor(rank, shape, dtype) for rank in ranks]
-                x = xs[ranks.index(mesh.rank)]
-                given, found = x.clone(), operation.run(x, mesh, axis)
-                wanted = operation.plain(xs, ranks.index(mesh.rank))
-                assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape), (axis, dtype)
-                assert torch.equal(found, wanted), (axis, dtype)
-                assert torch.equal(x, given)
-                assert found.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
-
-    fs.simulate(main, sizes)
+@on_every_axis
+@on_ranks()
+def test_the_result_is_the_function_of_all_ranks_tensors(mesh: fs.Mesh, world: Any, axis: Any, name: str) -> None:
+    operation, ranks = OPERATIONS[name], line(mesh.rank, dict(mesh.shape), axis)
+    own = ranks.index(mesh.rank)
+    for dtype in set(DTYPES) - set(operation.but):
+        xs = [whole_number_tensor(rank, operation.sizes(len(ranks)), dtype) for rank in ranks]
+        before, found, wanted = xs[own].clone(), operation.run(xs[own], mesh, axis), operation.plain(xs, own)
+        assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape), dtype
+        assert torch.equal(found, wanted), dtype
+        assert torch.equal(xs[own], before)
+        assert found.untyped_storage().data_ptr() != xs[own].untyped_storage().data_ptr()
 
 
 VIEWS = {
@@ -88,37 +69,27 @@ def test_a_view_gives_what_its_contiguous_copy_gives(mesh: fs.Mesh, view: str, n
         assert torch.equal(operation.run(x, mesh, "tensor"), operation.run(copy, mesh, "tensor"))
 
 
-@pytest.mark.parametrize("world", MESHES)
-def test_tensors_without_elements_or_dimensions_are_tensors(world: str) -> None:
-    sizes, axes = MESHES[world]
-
-    def main(mesh: fs.Mesh) -> None:
-        for axis in axes:
-            ranks = line(mesh.rank, dict(mesh.shape), axis)
-            n, x, along = len(ranks), torch.tensor(float(mesh.rank)), {"mesh": mesh, "axis": axis}
-            ring, every = [(i, (i + 1) % n) for i in range(n)], torch.tensor([float(rank) for rank in ranks])
-            assert torch.equal(fs.psum(x, **along), every.sum())
-            assert torch.equal(fs.pmax(x, **along), every.max())
-            assert torch.equal(fs.all_gather(x, **along), every)
-            assert torch.equal(fs.all_gather(x, dim=-1, **along), every)
-            assert torch.equal(fs.ppermute(x, perm=ring, **along), every[ranks.index(mesh.rank) - 1])
-            assert torch.equal(fs.psum_scatter(every, **along), n * x)
-            assert torch.equal(fs.all_to_all(x.expand(n), **along), every)
-            none = torch.zeros(0, n, 2)
-            for found, shape in (
-                (fs.psum(none, **along), (0, n, 2)),
-                (fs.pmax(none, **along), (0, n, 2)),
-                (fs.ppermute(none, perm=ring, **along), (0, n, 2)),
-                (fs.all_gather(none, **along), (n, 0, n, 2)),
-                (fs.all_gather(none, dim=1, tiled=True, **along), (0, n * n, 2)),
-                (fs.psum_scatter(none, dim=1, **along), (0, 2)),
-                (fs.psum_scatter(none, dim=0, tiled=True, **along), (0, n, 2)),
-                (fs.all_to_all(none, split_dim=1, concat_dim=2, **along), (0, 2, n)),
-                (fs.all_to_all(none, split_dim=1, concat_dim=0, tiled=True, **along), (0, 1, 2)),
-            ):
-                assert found.shape == shape
-
-    fs.simulate(main, sizes)
+@on_every_axis
+@on_ranks()
+def test_tensors_without_elements_or_dimensions_are_tensors(mesh: fs.Mesh, world: Any, axis: Any) -> None:
+    ranks, along = line(mesh.rank, dict(mesh.shape), axis), {"mesh": mesh, "axis": axis}
+    n, x, none = len(ranks), torch.tensor(float(mesh.rank)), torch.zeros(0, len(ranks), 2)
+    ring, every = [(i, (i + 1) % n) for i in range(n)], torch.tensor([float(rank) for rank in ranks])
+    assert torch.equal(fs.psum(x, **along), every.sum())
+    assert torch.equal(fs.pmax(x, **along), every.max())
+    assert torch.equal(fs.all_gather(x, **along), every)
+    assert torch.equal(fs.all_gather(x, dim=-1, **along), every)
+    assert torch.equal(fs.ppermute(x, perm=ring, **along), every[ranks.index(mesh.rank) - 1])
+    assert torch.equal(fs.psum_scatter(every, **along), n * x)
+    assert torch.equal(fs.all_to_all(x.expand(n), **along), every)
+    assert fs.psum(none, **along).shape == fs.pmax(none, **along).shape == none.shape
+    assert fs.ppermute(none, perm=ring, **along).shape == none.shape
+    assert fs.all_gather(none, **along).shape == (n, *none.shape)
+    assert fs.all_gather(none, dim=1, tiled=True, **along).shape == (0, n * n, 2)
+    assert fs.psum_scatter(none, dim=1, **along).shape == (0, 2)
+    assert fs.psum_scatter(none, dim=0, tiled=True, **along).shape == none.shape
+    assert fs.all_to_all(none, split_dim=1, concat_dim=2, **along).shape == (0, 2, n)
+    assert fs.all_to_all(none, split_dim=1, concat_dim=0, tiled=True, **along).shape == (0, 1, 2)
 
 
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if "," not in name] + ["ppermute, one pair"])
@@ -136,7 +107,7 @@ def test_a_tree_is_mapped_leaf_by_leaf_and_keeps_its_form(mesh: fs.Mesh, name: s
     assert call(()) == ()
 
 
-@on_ranks(MESHES["2x2x2"][0])
+@on_ranks(CUBE)
 def test_the_index_along_several_axes_counts_the_first_one_slowest(mesh: fs.Mesh) -> None:
     two = [("shard", "tensor"), ("tensor", "shard"), ("tensor", "replicate")]
     for axis in ("tensor", "shard", "replicate", None, *two):
@@ -182,28 +153,22 @@ def curved(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LINEAR)
-@pytest.mark.parametrize("world", WORLDS)
-def test_the_gradient_is_the_exact_adjoint(world: str, name: str) -> None:
-    (sizes, axes), run = MESHES[world], OPERATIONS[name].run
+@on_every_axis
+def test_the_gradient_is_the_exact_adjoint(world: Any, axis: Any, name: str) -> None:
+    operation = OPERATIONS[name]
 
-    def main(mesh: fs.Mesh) -> list[list[torch.Tensor]]:
-        found = []
-        for axis, _, shape in cases(mesh, axes, name):
-            for dtype in (torch.float64, torch.complex128) if axis == "tensor" else (torch.float64,):
-                x = whole_number_tensor(mesh.rank, shape, dtype).clone().requires_grad_()
-                out = run(x, mesh, axis)
-                y = whole_number_tensor(mesh.rank, tuple(out.shape), dtype, salt=1)
-                (back,) = torch.autograd.grad(out, x, y)
-                products = [torch.vdot(a.flatten(), b.detach().flatten()) for a, b in ((y, out), (back, x))]
-                found.append(products)
-        return found
+    def main(mesh: fs.Mesh, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = operation.sizes(len(line(mesh.rank, dict(mesh.shape), axis)))
+        x = whole_number_tensor(mesh.rank, shape, dtype).clone().requires_grad_()
+        out = operation.run(x, mesh, axis)
+        y = whole_number_tensor(mesh.rank, tuple(out.shape), dtype, salt=1)
+        (back,) = torch.autograd.grad(out, x, y)
+        return torch.vdot(y.flatten(), out.detach().flatten()), torch.vdot(back.flatten(), x.detach().flatten())
 
-    products = []
-    for pairs in zip(*fs.simulate(main, sizes), strict=True):  # each axis and dtype, on all ranks
-        left, right = (sum(side) for side in zip(*pairs, strict=True))  # type: ignore[arg-type]
+    for dtype in (torch.float64, torch.complex128):
+        products = fs.simulate(lambda mesh, dtype=dtype: main(mesh, dtype), world)
+        left, right = (sum(side) for side in zip(*products, strict=True))  # type: ignore[arg-type]
         torch.testing.assert_close(left, right, rtol=1e-14, atol=1e-12)
-        products.append(left)
-    assert any(products) or name == "ppermute, no pair"
 
 
 def derivatives(
@@ -239,13 +204,12 @@ CURVED = ["psum", "pmean", "pmax", "all_gather, dim -1", "all_gather, tiled", "p
 
 @pytest.mark.parametrize("name", CURVED)
 @pytest.mark.parametrize(
-    ("world", "axis"), [("2x2", ("tensor", "shard")), pytest.param("3", "tensor", marks=pytest.mark.slow)], ids=str
+    ("world", "axis"), [(GRID, ("tensor", "shard")), pytest.param({"tensor": 3}, "tensor", marks=pytest.mark.slow)], ids=str
 )
-def test_first_and_second_derivatives_are_those_of_the_function_of_all_ranks(world: str, axis: Any, name: str) -> None:
-    sizes, _ = MESHES[world]
-    shape = OPERATIONS[name].sizes(len(line(0, sizes, axis)))
-    stack, v = (torch.randn(math.prod(sizes.values()), *shape, dtype=torch.float64) for _ in range(2))
-    plain = whole(name, axis, sizes)
+def test_first_and_second_derivatives_are_those_of_the_function_of_all_ranks(world: Any, axis: Any, name: str) -> None:
+    shape = OPERATIONS[name].sizes(len(line(0, world, axis)))
+    stack, v = (torch.randn(math.prod(world.values()), *shape, dtype=torch.float64) for _ in range(2))
+    plain = whole(name, axis, world)
     ys = [torch.randn_like(out) for out in plain(stack)]
     dot = lambda outs: sum((out * y).sum() for out, y in zip(outs, ys, strict=True))  # noqa: E731
     wanted = derivatives(lambda s: plain(curved(s)), stack, v, dot)
@@ -254,39 +218,31 @@ def test_first_and_second_derivatives_are_those_of_the_function_of_all_ranks(wor
         x, dx, y = stack[mesh.rank], v[mesh.rank], ys[mesh.rank]
         run = lambda x: OPERATIONS[name].run(curved(x), mesh, axis)  # noqa: E731
         found = derivatives(run, x, dx, lambda out: (out * y).sum())
-        for number, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
-            torch.testing.assert_close(ours, theirs[mesh.rank], rtol=1e-10, atol=1e-10, msg=f"derivative {number}")
+        torch.testing.assert_close(found, [theirs[mesh.rank] for theirs in wanted], rtol=1e-10, atol=1e-10)
 
-    fs.simulate(main, sizes)
+    fs.simulate(main, world)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CURVED)
 @pytest.mark.parametrize("axis", ["tensor", ("tensor", "shard")], ids=str)
-def test_vmap_over_any_dimension_is_a_loop_with_one_collective(axis: Any, name: str) -> None:
-    sizes = MESHES["2x2"][0]
-
-    def main(mesh: fs.Mesh) -> None:
-        shape = OPERATIONS[name].sizes(len(line(0, sizes, axis)))
-        each = [whole_number_tensor(mesh.rank, shape, salt=salt) for salt in range(3)]
-        f = lambda x: OPERATIONS[name].run(x, mesh, axis)  # noqa: E731
-        wanted = [f(x) for x in each]
-        slope = lambda x: torch.func.grad(lambda x: (f(x) * f(x)).sum())(x)  # noqa: E731
-        slopes = [slope(x) for x in each]
-        with fs.record_events() as alone:
-            f(each[0])
-        for dim in range(len(shape) + 1):
-            stacked = torch.stack(each, dim)
-            with fs.record_events() as events:
-                found = torch.vmap(f, in_dims=dim)(stacked)
-            assert torch.equal(found, torch.stack(wanted))
-            assert [event.bytes for event in events] == [3 * event.bytes for event in alone]
-            if dim == 1:
-                torch.testing.assert_close(torch.vmap(slope, in_dims=dim)(stacked), torch.stack(slopes))
-            twice = torch.vmap(torch.vmap(f, in_dims=dim))(torch.stack([stacked, 2 * stacked]))
-            assert torch.equal(twice, torch.stack([found, 2 * found]))
-
-    fs.simulate(main, sizes)
+@on_ranks(GRID)
+def test_vmap_over_any_dimension_is_a_loop_with_one_collective(mesh: fs.Mesh, axis: Any, name: str) -> None:
+    shape = OPERATIONS[name].sizes(len(line(0, GRID, axis)))
+    each = [whole_number_tensor(mesh.rank, shape, salt=salt) for salt in range(3)]
+    f = lambda x: OPERATIONS[name].run(x, mesh, axis)  # noqa: E731
+    slope = lambda x: torch.func.grad(lambda x: (f(x) * f(x)).sum())(x)  # noqa: E731
+    wanted, slopes = torch.stack([f(x) for x in each]), torch.stack([slope(x) for x in each])
+    _, alone = recorded(f, each[0])
+    for dim in range(len(shape) + 1):
+        stacked = torch.stack(each, dim)
+        found, events = recorded(torch.vmap(f, in_dims=dim), stacked)
+        assert torch.equal(found, wanted)
+        assert [event.bytes for event in events] == [3 * event.bytes for event in alone]
+        if dim == 1:
+            torch.testing.assert_close(torch.vmap(slope, in_dims=dim)(stacked), slopes)
+        twice = torch.vmap(torch.vmap(f, in_dims=dim))(torch.stack([stacked, 2 * stacked]))
+        assert torch.equal(twice, torch.stack([found, 2 * found]))
 
 
 def composed(x: torch.Tensor, mesh: fs.Mesh) -> torch.Tensor:
@@ -367,26 +323,25 @@ RECORDED = {  # the operation, and what each rank of {"shard": 2, "tensor": 4} r
 @on_ranks({"shard": 2, "tensor": 4})
 def test_every_rank_of_an_axis_records_the_same_events(mesh: fs.Mesh, name: str) -> None:
     run, wanted = RECORDED[name]
-    with fs.record_events() as events:
-        run(torch.ones(4, 3, dtype=torch.float64), mesh)
+    _, events = recorded(run, torch.ones(4, 3, dtype=torch.float64), mesh)
     assert [(event.kind, event.bytes, event.axis, event.traffic) for event in events] == wanted
     assert all((event.unit, event.buffer, event.dtype) == (None, "", "float64") for event in events)
-    assert all(event.ranks == {"shard": 2, "tensor": 4}[event.axis] for event in events)
+    assert all(event.ranks == mesh.shape[event.axis] for event in events)
 
 
-def test_the_backward_records_the_adjoint_collectives() -> None:
-    def main(mesh: fs.Mesh) -> list[tuple[str, str]]:
-        with fs.record_events() as events:
-            fs.value_and_grad(lambda x: composed(x, mesh))(torch.ones(2, 4, dtype=torch.float64))
-        return [(event.kind, event.axis) for event in events]
-
-    common = [
+@on_ranks(GRID)
+def test_the_backward_records_the_adjoint_collectives(mesh: fs.Mesh) -> None:
+    evaluate = fs.value_and_grad(lambda x: composed(x, mesh))
+    _, events = recorded(evaluate, torch.ones(2, 4, dtype=torch.float64))
+    found, other = (
+        [(event.kind, event.axis) for event in events],
+        {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"},
+    )
+    forward = [
         ("all_reduce", "tensor"), ("all_reduce", "shard"), ("all_reduce", "tensor"), ("all_gather", "shard"),
         ("reduce_scatter", "tensor"), ("all_to_all", "tensor"), ("ppermute", "tensor"), ("all_gather", "tensor"),
-    ]  # fmt: skip
-    for rank, events in enumerate(fs.simulate(main, MESHES["2x2"][0])):
         # Of the pairs only (1, 2) moves along the shard axis, where ranks 1 and 3 lie.
-        forward = [*common, *[("ppermute", "shard")] * (rank % 2)]
-        assert sorted(events[: len(forward)]) == sorted(forward)
-        other = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
-        assert sorted(events[len(forward) :]) == sorted((other.get(kind, kind), axis) for kind, axis in forward)
+        *[("ppermute", "shard")] * (mesh.rank % 2),
+    ]  # fmt: skip
+    assert sorted(found[: len(forward)]) == sorted(forward)
+    assert sorted(found[len(forward) :]) == sorted((other.get(kind, kind), axis) for kind, axis in forward)

@@ -66,16 +66,16 @@ def test_a_loss_of_collectives_alone_has_the_gradient_of_the_mean_over_ranks(ter
 def test_unsharded_params_on_several_ranks_need_a_mesh(micro_batches):
     def main(mesh, given=None):
         evaluate = fs.accumulate(lambda w, x: (w * x).sum(), micro_batches, mesh=given)
-        return evaluate(torch.ones(2), torch.full((2, 1), mesh.rank + 1.0))[1].tolist()
+        return evaluate(torch.ones(2), torch.full((2, 1), mesh.rank + 1.0))[1]
 
     words = r"this is a job of 2 ranks: if these are copies of one model, shard them.*mesh=fs.Mesh\(\) for this rank alone"
     with pytest.raises(ValueError, match=words):
         fs.simulate(main, 2)
-    own = [[2.0 / micro_batches] * 2, [4.0 / micro_batches] * 2]  # the mean over micro-batches of sums over their rows
-    assert fs.simulate(lambda mesh: main(mesh, fs.Mesh()), 2) == own
+    own = torch.tensor([[2.0] * 2, [4.0] * 2]) / micro_batches  # the mean over micro-batches of sums over their rows
+    assert torch.equal(torch.stack(fs.simulate(lambda mesh: main(mesh, fs.Mesh()), 2)), own)
     # Each rank's leaf is a variable of its own, on which only its own loss depends.
-    assert fs.simulate(lambda mesh: main(mesh, mesh), 2) == [[each / 2 for each in grad] for grad in own]
-    assert main(fs.Mesh()) == own[0]  # one rank is no job of several
+    assert torch.equal(torch.stack(fs.simulate(lambda mesh: main(mesh, mesh), 2)), own / 2)
+    assert torch.equal(main(fs.Mesh()), own[0])  # one rank is no job of several
 
 
 def test_a_psum_over_a_part_of_the_ranks_needs_the_mesh_of_the_mean():
