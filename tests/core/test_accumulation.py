@@ -77,6 +77,11 @@ def test_a_batch_that_cannot_be_split_is_refused(name: str) -> None:
         fs.accumulate(lambda shards, x: x.sum(), 2)({"": {"float32": torch.ones(2)}}, rows)
 
 
+def test_a_call_without_a_batch_is_refused() -> None:
+    with pytest.raises(TypeError, match="the batch as its last positional argument"):
+        fs.accumulate(lambda shards, x: x.sum(), 2)({"": {}})
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @on_ranks(2)
 def test_the_mean_of_losses_of_low_precision_is_in_float32(mesh: fs.Mesh, dtype: torch.dtype) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import funcshard as fs
-from tests.core.units import of_module, requiring_grad
+from tests.core.units import by_hand, of_module, requiring_grad
 from tests.ranks import on_ranks, run_ranks, run_simulated
 
 WIDTH = 200  # a weight of 160 kB: so large that ranks share its gathered memory
@@ -70,6 +70,14 @@ def test_a_leaf_that_forward_modifies_is_named(mesh: fs.Mesh, what, strategy) ->
         sharded(shards, {}, x)
     with pytest.raises(RuntimeError, match=words.partition(" .*")[0]):  # in a graph, torch itself refuses some writes
         fs.value_and_grad(lambda s: sharded(s, {}, x).sum())(shards)
+
+
+@on_ranks(2)
+def test_a_write_that_torch_itself_refuses_is_named_too(mesh: fs.Mesh) -> None:
+    _, f, shards = by_hand(mesh, {"w": torch.ones(3)}, lambda leaves: leaves["w"].mul_(2.0).sum())
+    words = r"the forward of unit '\(root\)' modified a leaf in place; gathered leaves are read-only"
+    with pytest.raises(RuntimeError, match=words):
+        f(requiring_grad(shards[""]))
 
 
 def change_unnoticed(mesh: fs.Mesh) -> list[float]:
