@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -27,25 +29,15 @@ PLAN = fs.make_plan(
 )  # fmt: skip
 TEXT = PLAN.to_json()
 ROOT, BUFFER = ("unit_list", 0), ("unit_list", 0, "buffers", 0)
-LEAF = (*BUFFER, "leaves", 0)
+LEAF, CUTS = (*BUFFER, "leaves", 0), ("unit_list", 0, "buffers", 1, "leaves", 0, "cuts")
 
 
 def put(*keys: Any, value: Any) -> Callable[[Any], None]:
-    def change(data: Any) -> None:
-        for key in keys[:-1]:
-            data = data[key]
-        data[keys[-1]] = value
-
-    return change
+    return lambda data: functools.reduce(operator.getitem, keys[:-1], data).__setitem__(keys[-1], value)
 
 
 def without(*keys: Any) -> Callable[[Any], None]:
-    def change(data: Any) -> None:
-        for key in keys[:-1]:
-            data = data[key]
-        del data[keys[-1]]
-
-    return change
+    return lambda data: functools.reduce(operator.getitem, keys[:-1], data).__delitem__(keys[-1])
 
 
 def put_ranks(data: Any) -> None:
@@ -90,19 +82,11 @@ CASES: dict[str, tuple[Callable[[Any], None], str]] = {
     "a shape of NaN": (put(*LEAF, "shape", value=[float("nan")]), "leaves\\[0\\]\\.shape must be a list of whole numbers"),
     "a shape of 2^70": (put(*LEAF, "shape", value=[2**70]), "leaves\\[0\\]\\.shape must be .* to 9223372036854775807"),
     "a product of 2^80": (put(*LEAF, "shape", value=[2**40, 2**40]), "a tensor has at most 576460752303423487 elements"),
-    "a cut of a dim that is not there": (
-        put("unit_list", 0, "buffers", 1, "leaves", 0, "cuts", value=[["tensor", 2, 2]]), "has no dim 2",
-    ),
-    "a cut for other ranks": (
-        put("unit_list", 0, "buffers", 1, "leaves", 0, "cuts", value=[["tensor", 1, 4]]), "a cut must have the ranks",
-    ),
-    "a cut of two entries": (
-        put("unit_list", 0, "buffers", 1, "leaves", 0, "cuts", value=[["tensor", 1]]), "cuts\\[0\\] must be a list of 3",
-    ),
+    "a cut of a dim that is not there": (put(*CUTS, value=[["tensor", 2, 2]]), "has no dim 2"),
+    "a cut for other ranks": (put(*CUTS, value=[["tensor", 1, 4]]), "a cut must have the ranks"),
+    "a cut of two entries": (put(*CUTS, value=[["tensor", 1]]), "cuts\\[0\\] must be a list of 3"),
     "a placement of three entries": (put(*LEAF, "placements", value=[["tensor", 0, 1]]), "s\\[0\\] must be a list of 2"),
-    "a placement of a dim that is not there": (
-        put(*LEAF, "placements", value=[["tensor", 5]]), "has no dim 5",
-    ),
+    "a placement of a dim that is not there": (put(*LEAF, "placements", value=[["tensor", 5]]), "has no dim 5"),
     "a placement along no axis": (put(*LEAF, "placements", value=[["expert", 0]]), "axes of the mesh .* found 'expert'"),
     "a negative offset": (put(*LEAF, "offset", value=-3), "leaves\\[0\\]\\.offset must be a whole number"),
     "a gap between leaves": (put(*LEAF, "offset", value=3), "must lie at 0, because padding is at the end; found 3"),
