@@ -183,6 +183,30 @@ def test_sums_that_wait_have_the_reduce_dtype(mesh: fs.Mesh) -> None:
     assert all(leaf.dtype == torch.float32 and leaf.isfinite().all() for leaf in grads)
 
 
+class Unused(nn.Module):
+    """Two layers; the loss depends on the first one alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.used(x), self.unused(x)
+
+
+@pytest.mark.parametrize(("stays", "gathers"), [(False, 2), (True, 1)], ids=["freed", "stays"])
+@on_ranks(2)
+def test_a_unit_that_backward_did_not_reach_ends_with_its_micro_batch_unless_it_stays(
+    mesh: fs.Mesh, stays: bool, gathers: int
+) -> None:
+    options = {"strategy": "shard_grad_op", "reshard_after_backward": not stays}
+    _, sharded, shards = of_module(mesh, Unused(), ["used", "unused"], **options)
+    evaluate = fs.accumulate(lambda shards, x: sharded(shards, {}, x)[0].sum(), 2)
+    _, events = recorded(evaluate, shards, torch.ones(4, 4))
+    units = [event.unit for event in events if event.kind == "all_gather"]
+    assert units.count("unused") == units.count("used") == gathers
+
+
 # --- mistakes -------------------------------------------------------------------------------------
 
 
