@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp.wrap import _recursive_wrap, always_wrap_policy, size_based_auto_wrap_policy
+from torch.distributed.fsdp.wrap import _recursive_wrap, size_based_auto_wrap_policy
 
 import funcshard as fs
 from funcshard.plan import wrap
@@ -76,58 +76,47 @@ def test_by_size_chooses_what_torch_chooses(make: Any, least: int, options: dict
     assert sorted(ours) == chosen_by_torch(net, theirs)
 
 
-def test_always_chooses_all_that_torch_wraps_but_modules_without_parameters_and_containers() -> None:
-    net = nn.Sequential(linear(), nn.ReLU(), nn.ModuleList([linear(), nn.Sequential(linear())]))
-    ours = wrap.always()(net)
-    assert ours == ["0", "2.0", "2.1", "2.1.0"]
-    assert set(chosen_by_torch(net, always_wrap_policy)) - set(ours) == {"1", "2"}
-
-
-def test_by_class_chooses_subclasses_outer_before_inner_and_never_the_root_or_what_has_no_parameters() -> None:
-    net = nn.Sequential(nn.Sequential(linear()), BatchNormNet(), linear(), nn.BatchNorm1d(3, affine=False))
-    assert wrap.by_class(nn.Sequential, nn.Linear)(net) == ["0", "0.0", "1.lin", "2"]
-    assert wrap.by_class(nn.modules.batchnorm._BatchNorm)(net) == ["1.bn1", "1.bn2", "1.bn3", "1.sync_bn"]
-
-
-def test_a_shared_module_is_chosen_once_under_its_first_name() -> None:
+def shared() -> nn.Module:
     net = nn.Sequential(nn.Sequential(linear(4)))
-    net.append(nn.Sequential(net[0][0], nn.Linear(4, 2)))
-    assert wrap.by_class(nn.Linear)(net) == ["0.0", "1.1"]
-    assert "1.0.weight" not in fs.make_functional(net)[1]
+    return net.append(nn.Sequential(net[0][0], nn.Linear(4, 2)))
 
 
-def test_batch_norms_inside_a_chosen_container_are_units_of_their_own() -> None:
-    net = nn.Sequential(BatchNormNet())
-    only_container = wrap.by_class(BatchNormNet)
-    both = wrap.any_of(only_container, wrap.by_class(nn.modules.batchnorm._BatchNorm))
-    assert only_container(net) == ["0"]
-    assert both(net) == ["0", "0.bn1", "0.bn2", "0.bn3", "0.sync_bn"]
-    _, params, _ = fs.make_functional(net)
-    plan = fs.make_plan(params, 2, units=both(net))
-    assert [leaf.path for leaf in plan.units["0"].leaves] == ["0.lin.weight"]
-    assert [leaf.path for leaf in plan.units["0.bn2"].leaves] == ["0.bn2.bias", "0.bn2.weight"]
-
-
-def test_any_of_gives_each_module_once_in_the_order_of_the_model() -> None:
-    net = nn.Sequential(linear(), nn.LayerNorm(5), linear())
-    policy = wrap.any_of(wrap.by_class(nn.LayerNorm), wrap.by_class(nn.Linear), wrap.by_function(lambda m: True))
-    assert policy(net) == ["0", "1", "2"]
-    assert wrap.any_of()(net) == []
-
-
-def test_by_function_sees_modules_and_leaves_out_the_root_and_the_empty() -> None:
-    seen: list[nn.Module] = []
-    net = nn.Sequential(linear(), nn.ReLU(), linear(9))
-    policy = wrap.by_function(lambda m: seen.append(m) or isinstance(m, nn.ReLU) or getattr(m, "in_features", 0) > 5)
-    assert policy(net) == ["2"]
-    assert net not in seen
-
-
-def test_policies_read_meta_modules() -> None:
+def on_meta() -> nn.Module:
     with torch.device("meta"):
-        net = nn.Sequential(linear(), nn.Linear(100, 100))
-    assert wrap.by_size(1000)(net) == ["1"]
-    assert wrap.by_class(nn.Linear)(net) == ["0", "1"]
+        return nn.Sequential(linear(), nn.Linear(100, 100))
+
+
+NORM = nn.modules.batchnorm._BatchNorm
+NORMS = ["bn1", "bn2", "bn3", "sync_bn"]
+nested = lambda: nn.Sequential(linear(), nn.ReLU(), nn.ModuleList([linear(), nn.Sequential(linear())]))  # noqa: E731
+mixed = lambda: nn.Sequential(nn.Sequential(linear()), BatchNormNet(), linear(), nn.BatchNorm1d(3, affine=False))  # noqa: E731
+inside = lambda: nn.Sequential(BatchNormNet())  # noqa: E731
+three = lambda: nn.Sequential(linear(), nn.LayerNorm(5), linear())  # noqa: E731
+large = lambda m: isinstance(m, nn.ReLU) or getattr(m, "in_features", 0) > 4  # noqa: E731
+CHOSEN: dict[str, tuple[Any, Any, list[str]]] = {  # a module, a policy, and the units
+    "always: no containers, and nothing without parameters": (nested, wrap.always(), ["0", "2.0", "2.1", "2.1.0"]),
+    "by_class: outer before inner": (mixed, wrap.by_class(nn.Sequential, nn.Linear), ["0", "0.0", "1.lin", "2"]),
+    "by_class: subclasses with parameters": (mixed, wrap.by_class(NORM), [f"1.{name}" for name in NORMS]),
+    "by_class: a shared module under its first name": (shared, wrap.by_class(nn.Linear), ["0.0", "1.1"]),
+    "by_class: a container": (inside, wrap.by_class(BatchNormNet), ["0"]),
+    "by_class on meta": (on_meta, wrap.by_class(nn.Linear), ["0", "1"]),
+    "by_size on meta": (on_meta, wrap.by_size(1000), ["1"]),
+    "by_function: no root, nothing empty": (nested, wrap.by_function(lambda m: True), ["0", "2", "2.0", "2.1", "2.1.0"]),
+    "by_function: what it says": (nested, wrap.by_function(large), ["0", "2.0", "2.1.0"]),
+    "any_of: what lies inside too": (
+        inside, wrap.any_of(wrap.by_class(BatchNormNet), wrap.by_class(NORM)), ["0", *(f"0.{name}" for name in NORMS)],
+    ),
+    "any_of: each once, in the order of the model": (
+        three, wrap.any_of(wrap.by_class(nn.LayerNorm), wrap.by_class(nn.Linear), wrap.by_function(lambda m: True)),
+        ["0", "1", "2"],
+    ),
+    "any_of nothing": (three, wrap.any_of(), []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "policy", "units"), CHOSEN.values(), ids=CHOSEN)
+def test_a_policy_chooses_units_in_the_order_of_the_model(make: Any, policy: Any, units: list[str]) -> None:
+    assert policy(make()) == units
 
 
 class ReadsItsChild(torch.nn.Module):
