@@ -173,39 +173,33 @@ def test_backward_sees_what_forward_saw_under_stochastic_rounding(mesh: fs.Mesh)
     same_bits(freed, kept)
 
 
-def test_frozen_buffers_may_be_left_alone() -> None:
+@on_ranks(2)
+def test_frozen_buffers_may_be_left_alone(mesh: fs.Mesh) -> None:
     net = model()
     net[2].weight.requires_grad_(False)
-
-    def main(mesh: fs.Mesh) -> Any:
-        _, sharded, shards = of_module(mesh, net, NAMES, how={"cast": eight_bits})
-        with torch.no_grad():
-            _, events = recorded(sharded, shards, {}, inputs(0))
-        return {(event.unit, event.buffer): event.dtype for event in events}
-
-    for found in fs.simulate(main, 2):
-        trained = {(unit, "float32"): "int8" for unit in ("", *NAMES)}
-        assert found == {**trained, ("2", "float32.frozen"): "float32"}
+    _, sharded, shards = of_module(mesh, net, NAMES, how={"cast": eight_bits})
+    with torch.no_grad():
+        _, events = recorded(sharded, shards, {}, inputs(0))
+    trained = {(unit, "float32"): "int8" for unit in ("", *NAMES)}
+    assert {(event.unit, event.buffer): event.dtype for event in events} == {**trained, ("2", "float32.frozen"): "float32"}
 
 
-def test_a_cast_meets_a_param_dtype() -> None:
+@on_ranks(2)
+def test_a_cast_meets_a_param_dtype(mesh: fs.Mesh) -> None:
     """post_all_gather must return param_dtype; gradients are reduced in reduce_dtype."""
 
     def half(unit: Any, buffer: Any) -> fs.Cast:
         after = blocks_of(buffer.shard_numel)
         return fs.Cast(quantise, lambda rows: after(rows).bfloat16())
 
-    def main(mesh: fs.Mesh) -> Any:
-        precision = fs.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
-        plan, sharded, shards = of_module(mesh, model(), NAMES, how={"cast": half}, precision=precision)
-        evaluate = fs.value_and_grad(lambda s: sharded(s, {}, inputs(0)).float().square().mean())
-        (_, grads), events = recorded(evaluate, shards)
-        assert events == fs.predict_events(plan, sharded.schedule, not_saved=["0"], cast=half)
-        assert sharded(shards, {}, inputs(0)).dtype == torch.bfloat16
-        return {(event.kind, event.dtype) for event in events}, {leaf.dtype for leaf in tree.leaves(grads)}
-
-    wanted = {("all_gather", "int8"), ("reduce_scatter", "float32")}, {torch.float32}
-    assert fs.simulate(main, 2) == [wanted] * 2
+    precision = fs.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
+    plan, sharded, shards = of_module(mesh, model(), NAMES, how={"cast": half}, precision=precision)
+    evaluate = fs.value_and_grad(lambda s: sharded(s, {}, inputs(0)).float().square().mean())
+    (_, grads), events = recorded(evaluate, shards)
+    assert events == fs.predict_events(plan, sharded.schedule, not_saved=["0"], cast=half)
+    assert sharded(shards, {}, inputs(0)).dtype == torch.bfloat16
+    assert {(event.kind, event.dtype) for event in events} == {("all_gather", "int8"), ("reduce_scatter", "float32")}
+    assert {leaf.dtype for leaf in tree.leaves(grads)} == {torch.float32}
 
 
 def unit_function(mesh: fs.Mesh, cast: Any) -> tuple[Any, torch.Tensor, torch.Tensor]:

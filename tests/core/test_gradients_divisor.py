@@ -31,39 +31,29 @@ def linear(mesh: fs.Mesh, **options: Any) -> Any:
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @pytest.mark.parametrize("world", [1, 3, GRID], ids=str)
-def test_the_sum_of_the_ranks_gradients_is_divided_by_it(world: Any, strategy: str) -> None:
-    def main(mesh: fs.Mesh) -> list[Any]:
-        plan, shards, loss_fn = linear(mesh, strategy=strategy)
-        found: list[Any] = []
-        for divisor in (None, 1, 2.5, torch.tensor(8)):
-            (loss, grads), events = recorded(fs.value_and_grad(loss_fn, divisor=divisor), shards)
-            assert events == fs.predict_events(plan, not_saved=[""])
-            assert loss == 6 * (mesh.rank + 1)  # its own, whatever the divisor
-            found.append(fs.gather(grads, plan, mesh)["w"].tolist())
-        return found
-
-    results = fs.simulate(main, world)
-    total = sum(rank + 1 for rank in range(len(results)))
-    wanted = [[value] * 3 for value in (total / len(results), total, total / 2.5, total / 8)]
-    assert results == [wanted] * len(results)
+@on_ranks()
+def test_the_sum_of_the_ranks_gradients_is_divided_by_it(mesh: fs.Mesh, world: Any, strategy: str) -> None:
+    plan, shards, loss_fn = linear(mesh, strategy=strategy)
+    total = sum(rank + 1 for rank in range(mesh.world_size))
+    for divisor in (None, 1, 2.5, torch.tensor(8)):
+        (loss, grads), events = recorded(fs.value_and_grad(loss_fn, divisor=divisor), shards)
+        assert events == fs.predict_events(plan, not_saved=[""])
+        assert loss == 6 * (mesh.rank + 1)  # its own, whatever the divisor
+        by = mesh.world_size if divisor is None else float(divisor)
+        assert fs.gather(grads, plan, mesh)["w"].tolist() == [total / by] * 3
 
 
-def test_it_divides_direct_terms_local_leaves_and_weighted_losses_alike() -> None:
-    def main(mesh: fs.Mesh) -> Any:
-        _, shards, loss_fn = linear(mesh, local=["w"])
-        both = lambda s: loss_fn(s) + s[""][key].sum()  # noqa: E731
-        (key,) = shards[""]
-        weighted = lambda s: (both(s), mesh.rank + 1)  # noqa: E731
-        (_, grads), events = recorded(fs.value_and_grad(both, divisor=10), shards)
-        assert events == ()
-        plain = grads[""][key][0].item()
-        (loss, weight), grads = fs.value_and_grad(weighted, weighted=True, divisor=10)(shards)
-        return plain, grads[""][key][0].item(), loss.item(), weight.item()
-
-    for rank, (plain, weighted, loss, weight) in enumerate(fs.simulate(main, 2)):
-        assert plain == pytest.approx((rank + 2) / 10)
-        assert weighted == pytest.approx((rank + 1) * (rank + 2) / 10)
-        assert (loss, weight) == (pytest.approx((12 + 2 * 18) / 3), 3)  # the weighted mean all the same
+@on_ranks(2)
+def test_it_divides_direct_terms_local_leaves_and_weighted_losses_alike(mesh: fs.Mesh) -> None:
+    _, shards, loss_fn = linear(mesh, local=["w"])
+    (key,), rank = shards[""], mesh.rank
+    both = lambda s: loss_fn(s) + s[""][key].sum()  # noqa: E731
+    (_, grads), events = recorded(fs.value_and_grad(both, divisor=10), shards)
+    assert events == ()
+    assert grads[""][key][0].item() == pytest.approx((rank + 2) / 10)
+    (loss, weight), grads = fs.value_and_grad(lambda s: (both(s), rank + 1), weighted=True, divisor=10)(shards)
+    assert grads[""][key][0].item() == pytest.approx((rank + 1) * (rank + 2) / 10)
+    assert (loss.item(), weight.item()) == (pytest.approx((12 + 2 * 18) / 3), 3)  # the weighted mean all the same
 
 
 # --- division before the reduction ----------------------------------------------------------------
@@ -74,29 +64,26 @@ HALF = fs.MixedPrecision(reduce_dtype=FP16, divide_before_reduce=True)
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @pytest.mark.parametrize(("world", "before"), [(1, 1), (2, 2), (3, 2), (GRID, 2), (6, 4)], ids=str)
-def test_a_power_of_two_divides_before_the_sum_and_the_rest_after_it(world: Any, before: int, strategy: str) -> None:
-    scale = 30000.0  # twice this is infinite in float16
-
-    def main(mesh: fs.Mesh) -> Any:
-        params, apply = {"w": torch.zeros(12)}, lambda leaves: leaves["w"].sum() * scale
-        plan, f, shards = by_hand(mesh, params, apply, strategy=strategy, precision=HALF)
-        seen, sums = [], []
-        hooks: dict[str, Any] = {
-            "on_grads": lambda unit, grads: seen.append(grads["w"][0].item()),
-            "on_reduce_scattered": lambda unit, key, partial: sums.append(partial[0].item()),
-        }
-        direct = lambda s: f(s[""]) + s[""]["float32"].sum()  # noqa: E731
-        plain = fs.gather(fs.value_and_grad(lambda s: f(s[""]))(shards)[1], plan, mesh)["w"]
-        more = fs.gather(fs.value_and_grad(direct, **hooks)(shards)[1], plan, mesh)["w"]
-        added = mesh.shard.size if strategy == "full_shard" else 1
-        assert (seen, sums) == ([scale], [pytest.approx(scale / before * added, rel=1e-3)])
-        return plain, more
-
-    results = fs.simulate(main, world)
-    ranks = len(results)
-    for plain, more in results:
-        torch.testing.assert_close(plain, torch.full((12,), scale), rtol=1e-3, atol=0)
-        torch.testing.assert_close(more, torch.full((12,), scale + 1 / ranks), rtol=1e-3, atol=0)
+@on_ranks()
+def test_a_power_of_two_divides_before_the_sum_and_the_rest_after_it(
+    mesh: fs.Mesh, world: Any, before: int, strategy: str
+) -> None:
+    scale, seen, sums = 30000.0, [], []  # twice this is infinite in float16
+    params, apply = {"w": torch.zeros(12)}, lambda leaves: leaves["w"].sum() * scale
+    plan, f, shards = by_hand(mesh, params, apply, strategy=strategy, precision=HALF)
+    hooks: dict[str, Any] = {
+        "on_grads": lambda unit, grads: seen.append(grads["w"][0].item()),
+        "on_reduce_scattered": lambda unit, key, partial: sums.append(partial[0].item()),
+    }
+    direct = lambda s: f(s[""]) + s[""]["float32"].sum()  # noqa: E731
+    for evaluate, wanted in (
+        (fs.value_and_grad(lambda s: f(s[""])), scale),
+        (fs.value_and_grad(direct, **hooks), scale + 1 / mesh.world_size),
+    ):
+        found = fs.gather(evaluate(shards)[1], plan, mesh)["w"]
+        torch.testing.assert_close(found, torch.full((12,), wanted), rtol=1e-3, atol=0)
+    added = mesh.shard.size if strategy == "full_shard" else 1
+    assert (seen, sums) == ([scale], [pytest.approx(scale / before * added, rel=1e-3)])
 
 
 @pytest.mark.parametrize("reduce", ["each", "once", "shard_each"])
@@ -130,27 +117,23 @@ PLAIN = {  # options, and the gradients
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("name", PLAIN)
-def test_a_plain_tensor_is_a_variable_of_its_own_on_each_rank(name: str, micro_batches: int) -> None:
+@on_ranks(3)
+def test_a_plain_tensor_is_a_variable_of_its_own_on_each_rank(mesh: fs.Mesh, name: str, micro_batches: int) -> None:
     """Its gradient is that of the mean of all losses by this rank's own copy."""
-    options, wanted = PLAIN[name]
+    (options, wanted), (_, shards, sharded_loss) = PLAIN[name], linear(mesh)
+    own = SLOPES[mesh.rank]
 
-    def main(mesh: fs.Mesh) -> tuple[float, float]:
-        _, shards, sharded_loss = linear(mesh)
-        own = SLOPES[mesh.rank]
+    def loss_fn(given: Any, _: Any) -> Any:
+        term = given["plain"] * own
+        term = {"psum": fs.psum, "pmean": fs.pmean}.get(name, lambda x, mesh: x)(term, mesh)
+        loss = sharded_loss(given["shards"]) + term
+        return (loss, mesh.rank + 1) if name == "weighted" else loss
 
-        def loss_fn(given: Any, _: Any) -> Any:
-            term = given["plain"] * own
-            term = {"psum": fs.psum, "pmean": fs.pmean}.get(name, lambda x, mesh: x)(term, mesh)
-            loss = sharded_loss(given["shards"]) + term
-            return (loss, mesh.rank + 1) if name == "weighted" else loss
-
-        given = {"shards": shards, "plain": torch.tensor(1.0, dtype=torch.float64)}
-        alone = fs.value_and_grad(lambda x: x * own, mesh=fs.Mesh())(given["plain"])[1]  # the mean over one rank
-        found = fs.accumulate(loss_fn, micro_batches, reduce="once", **options)(given, torch.ones(2))[1]["plain"]
-        return found.item(), alone.item()
-
-    for found, pair in zip(fs.simulate(main, 3), zip(wanted, SLOPES, strict=True), strict=True):
-        assert found == pytest.approx(pair, rel=1e-12)
+    given = {"shards": shards, "plain": torch.tensor(1.0, dtype=torch.float64)}
+    alone = fs.value_and_grad(lambda x: x * own, mesh=fs.Mesh())(given["plain"])[1]
+    assert alone.item() == own  # the mean over one rank
+    found = fs.accumulate(loss_fn, micro_batches, reduce="once", **options)(given, torch.ones(2))[1]["plain"]
+    assert found.item() == pytest.approx(wanted[mesh.rank], rel=1e-12)
 
 
 # --- FSDP2 ----------------------------------------------------------------------------------------
