@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import funcshard as fs
-from tests.misuse import APPLY, BUFFERS, DESYNC, EVERYWHERE, NET, PARAMS, Table, right, set_up, untold, values
+from tests.misuse import APPLY, BUFFERS, DESYNC, EVERYWHERE, NET, PARAMS, Table, right, untold, values
 
 CASES = Table()
 MISTAKES = "docs/mistakes.md"
@@ -65,16 +65,6 @@ CASES += [
 ]  # fmt: skip
 
 
-@CASES("Saving save", "the shards change while they are written", right(values))
-def _(mesh):
-    s, path = set_up(mesh), new(mesh)
-    saving = fs.save(path, s.shards, s.plan, mesh, wait=False)
-    for shard in s.shards.values():
-        shard["float32"].zero_()
-    saving.wait()
-    return s.whole(fs.restore(path, s.plan, mesh))
-
-
 # --- restore, Contents, latest --------------------------------------------------------------------
 
 CASES += [
@@ -83,24 +73,11 @@ CASES += [
     ("restore latest", "the latest of an empty folder", ValueError("start from the beginning in that case"),
      lambda s: fs.restore(fs.latest(FOLDER / "nothing"), s.plan, s.mesh)),
     ("restore", "a plan without a mesh", ValueError("found no mesh"), lambda s: fs.restore(saved(s), s.plan)),
-    ("restore", "a plan of other units", right(values),
-     lambda s: fs.gather(fs.restore(saved(s), other_plan(s), s.mesh), other_plan(s), s.mesh)),
     ("Contents PerRank", "values of a rank's own looked up", right({"step": 3}),
      lambda s: fs.restore(saved(s, {"step": 3, "own": fs.PerRank(s.mesh.rank)})).values),
     ("latest", "a checkpoint itself", ValueError("found a checkpoint itself"), lambda s: fs.latest(saved(s))),
     ("latest", "a folder that does not exist", right(None), lambda mesh: fs.latest(FOLDER / "nothing")),
-    ("latest save", "the larger number was saved before",
-     untold("docs/names.md", "Return the complete checkpoint of a folder that was saved last.", "step-10"),
-     lambda s: saved_last(s).name),
 ]  # fmt: skip
-
-
-def saved_last(s):
-    folder = new(s.mesh)
-    for number in (10, 9):
-        fs.save(folder / f"step-{number}", s.shards, s.plan, s.mesh)
-    return fs.latest(folder)
-
 
 # --- PerRank, replan ------------------------------------------------------------------------------
 
@@ -218,6 +195,3 @@ CASES += [
      TypeError("export_safetensors writes the parameters of any module"),
      lambda s: fs.save_pretrained(new(s.mesh), APPLY, s.shards, s.plan, s.mesh)),
 ]  # fmt: skip
-
-
-# --- read_values ----------------------------------------------------------------------------------

@@ -86,5 +86,3 @@ CASES += [
      TypeError("runtime must be a Runtime, such as Runtime.fsdp2(), or None"),
      lambda mesh: fs.auto_plan(traced(), ranks=2, runtime="fsdp2")),
 ]  # fmt: skip
-
-# --- compare --------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Mistakes with losses, gradients and their norms."""
 
-import threading
-
 import optree
 import torch
 
@@ -31,16 +29,12 @@ def sum_of_own(s, shards, x):
 # --- reductions and divisors ----------------------------------------------------------------------
 
 CASES += [
-    ("value_and_grad", "the loss is divided by the rows of all ranks, and the gradients are added up", right(whole_grads),
-     lambda s: grads_of(s, lambda shards, x: sum_of_own(s, shards, x), divisor=1)),
     ("value_and_grad", "the loss is divided by the rows of all ranks, and the gradients by the ranks",
      untold(MISTAKES, AGAIN, whole_grads), lambda s: grads_of(s, lambda shards, x: sum_of_own(s, shards, x))),
     ("value_and_grad", "on_reduce_scattered communicates on one rank", DESYNC,
      lambda s: grads_of(s, s.loss, on_reduce_scattered=lambda *_: None if s.mesh.rank else fs.psum(DATA, s.mesh) and None)),
     ("accumulate", "reduce names some units only", right(whole_grads),
      lambda s: s.whole(fs.accumulate(s.loss, 2, reduce={"0": "once"})(s.shards, s.x)[1])),
-    ("accumulate predict_events", "the all-reduces of a mesh without a replicate axis wait", right(whole_grads),
-     lambda s: s.whole(fs.accumulate(s.loss, 2, reduce="shard_each")(s.shards, s.x)[1]), (2, GRID)),
 ]  # fmt: skip
 
 # --- value_and_grad -------------------------------------------------------------------------------
@@ -48,8 +42,6 @@ CASES += [
 CASES += [
     ("value_and_grad", "a weight as a tensor of an integer", right(whole_grads),
      lambda s: grads_of(s, lambda shards, x: (s.loss(shards, x), torch.tensor(len(x))), weighted=True)),
-    ("value_and_grad", "weights that sum to one already", right(whole_grads),
-     lambda s: grads_of(s, lambda shards, x: (s.loss(shards, x), len(x) / len(DATA)), weighted=True)),
 ]  # fmt: skip
 
 
@@ -75,7 +67,6 @@ CASES += [
     ("value_and_grad", "weights on one rank only", DESYNC,
      lambda s: (fs.value_and_grad((lambda shards, x: (s.loss(shards, x), 1.0)) if s.mesh.rank else s.loss,
         weighted=s.mesh.rank > 0)(s.shards, s.x) and s.whole(s.shards))),
-    ("value_and_grad", "the whole batch on every rank", right(whole_grads), lambda s: grads_of(s, s.loss, DATA)),
     ("value_and_grad", "the first rows on every rank", untold(MISTAKES, PARTS, whole_grads),
      lambda s: grads_of(s, s.loss, DATA.chunk(s.mesh.world_size)[0])),
     ("value_and_grad Mesh", "rows of the batch by the rank along one axis", untold(MISTAKES, PARTS, whole_grads),
@@ -96,20 +87,6 @@ CASES += [
 ]  # fmt: skip
 
 
-@CASES("value_and_grad", "under no_grad", right(whole_grads))
-@torch.no_grad()
-def _(mesh):
-    s = set_up(mesh)
-    return s.whole(s.grads())
-
-
-@CASES("value_and_grad", "under inference mode", ValueError("or pass allow_constant=True for zeros"))
-def _(mesh):
-    s = set_up(mesh)
-    with torch.inference_mode():
-        return s.whole(s.grads())
-
-
 @CASES("value_and_grad shard", "shards cut in inference mode", RuntimeError("inference tensor"))
 def _(mesh):
     with torch.inference_mode():
@@ -117,25 +94,17 @@ def _(mesh):
     return s.whole(s.grads())
 
 
-@CASES(
-    "value_and_grad unshard",
-    "backward on shards that require gradients",
-    untold("docs/gradients.md", "which is the exact adjoint, so the library can't warn of this.", whole_grads),
-)
-def _(mesh):
-    s = set_up(mesh)
+def after_backward(s):
     shards = optree.tree_map(lambda shard: shard.clone().requires_grad_(), s.shards)
     s.loss(shards, s.x).backward()
     return s.whole(optree.tree_map(lambda shard: shard.grad, shards))
 
 
-@CASES("value_and_grad", "in a thread", right(whole_grads))
-def _(mesh):
-    s, found = set_up(mesh), []
-    thread = threading.Thread(target=lambda: found.append(s.whole(s.grads())))
-    thread.start()
-    thread.join()
-    return found[0]
+CASES += [
+    ("value_and_grad unshard", "backward on shards that require gradients",
+     untold("docs/gradients.md", "which is the exact adjoint, so the library can't warn of this.", whole_grads),
+     after_backward),
+]  # fmt: skip
 
 
 # --- accumulate -----------------------------------------------------------------------------------
@@ -177,8 +146,6 @@ CASES += [
     ("per_sample_grad", "the batch size of one rank",
      untold(MISTAKES, "`per_sample_grad(batch_size=)` is the expected size of the world's batch", whole_grads),
      lambda s: per_sample(s, batch_size=len(s.x))),
-    ("per_sample_grad", "parts of unequal size", right(whole_grads),
-     lambda s: per_sample(s, x=[DATA[:5], *DATA[5:].tensor_split(s.mesh.world_size - 1)][s.mesh.rank])),
 ]  # fmt: skip
 
 # --- norms and clipping ---------------------------------------------------------------------------
@@ -191,8 +158,6 @@ def whole_norm():
 CASES += [
     ("global_norm", "full buffers in the places of shards", ValueError("or not at all"),
      lambda s: fs.global_norm({name: {"float32": torch.ones(20)} for name in s.shards}, s.plan, s.mesh)),
-    ("global_norm", "a unit without its buffers", ValueError("must hold the buffers ['float32']; found []"),
-     lambda s: fs.global_norm({name: {} for name in s.shards}, s.plan, s.mesh)),
     ("global_norm", "on one rank only", DESYNC,
      lambda s: (grads := s.grads()) and s.mesh.rank == 0 and fs.global_norm(grads, s.plan, s.mesh)),
     ("global_norm", "torch's norm of this rank's gradients",
@@ -203,9 +168,6 @@ CASES += [
         torch.tensor(0.1)),
      lambda s: ([grads := s.grads(), fs.clip_by_global_norm(grads, s.plan, s.mesh, 0.1)] and
         fs.global_norm(grads, s.plan, s.mesh))),
-    ("clip_by_global_norm", "twice", right(lambda: torch.tensor(0.1)),
-     lambda s: fs.global_norm(fs.clip_by_global_norm(fs.clip_by_global_norm(s.grads(), s.plan, s.mesh, 0.1)[0], s.plan,
-        s.mesh, 0.1)[0], s.plan, s.mesh).round(decimals=5)),
 ]  # fmt: skip
 
 

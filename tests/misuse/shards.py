@@ -5,18 +5,7 @@ import torch
 from torch import nn
 
 import funcshard as fs
-from tests.misuse import (
-    EVERYWHERE,
-    NET,
-    PARAMS,
-    Table,
-    clone,
-    right,
-    set_up,
-    untold,
-    values,
-    whole_loss,
-)
+from tests.misuse import EVERYWHERE, NET, PARAMS, Table, clone, right, set_up, untold, values, whole_loss
 
 CASES = Table()
 MISTAKES = "docs/mistakes.md"
@@ -45,9 +34,6 @@ CASES += [
     ("shard", "a square matrix transposed", untold(MISTAKES, "a transposed square matrix has the planned shape.", values),
      lambda mesh: (s := set_up(mesh)).whole(fs.shard({**values(), "0.weight": PARAMS["0.weight"].detach().T}, s.plan,
         mesh))),
-    ("shard", "ranks start apart, and all take one rank's values", right(values),
-     lambda mesh: (s := set_up(mesh)).whole(fs.shard({name: leaf + mesh.rank for name, leaf in values().items()}, s.plan,
-        mesh, src=0))),
 ]  # fmt: skip
 
 # --- gather ---------------------------------------------------------------------------------------
@@ -62,23 +48,6 @@ def renamed(plan):
     """Return a plan of the same sizes for a tree with other names."""
     tree = {**values(), "0.bias": torch.ones(16), "0.weight": torch.ones(4)}
     return fs.make_plan(tree, dict(zip(("replicate", "shard"), plan.mesh_shape, strict=True)), units=["0", "2"])
-
-
-@CASES("gather value_and_grad", "gradients with None for frozen leaves", right({"w": torch.ones(4), "b": None}))
-def _(mesh):
-    params = {"w": torch.ones(4, requires_grad=True), "b": torch.ones(4)}
-    plan = fs.make_plan(params, mesh)
-    f = fs.unshard(lambda leaves: (leaves["w"] * leaves["b"]).sum(), plan.units[""], mesh)
-    _, grads = fs.value_and_grad(lambda shards: f(shards[""]))(fs.shard(params, plan, mesh))
-    return fs.gather(grads, plan, mesh)
-
-
-@CASES("gather", "the result is written to", right(values))
-def _(mesh):
-    s = set_up(mesh)
-    for leaf in s.whole(s.shards).values():
-        leaf.zero_()
-    return s.whole(s.shards)
 
 
 @CASES("shard gather", "the shards of another rank", untold(MISTAKES, PLAIN, values), (2, 4))
@@ -100,7 +69,22 @@ def ones(unit):
     return {leaf.path: torch.ones(leaf.shape) for leaf in unit.leaves}
 
 
+def init_two(values):
+    plan = fs.make_plan({"a": torch.zeros(2), "b": torch.zeros(2)}, 1)
+    return fs.init_shards(lambda unit: values, plan, fs.Mesh())
+
+
 CASES += [
+    ("init_shards", "values of some leaves", ValueError("leaves of unit '(root)', ['a', 'b']; found ['a']"),
+     lambda: init_two({"a": torch.zeros(2)})),
+    ("init_shards", "no values", ValueError("leaves of unit '(root)', ['a', 'b']; found NoneType"), lambda: init_two(None)),
+    ("init_shards", "values of another shape", ValueError("leaf 'a' of init(unit) must have shape (2,) and dtype float32"),
+     lambda: init_two({"a": torch.zeros(3), "b": torch.zeros(2)})),
+    ("init_module", "another word for draws",
+     ValueError("draws must be 'whole' or 'blocks'; found 'block': did you mean 'blocks'"),
+     lambda: fs.init_module(meta(), fs.make_plan(PARAMS, 1), fs.Mesh(), draws="block")),
+    ("init_module", "a number for draws", TypeError("draws must be 'whole' or 'blocks'; found 3: pass one of these"),
+     lambda: fs.init_module(meta(), fs.make_plan(PARAMS, 1), fs.Mesh(), draws=3)),
     ("init_shards", "ranks are seeded apart", ValueError("the state of torch's random number generators"),
      lambda mesh: (s := set_up(mesh)) and torch.manual_seed(mesh.rank) and fs.init_shards(ones, s.plan, mesh), EVERYWHERE),
     ("init_module", "ranks are seeded apart", ValueError("the state of torch's random number generators"),
@@ -109,9 +93,6 @@ CASES += [
      lambda mesh: fs.init_module(NET, set_up(mesh).plan, mesh)),
     ("init_module", "another module", ValueError("the plan was made for another module"),
      lambda mesh: fs.init_module(meta([NET[0]]), set_up(mesh).plan, mesh)),
-    ("init_module", "a reset that writes parameters of other units", ValueError("outside the forward of unit '0'"),
-     lambda mesh: fs.init_module(meta(), set_up(mesh).plan, mesh, reset=lambda module:
-        [nn.init.ones_(p) for p in module.parameters()])),
 ]  # fmt: skip
 
 
@@ -136,17 +117,17 @@ CASES += [
 ]  # fmt: skip
 
 
-@CASES(
-    "to_state_dict",
-    "pieces kept while the shards change",
-    untold("docs/state.md", "each rank gets its piece of every leaf, as views, without communication", True),
-)
-def _(mesh):
-    s = set_up(mesh)
-    piece = next(iter(fs.to_state_dict(s.shards, s.plan, mesh, sharded=True).values()))
+def piece_stays(s):
+    piece = next(iter(fs.to_state_dict(s.shards, s.plan, s.mesh, sharded=True).values()))
     before = piece.tensor.clone()
     optree.tree_map(torch.Tensor.zero_, s.shards)
     return torch.equal(piece.tensor, before)
+
+
+CASES += [
+    ("to_state_dict", "pieces kept while the shards change",
+     untold("docs/state.md", "each rank gets its piece of every leaf, as views, without communication", True), piece_stays),
+]  # fmt: skip
 
 
 @CASES("to_state_dict", "buffers forgotten", RuntimeError("Missing key(s)"))
