@@ -11,13 +11,11 @@ number of pools and test suites can run side by side.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import datetime
 import faulthandler
 import functools
 import inspect
-import io
 import math
 import multiprocessing
 import os
@@ -374,7 +372,7 @@ def _answer(connection: Connection, message: bytes) -> None:
         stack = open(Path(job.directory) / f"stack.{job.rank}", "w")  # noqa: SIM115  # closed below
         faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
         try:
-            answer = _dumps(_run(job))
+            answer = pickle.dumps(_run(job))
         except Exception as error:
             answer = pickle.dumps(_failure(error))
         # Why before the group is destroyed: a rank that fails because this rank has left then fails
@@ -401,39 +399,6 @@ def _run(job: _Job) -> Any:
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0", RuntimeWarning)
         return job.fn(mesh, *job.args)
-
-
-class _Pickler(pickle.Pickler):
-    """Writes plain tensors as bytes.
-
-    Torch writes the archive of ``torch.save`` for each of them, which takes a third of a millisecond.
-    """
-
-    def reducer_override(self, value: Any) -> Any:
-        if type(value) is not torch.Tensor or not _is_plain(value):
-            return NotImplemented
-        data = bytearray(ctypes.string_at(value.data_ptr(), value.nbytes))
-        return _tensor_of, (data, value.dtype, tuple(value.shape))
-
-
-def _dumps(value: Any) -> bytes:
-    file = io.BytesIO()
-    _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
-    return file.getvalue()
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is no more than its elements in order, and has some."""
-    return (
-        (tensor.device.type, tensor.layout, tensor.requires_grad) == ("cpu", torch.strided, False)
-        and tensor.is_contiguous()
-        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.__dict__)
-        and 0 < tensor.nbytes == tensor.untyped_storage().nbytes()
-    )
-
-
-def _tensor_of(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.frombuffer(data, dtype=dtype).reshape(shape)
 
 
 def _failure(error: BaseException) -> _Failure:
