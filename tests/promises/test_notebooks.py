@@ -7,10 +7,7 @@ from pathlib import Path
 import nbclient
 import nbformat
 import pytest
-from jupyter_client.provisioning import local_provisioner
 from traitlets.config import Config
-
-from tests.kernels import launch_kernel
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -38,7 +35,7 @@ def execute(notebook, folder, monkeypatch):
     """Run a notebook's cells in a new kernel, in ``folder``, and raise the first error."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
     monkeypatch.setenv("IPYTHONDIR", str(folder / "ipython"))
-    monkeypatch.setattr(local_provisioner, "launch_kernel", launch_kernel)
+
     with tempfile.TemporaryDirectory(prefix="kernel-", ignore_cleanup_errors=True) as sockets:
         # Why files: Jupyter chooses ports, and the kernel listens at them seconds later, when others may have taken one.
         config = Config({"KernelManager": {"transport": "ipc", "ip": str(Path(sockets) / "socket")}})
