@@ -133,6 +133,11 @@ def test_a_nursery_that_hangs_is_ended() -> None:
         in_nursery(sleep_for_long, limit=0.2)
 
 
+def test_what_was_damaged_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"123")
+    assert damage(Random(1), tmp_path).endswith(": a")
+
+
 @pytest.mark.parametrize("name", DAMAGES)
 def test_each_damage_changes_a_folder(name: str, tmp_path: Path) -> None:
     for seed in range(10):
@@ -150,11 +155,6 @@ def test_each_damage_changes_a_folder(name: str, tmp_path: Path) -> None:
     raise AssertionError("nothing is damaged")
 
 
-def test_what_was_damaged_is_told(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"123")
-    assert damage(Random(1), tmp_path).endswith(": a")
-
-
 def test_memory_that_this_library_keeps_is_measured() -> None:
     tracemalloc.start(1)
     try:
@@ -168,15 +168,6 @@ def test_memory_that_this_library_keeps_is_measured() -> None:
 def test_the_page_has_the_counts_of_the_last_campaign() -> None:
     text = report.PAGE.read_text()
     assert report.page(text, json.loads(report.COUNTS.read_text())) == text
-    other = {
-        "campaigns": [
-            {
-                "test": "tests/hostile/test_a.py::test_b",
-                "seed": 3,
-                "seconds": 60.0,
-                "faults": [3],
-                "counts": {"rounds": 2, "kills": 1000},
-            }
-        ]
-    }
-    assert "| a: b | 3–4 | 1,000 kills | 1 | 1.0 |" in report.page(text, other)
+    counts = {"rounds": 2, "kills": 1000}
+    other = {"test": "tests/hostile/test_a.py::test_b", "seed": 3, "seconds": 60.0, "faults": [3], "counts": counts}
+    assert "| a: b | 3–4 | 1,000 kills | 1 | 1.0 |" in report.page(text, {"campaigns": [other]})

@@ -1,5 +1,6 @@
 """The race runs to its end and its tables are right; no test asserts how fast a peer is."""
 
+import contextlib
 import json
 import math
 import subprocess
@@ -32,19 +33,10 @@ def test_race_runs_end_to_end(tmp_path, capfd):
     )
     assert all(time > 0 for times in race["seconds"].values() for time in times)
     assert race["losses"]["full_shard"] == pytest.approx(race["losses"]["ddp"], rel=1e-5)
-    assert race["traffic"]["full_shard"][1] == {
-        "unit": "blocks.0",
-        "calls": 3,
-        "sent": 3 * 872 * 4 // 2,
-        "bound": 3 * 872 * 4 // 2,
-    }
     assert race["losses"]["full_shard_bucketed"] == race["losses"]["full_shard"]
-    assert race["traffic"]["full_shard_bucketed"][1] == {
-        "unit": "blocks.0…blocks.1",
-        "calls": 3,
-        "sent": 2 * 3 * 872 * 4 // 2,
-        "bound": 2 * 3 * 872 * 4 // 2,
-    }
+    for peer, unit, blocks in (("full_shard", "blocks.0", 1), ("full_shard_bucketed", "blocks.0…blocks.1", 2)):
+        sent = blocks * 3 * 872 * 4 // 2
+        assert race["traffic"][peer][1] == {"unit": unit, "calls": 3, "sent": sent, "bound": sent}
     assert set(found["host"]) == {"none", "ddp", "fsdp2", "full_shard"}
     page = (tmp_path / "out.md").read_text()
     assert "    python -m benchmarks.step --ranks 2 --rounds 2 --shapes tiny" in page
@@ -204,25 +196,22 @@ def test_table_of_memory():
     assert rows[1] == ["FSDP2", "4", "", "0.80", "0", "", "0.00"]
 
 
-@pytest.mark.parametrize(
-    ("losses", "complaint"),
-    [
-        pytest.param({"ddp": [1.0, 0.9], "full_shard": [1.0, 0.9]}, None, id="equal"),
-        pytest.param({"none": [1.0, 0.5], "ddp": [1.0, 0.9]}, None, id="no communication: only the first"),
-        pytest.param({"ddp": [1.0, 0.9], "jax": [1.0, 0.9005]}, None, id="rounding of many steps"),
-        pytest.param({"ddp": [1.0], "jax": [1.001]}, "JAX.* something else than DDP: in step 0", id="first step"),
-        pytest.param({"none": [1.1], "ddp": [1.0]}, "no communication computes something else", id="other start"),
-        pytest.param({"ddp": [1.0, 0.9], "fsdp2": [1.0, 0.91]}, "in step 1 its loss is 0.91, not 0.9", id="later step"),
-        pytest.param({"ddp": [1.0], "fsdp2": [float("nan")]}, "its loss is nan", id="nan"),
-        pytest.param({"ddp": [1.0, 0.9], "fsdp2": [1.0]}, "FSDP2 took 1 steps, DDP 2", id="fewer steps"),
-    ],
-)
+LOSSES = {  # name -> losses, and the complaint about them
+    "equal": ({"ddp": [1.0, 0.9], "full_shard": [1.0, 0.9]}, None),
+    "no communication: only the first": ({"none": [1.0, 0.5], "ddp": [1.0, 0.9]}, None),
+    "rounding of many steps": ({"ddp": [1.0, 0.9], "jax": [1.0, 0.9005]}, None),
+    "first step": ({"ddp": [1.0], "jax": [1.001]}, "JAX.* something else than DDP: in step 0"),
+    "other start": ({"none": [1.1], "ddp": [1.0]}, "no communication computes something else"),
+    "later step": ({"ddp": [1.0, 0.9], "fsdp2": [1.0, 0.91]}, "in step 1 its loss is 0.91, not 0.9"),
+    "nan": ({"ddp": [1.0], "fsdp2": [float("nan")]}, "its loss is nan"),
+    "fewer steps": ({"ddp": [1.0, 0.9], "fsdp2": [1.0]}, "FSDP2 took 1 steps, DDP 2"),
+}
+
+
+@pytest.mark.parametrize(("losses", "complaint"), LOSSES.values(), ids=LOSSES)
 def test_a_peer_with_other_losses_is_refused(losses, complaint):
-    if complaint is None:
+    with pytest.raises(ValueError, match=complaint) if complaint else contextlib.nullcontext():
         results.check_losses(losses)
-    else:
-        with pytest.raises(ValueError, match=complaint):
-            results.check_losses(losses)
 
 
 def test_traffic_is_held_to_the_bound():
@@ -280,56 +269,40 @@ def test_peers_that_do_not_fit_are_left_out(ranks, free, left_out):
 
 
 def test_a_race_that_would_swap_is_refused():
-    with pytest.raises(
-        SystemExit, match=r"parameters on 2 ranks: DDP need about .* GiB, 1.0 GiB are free; race fewer peers"
-    ):
+    with pytest.raises(SystemExit, match=r"on 2 ranks: DDP need about .* GiB, 1.0 GiB are free; race fewer peers"):
         step.fitting(10**12, 2, ["ddp", "none"], GIB)
 
 
-@pytest.mark.parametrize(
-    ("spans", "expected"),
-    [
-        pytest.param([(0, 10, 7, "gemm", 0)], (0, 0, 0), id="no gather"),
-        pytest.param([(0, 10, 20, "spin_kernel(long)", 0)], (1, 10, 0), id="nothing to hold up"),
-        pytest.param([(0, 10, 7, "a", 0), (2, 6, 20, "spin_kernel(long)", 0)], (1, 4, 0), id="under a kernel"),
-        pytest.param(
-            [(0, 4, 7, "a", 0), (8, 9, 7, "b", 1), (2, 8, 20, "spin_kernel(long)", 0)],
-            (1, 6, 4),
-            id="a launched kernel waits",
-        ),
-        pytest.param(
-            [(0, 4, 7, "a", 0), (8, 9, 7, "b", 7), (2, 8, 20, "spin_kernel(long)", 0)], (1, 6, 1), id="the host was late"
-        ),
-        pytest.param(
-            [(0, 4, 7, "a", 0), (1, 5, 8, "b", 0), (8, 9, 7, "c", 0), (0, 8, 20, "spin_kernel(long)", 0)],
-            (1, 8, 3),
-            id="kernels that overlap",
-        ),
-        pytest.param(
-            [(0, 4, 7, "a", 0), (6, 7, 7, "b", 0), (0, 4, 20, "spin_kernel(l)", 0), (2, 6, 21, "spin_kernel(l)", 0)],
-            (2, 8, 2),
-            id="two gathers",
-        ),
-    ],
-)
+SPIN = "spin_kernel(long)"
+SPANS = {  # name -> (begin, end, stream, kernel, launch) of each kernel, and how many gathers last and hold up for how long
+    "no gather": ([(0, 10, 7, "gemm", 0)], (0, 0, 0)),
+    "nothing to hold up": ([(0, 10, 20, SPIN, 0)], (1, 10, 0)),
+    "under a kernel": ([(0, 10, 7, "a", 0), (2, 6, 20, SPIN, 0)], (1, 4, 0)),
+    "a launched kernel waits": ([(0, 4, 7, "a", 0), (8, 9, 7, "b", 1), (2, 8, 20, SPIN, 0)], (1, 6, 4)),
+    "the host was late": ([(0, 4, 7, "a", 0), (8, 9, 7, "b", 7), (2, 8, 20, SPIN, 0)], (1, 6, 1)),
+    "kernels that overlap": (
+        [(0, 4, 7, "a", 0), (1, 5, 8, "b", 0), (8, 9, 7, "c", 0), (0, 8, 20, SPIN, 0)], (1, 8, 3)
+    ),
+    "two gathers": ([(0, 4, 7, "a", 0), (6, 7, 7, "b", 0), (0, 4, 20, SPIN, 0), (2, 6, 21, SPIN, 0)], (2, 8, 2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("spans", "expected"), SPANS.values(), ids=SPANS)
 def test_a_gather_holds_up_kernels_that_are_launched(spans, expected):
     assert trace.held_up(trace.Kernel(*span) for span in spans) == expected
 
 
 def test_kernels_of_a_chrome_trace():
-    at = {"stream": 7, "correlation": 3}
-    gpu = {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 5.0, "dur": 2.5, "args": at}
-    launch = {
-        "ph": "X",
-        "cat": "cuda_runtime",
-        "name": "cudaLaunchKernel",
-        "ts": 1.5,
-        "dur": 1.0,
-        "args": {"correlation": 3},
-    }
-    cpu = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1.0, "dur": 9.0, "args": {}}
-    flow = {"ph": "s", "cat": "ac2g", "name": "ac2g", "ts": 5.0}
-    assert trace.kernels({"traceEvents": [flow, cpu, launch, gpu]}) == [trace.Kernel(5.0, 7.5, 7, "gemm", 1.5)]
+    event = lambda cat, name, ts, dur, **args: {  # noqa: E731
+        "ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": args
+    }  # fmt: skip
+    events = [
+        {"ph": "s", "cat": "ac2g", "name": "ac2g", "ts": 5.0},
+        event("cpu_op", "aten::mm", 1.0, 9.0),
+        event("cuda_runtime", "cudaLaunchKernel", 1.5, 1.0, correlation=3),
+        event("kernel", "gemm", 5.0, 2.5, stream=7, correlation=3),
+    ]
+    assert trace.kernels({"traceEvents": events}) == [trace.Kernel(5.0, 7.5, 7, "gemm", 1.5)]
 
 
 def test_row_of_an_overlap():

@@ -45,18 +45,13 @@ TIMM = (
     timm_subject("eva02_tiny_patch14_224", "EvaBlock", **SMALL_VIT),
     timm_subject("beit_base_patch16_224", "Block", **SMALL_VIT),
     timm_subject(
-        "swinv2_tiny_window8_256",
-        "SwinTransformerV2Block",
-        img_size=32,
-        window_size=4,
-        embed_dim=16,
-        depths=(1, 1),
-        num_heads=(2, 2),
+        "swinv2_tiny_window8_256", "SwinTransformerV2Block",
+        img_size=32, window_size=4, embed_dim=16, depths=(1, 1), num_heads=(2, 2),
     ),
     timm_subject("convnext_atto", "ConvNeXtBlock", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16)),
     timm_subject("resnet10t", "BasicBlock", channels=(8, 8, 16, 16)),
     timm_subject("mobilenetv3_small_050", "InvertedResidual"),
-)
+)  # fmt: skip
 
 
 def torchvision_subject(name: str, blocks: str, size: int = 32, **options: Any) -> Subject:
@@ -67,13 +62,6 @@ TORCHVISION = (
     torchvision_subject("DenseNet", "_DenseLayer", growth_rate=4, block_config=(2, 2), num_init_features=8),
     torchvision_subject("shufflenet_v2_x0_5", "InvertedResidual"),
 )
-
-UNET = {
-    "sample_size": 8,
-    "block_out_channels": (8, 16),
-    "norm_num_groups": 4,
-    "layers_per_block": 1,
-}
 
 
 def latents(**more: torch.Size | tuple[int, ...]) -> Callable[[], dict[str, Any]]:
@@ -98,47 +86,24 @@ def diffusers_subject(path: str, blocks: str, inputs: Callable[[], dict[str, Any
 
 DIFFUSERS = (
     diffusers_subject(
-        "UNet2DConditionModel",
-        "ResnetBlock2D BasicTransformerBlock",
+        "UNet2DConditionModel", "ResnetBlock2D BasicTransformerBlock",
         latents(sample=(2, 4, 8, 8), encoder_hidden_states=(2, 5, 16)),
-        **UNET,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        cross_attention_dim=16,
-        attention_head_dim=4,
+        sample_size=8, block_out_channels=(8, 16), norm_num_groups=4, layers_per_block=1,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=16, attention_head_dim=4,
     ),
     diffusers_subject(
-        "DiTTransformer2DModel",
-        "Attention FeedForward",  # its last layers call the embedding of the first block
-        lambda: {
-            "hidden_states": torch.randn(2, 4, 8, 8),
-            "timestep": torch.tensor([3, 7]),
-            "class_labels": torch.tensor([0, 1]),
-            "return_dict": False,
-        },
-        num_attention_heads=2,
-        attention_head_dim=8,
-        num_layers=2,
-        sample_size=8,
-        norm_num_groups=4,
-        num_embeds_ada_norm=10,
+        "DiTTransformer2DModel", "Attention FeedForward",  # its last layers call the embedding of the first block
+        lambda: latents(hidden_states=(2, 4, 8, 8))() | {"class_labels": torch.tensor([0, 1])},
+        num_attention_heads=2, attention_head_dim=8, num_layers=2, sample_size=8, norm_num_groups=4, num_embeds_ada_norm=10,
     ),
     diffusers_subject(
-        "SD3Transformer2DModel",
-        "JointTransformerBlock",
+        "SD3Transformer2DModel", "JointTransformerBlock",
         latents(hidden_states=(2, 4, 8, 8), encoder_hidden_states=(2, 5, 16), pooled_projections=(2, 16)),
-        sample_size=8,
-        in_channels=4,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=8,
-        num_attention_heads=2,
-        joint_attention_dim=16,
-        caption_projection_dim=16,
-        pooled_projection_dim=16,
-        pos_embed_max_size=8,
+        sample_size=8, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=8, num_attention_heads=2,
+        joint_attention_dim=16, caption_projection_dim=16, pooled_projection_dim=16, pos_embed_max_size=8,
     ),
-)
+)  # fmt: skip
 
 
 def graph(features: int = 8) -> dict[str, Any]:
@@ -176,11 +141,7 @@ def schnet() -> nn.Module:
 
 
 def molecule() -> dict[str, Any]:
-    return {
-        "z": torch.randint(1, 9, (10,)),
-        "pos": torch.randn(10, 3),
-        "batch": torch.arange(10) // 5,
-    }
+    return {"z": torch.randint(1, 9, (10,)), "pos": torch.randn(10, 3), "batch": torch.arange(10) // 5}
 
 
 GEOMETRIC = (
@@ -231,10 +192,7 @@ VIT_PYTORCH = tuple(
         inputs=pictures(),
         blocks=("Attention", "FeedForward"),
     )
-    for path, options in {
-        "ViT": {"dropout": 0.1},
-        "cait.CaiT": {"cls_depth": 1},
-    }.items()
+    for path, options in {"ViT": {"dropout": 0.1}, "cait.CaiT": {"cls_depth": 1}}.items()
 )
 
 
@@ -285,18 +243,14 @@ def mamba() -> nn.Module:
 def ode() -> nn.Module:
     from torchdiffeq import odeint
 
-    class Field(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 4))
-
+    class Field(nn.Sequential):
         def forward(self, time: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-            return self.net(state)
+            return super().forward(state)
 
     class Flow(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.field = Field()
+            self.field = Field(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 4))
 
         def forward(self, state: torch.Tensor) -> torch.Tensor:
             times = torch.linspace(0, 1, 3, dtype=state.dtype)

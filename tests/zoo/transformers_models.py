@@ -28,19 +28,14 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("max_source_positions", "max_target_positions"), 32),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "moe_intermediate_size"), 16),
     **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1),
-    "num_key_value_heads": 2,
-    "num_experts_per_tok": 2,
+    **dict.fromkeys(("num_key_value_heads", "num_experts_per_tok", "type_vocab_size", "eos_token_id"), 2),
+    **dict.fromkeys(("bos_token_id", "decoder_start_token_id"), 1),
+    **dict.fromkeys(("patch_size", "num_mel_bins"), 8),
     "vocab_size": 64,
-    "type_vocab_size": 2,
     "hidden_dim": 48,
     "image_size": 16,
-    "patch_size": 8,
-    "num_mel_bins": 8,
     "rotary_dim": 4,
     "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 1,
     "experts_implementation": "eager",  # grouped products have no float64
 }
 
@@ -163,45 +158,24 @@ ENCODER_DECODER = (
 VISION = (
     ("vit", "ViTForImageClassification", images(), "ViTLayer", {}),
     ("dinov2", "Dinov2ForImageClassification", images(), "Dinov2Layer", {}),
-    (
-        "swinv2",
-        "Swinv2ForImageClassification",
-        images(32),
-        "Swinv2Layer",
-        {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4},
-    ),
+    ("swinv2", "Swinv2ForImageClassification", images(32), "Swinv2Layer", {
+        "image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4,
+    }),
     ("beit", "BeitForImageClassification", images(), "BeitLayer", {"use_relative_position_bias": True}),
-    (
-        "resnet",
-        "ResNetForImageClassification",
-        images(32),
-        "ResNetBasicLayer",
-        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"},
-    ),
-    (
-        "convnext",
-        "ConvNextForImageClassification",
-        images(32),
-        "ConvNextLayer",
-        {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2},
-    ),
-)
+    ("resnet", "ResNetForImageClassification", images(32), "ResNetBasicLayer", {
+        "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic",
+    }),
+    ("convnext", "ConvNextForImageClassification", images(32), "ConvNextLayer", {
+        "hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2,
+    }),
+)  # fmt: skip
 SPEECH = (
-    (
-        "wav2vec2",
-        "Wav2Vec2Model",
-        wave,
-        "Wav2Vec2EncoderLayer",
-        {"conv_dim": [16, 16], "conv_kernel": [8, 4], "conv_stride": [4, 2], "num_feat_extract_layers": 2}
-        | {
-            "num_conv_pos_embeddings": 8,
-            "num_conv_pos_embedding_groups": 2,
-            "mask_time_prob": 0.0,
-            "mask_feature_prob": 0.0,
-            "layerdrop": 0.0,
-        },
-    ),
-)
+    ("wav2vec2", "Wav2Vec2Model", wave, "Wav2Vec2EncoderLayer", {
+        "conv_dim": [16, 16], "conv_kernel": [8, 4], "conv_stride": [4, 2], "num_feat_extract_layers": 2,
+        "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0, "mask_feature_prob": 0.0,
+        "layerdrop": 0.0,
+    }),
+)  # fmt: skip
 SUBJECTS = tuple(subject(*row[:4], **row[4]) for row in (*CAUSAL, *MASKED, *ENCODER_DECODER, *VISION, *SPEECH))
 
 
