@@ -14,7 +14,29 @@ import funcshard as fs
 from tests.ranks import one_thread, run_simulated
 from tests.storages import Log
 
-__all__ = ["Call", "calls_on", "check_equal", "gathers", "held", "outputs_on", "plain_call", "same_bits", "sharded_call"]
+__all__ = [
+    "Call", "Runs", "calls_on", "check_equal", "gathers", "held", "outputs_on", "plain_call", "same_bits", "sharded_call",
+    "squares",
+]  # fmt: skip
+
+
+class Runs(nn.Module):
+    """A module with parts by name, whose forward is a function of the module and its inputs.
+
+    A part is a module or a parameter; a plain tensor becomes a buffer.
+    """
+
+    def __init__(self, run: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.run = run
+        for name, part in parts.items():
+            if isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter):
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        return self.run(self, *args, **options)
 
 
 class Call(NamedTuple):

@@ -13,24 +13,18 @@ from torch.nn.utils import parametrizations
 
 import funcshard as fs
 from funcshard.module.digests import digest
+from tests.module.law import Runs
 from tests.ranks import run_simulated
 from tests.strange_objects import Raises
 
 x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
 
 
-class Own(nn.Module):
-    """A module that treats its buffer as ``do`` says."""
-
-    def __init__(self, do: Any, persistent: bool = True, seen: torch.Tensor | None = None) -> None:
-        super().__init__()
-        self.lin, self.do = nn.Linear(3, 3), do
-        self.register_buffer("seen", torch.zeros(3) if seen is None else seen, persistent=persistent)
-        self.register_buffer("spread", torch.full((3,), torch.nan))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.do(self, x)
-        return self.lin(x)
+def own(do: Any, persistent: bool = True, seen: torch.Tensor | None = None) -> nn.Module:
+    """Return a module that treats its buffer as ``do`` says."""
+    module = Runs(lambda m, x: (do(m, x), m.lin(x))[1], lin=nn.Linear(3, 3), spread=torch.full((3,), torch.nan))
+    module.register_buffer("seen", torch.zeros(3) if seen is None else seen, persistent=persistent)
+    return module
 
 
 def assigns(module: Any, x: torch.Tensor) -> None:
@@ -60,11 +54,11 @@ WARN: dict[str, tuple[Any, str]] = {
         lambda: parametrizations.spectral_norm(nn.Linear(3, 8)),
         "'parametrizations.weight.0._u', 'parametrizations.weight.0._v'",
     ),
-    "a new tensor": (lambda: Own(assigns), "'seen'"),
-    "in place": (lambda: Own(adds), "'seen'"),
-    "one element of a column": (lambda: Own(assigns, seen=torch.zeros(1, 4)[:, 2]), "'seen'"),
-    "another shape": (lambda: Own(grows), "'seen'"),
-    "statistics that no version counts": (lambda: Own(uncounted), "'seen'"),
+    "a new tensor": (lambda: own(assigns), "'seen'"),
+    "in place": (lambda: own(adds), "'seen'"),
+    "one element of a column": (lambda: own(assigns, seen=torch.zeros(1, 4)[:, 2]), "'seen'"),
+    "another shape": (lambda: own(grows), "'seen'"),
+    "statistics that no version counts": (lambda: own(uncounted), "'seen'"),
 }
 
 
@@ -100,9 +94,9 @@ QUIET: dict[str, tuple[Any, Any]] = {
     "evaluation": (lambda: nn.Sequential(nn.BatchNorm1d(3)), lambda f: f.eval()),
     "no running statistics": (lambda: nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False)), lambda f: f),
     "no buffers": (lambda: nn.Sequential(nn.Linear(3, 3)), lambda f: f),
-    "a buffer that is not saved": (lambda: Own(adds, persistent=False), lambda f: f),
-    "a write of the same values": (lambda: Own(lambda m, x: m.seen.zero_()), lambda f: f),
-    "buffers that are NaN": (lambda: Own(lambda m, x: None), lambda f: f),
+    "a buffer that is not saved": (lambda: own(adds, persistent=False), lambda f: f),
+    "a write of the same values": (lambda: own(lambda m, x: m.seen.zero_()), lambda f: f),
+    "buffers that are NaN": (lambda: own(lambda m, x: None), lambda f: f),
 }
 
 
@@ -115,7 +109,7 @@ def test_a_call_that_throws_nothing_away_does_not_warn(make, change, how) -> Non
 
 
 def test_a_change_in_a_later_call_is_seen() -> None:
-    apply, params, buffers = fs.make_functional(Own(lambda module, x: adds(module, x) if x.sum() > 0 else None))
+    apply, params, buffers = fs.make_functional(own(lambda module, x: adds(module, x) if x.sum() > 0 else None))
     apply(params, buffers, -torch.ones(2, 3))
     with pytest.warns(UserWarning, match=r"changed buffers of the module \('seen'\)"):
         apply(params, buffers, torch.ones(2, 3))
@@ -134,7 +128,7 @@ def test_where_versions_and_values_cannot_be_read_the_call_is_silent() -> None:
 
 
 def test_buffers_cast_by_the_plan_are_compared_in_their_dtype_during_the_call() -> None:
-    apply, params, buffers = fs.make_functional(Own(lambda module, x: None))
+    apply, params, buffers = fs.make_functional(own(lambda module, x: None))
     buffers["seen"] = torch.full((3,), 1 / 3)  # not a number in bfloat16
     plan = fs.make_plan(params, 1, precision=fs.MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16))
     fs.fully_shard(apply, plan, fs.Mesh())(fs.shard(params, plan, fs.Mesh()), buffers, x)  # warnings are errors here
@@ -143,24 +137,16 @@ def test_buffers_cast_by_the_plan_are_compared_in_their_dtype_during_the_call() 
 # --- other state ----------------------------------------------------------------------------------
 
 
-class Keeps(nn.Module):
+class Keeps(Runs):
     """A module whose forward leaves what ``do`` leaves, beside what it had before."""
 
     of_class = 0
 
     def __init__(self, do: Any) -> None:
-        super().__init__()
-        self.inner = nn.Module()
-        self.inner.lin = nn.Linear(3, 3)
-        self.do, self.n, self.name, self.cache, self.seen, self.masks = do, 0, "first", None, [], {}
-        self.known, self.kind = {1}, nn.ReLU
+        super().__init__(lambda m, x: (do(m, x), m.inner.lin(x))[1], inner=nn.ModuleDict({"lin": nn.Linear(3, 3)}))
+        self.n, self.name, self.cache, self.seen, self.masks, self.known, self.kind = 0, "first", None, [], {}, {1}, nn.ReLU
         self.noise, self.counts, self.table = torch.Generator().manual_seed(1), {"calls": [0]}, torch.zeros(100_000)
         self.inner.when = Clock()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.do(self, x)
-        out: torch.Tensor = self.inner.lin(x)
-        return out
 
 
 class Clock(Raises):

@@ -1,7 +1,6 @@
 """``make_functional``: a function that equals the module, is pure, and names wrong arguments."""
 
 import dataclasses
-import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.nn.utils import parametrizations
 
 import funcshard as fs
 from funcshard._utils import tree
+from tests.module.law import Runs
+from tests.ranks import run_ranks
 
 
 def plus_one(x: torch.Tensor) -> torch.Tensor:
@@ -35,15 +37,9 @@ class Scripted(nn.Module):
         return self.others["more"][0](self.activation(self.linear(x)))
 
 
-class SharedLayer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(3, 3)
-        self.again = self.first
-        self.deep = nn.Sequential(nn.Tanh(), self.first)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.deep(self.again(self.first(x)))
+def shared_layer() -> nn.Module:
+    first = nn.Linear(3, 3)
+    return Runs(lambda m, x: m.deep(m.again(m.first(x))), first=first, again=first, deep=nn.Sequential(nn.Tanh(), first))
 
 
 class Rotary(nn.Module):
@@ -58,15 +54,10 @@ class Rotary(nn.Module):
         return self.lin(x) * self.angles.cos()
 
 
-class TiedHead(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb = nn.Embedding(7, 4)
-        self.head = nn.Linear(4, 7, bias=False)
-        self.head.weight = self.emb.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.emb(x).tanh())
+def tied_head() -> nn.Module:
+    emb, head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+    head.weight = emb.weight
+    return Runs(lambda m, x: m.head(m.emb(x).tanh()), emb=emb, head=head)
 
 
 @dataclasses.dataclass
@@ -96,10 +87,10 @@ CASES: dict[str, Case] = {
     "weight norm": (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 5)), nn.Tanh()), (x,), {}),
     "orthogonal": (lambda: parametrizations.orthogonal(nn.Linear(3, 3)), (x,), {}),
     "spectral norm": (lambda: parametrizations.spectral_norm(nn.Linear(3, 5)), (x,), {}),
-    "shared layer": (SharedLayer, (x,), {}),
+    "shared layer": (shared_layer, (x,), {}),
     "functions of torch.jit": (Scripted, (x,), {}),
     "non-persistent buffer": (Rotary, (x,), {}),
-    "tied head": (TiedHead, (tokens,), {}),
+    "tied head": (tied_head, (tokens,), {}),
     "dict": (lambda: Outputs("dict"), (x,), {"times": 3}),
     "dataclass": (lambda: Outputs("dataclass"), (x,), {}),
     "no output": (lambda: Outputs("none"), (x,), {}),
@@ -134,30 +125,32 @@ def unchanged(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -
     return before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
-def outcome(function: Callable[..., Any], values: Any, args: tuple, kwargs: dict) -> tuple[Any, Any]:
-    """Return the output of a call from a seed, and the gradients of its sum of squares."""
-    torch.manual_seed(1)
-    out = function(*args, **kwargs)
+def grads_of(out: Any, values: Any) -> Any:
+    """Return the gradients of an output's sum of squares."""
     floating = [leaf.square().sum() for leaf in tensors(out) if leaf.requires_grad]
-    return out, torch.autograd.grad(sum(floating), [*values], allow_unused=True) if floating else None
+    return torch.autograd.grad(sum(floating), [*values], allow_unused=True) if floating else None
 
 
 @pytest.mark.slow
 @cases
-@statistics_stay
-@pytest.mark.parametrize("factor", [1.0, 1.5])
-def test_outputs_and_gradients_are_those_of_the_module(make: Any, args: tuple, kwargs: dict, factor: float) -> None:
+def test_outputs_gradients_and_new_buffers_are_those_of_the_module(make: Any, args: tuple, kwargs: dict) -> None:
     module = made(make)
-    apply, params, buffers = fs.make_functional(module)
+    apply, params, buffers = fs.make_functional(module, mutable=True)
+    kept = {name: value.clone() for name, value in buffers.items()}
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.mul_(factor)
-    values = {name: (value.detach() * factor).requires_grad_() for name, value in params.items()}
+            parameter.mul_(1.5)
+    values = {name: (value.detach() * 1.5).requires_grad_() for name, value in params.items()}
     assert values.keys() == dict(module.named_parameters()).keys()
-    out, grads = outcome(functools.partial(apply, values, buffers), values.values(), args, kwargs)
-    theirs, their_grads = outcome(module, module.parameters(), args, kwargs)
+    torch.manual_seed(1)
+    out, after = apply(values, buffers, *args, **kwargs)
+    torch.manual_seed(1)
+    theirs = module(*args, **kwargs)
     assert_same(out, theirs)
-    torch.testing.assert_close(grads, their_grads, rtol=0, atol=0)
+    torch.testing.assert_close(grads_of(out, values.values()), grads_of(theirs, module.parameters()), rtol=0, atol=0)
+    assert unchanged(dict(module.named_buffers()), after)
+    assert unchanged(kept, buffers)
+    assert not any(value.requires_grad for value in after.values())
 
 
 @pytest.mark.slow
@@ -185,22 +178,6 @@ def test_calls_change_nothing_and_later_changes_of_the_module_do_not_reach_them(
     assert_same(results[2], results[0])
 
 
-@pytest.mark.slow
-@statistics_stay
-@cases
-def test_mutable_returns_the_buffers_that_the_modules_own_forward_leaves(make: Any, args: tuple, kwargs: dict) -> None:
-    module = made(make)
-    apply, params, buffers = fs.make_functional(module, mutable=True)
-    kept = {name: value.clone() for name, value in buffers.items()}
-    torch.manual_seed(4)
-    out, after = apply(params, buffers, *args, **kwargs)
-    torch.manual_seed(4)
-    assert_same(out, module(*args, **kwargs))
-    assert unchanged(dict(module.named_buffers()), after)
-    assert unchanged(kept, buffers)
-    assert not any(value.requires_grad for value in after.values())
-
-
 def test_parameters_keep_requires_grad_and_share_no_memory() -> None:
     module = nn.Linear(3, 3)
     module.bias.requires_grad_(False)
@@ -211,11 +188,11 @@ def test_parameters_keep_requires_grad_and_share_no_memory() -> None:
 
 
 def test_tied_parameters_appear_once_and_stay_tied() -> None:
-    apply, params, buffers = fs.make_functional(TiedHead())
+    apply, params, buffers = fs.make_functional(tied_head())
     assert list(params) == ["emb.weight"]
     doubled = apply({"emb.weight": torch.zeros(7, 4)}, buffers, tokens)
     assert torch.equal(doubled, torch.zeros(2, 5, 7))
-    shared, params, _ = fs.make_functional(SharedLayer())
+    shared, params, _ = fs.make_functional(shared_layer())
     assert list(params) == ["first.weight", "first.bias"]
     assert shared.ties[0] == ("first.weight", "again.weight", "deep.1.weight")
 
@@ -272,11 +249,10 @@ def test_other_methods_run_on_the_same_parameters() -> None:
 
 
 def test_arguments_may_be_called_params_and_buffers() -> None:
-    class Named(nn.Module):
-        def forward(self, params: int, buffers: int) -> int:
-            return params - buffers
+    def forward(module: nn.Module, params: int, buffers: int) -> int:
+        return params - buffers
 
-    apply, params, buffers = fs.make_functional(Named())
+    apply, params, buffers = fs.make_functional(Runs(forward))
     assert apply(params, buffers, params=5, buffers=3) == 2
 
 
@@ -295,17 +271,9 @@ def test_persistent_buffers_are_those_of_the_state_dict_under_each_of_their_name
     assert set(apply.persistent(buffers)) == names
 
 
-class Meddles(nn.Module):
-    """A module whose forward does ``change`` to its weight."""
-
-    def __init__(self, change: Any) -> None:
-        super().__init__()
-        self.lin = nn.Linear(3, 3)
-        self.change = change
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.change(self.lin.weight)
-        return self.lin(x)
+def meddling(change: Any) -> nn.Module:
+    """Return a module whose forward does ``change`` to its weight."""
+    return Runs(lambda m, x: (change(m.lin.weight), m.lin(x))[1], lin=nn.Linear(3, 3))
 
 
 CHANGES: dict[str, Any] = {
@@ -322,7 +290,7 @@ CHANGES: dict[str, Any] = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("raises", [False, True])
 def test_a_forward_changes_no_parameter_of_the_caller(change: Any, raises: bool) -> None:
-    apply, params, buffers = fs.make_functional(Meddles(change))
+    apply, params, buffers = fs.make_functional(meddling(change))
     weight = params["lin.weight"]
     weight.grad, weight.axis = torch.full((3, 3), 5.0), (axis := torch.zeros(3))
     grad, names = weight.grad, {*vars(weight)}
@@ -340,7 +308,7 @@ def test_a_forward_changes_no_parameter_of_the_caller(change: Any, raises: bool)
 
 
 def test_a_parameter_that_forward_freezes_gets_no_gradient_from_that_call() -> None:
-    apply, params, buffers = fs.make_functional(Meddles(CHANGES["requires_grad_"]))
+    apply, params, buffers = fs.make_functional(meddling(CHANGES["requires_grad_"]))
     for _ in range(2):
         apply(params, buffers, x).sum().backward()
         assert params["lin.weight"].grad is None
@@ -352,7 +320,7 @@ def test_a_forward_that_writes_to_a_parameter_is_told() -> None:
     def clamp(weight: torch.Tensor) -> None:
         weight.clamp_(0, 1)
 
-    apply, params, buffers = fs.make_functional(Meddles(clamp))
+    apply, params, buffers = fs.make_functional(meddling(clamp))
     with pytest.raises(RuntimeError, match=r"forward wrote to its parameter 'lin.weight', .*: compute with a copy"):
         apply(params, buffers, x)
 
@@ -362,6 +330,23 @@ def test_parameters_of_inference_mode_have_no_versions_to_compare() -> None:
     with torch.inference_mode():
         mixed = {**params, "weight": params["weight"] * 2}
     assert torch.equal(apply(mixed, buffers, x), F.linear(x, params["weight"] * 2, params["bias"]))
+
+
+def words_of_parallel_modules(_mesh: fs.Mesh) -> list[str]:
+    found = []
+    for parallelize in (nn.parallel.DistributedDataParallel, fsdp2):
+        with pytest.raises(TypeError) as raised:
+            fs.make_functional(parallelize(nn.Sequential(nn.Linear(3, 3))))
+        found.append(str(raised.value))
+    return found
+
+
+def test_a_module_that_torch_has_parallelized_already_is_refused() -> None:
+    for ddp, fsdp in run_ranks(words_of_parallel_modules, 2):
+        assert "module '(root)' is parallelized by DistributedDataParallel, " in ddp
+        assert ddp.endswith("use its .module: fs.fully_shard takes its place")
+        assert "module '(root)' is parallelized by FSDP, " in fsdp
+        assert fsdp.endswith("use the module without it: fs.fully_shard takes its place")
 
 
 def test_wrong_names_are_refused() -> None:

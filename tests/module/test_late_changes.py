@@ -27,11 +27,8 @@ def trained(net: nn.Module) -> None:
     torch.optim.SGD(net.parameters(), lr=0.1).step()
 
 
-CHANGES = {
-    "eval": (nn.Module.eval, "train\\(\\) or eval\\(\\) was called"),
+CHANGES = {  # tests/misuse/documented.py has more
     "one module in evaluation": (lambda net: net[1].eval(), "train\\(\\) or eval\\(\\) was called"),
-    "freezing": (lambda net: net[0].weight.requires_grad_(False), "parameters were frozen or unfrozen"),
-    "loading": (lambda net: net.load_state_dict(net.state_dict()), "its parameters were written"),
     "training": (trained, "its parameters were written"),
     "two changes": (lambda net: net.requires_grad_(False).eval(), "frozen or unfrozen, and train"),
 }

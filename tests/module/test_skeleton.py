@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import funcshard as fs
 from funcshard._utils import without_collection
 from funcshard.module.skeleton import make_skeleton
-from tests.module.law import calls_on, check_equal, outputs_on
+from tests.module.law import Runs, calls_on, check_equal, outputs_on
 from tests.strange_objects import ITERATED_BY_DEEPCOPY, STRANGE
 
 x = torch.randn(4, 3)
@@ -115,17 +115,6 @@ def test_a_reference_to_a_module_leads_to_the_calls_own_module_or_is_refused(way
         check_own(Held(*WAYS[way]))
 
 
-class Counts(nn.Module):
-    """A module that counts its calls in the attribute ``kept``."""
-
-    def __init__(self, kept: Any, count: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.kept, self.count = kept, count
-
-    def forward(self) -> float:
-        return float(self.count(self.kept))
-
-
 class Counter:
     n = 0
 
@@ -151,7 +140,8 @@ COUNTERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 @pytest.mark.filterwarnings("ignore:the forward of .* set attributes of the module")
 @pytest.mark.parametrize(("make", "count"), COUNTERS.values(), ids=COUNTERS)
 def test_changes_of_attributes_stay_in_the_call(make: Any, count: Any) -> None:
-    module = Counts(make(), count)
+    module = Runs(lambda m: float(count(m.kept)))
+    module.kept = make()
     apply, params, buffers = fs.make_functional(module)
     assert [apply(params, buffers) for _ in range(3)] == [1.0, 1.0, 1.0]
     assert module() == 1.0
@@ -159,12 +149,11 @@ def test_changes_of_attributes_stay_in_the_call(make: Any, count: Any) -> None:
 
 
 def test_a_module_that_has_run_and_keeps_its_output() -> None:
-    class KeepsItsOutput(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.last = super().forward(x)
-            return self.last
+    def keeps_its_output(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        m.last = m.lin(x)
+        return m.last
 
-    module = KeepsItsOutput(3, 3)
+    module = Runs(keeps_its_output, lin=nn.Linear(3, 3))
     module(x)
     check_own(module)
 
@@ -180,23 +169,11 @@ class Recorder:
         return out * len(self.seen)
 
 
-class Hooked(nn.Module):
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self.lin, self.factor = nn.Linear(3, 3), nn.Parameter(torch.full((), 3.0))
-        self.lin.register_forward_hook(self.scale)
-        self.lin.register_forward_hook(recorder)
-
-    def scale(self, module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
-        return out * self.factor
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.lin(x)
-
-
 def test_a_hook_runs_on_the_calls_own_module_and_keeps_tensors_of_its_call() -> None:
     recorder = Recorder()
-    module = Hooked(recorder)
+    module = Runs(lambda m, x: m.lin(x), lin=nn.Linear(3, 3), factor=nn.Parameter(torch.full((), 3.0)))
+    module.lin.register_forward_hook(types.MethodType(lambda m, lin, args, out: out * m.factor, module))
+    module.lin.register_forward_hook(recorder)
     apply, params, buffers = fs.make_functional(module)
     for values in (params, {name: value.detach() / 2 for name, value in params.items()}):
         out = torch.nn.functional.linear(x, values["lin.weight"], values["lin.bias"]) * values["factor"] * 2
@@ -247,16 +224,6 @@ def test_a_copy_of_a_function_is_the_same_function(copied) -> None:
     assert fs.fully_shard(again, plan, fs.Mesh()).runs.keys() == {"lin"}
 
 
-class Summed(nn.Linear):
-    """A linear layer that adds its output up over ranks, with a mesh that it keeps in some way."""
-
-    kept: Any
-    mesh_of: Any
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return fs.psum(super().forward(x), self.mesh_of(self.kept), axis="tensor")
-
-
 KEPT: dict[str, tuple[Callable[[fs.Mesh], Any], Callable[[Any], fs.Mesh]]] = {
     "a mesh of one axis": (lambda mesh: mesh["tensor"], lambda kept: kept),
     "in a list in a dictionary": (lambda mesh: {"meshes": [mesh]}, lambda kept: kept["meshes"][0]),
@@ -267,40 +234,34 @@ KEPT: dict[str, tuple[Callable[[fs.Mesh], Any], Callable[[Any], fs.Mesh]]] = {
 @pytest.mark.parametrize(("keep", "mesh_of"), KEPT.values(), ids=KEPT)
 def test_a_module_may_keep_its_mesh_which_no_call_copies(keep: Any, mesh_of: Any) -> None:
     def main(mesh: fs.Mesh) -> torch.Tensor:
-        net = Summed(3, 3)
-        net.kept, net.mesh_of = mesh, lambda kept: kept
+        net = Runs(lambda m, x: fs.psum(m.lin(x), mesh_of(m.kept), axis="tensor"), lin=nn.Linear(3, 3))
+        net.kept = mesh
         assert make_skeleton(net)[0].copied_attributes == ()
-        net.kept, net.mesh_of = keep(mesh), mesh_of
+        net.kept = keep(mesh)
         assert mesh_of(copy.deepcopy(net).kept).groups["tensor"] is mesh.groups["tensor"]
         apply, params, buffers = fs.make_functional(net)
-        return apply(params, buffers, x) - nn.Linear.forward(net, x)  # the other rank's output
+        return apply(params, buffers, x) - net.lin(x)  # the other rank's output
 
     first, second = fs.simulate(main, {"tensor": 2})
     torch.testing.assert_close(first, second)
 
 
-class Hooking(nn.Module):
-    """Registers hooks of every kind in its forward, as models do that capture their outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin, self.handles, self.ran = nn.Linear(3, 3), [], []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        note = lambda *args, **kwargs: self.ran.append(1)  # noqa: E731
-        self.handles += [
-            self.lin.register_forward_hook(note),
-            self.lin.register_forward_hook(note, with_kwargs=True, always_call=True),
-            self.lin.register_forward_pre_hook(note, prepend=True),
-            self.lin.register_forward_pre_hook(note, with_kwargs=True),
-            *(
-                getattr(self.lin, f"register_{kind}")(note)
-                for kind in ("full_backward_hook", "full_backward_pre_hook", "state_dict_post_hook", "state_dict_pre_hook",
-                             "load_state_dict_pre_hook", "load_state_dict_post_hook")
-            ),
-        ]  # fmt: skip
-        self.lin.register_buffer("late", torch.zeros(()), persistent=False)
-        return self.lin(x) * len(self.ran)
+def hooking(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Register hooks of every kind, as models do that capture their outputs."""
+    note = lambda *args, **kwargs: m.ran.append(1)  # noqa: E731
+    m.handles += [
+        m.lin.register_forward_hook(note),
+        m.lin.register_forward_hook(note, with_kwargs=True, always_call=True),
+        m.lin.register_forward_pre_hook(note, prepend=True),
+        m.lin.register_forward_pre_hook(note, with_kwargs=True),
+        *(
+            getattr(m.lin, f"register_{kind}")(note)
+            for kind in ("full_backward_hook", "full_backward_pre_hook", "state_dict_post_hook", "state_dict_pre_hook",
+                         "load_state_dict_pre_hook", "load_state_dict_post_hook")
+        ),
+    ]  # fmt: skip
+    m.lin.register_buffer("late", torch.zeros(()), persistent=False)
+    return m.lin(x) * len(m.ran)
 
 
 def _lengths(module: nn.Module) -> list[dict[str, int]]:
@@ -308,7 +269,7 @@ def _lengths(module: nn.Module) -> list[dict[str, int]]:
 
 
 def test_hooks_that_a_call_registers_end_with_it() -> None:
-    module = Hooking()
+    module = Runs(hooking, lin=nn.Linear(3, 3), handles=[], ran=[])
     apply, params, buffers = fs.make_functional(module)
     before = _lengths(apply.skeleton.template)
     assert all(torch.equal(apply(params, buffers, x), module.lin(x) * 4) for _ in range(3))
@@ -336,35 +297,22 @@ def test_hooks_that_one_simulated_rank_registers_do_not_run_on_another() -> None
 
 
 def test_a_handle_that_the_module_keeps_removes_the_hook_of_its_call() -> None:
-    class Once(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin = nn.Linear(3, 3)
-            self.handle = self.lin.register_forward_hook(lambda m, args, out: out * 2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out = self.lin(x)
-            self.handle.remove()
-            return out + self.lin(x)
-
-    module = Once()
+    module = Runs(lambda m, x: (m.lin(x), m.handle.remove(), m.lin(x))[::2], lin=nn.Linear(3, 3))
+    module.handle = module.lin.register_forward_hook(lambda m, args, out: out * 2)
     apply, params, buffers = fs.make_functional(module)
+    alone = module.lin.forward(x)
     for _ in range(3):
-        assert torch.equal(apply(params, buffers, x), module.lin.forward(x) * 2 + module.lin.forward(x))
+        assert torch.equal(torch.stack(apply(params, buffers, x)), torch.stack([alone * 2, alone]))
     assert len(module.lin._forward_hooks) == 1
     module.handle.remove()
-    assert torch.equal(apply(params, buffers, x), module.lin.forward(x) * 2 + module.lin.forward(x))
+    assert torch.equal(torch.stack(apply(params, buffers, x)), torch.stack([alone * 2, alone]))
 
 
 @pytest.mark.parametrize("name", [name for name in STRANGE if name not in ITERATED_BY_DEEPCOPY])
 def test_a_module_may_keep_objects_that_raise_when_looked_at(name: str) -> None:
     make = STRANGE[name]
 
-    class Keeps(nn.Linear):
-        def forward(self, x: torch.Tensor, *args: Any) -> Any:
-            return super().forward(x), self.strange, args
-
-    module = Keeps(3, 3)
+    module = Runs(lambda m, x, *args: (m.lin(x), m.strange, args), lin=nn.Linear(3, 3))
     module.strange = make()
     module.held = {"strange": [make()]}
     apply, params, buffers = fs.make_functional(module)
@@ -507,20 +455,14 @@ def test_large_tensors_are_copied_when_a_call_writes_to_them(mutable: bool) -> N
 
 @pytest.mark.parametrize("kind", ["buffer", "attribute", "list", "dictionary"])
 def test_a_large_tensor_that_no_call_writes_to_is_not_copied(kind: str) -> None:
-    class Reads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin = nn.Linear(3, 3)
-            if kind == "buffer":
-                self.register_buffer("table", torch.zeros(2**22))
-            else:
-                table = torch.zeros(2**22)
-                self.table = {"attribute": table, "list": [table], "dictionary": {0: table}}[kind]
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.lin(x) + (self.table[0] if isinstance(self.table, torch.Tensor) else self.table[0][0])
-
-    apply, params, buffers = fs.make_functional(Reads())
+    table = torch.zeros(2**22)
+    module = Runs(lambda m, x: m.lin(x) + (m.table[0] if isinstance(m.table, torch.Tensor) else m.table[0][0]))
+    module.lin = nn.Linear(3, 3)
+    if kind == "buffer":
+        module.register_buffer("table", table)
+    else:
+        module.table = {"attribute": table, "list": [table], "dictionary": {0: table}}[kind]
+    apply, params, buffers = fs.make_functional(module)
     apply(params, buffers, x)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         apply(params, buffers, x)

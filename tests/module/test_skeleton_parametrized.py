@@ -1,12 +1,14 @@
 """Parametrized modules under ``parametrize.cached``, whose table belongs to the whole program."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
 import funcshard as fs
-from tests.module.law import check_equal
+from tests.module.law import Runs, check_equal
 
 x = torch.randn(2, 3, dtype=torch.float64)
 
@@ -21,25 +23,17 @@ class View(nn.Module):
         return w.view(w.shape)
 
 
-class Twice(nn.Module):
-    """A network that calls its parametrized layer twice."""
+def made(parametrization=Symmetric, *, cached, look=lambda net: None):
+    """Return a network that calls its parametrized layer twice."""
 
-    def __init__(self, parametrization, *, cached):
-        super().__init__()
-        self.a, self.b = (nn.Linear(3, 3, dtype=torch.float64) for _ in range(2))
-        parametrize.register_parametrization(self.a, "weight", parametrization)
-        self.cached = cached
+    def run(net, x):
+        look(net)
+        with parametrize.cached() if cached else contextlib.nullcontext():
+            return net.a(net.b(net.a(x)))
 
-    def forward(self, x):
-        if not self.cached:
-            return self.a(self.b(self.a(x)))
-        with parametrize.cached():
-            return self.a(self.b(self.a(x)))
-
-
-def made(parametrization=Symmetric, *, cached):
     torch.manual_seed(0)
-    return Twice(parametrization(), cached=cached)
+    a, b = (nn.Linear(3, 3, dtype=torch.float64) for _ in range(2))
+    return Runs(run, a=parametrize.register_parametrization(a, "weight", parametrization()), b=b)
 
 
 def test_calls_of_two_trees_inside_cached_do_not_share_tensors():
@@ -93,11 +87,9 @@ def test_sharded_gradients_inside_cached_are_the_modules(parametrization, units,
 def test_a_parametrized_module_keeps_its_class_for_torch():
     seen = []
 
-    class Asks(Twice):
-        def forward(self, x):
-            seen.append((parametrize.is_parametrized(self.a, "weight"), parametrize.type_before_parametrizations(self.a)))
-            return super().forward(x)
+    def look(net):
+        seen.append((parametrize.is_parametrized(net.a, "weight"), parametrize.type_before_parametrizations(net.a)))
 
-    apply, params, buffers = fs.make_functional(Asks(Symmetric(), cached=False))
+    apply, params, buffers = fs.make_functional(made(cached=False, look=look))
     apply(params, buffers, x)
     assert seen == [(True, nn.Linear)]
