@@ -91,33 +91,50 @@ class Stack(nn.Module):
         return self.head(x)
 
 
-class TwoAtOnce(Stack):
+class Made(nn.Module):
+    """Modules, and what forward does with them."""
+
+    def __init__(self, run, **parts):
+        super().__init__()
+        self.run = run
+        for name, part in parts.items():
+            setattr(self, name, nn.ModuleList(part) if isinstance(part, list) else part)
+
+    def forward(self, x):
+        return self.run(self, x)
+
+
+def linear(inputs=16, outputs=16):
+    return nn.Linear(inputs, outputs)
+
+
+def two_at_once():
     """A checkpoint around two layers."""
 
-    def forward(self, x):
-        for i in range(0, len(self.layers), 2):
-            x = checkpoint(lambda y, i=i: self.layers[i + 1](self.layers[i](y)), x, use_reentrant=False)
-        return self.head(x)
+    def run(net, x):
+        for i in range(0, 4, 2):
+            x = checkpoint(lambda y, i=i: net.layers[i + 1](net.layers[i](y)), x, use_reentrant=False)
+        return net.head(x)
+
+    return Made(run, layers=[Layer(i) for i in range(4)], head=linear(16, 2))
 
 
-class Tied(Stack):
+def tied():
     """Layers that share one weight with a layer outside them."""
+    net = Stack(Layer, 3)
+    net.layers[1].up.weight = net.layers[0].up.weight
+    return net
 
-    def __init__(self):
-        super().__init__(Layer, 3)
-        self.layers[1].up.weight = self.layers[0].up.weight
 
-
-class Shared(Stack):
+def shared():
     """One layer that runs three times."""
 
-    def __init__(self):
-        super().__init__(Layer, 2)
-
-    def forward(self, x):
+    def run(net, x):
         for _ in range(3):
-            x = self.layers[0](x)
-        return self.head(self.layers[1](x))
+            x = net.layers[0](x)
+        return net.head(net.layers[1](x))
+
+    return Made(run, layers=[Layer(0), Layer(1)], head=linear(16, 2))
 
 
 class Twice(nn.Module):
@@ -179,9 +196,9 @@ MODELS = {
     "experts checkpointed": lambda: floats(Stack(lambda _: RoutedExperts(), checkpointed=1)),
     "layers with a checkpoint inside": lambda: floats(Stack(Checkpoints)),
     "layers with a function in a checkpoint": lambda: floats(Stack(lambda i: Checkpoints(i, whole=False))),
-    "two layers in a checkpoint": lambda: floats(TwoAtOnce(Layer)),
-    "tied layers": lambda: floats(Tied()),
-    "one layer three times": lambda: floats(Shared()),
+    "two layers in a checkpoint": lambda: floats(two_at_once()),
+    "tied layers": lambda: floats(tied()),
+    "one layer three times": lambda: floats(shared()),
     "layers in place": lambda: floats(Stack(InPlace)),
     "recurrent": lambda: floats(nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))),
     "convolutions": lambda: ((torch.zeros(2, 3, 8, 8),), nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())),
@@ -246,7 +263,7 @@ def test_a_folded_trace_of_compiled_modules_says_what_the_whole_one_says(name):
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_folded_trace_has_the_gradients_of_a_repeated_module_call_by_call(inside):
-    model = Stack(Twice) if inside else Shared()
+    model = Stack(Twice) if inside else shared()
     apart = [f"layers.{number}.layer" for number in range(4)] if inside else ["layers.0"]
     apply, params, buffers = fs.make_functional(model)
     plan, args = fs.make_plan(params, 1), (torch.zeros(3, 5, 16),)
@@ -321,65 +338,30 @@ def test_a_folded_trace_keeps_no_input_of_a_checkpoint_longer_than_the_checkpoin
 
 
 class Repeats(nn.Module):
-    """A module that repeats its product as often as an attribute says."""
+    """A module that repeats its product as often as a function of its attributes says."""
 
-    def __init__(self, **attributes):
+    def __init__(self, count, **attributes):
         super().__init__()
-        self.linear, self.act = nn.Linear(16, 16), nn.Identity()
+        self.linear, self.act, self.count = linear(), nn.Identity(), count
         for name, value in attributes.items():
             setattr(self, name, value)
 
     def forward(self, x):
-        for _ in range(self.count()):
+        for _ in range(self.count(self)):
             x = torch.tanh(self.linear(x))
         return x
 
 
-class ByDepth(Repeats):
-    def count(self):
-        return self.depth
-
-
-class ByConfig(Repeats):
-    def count(self):
-        return self.config.steps
-
-
-class ByRatio(Repeats):
-    def count(self):
-        return int(8 * self.ratio)
-
-
-class ByNumber(Repeats):
-    def count(self):
-        return 1 + 2 * (self.layer_idx % 2)
-
-
-class ByText(Repeats):
-    def count(self):
-        return len(self.text)
-
-
-class ByFunction(Repeats):
-    def count(self):
-        return self.function()
-
-
-class BySetting(Repeats):
-    """A module that sets an attribute in which it differs from others, and reads it."""
-
-    def count(self):
-        self.depth += 1
-        return self.depth
-
-
-class ByClassDefault(Repeats):
+class HasDepth(Repeats):
     """A module with an attribute that its class has too."""
 
     depth = 1
 
-    def count(self):
-        return self.depth
+
+def counted(module):
+    """Set an attribute in which a module differs from others, and read it."""
+    module.depth += 1
+    return module.depth
 
 
 class Settings:
@@ -398,39 +380,36 @@ class Two(nn.Module):
         return torch.tanh(self.a(x) * self.b(y))
 
 
-class Reads(nn.Module):
+def block():
+    return nn.Sequential(linear(), nn.GELU())
+
+
+def reads(same=()):
     """Modules of two inputs; ``same`` are those that read one tensor twice."""
 
-    def __init__(self, same=(), number=4):
-        super().__init__()
-        self.first, self.memory = nn.Linear(16, 16), nn.Linear(16, 16)
-        self.blocks, self.same = nn.ModuleList(Two() for _ in range(number)), same
-
-    def forward(self, x):
-        x = self.first(x)
-        memory = self.memory(x)
-        for number, block in enumerate(self.blocks):
-            x = block(x, x if number in self.same else memory)
+    def run(net, x):
+        x = net.first(x)
+        memory = net.memory(x)
+        for number, each in enumerate(net.blocks):
+            x = each(x, x if number in same else memory)
         return x
 
+    return Made(run, first=linear(), memory=linear(), blocks=[Two() for _ in range(4)])
 
-class Skips(nn.Module):
+
+def skips():
     """A U-Net: what comes down is read again on the way up."""
 
-    def __init__(self):
-        super().__init__()
-        self.down = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3))
-        self.up = nn.ModuleList(Two() for _ in range(3))
-        self.first = nn.Linear(16, 16)
-
-    def forward(self, x):
-        x, skips = self.first(x), []
-        for block in self.down:
-            x = block(x)
-            skips.append(x)
-        for block in self.up:
-            x = block(x, skips.pop())
+    def run(net, x):
+        x, seen = net.first(x), []
+        for each in net.down:
+            x = each(x)
+            seen.append(x)
+        for each in net.up:
+            x = each(x, seen.pop())
         return x
+
+    return Made(run, first=linear(), down=[block() for _ in range(3)], up=[Two() for _ in range(3)])
 
 
 class Keeps(nn.Module):
@@ -446,16 +425,14 @@ class Keeps(nn.Module):
         return x
 
 
-class WithCache(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.blocks = nn.Linear(16, 16), nn.ModuleList(Keeps() for _ in range(4))
-
-    def forward(self, x):
-        x, cache = self.first(x), []
-        for block in self.blocks:
-            x = block(x, cache)
+def with_cache():
+    def run(net, x):
+        x, cache = net.first(x), []
+        for each in net.blocks:
+            x = each(x, cache)
         return x, torch.cat(cache)
+
+    return Made(run, first=linear(), blocks=[Keeps() for _ in range(4)])
 
 
 class Leaves(Keeps):
@@ -467,100 +444,92 @@ class Leaves(Keeps):
         return x
 
 
-class WithAttributes(WithCache):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Leaves() for _ in range(4))
+def with_attributes():
+    def run(net, x):
+        x = net.first(x)
+        for each in net.blocks:
+            x = each(x)
+        return sum(each.last for each in net.blocks)
 
-    def forward(self, x):
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return sum(block.last for block in self.blocks)
+    return Made(run, first=linear(), blocks=[Leaves() for _ in range(4)])
 
 
-class WithHooks(WithCache):
+def with_hooks():
     """Modules of which a hook collects what modules inside them return."""
 
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4))
-
-    def forward(self, x):
-        x, seen = self.first(x), []
-        for block in self.blocks:
-            block[0].register_forward_hook(lambda module, args, out: seen.append(out * 2))
-        for block in self.blocks:
-            x = block(x)
+    def run(net, x):
+        x, seen = net.first(x), []
+        for each in net.blocks:
+            each[0].register_forward_hook(lambda module, args, out: seen.append(out * 2))
+        for each in net.blocks:
+            x = each(x)
         return x + sum(seen)
 
+    return Made(run, first=linear(), blocks=[block() for _ in range(4)])
 
-class Containers(nn.Module):
+
+def containers():
     """Containers of one kind, whose modules are called one by one, and weights read from outside."""
 
-    def __init__(self):
-        super().__init__()
-        self.first = nn.ModuleDict({"a": nn.Linear(16, 16), "b": nn.Linear(16, 16)})
-        self.second = nn.ModuleDict({"a": nn.Linear(16, 16), "b": nn.Linear(16, 16)})
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3))
-
-    def forward(self, x):
-        for each in (self.first, self.second):
+    def run(net, x):
+        for each in (net.first, net.second):
             x = each["b"](each["a"](x))
-        for block in self.blocks:
-            x = block(x).to(block[0].weight.dtype)
-        return x + F.linear(x, self.blocks[2][0].weight)
+        for each in net.blocks:
+            x = each(x).to(each[0].weight.dtype)
+        return x + F.linear(x, net.blocks[2][0].weight)
+
+    pairs = {name: nn.ModuleDict({"a": linear(), "b": linear()}) for name in ("first", "second")}
+    return Made(run, **pairs, blocks=[block() for _ in range(3)])
 
 
-class Transposed(nn.Module):
+def transposed():
     """Layers whose gradients have other strides than their inputs."""
 
-    def __init__(self):
-        super().__init__()
-        self.first, self.layers = nn.Linear(16, 16), nn.ModuleList(Layer(i) for i in range(3))
-        self.norm = nn.LayerNorm(16)
-
-    def forward(self, x):
-        x = self.first(x).transpose(0, 1).contiguous().transpose(0, 1)
-        for layer in self.layers:
+    def run(net, x):
+        x = net.first(x).transpose(0, 1).contiguous().transpose(0, 1)
+        for layer in net.layers:
             x = layer(x)
-        return self.norm(x)
+        return net.norm(x)
+
+    return Made(run, first=linear(), layers=[Layer(i) for i in range(3)], norm=nn.LayerNorm(16))
 
 
-def of_kind(kind, name, *values):
-    return nn.Sequential(nn.Linear(16, 16), *(kind(**{name: value}) for value in values))
+def repeats(count, name, *values, kind=Repeats):
+    return nn.Sequential(linear(), *(kind(count, **{name: value}) for value in values))
 
 
 ALIKE = {
-    "a depth that is no number of a layer": lambda: of_kind(ByDepth, "depth", 1, 8, 8),
-    "configurations of one class": lambda: of_kind(ByConfig, "config", *map(Settings, (1, 8, 8))),
-    "a ratio": lambda: of_kind(ByRatio, "ratio", 0.25, 1.0, 1.0),
-    "the number of a layer that forward reads": lambda: of_kind(ByNumber, "layer_idx", 0, 1, 2, 3),
-    "a text": lambda: of_kind(ByText, "text", "a", "bcd", "efg"),
-    "functions with closures": lambda: of_kind(ByFunction, "function", *((lambda i=i: i) for i in (1, 4, 4))),
-    "an attribute that forward sets": lambda: of_kind(BySetting, "depth", 1, 3, 3),
-    "an attribute that the class has": lambda: of_kind(ByClassDefault, "depth", 1, 4, 4),
-    "the first module reads a tensor twice": lambda: Reads((0,)),
-    "the last module reads a tensor twice": lambda: Reads((3,)),
-    "modules that read one tensor": Reads,
-    "skips": Skips,
-    "a cache": WithCache,
-    "attributes that stay": WithAttributes,
-    "hooks of a call": WithHooks,
-    "containers": Containers,
-    "gradients in another layout": Transposed,
+    "a depth that is no number of a layer": lambda: repeats(lambda m: m.depth, "depth", 1, 8, 8),
+    "configurations of one class": lambda: repeats(lambda m: m.config.steps, "config", *map(Settings, (1, 8, 8))),
+    "a ratio": lambda: repeats(lambda m: int(8 * m.ratio), "ratio", 0.25, 1.0, 1.0),
+    "the number of a layer that forward reads": lambda: repeats(
+        lambda m: 1 + 2 * (m.layer_idx % 2), "layer_idx", 0, 1, 2, 3
+    ),
+    "a text": lambda: repeats(lambda m: len(m.text), "text", "a", "bcd", "efg"),
+    "functions with closures": lambda: repeats(lambda m: m.function(), "function", *((lambda i=i: i) for i in (1, 4, 4))),
+    "an attribute that forward sets": lambda: repeats(counted, "depth", 1, 3, 3),
+    "an attribute that the class has": lambda: repeats(lambda m: m.depth, "depth", 1, 4, 4, kind=HasDepth),
+    "the first module reads a tensor twice": lambda: reads((0,)),
+    "the last module reads a tensor twice": lambda: reads((3,)),
+    "modules that read one tensor": reads,
+    "skips": skips,
+    "a cache": with_cache,
+    "attributes that stay": with_attributes,
+    "hooks of a call": with_hooks,
+    "containers": containers,
+    "gradients in another layout": transposed,
 }
+
+
+def tape_alike(name, **options):
+    apply, params, buffers = fs.make_functional(ALIKE[name]())
+    return trace_model(apply, fs.make_plan(params, 1), params, buffers, (torch.zeros(8, 4, 16),), {}, **options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALIKE)
 def test_one_module_stands_for_others_only_if_they_trace_alike(name):
-    found = []
-    for fold in (False, True):
-        apply, params, buffers = fs.make_functional(ALIKE[name]())
-        tape = trace_model(apply, fs.make_plan(params, 1), params, buffers, (torch.zeros(8, 4, 16),), {}, fold=fold)
-        found.append(summary(tape))
-    assert found[0] == found[1]
+    assert summary(tape_alike(name, fold=False)) == summary(tape_alike(name))
 
 
 @pytest.mark.parametrize(
@@ -568,9 +537,7 @@ def test_one_module_stands_for_others_only_if_they_trace_alike(name):
     [("a ratio", 2), ("the number of a layer that forward reads", 4), ("functions with closures", 2)],
 )
 def test_modules_that_read_equal_values_are_traced_once(name, number):
-    apply, params, buffers = fs.make_functional(ALIKE[name]())
-    tape = trace_model(apply, fs.make_plan(params, 1), params, buffers, (torch.zeros(8, 4, 16),), {})
-    assert len(tape.folds) == number
+    assert len(tape_alike(name).folds) == number
 
 
 SEEN = []
