@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import itertools
+import math
 import warnings
 from typing import Any
 
@@ -11,10 +13,9 @@ import torch
 from torch import nn
 
 import funcshard as fs
-from tests.promises.test_upstream_core import CPU, theirs
+from tests.promises.test_upstream_core import CPU, SHARED, STRATEGIES, Sharded
 from tests.ranks import run_ranks, run_simulated
 
-STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 EXPLICIT = fs.MixedPrecision(FP16, cast_forward_inputs=True)
 IMPLICIT = fs.MixedPrecision(FP16)
@@ -34,45 +35,38 @@ def overridden(module: nn.Module, paths: dict[str, Any]) -> Any:
     return fs.wrap.by_function(lambda each: modules.get(each, False))(module)
 
 
-def run_theirs(mesh: fs.Mesh, cast: bool, root: Any, units: dict[str, Any]) -> list[torch.dtype] | str:
-    """Return the dtypes that PyTorch's model and its two halves saw, or the error that they raised."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # importing torch's test tools warns
-        model_class = importlib.import_module("torch.testing._internal.common_distributed").SaveForwardInputsModel
-    seen = Seen()
-    model = model_class(seen, cast_forward_inputs=cast)
-    apply, params, buffers = fs.make_functional(model)
-    plan = fs.make_plan(params, mesh, units=overridden(model, units), precision=root)
-    sharded = fs.fully_shard(apply, plan, mesh)
-    shards = fs.shard(params, plan, mesh)
-    try:
-        _, grads = fs.value_and_grad(lambda s: sharded(s, buffers, torch.zeros(2, 100)).sum())(shards)
-    except RuntimeError as error:
-        return str(error)
-    assert {grad.dtype for unit in grads.values() for grad in unit.values()} == {FP32}
-    return [x.dtype for x in seen.values()]
-
-
 CASES = {
     "float16 on one submodule": (False, None, {"c2": EXPLICIT}, [FP32, FP32, FP16]),
     "float16 on one submodule, which casts its input itself": (True, None, {"c2": IMPLICIT}, [FP32, FP32, FP32]),
-    "float16 on one submodule, and nobody casts": (False, None, {"c2": IMPLICIT}, "same dtype"),
+    "float16 on one submodule, and nobody casts": (False, None, {"c2": IMPLICIT}, None),
     "the second in float16 in a root of float32": (False, FULL, {"c2": EXPLICIT}, [FP32, FP32, FP16]),
-    "the first in float16 in a root of float32": (False, FULL, {"c1": EXPLICIT}, "same dtype"),
-}
+    "the first in float16 in a root of float32": (False, FULL, {"c1": EXPLICIT}, None),
+}  # whether the model casts, the precision of the root and of units, and the dtypes that modules see; none if torch raises
 
 
-def run_all_theirs(mesh: fs.Mesh) -> dict[str, Any]:
-    return {name: run_theirs(mesh, *case[:3]) for name, case in CASES.items()}
+def run_all_theirs(mesh: fs.Mesh) -> None:
+    """Compare the dtypes that PyTorch's model and its two halves see."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # importing torch's test tools warns
+        model_class = importlib.import_module("torch.testing._internal.common_distributed").SaveForwardInputsModel
+    for name, (cast, root, units, dtypes) in CASES.items():
+        seen = Seen()
+        model = model_class(seen, cast_forward_inputs=cast)
+        apply, params, buffers = fs.make_functional(model)
+        plan = fs.make_plan(params, mesh, units=overridden(model, units), precision=root)
+        sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
+        evaluate = fs.value_and_grad(lambda s, f=sharded, b=buffers: f(s, b, torch.zeros(2, 100)).sum())
+        if dtypes is None:
+            with pytest.raises(RuntimeError, match="must have the same dtype"):
+                evaluate(shards)
+        else:
+            _, grads = evaluate(shards)
+            assert {grad.dtype for unit in grads.values() for grad in unit.values()} == {FP32}, name
+            assert [x.dtype for x in seen.values()] == dtypes, name
 
 
 def test_submodules_of_different_precision_see_what_pytorch_gives_them():
-    for found in run_ranks(run_all_theirs, 2, timeout=120):
-        for name, (*_, expected) in CASES.items():
-            if isinstance(expected, str):
-                assert "must have the same dtype" in found[name], name
-            else:
-                assert found[name] == expected, name
+    run_ranks(run_all_theirs, 2, timeout=120)
 
 
 class Second(nn.Module):
@@ -151,7 +145,7 @@ def test_a_module_that_is_left_out_of_low_precision_raises_torchs_own_error(dtyp
         run_simulated(run, 1, fs.MixedPrecision(FP32, cast_forward_inputs=True))
 
 
-# --- embedding tables, whose inputs are integers ---------------------------------------------------------------------------
+# --- PyTorch's transformer, with an embedding table and BatchNorm ---------------------------------
 
 EMBEDDED = {
     "reduction": fs.MixedPrecision(reduce_dtype=FP16),
@@ -162,53 +156,58 @@ EMBEDDED = {
 }
 
 
-def train_embedded(mesh: fs.Mesh, units: bool) -> dict[str, Any]:
-    """Train PyTorch's transformer, with dropout and BatchNorm, for six steps; return dtypes of losses and data sent."""
-    warnings.filterwarnings("ignore", "the forward of .* changed buffers")  # of BatchNorm, which nothing here reads
-    found = {}
-    for name, precision in EMBEDDED.items():
-        model = theirs("TransformerWithSharedParams", mesh.rank, mesh.world_size).train()
-        apply, params, buffers = fs.make_functional(model)
-        layers = fs.wrap.by_class(nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)(model) if units else []
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            plan = fs.make_plan(params, mesh, units=layers, precision=precision)
-        sharded = fs.fully_shard(apply, plan, mesh)
-        losses: list[torch.Tensor] = []
+def moved(compute: torch.dtype, reduced: torch.dtype) -> set[tuple[str, str]]:
+    """Return what is communicated in which dtype."""
+    dtypes = (("all_gather", compute), ("reduce_scatter", reduced))
+    return {(kind, str(dtype).removeprefix("torch.")) for kind, dtype in dtypes}
 
-        def loss_fn(shards, buffers, batch, model=model, sharded=sharded, losses=losses):
-            losses.append(model.get_loss(batch, sharded(shards, buffers, *batch)))
-            return losses[-1]
 
-        step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.SGD, lr=0.01), plan, mesh)
-        state = step.init(fs.shard(params, plan, mesh), buffers)
-        travelled = set()
+def train_embedded(mesh: fs.Mesh) -> None:
+    """Take six steps with units and without, in every precision."""
+    for units, (name, precision) in itertools.product((False, True), EMBEDDED.items()):
+        sharded, compute = Sharded(mesh, SHARED, units=units, precision=precision), precision.param_dtype or FP32
+        assert [unit.name for unit in sharded.plan.unit_list if unit.full_precision] == ["bn"], name
+        assert sharded.gradient()[0].dtype == compute, name
+        step, state = sharded.step(lr=0.01)
+        losses, travelled = [], set()
         for _ in range(6):
             with fs.record_events() as events:
-                state, _ = step(state, model.get_input(CPU))
+                state, metrics = step(state, sharded.module.get_input(CPU))
+            losses.append(metrics["loss"].item())
             travelled |= {(event.unit == "bn", event.kind, event.dtype) for event in events if event.unit is not None}
-        found[name] = {
-            "full": [unit.name for unit in plan.unit_list if unit.full_precision],
-            "said": [str(each.message) for each in said],
-            "losses": {loss.dtype for loss in losses}, "finite": all(loss.isfinite() for loss in losses),
-            "fell": bool(losses[-1] < losses[0]), "travelled": travelled,
-        }  # fmt: skip
-    return found
+        assert losses[-1] < losses[0], name
+        assert all(map(math.isfinite, losses)), name
+        low, full = moved(compute, precision.reduce_dtype or compute), moved(FP32, FP32)
+        assert travelled == {(False, *each) for each in low} | {(True, *each) for each in full}, name
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("units", [False, True], ids=["one unit", "layers"])
-def test_embedding_tables_take_integers_and_train_in_every_precision(units):
-    for runs in run_ranks(train_embedded, 2, units, timeout=120):
-        for name, precision in EMBEDDED.items():
-            found, compute = runs[name], precision.param_dtype or FP32
-            assert found["losses"] == {compute}, name
-            assert found["finite"], name
-            assert found["fell"], name
-            assert found["full"] == ["bn"], name
-            assert "BatchNorm1d: 'bn' become units of their own" in found["said"][0], name
-            gathered, reduced = (str(dtype).removeprefix("torch.") for dtype in (compute, precision.reduce_dtype or compute))
-            assert found["travelled"] == {
-                (False, "all_gather", gathered), (False, "reduce_scatter", reduced),
-                (True, "all_gather", "float32"), (True, "reduce_scatter", "float32"),
-            }, name  # fmt: skip
+def test_embedding_tables_take_integers_and_train_in_every_precision():
+    run_ranks(train_embedded, 2, timeout=120)
+
+
+# Options of the precision; the dtypes of computation, of what is gathered and of what is reduced.
+EVALUATED = (
+    ({"param_dtype": FP16, "reduce_dtype": FP16, "buffer_dtype": FP16}, FP16),
+    # Parameters stay in float32, so only the reduction differs; no module is ignored.
+    ({"param_dtype": FP32, "reduce_dtype": FP16, "buffer_dtype": FP32, "ignored_classes": ()}, FP32),
+)
+
+
+def evaluate(mesh: fs.Mesh) -> None:
+    for (options, compute), units, cast, full in itertools.product(EVALUATED, *[(False, True)] * 3):
+        precision = fs.MixedPrecision(**options, cast_forward_inputs=cast, full_precision_in_eval=full)
+        sharded = Sharded(mesh, SHARED, units=units, precision=precision)
+        for mode in ("train", "eval"):
+            sharded.run = fs.fully_shard(getattr(sharded.apply, mode)(), sharded.plan, mesh)
+            loss, grads, events = sharded.gradient()
+            low = not (full and mode == "eval")
+            assert loss.dtype == (compute if low else FP32)
+            assert {grad.dtype for unit in grads.values() for grad in unit.values()} == {FP32}
+            travelled = {(event.kind, event.dtype) for event in events if event.unit != "bn"}
+            assert travelled == (moved(compute, FP16) if low else moved(FP32, FP32)), (precision, mode)
+
+
+@pytest.mark.slow
+def test_a_transformer_evaluates_and_reduces_in_full_precision_where_it_should():
+    run_ranks(evaluate, 2, timeout=120)

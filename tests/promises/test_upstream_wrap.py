@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import funcshard as fs
 from funcshard.plan import wrap
+from tests.module.law import check_equal
 
 
 def linear(n: int = 5) -> nn.Linear:
@@ -29,9 +30,6 @@ class Inside(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.bn_container = BatchNormNet()
-
-
-CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="a device besides the CPU is needed")
 
 
 class Nested(nn.Module):
@@ -150,28 +148,20 @@ def test_a_function_without_overrides_leaves_the_plans_strategy() -> None:
     assert set(strategies(plan).values()) == {("no_shard", False)}
 
 
+def three_widths() -> nn.Sequential:
+    torch.manual_seed(2)
+    return nn.Sequential(linear(), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 def test_a_model_whose_units_differ_in_strategy_trains_as_unsharded(strategy: str) -> None:
-    torch.manual_seed(2)
-    net = nn.Sequential(linear(), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
-    own = {5: {"strategy": "no_shard"}, 4: {"strategy": "shard_grad_op"}, 3: True}
-    apply, params, buffers = fs.make_functional(net)
-    units = wrap.by_function(lambda m: isinstance(m, nn.Linear) and own[m.out_features])(net)
-    x = torch.randn(6, 5)
-
-    def main(mesh: fs.Mesh) -> Any:
-        plan = fs.make_plan(params, mesh, units=units, strategy=strategy)
-        sharded = fs.fully_shard(apply, plan, mesh)
-        with fs.record_events() as events:
-            loss, grads = fs.value_and_grad(lambda s: sharded(s, buffers, x).square().mean())(fs.shard(params, plan, mesh))
-        return loss, fs.gather(grads, plan, mesh), tuple(events), fs.predict_events(plan, sharded.schedule), strategies(plan)
-
-    net(x).square().mean().backward()
-    expected = {name: parameter.grad for name, parameter in net.named_parameters()}
-    for _, grads, events, predicted, chosen in fs.simulate(main, 2):
-        torch.testing.assert_close(grads, expected)
-        assert events == predicted
-        assert {name: of for name, (of, _) in chosen.items()} == {"0": "no_shard", "2": "shard_grad_op", "4": strategy}
+    net, choices = three_widths(), {5: {"strategy": "no_shard"}, 4: {"strategy": "shard_grad_op"}, 3: True}
+    units = wrap.by_function(lambda m: isinstance(m, nn.Linear) and choices[m.out_features])(net)
+    for call in check_equal(net, torch.randn(6, 5), units, strategy=strategy):
+        assert call.events == call.predicted()
+        assert {name: of for name, (of, _) in strategies(call.plan).items()} == {
+            "0": "no_shard", "2": "shard_grad_op", "4": strategy,
+        }  # fmt: skip
 
 
 def test_an_override_that_does_not_exist_is_refused() -> None:
@@ -185,105 +175,41 @@ def test_an_override_that_does_not_exist_is_refused() -> None:
 
 @pytest.mark.parametrize("backward", ["pre", "post"])
 @pytest.mark.parametrize("forward", [True, False])
-def test_a_chain_of_units_of_one_element_trains_six_steps(forward: bool, backward: str) -> None:
+def test_a_chain_of_units_of_one_element_trains_in_each_of_six_steps(forward: bool, backward: str) -> None:
     net = Chain()
-    apply, params, buffers = fs.make_functional(net)
-
-    def main(mesh: fs.Mesh) -> dict[str, torch.Tensor]:
-        plan = fs.make_plan(params, mesh, units=wrap.by_size(0)(net))
-        schedule = fs.make_schedule(plan, forward_prefetch=forward, backward_prefetch=backward)
-        assert (schedule.forward_prefetch, schedule.backward_prefetch) == (forward, backward)
-        sharded = fs.fully_shard(apply, plan, mesh, schedule=schedule)
-        optimizer = fs.torch_optimizer(torch.optim.SGD, lr=1e-2, momentum=0.9)
-        step = fs.make_train_step(lambda s, b, x: sharded(s, b, x).sum(), optimizer, plan, mesh)
-        state = step.init(fs.shard(params, plan, mesh), buffers)
-        for _ in range(6):
-            state, _ = step(state, torch.ones(1))
-        return fs.gather(state.shards, plan, mesh)
-
-    results = fs.simulate(main, 2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9)
-    for _ in range(6):
-        optimizer.zero_grad()
-        net(torch.ones(1)).sum().backward()
-        optimizer.step()
-    for found in results:
-        torch.testing.assert_close(found, dict(net.named_parameters()))
+    plan = fs.make_plan(fs.make_functional(net)[1], 2, units=wrap.by_size(0)(net))
+    schedule = fs.make_schedule(plan, forward_prefetch=forward, backward_prefetch=backward)
+    assert (schedule.forward_prefetch, schedule.backward_prefetch) == (forward, backward)
+    for call in check_equal(net, torch.ones(1), wrap.by_size(0)(net), calls=6, how={"schedule": schedule}):
+        assert call.events == call.predicted()
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=CUDA)])
-def test_one_unit_is_offloaded_and_never_gathered_ahead_and_the_model_trains_as_unsharded(device: str) -> None:
-    torch.manual_seed(2)
-    net = nn.Sequential(linear(), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 5))
-    apply, params, buffers = fs.make_functional(net)
+def test_one_unit_is_offloaded_and_never_gathered_ahead_and_the_model_trains_as_unsharded() -> None:
+    net = three_widths()
     choose = wrap.by_function(lambda m: isinstance(m, nn.Linear) and ({"offload": True} if m.out_features == 4 else True))
-    x = torch.randn(6, 5)
-
-    def main(mesh: fs.Mesh) -> Any:
-        plan = fs.make_plan(params, mesh, units=choose(net))
-        assert {name: unit.offload for name, unit in plan.units.items()} == {"0": False, "2": True, "4": False}
-        schedule = fs.make_schedule(plan, on_demand=["2"])
-        sharded = fs.fully_shard(apply, plan, mesh, schedule=schedule)
-        loss_fn = lambda s, b, x: sharded(s, b, x).square().mean()  # noqa: E731
-        step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.Adam, lr=0.1), plan, mesh)
-        state = step.init(fs.shard(params, plan, mesh), {name: b.to(mesh.device) for name, b in buffers.items()})
-        for _ in range(3):
-            state, _ = step(state, x.to(mesh.device))
-        places = {name: shard["float32"].device.type for name, shard in state.shards.items()}
-        assert places == {"0": device, "2": "cpu", "4": device}
-        return {name: leaf.cpu() for name, leaf in fs.gather(state.shards, plan, mesh).items()}
-
-    results = fs.simulate(main, 2, device=device)
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        net(x).square().mean().backward()
-        optimizer.step()
-    for found in results:
-        torch.testing.assert_close(found, {name: p.detach() for name, p in net.named_parameters()})
+    plan = fs.make_plan(fs.make_functional(net)[1], 2, units=choose(net))
+    assert {name: unit.offload for name, unit in plan.units.items()} == {"0": False, "2": True, "4": False}
+    for call in check_equal(net, torch.randn(6, 5), choose(net), how={"schedule": fs.make_schedule(plan, on_demand=["2"])}):
+        assert call.events == call.predicted()
 
 
 @pytest.mark.parametrize("policy", [wrap.by_size(40), wrap.always()], ids=["by size", "always"])
 def test_an_automatically_wrapped_model_is_offloaded_and_runs_a_step(policy: wrap.Policy) -> None:
     net = nested_sequential()
-    apply, params, buffers = fs.make_functional(net)
-    x = torch.randn(4, 5)
-
-    def main(mesh: fs.Mesh) -> Any:
-        plan = fs.make_plan(params, mesh, units=policy(net), offload=True)
-        assert all(unit.offload for unit in plan.unit_list)
-        sharded = fs.fully_shard(apply, plan, mesh)
-        _, grads = fs.value_and_grad(lambda s: sharded(s, buffers, x).square().mean())(fs.shard(params, plan, mesh))
-        assert {grad.device.type for unit in grads.values() for grad in unit.values()} == {"cpu"}
-        return fs.gather(grads, plan, mesh)
-
-    net(x).square().mean().backward()
-    for grads in fs.simulate(main, 2):
-        torch.testing.assert_close(grads, {name: parameter.grad for name, parameter in net.named_parameters()})
+    for call in check_equal(net, torch.randn(4, 5), policy(net), offload=True):
+        assert all(unit.offload for unit in call.plan.unit_list)
 
 
 @pytest.mark.parametrize("ignored", [["1", "2.0"], ["1", "2.0.*"]], ids=["modules", "parameters"])
 def test_what_is_ignored_stays_whole_on_every_rank_and_is_not_communicated(ignored: list[str]) -> None:
-    torch.manual_seed(3)
     net = nested_sequential()
-    apply, params, buffers = fs.make_functional(net)
-    x = torch.randn(4, 5)
-
-    def main(mesh: fs.Mesh) -> Any:
-        plan = fs.make_plan(params, mesh, units=wrap.by_size(40)(net), local=ignored)
-        sharded = fs.fully_shard(apply, plan, mesh)
-        with fs.record_events() as events:
-            out, grads = fs.value_and_grad(lambda s: sharded(s, buffers, x).square().mean())(fs.shard(params, plan, mesh))
-        return plan, out, fs.gather(grads, plan, mesh), tuple(events), fs.predict_events(plan, sharded.schedule)
-
-    net(x).square().mean().backward()
-    for plan, _, grads, events, predicted in fs.simulate(main, 2):
+    for call in check_equal(net, torch.randn(4, 5), wrap.by_size(40)(net), local=ignored):
+        plan = call.plan
         whole = {leaf.path for unit in plan.unit_list for b in unit.buffers if b.local for leaf in b.leaves}
         assert whole == {f"{path}.{name}" for path in ("1", "2.0") for name in ("weight", "bias")}
         assert [b.shards for unit in plan.unit_list for b in unit.buffers] == [2, 1, 2, 1]
-        assert {event.buffer for event in events} == {"float32"}
-        assert events == predicted
-        torch.testing.assert_close(grads, {name: parameter.grad for name, parameter in net.named_parameters()})
+        assert {event.buffer for event in call.events} == {"float32"}
+        assert call.events == call.predicted()
         assert str(plan).count("float32.local") == 2
 
 
