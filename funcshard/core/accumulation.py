@@ -126,7 +126,7 @@ def accumulating_function(
         take = (
             _stream(batch, micro_batches)
             if isinstance(batch, Iterator)
-            else _split(batch, micro_batches)
+            else iter(_split(batch, micro_batches)).__next__
         )
         calls = [lambda local: loss_fn(local, *first, take(), **kwargs)] * micro_batches
         if not isinstance(options.reduce, str):
@@ -166,10 +166,10 @@ def _stream(batches: Iterator[Any], micro_batches: int) -> Callable[[], Any]:
             "trace records a step on one batch, and its graph cannot ask an iterator for "
             "micro-batches; found an iterator: pass the whole batch, which accumulate splits"
         )
-    numbers = itertools.count()
+    taken = itertools.count()
 
     def take() -> Any:
-        batch_index = next(numbers)
+        batch_index = next(taken)
         try:
             return next(batches)
         except StopIteration:
@@ -182,12 +182,7 @@ def _stream(batches: Iterator[Any], micro_batches: int) -> Callable[[], Any]:
     return take
 
 
-def _split(batch: Any, micro_batches: int) -> Callable[[], Any]:
-    """Return a function that takes the next of the equal parts of a batch."""
-    return iter(_split_batch(batch, micro_batches)).__next__
-
-
-def _split_batch(batch: Any, micro_batches: int) -> list[Any]:
+def _split(batch: Any, micro_batches: int) -> list[Any]:
     """Split a pytree of tensors into equal parts along dim 0, as views."""
     leaves, unflatten = tree.flatten(batch)
     sizes = [
@@ -197,7 +192,7 @@ def _split_batch(batch: Any, micro_batches: int) -> list[Any]:
     size = sizes[0] if sizes else None
     # Why no set: while fs.trace records, a size may be a symbol, which has no hash.
     if not isinstance(size, int | torch.SymInt) or any(
-        isinstance(each, str) or each != size for each in sizes
+        isinstance(leaf_size, str) or leaf_size != size for leaf_size in sizes
     ):
         raise ValueError(
             "the batch must be a pytree of tensors with one size of dim 0, along which it is "

@@ -63,7 +63,7 @@ def psum(x: T, mesh: Mesh, *, axis: Axis = None) -> T:
 
     Source: ``jax.lax.psum``.
     """
-    _check_sum("psum", x)
+    _check_tensors("psum", x, adds=True)
     names = _names(mesh, axis)
     local = tuple(name for name in mesh.groups if name not in names)
     note_collective(mesh)
@@ -138,12 +138,12 @@ def pmax(x: T, mesh: Mesh, *, axis: Axis = None) -> T:
     Source: ``jax.lax.pmax``, which has no gradient.
     """
     _check_tensors("pmax", x)
-    if any(leaf.is_complex() for leaf in tree.leaves(x)):
-        complex_dtype = next(leaf.dtype for leaf in tree.leaves(x) if leaf.is_complex())
-        raise TypeError(
-            f"pmax compares, and complex numbers have no order; found {complex_dtype}: pass x.abs(), or "
-            "real and imaginary part"
-        )
+    for leaf in tree.leaves(x):
+        if leaf.is_complex():
+            raise TypeError(
+                f"pmax compares, and complex numbers have no order; found {leaf.dtype}: pass "
+                "x.abs(), or real and imaginary part"
+            )
     return _mapped(
         "pmax", x, mesh, lambda leaf, names: _gather(leaf, mesh, names, "pmax").amax(0), axis
     )
@@ -217,7 +217,6 @@ def psum_scatter(x: T, mesh: Mesh, *, axis: Axis = None, dim: int = 0, tiled: bo
     Source: ``jax.lax.psum_scatter``.
     """
     check_flag("tiled", tiled)
-    _check_sum("psum_scatter", x)
 
     def scattered(leaf: torch.Tensor, names: tuple[str, ...]) -> torch.Tensor:
         place = _dim("psum_scatter", "dim", leaf, dim)
@@ -228,7 +227,7 @@ def psum_scatter(x: T, mesh: Mesh, *, axis: Axis = None, dim: int = 0, tiled: bo
             rows = Collective.apply(rows, AxisComm("reduce_scatter", mesh, name, "psum_scatter"))
         return rows
 
-    return _mapped("psum_scatter", x, mesh, scattered, axis)
+    return _mapped("psum_scatter", x, mesh, scattered, axis, adds=True)
 
 
 @untraced
@@ -453,9 +452,11 @@ def _mapped(
     mesh: Mesh,
     f: Callable[[torch.Tensor, tuple[str, ...]], torch.Tensor],
     axis: Axis,
+    *,
+    adds: bool = False,
 ) -> T:
-    """Return ``f(leaf, names)`` of each leaf of ``x``."""
-    _check_tensors(caller, x)
+    """Return ``f(leaf, names)`` of each leaf of ``x``; ``adds`` says whether it adds over ranks."""
+    _check_tensors(caller, x, adds=adds)
     names = _names(mesh, axis)
     note_collective(mesh)
     leaves, unflatten = tree.flatten(x)
@@ -476,27 +477,22 @@ def _count(mesh: Mesh, axis: Axis) -> int:
     return math.prod(mesh.groups[name].size for name in _names(mesh, axis))
 
 
-def _check_sum(caller: str, x: Any) -> None:
-    _check_tensors(caller, x)
-    for leaf in tree.leaves(x):
-        if leaf.dtype == torch.bool:
-            raise TypeError(
-                f"{caller} adds, and a sum of bool tensors is no bool; found torch.bool: count "
-                "with psum(x.int(), mesh); psum(x.int(), mesh) > 0 says whether any rank has it"
-            )
-
-
-def _check_tensors(caller: str, x: Any) -> None:
+def _check_tensors(caller: str, x: Any, *, adds: bool = False) -> None:
     for leaf_index, leaf in enumerate(tree.leaves(x)):
         if not isinstance(leaf, torch.Tensor):
             path = tree.describe(x)[2][leaf_index]
+            place = f" at {path!r}" if path else ""
             remedy = "make it one with torch.tensor(..., device=mesh.device)"
             if isinstance(leaf, Mesh):
                 remedy = f"the tensor comes before the mesh, as in {caller}(x, mesh)"
             raise TypeError(
                 f"{'psum and pmean take' if caller == 'psum' else f'{caller} takes'} a tensor, or "
-                f"a tree of tensors; found {type(leaf).__name__}{f' at {path!r}' if path else ''}: "
-                f"{remedy}"
+                f"a tree of tensors; found {type(leaf).__name__}{place}: {remedy}"
+            )
+        if adds and leaf.dtype == torch.bool:
+            raise TypeError(
+                f"{caller} adds, and a sum of bool tensors is no bool; found torch.bool: count "
+                "with psum(x.int(), mesh); psum(x.int(), mesh) > 0 says whether any rank has it"
             )
 
 

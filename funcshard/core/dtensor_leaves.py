@@ -34,20 +34,20 @@ class DTensorForm:
     """The DTensor that the model uses in place of one leaf.
 
     Attributes:
-        path: the leaf.
         device_mesh: the ranks that it is placed on.
         placements: its placements.
         shape: shape of the whole tensor.
         stride: its stride.
+        path: the leaf.
         factor: the factor of the gradient, see above.
     """
 
-    path: str
     device_mesh: DeviceMesh
     placements: tuple[Any, ...]
     shape: torch.Size
     stride: tuple[int, ...]
-    factor: int
+    path: str = ""
+    factor: int = 1
 
 
 def dtensor_forms(leaves: Sequence[LeafSpec], mesh: Mesh) -> tuple[DTensorForm | None, ...] | None:
@@ -73,7 +73,7 @@ def _form(leaf: LeafSpec, mesh: Mesh) -> DTensorForm | None:
     stride = torch.empty(shape, device="meta", dtype=torch.float32).stride()
     placements = tuple(Replicate() if dim is None else Shard(dim) for _, dim in leaf.placements)
     factor = math.prod(cut.ranks for cut in leaf.cuts)
-    return DTensorForm(leaf.path, _device_mesh(leaf, mesh), placements, shape, stride, factor)
+    return DTensorForm(_device_mesh(leaf, mesh), placements, shape, stride, leaf.path, factor)
 
 
 def _device_mesh(leaf: LeafSpec, mesh: Mesh) -> DeviceMesh:
@@ -82,9 +82,14 @@ def _device_mesh(leaf: LeafSpec, mesh: Mesh) -> DeviceMesh:
     axes = [axis for axis, _ in leaf.placements]
     if mesh.device_mesh is None or not all(axis in names for axis in axes):
         raise ValueError(
-            f"leaf {leaf.path!r} is a DTensor along {axes}, so the mesh must have a DeviceMesh with these axes; found "
-            f"{mesh.shape} {'without one' if mesh.device_mesh is None else f'whose DeviceMesh has {list(names)}'}: use "
-            f"init_mesh or Mesh.from_device_mesh in real processes; simulated ranks have none"
+            f"leaf {leaf.path!r} is a DTensor along {axes}, so the mesh must have a DeviceMesh with "
+            f"these axes; found {mesh.shape} "
+            + (
+                f"whose DeviceMesh has {list(names)}"
+                if mesh.device_mesh is not None
+                else "without one"
+            )
+            + ": use init_mesh or Mesh.from_device_mesh in real processes; simulated ranks have none"
         )
     part: DeviceMesh = mesh.device_mesh[tuple(names[axis] for axis in axes)]
     return part
@@ -150,7 +155,7 @@ class _AsDTensor(torch.autograd.Function):
     def forward(ctx: Any, local: torch.Tensor, form: DTensorForm) -> Any:
         ctx.form = form
         ctx.set_materialize_grads(False)
-        return _dtensor(local, form.device_mesh, form.placements, form.shape, form.stride)
+        return _dtensor(local, form)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -163,17 +168,16 @@ class _AsDTensor(torch.autograd.Function):
         return (local if form.factor == 1 else local * form.factor), None
 
 
-def _dtensor(
-    local: torch.Tensor,
-    device_mesh: DeviceMesh,
-    placements: Any,
-    shape: torch.Size,
-    stride: tuple[int, ...],
-) -> torch.Tensor:
+def _dtensor(local: torch.Tensor, form: DTensorForm) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
-        local, device_mesh, placements, run_check=False, shape=shape, stride=stride
+        local,
+        form.device_mesh,
+        form.placements,
+        run_check=False,
+        shape=form.shape,
+        stride=form.stride,
     )
 
 
@@ -185,10 +189,7 @@ class _PackedDTensor:
     """A saved DTensor: its packed part, and how it is placed."""
 
     local: Any
-    device_mesh: DeviceMesh
-    placements: tuple[Any, ...]
-    shape: torch.Size
-    stride: tuple[int, ...]
+    form: DTensorForm
 
 
 def through_dtensors(
@@ -199,19 +200,13 @@ def through_dtensors(
     def pack_part(tensor: torch.Tensor) -> Any:
         if not is_dtensor(tensor):
             return pack(tensor)
-        whole_tensor: Any = tensor
-        place = (
-            whole_tensor.device_mesh,
-            whole_tensor.placements,
-            whole_tensor.shape,
-            whole_tensor.stride(),
-        )
-        return _PackedDTensor(pack(local_part(whole_tensor)), *place)
+        whole: Any = tensor
+        form = DTensorForm(whole.device_mesh, whole.placements, whole.shape, whole.stride())
+        return _PackedDTensor(pack(local_part(whole)), form)
 
     def unpack_part(packed: Any) -> torch.Tensor:
         if not isinstance(packed, _PackedDTensor):
             return unpack(packed)
-        local = unpack(packed.local)
-        return _dtensor(local, packed.device_mesh, packed.placements, packed.shape, packed.stride)
+        return _dtensor(unpack(packed.local), packed.form)
 
     return pack_part, unpack_part

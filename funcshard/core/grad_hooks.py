@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -18,71 +18,70 @@ OnReduceScattered = Callable[[str, str, torch.Tensor], torch.Tensor | None]
 
 
 def gradient_hook(on_grads: OnGrads) -> OnGrad:
-    """Return the function through which a ``GradReducer`` calls ``on_grads`` before a reduction."""
+    """Return the function through which a ``GradReducer`` calls ``on_grads`` before a reduction.
+
+    It calls ``on_grads`` with the gradients of the leaves, and writes its replacements to the flat
+    gradient.
+    """
     if not callable(on_grads):
         raise TypeError(
             "on_grads must be a function of a unit's name and its gradients, or None; found "
             f"{on_grads!r}"
         )
-    return functools.partial(_call_on_grads, on_grads)
 
-
-def scattered_hook(on_reduce_scattered: OnReduceScattered) -> OnGrad:
-    """Return the function through which a ``GradReducer`` calls ``on_reduce_scattered``."""
-    if not callable(on_reduce_scattered):
-        raise TypeError(
-            "on_reduce_scattered must be a function of a unit's name, the key of a buffer and a "
-            f"1-D tensor, or None; found {on_reduce_scattered!r}"
-        )
-    return functools.partial(_call_on_reduce_scattered, on_reduce_scattered)
-
-
-def _call_on_grads(on_grads: OnGrads, unit: str, buffer: BufferPlan, full: torch.Tensor) -> None:
-    """Call ``on_grads`` with the leaves' gradients in ``full``; write its replacements there."""
-    title = unit or "(root)"
-    grads = {leaf.path: view for leaf, view in zip(buffer.leaves, views(full, buffer), strict=True)}
-    with torch.no_grad():
+    @torch.no_grad()
+    def call(unit: str, buffer: BufferPlan, full: torch.Tensor) -> None:
+        paths = [leaf.path for leaf in buffer.leaves]
+        grads = dict(zip(paths, views(full, buffer), strict=True))
         replaced = on_grads(unit, dict(grads))
         if replaced is None:
             return
+        title = unit or "(root)"
         if not isinstance(replaced, Mapping) or not replaced.keys() <= grads.keys():
-            changed_keys = (
-                sorted(replaced.keys() - grads.keys())
-                if isinstance(replaced, Mapping)
-                else type(replaced).__name__
-            )
+            result_text: Any = type(replaced).__name__
+            if isinstance(replaced, Mapping):
+                result_text = sorted(replaced.keys() - grads.keys())
             raise ValueError(
                 f"on_grads must return None, or a dictionary from paths of unit {title!r} to "
-                f"gradients; found {changed_keys}, the paths are {list(grads)[:6]}"
+                f"gradients; found {result_text}, the paths are {paths[:6]}"
             )
         for path, grad in replaced.items():
-            if grad is grads[path]:
-                continue
             if grad.shape != grads[path].shape:
                 raise ValueError(
                     f"on_grads must return gradients of their leaves' shapes; for {path!r} of unit "
                     f"{title!r} found {tuple(grad.shape)} instead of {tuple(grads[path].shape)}"
                 )
-            grads[path].copy_(grad)
+            if grad is not grads[path]:
+                grads[path].copy_(grad)
+
+    return call
 
 
-def _call_on_reduce_scattered(
-    hook: OnReduceScattered, unit: str, buffer: BufferPlan, partial: torch.Tensor
-) -> None:
-    """Call ``on_reduce_scattered`` with ``partial``; write the tensor that it returns there."""
-    with torch.no_grad():
-        replaced = hook(unit, buffer.key, partial)
+def scattered_hook(on_reduce_scattered: OnReduceScattered) -> OnGrad:
+    """Return the function through which a ``GradReducer`` calls ``on_reduce_scattered``.
+
+    It writes the tensor that ``on_reduce_scattered`` returns to the partial sum.
+    """
+    if not callable(on_reduce_scattered):
+        raise TypeError(
+            "on_reduce_scattered must be a function of a unit's name, the key of a buffer and a "
+            f"1-D tensor, or None; found {on_reduce_scattered!r}"
+        )
+
+    @torch.no_grad()
+    def call(unit: str, buffer: BufferPlan, partial: torch.Tensor) -> None:
+        replaced = on_reduce_scattered(unit, buffer.key, partial)
         if replaced is None or replaced is partial:
             return
         if not isinstance(replaced, torch.Tensor) or replaced.shape != partial.shape:
-            changed_form = (
-                tuple(replaced.shape)
-                if isinstance(replaced, torch.Tensor)
-                else type(replaced).__name__
-            )
+            result_form: Any = type(replaced).__name__
+            if isinstance(replaced, torch.Tensor):
+                result_form = tuple(replaced.shape)
             raise ValueError(
                 "on_reduce_scattered must return None, or a tensor of the shape that it got; for "
-                f"buffer {buffer.key!r} of unit {unit or '(root)'!r} found {changed_form} instead of "
+                f"buffer {buffer.key!r} of unit {unit or '(root)'!r} found {result_form} instead of "
                 f"{tuple(partial.shape)}"
             )
         partial.copy_(replaced)
+
+    return call

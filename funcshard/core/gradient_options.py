@@ -41,10 +41,17 @@ class GradientOptions:
                 f"mesh must be a Mesh, or None; found {type(self.mesh).__name__}: pass the result "
                 "of init_mesh, by name"
             )
-        check_flag("has_aux", self.has_aux)
-        check_flag("weighted", self.weighted)
-        check_flag("allow_constant", self.allow_constant)
-        object.__setattr__(self, "divisor", _divisor(self.divisor))
+        for name in ("has_aux", "weighted", "allow_constant"):
+            check_flag(name, getattr(self, name))
+        if self.divisor is not None:
+            check_number(
+                "divisor",
+                self.divisor,
+                above=0,
+                none="for the number of ranks",
+                remedy="pass 1 for the sum over ranks",
+            )
+            object.__setattr__(self, "divisor", float(self.divisor))
 
     def compare(self, called: str, names: list[str], **others: Any) -> None:
         """Raise if ranks of the mesh have different options.
@@ -57,17 +64,3 @@ class GradientOptions:
         if self.mesh is not None:
             values = {**others, **{name: getattr(self, name) for name in names}}
             check_once(self.mesh, {name: text_of(value) for name, value in values.items()}, called)
-
-
-def _divisor(divisor: Any) -> float | None:
-    """Return a divisor as a number, or ``None`` for the default; raise if it cannot be one."""
-    if divisor is None:
-        return None
-    check_number(
-        "divisor",
-        divisor,
-        above=0,
-        none="for the number of ranks",
-        remedy="pass 1 for the sum over ranks",
-    )
-    return float(divisor)
