@@ -25,7 +25,6 @@ from funcshard.core import (
     all_gather_flat,
     check_leaf,
     check_mesh,
-    check_shard,
     check_shards,
     check_source,
     check_tie,
@@ -240,9 +239,7 @@ def check_all_shards(
     Ranks compare ``options``, texts by name, in the same exchange as the plan.
     """
     check_mesh(plan, mesh, options)
-    check_shards(plan, shards)
-    for unit in plan.unit_list:
-        check_shard(unit, shards[unit.name], mesh, none_if_frozen=none_if_frozen)
+    check_shards(plan, shards, mesh, none_if_frozen=none_if_frozen)
 
 
 def check_no_leaf(buffers: Any, plan: Plan) -> None:

@@ -11,11 +11,11 @@ through them.
   until then keeps units that stay gathered.
 - ``flat_buffer``: a shard to its leaves and back, as two autograd Functions. When the gradients of
   all leaves are complete, backward frees the gathered buffer and calls the reducer.
+- ``slices``: the slices that a few ranks hold of a unit between forward and backward.
 - ``prefetcher``: which units a call gathers, and when: ``pre_forward``, ``pre_backward``. Its
   ``SavedUnit`` keeps autograd from holding a gathered buffer after forward, and gathers the buffer
   again for backward.
 - ``schedule_learner``: the order of units, which the first call teaches.
-- ``slices``: the slices that a few ranks hold of a unit between forward and backward.
 - ``checks``: errors for shards that do not fit a plan.
 - ``dtensor_leaves``: leaves that the model uses as DTensors, and autograd's saved DTensors.
 - ``selective_checkpoint``: hides a unit's gathers and views from torch's selective checkpoints.
@@ -48,7 +48,6 @@ from funcshard.core.checks import (
     check_fits,
     check_leaf,
     check_mesh,
-    check_shard,
     check_shards,
     raise_on_every_rank,
 )
@@ -64,7 +63,7 @@ from funcshard.core.collectives import (
     psum_scatter,
     psum_world,
 )
-from funcshard.core.combinators import reshard, unit_comms, unshard, unshard_list
+from funcshard.core.combinators import reshard, unit_comms, unshard, unshard_with
 from funcshard.core.flat_buffer import views
 from funcshard.core.grad_hooks import OnGrads, OnReduceScattered
 from funcshard.core.grad_reducer import GradReducer, activate, current_reducer
@@ -114,11 +113,11 @@ __all__ = [
     "OnGrads", "OnReduceScattered", "Prefetcher", "RecomputeParams", "ScheduleLearner", "Shards", "Unshard",
     "accumulate", "accumulating_function", "activate", "all_gather", "all_gather_flat", "all_reduce_flat",
     "all_to_all", "axis_index", "broadcast", "broadcast_object", "broadcast_to_shards", "can_cast", "cast_inputs",
-    "cast_outputs", "check_callable", "check_cut", "check_fits", "check_leaf", "check_mesh", "check_shard",
-    "check_shards", "check_source", "check_tie", "check_weight", "current_reducer", "current_unit", "cut",
-    "cut_from_rank", "detached", "empty_shard", "gather", "grad_mode", "gradient_function", "hooks_allowed",
-    "join_slices", "loss_value", "modified_leaf", "pmax", "pmean", "ppermute", "psum", "psum_scatter", "psum_world",
-    "put", "put_whole", "raise_on_every_rank", "remat", "reshard", "run_in_full_precision", "shard",
-    "slice_from_rank", "start_gather", "start_reduce", "start_unit", "unit_comms", "unshard", "unshard_list",
-    "value_and_grad", "views", "zero_shard",
+    "cast_outputs", "check_callable", "check_cut", "check_fits", "check_leaf", "check_mesh", "check_shards",
+    "check_source", "check_tie", "check_weight", "current_reducer", "current_unit", "cut", "cut_from_rank",
+    "detached", "empty_shard", "gather", "grad_mode", "gradient_function", "hooks_allowed", "join_slices",
+    "loss_value", "modified_leaf", "pmax", "pmean", "ppermute", "psum", "psum_scatter", "psum_world", "put",
+    "put_whole", "raise_on_every_rank", "remat", "reshard", "run_in_full_precision", "shard", "slice_from_rank",
+    "start_gather", "start_reduce", "start_unit", "unit_comms", "unshard", "unshard_with", "value_and_grad",
+    "views", "zero_shard",
 ]  # fmt: skip

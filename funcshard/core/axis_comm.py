@@ -11,13 +11,14 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
 from funcshard._utils import BasisLoop
 from funcshard.comm import Group, Mesh, all_gather_private
-from funcshard.core.buffer_comm import BufferComm, live_group, start_reduce
-from funcshard.plan import Event, dtype_name, emit, recording
+from funcshard.core.buffer_comm import BufferComm, live_group, record_event, start_reduce
+from funcshard.plan import recording
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,8 @@ class AxisComm:
     busiest: int = 0
     detail: str = ""
     loops: Mapping[int, BasisLoop] = field(default_factory=dict, compare=False)
+    unit: ClassVar[None] = None  # as in ``BufferComm``: it is the collective of no unit
+    buffer: ClassVar[str] = ""
 
     @property
     def adjoint(self) -> AxisComm:
@@ -101,9 +104,7 @@ class AxisComm:
             if self.kind == "exchange"
             else tensor.numel() * times
         )
-        size = numel * tensor.element_size()
-        if size:
-            emit(Event(kind, None, "", dtype_name(tensor.dtype), size, self.axis, self.group.size))
+        record_event(kind, self, tensor, numel, self.axis, self.group)
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,25 +93,21 @@ def noted_outer(comm: BufferComm) -> BufferComm:
     return dataclasses.replace(comm, loops=loops) if loops else comm
 
 
-def refuse_columns(comm: BufferComm, loop: BasisLoop | None) -> None:
-    """Raise if an all-gather of tangents would add unit vectors of all ranks' shards."""
-    if loop is not None and comm.topology.cut:
-        raise RuntimeError(
-            f"{_caller(loop)} would mix columns at {_unit(comm)}, cut over {comm.mesh.shard.size} "
-            "ranks: every rank pushes the unit vectors of its own shard at the same time, so "
-            f"column k would be the sum of column k of every rank's slice; {_REMEDY}"
-        )
+def refuse_cut(comm: BufferComm, loop: BasisLoop | None, vector: str) -> None:
+    """Raise if an all-gather of derivatives would add unit vectors of all ranks' slices.
 
-
-def refuse_rows(comm: BufferComm, loop: BasisLoop | None) -> None:
-    """Raise if an all-gather of cotangents would add unit vectors of all ranks' gradients."""
-    if loop is not None and comm.topology.cut:
-        raise RuntimeError(
-            f"{_caller(loop)} would mix rows at the gradient of {_unit(comm)}, cut over "
-            f"{comm.mesh.shard.size} ranks: every rank pulls back the unit vectors of its own "
-            "slice at the same time, so row i would be the sum of row i of every rank's slice; "
-            f"{_REMEDY}"
-        )
+    ``vector`` is ``"column"`` for tangents of shards, and ``"row"`` for cotangents of gradients.
+    """
+    if loop is None or not comm.topology.cut:
+        return
+    place, index = _unit(comm), "k"
+    if vector == "row":
+        place, index = f"the gradient of {_unit(comm)}", "i"
+    raise RuntimeError(
+        f"{_caller(loop)} would mix {vector}s at {place}, cut over {comm.mesh.shard.size} ranks: "
+        "every rank takes the unit vectors of its own slice at the same time, so "
+        f"{vector} {index} would be the sum of {vector} {index} of every rank's slice; {_REMEDY}"
+    )
 
 
 def refuse_mixed_sum(comm: BufferComm, loop: BasisLoop | None) -> None:

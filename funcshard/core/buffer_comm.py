@@ -52,6 +52,7 @@ class BufferComm:
         label: the name of the buffer in errors; by default made of buffer and unit.
         own: whether functions of ``with_collectives`` carry the data, if the mesh has any.
         loops: torch's loops over unit vectors that the collectives are part of; see ``basis``.
+        moved: whether shards and gathered buffers are on different devices.
         copied: whether a gathered buffer takes memory besides the shard's.
     """
 
@@ -63,6 +64,7 @@ class BufferComm:
     label: str = field(default="", compare=False)
     own: bool = False
     loops: Mapping[int, BasisLoop] = field(default_factory=dict, compare=False)
+    moved: bool = field(init=False, compare=False)
     copied: bool = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -71,8 +73,10 @@ class BufferComm:
             object.__setattr__(
                 self, "label", f"buffer {self.buffer!r} of unit {self.unit or '(root)'!r}"
             )
+        moved = self.offload and self.topology.mesh.device.type != "cpu"
         cast = dtypes.gathered != dtypes.shard or dtypes.cast is not None
-        object.__setattr__(self, "copied", self.topology.cut or self.moved or cast)
+        object.__setattr__(self, "moved", moved)
+        object.__setattr__(self, "copied", self.topology.cut or moved or cast)
 
     @classmethod
     def of(
@@ -101,11 +105,6 @@ class BufferComm:
     def title(self) -> str:
         """The collectives of the buffer as errors name them."""
         return "psum" if self.unit is None else f"the collectives of unit {self.unit or '(root)'!r}"
-
-    @property
-    def moved(self) -> bool:
-        """Whether shards and gathered buffers are on different devices."""
-        return self.offload and self.topology.mesh.device.type != "cpu"
 
     @property
     def plain(self) -> BufferComm:
@@ -161,7 +160,7 @@ def _to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, Work]:
 # --- all-gather -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class AllGatherHandle:
     """An all-gather that has started; ``finish`` waits and returns the whole buffer.
 
@@ -170,60 +169,23 @@ class AllGatherHandle:
         comm: the communication of the buffer.
         numel: number of elements of the whole buffer.
         copied: the copy of an offloaded shard to the device.
-    """
-
-    work: AllGatherWork
-    comm: BufferComm
-    numel: int
-    copied: Work = DONE
-
-    def wait_comm(self) -> None:
-        """On CPU, wait for the data; on CUDA, do nothing: ``finish`` makes the stream wait."""
-        if self.comm.topology.mesh.device.type == "cpu":
-            self.work.wait()
-
-    def finish(self) -> torch.Tensor:
-        """Wait for the data, and return the buffer in the dtype to compute in."""
-        # Why the host too: when a step returns, the optimizer may write to the shard.
-        self.copied.wait()
-        out, cast = self.work.wait(), self.comm.dtypes.cast
-        if cast is None:
-            return out
-        ranks = self.comm.mesh.shard.size if self.comm.topology.cut else 1
-        full = cast.post_all_gather(out.view(ranks, -1))
-        if full.ndim != 1 or full.numel() < self.numel or full.dtype != self.comm.dtypes.gathered:
-            raise ValueError(
-                f"the cast of buffer {self.comm.buffer!r} of unit {self.comm.unit or '(root)'!r} "
-                f"must return, after gathering, a 1-D tensor of {self.numel} elements and "
-                f"{self.comm.dtypes.gathered}, its param_dtype; found {tuple(full.shape)} and "
-                f"{full.dtype}"
-            )
-        return full[: self.numel]
-
-
-@dataclass(slots=True, eq=False)
-class SharedGatherHandle:
-    """An all-gather for several uses, whose tensors share memory except in inference mode.
-
-    Attributes:
-        handle: the all-gather; ``None`` once there is nothing left to wait for.
-        full: its result, once there is one.
+        shared: whether there are several uses, whose tensors share memory except in inference mode.
+        full: the result that they share, once there is one.
         writes: how often the result had been written to when it came.
     """
 
-    handle: AllGatherHandle | None
+    work: Any
+    comm: BufferComm
+    numel: int
+    copied: Work = DONE
+    shared: bool = False
     full: torch.Tensor | None = None
     writes: int = 0
 
-    @classmethod
-    def of(cls, handle: AnyGatherHandle) -> SharedGatherHandle:
-        """Return a handle for several uses of an all-gather."""
-        return handle if isinstance(handle, SharedGatherHandle) else cls(handle)
-
-    @property
-    def work(self) -> Work | AllGatherWork:
-        """The collective that may still run."""
-        return DONE if self.handle is None else self.handle.work
+    def share(self) -> AllGatherHandle:
+        """Return the handle, for several uses from here on."""
+        self.shared = True
+        return self
 
     @property
     def unwritten(self) -> bool:
@@ -233,26 +195,45 @@ class SharedGatherHandle:
         )
 
     def wait_comm(self) -> None:
-        """Wait as ``AllGatherHandle.wait_comm`` does."""
-        if self.handle is not None:
-            self.handle.wait_comm()
+        """On CPU, wait for the data; on CUDA, do nothing: ``finish`` makes the stream wait."""
+        if self.comm.topology.mesh.device.type == "cpu":
+            self.work.wait()
 
     def finish(self) -> torch.Tensor:
-        """Wait as ``AllGatherHandle.finish`` does, each time: each use may have its own stream."""
-        if self.full is None:
-            assert self.handle is not None, "a handle without a result has something to wait for"
-            self.full = self.handle.finish()
-            self.writes = 0 if self.full.is_inference() else version(self.full)
-            if self.handle.comm.dtypes.cast is not None:
-                self.handle = None  # frees the data as it was sent
-        else:
+        """Wait for the data, and return the buffer in the dtype to compute in.
+
+        A shared handle waits each time: each use may have its own stream.
+        """
+        if self.full is not None:
             self.work.wait()
+        else:
+            # Why the host too: when a step returns, the optimizer may write to the shard.
+            self.copied.wait()
+            full, cast = self.work.wait(), self.comm.dtypes.cast
+            if cast is not None:
+                full = self._cast(full, cast)
+            if not self.shared:
+                return full
+            self.full = full
+            self.writes = 0 if full.is_inference() else version(full)
+            if cast is not None:
+                self.work = DONE  # frees the data as it was sent
         # Why clone: in inference mode no version counter shows that a use writes to shared memory.
         is_private = self.full.is_inference() or torch.is_inference_mode_enabled()
         return self.full.clone() if is_private else self.full.detach()
 
-
-AnyGatherHandle = AllGatherHandle | SharedGatherHandle
+    def _cast(self, sent: torch.Tensor, cast: Cast) -> torch.Tensor:
+        """Return the buffer that the user's ``cast`` makes of what the ranks sent."""
+        comm, gathered_dtype = self.comm, self.comm.dtypes.gathered
+        ranks = comm.mesh.shard.size if comm.topology.cut else 1
+        full = cast.post_all_gather(sent.view(ranks, -1))
+        if full.ndim != 1 or full.numel() < self.numel or full.dtype != gathered_dtype:
+            raise ValueError(
+                f"the cast of buffer {comm.buffer!r} of unit {comm.unit or '(root)'!r} must return, "
+                f"after gathering, a 1-D tensor of {self.numel} elements and {gathered_dtype}, its "
+                f"param_dtype; found {tuple(full.shape)} and {full.dtype}"
+            )
+        return full[: self.numel]
 
 
 def start_gather(
@@ -285,7 +266,7 @@ def start_gather(
         sent = sent.to(dtypes.gathered)
     if not comm.topology.cut:
         return AllGatherHandle(PrivateAllGatherWork(sent), comm, shard.shape[0], copied)
-    group = live_group(mesh.shard, "shard", sent, comm, comm.unit, comm.buffer)
+    group = live_group(mesh.shard, "shard", sent, comm)
     sent = sent.contiguous()
     _record("all_gather", comm, sent, "shard", group, group.size)
     if (
@@ -337,7 +318,7 @@ class ReduceHandle:
         self.work.wait()
         comm = self.comm
         for axis, group in comm.topology.repeated[0 if comm.topology.cut else 1 :]:
-            group = live_group(group, axis, self.out, comm, comm.unit, comm.buffer)
+            group = live_group(group, axis, self.out, comm)
             _record("all_reduce", comm, self.out, axis, group)
             _start_all_reduce(self.out, comm, group).wait()
         out = _in_shard_dtype(self.out, comm)
@@ -376,7 +357,7 @@ def start_reduce(full: torch.Tensor, comm: BufferComm, *, donated: bool = False)
         full = _in_shard_dtype(full, comm)
         return ReduceHandle(full, DONE, comm, _to_host(full))
     axis, group = topology.repeated[0]
-    group = live_group(group, axis, full, comm, comm.unit, comm.buffer)
+    group = live_group(group, axis, full, comm)
     out = full if donated else full.clone()
     _record("all_reduce", comm, out, axis, group)
     return ReduceHandle(out, _start_all_reduce(out, comm, group), comm)
@@ -401,7 +382,7 @@ def start_scatter(
 
     Several parts are only read.
     """
-    group = live_group(comm.topology.mesh.shard, "shard", parts[0], comm, comm.unit, comm.buffer)
+    group = live_group(comm.topology.mesh.shard, "shard", parts[0], comm)
     out = parts[0].new_empty(shape, dtype=comm.dtypes.reduced or parts[0].dtype)
     _record("reduce_scatter", comm, out, "shard", group, group.size)
     if comm.own and isinstance(group, CustomGroup) and out.ndim == 1:
@@ -432,8 +413,6 @@ def live_group(
     axis: str,
     tensor: torch.Tensor,
     comm: Any,
-    unit: str | None = None,
-    buffer: str = "",
 ) -> Group:
     """Return the group that runs a collective of ``tensor``, or records it for ``fs.trace``.
 
@@ -441,9 +420,7 @@ def live_group(
         group: the ranks along an axis.
         axis: name of the axis.
         tensor: the data.
-        comm: the communication, which has a ``title`` and a ``mesh``.
-        unit: name of the unit that communicates; ``None`` for no unit.
-        buffer: key of the unit's buffer.
+        comm: the ``BufferComm`` or ``AxisComm``.
 
     Raises:
         RuntimeError: make_fx records here without ``fs.trace``, or the old ``vmap`` batches;
@@ -458,7 +435,7 @@ def live_group(
                 f"would leave out {_what(comm)}: call torch.func.jvp(f, primals, tangents) for "
                 "each tangent instead"
             )
-        return in_graph(group, axis, unit, buffer)
+        return in_graph(group, axis, comm.unit, comm.buffer)
     if is_legacy_batched(tensor):
         raise RuntimeError(
             "is_grads_batched=True, which torch.autograd.functional uses for vectorize=True, "
@@ -475,6 +452,14 @@ def _what(comm: Any) -> str:
 def _record(
     kind: str, comm: BufferComm, whole: torch.Tensor, axis: str, group: Group, times: int = 1
 ) -> None:
-    if recording() and whole.numel():
-        size = whole.numel() * whole.element_size() * times
-        emit(Event(kind, comm.unit, comm.buffer, dtype_name(whole.dtype), size, axis, group.size))
+    if recording():
+        record_event(kind, comm, whole, whole.numel() * times, axis, group)
+
+
+def record_event(
+    kind: str, comm: Any, tensor: torch.Tensor, numel: int, axis: str, group: Group
+) -> None:
+    """Record a collective of ``numel`` elements like those of ``tensor``, if any data moves."""
+    size = numel * tensor.element_size()
+    if size:
+        emit(Event(kind, comm.unit, comm.buffer, dtype_name(tensor.dtype), size, axis, group.size))

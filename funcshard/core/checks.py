@@ -45,8 +45,13 @@ def same_axes(planned: Mapping[str, int], mesh: Mesh) -> bool:
     ]
 
 
-def check_shards(plan: Plan, shards: Any) -> None:
-    """Raise ``ValueError`` unless the keys of ``shards`` are the names of the plan's units."""
+def check_shards(
+    plan: Plan, shards: Any, mesh: Mesh | None = None, *, none_if_frozen: bool = False
+) -> None:
+    """Raise ``ValueError`` unless the keys of ``shards`` are the names of the plan's units.
+
+    With a mesh, each unit's shard is checked too, as ``check_shard`` does.
+    """
     names = [unit.name for unit in plan.unit_list]
     if not isinstance(shards, Mapping) or shards.keys() != set(names):
         shard_names = list(shards)[:6] if isinstance(shards, Mapping) else type(shards).__name__
@@ -54,6 +59,9 @@ def check_shards(plan: Plan, shards: Any) -> None:
             f"shards must hold the units of the plan, {names[:6]}; found {shard_names}: "
             f"{_cause(plan, shards)}"
         )
+    if mesh is not None:
+        for unit in plan.unit_list:
+            check_shard(unit, shards[unit.name], mesh, none_if_frozen=none_if_frozen)
 
 
 def _cause(plan: Plan, found: Any) -> str:
@@ -94,34 +102,12 @@ def check_cut(plan: Plan, shards: Any) -> None:
     """
     check_shards(plan, shards)
     for unit in plan.unit_list:
-        unit_shards = shards[unit.name]
-        held = (
-            unit_shards.keys() if isinstance(unit_shards, Mapping) else type(unit_shards).__name__
-        )
-        if held != {buffer.key for buffer in unit.buffers}:
-            raise ValueError(
-                f"the shard of unit {unit.title!r} must hold the buffers "
-                f"{[b.key for b in unit.buffers]}; found "
-                f"{held if isinstance(held, str) else list(held)}: make the shards with "
-                "shard(params, plan, mesh)"
-            )
+        _check_keys(unit, shards[unit.name])
         for buffer in unit.buffers:
-            local = unit_shards[buffer.key]
-            if local is None or (
-                isinstance(local, torch.Tensor) and local.shape[-1:] == (buffer.shard_numel,)
-            ):
-                continue
-            shard_text = (
-                f"shape {tuple(local.shape)}"
-                if isinstance(local, torch.Tensor)
-                else type(local).__name__
-            )
-            raise ValueError(
-                f"shard {buffer.key!r} of unit {unit.title!r} must have {buffer.shard_numel} "
-                f"elements, one of {buffer.shards} shards; found {shard_text}: it was cut by another "
-                "plan, for another number of ranks, or not at all; make it with shard(params, "
-                "plan, mesh)"
-            )
+            local = shards[unit.name][buffer.key]
+            numel = tuple(local.shape[-1:]) if isinstance(local, torch.Tensor) else None
+            if local is not None and numel != (buffer.shard_numel,):
+                raise _wrong_shard(unit, buffer, local)
 
 
 def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh, *, none_if_frozen: bool = False) -> None:
@@ -130,49 +116,56 @@ def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh, *, none_if_frozen: bool 
     The check covers buffers, shapes, dtypes and devices. With ``none_if_frozen``, the shard of a
     frozen buffer may be ``None``, as in a tree of gradients.
     """
-    if not isinstance(shard, Mapping) or shard.keys() != {buffer.key for buffer in unit.buffers}:
-        held = list(shard) if isinstance(shard, Mapping) else type(shard).__name__
-        raise ValueError(
-            f"the shard of unit {unit.title!r} must hold the buffers "
-            f"{[b.key for b in unit.buffers]}; found {held}: pass shards[{unit.name!r}] of shards "
-            "made with this plan"
-        )
+    _check_keys(unit, shard)
+    device_type = "cpu" if unit.offload else mesh.device.type
     for buffer in unit.buffers:
         local = shard[buffer.key]
         if local is None and none_if_frozen and not buffer.trainable:
             continue
-        if not isinstance(local, torch.Tensor):
-            raise ValueError(
-                f"shard {buffer.key!r} of unit {unit.title!r} must be a tensor; found "
-                f"{type(local).__name__}: a tree of gradients holds None for frozen shards alone; "
-                "put zeros there to compute with it"
-            )
-        planned_shape, local_shape = (buffer.shard_numel,), tuple(local.shape)
-        if planned_shape != local_shape:
-            raise ValueError(
-                f"shard {buffer.key!r} of unit {unit.title!r} must have shape {planned_shape}, one of "
-                f"{buffer.shards} shards; found {local_shape}: it was "
-                f"{'donated to a training step, or ' if local_shape == (0,) else ''}made with another "
-                "plan or for another number of ranks; make it with shard(params, plan, mesh)"
-            )
+        if not isinstance(local, torch.Tensor) or local.shape != (buffer.shard_numel,):
+            raise _wrong_shard(unit, buffer, local)
+        title = f"shard {buffer.key!r} of unit {unit.title!r}"
         if local.dtype != dtype_of(buffer.dtype):
             raise ValueError(
-                f"shard {buffer.key!r} of unit {unit.title!r} must have dtype {buffer.dtype}; "
-                f"found {local.dtype}: a plan fixes the dtypes of its leaves; make a new plan from "
-                "params of other dtypes"
+                f"{title} must have dtype {buffer.dtype}; found {local.dtype}: a plan fixes the "
+                "dtypes of its leaves; make a new plan from params of other dtypes"
             )
-        if unit.offload and local.device.type != "cpu":
+        if local.device.type != device_type:
             raise ValueError(
-                f"shard {buffer.key!r} of unit {unit.title!r} must be on the CPU, because the plan "
-                f"offloads the unit; found {local.device}: make it with shard(params, plan, mesh), "
-                "or make a plan without offload"
+                f"{title} must be on the CPU, because the plan offloads the unit; found "
+                f"{local.device}: make it with shard(params, plan, mesh), or make a plan without "
+                "offload"
+                if unit.offload
+                else f"{title} must be on the mesh's device, {mesh.device}; found {local.device}: "
+                "move the shards with .to(mesh.device), or build the mesh on that device"
             )
-        if not unit.offload and local.device.type != mesh.device.type:
-            raise ValueError(
-                f"shard {buffer.key!r} of unit {unit.title!r} must be on the mesh's device, "
-                f"{mesh.device}; found {local.device}: move the shards with .to(mesh.device), or "
-                "build the mesh on that device"
-            )
+
+
+def _check_keys(unit: UnitPlan, shard: Any) -> None:
+    """Raise ``ValueError`` unless ``shard`` holds the buffers of a unit."""
+    keys = [buffer.key for buffer in unit.buffers]
+    if not isinstance(shard, Mapping) or shard.keys() != set(keys):
+        shard_text = list(shard) if isinstance(shard, Mapping) else type(shard).__name__
+        raise ValueError(
+            f"the shard of unit {unit.title!r} must hold the buffers {keys}; found {shard_text}: "
+            f"pass shards[{unit.name!r}] of shards made with this plan"
+        )
+
+
+def _wrong_shard(unit: UnitPlan, buffer: BufferPlan, local: Any) -> ValueError:
+    """Return the error for a shard that has another shape, or is no tensor."""
+    title = f"shard {buffer.key!r} of unit {unit.title!r}"
+    if not isinstance(local, torch.Tensor):
+        return ValueError(
+            f"{title} must be a tensor; found {type(local).__name__}: a tree of gradients holds "
+            "None for frozen shards alone; put zeros there to compute with it"
+        )
+    donated = "donated to a training step, or " if tuple(local.shape) == (0,) else ""
+    return ValueError(
+        f"{title} must have shape {(buffer.shard_numel,)}, one of {buffer.shards} shards; found "
+        f"{tuple(local.shape)}: it was {donated}cut by another plan, for another number of ranks, "
+        "or not at all; make it with shard(params, plan, mesh)"
+    )
 
 
 def check_leaf(
@@ -246,6 +239,16 @@ def check_leaf(
         )
 
 
+def other_leaves(by_path: Mapping[str, Any], plan: Plan) -> str:
+    """Return which leaves of the plan are missing, and which paths are no leaf; "" if all fit."""
+    known_paths = {path for leaf in plan.leaves for path in (leaf.path, *leaf.aliases)}
+    missing = sorted(leaf.path for leaf in plan.leaves if leaf.path not in by_path)[:3]
+    unexpected = sorted(by_path.keys() - known_paths)[:3]
+    if not missing and not unexpected:
+        return ""
+    return f"missing: {missing or 'nothing'}, unexpected: {unexpected or 'nothing'}"
+
+
 def can_cast(found: torch.dtype, wanted: torch.dtype) -> bool:
     """Return whether both dtypes are floating-point ones, or both complex ones."""
     return (
@@ -267,7 +270,7 @@ def raise_on_every_rank(mesh: Mesh, fault: Exception | None) -> None:
     )
     if fault is not None:
         raise fault
-    raised = (
+    kinds: tuple[type[Exception], ...] = (
         TypeError,
         RuntimeError,
         FileNotFoundError,
@@ -275,7 +278,9 @@ def raise_on_every_rank(mesh: Mesh, fault: Exception | None) -> None:
         MemoryError,
         torch.OutOfMemoryError,
     )
-    kinds = {error_kind.__name__: error_kind for error_kind in raised}
+    by_name = {kind.__name__: kind for kind in kinds}
     for rank, fault_text in enumerate(faults):
         if error_texts := json.loads(fault_text):
-            raise kinds.get(error_texts[0], ValueError)(f"{error_texts[1]} (found on rank {rank})")
+            raise by_name.get(error_texts[0], ValueError)(
+                f"{error_texts[1]} (found on rank {rank})"
+            )

@@ -20,8 +20,8 @@ from funcshard.core.checks import same_axes
 from funcshard.core.dtensor_leaves import dtensor_forms
 from funcshard.core.flat_buffer import leaf_views
 from funcshard.core.slices import slice_comms
-from funcshard.core.unit import ShardForm, Unshard
-from funcshard.plan import ChooseCast, UnitPlan, axes_text, cast_of, dtype_of
+from funcshard.core.unit import Unshard
+from funcshard.plan import ChooseCast, UnitPlan, axes_text, cast_of
 
 
 def unshard(
@@ -85,7 +85,7 @@ def unshard(
             f"unit {unit.title!r} was planned for a mesh of {axes_text(unit.mesh_axes)} ranks; "
             f"found {mesh.shape}: make the plan with make_plan(params, mesh)"
         )
-    return _unshard(apply, unit, mesh, unit_comms(unit, mesh, cast), listed=False)
+    return unshard_with(apply, unit, mesh, unit_comms(unit, mesh, cast))
 
 
 def unit_comms(unit: UnitPlan, mesh: Mesh, cast: ChooseCast | None) -> tuple[BufferComm, ...]:
@@ -95,38 +95,24 @@ def unit_comms(unit: UnitPlan, mesh: Mesh, cast: ChooseCast | None) -> tuple[Buf
     )
 
 
-def unshard_list(
-    apply: Callable[..., Any], unit: UnitPlan, mesh: Mesh, comms: Sequence[BufferComm]
-) -> Unshard:
-    """Return ``unshard`` of a function that takes the unit's leaves as a list in their order.
-
-    The mesh has the plan's shape; ``unshard`` describes the other arguments.
-
-    Arguments:
-        apply: the function.
-        unit: the unit.
-        mesh: the ranks.
-        comms: the communication of each buffer.
-    """
-    return _unshard(apply, unit, mesh, tuple(comms), listed=True)
-
-
-def _unshard(
+def unshard_with(
     apply: Callable[..., Any],
     unit: UnitPlan,
     mesh: Mesh,
-    comms: tuple[BufferComm, ...],
+    comms: Sequence[BufferComm],
     *,
-    listed: bool,
+    listed: bool = False,
 ) -> Unshard:
-    views = tuple([leaf_views(buffer) for buffer in unit.buffers])
+    """Return ``unshard``, with a mesh of the plan's shape and the communication of each buffer.
+
+    With ``listed``, ``apply`` takes the unit's leaves as a list in their order.
+    """
     return Unshard(
         apply,
         unit,
         mesh,
-        comms,
-        views,
-        _forms(unit, mesh),
+        tuple(comms),
+        tuple([leaf_views(buffer) for buffer in unit.buffers]),
         dtensor_forms(unit.leaves, mesh),
         listed,
     )
@@ -173,11 +159,3 @@ def reshard(f: Unshard) -> Unshard:
             "mesh))"
         )
     return dataclasses.replace(f, freed=True, slices=slice_comms(f.unit, f.mesh, f.comms))
-
-
-def _forms(unit: UnitPlan, mesh: Mesh) -> tuple[ShardForm, ...]:
-    device = "cpu" if unit.offload else mesh.device.type
-    return tuple(
-        (buffer.key, (buffer.shard_numel,), dtype_of(buffer.dtype), device)
-        for buffer in unit.buffers
-    )

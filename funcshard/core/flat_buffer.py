@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from funcshard._utils import dispatch_modes, signed, transforms_active, unseen
-from funcshard.core.basis import noted, noted_outer, refuse_columns, refuse_mixed_sum, refuse_rows
+from funcshard.core.basis import noted, noted_outer, refuse_cut, refuse_mixed_sum
 from funcshard.core.buffer_comm import (
-    AnyGatherHandle,
+    AllGatherHandle,
     BufferComm,
     start_gather,
     start_reduce,
@@ -81,7 +81,7 @@ def gather_leaves(
     buffer: BufferPlan,
     where: LeafViews,
     post_backward: Callable[[], None] | None,
-    handle: AnyGatherHandle | None,
+    handle: AllGatherHandle | None,
 ) -> tuple[torch.Tensor, ...]:
     """Gather ``shard`` and return the leaves of its buffer as views of the gathered buffer.
 
@@ -117,7 +117,7 @@ class ShardToLeaves(torch.autograd.Function):
         where: LeafViews,
         comm: BufferComm,
         post_backward: Callable[[], None] | None,
-        handle: AnyGatherHandle | None,
+        handle: AllGatherHandle | None,
         read_only: bool,
     ) -> Any:
         full = (handle or start_gather(shard, comm, read_only=read_only, last=True)).finish()
@@ -156,22 +156,15 @@ class ShardToLeaves(torch.autograd.Function):
             ctx.slot.reducer.add(
                 ctx.slot.leaf, _rows(ctx.buffer, ctx.comm, ctx.device, grads)[1], ctx.comm
             )
-            return None, None, None, None, None, None, None
-        return (
-            LeavesToShard.apply(ctx.buffer, ctx.comm, ctx.device, *grads),
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+            return (None,) * 7
+        shard_grad = LeavesToShard.apply(ctx.buffer, ctx.comm, ctx.device, *grads)
+        return shard_grad, *(None,) * 6
 
     @staticmethod
     def jvp(ctx: Any, shard: torch.Tensor | None, *_: None) -> Any:
         if shard is None:
             return (None,) * len(ctx.buffer.leaves)
-        refuse_columns(ctx.comm, ctx.loop)
+        refuse_cut(ctx.comm, ctx.loop, "column")
         return ShardToLeaves.apply(
             shard, ctx.buffer, ctx.where, ctx.comm.plain, None, None, ctx.read_only
         )
@@ -184,14 +177,10 @@ class ShardToLeaves(torch.autograd.Function):
         buffer: BufferPlan,
         where: LeafViews,
         comm: BufferComm,
-        post_backward: Any,
-        handle: None,
-        read_only: bool,
+        *rest: Any,
     ) -> Any:
         first = shard.movedim(in_dims[0], 0)
-        leaves = ShardToLeaves.apply(
-            first, buffer, where, comm.plain, post_backward, None, read_only
-        )
+        leaves = ShardToLeaves.apply(first, buffer, where, comm.plain, *rest)
         return leaves, (0,) * len(leaves)
 
 
@@ -218,24 +207,20 @@ class LeavesToShard(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.buffer, comm, ctx.device, *leaves = inputs
-        ctx.given = [leaf is not None for leaf in leaves]
+        ctx.has_leaf = [leaf is not None for leaf in leaves]
         ctx.comm, ctx.loop = (
             noted(comm) if any(ctx.needs_input_grad) or transforms_active() else (comm, None)
         )
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        refuse_rows(ctx.comm, ctx.loop)
+        refuse_cut(ctx.comm, ctx.loop, "row")
         # Why not read-only: autograd may add other gradients to these in place.
         leaves = ShardToLeaves.apply(
             grad, ctx.buffer, leaf_views(ctx.buffer), ctx.comm.plain, None, None, False
         )
-        return (
-            None,
-            None,
-            None,
-            *(leaf if is_given else None for leaf, is_given in zip(leaves, ctx.given, strict=True)),
-        )
+        pairs = zip(leaves, ctx.has_leaf, strict=True)
+        return None, None, None, *(leaf if has_leaf else None for leaf, has_leaf in pairs)
 
     @staticmethod
     def jvp(
@@ -303,14 +288,14 @@ def _by_rank(rows: Sequence[torch.Tensor], n: int, ranks: int) -> list[torch.Ten
     """Return 1-D tensors whose concatenation is each rank's slices of all rows, in rank order."""
     slices: list[list[Sequence[torch.Tensor]]] = [[] for _ in range(ranks)]
     offset = 0
-    for each in rows:
-        end = offset + each.shape[-1]
+    for row in rows:
+        end = offset + row.shape[-1]
         for rank in range(offset // n, -(-end // n)) if n else ():
             begin = max(rank * n, offset)
             slices[rank].append(
-                each[:, begin - offset : min((rank + 1) * n, end) - offset].unbind(0)
+                row[:, begin - offset : min((rank + 1) * n, end) - offset].unbind(0)
             )
         offset = end
     return [
-        row for rank_rows in slices for columns in zip(*rank_rows, strict=True) for row in columns
+        part for rank_rows in slices for columns in zip(*rank_rows, strict=True) for part in columns
     ]

@@ -27,13 +27,12 @@ from typing import NamedTuple
 
 import torch
 
-from funcshard._utils import graph_task_id, is_transformed, unwrapped, version
+from funcshard._utils import graph_task_id, unwrapped, version
 from funcshard.comm import DONE, Mesh
 from funcshard.core.buffer_comm import (
-    AnyGatherHandle,
+    AllGatherHandle,
     BufferComm,
     ReduceHandle,
-    SharedGatherHandle,
     start_reduce_parts,
 )
 from funcshard.plan import BufferPlan, Reduce, UnitPlan, buffer_mode, unit_mode
@@ -82,31 +81,16 @@ class LeafGradient:
     divisor: int = 1
 
     @property
-    def is_frozen(self) -> bool:
-        """Whether a plan calls the leaf frozen."""
-        return self.buffer is not None and not self.buffer.trainable
-
-    @property
     def local_axes(self) -> tuple[Mesh, tuple[str, ...]] | None:
         """The mesh, and the axes along which values differ, of a leaf that a plan keeps local."""
         if self.buffer is None or self.mesh is None or not self.buffer.local:
             return None
         return self.mesh, self.buffer.local
 
-    def add(self, gradient: torch.Tensor) -> None:
-        """Add a reduced gradient to the total."""
-        # A shard that is gathered twice in one call has two reductions, which add up in the order
-        # of backward.
-        self.total = gradient if self.total is None else self.total.add_(gradient)
-
     def take_total(self) -> torch.Tensor | None:
         """Return the total, and forget it."""
         total, self.total = self.total, None
         return total
-
-    def drop(self) -> None:
-        """Drop what is held, but the total."""
-        self.held = self.partial = self.kept = None
 
 
 class KeptUnit(NamedTuple):
@@ -132,7 +116,7 @@ class KeptUnit(NamedTuple):
     shards: Sequence[torch.Tensor]
     versions: list[int]
     comms: Sequence[BufferComm]
-    handles: list[SharedGatherHandle | None]
+    handles: list[AllGatherHandle | None]
 
     def serves(self, shards: Sequence[torch.Tensor], comms: Sequence[BufferComm]) -> bool:
         """Return whether gathering these shards would give what the handles have."""
@@ -158,6 +142,7 @@ class GradReducer:
 
     Attributes:
         leaves: the leaves, and their gradients.
+        leaf_by_id: the same by the identity of the tensor.
         mesh: the mesh over whose ranks the caller takes the mean; ``None`` for that of the
             collectives that are met.
         worlds: the meshes of the units met, by world size; without ``mesh``, those of all other
@@ -168,8 +153,8 @@ class GradReducer:
     """
 
     __slots__ = (
-        "_accumulating", "_by_id", "_hook", "_on_grad", "_on_scattered", "_reduce", "_running", "_task", "_zero_weight",
-        "at_end", "has_gathered", "leaves", "mesh", "received", "worlds",
+        "_accumulating", "_hook", "_on_grad", "_on_scattered", "_reduce", "_running", "_task", "_zero_weight",
+        "at_end", "has_gathered", "leaf_by_id", "leaves", "mesh", "received", "worlds",
     )  # fmt: skip
 
     def __init__(
@@ -188,13 +173,10 @@ class GradReducer:
         self.received = False
         self.has_gathered = bool(gathered)
         self.at_end: list[Callable[[], None]] = []
-        self._by_id = {id(shard): leaf for shard, leaf in zip(leaves, self.leaves, strict=True)}
-        self._on_grad = on_grad
-        self._on_scattered = on_scattered
-        self._reduce = reduce
-        self._hook = "on_grads" if on_grad is not None else ""
-        if on_grad is None and on_scattered is not None:
-            self._hook = "on_reduce_scattered"
+        self.leaf_by_id = {id(shard): leaf for shard, leaf in zip(leaves, self.leaves, strict=True)}
+        self._on_grad, self._on_scattered, self._reduce = on_grad, on_scattered, reduce
+        hooks = {"on_grads": on_grad, "on_reduce_scattered": on_scattered}
+        self._hook = next((name for name, hook in hooks.items() if hook is not None), "")
         # Autograd's number of this reducer's backward, while that runs.
         self._task: int | None = None
         self._accumulating = False
@@ -204,15 +186,6 @@ class GradReducer:
             leaf.gathered = parts
 
     # --- forward ----------------------------------------------------------------------------------
-
-    def leaf_of(self, shard: torch.Tensor) -> LeafGradient | None:
-        """Return what is known of ``shard``; ``None`` if it is none of the leaves."""
-        return self._by_id.get(id(shard))
-
-    def note_collective(self, mesh: Mesh) -> None:
-        """Note that the loss function communicates over ``mesh`` other than by gathering a unit."""
-        if self.mesh is None:
-            self.worlds[mesh.world_size] = mesh
 
     def note_gather(
         self, shard: torch.Tensor, mesh: Mesh, unit: str, buffer: BufferPlan
@@ -224,7 +197,7 @@ class GradReducer:
                 that.
         """
         self.worlds[mesh.world_size] = mesh
-        leaf = self._by_id.get(id(shard))
+        leaf = self.leaf_by_id.get(id(shard))
         if leaf is None:
             self._check_computed(shard, unit, buffer)
             return None
@@ -239,49 +212,46 @@ class GradReducer:
         gets = shard.requires_grad or (self._hook and unwrapped(shard).requires_grad)
         if not (needs and buffer.trainable and gets and torch.is_grad_enabled()):
             return
-        computed_text = (
-            "was computed from others inside loss_fn: compute it before, or leave this out"
-        )
-        if is_transformed(shard):
-            computed_text = "is one that a torch.func transform inside loss_fn differentiates or maps over: leave this out"
-        elif self._task is not None:
-            computed_text = "is computed with again by remat, under a torch.func transform: leave one of them out"
         raise ValueError(
             f"{needs} needs shards that are gathered as they are; the shard {buffer.key!r} of unit "
-            f"{unit or '(root)'!r} {computed_text}"
+            f"{unit or '(root)'!r} was computed from others, by arithmetic or by a torch.func "
+            "transform inside loss_fn or by remat under one: leave this out, or compute the shard "
+            "before"
         )
 
     def find_kept(
         self, comms: Sequence[BufferComm], shard: Mapping[str, torch.Tensor]
-    ) -> list[SharedGatherHandle | None] | None:
+    ) -> list[AllGatherHandle | None] | None:
         """Return the handles of a unit that stays gathered; ``None`` if it does not.
 
         Arguments:
             comms: the communication of each buffer, which must be that of the first gather.
             shard: the unit's shard, which must be unchanged since the first gather.
         """
-        first = self._by_id.get(id(shard[comms[0].buffer])) if comms else None
-        if first is None or first.kept is None:
+        first = self.leaf_by_id.get(id(shard[comms[0].buffer])) if comms else None
+        kept = None if first is None else first.kept
+        if kept is None or not kept.serves([shard[comm.buffer] for comm in comms], comms):
             return None
-        return (
-            first.kept.handles
-            if first.kept.serves([shard[comm.buffer] for comm in comms], comms)
-            else None
-        )
+        return kept.handles
 
     def keep(
         self,
         unit: UnitPlan,
         comms: Sequence[BufferComm],
         shard: Mapping[str, torch.Tensor],
-        handles: Sequence[AnyGatherHandle | None],
-    ) -> Sequence[AnyGatherHandle | None]:
-        """Keep a unit gathered if its shards are leaves; return handles for any number of uses."""
+        handles: Sequence[AllGatherHandle | None] | None,
+        *,
+        needed: bool,
+    ) -> Sequence[AllGatherHandle | None] | None:
+        """Keep a unit gathered; see ``Unshard.stay_gathered``. Its shards have to be leaves."""
+        kept_handles = self.find_kept(comms, shard)
+        if kept_handles is not None:
+            return kept_handles
         shards = [shard[comm.buffer] for comm in comms]
-        leaves = [leaf for local in shards if (leaf := self._by_id.get(id(local))) is not None]
-        if len(leaves) < len(shards):
+        leaves = [leaf for local in shards if (leaf := self.leaf_by_id.get(id(local))) is not None]
+        if handles is None or not (needed and any(handles)) or len(leaves) < len(shards):
             return handles
-        shared = [None if handle is None else SharedGatherHandle.of(handle) for handle in handles]
+        shared = [None if handle is None else handle.share() for handle in handles]
         kept = KeptUnit(unit, leaves, shards, [version(local) for local in shards], comms, shared)
         for leaf in leaves:
             leaf.kept = kept
@@ -329,8 +299,8 @@ class GradReducer:
         self._zero_weight = zero_weight
         self.received = False
 
-    def enter_backward(self) -> None:
-        """Take the backward that runs now as the reducer's own."""
+    def enter_backward(self, _: torch.Tensor) -> None:
+        """Take the backward that runs now as the reducer's own; a hook of the loss."""
         self._task = graph_task_id()
 
     def add(self, leaf: LeafGradient, parts: list[torch.Tensor], comm: BufferComm) -> None:
@@ -378,7 +348,8 @@ class GradReducer:
             if leaf.partial is not None and leaf.comm is not None and not self._accumulating:
                 # The last backward did not reach the leaf.
                 partial, leaf.partial = leaf.partial, None
-                self._finish(leaf, ReduceHandle(partial, DONE, leaf.comm))
+                self._running.append((leaf, ReduceHandle(partial, DONE, leaf.comm)))
+                self._finish_oldest()
         _log.debug("root post_backward")
 
     def close(self) -> None:
@@ -387,7 +358,7 @@ class GradReducer:
         self.at_end.clear()
         self._running.clear()
         for leaf in self.leaves:
-            leaf.drop()
+            leaf.held = leaf.partial = leaf.kept = None
 
     def _drop_kept(self, kept: KeptUnit) -> None:
         """Free a unit that has stayed gathered, unless it stays until the last micro-batch."""
@@ -414,25 +385,21 @@ class GradReducer:
     def _finish_oldest(self) -> None:
         leaf, handle = self._running.pop(0)
         waits = leaf.mode == "shard_each" and self._accumulating
-        if not handle.comm.topology.cut or not (
-            waits or leaf.partial is not None or self._on_scattered is not None
-        ):
-            leaf.add(handle.finish())
-            return
-        handle.work.wait()
-        if leaf.partial is not None:
-            handle.out.add_(leaf.partial)
-            leaf.partial = None
-        if waits:
-            leaf.partial, leaf.comm = handle.out, handle.comm
-        else:
-            self._finish(leaf, handle)
-
-    def _finish(self, leaf: LeafGradient, handle: ReduceHandle) -> None:
-        """Show a sum over the shard axis to the hook, and reduce it along other axes."""
-        if self._on_scattered is not None:
-            self._call(self._on_scattered, leaf, handle.out)
-        leaf.add(handle.finish())
+        staged = waits or leaf.partial is not None or self._on_scattered is not None
+        if staged and handle.comm.topology.cut:
+            handle.work.wait()
+            if leaf.partial is not None:
+                handle.out.add_(leaf.partial)
+                leaf.partial = None
+            if waits:
+                leaf.partial, leaf.comm = handle.out, handle.comm
+                return
+            if self._on_scattered is not None:
+                self._call(self._on_scattered, leaf, handle.out)
+        reduced = handle.finish()
+        # A shard that is gathered twice in one call has two reductions, which add up in the order
+        # of backward.
+        leaf.total = reduced if leaf.total is None else leaf.total.add_(reduced)
 
     def _call(self, hook: OnGrad, leaf: LeafGradient, gradient: torch.Tensor) -> None:
         assert leaf.buffer is not None, "a unit has gathered every leaf that gets a gradient"
@@ -485,14 +452,14 @@ def current_reducer() -> GradReducer | None:
 def note_collective(mesh: Mesh) -> None:
     """Let the active ``value_and_grad`` know that its loss function communicates over ``mesh``."""
     reducer = _current.get()
-    if reducer is not None:
-        reducer.note_collective(mesh)
+    if reducer is not None and reducer.mesh is None:
+        reducer.worlds[mesh.world_size] = mesh
 
 
 def take_slot(shard: torch.Tensor) -> GradSlot | None:
     """Return the slot of ``shard`` in the active reducer, if it is one of the reducer's leaves."""
     reducer = _current.get()
-    leaf = None if reducer is None else reducer.leaf_of(shard)
+    leaf = None if reducer is None else reducer.leaf_by_id.get(id(shard))
     return None if reducer is None or leaf is None else GradSlot(reducer, leaf)
 
 

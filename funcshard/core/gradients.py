@@ -13,8 +13,10 @@ gradients stay right.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +33,7 @@ from funcshard._utils import (
 from funcshard.comm import Mesh, current_recording, ranks_of_job
 from funcshard.core.collectives import psum_world
 from funcshard.core.grad_hooks import OnGrads, OnReduceScattered, gradient_hook, scattered_hook
-from funcshard.core.grad_reducer import GradReducer, LeafGradient, activate, current_reducer
+from funcshard.core.grad_reducer import GradReducer, LeafGradient, activate, note_collective
 from funcshard.core.gradient_options import GradientOptions
 from funcshard.core.plain_collectives import all_reduce_flat
 from funcshard.plan import AXES
@@ -149,12 +151,10 @@ def check_callable(caller: str, loss_fn: Any) -> None:
             "are no shards: call the function of fully_shard inside loss_fn"
         )
     if not callable(loss_fn):
-        remedy = (
-            "pass the function that computes the loss, not its result"
-            if isinstance(loss_fn, torch.Tensor)
-            else ""
-        )
-        raise TypeError(f"{rule}; found {type(loss_fn).__name__}: {remedy or 'pass a function'}")
+        remedy = "pass a function"
+        if isinstance(loss_fn, torch.Tensor):
+            remedy = "pass the function that computes the loss, not its result"
+        raise TypeError(f"{rule}; found {type(loss_fn).__name__}: {remedy}")
 
 
 def gradient_function(loss_fn: Callable[..., Any], options: GradientOptions) -> GradientFunction:
@@ -168,33 +168,23 @@ def gradient_function(loss_fn: Callable[..., Any], options: GradientOptions) -> 
     return GradientFunction(run, loss_fn, options)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class GradientFunction:
     """The function that ``value_and_grad`` or ``accumulate`` returns.
 
-    Arguments:
-        run: the function.
-        loss_fn: see the attribute, as the others.
-        options: how gradients are computed.
-        micro_batches: the number of micro-batches.
-
     Attributes:
+        run: what it does.
         loss_fn: the loss function.
         options: how its gradients are computed.
         micro_batches: the number of micro-batches; ``None`` if a batch is not split.
         warned: whether it has said that Dynamo compiles nothing of it.
     """
 
-    __slots__ = ("_run", "loss_fn", "micro_batches", "options", "warned")
-
-    def __init__(
-        self,
-        run: Callable[..., tuple[Any, Any]],
-        loss_fn: Callable[..., Any],
-        options: GradientOptions,
-        micro_batches: int | None = None,
-    ) -> None:
-        self._run, self.warned = run, Warned()
-        self.loss_fn, self.options, self.micro_batches = loss_fn, options, micro_batches
+    run: Callable[..., tuple[Any, Any]]
+    loss_fn: Callable[..., Any]
+    options: GradientOptions
+    micro_batches: int | None = None
+    warned: Warned = field(default_factory=Warned)
 
     @untraced_with_warning(
         "torch.compile compiles nothing of a function of value_and_grad or accumulate, which "
@@ -203,7 +193,7 @@ class GradientFunction:
         "batch).compile()"
     )
     def __call__(self, shards: Any, /, *rest: Any, **kwargs: Any) -> tuple[Any, Any]:
-        return self._run(shards, *rest, **kwargs)
+        return self.run(shards, *rest, **kwargs)
 
 
 # --- forward, backward, and the mean --------------------------------------------------------------
@@ -251,12 +241,11 @@ def evaluate(
             "transform; use torch.func.grad there, which adds gradients over ranks, and divide "
             "them by mesh.world_size"
         )
-    outer = current_reducer()
     leaves, unflatten = tree.flatten(shards)
     local = [leaf.detach().requires_grad_(_differentiable(leaf)) for leaf in leaves]
     direct: list[torch.Tensor | None] = [None] * len(local)
     # total: the sum of this rank's losses times their factors; own: the sum of its weights.
-    auxes, total, own_loss = [], torch.zeros((), dtype=torch.float32, device="cpu"), 0.0
+    auxes, total, own_weight = [], torch.zeros((), dtype=torch.float32, device="cpu"), 0.0
     weighted, hook, hook_between = options.weighted, options.on_grads, options.on_reduce_scattered
     on_grad = None if hook is None else gradient_hook(hook)
     on_scattered = None if hook_between is None else scattered_hook(hook_between)
@@ -278,44 +267,39 @@ def evaluate(
             averaged = weighted or len(calls) > 1
             value = loss_value(loss) if averaged else loss.detach().reshape(())
             value = value if factor == 1 else _clean(value * factor, zero_weight)
-            total, own_loss = value if i == 0 else total + value, own_loss + weight
+            total, own_weight = value if i == 0 else total + value, own_weight + weight
             auxes.append(tree.map(detached, aux))
             del loss  # frees the graph before the next forward
     mesh = _world(reducer)
-    if outer is not None:
-        outer.note_collective(mesh)  # a loss function whose value is computed from this gradient
+    # A value_and_grad around this one differentiates a loss that is computed from this gradient.
+    note_collective(mesh)
     divisor: float | torch.Tensor = mesh.world_size
     world_weight = None
     if weighted:
         sums = psum_world(
-            torch.stack([total.double(), total.new_full((), own_loss, dtype=torch.float64)]), mesh
+            torch.stack([total.double(), total.new_full((), own_weight, dtype=torch.float64)]), mesh
         )
         divisor = torch.where(sums[1] > 0, sums[1], 1.0)
         total, world_weight = (sums[0] / divisor).to(total.dtype), sums[1]
     if options.divisor is not None:
         divisor = options.divisor
-    # Why a leaf that is local along a data axis has its own divisor: its gradient is the mean over
-    # the ranks that share its values. Ranks along a model axis share one model, and all count.
-    # Why sorted: the sums of weights are all-reduces, which every rank has to start in the same
-    # order.
-    local_axes = {leaf.local_axes for leaf in reducer.leaves if leaf.local_axes is not None}
-    local_divisors: dict[Any, float | torch.Tensor] = {
-        key: _weight_of_sharing(own_loss, *key, total.device) if weighted else _ranks_sharing(*key)
-        for key in sorted(local_axes, key=lambda key: ([*key[0].shape.items()], key[1]))
-        if options.divisor is None
-    }
-    # Why once for each device: shards of offloaded units lie on the CPU, and the host waits for a
-    # copy from the device.
-    on_device: dict[torch.device, torch.Tensor] = {}
-    if isinstance(divisor, torch.Tensor):
-        on_device = {device: divisor.to(device) for device in {leaf.device for leaf in local}}
+    divisors: dict[Any, float | torch.Tensor] = {}
+    if options.divisor is None:
+        # Why sorted: the sums of weights are all-reduces, which every rank has to start in the same
+        # order.
+        local_axes = {leaf.local_axes for leaf in reducer.leaves if leaf.local_axes is not None}
+        for key in sorted(local_axes, key=lambda key: ([*key[0].shape.items()], key[1])):
+            divisors[key] = _local_divisor(*key, own_weight if weighted else None, total.device)
+
+    # Why a cache: shards of offloaded units lie on the CPU, and the host waits for each copy of a
+    # divisor from the device.
+    @functools.cache
+    def divisor_on(device: torch.device, key: Any) -> float | torch.Tensor:
+        value = divisors.get(key, divisor)
+        return value.to(device) if isinstance(value, torch.Tensor) else value
+
     grads = [
-        _gradient(
-            shard,
-            leaf,
-            straight,
-            local_divisors.get(leaf.local_axes, on_device.get(shard.device, divisor)),
-        )
+        _gradient(shard, leaf, straight, divisor_on(shard.device, leaf.local_axes))
         for shard, leaf, straight in zip(local, reducer.leaves, direct, strict=True)
     ]
     return Result(total, world_weight, auxes), unflatten(grads)
@@ -341,7 +325,7 @@ def _backward(
         loss = loss.view_as(loss)
         # Why a hook: code inside this backward may run another backward, and only a hook knows
         # which one this is.
-        begun = loss.register_hook(lambda _: reducer.enter_backward())
+        begun = loss.register_hook(reducer.enter_backward)
         try:
             # Why single-threaded, also on CUDA: only so does backward see context variables, such
             # as the event log.
@@ -388,10 +372,9 @@ def _gradient(
     """
     # Why take: the graph of an output that the caller keeps refers to what the reducer knows.
     reduced, divisor_before = leaf.take_total(), leaf.divisor
-    if leaf.is_frozen or not shard.requires_grad:
+    is_frozen = leaf.buffer is not None and not leaf.buffer.trainable
+    if is_frozen or not shard.requires_grad:
         return None
-    if isinstance(divisor, torch.Tensor):
-        divisor = divisor.to(shard.device)  # the CPU, if the leaf is offloaded
     if direct is None and reduced is None:
         return torch.zeros_like(shard, requires_grad=False)
     if divisor_before != 1 and direct is None:
@@ -408,23 +391,19 @@ def _gradient(
 
 def _world(reducer: GradReducer) -> Mesh:
     """Return the mesh that the mean runs over."""
-    given_mesh = reducer.mesh
-    sizes = sorted(
-        reducer.worlds.keys() | ({given_mesh.world_size} if given_mesh is not None else set())
-    )
+    sizes = set(reducer.worlds)
+    if reducer.mesh is not None:
+        sizes.add(reducer.mesh.world_size)
     if len(sizes) > 1:
-        found_meshes = (
-            f"units of other meshes than mesh=, of {sizes} ranks"
-            if given_mesh is not None
-            else f"meshes of {sizes} ranks"
-        )
+        meshes = "meshes" if reducer.mesh is None else "units of other meshes than mesh=,"
         raise ValueError(
             "value_and_grad takes the mean over one mesh, to which the units inside loss_fn "
-            f"belong; found {found_meshes}: run the units of another mesh outside loss_fn and pass their "
-            "results in, or, if only psum or pmean runs over a part of the ranks, pass mesh="
+            f"belong; found {meshes} of {sorted(sizes)} ranks: run the units of another mesh outside "
+            "loss_fn and pass their results in, or, if only psum or pmean runs over a part of the "
+            "ranks, pass mesh="
         )
-    if given_mesh is not None:
-        return given_mesh
+    if reducer.mesh is not None:
+        return reducer.mesh
     ranks = ranks_of_job()
     if not sizes and ranks > 1:
         raise ValueError(
@@ -436,18 +415,19 @@ def _world(reducer: GradReducer) -> Mesh:
     return next(iter(reducer.worlds.values()), Mesh())
 
 
-def _ranks_sharing(mesh: Mesh, local: tuple[str, ...]) -> int:
-    """Return how many ranks the gradient of a leaf that is local along ``local`` is the mean of."""
-    return math.prod(
-        group.size for name, group in mesh.axes if name not in local or name not in AXES
-    )
+def _local_divisor(
+    mesh: Mesh, local: tuple[str, ...], own_weight: float | None, device: torch.device
+) -> float | torch.Tensor:
+    """Return the divisor for leaves that are local along the axes ``local``.
 
-
-def _weight_of_sharing(
-    own: float, mesh: Mesh, local: tuple[str, ...], device: torch.device
-) -> torch.Tensor:
-    """Return the total weight of the ranks that ``_ranks_sharing`` counts; 1 if it is zero."""
-    weight = torch.full((), own, dtype=torch.float64, device=device)
+    The gradient of such a leaf is the mean over the ranks that share its values. Ranks along a
+    model axis share one model, and all count.
+    """
+    if own_weight is None:
+        return math.prod(
+            group.size for name, group in mesh.axes if name not in local or name not in AXES
+        )
+    weight = torch.full((), own_weight, dtype=torch.float64, device=device)
     weight = all_reduce_flat(weight, mesh, local=tuple(axis for axis in local if axis in AXES))
     return torch.where(weight > 0, weight, 1.0)
 
@@ -482,18 +462,20 @@ def _check_result(result: Any, has_aux: bool, weighted: bool) -> tuple[torch.Ten
 
 def _found_as_loss(loss: Any, alone: bool) -> str:
     """Return what was found in place of a loss, and what to do if it is known."""
+    kind = type(loss).__name__
     if isinstance(loss, torch.Tensor):
-        loss_text = f"a tensor of shape {tuple(loss.shape)} and {loss.dtype}"
-        return f"{loss_text}: reduce it, as in .mean()" if loss.is_floating_point() else loss_text
+        return f"a tensor of shape {tuple(loss.shape)} and {loss.dtype}: return its mean as a float"
     if loss is None:
         return "None: end loss_fn with return loss"
     if isinstance(loss, float | int):
         return f"{loss}, a number without a gradient: return the tensor, without .item()"
     if isinstance(getattr(loss, "loss", None), torch.Tensor):
-        return f"{type(loss).__name__}: return its .loss"
+        return f"{kind}: return its .loss"
     if alone and isinstance(loss, Mapping):
-        return f"{type(loss).__name__}: return the loss alone, or (loss, aux) with has_aux=True"
-    return f"{type(loss).__name__}{': for (loss, aux) pass has_aux=True' if alone and isinstance(loss, tuple) else ''}"
+        return f"{kind}: return the loss alone, or (loss, aux) with has_aux=True"
+    if alone and isinstance(loss, tuple):
+        return f"{kind}: for (loss, aux) pass has_aux=True"
+    return kind
 
 
 def check_weight(weight: Any) -> float:

@@ -27,7 +27,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -47,21 +47,22 @@ from funcshard._utils import (
     unseen,
     version,
 )
+from funcshard.comm import DONE
 from funcshard.core.buffer_comm import (
-    AnyGatherHandle,
+    AllGatherHandle,
     GatherSource,
-    SharedGatherHandle,
     start_gathers,
 )
 from funcshard.core.dtensor_leaves import as_dtensors, through_dtensors
 from funcshard.core.flat_buffer import views
 from funcshard.core.grad_reducer import current_reducer
+from funcshard.core.slices import slice_of
 from funcshard.plan import BackwardOrder, ForwardOrder, Schedule, UnitPlan
 
 _log = logging.getLogger("funcshard.core")
 
 # The all-gathers of the buffers of one unit; None for a buffer that needs none.
-Handles = Sequence[AnyGatherHandle | None]
+Handles = Sequence[AllGatherHandle | None]
 
 
 class Prefetcher:
@@ -76,6 +77,9 @@ class Prefetcher:
 
     Attributes:
         ran: names of the units that forward has called so far.
+        returned: whether the call's forward has returned.
+        sources: what backward may gather units from, by use: one use is one ``SavedUnit``. ``None``
+            once backward has left it for good.
     """
 
     def __init__(
@@ -92,14 +96,14 @@ class Prefetcher:
         self._forward = ForwardOrder(schedule, known=known)
         self.ran = self._forward.ran
         self._handles: dict[str, Handles] = {}
-        self._returned = False
-        # A use is one SavedUnit. Moments count what forward does: the calls of units, and the uses
+        self.returned = False
+        # Moments count what forward does: the calls of units, and the uses
         # of their leaves that backward needs. Backward reaches them in the opposite order, so
         # ``BackwardOrder`` gets negated moments.
         self._now = 0
         self._called: list[int] = []  # moment of each call of a unit
-        self._sources: list[UnitSource | None] = []  # by use, as the next three
-        self._units: list[str] = []
+        self.sources: list[UnitSource | None] = []
+        self._units: list[str] = []  # by use, as the next two
         self._began: list[int] = []  # moment at which the unit's forward began
         self._last: list[int] = []  # moment of the last time that forward used a leaf, 0 for never
         self._ahead: dict[int, Handles] = {}  # by use; gathered for backward, and not used yet
@@ -124,7 +128,7 @@ class Prefetcher:
             The handles of the unit; ``None`` after the call, when backward computes a unit again,
             which then gathers for itself.
         """
-        if self._returned:
+        if self.returned:
             return None
         if dispatch_modes() and in_selective_checkpoint():
             return unseen(self.pre_forward)(name, stays=stays)
@@ -135,52 +139,38 @@ class Prefetcher:
         # ranks have not sent this one.
         _wait_comm(handles)
         if self._forward.call(name, stays=stays):
-            self._handles[name] = handles = [
-                handle and SharedGatherHandle.of(handle) for handle in handles
-            ]
+            self._handles[name] = handles = [handle and handle.share() for handle in handles]
         self._now += 1
         self._called.append(self._now)
         for ahead in self._forward.prefetch():
             self._handles[ahead] = self._start(ahead)
         return handles
 
-    @property
-    def returned(self) -> bool:
-        """Whether the call's forward has returned."""
-        return self._returned
-
-    def save(self, source: UnitSource) -> int | None:
-        """Number what backward gathers a unit from; return ``None`` after the call."""
-        if self._returned:
-            return None
-        self._sources.append(source)
+    def save(self, source: UnitSource) -> int:
+        """Number what backward gathers a unit from."""
+        self.sources.append(source)
         self._units.append(self.ran[-1] if self.ran else "")
         self._now += 1
         self._began.append(self._now)
         self._last.append(0)
-        return len(self._sources) - 1
+        return len(self.sources) - 1
 
     def note_use(self, use: int) -> None:
         """Note when forward uses a leaf that backward needs; backward reaches the latest first."""
-        if not self._returned:
+        if not self.returned:
             self._now += 1
             self._last[use] = self._now
 
     def post_forward(self) -> None:
         """End forward: wait for the all-gathers of units that were never called, and drop them."""
-        self._returned = True
+        self.returned = True
         for handles in self._handles.values():
-            _wait(handles)
+            wait_all(handles)
         self._handles.clear()
         for use, name in enumerate(self._units):
             if name in self._inside and not self._last[use]:
                 self._last[use] = self._began[use]
         self._backward.expect(sorted((-last, use) for use, last in enumerate(self._last) if last))
-
-    @property
-    def has_saved(self) -> bool:
-        """Whether backward may gather units of this call again."""
-        return bool(self._sources)
 
     def begin_backward(self) -> None:
         """Gather the unit that backward reaches first, as soon as backward begins."""
@@ -199,17 +189,17 @@ class Prefetcher:
         """
         if not self._last[use]:
             self._inside.add(self._units[use])
-        if source.has_nodes:
+        if source.nodes:
             self._by_shards = source.in_backward
         if use not in self._ahead:
-            if self._sources[use] is not None:
+            if self.sources[use] is not None:
                 self._backward.gather(use)
             self._ahead[use] = start_gathers(source.sources())
         handles = self._ahead.pop(use)
         _wait_comm(handles)  # first, as in forward
         self._backward.reach(use)
-        if not source.repeats:
-            self._sources[use] = None
+        if source.slice_comms:  # so that the slices are free as soon as backward has used them
+            self.sources[use] = None
         if self._schedule.backward_prefetch == "pre":
             self._prefetch(-self._last[use])
         return handles
@@ -224,7 +214,7 @@ class Prefetcher:
         """Wait for the all-gathers that backward did not need after all, and drop them."""
         self._ends = False
         for use in [*self._ahead]:
-            _wait(self._ahead.pop(use))
+            wait_all(self._ahead.pop(use))
             self._backward.reach(use)
             self._backward.release(use)
 
@@ -252,7 +242,7 @@ class Prefetcher:
 
     def _prefetch(self, moment: int, *, most: int | None = None) -> None:
         for use in self._backward.prefetch(moment, most=most):
-            source = self._sources[use]
+            source = self.sources[use]
             assert source is not None, "reaches() leaves out uses that backward has left for good"
             self._ahead[use] = start_gathers(source.sources())
         reducer = None if self._ends or not self._ahead else current_reducer()
@@ -264,14 +254,15 @@ class Prefetcher:
         """Return whether the backward that runs may reach a use, the same on every rank."""
         # Why not whether autograd still holds what the unit saved: a rank that keeps an output of
         # which the loss is no function holds more than the others.
-        source = self._sources[use]
+        source = self.sources[use]
         if source is None or source.changed:
             return False
         # Why ask: a backward by inputs alone reaches units of which it computes no gradient.
         return not self._by_shards or source.in_backward
 
 
-def _wait(handles: Handles) -> None:
+def wait_all(handles: Handles) -> None:
+    """Wait for the data of all-gathers."""
     for handle in handles:
         if handle is not None:
             handle.work.wait()
@@ -292,16 +283,9 @@ _recomputing: contextvars.ContextVar[SavedUnit | None] = contextvars.ContextVar(
 )
 
 # The unit whose forward runs, for the parameter tables that its module keeps.
-current_unit: contextvars.ContextVar[HasLeaves | None] = contextvars.ContextVar(
+current_unit: contextvars.ContextVar[SavedUnit | None] = contextvars.ContextVar(
     "funcshard_current_unit", default=None
 )
-
-
-class HasLeaves(Protocol):
-    """A unit whose leaves a checkpoint inside it may ask for; ``SavedUnit`` is one."""
-
-    def leaves(self) -> list[torch.Tensor]:
-        """Return the leaves, gathered again if need be."""
 
 
 def recomputing_unit() -> SavedUnit | None:
@@ -315,66 +299,70 @@ def hooks_allowed() -> bool:
 
 
 class UnitSource:
-    """What backward gathers a unit from, if it reaches the unit again: this rank's shard.
+    """What backward gathers a unit from, if it reaches the unit again.
+
+    That is this rank's shard. For a unit with ``reshard_after_forward=n`` it is the slices of the
+    gathered buffers that this rank holds, and the shard of each buffer that is not cut.
 
     Arguments:
         f: the ``Unshard`` of the unit.
         shard: this rank's shard, by buffer key.
-        versions: how often each shard had been written to in forward; by default, until now.
 
     Attributes:
         shards: the shard of each buffer.
-        repeats: whether it may be gathered ahead in several backwards.
+        nodes: the autograd nodes of the buffers' gathers; a frozen buffer has none.
+        slice_comms: the communication of the slices; ``()`` for a unit without.
+        slices: the slices, once forward has cut them.
     """
 
-    __slots__ = ("_comms", "_nodes", "_unit", "_versions", "shards")
+    __slots__ = ("_comms", "_unit", "_versions", "nodes", "shards", "slice_comms", "slices")
 
-    repeats = True
-
-    def __init__(
-        self, f: Any, shard: Mapping[str, torch.Tensor], versions: list[int] | None = None
-    ) -> None:
+    def __init__(self, f: Any, shard: Mapping[str, torch.Tensor]) -> None:
         self._unit, self._comms = f.unit, f.comms
         self.shards = [shard[buffer.key].detach() for buffer in f.unit.buffers]
-        self._versions = [version(local) for local in self.shards] if versions is None else versions
-        self._nodes: list[weakref.ref[Any]] = []
+        self._versions = [version(local) for local in self.shards]
+        self.nodes: list[weakref.ref[Any]] = []
+        # A forward that backward computes again is followed by its backward at once.
+        self.slice_comms = f.slices if graph_task_id() == -1 else ()
+        self.slices: list[torch.Tensor | None] = []
 
-    def watch(self, nodes: Sequence[Any]) -> None:
-        """Set the autograd nodes of the buffers' gathers; a frozen buffer has none."""
-        self._nodes = [weakref.ref(node) for node in nodes if isinstance(node, BackwardCFunction)]
-
-    @property
-    def has_nodes(self) -> bool:
-        """Whether any buffer's gather has an autograd node."""
-        return bool(self._nodes)
+    def cut(self, gathered: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Copy this rank's slices of the gathered buffers, whose leaves are ``gathered``."""
+        buffers = zip(gathered, self._unit.buffers, self.slice_comms, strict=True)
+        self.slices = [
+            None if comm is None else slice_of(leaves[0], buffer.padded_numel, comm)
+            for leaves, buffer, comm in buffers
+        ]
 
     @property
     def in_backward(self) -> bool:
         """Whether the backward that runs computes gradients of the unit; yes if it has no nodes."""
-        if not self._nodes or graph_task_id() == -1:
+        if not self.nodes or graph_task_id() == -1:
             return True
-        return any(runs_in_backward(node) for ref in self._nodes if (node := ref()) is not None)
+        return any(runs_in_backward(node) for ref in self.nodes if (node := ref()) is not None)
 
     @property
-    def changed(self) -> bool:
-        """Whether a shard has been written to since forward gathered it."""
-        return [version(local) for local in self.shards] != self._versions
+    def changed(self) -> list[str]:
+        """The shards that were written to since forward, unless only slices are gathered."""
+        if self.slices and None not in self.slices:
+            return []
+        shards = zip(self._unit.buffers, self.shards, self._versions, strict=True)
+        return [buffer.key for buffer, local, before in shards if version(local) != before]
 
     def sources(self) -> list[GatherSource]:
         """Return the sources of the unit's all-gather; raise if they changed after forward's."""
-        if self.changed:
-            changed = zip(self.shards, self._versions, self._unit.buffers, strict=True)
-            key = next(
-                buffer.key
-                for local, version_before, buffer in changed
-                if version(local) != version_before
-            )
+        changed_keys = self.changed
+        if changed_keys:
             raise RuntimeError(
-                f"the shard {key!r} of unit {self._unit.title!r} was modified in place between "
-                "forward and backward, which would gather other values than forward used; update "
-                "shards after backward"
+                f"the shard {changed_keys[0]!r} of unit {self._unit.title!r} was modified in place "
+                "between forward and backward, which would gather other values than forward used; "
+                "update shards after backward"
             )
-        return list(zip(self.shards, self._comms, strict=True))
+        sources: list[GatherSource] = list(zip(self.shards, self._comms, strict=True))
+        for i, local_slice in enumerate(self.slices):
+            if local_slice is not None:
+                sources[i] = local_slice, self.slice_comms[i]
+        return sources
 
 
 class SavedUnit:
@@ -387,40 +375,34 @@ class SavedUnit:
     Arguments:
         f: the ``Unshard`` of the unit.
         shard: this rank's shard, by buffer key.
-        prefetcher: that of the call; ``None`` for a unit that is called by itself.
-        source: what backward gathers the unit from; by default the shard.
+        prefetcher: that of the call; ``None`` for a unit that gathers itself again in backward.
 
     Attributes:
+        source: what backward gathers the unit from.
         needed: whether backward needs any of the gathered buffers.
         kept: returns the handles of the buffers while the unit stays gathered, and ``None`` after.
     """
 
     __slots__ = (
-        "__weakref__", "_begins", "_buffer_of", "_comms", "_devices", "_dtensors", "_dtypes", "_full",
-        "_handles", "_leaf_views", "_node_of", "_prefetcher", "_source", "_unit", "_use", "kept", "needed",
+        "__weakref__", "_buffer_of", "_comms", "_dtensors", "_forms", "_full", "_leaf_views", "_node_of", "_prefetcher",
+        "_unit", "_use", "kept", "needed", "source",
     )  # fmt: skip
 
     def __init__(
-        self,
-        f: Any,
-        shard: Mapping[str, torch.Tensor],
-        prefetcher: Prefetcher | None,
-        source: UnitSource | None = None,
+        self, f: Any, shard: Mapping[str, torch.Tensor], prefetcher: Prefetcher | None
     ) -> None:
         self.needed = False
         self.kept: Callable[[], Handles | None] | None = None
         self._unit, self._comms, self._dtensors = f.unit, f.comms, f.dtensors
-        self._source = source or UnitSource(f, shard)
+        self.source = UnitSource(f, shard)
         self._buffer_of: dict[int, int] = {}
         self._node_of: dict[int, int] = {}
         self._leaf_views = f.leaf_views
-        self._begins: list[int] = []
-        self._devices: list[torch.device] = []
-        self._dtypes: list[torch.dtype] = []
-        self._handles: Handles | None = None
+        # Of each gathered buffer: where it begins in its storage, its device and its dtype.
+        self._forms: list[tuple[int, torch.device, torch.dtype]] = []
         self._full: list[torch.Tensor] | None = None
         self._prefetcher = prefetcher
-        self._use = None if prefetcher is None else prefetcher.save(self._source)
+        self._use = -1 if prefetcher is None else prefetcher.save(self.source)
 
     def watch(self, gathered: tuple[tuple[torch.Tensor, ...], ...]) -> None:
         """Set the leaves of each gathered buffer, so that ``pack`` knows views of them."""
@@ -431,31 +413,14 @@ class SavedUnit:
             for i, leaves in enumerate(gathered)
             if leaves[0].grad_fn is not None
         }
-        self._begins = [
-            leaves[0].storage_offset() - at[0][2]
-            for leaves, at in zip(gathered, self._leaf_views, strict=True)
+        self._forms = [
+            (leaves[0].storage_offset() - where[0][2], leaves[0].device, leaves[0].dtype)
+            for leaves, where in zip(gathered, self._leaf_views, strict=True)
         ]
-        self._devices = [leaves[0].device for leaves in gathered]
-        self._dtypes = [leaves[0].dtype for leaves in gathered]
-        self._source.watch([leaves[0].grad_fn for leaves in gathered])
-
-    @property
-    def started(self) -> bool:
-        """Whether its all-gather has started, and backward does not use the buffers yet."""
-        return self._handles is not None
-
-    @property
-    def gathered(self) -> bool:
-        """Whether backward uses its gathered buffers now."""
-        return self._full is not None
-
-    def sources(self) -> list[GatherSource]:
-        """Return the sources of its all-gather; raise if they changed after forward's gather."""
-        return self._source.sources()
-
-    def receive(self, handles: Handles) -> None:
-        """Take the handles of its all-gather."""
-        self._handles = handles
+        nodes: list[Any] = [leaves[0].grad_fn for leaves in gathered]
+        self.source.nodes = [
+            weakref.ref(node) for node in nodes if isinstance(node, BackwardCFunction)
+        ]
 
     def release(self) -> None:
         """Free the buffers that backward has gathered."""
@@ -463,21 +428,23 @@ class SavedUnit:
 
     def post_backward(self) -> Callable[[], None]:
         """Return the function to call when the unit's gradients are complete."""
-        return _PostBackward(weakref.ref(self), self._prefetcher, self._use)
+        return functools.partial(_post_backward, weakref.ref(self), self._prefetcher, self._use)
 
     def handles_for(
         self, unit: UnitPlan, shard: Mapping[str, torch.Tensor]
-    ) -> list[SharedGatherHandle | None] | None:
+    ) -> list[AllGatherHandle | None] | None:
         """Return finished handles of its buffers, if gathering ``shard`` would give the same."""
         same = unit is self._unit and all(
             address(shard[buffer.key]) == address(local)
-            for buffer, local in zip(unit.buffers, self._source.shards, strict=True)
+            for buffer, local in zip(unit.buffers, self.source.shards, strict=True)
         )
         if not same:
             return None
         return [
-            SharedGatherHandle(None, self._buffer(i)) if comm.copied else None
-            for i, comm in enumerate(self._comms)
+            AllGatherHandle(DONE, comm, buffer.padded_numel, shared=True, full=self._buffer(i))
+            if comm.copied
+            else None
+            for i, (buffer, comm) in enumerate(zip(unit.buffers, self._comms, strict=True))
         ]
 
     @unseen
@@ -494,29 +461,26 @@ class SavedUnit:
     def leaves(self) -> list[torch.Tensor]:
         """Return the leaves, gathered again, without a graph, to recompute a part of forward."""
         leaf_tensors = [leaf for leaves in self.gathered_again() for leaf in leaves]
-        return (
-            leaf_tensors
-            if self._dtensors is None
-            else unseen(as_dtensors)(leaf_tensors, self._dtensors)
-        )
+        if self._dtensors is None:
+            return leaf_tensors
+        return unseen(as_dtensors)(leaf_tensors, self._dtensors)
 
-    def _buffer(self, number: int) -> torch.Tensor:
+    def _buffer(self, buffer_index: int) -> torch.Tensor:
         # Why the whole unit, whichever buffer is asked for: a plan can predict this order.
         full = self._gather_all() if self._full is None else self._full
-        return full[number]
+        return full[buffer_index]
 
     def _gather_all(self) -> list[torch.Tensor]:
         if dispatch_modes() and in_selective_checkpoint():
             return unseen(self._gather_all)()
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("pre_backward of unit %r", self._unit.title)
-        if self._prefetcher is not None and self._use is not None:
-            self._handles = self._prefetcher.pre_backward(self._use, self._source)
-        elif self._handles is None:  # a unit that is called by itself, or stays gathered
-            sources = self.sources()
-            self._handles = (self.kept and self.kept()) or start_gathers(sources)
-            _wait_comm(self._handles)
-        handles, self._handles = self._handles or [], None
+        if self._prefetcher is not None:
+            handles = self._prefetcher.pre_backward(self._use, self.source)
+        else:  # a unit that is called by itself, or stays gathered
+            sources = self.source.sources()
+            handles = (self.kept and self.kept()) or start_gathers(sources)
+            _wait_comm(handles)
         self._full = [handle.finish() for handle in handles if handle is not None]
         return self._full
 
@@ -536,22 +500,10 @@ class SavedUnit:
 
     def pack(self, tensor: torch.Tensor, outer: Any = None) -> Any:
         """Replace a saved view of a gathered buffer by the position of that view."""
-        buffer_index = self._buffer_of.get(storage_id(tensor))
-        if (
-            buffer_index is not None
-            and tensor.dtype == self._dtypes[buffer_index]
-            and not tensor.is_conj()
-        ):
+        view = self._packed_view(tensor)
+        if view is not None:
             self.note_needed()
-            return _PackedView(
-                self, buffer_index, tensor.shape, tensor.stride(), tensor.storage_offset()
-            )
-        source = self._source_of_cast(tensor)
-        if source is not None:
-            self.note_needed()
-            return _PackedCast(
-                source, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
-            )
+            return view
         if outer:
             return _PackedByOuter(outer[1], outer[0](tensor))
         # Why detach: an operation that saves its own result would keep its graph alive for ever.
@@ -560,15 +512,19 @@ class SavedUnit:
     def note_needed(self) -> None:
         """Note that backward needs the gathered buffers."""
         self.needed = True
-        if self._prefetcher is not None and self._use is not None:
+        if self._prefetcher is not None:
             self._prefetcher.note_use(self._use)
 
-    def _source_of_cast(self, tensor: torch.Tensor) -> _PackedView | None:
-        """Return the position of the leaf that ``tensor`` is a cast of, or a view of a cast.
+    def _packed_view(self, tensor: torch.Tensor) -> _PackedView | None:
+        """Return the position of a view of a gathered buffer, or of a view of a cast of a leaf.
 
         Autocast casts each weight where an operation uses it, and backward needs the cast. Casting
         the leaf again gives the same bits, so the cast is freed with the buffer.
         """
+        buffer_index = self._buffer_of.get(storage_id(tensor))
+        is_view = buffer_index is not None and tensor.dtype == self._forms[buffer_index][2]
+        if buffer_index is not None and is_view and not tensor.is_conj():
+            return _PackedView(self, buffer_index, _view_at(tensor))
         cast_source = cast_of(tensor)
         buffer_index = None if cast_source is None else self._node_of.get(id(cast_source[1]))
         if cast_source is None or buffer_index is None:
@@ -580,19 +536,29 @@ class SavedUnit:
         # Why strides: a cast to another memory format moves elements, and so does a permutation
         # that is no transpose.
         same = (len(size) == 2 or not transposed) and cast.shape == size and cast.stride() == stride
-        if not same or cast.storage_offset() or cast.device != self._devices[buffer_index]:
+        begin, device, _ = self._forms[buffer_index]
+        if not same or cast.storage_offset() or cast.device != device:
             return None
-        return _PackedView(self, buffer_index, size, stride, self._begins[buffer_index] + offset)
+        leaf_view = size, stride, begin + offset
+        return _PackedView(self, buffer_index, leaf_view, (tensor.dtype, _view_at(tensor)))
 
     def unpack(self, packed: Any) -> torch.Tensor:
         """Return the tensor that ``pack`` replaced."""
         if isinstance(packed, _PackedView):
-            return self._buffer(packed.number).as_strided(packed.size, packed.stride, packed.offset)
-        if isinstance(packed, _PackedCast):
-            cast = self.unpack(packed.source).to(packed.dtype)
-            return cast.as_strided(packed.size, packed.stride, packed.offset)
+            leaf_or_view = self._buffer(packed.buffer_index).as_strided(*packed.view)
+            if packed.cast is None:
+                return leaf_or_view
+            dtype, cast_view = packed.cast
+            return leaf_or_view.to(dtype).as_strided(*cast_view)
         if isinstance(packed, _PackedTensor):
-            return packed.checked(self._unit.title)
+            # Why here: autograd checks versions itself only for tensors that no hook packed.
+            if version(packed.tensor) != packed.version:
+                raise RuntimeError(
+                    f"a tensor of shape {tuple(packed.tensor.shape)} that unit "
+                    f"{self._unit.title!r} needs for its gradients was modified in place after "
+                    "forward had saved it; modify a copy"
+                )
+            return packed.tensor
         if self.needed and recomputing_unit() is None and packed.leaves_units:
             # Why now: the outer hooks may compute something again, and a plan predicts this order.
             self._buffer(0)
@@ -603,40 +569,40 @@ class SavedUnit:
             _recomputing.reset(token)
 
 
-@dataclass(frozen=True, slots=True)
-class _PostBackward:
-    saved: weakref.ref[SavedUnit]  # weak: autograd may have freed all that it saved
-    prefetcher: Prefetcher | None
-    use: int | None
+def _post_backward(
+    saved_ref: weakref.ref[SavedUnit], prefetcher: Prefetcher | None, use: int
+) -> None:
+    saved = saved_ref()  # weak: autograd may have freed all that it saved
+    if saved is not None:
+        saved.release()
+    if prefetcher is not None:
+        prefetcher.post_backward(use)
 
-    def __call__(self) -> None:
-        saved = self.saved()
-        if saved is not None:
-            saved.release()
-        if self.prefetcher is not None and self.use is not None:
-            self.prefetcher.post_backward(self.use)
+
+# Size, stride and storage offset.
+ViewAt = tuple[Sequence[int], Sequence[int], Any]
+
+
+def _view_at(tensor: torch.Tensor) -> ViewAt:
+    return tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 @dataclass(frozen=True, slots=True)
 class _PackedView:
-    """The position of a saved tensor in a gathered buffer; keeps the saved unit alive."""
+    """The position of a saved tensor in a gathered buffer; keeps the saved unit alive.
+
+    Attributes:
+        saved: the saved unit.
+        buffer_index: the buffer.
+        view: the position in the buffer.
+        cast: the dtype, and the position in the cast of that view, if the saved tensor lies in a
+            cast, such as one that autocast made.
+    """
 
     saved: SavedUnit
-    number: int
-    size: Sequence[int]
-    stride: Sequence[int]
-    offset: Any
-
-
-@dataclass(frozen=True, slots=True)
-class _PackedCast:
-    """The position of a saved tensor in a cast of a leaf, such as one that autocast made."""
-
-    source: _PackedView
-    dtype: torch.dtype
-    size: Sequence[int]
-    stride: Sequence[int]
-    offset: Any
+    buffer_index: int
+    view: ViewAt
+    cast: tuple[torch.dtype, ViewAt] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -645,15 +611,6 @@ class _PackedTensor:
 
     tensor: torch.Tensor
     version: int
-
-    def checked(self, unit: str) -> torch.Tensor:
-        # Why here: autograd checks versions itself only for tensors that no hook packed.
-        if version(self.tensor) != self.version:
-            raise RuntimeError(
-                f"a tensor of shape {tuple(self.tensor.shape)} that unit {unit!r} needs for its "
-                "gradients was modified in place after forward had saved it; modify a copy"
-            )
-        return self.tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -669,4 +626,4 @@ class _PackedByOuter:
         packed: Any = self
         while isinstance(packed, _PackedByOuter):
             packed = packed.packed
-        return not isinstance(packed, (_PackedView, _PackedCast, _PackedTensor))
+        return not isinstance(packed, (_PackedView, _PackedTensor))

@@ -49,7 +49,7 @@ class ScheduleLearner:
         # Why by the number: the first call does not know what checkpoints inside units need.
         if (
             not self._backward_given
-            and prefetcher.has_saved
+            and prefetcher.sources
             and self._backward_known != len(self.inside)
         ):
             self._backward_known = len(self.inside)

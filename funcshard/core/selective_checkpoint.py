@@ -13,7 +13,6 @@ take views of gathered leaves, such as the transpose inside ``nn.Linear``:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,15 +32,6 @@ class UnseenViews(TorchDispatchMode):
     def __init__(self, storages: set[int]) -> None:
         super().__init__()
         self._storages = storages
-
-    def during(self, f: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``f``, run while the mode is active."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return f(*args, **kwargs)
-
-        return run
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

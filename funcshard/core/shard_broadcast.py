@@ -6,8 +6,8 @@ these ranks has the whole gradient of a value that went into the computation. Ou
 gradients of a value's copies are parts that add up over ranks, so a value on its way to shards
 becomes an R-th of it.
 
-As maps on the values of all ranks: ``_ToCopies`` makes of R variables one, their mean, which needs
-no communication as long as they are equal; its transpose, ``_FromCopies``, divides by R.
+As maps on the values of all ranks: ``_Copies`` makes of R variables one, their mean, which needs no
+communication as long as they are equal; its transpose divides by R.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from funcshard._utils import signed, tree, untraced
 from funcshard.comm import Mesh, Topology
-from funcshard.core.checks import check_fits
+from funcshard.core.checks import check_fits, other_leaves
 from funcshard.core.collectives import pmean
 from funcshard.plan import BufferPlan, LeafSpec, Plan
 
@@ -80,79 +80,51 @@ def broadcast_to_shards(value: Any, plan: Plan, mesh: Mesh) -> dict[str, dict[st
             axes = tuple(name for name, _ in Topology.of(buffer, unit, mesh).repeated)
             local = local.to(device)
             values_by_unit[unit.name][buffer.key] = (
-                _ToCopies.apply(local, mesh, axes) if axes else local
+                _Copies.apply(local, mesh, axes, True) if axes else local
             )
     return values_by_unit
 
 
-class _ToCopies(torch.autograd.Function):
-    """``_ToCopies.apply(value, mesh, axes)``: return the value, for computations on copies.
+class _Copies(torch.autograd.Function):
+    """``_Copies.apply(value, mesh, axes, whole)``: a value on its way to copies, or its gradient.
 
-    The computations run on all ranks along ``axes`` alike. The adjoint is ``_FromCopies``.
+    With ``whole`` it returns the value, for a computation that all ranks along ``axes`` do alike.
+    Without, it returns this rank's part of a gradient of which all these ranks hold the whole. The
+    two are adjoints of each other.
     """
 
     @staticmethod
     @signed
-    def forward(value: torch.Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Any:
-        return value.view_as(value)
+    def forward(value: torch.Tensor, mesh: Mesh, axes: tuple[str, ...], whole: bool) -> Any:
+        if whole:
+            return value.view_as(value)
+        return value / math.prod(mesh.groups[name].size for name in axes)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, ctx.mesh, ctx.axes = inputs
+        _, ctx.mesh, ctx.axes, ctx.whole = inputs
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _FromCopies.apply(grad, ctx.mesh, ctx.axes), None, None
+        if not ctx.whole:
+            # Why a mean: ranks may use their parts differently, as in a loss that adds parts up
+            # with other weights on each rank.
+            grad = pmean(grad, ctx.mesh, axis=ctx.axes)
+        return _Copies.apply(grad, ctx.mesh, ctx.axes, not ctx.whole), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, value: torch.Tensor, *_: None) -> Any:
-        return _ToCopies.apply(value, ctx.mesh, ctx.axes)
+        return _Copies.apply(value, ctx.mesh, ctx.axes, ctx.whole)
 
     @staticmethod
-    def vmap(
-        info: Any, in_dims: Any, value: torch.Tensor, mesh: Mesh, axes: tuple[str, ...]
-    ) -> Any:
-        return _ToCopies.apply(value, mesh, axes), in_dims[0]
-
-
-class _FromCopies(torch.autograd.Function):
-    """``_FromCopies.apply(grad, mesh, axes)``: return this rank's part of a gradient.
-
-    All ranks along ``axes`` hold the whole of it. The adjoint is ``_ToCopies``.
-    """
-
-    @staticmethod
-    @signed
-    def forward(grad: torch.Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Any:
-        return grad / math.prod(mesh.groups[name].size for name in axes)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, ctx.mesh, ctx.axes = inputs
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        # Why a mean: ranks may use their parts differently, as in a loss that adds parts up with
-        # other weights on each rank.
-        return _ToCopies.apply(pmean(grad, ctx.mesh, axis=ctx.axes), ctx.mesh, ctx.axes), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, grad: torch.Tensor, *_: None) -> Any:
-        return _FromCopies.apply(grad, ctx.mesh, ctx.axes)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, grad: torch.Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Any:
-        return _FromCopies.apply(grad, mesh, axes), in_dims[0]
+    def vmap(info: Any, in_dims: Any, value: torch.Tensor, *rest: Any) -> Any:
+        return _Copies.apply(value, *rest), in_dims[0]
 
 
 def _by_path(value: Any, plan: Plan) -> dict[str, torch.Tensor]:
     """Return the leaves of a tree by path, after checking them."""
     _, leaves, paths = tree.describe(value)
     by_path = dict(zip(paths, leaves, strict=True))
-    missing_paths = sorted(leaf.path for leaf in plan.leaves if leaf.path not in by_path)
-    unexpected = sorted(
-        by_path.keys() - {path for leaf in plan.leaves for path in (leaf.path, *leaf.aliases)}
-    )
     for path, leaf in by_path.items():
         if not isinstance(leaf, torch.Tensor):
             place = f" at {path!r}" if path else ""
@@ -161,11 +133,10 @@ def _by_path(value: Any, plan: Plan) -> dict[str, torch.Tensor]:
                 f"{type(leaf).__name__}{place}: make it one with torch.tensor(..., "
                 "device=mesh.device)"
             )
-    if missing_paths or unexpected:
+    if difference := other_leaves(by_path, plan):
         raise ValueError(
-            "a tree for broadcast_to_shards must have the leaves of the params; missing: "
-            f"{missing_paths[:3] or 'nothing'}, unexpected: {unexpected[:3] or 'nothing'}: for one value "
-            "for all shards, pass a tensor"
+            "a tree for broadcast_to_shards must have the leaves of the params; "
+            f"{difference}: for one value for all shards, pass a tensor"
         )
     return by_path
 

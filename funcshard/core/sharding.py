@@ -8,7 +8,7 @@ at a time, for other wings too.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from funcshard.comm import Mesh, without_collectives
 from funcshard.core.checks import (
     check_leaf,
     check_mesh,
-    check_shard,
     check_shards,
+    other_leaves,
     raise_on_every_rank,
 )
 from funcshard.core.checksum import LeafChecksums, check_tie
@@ -105,9 +105,7 @@ def shard(
 def _shard_from_rank(params: Any, plan: Plan, mesh: Mesh, src: int) -> Shards:
     """Return this rank's shards of the params of rank ``src``."""
     check_source(src, mesh)
-    by_path, fault = _checked_leaves(
-        params, plan, mesh, lambda buffer: not _is_source(src, buffer, mesh)
-    )
+    by_path, fault = _checked_leaves(params, plan, mesh, src)
     # Why before any broadcast: a rank that raised alone would leave the ranks that wait for it.
     raise_on_every_rank(mesh, fault)
     return {
@@ -132,34 +130,29 @@ def check_source(src: int, mesh: Mesh) -> None:
 def _by_path(params: Any, plan: Plan, *, none_if_frozen: bool) -> dict[str, Any]:
     _, leaves, paths = tree.describe(params)
     by_path: dict[str, Any] = dict(zip(paths, leaves, strict=True))
-    if none_if_frozen and (absent := set(tree.none_paths(params))):
-        for buffer in (
-            buffer for unit in plan.unit_list for buffer in unit.buffers if not buffer.trainable
-        ):
-            buffer_paths = [
-                leaf.path
-                for leaf in buffer.leaves
-                if leaf.path not in by_path and leaf.path in absent
-            ]
-            if len(buffer_paths) == len(buffer.leaves):
-                by_path |= dict.fromkeys(buffer_paths)
-            elif buffer_paths and (
-                given_paths := [leaf.path for leaf in buffer.leaves if leaf.path in by_path]
-            ):
-                raise ValueError(
-                    "frozen leaves that share a flat buffer must be all None or all tensors; "
-                    f"found None for {buffer_paths[0]!r}, and a tensor for {given_paths[0]!r}: pass zeros for None"
-                )
-    known_names = {path for leaf in plan.leaves for path in (leaf.path, *leaf.aliases)}
-    missing_paths = sorted(leaf.path for leaf in plan.leaves if leaf.path not in by_path)
-    unexpected = sorted(by_path.keys() - known_names)
-    if missing_paths or unexpected:
+    absent = set(tree.none_paths(params)) - by_path.keys() if none_if_frozen else set()
+    for buffer in (buffer for unit in plan.unit_list for buffer in unit.buffers):
+        none_paths = [leaf.path for leaf in buffer.leaves if leaf.path in absent]
+        given_paths = [leaf.path for leaf in buffer.leaves if leaf.path in by_path]
+        if buffer.trainable or not none_paths:
+            continue
+        if given_paths:
+            raise ValueError(
+                "frozen leaves that share a flat buffer must be all None or all tensors; found "
+                f"None for {none_paths[0]!r}, and a tensor for {given_paths[0]!r}: pass zeros for "
+                "None"
+            )
+        if len(none_paths) == len(buffer.leaves):
+            by_path |= dict.fromkeys(none_paths)
+    if difference := other_leaves(by_path, plan):
         remedy = module_remedy(params, "params") or "make the plan from these params"
         if isinstance(params, Mapping) and params.keys() == plan.units.keys():
-            remedy = "these are shards already; gather(shards, plan, mesh) returns full parameters, to cut by another plan"
+            remedy = (
+                "these are shards already; gather(shards, plan, mesh) returns full parameters, to "
+                "cut by another plan"
+            )
         raise ValueError(
-            "params must be the tree that the plan was made for; missing: "
-            f"{missing_paths[:3] or 'nothing'}, unexpected: {unexpected[:3] or 'nothing'}: {remedy}"
+            f"params must be the tree that the plan was made for; {difference}: {remedy}"
         )
     return by_path
 
@@ -168,7 +161,7 @@ def _checked_leaves(
     params: Any,
     plan: Plan,
     mesh: Mesh,
-    may_be_meta: Callable[[BufferPlan], bool] | None,
+    src: int | None,
     checksums: LeafChecksums | None = None,
 ) -> tuple[dict[str, Any], Exception | None]:
     """Return the leaves by path, and the fault that they have, if any.
@@ -179,35 +172,28 @@ def _checked_leaves(
         params: the tree.
         plan: the plan.
         mesh: the ranks.
-        may_be_meta: a function from a buffer to whether its leaves may be on the meta device;
-            ``None`` if every rank has its own values, of which frozen ones may be ``None``.
+        src: the rank that broadcasts its values, so that those of other ranks may be on the meta
+            device; ``None`` if every rank has its own values, of which frozen ones may be ``None``.
         checksums: where to add the checksum of each leaf, if anywhere.
     """
     by_path: dict[str, Any] = {}
     try:
-        by_path = _by_path(params, plan, none_if_frozen=may_be_meta is None)
+        by_path = _by_path(params, plan, none_if_frozen=src is None)
         for buffer in (buffer for unit in plan.unit_list for buffer in unit.buffers):
+            meta = src is not None and not _is_source(src, buffer, mesh)
             for leaf in buffer.leaves:
-                value = by_path[leaf.path] = part_as_planned(
-                    leaf, by_path[leaf.path], mesh, "params"
-                )
+                value = part_as_planned(leaf, by_path[leaf.path], mesh, "params")
+                by_path[leaf.path] = value
                 if value is not None:
-                    check_leaf(
-                        value,
-                        leaf,
-                        buffer,
-                        "params",
-                        meta=may_be_meta is not None and may_be_meta(buffer),
-                    )
+                    check_leaf(value, leaf, buffer, "params", meta=meta)
                     check_tie(leaf, by_path, "params")
                 if checksums is not None:  # a None that not all ranks have is a difference too
-                    checksums.add(
-                        leaf.path,
+                    summed = (
                         torch.empty(0, dtype=torch.float32, device="cpu")
                         if value is None
-                        else value,
-                        buffer.local,
+                        else value
                     )
+                    checksums.add(leaf.path, summed, buffer.local)
     except Exception as error:  # of any kind, because other ranks wait
         return by_path, error
     return by_path, None
@@ -288,16 +274,12 @@ def gather(shards: Shards, plan: Plan, mesh: Mesh) -> Any:
     """
     check_mesh(plan, mesh)
     check_shards(plan, shards)
-    for unit in plan.unit_list:
-        check_shard(unit, _in_leaf_dtypes(shards[unit.name], unit), mesh, none_if_frozen=True)
+    shards = {unit.name: _in_leaf_dtypes(shards[unit.name], unit) for unit in plan.unit_list}
+    check_shards(plan, shards, mesh, none_if_frozen=True)
     mesh = without_collectives(mesh)  # the values themselves, not as units send them
     values: dict[int, torch.Tensor] = {}
     for unit in plan.unit_list:
-        held = {
-            key: local
-            for key, local in _in_leaf_dtypes(shards[unit.name], unit).items()
-            if local is not None
-        }
+        held = {key: local for key, local in shards[unit.name].items() if local is not None}
         buffers = tuple(buffer for buffer in unit.buffers if buffer.key in held)
         full = dataclasses.replace(unit, buffers=buffers).listed().in_full_precision()
         f = unshard(lambda leaves: [leaf.clone() for leaf in leaves], full, mesh)
@@ -344,11 +326,11 @@ def cut(
         if not buffer.trainable and buffer.leaves and by_path[buffer.leaves[0].path] is None:
             shard[buffer.key] = None
             continue
-        for leaf in buffer.leaves:
-            check_leaf(by_path[leaf.path], leaf, buffer, where, whole=whole, cast=cast)
         shard[buffer.key] = empty_shard(unit, buffer, mesh)
-        for leaf in buffer.leaves:
-            (put_whole if whole else put)(shard[buffer.key], by_path[leaf.path], leaf, buffer, mesh)
+        for spec in buffer.leaves:
+            leaf = by_path[spec.path]
+            check_leaf(leaf, spec, buffer, where, whole=whole, cast=cast)
+            (put_whole if whole else put)(shard[buffer.key], leaf, spec, buffer, mesh)
     return shard
 
 

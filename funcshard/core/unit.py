@@ -8,6 +8,7 @@ a copy instead.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -35,14 +36,13 @@ from funcshard._utils import (
     version,
 )
 from funcshard.comm import Mesh
-from funcshard.core.buffer_comm import BufferComm, GatherSource, start_gather, start_gathers
+from funcshard.core.buffer_comm import BufferComm, start_gather, start_gathers
 from funcshard.core.checks import check_shard
 from funcshard.core.dtensor_leaves import DTensorForm, as_dtensors
 from funcshard.core.flat_buffer import LeafViews, gather_leaves
-from funcshard.core.grad_reducer import GradReducer, current_reducer
+from funcshard.core.grad_reducer import current_reducer
 from funcshard.core.prefetcher import (
     Handles,
-    HasLeaves,
     Prefetcher,
     SavedUnit,
     current_unit,
@@ -51,15 +51,14 @@ from funcshard.core.prefetcher import (
 )
 from funcshard.core.recompute import remat
 from funcshard.core.selective_checkpoint import UnseenViews
-from funcshard.core.slices import SliceComms, SlicedUnit, save_unit
-from funcshard.core.unshard_handle import UnshardHandle, start_unshard
+from funcshard.core.slices import SliceComms
+from funcshard.core.unshard_handle import UnshardHandle
 from funcshard.plan import BufferPlan, MixedPrecision, UnitPlan, dtype_of
 
 _log = logging.getLogger("funcshard.core")
 
 UnitShard = Mapping[str, torch.Tensor]
 Leaves = Sequence[Sequence[torch.Tensor]]  # of each buffer
-ShardForm = tuple[str, tuple[int, ...], torch.dtype, str]  # key, shape, dtype, device type
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,6 @@ class Unshard:
         mesh: the ranks.
         comms: the communication of each buffer.
         leaf_views: size, stride and offset of the leaves of each buffer.
-        forms: the form that the shard of each buffer must have.
         dtensors: the form of each leaf that is a DTensor; ``None`` if there is none.
         listed: whether ``apply`` takes the leaves as a list, not as the unit's part of the tree.
         freed: whether the leaves are freed between forward and backward.
@@ -86,7 +84,6 @@ class Unshard:
     mesh: Mesh
     comms: tuple[BufferComm, ...]
     leaf_views: tuple[LeafViews, ...]
-    forms: tuple[ShardForm, ...]
     dtensors: tuple[DTensorForm | None, ...] | None = None
     listed: bool = False
     freed: bool = False
@@ -122,29 +119,16 @@ class Unshard:
         order. Under ``torch.func`` transforms, which have to see the all-gather, it starts with the
         call.
         """
-        self.check(shard)
-        return start_unshard(self.unit, self.comms, shard)
-
-    def check(self, shard: UnitShard) -> None:
-        """Raise unless ``shard`` is this rank's shard of the unit; a faster ``check_shard``."""
-        if isinstance(shard, Mapping) and len(shard) == len(self.forms):
-            for key, shape, dtype, device in self.forms:
-                local = shard.get(key)
-                if (
-                    local is None
-                    or local.shape != shape
-                    or local.dtype is not dtype
-                    or local.device.type != device
-                ):
-                    break
-            else:
-                return
         check_shard(self.unit, shard, self.mesh)
-
-    def sources(self, shard: UnitShard) -> list[GatherSource]:
-        """Return arguments for ``start_gathers``, which starts all-gathers ahead of ``gather``."""
-        self.check(shard)
-        return [(shard[comm.buffer].detach(), comm) if comm.copied else None for comm in self.comms]
+        # Why None under a transform: it has to see the all-gather.
+        handles: Handles | None = None
+        if not transforms_active():
+            handles = [
+                start_gather(shard[comm.buffer].detach(), comm).share() if comm.copied else None
+                for comm in self.comms
+            ]
+        versions = [version(local) for local in shard.values()]
+        return UnshardHandle(self.unit, shard, self.comms, handles, versions, current_reducer())
 
     def gather(
         self,
@@ -180,10 +164,8 @@ class Unshard:
     def kept(self, shard: UnitShard) -> Callable[[], Handles | None] | None:
         """Return a function that returns the handles of the unit as long as it stays gathered."""
         reducer = current_reducer()
-        return None if reducer is None or transforms_active() else self.kept_by(reducer, shard)
-
-    def kept_by(self, reducer: GradReducer, shard: UnitShard) -> Callable[[], Handles | None]:
-        """Return ``kept`` for a reducer."""
+        if reducer is None:
+            return None
 
         def find() -> Handles | None:
             kept_handles = reducer.find_kept(self.comms, shard)
@@ -212,10 +194,7 @@ class Unshard:
         reducer = current_reducer()
         if reducer is None:
             return handles
-        kept = reducer.find_kept(self.comms, shard)
-        if kept is not None or handles is None or not (needed and any(handles)):
-            return handles if kept is None else kept
-        return reducer.keep(self.unit, self.comms, shard, handles)
+        return reducer.keep(self.unit, self.comms, shard, handles, needed=needed)
 
     def open(
         self, shard: UnitShard, handles: Handles | None = None, prefetcher: Prefetcher | None = None
@@ -228,22 +207,16 @@ class Unshard:
             prefetcher: that of the call of a sharded function; ``None`` outside of one.
         """
         if handles is None:
-            self.check(shard)
+            check_shard(self.unit, shard, self.mesh)
         saved: SavedUnit | None = None
         freed = self.freed and self.gathers
         if torch.is_grad_enabled() and hooks_allowed():
-            if freed:
-                recomputing = recomputing_unit() if handles is None else None
-                if recomputing is not None:
-                    handles = recomputing.handles_for(self.unit, shard)
-                saved_class = (
-                    functools.partial(save_unit, self.slices) if self.slices else SavedUnit
-                )
-                saved = saved_class(self, shard, prefetcher)
-            else:
-                saved = SavedUnit(self, shard, None)
-                if handles is not None:
-                    saved.kept = self.kept(shard)
+            started = handles is not None
+            saved = SavedUnit(self, shard, prefetcher if freed and started else None)
+            if not freed and started:
+                saved.kept = self.kept(shard)
+            if freed and not started and (recomputing := recomputing_unit()) is not None:
+                handles = recomputing.handles_for(self.unit, shard)
         leaves = self.gather(shard, handles, None if saved is None else saved.post_backward())
         if saved is not None and freed:
             saved.watch(leaves)
@@ -255,35 +228,29 @@ class Unshard:
         self, gathered: tuple[tuple[torch.Tensor, ...], ...], /, *args: Any, **kwargs: Any
     ) -> Any:
         """Call ``apply`` with the leaves from ``gather``; cast as the precision says."""
-        apply = self.apply
+        hidden: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if dispatch_modes() and in_selective_checkpoint() and not transforms_active():
-            apply = UnseenViews({storage_id(leaves[0]) for leaves in gathered}).during(apply)
+            hidden = UnseenViews({storage_id(leaves[0]) for leaves in gathered})
         leaves = [leaf for leaves in gathered for leaf in leaves]
         if self.dtensors is not None:
             leaves = as_dtensors(leaves, self.dtensors)
         params = leaves if self.listed else tree.build(self.unit.structure, leaves)
-        return self.run_with(apply, params, gathered, args, kwargs)
-
-    def run_with(
-        self, apply: Callable[..., Any], params: Any, gathered: Leaves, args: Any, kwargs: Any
-    ) -> Any:
-        """Call ``apply`` with the unit's part of the tree, whose leaves ``gathered`` holds."""
         versions_before = _versions(gathered)
         logs = _log.isEnabledFor(logging.DEBUG)
         if logs:
             _log.debug("pre_forward of unit %r", self.unit.title)
         try:
-            if self.unit.full_precision:
-                result = run_in_full_precision(
-                    self.dtype, functools.partial(apply, params), args, kwargs
-                )
-            else:
-                precision = self.unit.precision
-                if precision is not None:
-                    args, kwargs = cast_inputs(precision, self.unit.name == "", args, kwargs)
-                result = apply(params, *args, **kwargs)
-                if precision is not None:
-                    result = cast_outputs(precision, result)
+            with hidden:
+                if self.unit.full_precision:
+                    apply = functools.partial(self.apply, params)
+                    result = run_in_full_precision(self.dtype, apply, args, kwargs)
+                else:
+                    precision = self.unit.precision
+                    if precision is not None:
+                        args, kwargs = cast_inputs(precision, self.unit.name == "", args, kwargs)
+                    result = self.apply(params, *args, **kwargs)
+                    if precision is not None:
+                        result = cast_outputs(precision, result)
         except RuntimeError as error:
             # torch's errors for some of the writes, which name no leaf; the second one comes under
             # per_sample_grad, where leaves are the arguments of a gradient
@@ -391,17 +358,20 @@ class Gathered:
 
     def close(self) -> None:
         """End the unit's forward: its leaves are free, apart from slices for backward."""
-        if isinstance(self.saved, SlicedUnit):
-            self.saved.post_forward(self.leaves)
+        if self.saved is not None and self.saved.needed and self.saved.source.slice_comms:
+            self.saved.source.cut(self.leaves)
 
 
 def start_unit(f: Unshard, shard: UnitShard) -> Handles:
     """Start the all-gathers of a unit; if the running call keeps it gathered, it starts none."""
     reducer = current_reducer()
-    kept = None
     if reducer is not None and not f.unit.reshard_after_forward:
         kept = reducer.find_kept(f.comms, shard)
-    return start_gathers(f.sources(shard)) if kept is None else kept
+        if kept is not None:
+            return kept
+    return start_gathers(
+        [(shard[comm.buffer].detach(), comm) if comm.copied else None for comm in f.comms]
+    )
 
 
 class RecomputeParams(dict[str, Any]):
@@ -418,12 +388,12 @@ class RecomputeParams(dict[str, Any]):
 
     __slots__ = ("numbers", "saved")
 
-    saved: HasLeaves
+    saved: SavedUnit
     numbers: dict[str, int]
 
     @classmethod
     def of(
-        cls, table: Mapping[str, Any], saved: HasLeaves, numbers: dict[str, int]
+        cls, table: Mapping[str, Any], saved: SavedUnit, numbers: dict[str, int]
     ) -> RecomputeParams:
         """Return the parameters of a unit; without ``__init__``, which takes half of the time."""
         params = cls(table)
@@ -491,14 +461,11 @@ def _versions(gathered: Leaves) -> list[int]:
     In inference mode tensors have no version counter, and each rank's leaves have memory of their
     own.
     """
-    if transforms_active():
-        # Why unwrapped: a write counts in the version of the wrapped tensor alone, and the tensors
-        # that vmap wraps do not share theirs.
-        firsts = [unwrapped(leaves[0]) for leaves in gathered]
-    elif torch.is_inference_mode_enabled():
+    if torch.is_inference_mode_enabled():
         return [0] * len(gathered)
-    else:
-        firsts = [leaves[0] for leaves in gathered]
+    # Why unwrapped: a write under a transform counts in the version of the wrapped tensor alone,
+    # and the tensors that vmap wraps do not share theirs.
+    firsts = [unwrapped(leaves[0]) for leaves in gathered]
     return [0 if first.is_inference() else version(first) for first in firsts]
 
 
@@ -529,23 +496,11 @@ def copy_aliased_outputs(result: Any, gathered: Leaves) -> Any:
     The caller may write to a copy, and the copy does not keep the gathered buffer in memory.
     Tensors are found as ``map_tensors`` finds them.
     """
-    if transforms_active():
-        wrapped = {storage_id(unwrapped(leaves[0])) for leaves in gathered}
-        return map_tensors(
-            lambda value: value.clone() if storage_id(unwrapped(value)) in wrapped else value,
-            result,
-        )
-    plain = type(result) is torch.Tensor and result.layout is torch.strided
-    if plain and len(gathered) == 1:  # only for speed
-        return _clone(result) if storage_id(result) == storage_id(gathered[0][0]) else result
-    storages = {storage_id(leaves[0]) for leaves in gathered}
+    storages = {storage_id(unwrapped(leaves[0])) for leaves in gathered}
 
     def unaliased(value: torch.Tensor) -> torch.Tensor:
-        return (
-            _clone(value)
-            if any(storage_id(part) in storages for part in stored_parts(value))
-            else value
-        )
+        parts = stored_parts(unwrapped(value))
+        return _clone(value) if any(storage_id(part) in storages for part in parts) else value
 
     return map_tensors(unaliased, result)
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from funcshard._utils import graph_task_id, transforms_active, version
-from funcshard.core.buffer_comm import BufferComm, SharedGatherHandle, start_gather
+from funcshard.core.buffer_comm import BufferComm
 from funcshard.core.grad_reducer import GradReducer, current_reducer
-from funcshard.core.prefetcher import Handles
+from funcshard.core.prefetcher import Handles, wait_all
 from funcshard.plan import UnitPlan
 
 UnitShard = Mapping[str, torch.Tensor]
@@ -35,9 +35,7 @@ class UnshardHandle:
 
     def wait(self) -> None:
         """Wait for the data; do so if the handle is not passed to ``f`` after all."""
-        for handle in self._handles or ():
-            if handle is not None:
-                handle.work.wait()
+        wait_all(self._handles or ())
 
     def take(
         self, unit: UnitPlan, comms: Sequence[BufferComm], *, freed: bool
@@ -87,15 +85,3 @@ class UnshardHandle:
         if freed:
             self._handles, self._used = None, True
         return self.shard, handles
-
-
-def start_unshard(unit: UnitPlan, comms: Sequence[BufferComm], shard: UnitShard) -> UnshardHandle:
-    """Start to gather a unit, unless a transform is active, which has to see the all-gather."""
-    handles = None
-    if not transforms_active():
-        handles = [
-            SharedGatherHandle.of(start_gather(shard[c.buffer].detach(), c)) if c.copied else None
-            for c in comms
-        ]
-    versions = [version(local) for local in shard.values()]
-    return UnshardHandle(unit, shard, comms, handles, versions, current_reducer())

@@ -302,7 +302,7 @@ class FullyShard:
     def __call__(
         self, shards: Shards, buffers: Mapping[str, torch.Tensor], /, *args: Any, **kwargs: Any
     ) -> Any:
-        check_shards(self.plan, shards)
+        check_shards(self.plan, shards, self.mesh)
         apply, learner, outside = self.apply, self._learner, self.outside
         if self.ignored:
             outside, buffers = take_ignored(self.ignored, buffers, outside)
@@ -392,7 +392,7 @@ def _begin_backward_with(out: Any, prefetcher: Prefetcher) -> None:
     """Let the prefetcher begin as soon as backward has the gradient of the call's last output."""
     reducer = current_reducer()
     computed = [tensor for tensor in tensors_in(out) if tensor.grad_fn is not None]
-    if reducer is None or not prefetcher.has_saved or not computed:
+    if reducer is None or not prefetcher.sources or not computed:
         return
 
     def begin(_: torch.Tensor) -> None:

@@ -53,7 +53,7 @@ from funcshard.core import (
     hooks_allowed,
     reshard,
     start_unit,
-    unshard_list,
+    unshard_with,
 )
 from funcshard.core import remat as rematerialised
 from funcshard.module.skeleton import Skeleton
@@ -191,7 +191,7 @@ class UnitRun:
             ValueError: the unit is not a module with a forward, or a hook of ``torch.nn.utils``
                 needs its parameters before forward.
         """
-        f = unshard_list(forward_with_leaves, unit, mesh, comms)
+        f = unshard_with(forward_with_leaves, unit, mesh, comms, listed=True)
         f = reshard(f) if unit.reshard_after_forward else f
         modules = [
             ModuleRun(

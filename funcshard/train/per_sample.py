@@ -23,7 +23,6 @@ from funcshard.core import (
     Shards,
     check_callable,
     check_mesh,
-    check_shard,
     check_shards,
     psum,
     start_reduce,
@@ -136,9 +135,7 @@ def per_sample_grad(
                 "argument"
             )
         *first, batch = rest
-        check_shards(plan, shards)
-        for unit in plan.unit_list:
-            check_shard(unit, shards[unit.name], mesh)
+        check_shards(plan, shards, mesh)
         if noise_multiplier and generator is not None:
             state = hashlib.sha256(generator.get_state().numpy().tobytes()).hexdigest()[:16]
             check_same(mesh, state, "the state of per_sample_grad's generator")
