@@ -496,6 +496,9 @@ def copy_aliased_outputs(result: Any, gathered: Leaves) -> Any:
     The caller may write to a copy, and the copy does not keep the gathered buffer in memory.
     Tensors are found as ``map_tensors`` finds them.
     """
+    plain = type(result) is torch.Tensor and result.layout is torch.strided
+    if plain and len(gathered) == 1 and not transforms_active():  # only for speed
+        return _clone(result) if storage_id(result) == storage_id(gathered[0][0]) else result
     storages = {storage_id(unwrapped(leaves[0])) for leaves in gathered}
 
     def unaliased(value: torch.Tensor) -> torch.Tensor:
