@@ -140,7 +140,7 @@ def per_sample_grad(
             state = hashlib.sha256(generator.get_state().numpy().tobytes()).hexdigest()[:16]
             check_same(mesh, state, "the state of per_sample_grad's generator")
         call = lambda local, sample: loss_fn(local, *first, sample, **kwargs)  # noqa: E731
-        sample_result = sum_of_samples(
+        losses, norms, sums = sum_of_samples(
             call,
             shards,
             batch,
@@ -150,7 +150,6 @@ def per_sample_grad(
             chunk_size=chunk_size,
             on_grads=on_grads,
         )
-        losses, norms, sums = sample_result.losses, sample_result.norms, sample_result.sums
         trained = [unit_buffer for unit_buffer in buffers if unit_buffer.buffer.trainable]
         pending = [
             start_reduce(sums.pop(0), _over_data_axes(unit_buffer, mesh), donated=True)
@@ -225,14 +224,8 @@ def _check_options(
     chunk_size: int | None,
 ) -> None:
     if max_norm is not None:
-        check_number(
-            "max_norm",
-            max_norm,
-            above=0,
-            none="for no clipping",
-            remedy="pass None for the norms alone",
-        )
-    check_number("noise_multiplier", noise_multiplier, least=0, remedy="pass 0.0 for no noise")
+        check_number("max_norm", max_norm, above=0, none="for no clipping")
+    check_number("noise_multiplier", noise_multiplier, least=0)
     if noise_multiplier and max_norm is None:
         raise ValueError(
             "noise_multiplier is in units of max_norm; found max_norm=None, so one sample's part "
@@ -244,9 +237,6 @@ def _check_options(
             "generator=torch.Generator().manual_seed(seed)"
         )
     if batch_size is not None:
-        none = "for the number of samples"
-        check_number("batch_size", batch_size, above=0, none=none, remedy=f"pass None {none}")
+        check_number("batch_size", batch_size, above=0, none="for the number of samples")
     if chunk_size is not None:
-        check_count(
-            "chunk_size", chunk_size, of="samples", none="for all", remedy="pass None for all"
-        )
+        check_count("chunk_size", chunk_size, of="samples", none="for all")

@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from funcshard._utils import signed, tree, version
+from funcshard._utils import tree, version
 from funcshard.comm import Mesh, all_gather_texts
 from funcshard.core import (
     BufferComm,
@@ -48,54 +48,23 @@ class UnitBuffer:
         comms = unshard(lambda leaves: leaves, unit, mesh).comms
         return [cls(unit, buffer, comm) for buffer, comm in zip(unit.buffers, comms, strict=True)]
 
-    @property
-    def name(self) -> tuple[str, str]:
-        """The names of the unit and of the buffer in it, which find the shard in a tree."""
-        return self.unit.name, self.buffer.key
 
-    def shard_in(self, shards: Shards) -> torch.Tensor:
-        """Return the buffer's shard, detached."""
-        return shards[self.unit.name][self.buffer.key].detach()
-
-
-@dataclass(frozen=True, slots=True)
-class SampleSums:
-    """The losses, norms and sums of one rank's samples.
+class _Gathered(NamedTuple):
+    """A buffer that was gathered for one call.
 
     Attributes:
-        losses: the loss of each sample.
-        norms: the norm of each sample's gradient.
-        sums: the sum of the clipped gradients of each trainable buffer, ``[padded_numel]``.
+        source: the buffer.
+        shard: its shard, which stands for it in the tree that the loss function gets.
+        whole: the gathered buffer.
+        leaves: the leaves in it.
+        writes: how often torch had written to it when it came.
     """
 
-    losses: torch.Tensor
-    norms: torch.Tensor
-    sums: list[torch.Tensor]
-
-
-class _Watch(torch.autograd.Function):
-    """``_Watch.apply(shard, probe)``: the shard; the probe's gradient is one if the shard has any.
-
-    No gradient reaches a shard that is only gathered, because its unit gets gathered leaves. So
-    backward runs for the other shards alone.
-    """
-
-    @staticmethod
-    @signed
-    def forward(shard: torch.Tensor, probe: torch.Tensor) -> torch.Tensor:
-        return shard.view_as(shard)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return None, grad.any().to(torch.float32)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, shard: torch.Tensor, probe: torch.Tensor) -> Any:
-        raise AssertionError("neither shards nor probes have a dim of samples")
+    source: UnitBuffer
+    shard: torch.Tensor
+    whole: torch.Tensor
+    leaves: list[torch.Tensor]
+    writes: int
 
 
 def sum_of_samples(
@@ -108,8 +77,10 @@ def sum_of_samples(
     max_norm: float | None,
     chunk_size: int | None,
     on_grads: OnSampleGrads | None,
-) -> SampleSums:
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Return losses and norms of this rank's samples, and the sums of their clipped gradients.
+
+    The sums are those of each trainable buffer, ``[padded_numel]``.
 
     Arguments:
         call: ``call(shards, sample)`` returns the loss of one sample.
@@ -124,68 +95,55 @@ def sum_of_samples(
     samples, unflatten_sample = tree.flatten(batch)
     count = _count(samples)
     _check_samples(count, chunk_size, mesh)
-    trained = [unit_buffer for unit_buffer in buffers if unit_buffer.buffer.trainable]
-    whole_buffers = {
-        unit_buffer.name: start_gather(
-            unit_buffer.shard_in(shards), unit_buffer.comm, read_only=True
-        ).finish()
-        for unit_buffer in buffers
-    }
-    gathered = {
-        unit_buffer.name: views(whole_buffers[unit_buffer.name], unit_buffer.buffer)
-        for unit_buffer in buffers
-    }
-    writes = {name: version(full) for name, full in whole_buffers.items()}
+    gathered = []
+    traced = {name: dict(shard) for name, shard in shards.items()}
+    for source in buffers:
+        unit_name, key = source.unit.name, source.buffer.key
+        shard = shards[unit_name][key].detach()
+        whole = start_gather(shard, source.comm, read_only=True).finish()
+        # No gradient reaches a shard that is only gathered, because its unit gets gathered leaves.
+        # A loss that requires a gradient outside of torch.func.grad uses it in another way.
+        shard = shard.detach().requires_grad_(source.buffer.trainable)
+        leaves = views(whole, source.buffer)
+        traced[unit_name][key] = shard
+        gathered.append(_Gathered(source, shard, whole, leaves, version(whole)))
+    to_train = [entry for entry in gathered if entry.source.buffer.trainable]
+    trained = [entry.source for entry in to_train]
+    depends = not trained  # whether a gradient leaves the loss
 
-    def loss_of(
-        leaves: list[list[torch.Tensor]], probes: list[torch.Tensor], sample: list[torch.Tensor]
-    ) -> torch.Tensor:
-        given_leaves = gathered | {
-            unit_buffer.name: buffer_leaves
-            for unit_buffer, buffer_leaves in zip(trained, leaves, strict=True)
-        }
-        traced = {name: dict(shard) for name, shard in shards.items()}
-        for unit_buffer, probe in zip(trained, probes, strict=True):
-            traced[unit_buffer.unit.name][unit_buffer.buffer.key] = _Watch.apply(
-                unit_buffer.shard_in(shards), probe
-            )
-        with activate(
-            GradReducer(
-                [traced[unit][key] for unit, key in given_leaves], gathered=[*given_leaves.values()]
-            )
-        ):
+    def loss_of(leaves: list[list[torch.Tensor]], sample: list[torch.Tensor]) -> torch.Tensor:
+        nonlocal depends
+        trained_leaves = iter(leaves)
+        parts = [
+            next(trained_leaves) if entry.source.buffer.trainable else entry.leaves
+            for entry in gathered
+        ]
+        with activate(GradReducer([entry.shard for entry in gathered], gathered=parts)):
             loss = call(traced, unflatten_sample(sample))
-        if leaves and isinstance(loss, torch.Tensor) and not loss.requires_grad:
+        depends = depends or getattr(loss, "requires_grad", False)
+        return loss
+
+    of_samples = torch.vmap(torch.func.grad_and_value(loss_of), (None, 0), randomness="different")
+    # The sums have the dtype of the shards, also in a unit that computes in a narrower dtype.
+    sums = [torch.zeros_like(entry.whole, dtype=entry.shard.dtype) for entry in to_train]
+    losses: list[torch.Tensor] = []
+    norms: list[torch.Tensor] = []
+    for begin, end in _chunks(count, chunk_size):
+        with torch.enable_grad():
+            grads, values = of_samples(
+                [entry.leaves for entry in to_train], [sample[begin:end] for sample in samples]
+            )
+        for entry in gathered:
+            if version(entry.whole) != entry.writes:
+                raise modified_leaf(entry.source.unit, entry.source.buffer)
+        _check_direct(trained, [entry.shard for entry in to_train], values)
+        if not depends:
             raise ValueError(
                 "loss_fn must return a loss that depends on a trainable shard of its argument; "
                 "found a loss that no gradient leaves, as from no_grad, detached tensors, frozen "
                 "leaves only, or shards that loss_fn did not get as its argument: compute it from "
                 "the shards that loss_fn is called with"
             )
-        return loss
-
-    of_samples = torch.vmap(
-        torch.func.grad_and_value(loss_of, argnums=(0, 1)), (None, None, 0), randomness="different"
-    )
-    leaves = [gathered[unit_buffer.name] for unit_buffer in trained]
-    probes = [
-        torch.zeros((), device=unit_buffer.shard_in(shards).device, dtype=torch.float32)
-        for unit_buffer in trained
-    ]
-    # The sums have the dtype of the shards, also in a unit that computes in a narrower dtype.
-    make = torch.empty_like if count else torch.zeros_like  # the first chunk fills the sums
-    sums = [
-        make(whole_buffers[unit_buffer.name], dtype=unit_buffer.shard_in(shards).dtype)
-        for unit_buffer in trained
-    ]
-    losses: list[torch.Tensor] = []
-    norms: list[torch.Tensor] = []
-    for begin, end in _chunks(count, chunk_size):
-        (grads, direct), values = of_samples(
-            leaves, probes, [sample[begin:end] for sample in samples]
-        )
-        _check_unchanged(buffers, whole_buffers, writes)
-        _check_direct(trained, direct)
         grads = [
             _own(_over_model_axes(buffer_grads, unit_buffer, mesh))
             for unit_buffer, buffer_grads in zip(trained, grads, strict=True)
@@ -194,10 +152,10 @@ def sum_of_samples(
             _show(trained, grads, on_grads)
         losses.append(values.detach())
         norms.append(_norms(grads, trained, mesh))
-        _add(sums, grads, trained, norms[-1], max_norm, first=begin == 0)
-        del grads, direct  # so that the gradients of only one chunk exist at a time
+        _add(sums, grads, trained, norms[-1], max_norm)
+        del grads  # so that the gradients of only one chunk exist at a time
     nothing = [torch.zeros(0, device=sums[0].device if sums else None, dtype=torch.float32)]
-    return SampleSums(torch.cat(losses or nothing), torch.cat(norms or nothing), sums)
+    return torch.cat(losses or nothing), torch.cat(norms or nothing), sums
 
 
 def model_axes(mesh: Mesh) -> list[str]:
@@ -207,7 +165,7 @@ def model_axes(mesh: Mesh) -> list[str]:
 
 def _own(grads: Grads) -> Grads:
     """Return gradients that on_grads may write to, and that reshape without a copy."""
-    return [grad.contiguous() for grad in grads]
+    return [grad.detach().contiguous() for grad in grads]
 
 
 def _over_model_axes(grads: Grads, each: UnitBuffer, mesh: Mesh) -> Grads:
@@ -232,11 +190,9 @@ def _show(trained: Sequence[UnitBuffer], grads: Sequence[Grads], on_grads: OnSam
     with torch.no_grad():
         shown: dict[str, dict[str, torch.Tensor]] = {}
         for unit_buffer, buffer_grads in zip(trained, grads, strict=True):
+            paths = [leaf.path for leaf in unit_buffer.buffer.leaves]
             shown.setdefault(unit_buffer.unit.name, {}).update(
-                {
-                    leaf.path: grad
-                    for leaf, grad in zip(unit_buffer.buffer.leaves, buffer_grads, strict=True)
-                }
+                zip(paths, buffer_grads, strict=True)
             )
         for unit, by_path in shown.items():
             on_grads(unit, by_path)
@@ -244,24 +200,17 @@ def _show(trained: Sequence[UnitBuffer], grads: Sequence[Grads], on_grads: OnSam
 
 def _norms(grads: Sequence[Grads], trained: Sequence[UnitBuffer], mesh: Mesh) -> torch.Tensor:
     """Return the norm of each sample's gradient over all buffers, in float32 or wider."""
-    norms = [_norm(buffer_grads) for buffer_grads in grads]
-    axes = model_axes(mesh)
-    for local in dict.fromkeys(unit_buffer.buffer.local for unit_buffer in trained):
-        if along := [axis for axis in axes if axis in local]:
-            # The rest of these buffers lies on the ranks along these axes.
-            held = [
-                buffer_index
-                for buffer_index, unit_buffer in enumerate(trained)
-                if unit_buffer.buffer.local == local
-            ]
-            squares = torch.stack([norms[buffer_index].square() for buffer_index in held]).sum(0)
-            squares = all_reduce_flat(
-                squares, mesh, local=tuple(axis for axis in mesh.groups if axis not in along)
-            )
-            for buffer_index in held:
-                norms[buffer_index] = (
-                    squares.sqrt() if buffer_index == held[0] else torch.zeros_like(squares)
-                )
+    by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
+    for unit_buffer, buffer_grads in zip(trained, grads, strict=True):
+        along = tuple(axis for axis in model_axes(mesh) if axis in unit_buffer.buffer.local)
+        by_axes.setdefault(along, []).append(_norm(buffer_grads))
+    norms = []
+    for along, buffer_norms in by_axes.items():
+        norm = torch.linalg.vector_norm(torch.stack(buffer_norms), dim=0)
+        if along:  # the rest of these buffers lies on the ranks along these axes
+            local = tuple(axis for axis in mesh.groups if axis not in along)
+            norm = all_reduce_flat(norm.square(), mesh, local=local).sqrt()
+        norms.append(norm)
     return torch.linalg.vector_norm(torch.stack(norms), dim=0)
 
 
@@ -282,18 +231,15 @@ def _add(
     trained: Sequence[UnitBuffer],
     norms: torch.Tensor,
     max_norm: float | None,
-    *,
-    first: bool,
 ) -> None:
     """Add one chunk's gradients, each sample's clipped to ``max_norm``.
 
     Arguments:
-        sums: the sum of each buffer, which the first chunk overwrites.
+        sums: the sum of each buffer so far.
         grads: the gradients of each buffer.
         trained: the buffers.
         norms: the norm of each sample.
         max_norm: the bound.
-        first: whether this is the first chunk.
     """
     scale = torch.ones_like(norms) if max_norm is None else (max_norm / norms).clamp(max=1.0)
     for total, buffer_grads, unit_buffer in zip(sums, grads, trained, strict=True):
@@ -301,11 +247,7 @@ def _add(
         for leaf, grad in zip(unit_buffer.buffer.leaves, buffer_grads, strict=True):
             if leaf.numel:
                 rows = grad.reshape(len(grad), -1).to(total.dtype)
-                total.narrow(0, leaf.offset, leaf.numel).addmv_(
-                    rows.t(), weights, beta=0 if first else 1
-                )
-        if first:
-            total[unit_buffer.buffer.numel :] = 0  # the padding
+                total.narrow(0, leaf.offset, leaf.numel).addmv_(rows.t(), weights)
 
 
 def _chunks(count: int, size: int | None) -> Iterator[tuple[int, int]]:
@@ -351,25 +293,17 @@ def _check_samples(count: int, chunk_size: int | None, mesh: Mesh) -> None:
             )
 
 
-def _check_unchanged(
-    buffers: Sequence[UnitBuffer],
-    whole: dict[tuple[str, str], torch.Tensor],
-    writes: dict[tuple[str, str], int],
+def _check_direct(
+    trained: Sequence[UnitBuffer], shards: Sequence[torch.Tensor], losses: torch.Tensor
 ) -> None:
-    """Raise ``RuntimeError`` if a gathered buffer was written to since it came."""
-    for unit_buffer in buffers:
-        if version(whole[unit_buffer.name]) != writes[unit_buffer.name]:
-            raise modified_leaf(unit_buffer.unit, unit_buffer.buffer)
-
-
-def _check_direct(trained: Sequence[UnitBuffer], direct: Sequence[torch.Tensor]) -> None:
-    """Raise ``ValueError`` if a gradient reached a shard other than by gathering its unit."""
-    # Why one tensor: the host waits once for the device, and not once for each shard.
-    reached = (
-        torch.stack([grad.any().to(direct[0].device) for grad in direct]).tolist() if direct else []
+    """Raise ``ValueError`` if a gradient reaches a shard other than by gathering its unit."""
+    if not losses.requires_grad:
+        return
+    grads = torch.autograd.grad(
+        losses, shards, torch.ones_like(losses), allow_unused=True, retain_graph=True
     )
-    for unit_buffer, reached_grads in zip(trained, reached, strict=True):
-        if reached_grads:
+    for unit_buffer, grad in zip(trained, grads, strict=True):
+        if grad is not None and grad.any():
             raise ValueError(
                 "per_sample_grad differentiates gathered units only; a gradient reached the shard "
                 f"{unit_buffer.buffer.key!r} of unit {unit_buffer.unit.title!r} by another way, such as a "

@@ -136,6 +136,8 @@ CASES += [
      lambda s: per_sample(s, lambda s, shards, x: s.loss(shards, x))),
     ("per_sample_grad", "no batch", TypeError("the batch as its last positional argument"),
      lambda s: fs.per_sample_grad(s.loss, s.plan, s.mesh)(s.shards, batch=s.x)),
+    ("per_sample_grad", "noise without a bound", ValueError("one sample's part is unbounded; pass max_norm"),
+     lambda s: per_sample(s, noise_multiplier=1.0)),
     ("per_sample_grad", "noise without a generator", ValueError("noise needs a generator"),
      lambda s: per_sample(s, max_norm=1.0, noise_multiplier=1.0)),
     ("per_sample_grad", "a generator of each rank's own", ValueError("the state of per_sample_grad's generator"),

@@ -328,23 +328,6 @@ def test_mixed_precision_adds_samples_up_in_the_dtype_of_the_shards():
     assert torch.cat(fs.simulate(main, 2)).tolist() == [2 * (4096.0 + 1023.0)] * 2
 
 
-WRONG = {
-    "max_norm": ({"max_norm": 0.0}, r"max_norm must be a finite number above 0, or None for no clipping; found 0.0"),
-    "noise": ({"noise_multiplier": -1.0}, r"noise_multiplier must be a finite number, at least 0; found -1.0"),
-    "noise without bound": ({"noise_multiplier": 1.0}, r"one sample's part is unbounded; pass max_norm"),
-    "batch_size": (
-        {"batch_size": 0}, r"batch_size must be a finite number above 0, or None for the number of samples; found 0",
-    ),
-    "chunk_size": ({"chunk_size": 0}, r"chunk_size must be a whole number of samples, at least 1, or None for all; found 0"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("options", "words"), WRONG.values(), ids=WRONG)
-def test_wrong_options_are_named(options, words):
-    with pytest.raises(ValueError, match=words):
-        fs.simulate(lambda mesh: evaluated(mesh, "full_shard", options), 1)
-
-
 ANOTHER_WAY = r"'float32' of unit '\(root\)' by another way, such as a penalty on the shard itself or remat around the unit"
 NO_GRADIENT = r"depends on a trainable shard of its argument.*a loss that no gradient leaves"
 LOSSES = {  # of the model, its shards, the shards around the loss and the sample
