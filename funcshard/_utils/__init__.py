@@ -53,7 +53,7 @@ from funcshard._utils.options import (
 from funcshard._utils.page_cache import release_pages
 from funcshard._utils.random_state import RandomState
 from funcshard._utils.regular_files import open_regular, read_regular, regular_size
-from funcshard._utils.remedies import absent, is_tree_of_shards, module_remedy
+from funcshard._utils.remedies import absent, is_tree_of_shards, module_remedy, outline
 from funcshard._utils.shown import Bullets, Part, Shown, Table
 from funcshard._utils.stored_trees import check_structure
 from funcshard._utils.tensors import (
@@ -226,6 +226,7 @@ __all__ = [
     "one_forward_level",
     "open_regular",
     "operator_arguments",
+    "outline",
     "operator_by_name",
     "operator_full_name",
     "operator_name",

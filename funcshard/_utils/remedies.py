@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -29,6 +30,22 @@ def absent(title: str, name: str, remedies: Mapping[str, str]) -> AttributeError
     return AttributeError(
         f"{title} has no attribute {name!r}{f': {remedy}' if remedy else ''}", name=name
     )
+
+
+def outline(value: Any) -> str:
+    """Return what a value is, for an error: a dictionary's first names, a shape, or a class.
+
+    Example:
+        >>> import torch
+        >>> from funcshard._utils import outline
+        >>> outline({"a": 1}), outline(torch.ones(2)), outline(3)
+        ("['a']", 'a tensor of shape (2,)', 'int')
+    """
+    if isinstance(value, Mapping):
+        return str(list(value)[:4])
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return type(value).__name__
 
 
 def module_remedy(value: Any, result: str) -> str:

@@ -65,7 +65,7 @@ def check_names(by_path: dict[str, LeafState], step: Any) -> None:
     elif step.known is not None and step.cls.__module__.startswith("torch.optim."):
         known_entries = step.known
         of_group = {
-            n: learn_entries(step.cls, step.options, [n], True) or known_entries
+            n: learn_entries(step.cls, step.options, [n]) or known_entries
             for n in range(len(step.options))
         }
     else:

@@ -13,7 +13,7 @@ Read the files in this order:
 - ``learning_rate``: ``torch_schedule``, a scheduler of torch as a function of the step.
 - ``optimizers``: ``torch_optimizer``, a class of ``torch.optim`` as such a pair; one update.
 - ``param_groups``: the ranges of flat shards that parameter groups occupy.
-- ``state_checks``: whether a state is one of this optimizer, by names and sizes.
+- ``state_checks``: whether options and a state fit an optimizer.
 - ``muon_step``: ``muon``, the optimizer that updates whole matrices.
 - ``muon_assignment``: ``assign_owners``, which rank computes the update of which matrix.
 - ``sample_sums``: the sums of single samples' clipped gradients on one rank.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, TypeVar
 
 import torch
@@ -21,20 +22,15 @@ def choose_tree(first: torch.Tensor, one: T, other: T) -> T:
     """
 
     # Why once: the host waits for each copy to the CPU, and for each number.
-    on_device = {first.device: first}
-    flag_value: Any = None
+    flag_on = functools.cache(first.to)
+    flag_number = functools.cache(lambda: first.to(torch.int64).item())
 
     def choose(one: Any, other: Any) -> Any:
-        nonlocal flag_value
-        if isinstance(other, torch.Tensor):
-            if other.device not in on_device:
-                on_device[other.device] = first.to(other.device)
-            return torch.where(on_device[other.device], one, other)
         if one is other:
             return other
-        if flag_value is None:
-            flag_value = first.to(torch.int64).item()
-        return other + (one - other) * flag_value
+        if isinstance(other, torch.Tensor):
+            return torch.where(flag_on(other.device), one, other)
+        return other + (one - other) * flag_number()
 
     return tree.map(choose, one, other)
 

@@ -16,8 +16,6 @@ import torch
 from torch.optim import lr_scheduler
 
 from funcshard._utils import absent, check_count, check_number
-from funcshard.comm import current_recording
-from funcshard.train.optimizer_pair import TorchOptimizer
 
 
 def torch_schedule(make: Callable[..., Any], /, *, lr: float, **options: Any) -> TorchSchedule:
@@ -61,12 +59,6 @@ def torch_schedule(make: Callable[..., Any], /, *, lr: float, **options: Any) ->
     Source: ``torch.optim.lr_scheduler``.
     """
     check_number("lr", lr, least=0, remedy="pass the rate that the scheduler starts from")
-    if not callable(make):
-        raise TypeError(
-            "torch_schedule takes a class of torch.optim.lr_scheduler, or a function of an "
-            f"optimizer that returns a scheduler; found {type(make).__name__}: pass the class, and "
-            "its options by name"
-        )
     return TorchSchedule(make, lr, options)
 
 
@@ -87,31 +79,14 @@ class TorchSchedule:
         name = getattr(make, "__name__", type(make).__name__)
         self._title = f"torch_schedule({name}, lr={lr})"
         self._optimizer = _Rate(lr)
-        try:
-            scheduler = make(self._optimizer, **options)
-        except TypeError as error:
+        scheduler = make(self._optimizer, **options)
+        if not isinstance(scheduler, lr_scheduler.LRScheduler) or isinstance(
+            scheduler, lr_scheduler.ReduceLROnPlateau
+        ):
             raise TypeError(
-                f"torch_schedule cannot call {name} with the options {sorted(options)}: {error}"
-            ) from error
-        except ValueError as error:
-            if "momentum" not in str(error):
-                raise
-            raise ValueError(
-                f"torch_schedule gives learning rates alone; {name} changes the momentum too: pass "
-                "cycle_momentum=False, and make the optimizer's momentum or betas a function of "
-                "the step"
-            ) from error
-        if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
-            raise TypeError(
-                "torch_schedule takes schedulers that depend on the step alone; found "
-                "ReduceLROnPlateau, which needs a loss after each epoch: make a step with another "
-                "lr when the loss has stopped falling, and go on with the state"
-            )
-        if not isinstance(scheduler, lr_scheduler.LRScheduler):
-            raise TypeError(
-                "torch_schedule takes a function that returns a scheduler of "
-                f"torch.optim.lr_scheduler; {name} returned {type(scheduler).__name__}: a function "
-                "from the step to a rate is a schedule already; pass it as lr="
+                "torch_schedule takes a scheduler of torch.optim.lr_scheduler that depends on the "
+                f"step alone; found {type(scheduler).__name__}, which needs a loss or is none: a "
+                "function from the step to a rate is a schedule already, so pass it as lr="
             )
         self._scheduler = scheduler
         self._optimizer.step()  # before the first step of the scheduler, which asks for that
@@ -153,59 +128,14 @@ class _Rate(torch.optim.Optimizer):
 # --- the rate of a step ---------------------------------------------------------------------------
 
 
-def rate_of(optimizer: Any) -> Any:
-    """Return the learning rate of an optimizer: a number, a function of the step, or ``None``.
-
-    It is the rate of all leaves that no group has another rate for; ``None`` if the optimizer is
-    a pair ``(init, update)``, which does not say.
-    """
-    step: Any = optimizer.step if isinstance(optimizer, TorchOptimizer) else None
-    if step is None or not hasattr(step, "options"):
-        return None
-    options, cls = (
-        (step.options[0], step.cls)
-        if isinstance(step.options, tuple)
-        else (step.options, torch.optim.Muon)
-    )
+def rate_in(options: Mapping[str, Any], cls: type) -> Any:
+    """Return the learning rate in the options of a class, or its default; ``None`` if neither."""
     if "lr" in options:
         return plain_number(options["lr"])
-    default = inspect.signature(cls).parameters.get("lr")
-    return (
-        None if default is None or default.default is inspect.Parameter.empty else default.default
-    )
-
-
-def rate_now(rate: Any, schedules: Mapping[str, Any], opt_state: Any) -> Any:
-    """Return the learning rate of a step.
-
-    Arguments:
-        rate: as ``rate_of`` returned it.
-        schedules: those of the optimizer, by name.
-        opt_state: the optimizer's state before the step.
-    """
-    if not callable(rate):
-        return rate
-    recording = current_recording()
-    # Why by name: a file of graphs has the names of schedules.
-    return (
-        schedules["lr"](opt_state["steps"])
-        if recording is None
-        else recording.number(schedules["lr"], opt_state["steps"])
-    )
+    return getattr(inspect.signature(cls).parameters.get("lr"), "default", None)
 
 
 def plain_number(value: Any) -> Any:
     """Return a scalar of another library, such as NumPy, as a ``float``; others unchanged."""
     plain = isinstance(value, float | int | torch.Tensor) or not hasattr(value, "__float__")
     return value if plain else float(value)
-
-
-def check_no_scheduler(name: str, value: Any) -> None:
-    """Raise ``TypeError`` if the value of an option is a scheduler of torch, or a class of such."""
-    cls = value if isinstance(value, type) else type(value)
-    if issubclass(cls, lr_scheduler.LRScheduler):
-        raise TypeError(
-            f"{name} must be a number, or a function from the number of steps to one; found "
-            f"{cls.__name__} of torch, which changes an optimizer of torch: pass "
-            f"{name}=fs.torch_schedule({cls.__name__}, lr=..., ...)"
-        )

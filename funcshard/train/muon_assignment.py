@@ -1,11 +1,11 @@
 """The Muon assignment: which rank computes the update of which matrix, and the data sent for it.
 
 Muon orthogonalises the update of each matrix as a whole, but every rank holds only a part of most
-matrices. So the assignment gives each matrix an owner. All ranks send the owner their parts of the
-update; the owner orthogonalises it, and sends each rank the part that the rank holds in its shard.
-Each way is one all-to-all. If ranks along a model axis hold slices of a matrix, the owners of the
-slices send them on to one of them, in an all-to-all along that axis. Everything here is pure data
-that follows from the plan; ``muon_step`` executes it.
+matrices. So the assignment gives each matrix an owner. The parts meet there in stages: first, along
+the shard axis, the elements of flat shards; then, along each model axis that cuts the matrix, its
+slices. The owner orthogonalises the update, and the stages run back in reverse. Each is one
+all-to-all each way. Everything here is pure data that follows from the plan; ``muon_step`` executes
+it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,7 +28,6 @@ from funcshard.plan import (
     check_plan,
     dtype_of,
     position_of,
-    rank_at,
     whole_shape_of,
 )
 from funcshard.train.param_groups import leaves_under, trainable_buffers
@@ -36,6 +35,10 @@ from funcshard.train.param_groups import leaves_under, trainable_buffers
 # Why bfloat16: torch.optim.Muon orthogonalises in bfloat16, so rounding the update before it is
 # sent changes no bit of the result.
 _SENT_DTYPE = "bfloat16"
+
+Stage = str | None
+"""The mesh axis along which slices of matrices meet; ``None`` for elements of flat shards, which
+meet along the shard axis."""
 
 
 def assign_owners(plan: Plan, matrices: Iterable[str] | None = None) -> Owners:
@@ -68,55 +71,47 @@ def assign_owners(plan: Plan, matrices: Iterable[str] | None = None) -> Owners:
         [('all_to_all', 36), ('all_to_all', 36)]
     """
     check_plan(plan)
-    wanted_leaves = None if matrices is None else set(leaves_under(plan, matrices, "matrix path"))
+    chosen_paths = None if matrices is None else set(leaves_under(plan, matrices, "matrix path"))
     matrix_leaves = [
         (unit, buffer, leaf)
         for unit, buffer in trainable_buffers(plan)
         for leaf in buffer.leaves
         if len(leaf.shape) == 2
         and leaf.numel
-        and (wanted_leaves is None or leaf.path in wanted_leaves)
+        and (chosen_paths is None or leaf.path in chosen_paths)
     ]
-    if wanted_leaves is not None and not matrix_leaves:
+    if chosen_paths is not None and not matrix_leaves:
         raise ValueError(
             "matrices must name trainable leaves of two dimensions, or nodes that hold such "
-            f"leaves; found none among {sorted(wanted_leaves)[:4]}: choose other paths, or leave matrices "
+            f"leaves; found none among {sorted(chosen_paths)[:4]}: choose other paths, or leave matrices "
             "out to take every matrix"
         )
-    ranks = plan.mesh_shape[1]
-    cut = {each.axis for _, _, leaf in matrix_leaves for each in leaf.cuts if each.ranks > 1}
-    axes = {axis: size for axis, size in plan.mesh_axes.items() if axis == "shard" or axis in cut}
-    # The load of each rank along these axes; ranks along others repeat it.
-    load = [0] * math.prod(axes.values())
-    candidates: dict[tuple[str, ...], list[_Candidate]] = {}
+    cut_axes = {cut.axis for _, _, leaf in matrix_leaves for cut in leaf.cuts if cut.ranks > 1}
+    axes = {
+        axis: size for axis, size in plan.mesh_axes.items() if axis == "shard" or axis in cut_axes
+    }
+    positions = _positions(axes)
+    load = [0] * len(positions)  # of the ranks along these axes; ranks along others repeat it
+    heaps: dict[tuple[str, ...], list[_Candidate]] = {}
     assigned = []
     for unit, buffer, leaf in sorted(
-        matrix_leaves, key=lambda each: (-_work(each[2]), each[2].index)
+        matrix_leaves, key=lambda entry: (-_work(entry[2]), entry[2].index)
     ):
-        cuts = tuple(each for each in reversed(leaf.cuts) if each.ranks > 1)
-        joined = {each.axis for each in cuts}
-        chosen = tuple(
-            axis
-            for axis in axes
-            if axis in joined or (axis == "shard" and "shard" not in buffer.local)
-        )
-        if chosen not in candidates:
-            candidates[chosen] = [
-                (0, *group) for group in enumerate(_ranks_by_index(chosen, axes).items())
-            ]
-        best, ranks_of_best = _least_loaded(candidates[chosen], load)
-        for rank in ranks_of_best if chosen else ():
+        stages: list[Stage] = [] if "shard" in buffer.local else [None]
+        stages += [cut.axis for cut in reversed(leaf.cuts) if cut.ranks > 1]
+        along = tuple(axis for axis in axes if axis in [stage or "shard" for stage in stages])
+        if along not in heaps:
+            ranks_by_index: dict[tuple[int, ...], list[int]] = defaultdict(list)
+            for rank, position in enumerate(positions):
+                ranks_by_index[tuple(position[axis] for axis in along)].append(rank)
+            heaps[along] = [(0, *entry) for entry in enumerate(ranks_by_index.items())]
+        best, ranks = _least_loaded(heaps[along], load)
+        for rank in ranks if along else ():
             load[rank] += _work(leaf)
-        at = dict(zip(chosen, best, strict=True))
-        owner = None if "shard" in buffer.local else at["shard"]
-        assigned.append(
-            Matrix(
-                unit.name, buffer, leaf, owner, tuple((each.axis, at[each.axis]) for each in cuts)
-            )
-        )
-    return Owners(
-        ranks, tuple(sorted(assigned, key=lambda matrix: matrix.leaf.index)), tuple(axes.items())
-    )
+        index_along = dict(zip(along, best, strict=True))
+        owners = tuple((stage, index_along[stage or "shard"]) for stage in stages)
+        assigned.append(Matrix(unit.name, buffer, leaf, owners))
+    return Owners(tuple(sorted(assigned, key=lambda m: m.leaf.index)), tuple(axes.items()))
 
 
 # Its load when seen last, its number, index and ranks.
@@ -132,26 +127,16 @@ def _least_loaded(
     for which it is right has the least load of all.
     """
     while True:
-        seen, rank_order, (index, ranks) = candidates[0]
-        least_load = max(load[rank] for rank in ranks)
-        if least_load == seen:
+        seen_load, order, (index, ranks) = candidates[0]
+        current_load = max(load[rank] for rank in ranks)
+        if current_load == seen_load:
             return index, ranks
-        heapq.heapreplace(candidates, (least_load, rank_order, (index, ranks)))
+        heapq.heapreplace(candidates, (current_load, order, (index, ranks)))
 
 
 def _positions(axes: Mapping[str, int]) -> list[dict[str, int]]:
     """Return the index along each axis of every rank of a grid, in the order of ranks."""
     return [position_of(rank, axes) for rank in range(math.prod(axes.values()))]
-
-
-def _ranks_by_index(
-    chosen: Iterable[str], axes: Mapping[str, int]
-) -> dict[tuple[int, ...], list[int]]:
-    """Return the ranks of a grid by their index along the chosen axes."""
-    ranks_by_index: dict[tuple[int, ...], list[int]] = {}
-    for rank, position in enumerate(_positions(axes)):
-        ranks_by_index.setdefault(tuple(position[axis] for axis in chosen), []).append(rank)
-    return ranks_by_index
 
 
 def _work(leaf: LeafSpec) -> int:
@@ -166,121 +151,114 @@ class Matrix:
         unit: name of its unit.
         buffer: its flat buffer.
         leaf: the leaf.
-        owner: position along the shard axis of the rank that computes its update; ``None`` if the
-            leaf is local to a rank, so that every rank owns its own matrix.
-        joiners: for each mesh axis along which ranks hold slices of the matrix, the innermost
-            first, the position along it of the rank that joins them.
+        owners: the stages in which its parts meet, in order, each with the position along the
+            stage's axis of the rank at which they meet. A leaf that is local to a rank has none, so
+            that every rank owns its own matrix.
     """
 
     unit: str
     buffer: BufferPlan
     leaf: LeafSpec
-    owner: int | None
-    joiners: tuple[tuple[str, int], ...] = ()
+    owners: tuple[tuple[Stage, int], ...]
 
-    def joined_shape(self, axis: str | None) -> tuple[int, ...]:
-        """Return the shape of the slices that are joined along ``axis``, or of the whole matrix."""
-        done = [axis_name for axis_name, _ in self.joiners]
-        inner = done if axis is None else done[: done.index(axis)]
-        return whole_shape_of(self.leaf.shape, [cut for cut in self.leaf.cuts if cut.axis in inner])
+    def place(self, stage: Stage = "") -> dict[str, int]:
+        """Return the position, along some axes, of the ranks that hold a part in ``stage``.
 
-    def owns(self, position: Mapping[str, int], axis: str | None) -> bool:
-        """Return whether a rank has a slice to be joined along ``axis``, or the whole matrix.
+        Without a stage, it is that of the ranks that own the whole matrix.
+        """
+        before = itertools.takewhile(lambda owner: owner[0] != stage, self.owners)
+        return {axis or "shard": index for axis, index in before}
+
+    def shape(self, stage: Stage = "") -> tuple[int, ...]:
+        """Return the shape of the slices that meet in ``stage``, or of the whole matrix."""
+        place = self.place(stage)
+        return whole_shape_of(self.leaf.shape, [c for c in self.leaf.cuts if c.axis in place])
+
+    def part(self, stage: Stage, index: int, peer: int) -> Part:
+        """Return the part of the rank at ``index`` along the axis, to swap with ``peer``."""
+        if stage is None:
+            flat = self.buffer.part(self.leaf, index)
+            return Part(self, peer, 0, flat.begin, (flat.numel,))
+        shape = self.shape(stage)
+        dim = next(cut.dim for cut in self.leaf.cuts if cut.axis == stage)
+        return Part(self, peer, dim, index * shape[dim], shape)
+
+    def runs(self, stage: Stage, ranks: int, back: bool) -> list[tuple[range, int]]:
+        """Return the ranks along the stage's axis whose parts are sent, in runs of equal parts.
 
         Arguments:
-            position: index of the rank along each mesh axis.
-            axis: an axis of ``joiners``, or ``None``.
+            stage: the stage.
+            ranks: number of ranks along its axis.
+            back: whether the parts are sent back by the owner.
+
+        Returns:
+            Ranks, and the number of elements of the part of each of them.
         """
-        return all(position[axis_name] == index for axis_name, index in self._fixed(axis).items())
-
-    def owner_positions(self, axes: Mapping[str, int], axis: str | None) -> list[dict[str, int]]:
-        """Return the positions on a grid of the ranks for which ``owns`` is true."""
-        fixed = self._fixed(axis)
-        free = {axis_name: 1 if axis_name in fixed else size for axis_name, size in axes.items()}
-        return [position | fixed for position in _positions(free)]
-
-    def _fixed(self, axis: str | None) -> dict[str, int]:
-        """Return the index along some axes that all ranks have for which ``owns`` is true."""
-        done = [axis_name for axis_name, _ in self.joiners]
-        joiners_before = self.joiners if axis is None else self.joiners[: done.index(axis)]
-        return ({} if self.owner is None else {"shard": self.owner}) | dict(joiners_before)
-
-    def held(self, rank: int) -> range:
-        """Return the elements of the raveled matrix that lie in the shard of ``rank``."""
-        part = self.buffer.part(self.leaf, rank)
-        return range(part.begin, part.end)
-
-    def holders(self, ranks: int) -> range:
-        """Return those of ``ranks`` ranks along the shard axis whose shards hold elements."""
-        if self.buffer.shards == 1:
-            return range(ranks)
-        first, last = self.leaf.offset, self.leaf.offset + self.leaf.numel - 1
-        return range(first // self.buffer.shard_numel, last // self.buffer.shard_numel + 1)
-
-    def sent(self, rank: int, owner: int) -> range:
-        """Return the elements of the update that ``rank`` sends to ``owner``, possibly itself."""
-        # An owner that holds the whole matrix needs nothing from other ranks.
-        sends = rank == owner or self.buffer.shards > 1
-        return self.held(rank) if self.owner in (None, owner) and sends else range(0)
-
-    def returned(self, owner: int, rank: int) -> range:
-        """Return the elements of the update that ``owner`` returns to ``rank``, possibly itself."""
-        is_owner = rank == owner if self.owner is None else owner == self.owner
-        return self.held(rank) if is_owner else range(0)
+        if stage is not None:
+            return [(range(ranks), math.prod(self.shape(stage)))]
+        size, begin = self.buffer.shard_numel, self.leaf.offset
+        end = begin + self.leaf.numel
+        if self.buffer.shards == 1:  # an owner that holds the whole matrix needs nothing
+            _, owner = self.owners[0]
+            return [(range(ranks) if back else range(owner, owner + 1), self.leaf.numel)]
+        first, last = begin // size, (end - 1) // size
+        if first == last:
+            return [(range(first, last + 1), self.leaf.numel)]
+        return [
+            (range(first, first + 1), (first + 1) * size - begin),
+            (range(first + 1, last), size),
+            (range(last, last + 1), end - last * size),
+        ]
 
 
-class MatrixPart(NamedTuple):
-    """Some elements of a raveled matrix."""
+class Part(NamedTuple):
+    """A part of a matrix that a rank sends or receives in a stage.
+
+    Attributes:
+        matrix: the matrix.
+        peer: the rank along the stage's axis that it goes to, or comes from.
+        dim: the dimension along which the parts follow one another.
+        begin: where it begins along this dimension.
+        shape: its shape; that of elements of a flat shard has one dimension.
+    """
 
     matrix: Matrix
-    elements: range
+    peer: int
+    dim: int
+    begin: int
+    shape: tuple[int, ...]
+
+    @property
+    def path(self) -> str:
+        """Path of the matrix."""
+        return self.matrix.leaf.path
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class AllToAll:
-    """The part of one rank in one of the two all-to-alls of a Muon step.
+    """What one rank sends and receives in a stage, one way.
 
     Attributes:
-        sent: the parts of matrices that this rank sends, in the order of the ranks that receive
-            them.
-        send_sizes: number of elements that this rank sends to each rank, itself included.
-        received: the parts that this rank receives, in the order of the ranks that send them.
-        receive_sizes: number of elements that this rank receives from each rank, itself included.
+        axis: the mesh axis.
+        sent: the parts that it sends, in the order of the ranks that receive them.
+        send_sizes: number of elements that it sends to each rank, itself included.
+        received: the parts that it receives, in the order of the ranks that send them.
+        receive_sizes: number of elements that it receives from each rank, itself included.
         event: the collective as ``record_events`` records it; ``None`` if no rank has anything to
             send to another one, so that no collective runs.
     """
 
-    sent: tuple[MatrixPart, ...]
+    axis: str
+    sent: tuple[Part, ...]
     send_sizes: tuple[int, ...]
-    received: tuple[MatrixPart, ...]
+    received: tuple[Part, ...]
     receive_sizes: tuple[int, ...]
     event: Event | None
-
-
-@dataclass(frozen=True, slots=True)
-class Join:
-    """The part of one rank in the all-to-all that joins slices of matrices along an axis.
-
-    The all-to-all that returns the slices has ``sizes`` and ``joined_sizes`` swapped.
-
-    Attributes:
-        axis: the mesh axis.
-        sent: the matrices of which this rank sends a slice, in the order of the receiving ranks.
-        sizes: number of elements that this rank sends to each rank, itself included.
-        joined: the matrices of which this rank receives a slice from every rank.
-        joined_sizes: number of elements that it receives from each rank, itself included.
-        event: the collective as ``record_events`` records it.
-    """
-
-    axis: str
-    sent: tuple[Matrix, ...]
-    sizes: tuple[int, ...]
-    joined: tuple[Matrix, ...]
-    joined_sizes: tuple[int, ...]
-    event: Event | None
-
-
-Elements = Callable[[Matrix, int, int], range]  # those that one rank sends to another; see Matrix
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -288,7 +266,6 @@ class Owners(Shown):
     """Which rank computes the update of which matrix; made by ``assign_owners``.
 
     Attributes:
-        ranks: number of ranks along the shard axis, which share the matrices out.
         matrices: the matrices, in tree order.
         axes: size of the shard axis, and of the axes along which ranks hold slices of matrices.
 
@@ -300,9 +277,8 @@ class Owners(Shown):
         {'a': 0, 'b': 1}
     """
 
-    ranks: int
     matrices: tuple[Matrix, ...]
-    axes: Axes = ()
+    axes: Axes
 
     @property
     def of(self) -> dict[str, int | None]:
@@ -310,7 +286,7 @@ class Owners(Shown):
 
         ``None`` represents a matrix that is local to a rank: every rank owns its own.
         """
-        return {matrix.leaf.path: matrix.owner for matrix in self.matrices}
+        return {matrix.leaf.path: dict(matrix.owners).get(None) for matrix in self.matrices}
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -321,146 +297,82 @@ class Owners(Shown):
         slices of matrices: to join the slices, and to return them. An all-to-all in which no
         rank sends anything to another one does not run.
         """
-        joins = [self._join_event(axis) for axis in self.join_axes]
+        stages = self.stages
         step_events = [
-            self._event(Matrix.sent),
-            *joins,
-            *reversed(joins),
-            self._event(Matrix.returned),
+            *(self._event(stage, back=False) for stage in stages),
+            *(self._event(stage, back=True) for stage in reversed(stages)),
         ]
         return tuple(event for event in step_events if event is not None)
 
     @property
-    def join_axes(self) -> tuple[str, ...]:
-        """The axes along which slices are joined, in this order, and handed back in the reverse."""
-        used = {axis for matrix in self.matrices for axis, _ in matrix.joiners}
-        return tuple(axis for axis, _ in reversed(self.axes) if axis in used)
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages in which parts meet, in order."""
+        used = {stage for matrix in self.matrices for stage, _ in matrix.owners}
+        return tuple(stage for stage in (None, *reversed(dict(self.axes))) if stage in used)
 
-    def join(self, axis: str, position: Mapping[str, int]) -> Join:
-        """Return the part of the rank at ``position`` in joining slices along ``axis``."""
-        size = dict(self.axes)[axis]
-        held = [
-            matrix
-            for matrix in self.matrices
-            if axis in dict(matrix.joiners) and matrix.owns(position, axis)
-        ]
-        numel = {matrix.leaf.path: math.prod(matrix.joined_shape(axis)) for matrix in held}
-        sent = [
-            [matrix for matrix in held if dict(matrix.joiners)[axis] == other_rank]
-            for other_rank in range(size)
-        ]
-        sizes = tuple(
-            sum(numel[matrix.leaf.path] for matrix in rank_matrices) for rank_matrices in sent
-        )
-        mine = tuple(sent[position[axis]])
-        joined = sum(numel[matrix.leaf.path] for matrix in mine)
-        return Join(
-            axis,
-            tuple(matrix for rank_matrices in sent for matrix in rank_matrices),
-            sizes,
-            mine,
-            (joined,) * size,
-            self._join_event(axis),
-        )
-
-    def _join_event(self, axis: str) -> Event | None:
-        """Return the all-to-all along an axis; it counts the busiest rank."""
-        axes = dict(self.axes)
-        size = axes[axis]
-        sent = [0] * math.prod(axes.values())
-        received = [0] * math.prod(axes.values())
+    def all_to_all(self, stage: Stage, position: Mapping[str, int], back: bool) -> AllToAll:
+        """Return the part of the rank at ``position`` in a stage, on the way there or back."""
+        axis = stage or "shard"
+        mine, ranks = position[axis], dict(self.axes)[axis]
+        held: list[Part] = []
+        owned: list[Part] = []
         for matrix in self.matrices:
-            joiners = dict(matrix.joiners)
-            if axis not in joiners:
+            owner = dict(matrix.owners).get(stage)
+            if owner is None or not matrix.place(stage).items() <= position.items():
                 continue
-            numel = math.prod(matrix.joined_shape(axis))
-            for position in matrix.owner_positions(axes, axis):
-                rank = rank_at(position, axes)
-                if joiners[axis] == position[axis]:
-                    received[rank] += numel * (size - 1)
-                else:
-                    sent[rank] += numel
-        most_numel = max(*sent, *received)
-        itemsize = dtype_of(_SENT_DTYPE).itemsize
-        return (
-            Event("all_to_all", None, "", _SENT_DTYPE, most_numel * itemsize, axis, size)
-            if most_numel
-            else None
+            runs = [run for run, _ in matrix.runs(stage, ranks, back)]
+            if any(mine in run for run in runs):
+                held.append(matrix.part(stage, mine, owner))
+            if mine == owner:
+                owned += [matrix.part(stage, rank, rank) for run in runs for rank in run]
+        sent, received = (owned, held) if back else (held, owned)
+        return AllToAll(
+            axis, *_in_order(sent, ranks), *_in_order(received, ranks), self._event(stage, back)
         )
 
-    def to_owners(self, rank: int) -> AllToAll:
-        """Return the part of ``rank`` in the all-to-all that brings the updates to the owners."""
-        return self._all_to_all(Matrix.sent, rank)
-
-    def from_owners(self, rank: int) -> AllToAll:
-        """Return the part of ``rank`` in the all-to-all that brings the updates back."""
-        return self._all_to_all(Matrix.returned, rank)
-
-    def _all_to_all(self, elements: Elements, rank: int) -> AllToAll:
-        sent: list[tuple[int, MatrixPart]] = []  # each part with the rank that receives it
-        received: list[tuple[int, MatrixPart]] = []  # each part with the rank that sends it
-        to_owners, of_owner = (sent, received) if elements is Matrix.sent else (received, sent)
-        for matrix in self.matrices:
-            owner = rank if matrix.owner is None else matrix.owner
-            pairs = [(to_owners, owner)]
-            if owner == rank:
-                holders = (rank,) if matrix.owner is None else matrix.holders(self.ranks)
-                pairs += [(of_owner, other_rank) for other_rank in holders]
-            for parts, other_rank in pairs:
-                between = (rank, other_rank) if parts is sent else (other_rank, rank)
-                if sent_numel := elements(matrix, *between):
-                    parts.append((other_rank, MatrixPart(matrix, sent_numel)))
-
-        def ordered(
-            parts: list[tuple[int, MatrixPart]],
-        ) -> tuple[tuple[MatrixPart, ...], tuple[int, ...]]:
-            sizes = [0] * self.ranks
-            for other_rank, part in parts:
-                sizes[other_rank] += len(part.elements)
-            return tuple(part for _, part in sorted(parts, key=lambda pair: pair[0])), tuple(sizes)
-
-        return AllToAll(*ordered(sent), *ordered(received), self._event(elements))
-
-    def _event(self, elements: Elements) -> Event | None:
-        size = self._busiest(elements) * dtype_of(_SENT_DTYPE).itemsize
-        return (
-            Event("all_to_all", None, "", _SENT_DTYPE, size, "shard", self.ranks) if size else None
-        )
-
-    def _busiest(self, elements: Elements) -> int:
-        """Return the most elements that any one rank sends to, or receives from, other ranks."""
-        # What crosses at a rank, as an owner and as a holder.
-        owned, held = [0] * self.ranks, [0] * self.ranks
-        steps = [0] * (self.ranks + 1)  # from the number of one rank to that of the next one
-        for matrix in self.matrices:
-            if matrix.owner is None or (elements is Matrix.sent and matrix.buffer.shards == 1):
-                continue  # every rank sends to itself only
-            holders, numel = matrix.holders(self.ranks), matrix.leaf.numel
-            # Why no loop over ranks: all between the first and the last one hold the same number.
-            if len(holders) > 2:
-                inner = len(matrix.held(holders[1]))
-                steps[holders[1]] += inner
-                steps[holders[-1]] -= inner
-            for rank in {holders[0], holders[-1]}:
-                held[rank] += len(matrix.held(rank))
-            at_owner = len(matrix.held(matrix.owner))
-            held[matrix.owner] -= at_owner
-            owned[matrix.owner] += (
-                numel if matrix.buffer.shards > 1 else numel * self.ranks
-            ) - at_owner
-        return max(*owned, *map(operator.add, held, itertools.accumulate(steps)))
+    def _event(self, stage: Stage, back: bool) -> Event | None:
+        """Return the all-to-all of a stage; it counts the busiest rank."""
+        axis = stage or "shard"
+        ranks = dict(self.axes)[axis]
+        members = [matrix for matrix in self.matrices if stage in dict(matrix.owners)]
+        other_axes = {axis for matrix in members for axis in matrix.place(stage)}
+        # What crosses at a rank, by its place along the other axes: as an owner, and as a holder.
+        owned: Counter[tuple[tuple[int, ...], int]] = Counter()
+        # Why steps from one rank to the next: many ranks in a row hold parts of one size.
+        steps: dict[tuple[int, ...], list[int]] = defaultdict(lambda: [0] * (ranks + 1))
+        for matrix in members:
+            owner, place = dict(matrix.owners)[stage], matrix.place(stage)
+            runs = matrix.runs(stage, ranks, back)
+            kept = sum(numel for run, numel in runs if owner in run)
+            crossing = sum(len(run) * numel for run, numel in runs) - kept
+            own_run = (range(owner, owner + 1), -kept)
+            for key in itertools.product(
+                *([place[a]] if a in place else range(n) for a, n in self.axes if a in other_axes)
+            ):
+                owned[key, owner] += crossing
+                for run, numel in (*runs, own_run):
+                    steps[key][run.start] += numel
+                    steps[key][run.stop] -= numel
+        held = (max(itertools.accumulate(changes)) for changes in steps.values())
+        size = max(*owned.values(), *held, 0, 0) * dtype_of(_SENT_DTYPE).itemsize
+        return Event("all_to_all", None, "", _SENT_DTYPE, size, axis, ranks) if size else None
 
     def _parts(self) -> list[Table]:
-        axes = dict(self.axes) or {"shard": self.ranks}
-        header = ["rank" if len(axes) == 1 else " × ".join(axes), "matrices", "numel", "work"]
+        axes = dict(self.axes)
         rows = []
         for position in _positions(axes):
-            owned = [matrix.leaf for matrix in self.matrices if matrix.owns(position, None)]
-            numbers = [
-                len(owned),
-                sum(math.prod(leaf.whole_shape) for leaf in owned),
-                sum(map(_work, owned)),
-            ]
-            rows.append([" × ".join(map(str, position.values())), *map(table.count, numbers)])
+            owned = [m.leaf for m in self.matrices if m.place().items() <= position.items()]
+            numel = sum(math.prod(leaf.whole_shape) for leaf in owned)
+            counts = map(table.count, [len(owned), numel, sum(map(_work, owned))])
+            rows.append([" × ".join(map(str, position.values())), *counts])
         traffic = table.size(sum(event.traffic for event in self.events))
+        header = ["rank" if len(axes) == 1 else " × ".join(axes), "matrices", "numel", "work"]
         return [Table(f"Owners of {len(self.matrices)} matrices, {traffic} a step", header, rows)]
+
+
+def _in_order(parts: list[Part], ranks: int) -> tuple[tuple[Part, ...], tuple[int, ...]]:
+    """Return parts in the order of their peers, and the number of elements of each peer."""
+    sizes = [0] * ranks
+    for part in parts:
+        sizes[part.peer] += part.numel
+    return tuple(sorted(parts, key=lambda part: part.peer)), tuple(sizes)

@@ -14,27 +14,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from funcshard._utils import DONATED_STATE, check_not_donated, donate, tree
+from funcshard._utils import DONATED_STATE, check_not_donated, outline, tree
 from funcshard.comm import Mesh, current_recording, in_graph
 from funcshard.core import check_fits, check_shards
-from funcshard.plan import Event, Plan, emit, recording
-from funcshard.train.learning_rate import plain_number
-from funcshard.train.muon_assignment import (
-    AllToAll,
-    Join,
-    Matrix,
-    MatrixPart,
-    Owners,
-    assign_owners,
-)
+from funcshard.plan import Plan, emit, recording
+from funcshard.train.learning_rate import rate_in
+from funcshard.train.muon_assignment import AllToAll, Owners, assign_owners
 from funcshard.train.optimizer_pair import TorchOptimizer
-from funcshard.train.optimizers import Schedule, TorchStep, grouped_step, schedules_in
+from funcshard.train.optimizers import (
+    Schedule,
+    TorchStep,
+    grouped_step,
+    options_at,
+    schedules_in,
+)
 from funcshard.train.param_groups import ParamGroupLayout, trainable_buffers
-from funcshard.train.state_checks import REMEDY, check_names, check_values
+from funcshard.train.state_checks import NEW_STATE, check_form, check_options
 
 
 def muon(
@@ -99,19 +98,10 @@ def muon(
         raise TypeError(
             f'adamw must be a dictionary of options of torch.optim.AdamW, as {{"lr": 3e-4}}; found {type(adamw).__name__}'
         )
-    check_names(torch.optim.Muon, (options,))
-    check_names(
-        torch.optim.AdamW,
-        ({key: value for key, value in (adamw or {}).items() if key != "groups"},),
-    )
+    check_options(torch.optim.Muon, [options])
+    _with_defaults(options_at(options, 0))
     owners = assign_owners(plan, matrices)
-    options_now = {
-        key: plain_number(value(0)) if callable(value) else value for key, value in options.items()
-    }
-    check_values(options_now, "")
-    _with_defaults(options_now)
-    me = mesh.shard.rank
-    layout = ParamGroupLayout({matrix.leaf.path: 0 for matrix in owners.matrices}, 1, me)
+    layout = ParamGroupLayout(dict.fromkeys(owners.of, 0), 1, mesh.shard.rank)
     others = dict(adamw or {})
     rest_step = grouped_step(
         torch.optim.AdamW, others, others.pop("groups", ()), plan, mesh, left_out=layout.group_of
@@ -120,37 +110,14 @@ def muon(
         (unit.name, buffer.key): sum(leaf_range.numel for leaf_range in layout.ranges(buffer))
         for unit, buffer in trainable_buffers(plan)
     }
-    step = MuonStep(
-        options, plan, mesh, owners, layout, rest_step, numels, _local_parts(owners, me), owners.to_owners(me),
-        owners.from_owners(me), tuple(owners.join(axis, mesh.position) for axis in owners.join_axes),
-    )  # fmt: skip
+    parts = {m.leaf.path: m.buffer.part(m.leaf, mesh.shard.rank) for m in owners.matrices}
+    slices = {path: part.in_shard for path, part in parts.items() if part.numel}
+    there = tuple(owners.all_to_all(stage, mesh.position, back=False) for stage in owners.stages)
+    back = tuple(
+        owners.all_to_all(stage, mesh.position, back=True) for stage in reversed(owners.stages)
+    )
+    step = MuonStep(options, plan, mesh, owners, layout, rest_step, numels, slices, there, back)
     return TorchOptimizer(step.init, step)
-
-
-class LocalPart(NamedTuple):
-    """The elements of one matrix that lie in this rank's shard.
-
-    Attributes:
-        in_shard: where they lie in the shard.
-        in_momentum: where they lie in the momentum of the shard, which holds matrices only.
-    """
-
-    in_shard: slice
-    in_momentum: slice
-
-
-def _local_parts(owners: Owners, rank: int) -> dict[str, LocalPart]:
-    """Return the part of each matrix that lies in the shard of ``rank``, by path."""
-    parts_by_path: dict[str, LocalPart] = {}
-    momentum_numel: dict[tuple[str, str], int] = {}
-    for matrix in sorted(owners.matrices, key=lambda matrix: matrix.leaf.offset):
-        part = matrix.buffer.part(matrix.leaf, rank)
-        if part.numel:
-            begin = momentum_numel.get((matrix.unit, matrix.buffer.key), 0)
-            end = begin + part.numel
-            parts_by_path[matrix.leaf.path] = LocalPart(part.in_shard, slice(begin, end))
-            momentum_numel[matrix.unit, matrix.buffer.key] = end
-    return parts_by_path
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,10 +132,9 @@ class MuonStep:
         layout: the ranges of this rank's shards that matrices occupy.
         adamw: the step of all other leaves.
         numels: number of elements of the momentum of each shard, by unit and buffer key.
-        local_parts: the part of each matrix that lies in this rank's shards, by path.
-        to_owners: the all-to-all that brings the updates to the owners.
-        from_owners: the all-to-all that brings the orthogonalised updates back.
-        joins: the all-to-alls that join slices of matrices, in this order.
+        slices: where the part of each matrix lies in this rank's shard, by path.
+        there: the all-to-alls that bring the updates to the owners, in order.
+        back: the all-to-alls that bring the orthogonalised updates back, in order.
     """
 
     options: Mapping[str, Any]
@@ -178,67 +144,51 @@ class MuonStep:
     layout: ParamGroupLayout
     adamw: TorchStep
     numels: Mapping[tuple[str, str], int]
-    local_parts: Mapping[str, LocalPart]
-    to_owners: AllToAll
-    from_owners: AllToAll
-    joins: tuple[Join, ...] = ()
+    slices: Mapping[str, slice]
+    there: tuple[AllToAll, ...]
+    back: tuple[AllToAll, ...]
 
     def init(self, params: Any) -> Any:
         """Return the state before the first step."""
         check_shards(self.plan, params)
         momentum: dict[str, dict[str, torch.Tensor]] = {name: {} for name in params}
-        rest_states: dict[str, dict[str, Any]] = {name: {} for name in params}
         for unit, buffer in trainable_buffers(self.plan):
             shard = params[unit.name][buffer.key]
-            numel = self.numels[unit.name, buffer.key]
-            momentum[unit.name][buffer.key] = torch.zeros(
-                numel, dtype=shard.dtype, device=shard.device
-            )
-            rest_states[unit.name][buffer.key] = {}
+            momentum[unit.name][buffer.key] = shard.new_zeros(self.numels[unit.name, buffer.key])
+        rest_states = tree.map(lambda _: {}, momentum)
         return {"steps": 0, "momentum": momentum, "adamw": {"steps": 0, "leaves": rest_states}}
 
     def __call__(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         """Update ``params`` and ``state``, which are donated, by one step, and return them."""
         check_shards(self.plan, params)
         self._check_state(state)
-        given_params = params
         options = self._options_at(state["steps"])
         params, adamw_state = self.adamw(grads, state["adamw"], params)
-        local = self._update_momentum(grads, state["momentum"], options)
-        # The parts of the updates go to their matrices' owners.
-        received = self._run(
-            self.to_owners, [local[part.matrix.leaf.path] for part in self.to_owners.sent]
-        )
-        whole_updates = self._joined(_whole_updates(received))
-        whole_updates = {
-            path: _orthogonalise(update, options) for path, update in whole_updates.items()
-        }
-        whole_updates = {
-            path: update.reshape(-1) for path, update in self._handed_back(whole_updates).items()
-        }
-        # The parts of the orthogonalised updates come back to the ranks that hold them.
-        returned = [
-            whole_updates[part.matrix.leaf.path][_slice(part.elements)]
-            for part in self.from_owners.sent
-        ]
-        for (matrix, _), update in self._run(self.from_owners, returned):
-            if grads[matrix.unit][matrix.buffer.key] is None:
-                continue  # as torch.optim.Muon leaves such a parameter as it is
-            target = params[matrix.unit][matrix.buffer.key][
-                self.local_parts[matrix.leaf.path].in_shard
-            ]
-            target.mul_(1 - options["lr"] * options["weight_decay"])
-            target.add_(
-                update.to(target.device),
-                alpha=-_adjusted_lr(
-                    options["lr"], options["adjust_lr_fn"], matrix.leaf.whole_shape
-                ),
+        updates = self._update_momentum(grads, state["momentum"], options)
+        updates = self._bring_to_owners(updates)
+        owned = {
+            matrix.leaf.path: _orthogonalise(
+                updates[matrix.leaf.path].view(matrix.shape()), options
             )
-        if params is given_params:  # AdamW has no leaf to update
-            leaves, unflatten = tree.flatten(params)
-            params = unflatten(donate(leaves))
+            for matrix in self.owners.matrices
+            if matrix.place().items() <= self.mesh.position.items()
+        }
+        updates = self._bring_back(owned)
+        for matrix in self.owners.matrices:
+            path, grad = matrix.leaf.path, grads[matrix.unit][matrix.buffer.key]
+            if path not in updates or grad is None:
+                continue  # as torch.optim.Muon leaves a parameter without a gradient as it is
+            target = params[matrix.unit][matrix.buffer.key][self.slices[path]]
+            target.mul_(1 - options["lr"] * options["weight_decay"])
+            rate = _adjusted_lr(options["lr"], options["adjust_lr_fn"], matrix.leaf.whole_shape)
+            target.add_(updates[path].reshape(-1).to(target.device), alpha=-rate)
         momentum, state["momentum"] = state["momentum"], DONATED_STATE
         return params, {"steps": state["steps"] + 1, "momentum": momentum, "adamw": adamw_state}
+
+    @property
+    def rate(self) -> Any:
+        """The learning rate of the matrices."""
+        return self.schedules.get("lr") or rate_in(self.options, torch.optim.Muon)
 
     @property
     def schedules(self) -> dict[str, Schedule]:
@@ -249,179 +199,95 @@ class MuonStep:
 
     def param_groups(self, steps: int) -> list[dict[str, Any]]:
         """Return Muon's options as ``torch.optim`` writes them, with the paths of the matrices."""
-        return (
-            [{**self._options_at(steps), "params": list(self.owners.of)}]
-            if self.owners.matrices
-            else []
-        )
+        paths = list(self.owners.of)
+        return [{**self._options_at(steps), "params": paths}] if paths else []
 
     def _options_at(self, steps: int) -> dict[str, Any]:
+        options = _with_defaults(options_at(self.options, steps))
         recording = current_recording()
-        # Why not now: a graph that fs.trace records asks the schedules each time it runs.
-        at = steps if recording is None else 0
-        options_now = {
-            key: plain_number(value(at)) if callable(value) else value
-            for key, value in self.options.items()
-        }
-        check_values(options_now, f" at step {at}")
-        options = _with_defaults(options_now)
         if recording is not None:
-            options |= {
-                key: recording.number(schedule, steps)
-                for key, schedule in schedules_in(self.options).items()
-            }
+            for name, schedule in schedules_in(self.options).items():
+                options[name] = recording.number(schedule, steps)
         return {
-            key: value.item() if isinstance(value, torch.Tensor) else value
-            for key, value in options.items()
+            name: value.item() if isinstance(value, torch.Tensor) else value
+            for name, value in options.items()
         }
 
     def _check_state(self, state: Any) -> None:
         """Raise ``ValueError`` unless ``state`` is one of this optimizer."""
-        if not isinstance(state, Mapping) or not {"steps", "momentum", "adamw"} <= state.keys():
-            found_state = (
-                sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
-            )
-            raise ValueError(
-                f"a state of muon must hold 'steps', 'momentum' and 'adamw'; found {found_state}, of "
-                f"another optimizer: {REMEDY}"
-            )
+        check_form(state, {"steps", "momentum", "adamw"}, "muon")
         check_not_donated(state["momentum"])
         for (unit, key), numel in self.numels.items():
-            found_state = state["momentum"].get(unit, {}).get(key)
-            if not isinstance(found_state, torch.Tensor) or found_state.shape != (numel,):
-                held = "nothing" if found_state is None else found_state
-                if isinstance(found_state, torch.Tensor):
-                    held = tuple(found_state.shape)
+            average = state["momentum"].get(unit, {}).get(key)
+            if getattr(average, "shape", None) != (numel,):
                 raise ValueError(
                     f"muon's momentum of buffer {key!r} of unit {unit or '(root)'!r} must have "
-                    f"shape ({numel},), the elements of matrices in this shard; found {held}, of "
-                    f"another plan, number of ranks or choice of matrices: {REMEDY}"
+                    f"shape ({numel},), the elements of matrices in this shard; found {outline(average)}, of "
+                    f"another plan, number of ranks or choice of matrices: {NEW_STATE}"
                 )
 
     def _update_momentum(
         self, grads: Any, momentum: Any, options: Mapping[str, Any]
     ) -> dict[str, torch.Tensor]:
         """Update momentum in place; return this rank's part of each matrix's update, by path."""
-        updates: dict[tuple[str, str], torch.Tensor] = {}
+        updates: dict[str, torch.Tensor] = {}
         for unit, buffer in trainable_buffers(self.plan):
-            unit_momentum = momentum[unit.name][buffer.key]
-            if not unit_momentum.numel():
+            average, grad = momentum[unit.name][buffer.key], grads[unit.name][buffer.key]
+            if not average.numel():
                 continue
-            if grads[unit.name][buffer.key] is None:
+            if grad is None:
                 # Why zeros are sent: every step runs the same collectives.
-                updates[unit.name, buffer.key] = unit_momentum.new_zeros(
-                    unit_momentum.shape, dtype=torch.bfloat16, device=self.mesh.device
-                )
-                continue
-            grad = self.layout.pick(grads[unit.name][buffer.key], buffer).to(unit_momentum.dtype)
-            unit_momentum.lerp_(grad, 1 - options["momentum"])
-            update = (
-                grad.lerp(unit_momentum, options["momentum"])
-                if options["nesterov"]
-                else unit_momentum
-            )
-            updates[unit.name, buffer.key] = update.to(self.mesh.device, torch.bfloat16)
-        return {
-            matrix.leaf.path: updates[matrix.unit, matrix.buffer.key][
-                self.local_parts[matrix.leaf.path].in_momentum
-            ]
-            for matrix in self.owners.matrices
-            if matrix.leaf.path in self.local_parts
-        }
+                update = torch.zeros_like(average)
+            else:
+                grad = self.layout.pick(grad, buffer).to(average.dtype)
+                average.lerp_(grad, 1 - options["momentum"])
+                update = grad.lerp(average, options["momentum"]) if options["nesterov"] else average
+            update, end = update.to(self.mesh.device, torch.bfloat16), 0
+            for leaf in buffer.leaves:
+                if leaf.path in self.slices:
+                    in_shard = self.slices[leaf.path]
+                    begin, end = end, end + in_shard.stop - in_shard.start
+                    updates[leaf.path] = update[begin:end]
+        return updates
 
-    def _run(
-        self, exchange: AllToAll, sent: list[torch.Tensor]
-    ) -> list[tuple[MatrixPart, torch.Tensor]]:
-        """Run an all-to-all; return the parts that this rank receives, each with its tensor.
+    def _bring_to_owners(self, updates: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the updates that this rank owns, given the parts that lie in its shards."""
+        for stage in self.there:
+            sent = [updates.pop(part.path) for part in stage.sent]
+            slices: dict[str, list[torch.Tensor]] = {}
+            for part, received in zip(stage.received, self._exchange(stage, sent), strict=True):
+                slices.setdefault(part.path, []).append(received.view(part.shape))
+            dims = {part.path: part.dim for part in stage.received}
+            updates |= {path: torch.cat(slices[path], dim) for path, dim in dims.items()}
+        return updates
 
-        ``sent`` holds one flat tensor for each part of ``exchange.sent``.
-        """
-        out = self._all_to_all(
-            "shard", sent, exchange.send_sizes, exchange.receive_sizes, exchange.event
-        )
-        return list(
-            zip(
-                exchange.received,
-                out.split([len(part.elements) for part in exchange.received]),
-                strict=True,
-            )
-        )
+    def _bring_back(self, updates: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the parts of updates that lie in this rank's shards; undoes the above."""
+        for stage in self.back:
+            owned = {part.path: updates[part.path] for part in stage.sent}
+            sent = []
+            for part in stage.sent:
+                update = owned[part.path] if len(part.shape) > 1 else owned[part.path].reshape(-1)
+                sent.append(update.narrow(part.dim, part.begin, part.shape[part.dim]))
+            updates = {path: updates[path] for path in updates.keys() - owned}
+            for part, received in zip(stage.received, self._exchange(stage, sent), strict=True):
+                updates[part.path] = received.view(part.shape)
+        return updates
 
-    def _all_to_all(
-        self,
-        axis: str,
-        sent: list[torch.Tensor],
-        sizes: Sequence[int],
-        out_sizes: Sequence[int],
-        event: Event | None,
-    ) -> torch.Tensor:
-        """Send slices of the concatenation of ``sent`` along an axis; return what is received."""
-        full = (
-            torch.cat(sent)
-            if sent
-            else torch.empty(0, dtype=torch.bfloat16, device=self.mesh.device)
-        )
-        if event is None:
-            return full  # every rank sends to itself only
-        out = full.new_empty(sum(out_sizes))
+    def _exchange(self, stage: AllToAll, sent: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Run one all-to-all; return the parts that this rank receives, each as a flat tensor."""
+        flat = [part.reshape(-1) for part in sent]
+        if stage.event is None:
+            return flat  # every rank sends to itself only
+        nothing = torch.empty(0, dtype=torch.bfloat16, device=self.mesh.device)
+        full = torch.cat(flat) if flat else nothing
+        out = full.new_empty(sum(stage.receive_sizes))
         if recording():
-            emit(event)
-        in_graph(self.mesh.groups[axis], axis).all_to_all(
-            out, full, out_sizes, sizes, label="matrices"
+            emit(stage.event)
+        in_graph(self.mesh.groups[stage.axis], stage.axis).all_to_all(
+            out, full, stage.receive_sizes, stage.send_sizes, label="matrices"
         ).wait()
-        return out
-
-    def _joined(self, updates: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the updates of the whole matrices that this rank owns, joined from slices."""
-        for join in self.joins:
-            sent = [updates.pop(matrix.leaf.path).reshape(-1) for matrix in join.sent]
-            out = self._all_to_all(join.axis, sent, join.sizes, join.joined_sizes, join.event)
-            # Each rank along the axis sends one slice of each of these matrices.
-            shapes = [matrix.joined_shape(join.axis) for matrix in join.joined]
-            rows = [
-                row.split([math.prod(shape) for shape in shapes])
-                for row in out.split(join.joined_sizes)
-            ]
-            for matrix_index, (matrix, shape) in enumerate(zip(join.joined, shapes, strict=True)):
-                slices = [row[matrix_index].view(shape) for row in rows]
-                updates[matrix.leaf.path] = torch.cat(slices, _dim(matrix, join.axis))
-        return updates
-
-    def _handed_back(self, updates: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return this rank's slices of the matrices; the inverse of ``_joined``."""
-        for join in reversed(self.joins):
-            size = self.mesh.groups[join.axis].size
-            cut = [
-                updates.pop(matrix.leaf.path).chunk(size, _dim(matrix, join.axis))
-                for matrix in join.joined
-            ]
-            sent = [slices[rank].reshape(-1) for rank in range(size) for slices in cut]
-            out = self._all_to_all(join.axis, sent, join.joined_sizes, join.sizes, join.event)
-            shapes = [matrix.joined_shape(join.axis) for matrix in join.sent]
-            for matrix, shape, part in zip(
-                join.sent, shapes, out.split([math.prod(s) for s in shapes]), strict=True
-            ):
-                updates[matrix.leaf.path] = part.view(shape)
-        return updates
-
-
-def _dim(matrix: Matrix, axis: str) -> int:
-    """Return the dimension of a matrix that is cut along ``axis``."""
-    return next(cut.dim for cut in matrix.leaf.cuts if cut.axis == axis)
-
-
-def _whole_updates(received: list[tuple[MatrixPart, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return the whole update of each matrix that this rank owns, by path."""
-    parts: dict[str, list[torch.Tensor]] = {}
-    shapes = {}
-    for (matrix, _), part in received:  # in the order of ranks, hence in the order of elements
-        parts.setdefault(matrix.leaf.path, []).append(part)
-        shapes[matrix.leaf.path] = matrix.leaf.shape
-    return {path: torch.cat(leaf_parts).view(shapes[path]) for path, leaf_parts in parts.items()}
-
-
-def _slice(elements: range) -> slice:
-    return slice(elements.start, elements.stop)
+        return out.split([part.numel for part in stage.received])
 
 
 def _with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -59,70 +59,56 @@ class TorchOptimizer(NamedTuple):
 
 def refusal(cls: Any) -> Exception:
     """Return the error for a value that is no class of elementwise optimizers."""
-    if isinstance(cls, torch.optim.Optimizer):
-        own_type = type(cls).__name__
-        return TypeError(
-            "torch_optimizer takes a class of torch.optim and its options, because it makes the "
-            f"state from the shards; found an instance of {own_type}: pass "
-            f"torch_optimizer(torch.optim.{own_type}, lr=...), and the shards to step.init"
-        )
-    if not callable(cls):
-        found_text = f"found {cls!r}" if isinstance(cls, str) else f"found {type(cls).__name__}"
-        return TypeError(
-            f"torch_optimizer takes a class of torch.optim and its options; {found_text}: pass the "
-            "class, as in torch_optimizer(torch.optim.AdamW, lr=...)"
-        )
-    names = ", ".join(c.__name__ for c in ELEMENTWISE)
     remedy = "pass elementwise=True if it is one too"
-    if cls is getattr(torch.optim, "Muon", None):
+    if isinstance(cls, torch.optim.Optimizer):
+        remedy = f"pass torch_optimizer(torch.optim.{type(cls).__name__}, lr=...)"
+    elif not callable(cls):
+        remedy = "pass the class, as in torch_optimizer(torch.optim.AdamW, lr=...)"
+    elif cls is getattr(torch.optim, "Muon", None):
         remedy = "call fs.muon(plan, mesh, lr=...), which updates whole matrices"
     elif isinstance(cls, functools.partial):
         remedy = "pass the class itself, and its options by name"
-    elif isinstance(cls, type) and cls.__module__.startswith("torch.optim"):
+    elif cls.__module__.startswith("torch.optim"):
         remedy = "choose one of these; elementwise=True would compute something else on shards"
-    return ValueError(
-        "torch_optimizer takes an optimizer that updates each element by itself, because it works "
-        f"on flat shards; found {getattr(cls, '__name__', cls)!r}, known are {names}: {remedy}"
+    names = ", ".join(c.__name__ for c in ELEMENTWISE)
+    return (ValueError if callable(cls) else TypeError)(
+        "torch_optimizer takes a class of optimizers that updates each element by itself, because "
+        f"it works on flat shards; found {_title(cls)}, known are {names}: {remedy}"
     )
 
 
 def check_optimizer(optimizer: Any, plan: Plan) -> None:
     """Raise unless ``optimizer`` is a pair of functions, made for shards that ``plan`` cuts."""
-    if not isinstance(optimizer, TorchOptimizer) and not (
-        isinstance(optimizer, tuple) and len(optimizer) == 2
-    ):
+    is_pair = isinstance(optimizer, tuple) and len(optimizer) == 2
+    # The second function of a plain pair returns updates, and not parameters.
+    is_opened = is_pair and hasattr(optimizer[1], "param_groups")
+    if isinstance(optimizer, TorchOptimizer):
+        own_plan: Plan = getattr(optimizer.step, "plan", None) or plan
+        if [(u.name, u.buffers) for u in own_plan.unit_list] != [
+            (u.name, u.buffers) for u in plan.unit_list
+        ]:
+            raise ValueError(
+                "the optimizer's groups or matrices lie elsewhere in these shards: it was made with "
+                f"plan {own_plan.fingerprint()}; found plan {plan.fingerprint()} here: make the "
+                "optimizer and the step with one plan"
+            )
+    elif is_opened or not is_pair:
+        remedy = "pass one of these"
+        cls = optimizer if isinstance(optimizer, type) else type(optimizer)
+        if issubclass(cls, torch.optim.Optimizer):
+            remedy = f"pass fs.torch_optimizer(torch.optim.{cls.__name__}, lr=...)"
+        elif is_opened:
+            remedy = "pass the pair itself, and not a tuple of its functions"
+        elif callable(optimizer):
+            remedy = "call the function that returns a pair, and pass its result"
         raise TypeError(
             "optimizer must be a pair (init, update), as TorchOpt's are, or "
-            f"torch_optimizer(torch.optim.AdamW, lr=...); found {_misfit(optimizer)}"
-        )
-    if not isinstance(optimizer, TorchOptimizer) and hasattr(optimizer[1], "param_groups"):
-        # Why refused: the second function of such a pair returns updates, and not parameters.
-        raise TypeError(
-            "optimizer must be the pair that torch_optimizer or muon returned; found a plain "
-            "tuple of its functions, which stands for a pair (init, update) as TorchOpt's are: "
-            "pass the pair itself"
-        )
-    own_plan: Plan | None = (
-        getattr(optimizer[1], "plan", None) if isinstance(optimizer, TorchOptimizer) else None
-    )
-    if own_plan is not None and [(u.name, u.buffers) for u in own_plan.unit_list] != [
-        (u.name, u.buffers) for u in plan.unit_list
-    ]:
-        raise ValueError(
-            "the optimizer's groups or matrices lie elsewhere in these shards: it was made with "
-            f"plan {own_plan.fingerprint()}; found plan {plan.fingerprint()} here: make the optimizer "
-            "and the step with one plan"
+            f"torch_optimizer(torch.optim.AdamW, lr=...); found {_title(optimizer)}: {remedy}"
         )
 
 
-def _misfit(optimizer: Any) -> str:
-    """Return what was found in place of an optimizer's pair, and what to do."""
-    cls = optimizer if isinstance(optimizer, type) else type(optimizer)
-    found_text = f"{'the class' if cls is optimizer else 'an instance of'} {cls.__name__}"
-    if not callable(optimizer):
-        return f"{found_text}: pass one of these"
-    if not issubclass(cls, torch.optim.Optimizer):
-        return f"{found_text}: call the function that returns a pair, and pass its result"
-    if cls is getattr(torch.optim, "Muon", None):
-        return f"{found_text}: pass fs.muon(plan, mesh, lr=...)"
-    return f"{found_text}: pass fs.torch_optimizer(torch.optim.{cls.__name__}, lr=...), and the shards to step.init"
+def _title(value: Any) -> str:
+    """Return the name of a class or function, or what else was found, for an error."""
+    if isinstance(value, torch.optim.Optimizer):
+        return f"an instance of {type(value).__name__}"
+    return repr(getattr(value, "__name__", value))

@@ -6,8 +6,7 @@ The class computes on views of this rank's flat shards, one for each parameter g
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,13 +18,14 @@ from funcshard._utils import (
     check_flag,
     check_not_donated,
     donate,
+    outline,
     tree,
     with_plain_factories,
 )
 from funcshard.comm import Mesh, current_recording
-from funcshard.core import check_fits, check_shards
+from funcshard.core import check_fits
 from funcshard.plan import Plan
-from funcshard.train.learning_rate import plain_number
+from funcshard.train.learning_rate import plain_number, rate_in
 from funcshard.train.optimizer_pair import ELEMENTWISE, TorchOptimizer, refusal
 from funcshard.train.param_groups import (
     GroupRange,
@@ -35,17 +35,18 @@ from funcshard.train.param_groups import (
     trainable_buffers,
 )
 from funcshard.train.state_checks import (
+    NEW_STATE,
     KnownEntries,
-    check_dtypes,
     check_entries,
-    check_gradients,
-    check_names,
+    check_form,
     check_options,
-    check_size,
-    check_trees,
-    check_values,
+    check_value,
     learn_entries,
+    subtrees,
 )
+
+_MAKE_WITH_PLAN = "make the optimizer with the plan of these shards"
+_PASS_GRADIENTS = "pass the gradients that value_and_grad returned for these shards"
 
 
 def torch_optimizer(
@@ -111,17 +112,13 @@ def torch_optimizer(
         ... )
     """
     if elementwise is not None:
-        check_flag(
-            "elementwise", elementwise, "pass one of the two, or None if torch's own class says it"
-        )
+        check_flag("elementwise", elementwise)
     is_known = isinstance(cls, type) and issubclass(cls, ELEMENTWISE)
     if not (is_known if elementwise is None else elementwise):
         raise refusal(cls)
-    check_names(
-        cls, (options, *(group for group in check_groups(groups) if isinstance(group, Mapping)))
-    )
-    if not groups:
-        return TorchOptimizer(_init, _torch_step(cls, (options,), None, None, [0]))
+    if not check_groups(groups):
+        check_options(cls, [options])
+        return TorchOptimizer(_init, TorchStep(cls, (options,), learn_entries(cls, [options], [0])))
     if plan is None or mesh is None:
         raise ValueError(
             "groups= needs the plan and the mesh, which say which elements of each group lie in "
@@ -146,25 +143,19 @@ def grouped_step(
     check_fits(plan, mesh)
     group_of, group_options = group_leaves(plan, groups, left_out)
     layout = ParamGroupLayout(group_of, len(group_options), mesh.shard.rank)
-    return _torch_step(cls, (dict(options), *group_options[1:]), plan, layout, {*group_of.values()})
-
-
-def _torch_step(
-    cls: type[torch.optim.Optimizer],
-    options: tuple[Mapping[str, Any], ...],
-    plan: Plan | None,
-    layout: ParamGroupLayout | None,
-    members: Collection[int],
-) -> TorchStep:
-    """Return the step of a class, after checks of its options.
-
-    ``members`` are the numbers of the groups that have leaves.
-    """
-    if cls in ELEMENTWISE:
-        check_options(cls, options)
-    return TorchStep(
-        cls, options, plan, layout, learn_entries(cls, options, members, cls in ELEMENTWISE)
-    )
+    all_options = (dict(options), *group_options[1:])
+    check_options(cls, all_options)
+    members = {*group_of.values()}
+    ranges: dict[str, dict[str, _ShardRanges]] = {unit.name: {} for unit in plan.unit_list}
+    for unit, buffer in trainable_buffers(plan):
+        own_ranges = layout.ranges(buffer)
+        # Why empty ranges: a group without elements in this shard still counts its steps. Its
+        # scalars are the same as on other ranks, and the state has one form on every rank.
+        absent = members - {leaf_range.group for leaf_range in own_ranges}
+        empty = [GroupRange(group, 0, 0) for group in sorted(absent)]
+        ranges[unit.name][buffer.key] = _ShardRanges(buffer.shard_numel, (*own_ranges, *empty))
+    known = learn_entries(cls, all_options, members)
+    return TorchStep(cls, all_options, known, plan, layout, ranges)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,74 +165,67 @@ class TorchStep:
     Attributes:
         cls: the class.
         options: the options of all leaves, then the options that each further group overrides.
+        known: the entries that the class keeps of each leaf; ``None`` if these are not known.
         plan: the plan of the shards; ``None`` without groups, and then parameters may be any
             pytree.
-        layout: the ranges of the shards that each group occupies; ``None`` without groups.
-        known: the entries that the class keeps of each leaf; ``None`` if these are not known.
+        layout: the groups of leaves; ``None`` without groups.
+        ranges: the ranges of each shard that groups occupy, a tree like the shards.
     """
 
     cls: type[torch.optim.Optimizer]
     options: tuple[Mapping[str, Any], ...]
-    plan: Plan | None
-    layout: ParamGroupLayout | None
-    known: KnownEntries | None = None
+    known: KnownEntries | None
+    plan: Plan | None = None
+    layout: ParamGroupLayout | None = None
+    ranges: Any = None
 
     def __call__(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         """Update ``params`` and ``state``, which are donated, by one step, and return them."""
-        if not isinstance(state, dict) or not state.keys() & {"leaves", "steps"}:
-            found_keys = list(state)[:4] if isinstance(state, Mapping) else type(state).__name__
-            raise TypeError(
-                "an optimizer's step takes (grads, state, params) and returns (params, state), "
-                f"and the state comes from init or from the step before; found {found_keys} as state"
-            )
+        check_form(state, {"steps", "leaves"}, self.title)
+        check_not_donated(state["leaves"])
         leaves, unflatten = tree.flatten(params)
-        try:
-            check_not_donated(state["leaves"])
-            leaf_states = tree.leaves_up_to(params, state["leaves"])
-            leaf_grads = tree.leaves_up_to(params, grads)
-        except (KeyError, TypeError, ValueError):
-            check_trees(grads, state, params, self.title)
-            raise
-        views = self._views(params, leaves, leaf_grads)
-        if not self._fits(leaf_states, leaves, views):
-            sizes = [
-                leaf.shape if self.layout is None else _size(own)
-                for leaf, own in zip(leaves, views, strict=True)
-            ]
-            groups = 1 if self.layout is None else self.layout.count
-            check_entries(self.known, leaf_states, sizes, groups, params, self.title)
-        if not any(views):  # another optimizer updates every leaf
-            return params, {**state, "steps": state["steps"] + 1}
-        optimizer = self._optimizer([view for each in views for view in each], state["steps"])
+        leaf_states = subtrees(params, state["leaves"], f"a state of {self.title}", NEW_STATE)
+        views = self._views(grads, leaves, params)
+        groups = None if self.layout is None else self.layout.count
+        sizes: list[tuple[int, ...]] = [
+            leaf.shape if groups is None else (leaf_views[-1].stop if leaf_views else 0,)
+            for leaf, leaf_views in zip(leaves, views, strict=True)
+        ]
+        check_entries(self.known, leaf_states, sizes, groups, params, self.title)
+        members: list[list[torch.nn.Parameter]] = [[] for _ in self.options]
+        for leaf_views in views:
+            for view in leaf_views:
+                members[view.group].append(view.parameter)
+        optimizer = self._optimizer(members, state["steps"])
         for leaf_views, leaf_state in zip(views, leaf_states, strict=True):
-            for view, view_state in zip(
-                leaf_views, _split_state(leaf_state, leaf_views, self.layout), strict=True
-            ):
+            view_states = _split_state(leaf_state, leaf_views, groups)
+            for view, view_state in zip(leaf_views, view_states, strict=True):
                 if view_state:  # a class may have made the state of the first step already
                     optimizer.state[view.parameter] = view_state
         with with_plain_factories():
-            try:
-                optimizer.step()
-            # Torch's kernels raise it for a dtype that they lack, without the leaf's path.
-            except RuntimeError:
-                check_dtypes(leaves, params, self.title)
-                raise
-        new = [
+            optimizer.step()
+        new_states = [
             _merge_state(
                 leaf_state,
                 leaf_views,
-                [optimizer.state.pop(v.parameter, {}) for v in leaf_views],
-                self.layout,
+                [optimizer.state.pop(view.parameter, {}) for view in leaf_views],
+                groups,
             )
             for leaf_views, leaf_state in zip(views, leaf_states, strict=True)
         ]
         state["leaves"] = DONATED_STATE
-        return unflatten(donate(leaves)), {"steps": state["steps"] + 1, "leaves": unflatten(new)}
+        state_after = {"steps": state["steps"] + 1, "leaves": unflatten(new_states)}
+        return unflatten(donate(leaves)), state_after
 
     @property
     def title(self) -> str:
         """Name of the optimizer in messages."""
         return f"torch_optimizer({self.cls.__name__})"
+
+    @property
+    def rate(self) -> Any:
+        """The learning rate of the leaves that no group has another rate for."""
+        return self.schedules.get("lr") or rate_in(self.options[0], self.cls)
 
     @property
     def schedules(self) -> dict[str, Schedule]:
@@ -258,114 +242,54 @@ class TorchStep:
             steps: number of steps taken, which schedules depend on.
             paths: the trainable leaves, in the order in which the groups shall list them.
         """
-        empty = [
-            _View(
-                torch.nn.Parameter(torch.empty(0, dtype=torch.float32, device="cpu")), group, 0, 0
-            )
-            for group in range(len(self.options))
-        ]
+        no_elements = torch.empty(0, dtype=torch.float32, device="cpu")
+        members = [[torch.nn.Parameter(no_elements)] for _ in self.options]
         group_of = dict.fromkeys(paths, 0) if self.layout is None else self.layout.group_of
         return [
             {**options, "params": [path for path in paths if group_of.get(path) == group_index]}
-            for group_index, options in enumerate(self._optimizer(empty, steps).param_groups)
+            for group_index, options in enumerate(self._optimizer(members, steps).param_groups)
         ]
 
-    def _views(
-        self, params: Any, leaves: list[torch.Tensor], grads: list[Any]
-    ) -> list[list[_View]]:
+    def _views(self, grads: Any, leaves: Sequence[torch.Tensor], params: Any) -> list[list[_View]]:
         """Return the views of each leaf of ``params`` that the class shall update."""
-        if self.plan is None or self.layout is None:
-            try:
-                return [
-                    [_whole_view(leaf.detach(), grad)]
-                    for leaf, grad in zip(leaves, grads, strict=True)
-                ]
-            except (AttributeError, RuntimeError, TypeError):
-                check_gradients(grads, leaves, params)  # names the leaf
-                raise
-        check_gradients(grads, leaves, params)
-        check_shards(self.plan, params)
-        ranges: dict[str, dict[str, Any]] = {name: {} for name in params}
-        for unit, buffer in trainable_buffers(self.plan):
-            check_size(params[unit.name].get(buffer.key), buffer, unit)
-            ranges[unit.name][buffer.key] = self.layout.ranges(buffer)
-        groups = frozenset(self.layout.group_of.values())
-        return [
-            _range_views(leaf.detach(), grad, leaf_ranges, groups)
-            for leaf, grad, leaf_ranges in zip(
-                leaves, grads, tree.leaves_up_to(params, ranges), strict=True
-            )
-        ]
-
-    def _fits(
-        self,
-        leaf_states: Sequence[Any],
-        leaves: Sequence[torch.Tensor],
-        views: Sequence[Sequence[_View]],
-    ) -> bool:
-        """Return whether the state is one of this class, as far as a look at each leaf tells.
-
-        ``check_entries`` looks closer. Without groups, the first leaf that has a state speaks for
-        all, because the class itself refuses tensors of another size. With groups the class would
-        get a slice of them.
-        """
-        if self.known is None:
-            return True
-        entries = self.known.flat
-        flat = next((name for name, is_flat in entries.items() if is_flat), None)
-        scalar = next((name for name, is_flat in entries.items() if not is_flat), None)
-        for leaf_state, leaf, leaf_views in zip(leaf_states, leaves, views, strict=True):
-            if not leaf_state:
-                continue
-            size, groups = (
-                (leaf.shape, 1) if self.layout is None else (_size(leaf_views), self.layout.count)
-            )
-            fits = (
-                leaf_state.keys() == entries.keys()
-                and (flat is None or getattr(leaf_state[flat], "shape", None) == size)
-                and (
-                    scalar is None
-                    or (len(leaf_state[scalar]) if type(leaf_state[scalar]) is tuple else 1)
-                    == groups
+        leaf_grads = subtrees(params, grads, "the gradient", _PASS_GRADIENTS)
+        leaf_ranges: list[_ShardRanges | None] = [None] * len(leaves)
+        if self.ranges is not None:
+            leaf_ranges = subtrees(params, self.ranges, "the optimizer's plan", _MAKE_WITH_PLAN)
+        views = []
+        for index, (leaf, grad, ranges) in enumerate(
+            zip(leaves, leaf_grads, leaf_ranges, strict=True)
+        ):
+            leaf = leaf.detach()
+            if ranges is not None and leaf.shape != (ranges.numel,):
+                raise ValueError(
+                    f"shard {tree.describe(params)[2][index]!r} must have shape ({ranges.numel},), "
+                    f"as in the optimizer's plan; found {outline(leaf)}: {_MAKE_WITH_PLAN}"
                 )
-            )
-            if not fits or self.layout is None:
-                return fits
-        return True
+            if grad is not None and getattr(grad, "shape", None) != leaf.shape:
+                raise ValueError(
+                    f"the gradient of leaf {tree.describe(params)[2][index]!r} must have its shape, "
+                    f"{tuple(leaf.shape)}; found {outline(grad)}: {_PASS_GRADIENTS}"
+                )
+            views.append(_views_of(leaf, grad, ranges))
+        return views
 
-    def _optimizer(self, views: Sequence[_View], steps: int) -> torch.optim.Optimizer:
-        """Return an instance of the class over the views, with the options of this step."""
+    def _optimizer(
+        self, members: Sequence[Sequence[torch.nn.Parameter]], steps: int
+    ) -> torch.optim.Optimizer:
+        """Return an instance of the class over each group's members, with this step's options."""
         recording = current_recording()
-        # Why not now: a graph that fs.trace records asks the schedules each time it runs.
-        at = steps if recording is None else 0
-        options_now = [
-            {k: plain_number(v(at)) if callable(v) else v for k, v in o.items()}
-            for o in self.options
+        options_now, *further = [options_at(options, steps) for options in self.options]
+        groups: Any = [
+            {"params": group, **more} for group, more in zip(members, ({}, *further), strict=True)
         ]
-        for options in options_now:
-            rates = options.get("lr", 0.0), options.get("weight_decay", 0.0)
-            bad_rate = any(type(v) is not float or not 0.0 <= v < math.inf for v in rates)
-            if bad_rate or any(isinstance(v, float) and v != v for v in options.values()):
-                check_values(options, f" at step {at}")
-        members = [
-            [view.parameter for view in views if view.group == group]
-            for group in range(len(options_now))
-        ]
-        if len(options_now) == 1:
-            optimizer = self.cls(members[0], **options_now[0])
-        else:
-            further = zip(members, [{}, *options_now[1:]], strict=True)
-            optimizer = self.cls(
-                [{"params": group_views, **more_options} for group_views, more_options in further],
-                **options_now[0],
-            )
+        optimizer = self.cls(groups if further or not members[0] else members[0], **options_now)
         if recording is not None:
             for group, group_options in zip(optimizer.param_groups, self.options, strict=True):
-                for name, value in {**self.options[0], **group_options}.items():
-                    if callable(value):
-                        # Why a tensor: the fused kernels take lr as one, or as a constant.
-                        fused = name == "lr" and bool(group.get("fused"))
-                        group[name] = recording.number(Schedule(name, value), steps, tensor=fused)
+                for name, schedule in schedules_in({**self.options[0], **group_options}).items():
+                    # Why a tensor: the fused kernels take lr as one, or as a constant.
+                    fused = name == "lr" and bool(group.get("fused"))
+                    group[name] = recording.number(schedule, steps, tensor=fused)
         return optimizer
 
 
@@ -384,7 +308,7 @@ class Schedule:
     def __call__(self, steps: int) -> Any:
         """Return the value of the option after a number of steps."""
         value = plain_number(self.function(steps))
-        check_values({self.name: value}, f" at step {steps}")
+        check_value(self.name, value, f" at step {steps}")
         return value
 
 
@@ -395,6 +319,28 @@ def schedules_in(options: Mapping[str, Any], prefix: str = "") -> dict[str, Sche
         for name, value in options.items()
         if callable(value)
     }
+
+
+def options_at(options: Mapping[str, Any], steps: int) -> dict[str, Any]:
+    """Return options with the values that schedules have after a number of steps."""
+    # Why not now: a graph that fs.trace records asks the schedules each time it runs.
+    at = steps if current_recording() is None else 0
+    return {
+        name: Schedule(name, value)(at) if callable(value) else plain_number(value)
+        for name, value in options.items()
+    }
+
+
+class _ShardRanges(NamedTuple):
+    """The ranges of a shard that parameter groups occupy.
+
+    Attributes:
+        numel: number of elements of the shard.
+        ranges: a range of each group at least, which may be empty.
+    """
+
+    numel: int
+    ranges: tuple[GroupRange, ...]
 
 
 class _View(NamedTuple):
@@ -413,75 +359,56 @@ class _View(NamedTuple):
     stop: int
 
 
-def _whole_view(leaf: torch.Tensor, grad: torch.Tensor | None) -> _View:
-    parameter = torch.nn.Parameter(leaf)
-    parameter.grad = None if grad is None else grad.to(leaf.dtype)  # it may be of lower precision
-    return _View(parameter, 0, 0, leaf.numel())
-
-
-def _range_views(
-    leaf: torch.Tensor,
-    grad: torch.Tensor | None,
-    ranges: tuple[GroupRange, ...],
-    groups: frozenset[int],
+def _views_of(
+    leaf: torch.Tensor, grad: torch.Tensor | None, ranges: _ShardRanges | None
 ) -> list[_View]:
+    """Return a view of each range of a leaf; of the whole leaf without ranges."""
     grad = None if grad is None else grad.to(leaf.dtype)  # it may be of lower precision
-    # Why empty views: a group without elements in this shard still counts its steps. Its scalars
-    # are the same as on other ranks, and the state has one form on every rank.
-    absent = groups - {leaf_range.group for leaf_range in ranges}
+    if ranges is None:
+        parameter = torch.nn.Parameter(leaf)
+        parameter.grad = grad
+        return [_View(parameter, 0, 0, leaf.numel())]
     views, done = [], 0
-    for group, start, stop in (*ranges, *(GroupRange(group, 0, 0) for group in sorted(absent))):
+    for group, start, stop in ranges.ranges:
         parameter = torch.nn.Parameter(leaf[start:stop])
         parameter.grad = None if grad is None else grad[start:stop]
         views.append(_View(parameter, group, done, done := done + stop - start))
     return views
 
 
-def _size(views: Sequence[_View]) -> torch.Size:
-    """Return the shape of the flat tensors in the state of a leaf that has these views."""
-    return torch.Size([views[-1].stop if views else 0])
-
-
 def _split_state(
-    leaf_state: Mapping[str, Any], views: Sequence[_View], layout: ParamGroupLayout | None
+    leaf_state: Mapping[str, Any], views: Sequence[_View], groups: int | None
 ) -> list[dict[str, Any]]:
     """Return the state of each view, given its leaf's state; ``_merge_state`` is the inverse.
 
     A group without a scalar that another group has begins from scratch, as its views have no state.
     """
-    if layout is None:
+    if groups is None:
         return [dict(leaf_state)]
     states: list[dict[str, Any]] = [{} for _ in views]
-    anew: list[dict[str, Any]] = []
+    fresh: list[dict[str, Any]] = []
     for name, value in leaf_state.items():
         if isinstance(value, torch.Tensor) and value.ndim:
             for state, view in zip(states, views, strict=True):
                 state[name] = value[view.start : view.stop]
             continue
-        for group, scalar in enumerate(value if isinstance(value, tuple) else (value,)):
+        scalars = value if isinstance(value, tuple) else (value,)
+        begun = any(scalar is not None for scalar in scalars)
+        for group, scalar in enumerate(scalars):
             members = [
                 state for state, view in zip(states, views, strict=True) if view.group == group
             ]
-            if not members:
-                continue  # no leaf belongs to this group
-            if (
-                scalar is None
-                and isinstance(value, tuple)
-                and any(buffer_state is not None for buffer_state in value)
-            ):
-                anew += members
+            if scalar is None and begun:
+                fresh += members
                 continue
-            # The class counts steps in place, once for each view, so two views cannot share a
-            # scalar.
-            further = len(members) - 1
-            copies = (
-                scalar.expand(further).clone().unbind()
-                if isinstance(scalar, torch.Tensor)
-                else [scalar] * further
-            )
-            for state, copy in zip(members, [scalar, *copies], strict=True):
+            copies = [scalar] * len(members)
+            if isinstance(scalar, torch.Tensor) and len(members) > 1:
+                # The class counts steps in place, once for each view, so two views cannot share a
+                # scalar.
+                copies[:-1] = scalar.expand(len(members) - 1).clone().unbind()
+            for state, copy in zip(members, copies, strict=True):
                 state[name] = copy
-    for state in anew:
+    for state in fresh:
         state.clear()
     return states
 
@@ -490,24 +417,23 @@ def _merge_state(
     leaf_state: Mapping[str, Any],
     views: Sequence[_View],
     states: list[dict[str, Any]],
-    layout: ParamGroupLayout | None,
+    groups: int | None,
 ) -> dict[str, Any]:
     """Return the state of a leaf, given the states of its views after the step.
 
     The flat tensors of ``leaf_state``, which the step has updated in place, are reused.
     """
-    if layout is None:
+    if groups is None:
         return states[0]
     merged: dict[str, Any] = {}
     for name in dict.fromkeys(name for state in states for name in state):
         values = [state.pop(name, None) for state in states]
         first = next((value for value in values if value is not None), None)
         if not isinstance(first, torch.Tensor) or not first.ndim:
-            of_group = {
-                view.group: value for view, value in reversed(list(zip(views, values, strict=True)))
-            }
-            scalars = tuple(of_group.get(group) for group in range(layout.count))
-            merged[name] = scalars if layout.count > 1 else scalars[0]
+            # The last view of a group has the scalar itself, the others have copies.
+            of_group = dict(zip((view.group for view in views), values, strict=True))
+            scalars = tuple(of_group.get(group) for group in range(groups))
+            merged[name] = scalars if groups > 1 else scalars[0]
             continue
         flat = leaf_state[name] if name in leaf_state else first.new_zeros(views[-1].stop)
         for view, value in zip(views, values, strict=True):
@@ -533,11 +459,9 @@ def apply_optimizer(optimizer: Any, grads: Any, state: Any, params: Any) -> tupl
         return optimizer.step(grads, state, params)
     _, update = optimizer
     accepted = inspect.signature(update).parameters
-    by_keyword = "params" in accepted and accepted["params"].kind is inspect.Parameter.KEYWORD_ONLY
     extra: dict[str, Any] = {"inplace": False} if "inplace" in accepted else {}
-    updates, state = (
-        update(grads, state, params=params, **extra)
-        if by_keyword
-        else update(grads, state, params, **extra)
-    )
+    if "params" in accepted:
+        updates, state = update(grads, state, params=params, **extra)
+    else:
+        updates, state = update(grads, state, params, **extra)
     return tree.map(lambda leaf, change: leaf + change.to(leaf.dtype), params, updates), state

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from funcshard._utils import tree
 from funcshard.plan import BufferPlan, Plan, UnitPlan, match
 
 # Why groups are ranges and not flat buffers of their own: every further flat buffer of a unit costs
@@ -68,10 +69,9 @@ class ParamGroupLayout:
             stop = buffer.shard_numel if is_last else start + part.numel
             if group is None or start >= stop:
                 continue
-            if group_ranges and group_ranges[-1].group == group and group_ranges[-1].stop == start:
-                group_ranges[-1] = GroupRange(group, group_ranges[-1].start, stop)
-            else:
-                group_ranges.append(GroupRange(group, start, stop))
+            if group_ranges and group_ranges[-1][::2] == (group, start):
+                start = group_ranges.pop().start
+            group_ranges.append(GroupRange(group, start, stop))
         return tuple(group_ranges)
 
     def pick(self, flat: torch.Tensor, buffer: BufferPlan) -> torch.Tensor:
@@ -117,8 +117,7 @@ def group_leaves(
     )
     group_of = dict.fromkeys(sorted(paths), 0)
     options: list[dict[str, Any]] = [{}]
-    for group_index, group in enumerate(groups, start=1):
-        check_group(group)
+    for group_index, group in enumerate(check_groups(groups), start=1):
         for path in leaves_under(plan, group["paths"], "group path"):
             if path not in group_of:
                 continue  # the leaf is frozen, or another optimizer updates it
@@ -134,22 +133,15 @@ def group_leaves(
 
 
 def check_groups(groups: Any) -> Sequence[Any]:
-    """Return parameter groups as a sequence; raise ``TypeError`` unless they are one."""
-    if isinstance(groups, str | Mapping) or not isinstance(groups, Sequence):
+    """Return parameter groups as they are; raise ``TypeError`` if they are no list of groups."""
+    if not isinstance(groups, list | tuple) or not all(
+        isinstance(group, Mapping) and "paths" in group for group in groups
+    ):
         raise TypeError(
-            f'groups must be a list of dictionaries, such as [{{"paths": ["**.bias"], "weight_decay": 0.0}}]; found '
-            f"{type(groups).__name__}: put a single group into a list"
+            "groups must be a list of dictionaries, each with the paths or globs of its leaves, "
+            f'such as [{{"paths": ["**.bias"], "weight_decay": 0.0}}]; found {groups!r:.200}'
         )
     return groups
-
-
-def check_group(group: Any) -> None:
-    """Raise ``ValueError`` unless a parameter group is a dictionary with paths."""
-    if not isinstance(group, Mapping) or "paths" not in group:
-        raise ValueError(
-            f'a group must be a dictionary with the paths or globs of its leaves, such as {{"paths": ["**.bias"], '
-            f'"weight_decay": 0.0}}; found {group!r}'
-        )
 
 
 def leaves_under(plan: Plan, globs: Iterable[str], kind: str) -> list[str]:
@@ -165,12 +157,10 @@ def leaves_under(plan: Plan, globs: Iterable[str], kind: str) -> list[str]:
     # Each glob is matched by itself, because two globs of one group may match nodes of one leaf.
     chosen = {node for glob in globs for node in match([glob], uses, kind)}
 
-    def is_under(path: str) -> bool:
-        keys = path.split(".")
-        return any(".".join(keys[:n]) in chosen for n in range(1, len(keys) + 1))
-
     return [
-        leaf.path for leaf, paths in zip(leaves, uses, strict=True) if any(map(is_under, paths))
+        leaf.path
+        for leaf, paths in zip(leaves, uses, strict=True)
+        if any(not chosen.isdisjoint(tree.upwards(path)) for path in paths)
     ]
 
 

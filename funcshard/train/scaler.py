@@ -94,18 +94,10 @@ class GradScaler:
     def __post_init__(self) -> None:
         # Why bounds: the scale is a float32, and unscale multiplies by its reciprocal.
         float32 = torch.finfo(torch.float32)
-        check_number(
-            "init_scale",
-            self.init_scale,
-            least=float32.tiny,
-            below=float32.max,
-            remedy="65536.0 is usual",
-        )
-        check_number("growth_factor", self.growth_factor, above=1, remedy="2.0 is usual")
-        check_number("backoff_factor", self.backoff_factor, above=0, below=1, remedy="0.5 is usual")
-        interval = check_count(
-            "growth_interval", self.growth_interval, of="steps", remedy="2000 is usual"
-        )
+        check_number("init_scale", self.init_scale, least=float32.tiny, below=float32.max)
+        check_number("growth_factor", self.growth_factor, above=1)
+        check_number("backoff_factor", self.backoff_factor, above=0, below=1)
+        interval = check_count("growth_interval", self.growth_interval, of="steps")
         object.__setattr__(self, "growth_interval", interval)
         for name in ("init_scale", "growth_factor", "backoff_factor"):  # of NumPy or torch, maybe
             object.__setattr__(self, name, float(getattr(self, name)))
@@ -171,13 +163,6 @@ class GradScaler:
         # Why by device: gradients of offloaded units lie on the CPU, and the host waits for each
         # copy between devices.
         inverses = {device: inverse.to(device) for device in {leaf.device for leaf in leaves}}
-        for leaf_index, leaf in enumerate(leaves):
-            if leaf.dtype.itemsize < 2:
-                path = tree.describe(grads)[2][leaf_index]
-                raise TypeError(
-                    f"the gradient of leaf {path!r} must be float16 or wider; found {leaf.dtype}: "
-                    "cast it first"
-                )
         wide = [(leaf, torch.promote_types(leaf.dtype, torch.float32)) for leaf in leaves]
         if (
             transforms_active()
@@ -187,12 +172,11 @@ class GradScaler:
             # Why not the kernel: a graph can fuse arithmetic, and transforms know no rule for the
             # kernel.
             new = [leaf.to(dtype) * inverses[leaf.device].to(dtype) for leaf, dtype in wide]
-            found_infs = {
-                device: torch.zeros((), device=device, dtype=torch.float32) for device in inverses
-            }
+            found_infs: dict[torch.device, torch.Tensor] = {}
             for leaf in _first(leaves, sizes):
+                found_inf = leaf.isfinite().all().logical_not().float()
                 found_infs[leaf.device] = torch.maximum(
-                    found_infs[leaf.device], leaf.isfinite().all().logical_not().float()
+                    found_infs.get(leaf.device, found_inf), found_inf
                 )
         else:
             new = [leaf.to(dtype, copy=not donate) for leaf, dtype in wide]

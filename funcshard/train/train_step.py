@@ -22,6 +22,7 @@ from funcshard._utils import (
     check_number,
     is_dtensor,
     local_part,
+    outline,
     tree,
     untraced_with_warning,
 )
@@ -44,7 +45,6 @@ from funcshard.core import (
 from funcshard.plan import AXES, Plan, Reduce, check_reduce, check_reduce_units, position_of
 from funcshard.train.choice import choose_tree, same_form
 from funcshard.train.clipping import clip_by_global_norm, global_norm
-from funcshard.train.learning_rate import rate_now, rate_of
 from funcshard.train.optimizer_pair import TorchOptimizer, check_optimizer
 from funcshard.train.optimizers import apply_optimizer
 from funcshard.train.scaler import GradScaler, ScalerState
@@ -195,11 +195,8 @@ def make_train_step(
         )
     if not any(buffer.trainable for unit in plan.unit_list for buffer in unit.buffers):
         raise ValueError(
-            "a training step needs a trainable leaf; found none in the plan, such as "
-            f"{plan.leaves[0].path!r}, which is frozen: set requires_grad on the module's "
-            "parameters before make_functional, or on its params before make_plan"
-            if plan.leaves
-            else "a training step needs a trainable leaf; found a plan without leaves: make the plan from the model's params"
+            "a training step needs a trainable leaf; found none in the plan: set requires_grad on "
+            "the module's parameters before make_functional, or on its params before make_plan"
         )
     compared = {
         "has_aux": has_aux, "mutable": mutable, "max_norm": max_norm, "accumulate": micro_batches or 1,
@@ -217,7 +214,7 @@ def make_train_step(
         """Return losses, weights, buffers and aux, and the gradient; losses and gradient scaled."""
         current_buffers = buffers
         own_weight = 0.0
-        own_total = torch.zeros((), dtype=torch.float32, device="cpu")
+        own_total: Any = 0.0
 
         def loss_and_rest(shards: Shards, batch: Any) -> Any:
             nonlocal current_buffers, own_weight, own_total
@@ -226,17 +223,16 @@ def make_train_step(
             )
             # A batch of weight zero is no data, so running statistics must not see it either.
             weight = check_weight(results["weight"]) if weighted else 1.0
-            if weight > 0:
-                _check_names(results.get("new_buffers", current_buffers), current_buffers)
-                current_buffers = tree.map(detached, results.get("new_buffers", current_buffers))
+            if mutable and weight > 0:
+                _check_names(results["new_buffers"], current_buffers)
+                current_buffers = tree.map(detached, results["new_buffers"])
             if scaler is not None and scaling is not None:
                 results["loss"] = scaler.scale(results["loss"], scaling)
             if not weighted:
                 return results["loss"], results.get("aux")
             own_weight += weight
             if weight > 0:  # a loss of weight zero may be NaN
-                term = loss_value(results["loss"]) * weight
-                own_total = term if own_weight == weight else own_total + term
+                own_total = own_total + loss_value(results["loss"]) * weight
             return results["loss"], weight, results.get("aux")
 
         if micro_batches is None:
@@ -253,14 +249,11 @@ def make_train_step(
     hooked = options.on_grads is not None or options.on_reduce_scattered is not None
     owns_grads = options.divisor is None and not hooked and _divides_all_gradients(plan)
     parts = has_aux, mutable, max_norm, scaler, donate, owns_grads
-    return TrainStep(evaluate, optimizer, plan, mesh, *parts, rate_of(optimizer))
+    return TrainStep(evaluate, optimizer, plan, mesh, *parts, getattr(optimizer[1], "rate", None))
 
 
 def _gradient_function(loss_fn: Any, mesh: Mesh, keywords: GradientKeywords) -> GradientFunction:
     """Return a loss function with the options of its gradient."""
-    unknown = sorted(keywords.keys() - GradientKeywords.__annotations__.keys())
-    if unknown:
-        raise TypeError(f"make_train_step() got an unexpected keyword argument {unknown[0]!r}")
     if isinstance(loss_fn, GradientFunction):
         if keywords:
             raise TypeError(
@@ -288,15 +281,10 @@ def _check_names(new_buffers: Any, buffers: Any) -> None:
     if isinstance(buffers, Mapping) and (
         not isinstance(new_buffers, Mapping) or new_buffers.keys() != buffers.keys()
     ):
-        found_names = (
-            sorted(map(str, new_buffers))[:4]
-            if isinstance(new_buffers, Mapping)
-            else type(new_buffers).__name__
-        )
         raise TypeError(
             "with mutable=True loss_fn must return the new buffers, under the names "
-            f"{sorted(buffers)[:4]}; found {found_names}: the order of its results is (loss, weight, "
-            "new_buffers, aux)"
+            f"{sorted(buffers)[:4]}; found {outline(new_buffers)}: the order of its results is "
+            "(loss, weight, new_buffers, aux)"
         )
 
 
@@ -306,14 +294,11 @@ def _named_results(result: Any, has_aux: bool, mutable: bool, weighted: bool) ->
     if len(names) == 1 and not isinstance(result, tuple):
         return {"loss": result}
     if not isinstance(result, tuple) or len(result) != len(names):
-        wanted_text = names[0] if len(names) == 1 else f"({', '.join(names)})"
-        found_text = (
-            f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
-        )
+        found_text = f"a tuple of {len(result)}" if isinstance(result, tuple) else outline(result)
         raise TypeError(
-            f"with has_aux={has_aux} and mutable={mutable}{' and weighted=True' if weighted else ''} loss_fn must return "
-            f"{wanted_text}; found {found_text}: for (loss, aux) pass has_aux=True, for (loss, new_buffers) "
-            f"mutable=True, for (loss, weight) weighted=True"
+            f"with has_aux={has_aux}, mutable={mutable} and weighted={weighted} loss_fn must return "
+            f"({', '.join(names)}); found {found_text}: for (loss, aux) pass has_aux=True, for "
+            "(loss, new_buffers) mutable=True, for (loss, weight) weighted=True"
         )
     return dict(zip(names, result, strict=True))
 
@@ -391,11 +376,7 @@ class TrainStep:
     @property
     def schedules(self) -> dict[str, Callable[[int], Any]]:
         """The optimizer's options that are functions of the number of steps, by name."""
-        return (
-            dict(getattr(self.optimizer[1], "schedules", {}))
-            if isinstance(self.optimizer, TorchOptimizer)
-            else {}
-        )
+        return dict(getattr(self.optimizer[1], "schedules", {}))
 
     def _check(self, state: Any) -> None:
         """Raise unless ``state`` is a training state, with a state of loss scaling if need be."""
@@ -405,13 +386,10 @@ class TrainStep:
                 f"TrainState of step.init, or of the step before; found {found_as_state(state)}"
             )
         if (state.scaler is None) != (self.scaler is None):
-            given_text, other_text = (
-                ("a scaler", "none") if self.scaler is not None else ("no scaler", "one")
-            )
-            remedy = "scaler.init(mesh)" if self.scaler is not None else "None"
+            scaling = "None" if self.scaler is None else "scaler.init(mesh)"
             raise ValueError(
-                f"the step was made with {given_text}, and the state holds {other_text}, so losses would not "
-                f"be scaled as before; set it with state._replace(scaler={remedy})"
+                "step and state must both have a scaler, or neither; found one of them alone: set "
+                f"it with state._replace(scaler={scaling})"
             )
 
     @untraced_with_warning(
@@ -433,10 +411,12 @@ class TrainStep:
             recording.updates = True
         metrics: dict[str, Any] = {}
         if self.rate is not None:
+            metrics["lr"] = self.rate
+        if callable(self.rate):
+            steps = state.opt_state["steps"]
+            # Why by name: a file of graphs has the names of schedules.
             metrics["lr"] = (
-                self.rate
-                if type(self.rate) is float
-                else rate_now(self.rate, self.schedules, state.opt_state)
+                self.rate(steps) if recording is None else recording.number(self.rate, steps)
             )
         if scaler is not None and scaling is not None:
             loss, own_loss = (each / scaling.scale.to(each.device) for each in (loss, own_loss))
@@ -455,15 +435,15 @@ class TrainStep:
             if not isinstance(self.max_norm, torch.Tensor) and math.isinf(self.max_norm):
                 metrics["grad_norm"] = global_norm(grads, plan, mesh)
             else:
-                owned = scaler is not None  # unscaled gradients have memory of their own
+                # Unscaled gradients have memory of their own.
                 grads, metrics["grad_norm"] = clip_by_global_norm(
-                    grads, plan, mesh, self.max_norm, donate=owned
+                    grads, plan, mesh, self.max_norm, donate=scaler is not None
                 )
         if self.has_aux:
             metrics["aux"] = aux
         recorded = recording is not None
         # The weight is the world's sum, so every rank returns here.
-        if weight is not None and not recorded and not _has_data(weight):
+        if weight is not None and not recorded and not weight > 0:
             return state, metrics
         if self.mutable:
             buffers = _broadcast(
@@ -501,20 +481,16 @@ class TrainStep:
             weight: the sum of all weights, which skips the whole step if it is zero.
             found_inf: whether to skip the update.
         """
-        no_data = None if weight is None else weight <= 0
-        skipped = found_inf
-        if no_data is not None:
-            skipped = no_data if found_inf is None else no_data | found_inf
         recording = current_recording()
         assert recording is not None, "a step that runs returns early"
-        assert skipped is not None, "a step that cannot be skipped has nothing to choose"
         # The optimizer made its state, and a skipped step has none.
         if not same_form(before, after):
             recording.replayable = False
             return after
-        chosen = choose_tree(skipped, before, after)
-        chosen_state = after if no_data is None else choose_tree(no_data, before, after)
-        return chosen._replace(buffers=chosen_state.buffers, scaler=chosen_state.scaler)
+        if found_inf is not None:
+            kept = choose_tree(found_inf, before, after)
+            after = kept._replace(buffers=after.buffers, scaler=after.scaler)
+        return after if weight is None else choose_tree(weight <= 0, before, after)
 
 
 def _trainable(shards: Shards, plan: Plan) -> Shards:
@@ -525,11 +501,6 @@ def _trainable(shards: Shards, plan: Plan) -> Shards:
         }
         for unit in plan.unit_list
     }
-
-
-def _has_data(weight: torch.Tensor) -> bool:
-    """Return whether the sum of all weights is not zero; the host waits for it."""
-    return bool(weight > 0)
 
 
 def _first_rank_with(weight: float, mesh: Mesh) -> int:

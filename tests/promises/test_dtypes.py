@@ -83,11 +83,11 @@ def test_a_norm_of_a_leaf_without_a_norm_names_the_leaf(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOAT8)
-def test_an_optimizer_and_a_scaler_name_a_leaf_that_is_too_narrow(dtype: str) -> None:
+def test_an_optimizer_and_a_scaler_have_torchs_words_for_a_dtype_that_is_too_narrow(dtype: str) -> None:
     optimizer, scaler = fs.torch_optimizer(torch.optim.AdamW), fs.GradScaler()
-    with pytest.raises(TypeError, match=rf"AdamW\) cannot update leaf '\.?{dtype}' of torch\.{dtype}: freeze such leaves"):
+    with pytest.raises(RuntimeError, match="Float8"):
         on_one_rank(dtype, lambda shards, *_: optimizer.step(fs.copy(shards), optimizer.init(shards), shards))
-    with pytest.raises(TypeError, match=rf"the gradient of leaf '\.?{dtype}' must be float16 or wider; found .*: cast it"):
+    with pytest.raises(RuntimeError, match="Promotion for Float8 Types is not supported"):
         on_one_rank(dtype, lambda shards, _plan, mesh: scaler.unscale(shards, scaler.init(mesh), mesh))
 
 

@@ -1,6 +1,6 @@
 """The Muon assignment as data: each matrix has an owner, work is balanced, traffic is known."""
 
-import itertools
+import math
 import random
 import time
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import funcshard as fs
+from funcshard.plan import position_of, rank_at
 
 
 def plan_of(ranks, **options):
@@ -31,17 +32,6 @@ def test_every_matrix_has_an_owner_and_no_rank_has_much_more_work(ranks):
     assert max(work) <= sum(work) / ranks + heaviest
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 12])
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_each_element_goes_to_its_owner_once_and_back_to_every_rank_that_holds_it(ranks, strategy):
-    for matrix in fs.assign_owners(plan_of(ranks, strategy=strategy)).matrices:
-        arrived = [matrix.sent(rank, matrix.owner) for rank in range(ranks)]
-        assert [i for elements in arrived for i in elements] == list(range(matrix.leaf.numel))
-        assert not any(matrix.sent(a, b) for a in range(ranks) for b in range(ranks) if b != matrix.owner)
-        for rank in range(ranks):
-            assert matrix.returned(matrix.owner, rank) == matrix.held(rank)
-
-
 def test_traffic_is_that_of_the_busiest_rank_in_bfloat16():
     plan = fs.make_plan({"a": torch.zeros(4, 4), "b": torch.zeros(2, 4)}, 2)  # 12 elements on each of two ranks
     owners = fs.assign_owners(plan)
@@ -58,36 +48,39 @@ def test_without_shards_only_the_updates_are_sent():
     assert event.bytes == 2 * 2 * 16  # the owner of a sends its update to the two other ranks
 
 
-def crossing(owners, elements, rank):
-    """Return what one rank sends and receives, and the most that crosses at any rank, pair by pair."""
-    ranks, between = range(owners.ranks), {}
-    for a in ranks:
-        for b in ranks:
-            parts = [(matrix.leaf.path, elements(matrix, a, b)) for matrix in owners.matrices]
-            between[a, b] = [part for part in parts if part[1]]
-    size = {pair: sum(len(part) for _, part in parts) for pair, parts in between.items()}
-    busiest = [[sum(size[b, a] for b in ranks if b != a), sum(size[a, b] for b in ranks if b != a)] for a in ranks]
-    sent, received = [between[rank, b] for b in ranks], [between[b, rank] for b in ranks]
-    sizes = [size[rank, b] for b in ranks], [size[b, rank] for b in ranks]
-    return [*itertools.chain(*sent)], [*itertools.chain(*received)], *sizes, max(map(max, busiest))
+MESHES = [1, 2, 5, 8, {"replicate": 2, "shard": 3}, {"shard": 3, "tensor": 2}, {"expert": 2, "shard": 2, "tensor": 2}]
+CUTS = [{"0.w0": {"tensor": 0}}, {"0.w0": {"expert": 1, "tensor": 0}, "1.w0": {"tensor": 1}}, {"0.w0": {"shard": 0}}]
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_the_parts_of_every_rank_and_the_events_are_those_of_all_pairs_of_ranks(seed):
+@pytest.mark.parametrize("seed", range(24))
+def test_what_a_rank_sends_is_what_its_peer_receives_and_events_count_the_busiest_rank(seed):
     draw = random.Random(seed)
-    mesh = draw.choice([1, 2, 5, 8, {"replicate": 2, "shard": 3}, {"shard": 3, "tensor": 2}])
+    mesh = MESHES[seed % len(MESHES)]
+    axes = mesh if isinstance(mesh, dict) else {"shard": mesh}
     draw_leaf = lambda: torch.zeros(draw.randint(1, 9), draw.randint(1, 9))  # noqa: E731
     params = {f"{i}": {f"w{j}": draw_leaf() for j in range(draw.randint(1, 4))} for i in range(4)}
-    local = {"0.w0": {"tensor": 0}} if isinstance(mesh, dict) and "tensor" in mesh else draw.choice([[], ["0.w0"]])
-    strategy = draw.choice(["full_shard", "full_shard", "no_shard"])
-    plan = fs.make_plan(params, mesh, units=draw.choice([["*"], []]), strategy=strategy, local=local)
-    owners = fs.assign_owners(plan)
-    kind = type(owners.matrices[0])
-    for rank in range(owners.ranks):
-        for part, elements in ((owners.to_owners(rank), kind.sent), (owners.from_owners(rank), kind.returned)):
-            listed = lambda parts: [(each.matrix.leaf.path, each.elements) for each in parts]  # noqa: E731
-            result = listed(part.sent), listed(part.received), [*part.send_sizes], [*part.receive_sizes]
-            assert (*result, (part.event.bytes if part.event else 0) // 2) == crossing(owners, elements, rank)
+    cuts = [cut for cut in CUTS if axes.keys() >= {axis for dims in cut.values() for axis in dims}]
+    plan = fs.make_plan(
+        params, mesh, units=draw.choice([["*"], []]), strategy=draw.choice(["full_shard", "full_shard", "no_shard"]),
+        local=draw.choice([*cuts, {}]) if axes.keys() & {"tensor", "expert"} else draw.choice([[], ["0.w0"]]),
+    )  # fmt: skip
+    owners, events = fs.assign_owners(plan), []
+    positions = [position_of(rank, plan.mesh_axes) for rank in range(math.prod(plan.mesh_axes.values()))]
+    for stage, back in [*((s, False) for s in owners.stages), *((s, True) for s in reversed(owners.stages))]:
+        steps = [owners.all_to_all(stage, position, back) for position in positions]
+        axis, crossing = steps[0].axis, []
+        for position, step in zip(positions, steps, strict=True):
+            line = [steps[rank_at({**position, axis: peer}, plan.mesh_axes)] for peer in range(plan.mesh_axes[axis])]
+            for peer, other in enumerate(line):
+                sent = [(part.path, *part[2:]) for part in step.sent if part.peer == peer]
+                assert sent == [(part.path, *part[2:]) for part in other.received if part.peer == position[axis]]
+                assert step.send_sizes[peer] == other.receive_sizes[position[axis]] == sum(math.prod(p[-1]) for p in sent)
+            for sizes in (step.send_sizes, step.receive_sizes):
+                crossing.append(sum(sizes) - sizes[position[axis]])
+        assert len({step.event for step in steps}) == 1
+        assert (steps[0].event.bytes if steps[0].event else 0) == 2 * max(crossing)
+        events += [steps[0].event] * bool(max(crossing))
+    assert owners.events == tuple(events)
 
 
 @pytest.mark.parametrize("mesh", [1024, {"shard": 1024, "tensor": 8}])
@@ -97,5 +90,6 @@ def test_the_start_of_muon_is_soon_over_on_a_thousand_ranks(mesh):
     plan = fs.make_plan(params, mesh, units=["*"], local=local)
     begun = time.process_time()
     owners = fs.assign_owners(plan)
-    assert owners.to_owners(0).event == owners.from_owners(0).event == owners.events[0]
+    start = owners.all_to_all(None, position_of(0, plan.mesh_axes), back=False)
+    assert start.event == owners.events[0] == owners.events[-1]
     assert time.process_time() - begun < 3  # it takes 0.1 s and 0.6 s; pair by pair it took minutes

@@ -1,7 +1,7 @@
 """Muon on shards equals ``torch.optim.Muon`` on the whole model, with the predicted collectives."""
 
 import math
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -12,128 +12,142 @@ from funcshard._utils import tree
 from funcshard.testing import delayed
 from tests.ranks import run_simulated
 
+Tensors = dict[str, torch.Tensor]
 EVEN, ODD = (32, 16, 48), (13, 7, 9)
 MUON = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}
 ADAMW = {"lr": 0.01, "weight_decay": 0.2}
-NO_DECAY = {"paths": ["norm", "**.b"], "weight_decay": 0.0}
+# The dimension of a leaf that each axis cuts.
+CUTS = {"up": {"tensor": 0}, "down": {"tensor": 1}, "w": {"expert": 0, "tensor": 0}, "b": {"tensor": 0}}
+NESTED = {"up": {"expert": 1, "tensor": 0}, "down": {"shard": 0}, "w": {"expert": 0, "tensor": 0}}
 
 
-def example(seed: int, sizes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(seed)
-    width, small, wide = sizes
+@dataclass(frozen=True)
+class Case:
+    """A model, a mesh and the options of its steps."""
 
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype)
+    mesh: dict[str, int]
+    sizes: tuple[int, int, int] = ODD
+    options: dict[str, Any] = field(default_factory=lambda: MUON)
+    dtype: torch.dtype = torch.float32
+    plan: dict[str, Any] = field(default_factory=dict)
+    cuts: dict[str, dict[str, int]] = field(default_factory=dict)
 
-    blocks = [
-        {"w": normal(width, width), "b": normal(width), "up": normal(wide, width), "down": normal(small, wide)}
-        for _ in range(3)
-    ]
-    return {"emb": normal(wide, width), "blocks": blocks, "norm": normal(width)}
+    def tensors(self, seed: int) -> Tensors:
+        """Return parameters or gradients; Muon updates the matrices of the blocks."""
+        (width, small, wide), generator = self.sizes, torch.Generator().manual_seed(seed)
+        block = {"w": (width, width), "b": (width,), "up": (wide, width), "down": (small, wide)}
+        blocks = {f"blocks.{i}.{name}": shape for i in range(3) for name, shape in block.items()}
+        shapes: dict[str, tuple[int, ...]] = {"emb": (wide, width), **blocks, "norm": (width,)}
+        return {path: torch.randn(shape, generator=generator).to(self.dtype) for path, shape in shapes.items()}
+
+    def local(self, mesh: fs.Mesh) -> dict[str, dict[str, int]]:
+        """Return how the axes of a mesh cut leaves, by path."""
+        cuts = {path: self.cuts.get(path.rpartition(".")[2], {}) for path in self.tensors(0)}
+        cuts = {path: {axis: dim for axis, dim in own.items() if axis in mesh.shape} for path, own in cuts.items()}
+        return {path: own for path, own in cuts.items() if own}
+
+    def slices(self, seed: int, mesh: fs.Mesh) -> Tensors:
+        """Return the tensors as a rank holds them."""
+        tensors = self.tensors(seed)
+        for path, cuts in self.local(mesh).items():
+            for axis, dim in cuts.items():
+                tensors[path] = tensors[path].chunk(mesh.shape[axis], dim)[mesh.position[axis]]
+        return tensors
 
 
-def named(params: Any) -> dict[str, torch.Tensor]:
-    _, leaves, paths = tree.describe(params)
-    return dict(zip(paths, leaves, strict=True))
-
-
-def on_the_whole(sizes: tuple[int, ...], steps: int, options: dict, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    params = {path: torch.nn.Parameter(leaf) for path, leaf in named(example(0, sizes, dtype)).items()}
-    matrices = [leaf for path, leaf in params.items() if leaf.ndim == 2 and path != "emb"]
+def on_the_whole(case: Case, steps: int) -> tuple[Tensors, Tensors]:
+    """Return the parameters and the momentum after some steps of ``torch.optim.Muon``."""
+    params = {path: torch.nn.Parameter(leaf) for path, leaf in case.tensors(0).items()}
+    at = lambda step: {name: value(step) if callable(value) else value for name, value in case.options.items()}  # noqa: E731
+    matrices = {path: leaf for path, leaf in params.items() if leaf.ndim == 2 and path != "emb"}
     biases = [leaf for leaf in params.values() if leaf.ndim == 1]
-    muon = torch.optim.Muon(matrices, **options)
+    muon = torch.optim.Muon([*matrices.values()], **at(0))
     adamw = torch.optim.AdamW([{"params": [params["emb"]]}, {"params": biases, "weight_decay": 0.0}], **ADAMW)
     for step in range(steps):
-        for path, grad in named(example(100 + step, sizes, dtype)).items():
+        for path, grad in case.tensors(100 + step).items():
             params[path].grad = grad
+        muon.param_groups[0].update(at(step))
         muon.step()
         adamw.step()
-    return {path: leaf.detach() for path, leaf in params.items()}
+    momentum = {path: muon.state[leaf]["momentum_buffer"] for path, leaf in matrices.items()}
+    return {path: leaf.detach() for path, leaf in params.items()}, momentum
 
 
-def on_shards(
-    mesh: fs.Mesh,
-    sizes: tuple[int, ...],
-    steps: int,
-    options: dict,
-    dtype: torch.dtype = torch.float32,
-    strategy: str = "full_shard",
-    units: tuple[str, ...] = ("blocks.*",),
-) -> dict[str, torch.Tensor]:
-    params = example(0, sizes, dtype)
-    plan = fs.make_plan(params, mesh, units=units, strategy=strategy)
-    optimizer = fs.muon(plan, mesh, matrices=["blocks.*"], adamw={**ADAMW, "groups": [NO_DECAY]}, **options)
-    shards = fs.shard(params, plan, mesh)
+def on_ranks(mesh: fs.Mesh, case: Case, steps: int) -> tuple[Tensors, Tensors]:
+    plan = fs.make_plan(case.slices(0, mesh), mesh, **{"units": ["blocks.*"], "local": case.local(mesh), **case.plan})
+    no_decay = {"paths": ["norm", "**.b"], "weight_decay": 0.0}
+    optimizer = fs.muon(plan, mesh, matrices=["blocks.*"], adamw={**ADAMW, "groups": [no_decay]}, **case.options)
+    shards = fs.shard(case.slices(0, mesh), plan, mesh)
     pointers = [leaf.data_ptr() for leaf in tree.leaves(shards)]
     state = optimizer.init(shards)
     for step in range(steps):
-        grads = fs.shard(example(100 + step, sizes, dtype), plan, mesh)
+        grads = fs.shard(case.slices(100 + step, mesh), plan, mesh)
         with fs.record_events() as events:
             shards, state = optimizer.step(grads, state, shards)
         assert tuple(events) == optimizer.step.owners.events
+        by_name = fs.optimizer_to_state_dict(state, optimizer, plan, mesh)
+        if step == 1:
+            again = fs.optimizer_from_state_dict(by_name, optimizer, plan, mesh)
+            torch.testing.assert_close(again["momentum"], state["momentum"], rtol=0, atol=0)
+            state = again
     assert [leaf.data_ptr() for leaf in tree.leaves(shards)] == pointers  # donated
-    assert state["steps"] == steps
-    return named(fs.gather(shards, plan, mesh))
+    momentum = {path: own["momentum_buffer"] for path, own in by_name["state"].items() if "momentum_buffer" in own}
+    return fs.to_state_dict(shards, plan, mesh), momentum
 
 
-def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[path], theirs[path]) for path in ours)
-
-
-CASES: dict[str, tuple[Any, tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
+CASES: dict[str, Case] = {
     **{
-        f"{name} sizes on {world}": (world, sizes, MUON, {})
+        f"{name} sizes on {world}": Case(world, sizes)
         for name, sizes in {"even": EVEN, "odd": ODD}.items()
-        for world in (1, 2, 3, 4, {"replicate": 2, "shard": 2})
+        for world in (*({"shard": n} for n in (1, 2, 3, 4)), {"replicate": 2, "shard": 2})
     },
-    "no momentum look-ahead": (3, ODD, {**MUON, "nesterov": False}, {}),
-    "rms": (3, ODD, {**MUON, "adjust_lr_fn": "match_rms_adamw"}, {}),
-    "fewer iterations": (3, ODD, {**MUON, "ns_steps": 2, "ns_coefficients": (2.0, -1.5, 0.5), "eps": 1e-3}, {}),
-    "tensor lr": (3, ODD, {**MUON, "lr": torch.tensor(0.05)}, {}),
-    "bfloat16": (3, ODD, MUON, {"dtype": torch.bfloat16}),
-    "no_shard": (3, ODD, MUON, {"strategy": "no_shard"}),
-    "one unit": (3, ODD, MUON, {"units": ()}),
-}
+    "no momentum look-ahead": Case({"shard": 3}, options={**MUON, "nesterov": False}),
+    "rms": Case({"shard": 3}, options={**MUON, "adjust_lr_fn": "match_rms_adamw"}),
+    "fewer iterations": Case(
+        {"shard": 3}, options={**MUON, "ns_steps": 2, "ns_coefficients": (2.0, -1.5, 0.5), "eps": 1e-3}
+    ),
+    "schedules": Case(
+        {"shard": 3}, options={**MUON, "lr": lambda step: 0.1 * step, "momentum": lambda step: 0.5 + 0.1 * step}
+    ),
+    "tensor lr": Case({"shard": 3}, options={**MUON, "lr": torch.tensor(0.05)}),
+    "bfloat16": Case({"shard": 3}, dtype=torch.bfloat16),
+    "no_shard": Case({"shard": 3}, plan={"strategy": "no_shard"}),
+    "one unit": Case({"shard": 3}, plan={"units": []}),
+    **{
+        f"cut on {mesh}, {strategy}": Case(mesh, EVEN, plan={"strategy": strategy}, cuts=CUTS)
+        for mesh in (
+            {"shard": 2, "tensor": 2}, {"replicate": 2, "shard": 2, "tensor": 2}, {"tensor": 2, "shard": 3}, {"tensor": 4},
+            {"expert": 2, "tensor": 2}, {"shard": 2, "tensor": 1},
+        )
+        for strategy in ("full_shard", "no_shard")
+    },
+    "cut along several axes": Case({"expert": 2, "shard": 2, "tensor": 2}, EVEN, cuts=NESTED),
+}  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "sizes", "options", "more"), CASES.values(), ids=CASES)
-def test_four_steps_on_shards_are_four_steps_on_the_whole(
-    world: Any, sizes: tuple[int, ...], options: dict[str, Any], more: dict[str, Any]
-) -> None:
-    expected = on_the_whole(sizes, 4, options, more.get("dtype", torch.float32))
-    assert not torch.equal(expected["blocks.0.w"], named(example(0, sizes))["blocks.0.w"])
-    ranks, shape = (world, None) if isinstance(world, int) else (math.prod(world.values()), world)
-    for params in run_simulated(partial(on_shards, **more), ranks, sizes, 4, options, shape=shape):
-        if "dtype" in more:  # so coarse that a kernel's vector instructions matter
-            torch.testing.assert_close(params, expected, rtol=0.02, atol=0.02)
-        else:
-            assert equal(params, expected)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_four_steps_on_shards_are_four_steps_on_the_whole(case: Case) -> None:
+    wanted, momentum = on_the_whole(case, 4)
+    assert not torch.equal(wanted["blocks.0.w"], case.tensors(0)["blocks.0.w"])
+    for params, own_momentum in run_simulated(on_ranks, math.prod(case.mesh.values()), case, 4, shape=case.mesh):
+        if case.dtype is torch.bfloat16:  # so coarse that a kernel's vector instructions matter
+            torch.testing.assert_close(params, wanted, rtol=0.02, atol=0.02)
+            continue
+        torch.testing.assert_close(own_momentum, momentum, rtol=0, atol=0)
+        torch.testing.assert_close(params, wanted)
+        assert all(torch.equal(params[path], wanted[path]) for path in (momentum if case.cuts else wanted))
 
 
-def slowly(mesh: fs.Mesh) -> dict[str, torch.Tensor]:
-    return on_shards(delayed(mesh, "all_to_all", 0.002), ODD, 2, MUON)
+def slowly(mesh: fs.Mesh, case: Case) -> Any:
+    return on_ranks(delayed(mesh, "all_to_all", 0.002), case, 2)
 
 
 @pytest.mark.slow
 def test_the_step_waits_for_the_all_to_alls() -> None:
-    expected = on_the_whole(ODD, 2, MUON, torch.float32)
-    assert all(equal(params, expected) for params in run_simulated(slowly, 2))
-
-
-def test_options_may_be_schedules() -> None:
-    def main(mesh: fs.Mesh) -> bool:
-        params = {"w": torch.eye(4)}
-        plan = fs.make_plan(params, mesh)
-        optimizer = fs.muon(plan, mesh, lr=lambda step: 0.1 * step, weight_decay=0.0)
-        shards = fs.shard(params, plan, mesh)
-        grads = fs.shard({"w": torch.ones(4, 4)}, plan, mesh)
-        shards, state = optimizer.step(grads, optimizer.init(shards), shards)
-        still = torch.equal(fs.gather(shards, plan, mesh)["w"], torch.eye(4))
-        shards, state = optimizer.step(grads, state, shards)
-        return still and not torch.equal(fs.gather(shards, plan, mesh)["w"], torch.eye(4))
-
-    assert fs.simulate(main, 2) == [True, True]
+    case = Case({"shard": 2})
+    for found in run_simulated(slowly, 2, case):
+        torch.testing.assert_close(found, on_the_whole(case, 2), rtol=0, atol=0)
 
 
 def test_matrices_that_are_local_to_a_rank_are_updated_there_without_collectives() -> None:
@@ -155,36 +169,21 @@ def test_matrices_that_are_local_to_a_rank_are_updated_there_without_collectives
     fs.simulate(main, 2)
 
 
-def test_state_is_momentum_of_matrices_and_adamws_of_the_rest() -> None:
-    params = example(0, EVEN)
-    plan = fs.make_plan(params, 2, units=["blocks.*"])
-    sizes = {path: leaf.numel() for path, leaf in named(params).items()}
+def test_momentum_is_of_matrices_and_adamws_state_of_the_rest() -> None:
+    case = Case({"shard": 2}, EVEN)
+    plan = fs.make_plan(case.tensors(0), 2, units=["blocks.*"])
+    sizes = {path: leaf.numel() for path, leaf in case.tensors(0).items()}
     matrices = sum(numel for path, numel in sizes.items() if path.startswith("blocks.") and not path.endswith(".b"))
 
     def main(mesh: fs.Mesh) -> tuple[int, int]:
         optimizer = fs.muon(plan, mesh, matrices=["blocks.*"])
-        shards = fs.shard(params, plan, mesh)
-        _, state = optimizer.step(fs.shard(example(1, EVEN), plan, mesh), optimizer.init(shards), shards)
+        shards = fs.shard(case.tensors(0), plan, mesh)
+        _, state = optimizer.step(fs.shard(case.tensors(1), plan, mesh), optimizer.init(shards), shards)
         averages = [own["exp_avg"] for each in state["adamw"]["leaves"].values() for own in each.values()]
         return sum(leaf.numel() for leaf in tree.leaves(state["momentum"])), sum(leaf.numel() for leaf in averages)
 
     counts = fs.simulate(main, 2)
-    assert sum(momentum for momentum, _ in counts) == matrices
-    assert sum(average for _, average in counts) == sum(sizes.values()) - matrices
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"lr": -1.0}, ValueError, "lr must be a finite number, at least 0; found -1.0: pass"),
-        ({"lamb": 1.0}, TypeError, "lamb"),
-    ],
-    ids=["lr", "unknown"],
-)
-def test_options_that_do_not_fit_are_refused(options: dict, error: Any, words: str) -> None:
-    plan = fs.make_plan(example(0, ODD), 1)
-    with pytest.raises(error, match=words):
-        fs.muon(plan, fs.Mesh(), **options)
+    assert [sum(numels) for numels in zip(*counts, strict=True)] == [matrices, sum(sizes.values()) - matrices]
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -216,4 +215,16 @@ def test_what_has_no_gradient_stays_as_it_is_as_in_torch(nesterov: bool) -> None
         return fs.gather(shards, plan, mesh)
 
     for result in fs.simulate(main, 2):
-        assert equal(result, {name: leaf.detach() for name, leaf in whole.items()})
+        assert all(torch.equal(result[name], leaf) for name, leaf in whole.items())
+
+
+def test_the_work_on_cut_matrices_is_shared_along_their_axes() -> None:
+    params = {f"w{i}": torch.zeros(4, 8) for i in range(8)}
+    plan = fs.make_plan(params, {"shard": 2, "tensor": 2}, local={"*": {"tensor": 0}})
+    owners = fs.assign_owners(plan)
+    table = str(owners)
+    assert table.startswith("Owners of 8 matrices, ")
+    assert "shard × tensor" in table
+    assert [row.split()[3] for row in table.splitlines() if row.strip()[:1] in "01"] == ["2"] * 4, table
+    axes = [event.axis for event in owners.events]
+    assert axes == ["shard", "tensor", "tensor", "shard"]

@@ -1,5 +1,6 @@
-"""Classes of ``torch.optim`` update flat shards as they update the whole model."""
+"""Classes of ``torch.optim``, with and without groups, update flat shards as they update the whole model."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,95 +10,123 @@ import torch
 import funcshard as fs
 from funcshard._utils import tree
 from funcshard.train.optimizers import apply_optimizer
+from funcshard.train.param_groups import group_leaves
+from tests.ranks import run_ranks, run_simulated
 
 O = torch.optim  # noqa: E741
-OPTIMIZERS: dict[str, tuple[type[O.Optimizer], dict[str, Any]]] = {
-    "SGD": (O.SGD, {"lr": 0.1}),
-    "SGD momentum": (O.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
-    "SGD maximize": (O.SGD, {"lr": 0.1, "momentum": 0.9, "maximize": True}),
-    "SGD fused": (O.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
-    "SGD foreach": (O.SGD, {"lr": 0.1, "momentum": 0.9, "foreach": True}),
-    "Adam": (O.Adam, {"lr": 0.1, "weight_decay": 0.1}),
-    "Adam amsgrad": (O.Adam, {"lr": 0.1, "amsgrad": True}),
-    "Adam fused": (O.Adam, {"lr": 0.1, "fused": True}),
-    "AdamW": (O.AdamW, {"lr": 0.1, "weight_decay": 0.1}),
-    "AdamW foreach": (O.AdamW, {"lr": 0.1, "foreach": True}),
-    "AdamW fused": (O.AdamW, {"lr": 0.1, "fused": True}),
-    "NAdam": (O.NAdam, {"lr": 0.1}),
-    "NAdam foreach": (O.NAdam, {"lr": 0.1, "foreach": True}),
-    "RAdam": (O.RAdam, {"lr": 0.1}),
-    "Adamax": (O.Adamax, {"lr": 0.1}),
-    "Adadelta": (O.Adadelta, {"lr": 0.5}),
-    "Adagrad": (O.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.2}),
-    "Adagrad foreach": (O.Adagrad, {"lr": 0.1, "foreach": True}),
-    "Adagrad fused": (O.Adagrad, {"lr": 0.1, "fused": True}),
-    "RMSprop": (O.RMSprop, {"lr": 0.01, "momentum": 0.9, "centered": True}),
-    "Rprop": (O.Rprop, {"lr": 0.1}),
-    "ASGD": (O.ASGD, {"lr": 0.1, "t0": 2.0}),
-    "ASGD foreach": (O.ASGD, {"lr": 0.1, "t0": 2.0, "foreach": True}),
+NO_DECAY = {"paths": ["**.bias", "**.norm*"], "weight_decay": 0.0}
+FAST = {"paths": ["head.weight"], "lr": 0.3}
+Optimizer = tuple[Any, dict[str, Any], list[dict[str, Any]]]  # the class, its options, groups
+OPTIMIZERS: dict[str, Optimizer] = {
+    "SGD": (O.SGD, {"lr": 0.1}, []),
+    "SGD momentum": (O.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}, []),
+    "SGD maximize": (O.SGD, {"lr": 0.1, "momentum": 0.9, "maximize": True}, []),
+    "SGD fused": (O.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}, []),
+    "SGD foreach": (O.SGD, {"lr": 0.1, "momentum": 0.9, "foreach": True}, []),
+    "Adam": (O.Adam, {"lr": 0.1, "weight_decay": 0.1}, []),
+    "Adam amsgrad": (O.Adam, {"lr": 0.1, "amsgrad": True}, []),
+    "Adam fused": (O.Adam, {"lr": 0.1, "fused": True}, []),
+    "AdamW": (O.AdamW, {"lr": 0.1, "weight_decay": 0.1}, []),
+    "AdamW foreach": (O.AdamW, {"lr": 0.1, "foreach": True}, []),
+    "AdamW fused": (O.AdamW, {"lr": 0.1, "fused": True}, []),
+    "NAdam": (O.NAdam, {"lr": 0.1}, []),
+    "NAdam foreach": (O.NAdam, {"lr": 0.1, "foreach": True}, []),
+    "RAdam": (O.RAdam, {"lr": 0.1}, []),
+    "Adamax": (O.Adamax, {"lr": 0.1}, []),
+    "Adadelta": (O.Adadelta, {"lr": 0.5}, []),
+    "Adagrad": (O.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.2}, []),
+    "Adagrad foreach": (O.Adagrad, {"lr": 0.1, "foreach": True}, []),
+    "Adagrad fused": (O.Adagrad, {"lr": 0.1, "fused": True}, []),
+    "RMSprop": (O.RMSprop, {"lr": 0.01, "momentum": 0.9, "centered": True}, []),
+    "Rprop": (O.Rprop, {"lr": 0.1}, []),
+    "ASGD": (O.ASGD, {"lr": 0.1, "t0": 2.0}, []),
+    "ASGD foreach": (O.ASGD, {"lr": 0.1, "t0": 2.0, "foreach": True}, []),
+    **{
+        f"{cls.__name__} with a schedule": (cls, {"lr": lambda step: 0.1 / (1 + step)}, [])
+        for cls in (O.SGD, O.AdamW, O.NAdam, O.ASGD)
+    },
+    "AdamW in groups": (O.AdamW, {"lr": 0.1, "weight_decay": 0.1}, [NO_DECAY, FAST]),
+    "AdamW fused in groups": (O.AdamW, {"lr": 0.1, "weight_decay": 0.1, "fused": True}, [NO_DECAY, FAST]),
+    "AdamW foreach in groups": (O.AdamW, {"lr": 0.1, "weight_decay": 0.1, "foreach": True}, [NO_DECAY]),
+    "Adam amsgrad in groups": (O.Adam, {"lr": 0.1, "amsgrad": True}, [FAST]),
+    "SGD in groups": (O.SGD, {"lr": 0.1, "weight_decay": 0.1}, [NO_DECAY]),
+    "SGD momentum of one group": (O.SGD, {"lr": 0.1, "momentum": 0.9}, [{"paths": ["head"], "momentum": 0.0}]),
+    "SGD, a schedule of one group": (O.SGD, {"lr": 0.1}, [{"paths": ["head"], "lr": lambda step: 0.5 * step}]),
+    "NAdam in groups": (O.NAdam, {"lr": 0.1, "betas": (0.8, 0.9)}, [{"paths": ["head"], "betas": (0.5, 0.6)}]),
+    "ASGD in groups": (O.ASGD, {"lr": 0.1, "t0": 2.0}, [{"paths": ["head"], "lr": 0.02}]),
+    "Rprop in groups": (O.Rprop, {"lr": 0.1}, [FAST]),
 }
-WORLDS = [1, 3, {"replicate": 2, "shard": 2}]
+WORLDS = [{"shard": 1}, {"shard": 2}, {"shard": 3}, {"shard": 4}, {"replicate": 2, "shard": 2}]
 
 
 def example(seed: int = 0) -> dict[str, torch.Tensor]:
+    # Every range has a multiple of 32 elements, so that kernels take the same vector instructions
+    # for all of them.
+    shapes: dict[str, tuple[int, ...]] = {"head.bias": (64,), "head.weight": (64, 65), "empty": (0,)}
+    for i in range(2):
+        names = {"bias": (64,), "norm1": (64,), "mid.weight": (64, 64)}
+        shapes |= {f"blocks.{i}.{name}": shape for name, shape in names.items()}
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(s, generator=generator) for name, s in {"a": (4, 3), "b": (3,), "e": (0,)}.items()}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def gradients(step: int) -> dict[str, torch.Tensor]:
-    return example(100 + step)
+def at(options: dict[str, Any], step: int) -> dict[str, Any]:
+    return {name: value(step) if callable(value) else value for name, value in options.items()}
 
 
-def on_the_whole(cls: type[O.Optimizer], options: dict, steps: int, schedule: Any = None) -> dict[str, torch.Tensor]:
+def on_the_whole(cls: Any, options: dict[str, Any], groups: list[dict[str, Any]], steps: int = 4) -> dict[str, torch.Tensor]:
     params = {name: torch.nn.Parameter(value) for name, value in example().items()}
-    optimizer = cls(params.values(), **options)
+    group_of, more = group_leaves(fs.make_plan(example(), 1), groups)
+    members = [[params[name] for name in params if group_of[name] == number] for number in range(len(more))]
+    optimizer = cls([{"params": own, **at(each, 0)} for own, each in zip(members, more, strict=True)], **at(options, 0))
     for step in range(steps):
-        if schedule is not None:
-            optimizer.param_groups[0]["lr"] = schedule(step)
-        for name, grad in gradients(step).items():
+        for group, each in zip(optimizer.param_groups, more, strict=True):
+            group.update(at({**options, **each}, step))
+        for name, grad in example(100 + step).items():
             params[name].grad = grad
         optimizer.step()
     return {name: value.detach() for name, value in params.items()}
 
 
-def on_shards(optimizer: Any, steps: int, world: Any, strategy: str = "full_shard") -> list[dict[str, torch.Tensor]]:
-    def main(mesh: fs.Mesh) -> dict[str, torch.Tensor]:
-        plan = fs.make_plan(example(), mesh, units=["b"], strategy=strategy)
-        shards = fs.shard(example(), plan, mesh)
-        state = optimizer[0](shards)
-        for step in range(steps):
-            shards, state = apply_optimizer(optimizer, fs.shard(gradients(step), plan, mesh), state, shards)
-        return fs.gather(shards, plan, mesh)
-
-    return fs.simulate(main, world)
-
-
-def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    # A kernel takes vector or scalar instructions depending on the index of an element, and their
-    # last bits differ.
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+def on_shards(mesh: fs.Mesh, make: Any, strategy: str = "full_shard", steps: int = 4) -> dict[str, torch.Tensor]:
+    """Take steps with ``make(plan, mesh)``, or with an optimizer of the table."""
+    plan = fs.make_plan(example(), mesh, units=["blocks.*"], strategy=strategy)
+    if isinstance(make, str):
+        cls, options, groups = OPTIMIZERS[make]
+        optimizer: Any = fs.torch_optimizer(cls, groups=groups, plan=plan, mesh=mesh, **options)
+    else:
+        optimizer = make(plan, mesh)
+    shards = fs.shard(example(), plan, mesh)
+    state = optimizer[0](shards)
+    structures = set()
+    for step in range(steps):
+        with fs.record_events() as events:
+            shards, state = apply_optimizer(optimizer, fs.shard(example(100 + step), plan, mesh), state, shards)
+        assert events == []
+        structures.add(str(tree.map(lambda leaf: 0, state)))
+    assert len(structures) == 1
+    return fs.gather(shards, plan, mesh)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS, ids=str)
-@pytest.mark.parametrize(("cls", "options"), OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_five_steps_on_shards_are_five_steps_on_the_whole(cls: Any, options: dict, world: Any) -> None:
-    expected = on_the_whole(cls, options, 5)
-    assert not torch.equal(expected["a"], example()["a"])
-    for params in on_shards(fs.torch_optimizer(cls, **options), 5, world):
-        assert_equal(params, expected)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_on_shards_are_steps_on_the_whole(name: str, world: Any) -> None:
+    cls, options, groups = OPTIMIZERS[name]
+    expected, plain = on_the_whole(*OPTIMIZERS[name]), on_the_whole(cls, options, [])
+    assert bool(groups) != all(torch.equal(expected[path], plain[path]) for path in plain)  # the groups matter
+    assert not torch.equal(expected["head.bias"], example()["head.bias"])
+    for params in run_simulated(on_shards, math.prod(world.values()), name, shape=world):
+        # Without groups a kernel takes vector or scalar instructions by the index of an element, and
+        # their last bits differ.
+        exact = {"rtol": 0, "atol": 0} if groups else {"rtol": 1e-6, "atol": 1e-7}
+        torch.testing.assert_close(params, expected, **exact)
 
 
-@pytest.mark.parametrize("cls", [O.SGD, O.AdamW, O.NAdam, O.ASGD])
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_an_option_may_be_a_schedule(cls: Any, strategy: str) -> None:
-    def schedule(step: int) -> float:
-        return 0.1 / (1 + step)
-
-    expected = on_the_whole(cls, {"lr": 0.1}, 4, schedule)
-    assert not torch.allclose(expected["a"], on_the_whole(cls, {"lr": 0.1}, 4)["a"])
-    for params in on_shards(fs.torch_optimizer(cls, lr=schedule), 4, 2, strategy):
-        assert_equal(params, expected)
+def test_processes_and_unsharded_units_update_groups_too() -> None:
+    expected = on_the_whole(*OPTIMIZERS["AdamW in groups"])
+    for params in run_ranks(on_shards, 2, "AdamW in groups") + run_simulated(on_shards, 2, "AdamW in groups", "no_shard"):
+        torch.testing.assert_close(params, expected, rtol=0, atol=0)
 
 
 class SignSGD(O.Optimizer):
@@ -124,8 +153,8 @@ class SignSGD(O.Optimizer):
 )
 def test_an_optimizer_that_is_not_elementwise_is_refused(cls: type[O.Optimizer], options: dict, remedy: str) -> None:
     words = (
-        rf"torch_optimizer takes an optimizer that updates each element by itself, because it works on flat shards; found "
-        rf"'{cls.__name__}', known are .*AdamW.*: {remedy}"
+        r"torch_optimizer takes a class of optimizers that updates each element by itself, because it works on flat "
+        rf"shards; found '{cls.__name__}', known are .*AdamW.*: {remedy}"
     )
     with pytest.raises(ValueError, match=words):
         fs.torch_optimizer(cls, lr=0.1, **options)
@@ -154,9 +183,8 @@ def keyword_only(lr: float) -> tuple[Callable, Callable]:
 
 @pytest.mark.parametrize("make", [optax_sgd, keyword_only], ids=["optax", "TorchOpt"])
 def test_pairs_of_functions_are_called_as_they_are_written(make: Any) -> None:
-    expected = on_the_whole(O.SGD, {"lr": 0.1}, 3)
-    for params in on_shards(make(0.1), 3, 2):
-        assert_equal(params, expected)
+    for params in fs.simulate(lambda mesh: on_shards(mesh, lambda *_: make(0.1)), 2):
+        torch.testing.assert_close(params, on_the_whole(O.SGD, {"lr": 0.1}, []), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "adam"])
@@ -164,14 +192,11 @@ def test_torchopt_on_shards_is_torchopt_on_the_whole(name: str) -> None:
     torchopt = pytest.importorskip("torchopt", reason="an optional dependency of the tests")
     optimizer = getattr(torchopt, name)(0.1, **{"sgd": {"momentum": 0.9}, "adamw": {"weight_decay": 0.1}, "adam": {}}[name])
     whole, state = example(), optimizer.init(example())
-    for step in range(5):
-        updates, state = optimizer.update(gradients(step), state, params=whole, inplace=False)
+    for step in range(4):
+        updates, state = optimizer.update(example(100 + step), state, params=whole, inplace=False)
         whole = torchopt.apply_updates(whole, updates, inplace=False)
-    for params in on_shards(optimizer, 5, 2):
-        assert_equal(params, whole)
-    # TorchOpt's Adam corrects the bias in single precision, torch.optim's in double.
-    if name == "sgd":
-        assert_equal(whole, on_the_whole(O.SGD, {"lr": 0.1, "momentum": 0.9}, 5))
+    for params in fs.simulate(lambda mesh: on_shards(mesh, lambda *_: optimizer), 2):
+        torch.testing.assert_close(params, whole, rtol=1e-6, atol=1e-7)
 
 
 class _Eager(torch.optim.SGD):

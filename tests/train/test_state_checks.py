@@ -59,7 +59,7 @@ def after_a_step(optimizer: Any, params: Any = None, gradient: Any = None) -> An
 
 @pytest.mark.parametrize("maker", OPTIMIZERS)
 def test_a_state_is_taken_by_its_own_optimizer_only(maker: str) -> None:
-    words = r"found .*start anew with optimizer\.init\(shards\), or go on with the optimizer, plan and mesh"
+    words = r"found .*make a new one with optimizer\.init\(shards\), or keep the optimizer, plan and mesh"
     for taker in OPTIMIZERS:
         state, optimizer, params = after_a_step(OPTIMIZERS[maker]()), OPTIMIZERS[taker](), shards()
         # SGD without momentum keeps nothing, so every other class takes its state for a fresh one.
@@ -77,38 +77,28 @@ def same(one: Any, other: Any) -> bool:
 
 
 STRANGE: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "no state": (lambda state: None, r"step takes \(grads, state, params\) .*; found NoneType as state"),
-    "the leaves alone": (
-        lambda state: state["leaves"],
-        r"the state comes from init or from the step before; found \['a', 'b'\] as state",
-    ),
+    "no state": (lambda state: None, r"step takes \(grads, state, params\), and a state of .*; found NoneType: make"),
+    "the leaves alone": (lambda state: state["leaves"], r"holds \['leaves', 'steps'\]; found \['a', 'b'\]: make"),
     "a unit less": (
-        lambda state: {**state, "leaves": {"a": state["leaves"]["a"]}},
-        r"the units and buffers of the shards; found a tree without \['b'\] and with nothing more: it was made under",
+        lambda state: {**state, "leaves": {"a": state["leaves"]["a"]}}, r"must be a tree like the parameters: .*'b'.*; make",
     ),
     "a buffer more": (
-        lambda state: {**state, "leaves": {**state["leaves"], "b": {**state["leaves"]["b"], "float16": {}}}},
-        r"found a tree without nothing and with \['float16'\] more at 'b': it was made under another plan",
+        lambda state: {**state, "leaves": {**state["leaves"], "b": {**state["leaves"]["b"], "float16": {}}}}, "'float16'",
     ),
     "tensors for dictionaries": (
-        lambda state: {**state, "leaves": {"a": torch.ones(12), "b": torch.ones(12)}},
-        r"the units and buffers of the shards; found Tensor at 'a'",
+        lambda state: {**state, "leaves": {"a": torch.ones(12), "b": torch.ones(12)}}, "like the parameters: .*tensor",
     ),
     "a longer entry": (
-        lambda state: {**state, "leaves": tree.map(longer, state["leaves"])},
-        r"'a\.float32' is not one of torch_optimizer\(AdamW\): its 'exp_avg' must have shape \(12,\); found \(13,\), of an",
+        lambda state: {**state, "leaves": tree.map(lambda x: torch.cat([x, x]) if x.ndim else x, state["leaves"])},
+        r"'a\.float32' is not one of torch_optimizer\(AdamW\): its 'exp_avg' must have shape \(12,\); found \(24,\), of an",
     ),
-}
-
-
-def longer(value: torch.Tensor) -> torch.Tensor:
-    return torch.cat([value, value[:1]]) if value.ndim else value
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "words"), STRANGE.values(), ids=STRANGE)
 def test_a_state_of_another_structure_is_refused(change: Callable[[Any], Any], words: str) -> None:
     optimizer = OPTIMIZERS["AdamW"]()
-    with pytest.raises((TypeError, ValueError), match=words):
+    with pytest.raises(ValueError, match=words):
         optimizer.step(shards(), change(after_a_step(optimizer)), shards())
 
 
@@ -127,19 +117,15 @@ def test_a_state_of_another_plan_is_refused(name: str, other: fs.Plan) -> None:
         return after_a_step(make(), local, fs.shard(PARAMS, other, mesh))
 
     state = fs.simulate(of_the_other, other.world_size)[0]
-    with pytest.raises(ValueError, match=r"of another plan|made under another plan"):
+    with pytest.raises(ValueError, match=r"of another plan|must be a tree like the parameters"):
         OPTIMIZERS[name]().step(shards(), state, shards())
 
 
 GRADIENTS: dict[str, tuple[Any, str]] = {
-    "a unit less": ({"a": {"float32": torch.ones(12)}}, r"like the parameters; found a tree without \['b'\] and with noth"),
-    "other units": (
-        {"x": {"float32": torch.ones(12)}, "y": {"float32": torch.ones(12)}},
-        r"found a tree without \['a', 'b'\] and with \['x', 'y'\] more: pass the gradients that value_and_grad returned",
-    ),
+    "a unit less": ({"a": {"float32": torch.ones(12)}}, r"like the parameters: .*'b'.*; pass the gradients that"),
     "longer": (
         {"a": {"float32": torch.ones(13)}, "b": {"float32": torch.ones(12)}},
-        r"the gradient of leaf 'a\.float32' must have its shape, \(12,\); found \(13,\): pass the gradients that",
+        r"the gradient of leaf 'a\.float32' must have its shape, \(12,\); found a tensor of shape \(13,\): pass the grad",
     ),
 }
 
@@ -266,20 +252,25 @@ def test_a_schedule_may_return_a_tensor(lr: torch.Tensor) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "a rate below zero": (lambda: fs.torch_optimizer(O.SGD, lr=-1.0), ValueError, "lr must be a finite number, at least 0"),
     "momentum NaN": (lambda: fs.torch_optimizer(O.SGD, momentum=math.nan), ValueError, "momentum must be a number.*nan"),
-    "a typo": (lambda: fs.torch_optimizer(O.SGD, mometum=0.9), TypeError, "no option 'mometum': did you mean 'momentum'"),
+    "a typo": (lambda: fs.torch_optimizer(O.SGD, mometum=0.9), TypeError, "does not take the options: .*'mometum'"),
+    "a typo for muon": (lambda: fs.muon(PLAN, MESH, lamb=1.0), TypeError, "Muon does not take the options: .*'lamb'"),
+    "a schedule's typo": (lambda: fs.torch_optimizer(O.SGD, mometum=lambda step: 0.9), TypeError, "'mometum'"),
+    "a typo for a class of one's own": (lambda: fs.torch_optimizer(Late, mometum=0.9), TypeError, "'mometum'"),
+    "a group's typo for a class of one's own": (
+        lambda: grouped(Late, {"paths": ["a"], "mometum": 0.9}), TypeError, "the options of group 1: .*'mometum'",
+    ),
     "torch's own rule": (lambda: fs.torch_optimizer(O.AdamW, betas=(2.0, 0.9)), ValueError, "Invalid beta parameter"),
     "a group's rate below zero": (
         lambda: grouped(O.SGD, {"paths": ["a"], "lr": -1.0}), ValueError, "lr of group 1 must be a finite number",
     ),
     "a group's betas": (
         lambda: grouped(O.AdamW, {"paths": ["a"], "betas": (2.0, 0.9)}), ValueError,
-        "group 1 has options that AdamW does not take: Invalid beta parameter",
+        r"AdamW does not take the options of group 1: Invalid beta parameter",
     ),
     "a group's typo": (
         lambda: grouped(O.SGD, {"paths": ["a"], "weight_decya": 0.0}), TypeError,
-        "group 1 has options that SGD does not take: option 'weight_decya': did you mean 'weight_decay'",
+        r"SGD does not take the options of group 1: .*'weight_decya'",
     ),
     "the options of muon's AdamW": (
         lambda: fs.muon(PLAN, MESH, adamw={"lr": -1.0}), ValueError, "lr must be a finite number, at least 0",
@@ -302,8 +293,6 @@ def test_shards_of_another_size_than_the_groups_were_laid_out_for_are_refused() 
     optimizer = OPTIMIZERS["AdamW in groups"]()
     larger = {"a": torch.ones(5, 3), "b": PARAMS["b"]}
     params = fs.shard(larger, fs.make_plan(larger, 1, units=["a", "b"]), MESH)
-    words = (
-        r"shard 'float32' of unit 'a' must have shape \(12,\), under the plan that the optimizer was made with; found \(15,"
-    )
+    words = r"shard 'a\.float32' must have shape \(12,\), as in the optimizer's plan; found a tensor of shape \(15,"
     with pytest.raises(ValueError, match=words):
         optimizer.step(params, optimizer.init(params), params)
