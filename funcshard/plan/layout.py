@@ -7,6 +7,7 @@ meshes and strategies share it, so a sweep over thousands of plans works it out 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -93,7 +94,7 @@ def _laid_out(
             )
         assert name is not None, "the root holds every leaf"
         owned[name].append(form)
-    cut = cutter(structure)
+    cut = cutter(structure, itertools.chain(*paths.values()))
     unit_layouts = []
     for name, owned_leaves in owned.items():
         if owned_leaves:
