@@ -7,6 +7,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -92,8 +93,7 @@ class DelayedGroup(WrappedGroup):
         return DelayedGroup(self.inner.subgroup(global_ranks, axis), self.kind, self.seconds)
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
-        start = lambda hidden: self.inner.all_gather(hidden, shard, label=label)  # noqa: E731
-        return self._start("all_gather", out, torch.empty_like, start)
+        return self._start("all_gather", torch.empty_like, label, out, shard)
 
     def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
         work = self.inner.all_gather_shared(shard, label=label)
@@ -105,20 +105,13 @@ class DelayedGroup(WrappedGroup):
     def reduce_scatter(
         self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = ""
     ) -> Work:
-        start = lambda hidden: self.inner.reduce_scatter(hidden, parts, label=label)  # noqa: E731
-        return self._start("reduce_scatter", out, torch.empty_like, start)
+        return self._start("reduce_scatter", torch.empty_like, label, out, parts)
 
     def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:
-        return self._start(
-            "all_reduce",
-            tensor,
-            torch.clone,
-            lambda hidden: self.inner.all_reduce(hidden, label=label),
-        )
+        return self._start("all_reduce", torch.clone, label, tensor)
 
     def broadcast(self, tensor: torch.Tensor, src: int, *, label: str = "") -> Work:
-        start = lambda hidden: self.inner.broadcast(hidden, src, label=label)  # noqa: E731
-        return self._start("broadcast", tensor, torch.clone, start)
+        return self._start("broadcast", torch.clone, label, tensor, src)
 
     def all_to_all(
         self,
@@ -129,30 +122,32 @@ class DelayedGroup(WrappedGroup):
         *,
         label: str = "",
     ) -> Work:
-        start = lambda hidden: self.inner.all_to_all(hidden, full, out_sizes, sizes, label=label)  # noqa: E731
-        return self._start("all_to_all", out, torch.empty_like, start)
+        return self._start("all_to_all", torch.empty_like, label, out, full, out_sizes, sizes)
 
     def _start(
         self,
         kind: str,
-        out: torch.Tensor,
         like: Callable[[torch.Tensor], torch.Tensor],
-        start: Callable[[torch.Tensor], Work],
+        label: str,
+        out: torch.Tensor,
+        *rest: Any,
     ) -> Work:
         """Start a collective that writes to ``out``, late if it is of the slow kind.
 
         Arguments:
-            kind: of collective.
+            kind: of collective; the name of its method.
+            like: makes the tensor that a slow collective writes to in place of ``out``.
+            label: names the collective in errors.
             out: its output, which may be its input too.
-            like: makes the tensor that the collective writes to in place of ``out``.
-            start: starts the collective with a given output.
+            rest: its other arguments.
         """
+        collective: Callable[..., Work] = getattr(self.inner, kind)
         if kind != self.kind:
-            return start(out)
+            return collective(out, *rest, label=label)
         with torch.no_grad():
             hidden = like(out)
             out.fill_(float("nan") if out.is_floating_point() or out.is_complex() else 0)
-        work = start(hidden)
+        work = collective(hidden, *rest, label=label)
         return _SlowWork(work, out, hidden, _sleep(out.device, self.seconds))
 
 

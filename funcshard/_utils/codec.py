@@ -41,7 +41,7 @@ class _Layout(NamedTuple):
     values: Callable[[Any], Any]
     later: tuple[tuple[str, str, Any], ...]
     nested: tuple[str, ...]
-    decoders: dict[str, tuple[str, Callable[[Any, str], Any]]]
+    decoders: dict[str, tuple[str, Callable[[str, Any], Any]]]
     required: tuple[str, ...]
 
 
@@ -89,19 +89,20 @@ def decode(hint: Any, data: Any, where: str) -> Any:
     Raises:
         ValueError: the data is of another type, or lacks a field, or has one more.
     """
-    return _decoder(hint)(data, where)
+    return _decoder(hint)(where, data)
 
 
 @functools.cache
-def _decoder(hint: Any) -> Callable[[Any, str], Any]:
-    plain: dict[Any, Callable[[Any, str], Any]] = {
-        Any: lambda data, where: tree.freeze(data),
-        int: lambda data, where: file_data.whole(where, data),
-        str: lambda data, where: file_data.text(where, data),
-        bool: lambda data, where: file_data.flag(where, data),
-        torch.dtype: lambda data, where: dtype_of(file_data.text(where, data)),
-        tuple[int, ...]: lambda data, where: file_data.numbers(where, data),
-        tuple[str, ...]: lambda data, where: file_data.texts(where, data),
+def _decoder(hint: Any) -> Callable[[str, Any], Any]:
+    """Return a function from the name of a part and its data to the value."""
+    plain: dict[Any, Callable[[str, Any], Any]] = {
+        Any: lambda where, data: tree.freeze(data),
+        int: file_data.whole,
+        str: file_data.text,
+        bool: file_data.flag,
+        torch.dtype: lambda where, data: dtype_of(file_data.text(where, data)),
+        tuple[int, ...]: file_data.numbers,
+        tuple[str, ...]: file_data.texts,
     }
     if hint in plain:
         return plain[hint]
@@ -118,7 +119,7 @@ def _decoder(hint: Any) -> Callable[[Any, str], Any]:
     return functools.partial(_decode_fixed, hint._make, tuple(typing.get_type_hints(hint).values()))
 
 
-def _decode_union(choices: tuple[Any, ...], data: Any, where: str) -> Any:
+def _decode_union(choices: tuple[Any, ...], where: str, data: Any) -> Any:
     # Note: of None, a truth value and one other type, JSON tells which it holds.
     if (data is None and _NONE in choices) or (type(data) is bool and bool in choices):
         return data
@@ -126,14 +127,14 @@ def _decode_union(choices: tuple[Any, ...], data: Any, where: str) -> Any:
     return decode(hint, data, where)
 
 
-def _decode_items(hint: Any, data: Any, where: str) -> tuple[Any, ...]:
+def _decode_items(hint: Any, where: str, data: Any) -> tuple[Any, ...]:
     item = _decoder(hint)
     items = file_data.listed(where, data)
-    return tuple([item(item_data, f"{where}[{index}]") for index, item_data in enumerate(items)])
+    return tuple([item(f"{where}[{index}]", item_data) for index, item_data in enumerate(items)])
 
 
 def _decode_fixed(
-    make: Callable[[list[Any]], Any], hints: tuple[Any, ...], data: Any, where: str
+    make: Callable[[list[Any]], Any], hints: tuple[Any, ...], where: str, data: Any
 ) -> Any:
     items = file_data.listed(where, data, len(hints))
     pairs = zip(hints, items, strict=True)
@@ -142,13 +143,13 @@ def _decode_fixed(
     )
 
 
-def _decode_class(cls: Any, data: Any, where: str) -> Any:
+def _decode_class(cls: Any, where: str, data: Any) -> Any:
     layout = _layout(cls)
     file_data.table(where, data, layout.required, layout.decoders, others=False)
     fields = {}
     for key, part in data.items():
         name, decoder = layout.decoders[key]
-        fields[name] = decoder(part, f"{where}.{key}")
+        fields[name] = decoder(f"{where}.{key}", part)
     return cls(**fields)
 
 

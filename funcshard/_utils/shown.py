@@ -93,7 +93,7 @@ def html_of(parts: Iterable[Part]) -> str:
 
 def _text(part: Part) -> str:
     if isinstance(part, Table):
-        return table.as_text(part.title, part.header, part.rows, total=part.total)
+        return table.as_text(*part)
     if isinstance(part, Bullets):
         return "\n".join([part.heading, *(f"  - {line}" for line in part.lines)])
     return part
@@ -101,7 +101,7 @@ def _text(part: Part) -> str:
 
 def _html(part: Part) -> str:
     if isinstance(part, Table):
-        return table.as_html(part.title, part.header, part.rows, total=part.total)
+        return table.as_html(*part)
     if isinstance(part, Bullets):
         items = "".join(f"<li>{html.escape(line)}</li>" for line in part.lines)
         return f"<p><b>{html.escape(part.heading)}</b></p><ul>{items}</ul>"

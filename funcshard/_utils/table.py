@@ -14,7 +14,6 @@ def as_text(
     title: str,
     header: Sequence[str],
     rows: Sequence[Sequence[str]],
-    *,
     total: Sequence[str] | None = None,
 ) -> str:
     """Return an aligned text table.
@@ -59,7 +58,6 @@ def as_html(
     title: str,
     header: Sequence[str],
     rows: Sequence[Sequence[str]],
-    *,
     total: Sequence[str] | None = None,
 ) -> str:
     """Return the table of ``as_text`` as escaped HTML with inline styles, for a notebook."""

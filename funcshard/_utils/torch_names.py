@@ -3,7 +3,7 @@
 torch has no public name for many facts that this library needs. A name that starts with an
 underscore may go in any release. So none is imported at the top of a file: ``private`` looks it up,
 and returns a stand-in if torch has none. A stand-in is a function that does the same by public
-names, or an object whose use raises an error with the feature and the version of torch.
+names, or a class whose use raises an error with the feature and the version of torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -27,13 +27,14 @@ def private(name: str, feature: str, otherwise: Any = _RAISE) -> Any:
     Arguments:
         name: the dotted name, such as ``"torch._C._is_alias_of"``.
         feature: what needs the name, for the error.
-        otherwise: what to return if torch has no such name; by default a ``MissingName``.
+        otherwise: what to return if torch has no such name; by default a class, which raises
+            the error when it is called, as does a class with this base.
     """
     NAMES[name] = feature
     try:
         return look_up(name)
     except (AttributeError, ImportError):
-        return MissingName(name, feature) if otherwise is _RAISE else otherwise
+        return _missing(name, feature) if otherwise is _RAISE else otherwise
 
 
 def look_up(name: str) -> Any:
@@ -65,38 +66,11 @@ def needed_for(feature: str) -> Iterator[None]:
         raise lacks(str(error), feature) from error
 
 
-class MissingName:
-    """Takes the place of what torch does not have: a function, a class, a base class, or a module.
+def _missing(name: str, feature: str) -> type:
+    """Return what takes the place of a function or a class that torch does not have."""
 
-    Arguments:
-        name: the private name.
-        feature: what needs it.
-    """
+    class MissingName:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            raise lacks(name, feature)
 
-    def __init__(self, name: str, feature: str) -> None:
-        self._name, self._feature = name, feature
-
-    def _raise(self, *_: Any, **__: Any) -> NoReturn:
-        raise lacks(self._name, self._feature)
-
-    __call__ = __enter__ = _raise
-
-    def __exit__(self, *_: object) -> None:
-        """Do nothing: the block has not begun."""
-
-    def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("__"):
-            raise AttributeError(attribute)
-        self._raise()
-
-    def __instancecheck__(self, _: object) -> bool:
-        return False
-
-    def __mro_entries__(self, _: tuple[type, ...]) -> tuple[type, ...]:
-        missing_name = self
-
-        class Missing:
-            def __init__(self, *_: Any, **__: Any) -> None:
-                missing_name._raise()
-
-        return (Missing,)
+    return MissingName

@@ -15,11 +15,11 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import CodeType, MappingProxyType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -606,13 +606,17 @@ class ValueReadError(RuntimeError):
 
 
 def record_graph(
-    function: Callable[..., Any], examples: list[Any]
+    function: Callable[..., Any],
+    examples: Sequence[Any],
+    *,
+    tracing_mode: Literal["fake", "real"] = "fake",
 ) -> tuple[torch.fx.Graph, dict[str, torch.Tensor]]:
     """Return the graph of the operations that ``function`` runs below autograd, and its constants.
 
     Arguments:
         function: a function from tensors to a list of tensors and numbers.
         examples: the tensors to call it with; it gets tensors like these, without data.
+        tracing_mode: ``"real"`` if they have none already.
 
     Raises:
         ValueReadError: Python code of ``function`` depends on the value of a tensor.
@@ -629,7 +633,7 @@ def record_graph(
     )
     try:
         with plain:
-            module = make_fx(function, tracing_mode="fake")(*examples)
+            module = make_fx(function, tracing_mode=tracing_mode)(*examples)
     except GuardOnDataDependentSymNode as error:
         raise ValueReadError(str(error).partition("\n")[0]) from error
     names = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}

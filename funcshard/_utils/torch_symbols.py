@@ -10,14 +10,14 @@ import contextlib
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from funcshard._utils.torch_names import needed_for, private
-from funcshard._utils.torch_private import FakeTensorMode, ValueReadError
+from funcshard._utils.torch_names import needed_for
+from funcshard._utils.torch_private import FakeTensorMode, record_graph
 
 _FEATURE = "a trace for any size"
 
@@ -45,14 +45,12 @@ def record_sized_graph(
         ValueReadError: Python code of ``function`` depends on the value of a tensor.
     """
     with needed_for(_FEATURE):
-        from torch.fx.experimental.proxy_tensor import make_fx
-        from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+        from torch._functorch import config
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     env = ShapeEnv(duck_shape=False)  # two names with one size are two symbols
     # Why: asking for the address of a tensor without data is an error then, as in record_graph.
-    with private("torch._functorch.config", _FEATURE).patch(
-        fake_tensor_allow_unsafe_data_ptr_access=False
-    ):
+    with config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
         mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
     pairs = list(zip(examples, names, strict=True))
     fakes = [
@@ -68,35 +66,20 @@ def record_sized_graph(
     symbols = [
         (_expression(fakes[input_index].shape[dim]), name) for input_index, dim, name in dims
     ]
-    # Why: functions of torch.compile in the code run as if they were not compiled.
-    dynamo = sys.modules.get("torch._dynamo")
-    plain = (
-        dynamo.config.patch(error_on_nested_fx_trace=False) if dynamo else contextlib.nullcontext()
-    )
-    try:
-        with plain, mode:
-            module = make_fx(function, tracing_mode="real")(*fakes)
-    except GuardOnDataDependentSymNode as error:
-        raise ValueReadError(str(error).partition("\n")[0]) from error
+    with mode:
+        graph, constants = record_graph(function, fakes, tracing_mode="real")
     strides = [
         pair
         for fake, (tensor, size_names) in zip(fakes, pairs, strict=True)
         if any(size_names)
         for pair in _strides(fake, tensor)
     ]
-    conditions = list(_conditions(env, symbols, strides))
-    graph = module.graph
     placeholders = graph.find_nodes(op="placeholder")
     _compute_sizes_first(
         graph,
         {_expression(fakes[n].shape[dim]): (placeholders[n], dim) for n, dim, _ in reversed(dims)},
     )
-    constants = {
-        str(node.target): getattr(module, str(node.target))
-        for node in graph.nodes
-        if node.op == "get_attr"
-    }
-    return graph, constants, conditions
+    return graph, constants, _conditions(env, symbols, strides)
 
 
 def _fake(mode: Any, tensor: torch.Tensor, names: Names, source: str) -> torch.Tensor:
@@ -144,8 +127,8 @@ def _strides(fake: torch.Tensor, tensor: torch.Tensor) -> list[tuple[Any, int]]:
 
 def _conditions(
     env: Any, symbols: Sequence[tuple[Any, str]], strides: Sequence[tuple[Any, int]]
-) -> Iterator[tuple[str, str]]:
-    """Yield what sizes have to fulfil for the recording to be that of other sizes too.
+) -> list[tuple[str, str]]:
+    """Return what sizes have to fulfil for the recording to be that of other sizes too.
 
     Arguments:
         env: torch's record of all symbols.
@@ -160,41 +143,31 @@ def _conditions(
         if symbol.is_Symbol
     }
     known_values = named | {
-        each: sympy.Integer(stride)
-        for each, stride in strides
-        if each.is_Symbol and each not in named
+        symbol: sympy.Integer(stride)
+        for symbol, stride in strides
+        if symbol.is_Symbol and symbol not in named
     }
-    seen: set[str] = set()
+    places: dict[str, str] = {}  # the place of each condition, by its text
     for symbol, name in symbols:  # a size of 0 or 1 is no symbol
         if symbol.is_Integer:
-            yield from _once(
-                f"{name} == {symbol}", "torch gives sizes 0 and 1 graphs of their own", seen
-            )
+            places[f"{name} == {symbol}"] = "torch gives sizes 0 and 1 graphs of their own"
     for guard in env.guards:
         expression = guard.expr.xreplace(known_values)
         if not _is_bound(guard.expr) and expression not in (sympy.true, True):
-            yield from _once(_text(expression), _place(guard.sloc.framework_loc), seen)
-    for each, stride in strides:
-        if named.keys() & each.free_symbols:
-            yield from _once(
-                f"{_text(each.xreplace(known_values))} == {stride}",
-                "the strides of the batch",
-                seen,
-            )
+            places.setdefault(_text(expression), _place(guard.sloc.framework_loc))
+    for expression, stride in strides:
+        if named.keys() & expression.free_symbols:
+            text = f"{_text(expression.xreplace(known_values))} == {stride}"
+            places.setdefault(text, "the strides of the batch")
     for symbol, name in named.items():
         # Why not below 2: torch gives sizes 0 and 1 graphs of their own.
         bounds = env.var_to_range[symbol]
         if bounds.lower == bounds.upper:
             continue
-        yield from _once(f"{name.name} >= {max(2, int(bounds.lower))}", "torch", seen)
+        places.setdefault(f"{name} >= {max(2, int(bounds.lower))}", "torch")
         if bounds.upper.is_Integer and int(bounds.upper) < sys.maxsize - 1:
-            yield from _once(f"{name.name} <= {bounds.upper}", "torch", seen)
-
-
-def _once(text: str, place: str, seen: set[str]) -> Iterator[tuple[str, str]]:
-    if text not in seen:
-        seen.add(text)
-        yield text, place
+            places.setdefault(f"{name} <= {bounds.upper}", "torch")
+    return list(places.items())
 
 
 def _is_bound(expression: Any) -> bool:

@@ -35,6 +35,11 @@ DEEPEST = 200
 
 _PACKAGE = __name__.partition(".")[0]
 
+# In this namespace of optree, dictionaries keep the order of insertion; see ``insertion_order``.
+# Why never left: leaving it would concern all threads.
+_KEEP_ORDER = optree.dict_insertion_ordered(True, namespace=_PACKAGE)
+_KEEP_ORDER.__enter__()
+
 
 def leaves(tree: Any) -> list[Any]:
     """Return the leaves of ``tree``; those of a plain dictionary come in the order of sorted keys.
@@ -106,7 +111,11 @@ def class_of(kind: str, name: str) -> Any:
 
 def paths(tree: Any) -> list[str]:
     """Return the dotted path of each leaf of ``tree``, in the order of ``leaves``."""
-    return [".".join(str(key) for key in path) for path in optree.tree_paths(tree)]
+    return _dotted(optree.tree_paths(tree))
+
+
+def _dotted(key_paths: Iterable[Sequence[Any]]) -> list[str]:
+    return [".".join(map(str, keys)) for keys in key_paths]
 
 
 def code_paths(tree: Any, name: str) -> list[str]:
@@ -116,12 +125,9 @@ def code_paths(tree: Any, name: str) -> list[str]:
 
 def none_paths(tree: Any) -> list[str]:
     """Return the dotted path of each ``None`` in ``tree``."""
-    path_pairs = zip(
-        optree.tree_paths(tree, none_is_leaf=True),
-        optree.tree_leaves(tree, none_is_leaf=True),
-        strict=True,
-    )
-    return [".".join(str(key) for key in path) for path, leaf in path_pairs if leaf is None]
+    flat = optree.tree_leaves(tree, none_is_leaf=True)
+    every_path = _dotted(optree.tree_paths(tree, none_is_leaf=True))
+    return [path for path, leaf in zip(every_path, flat, strict=True) if leaf is None]
 
 
 def leaves_up_to(tree: Any, deeper: Any) -> list[Any]:
@@ -208,25 +214,8 @@ def insertion_order(tree: Any) -> list[tuple[str, Any]]:
 
     All other functions here take the keys of a plain dictionary in sorted order.
     """
-    path_leaves: list[tuple[str, Any]] = []
-    leaf_types: set[type] = set()  # the types of leaves
-
-    def visit(node: Any, path: str) -> None:
-        if type(node) in leaf_types or optree.tree_is_leaf(node):
-            leaf_types.add(type(node))
-            path_leaves.append((path, node))
-        elif node is not None:
-            pairs: Iterable[tuple[Any, Any]]
-            if type(node) is dict:
-                pairs = node.items()
-            else:
-                level = optree.tree_flatten_one_level(node)
-                pairs = zip(level[2], level[0], strict=True)
-            for entry, child in pairs:
-                visit(child, f"{path}.{entry}" if path else str(entry))
-
-    visit(tree, "")
-    return path_leaves
+    flat = optree.tree_leaves(tree, namespace=_PACKAGE)
+    return list(zip(_dotted(optree.tree_paths(tree, namespace=_PACKAGE)), flat, strict=True))
 
 
 def as_inserted(structure: Structure, tree: Any) -> Structure:

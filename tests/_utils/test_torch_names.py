@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 import funcshard as fs
-from funcshard._utils.torch_names import NAMES, MissingName, needed_for, private
+from funcshard._utils.torch_names import NAMES, needed_for, private
 from tests.hostile.nursery import needs_linux
 
 PACKAGE = Path(fs.__file__).parent
@@ -117,33 +119,26 @@ def test_without_private_names_of_torch_the_library_is_imported_and_trains() -> 
         assert f"error {NAMES[name]} needs {name}, which torch {torch.__version__} lacks: install a torch" in done.stdout
 
 
-def at_import(tree: ast.Module) -> list[ast.AST]:
-    """Return the nodes of a file that run when it is imported."""
-    found, left = [], list[ast.AST](tree.body)
-    while left:
-        node = left.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            left += node.orelse
-            continue
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            inside = [node.args, *getattr(node, "decorator_list", [])]
-        elif isinstance(node, ast.AnnAssign):
-            inside = [each for each in (node.target, node.value) if each is not None]
-        else:
-            inside = [*ast.iter_child_nodes(node)]
-        found.append(node)
-        left += inside
-    return found
+def at_import(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a file that run when it is imported."""
+    yield node
+    inside = [*ast.iter_child_nodes(node)]
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        inside = node.orelse
+    elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        inside = [node.args, *getattr(node, "decorator_list", [])]
+    elif isinstance(node, ast.AnnAssign):
+        inside = [part for part in (node.target, node.value) if part is not None]
+    for child in inside:
+        yield from at_import(child)
 
 
 def private_names(node: ast.AST) -> list[str]:
     """Return the private names of torch in a node."""
-    if isinstance(node, ast.ImportFrom):
-        names = [f"{node.module}.{name.name}" for name in node.names]
-    elif isinstance(node, ast.Import):
-        names = [name.name for name in node.names]
-    else:
-        names = [ast.unparse(node)] if isinstance(node, ast.Attribute) else []
+    names = [ast.unparse(node)] if isinstance(node, ast.Attribute) else []
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+        names = [module + name.name for name in node.names]
     return [name for name in names if name.startswith("torch.") and "._" in name and "__" not in name]
 
 
@@ -164,19 +159,14 @@ def test_at_most_21_private_names_of_torch_are_looked_up() -> None:
 
 def test_a_missing_name_raises_where_it_is_used_and_not_before() -> None:
     missing: Any = private("torch._C._no_such_name", "a feature")
-    assert isinstance(missing, MissingName)
     assert not isinstance(1, missing)
-    words = rf"^a feature needs torch\._C\._no_such_name, which torch {torch.__version__} lacks: install a torch"
+    words = rf"^a feature needs torch\._C\._no_such_name, which torch {re.escape(torch.__version__)} lacks: install a torch"
 
     class Mode(missing):  # type: ignore[misc]
         pass
 
-    def enter() -> None:
-        with missing:
-            pass
-
-    for use in (missing, lambda: missing.attribute, lambda: missing(1, a=2), Mode, enter):
-        with pytest.raises(RuntimeError, match=words.replace("+", r"\+")):
+    for use in (missing, lambda: missing(1, a=2), Mode):
+        with pytest.raises(RuntimeError, match=words):
             use()
 
 
