@@ -22,7 +22,8 @@ import torch
 import funcshard as fs
 from benchmarks.published_loops import loop_seconds
 from benchmarks.published_models import LOSSES, build
-from funcshard.demo import DECODERS
+from funcshard.demo import DECODERS, DecoderConfig, decoder
+from funcshard.demo.gpt import GPTConfig
 from funcshard.estimate import Hardware, Report, Runtime, estimate, load_hardware, profile
 
 __all__ = ["ROWS", "Case", "cases", "configure", "program_of", "report_of", "rows", "tokens_per_second", "unseen"]
@@ -153,9 +154,15 @@ def _decoder(row: dict[str, Any]) -> str | None:
     if found is None:
         return None
     config = DECODERS[found]
-    if config.family == "gpt" and row["seq_len"]:
+    if isinstance(config, GPTConfig) and row["seq_len"]:
         config = dataclasses.replace(config, context=row["seq_len"])
-    return found if row["params"] in (config.params, None) else None
+    return found if row["params"] is None or row["params"] == _numel(config) else None
+
+
+@functools.cache
+def _numel(config: DecoderConfig | GPTConfig) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in decoder(config).parameters())
 
 
 def _shards(row: dict[str, Any]) -> int | None:

@@ -10,8 +10,8 @@ Read in this order:
 - ``display``: progress bars and coloured text.
 - ``arguments``, ``plan_command``, ``calibrate_command``: the command line.
 
-``decoders`` and ``decoder_configs`` build published models, from Llama to DeepSeek-V3, from their
-sizes alone, so that plans can be made and estimated for them.
+``decoder_configs`` has the sizes of published models. ``decoders`` builds those that are no GPT,
+from Llama to DeepSeek-V3, so that plans can be made and estimated for them.
 """
 
 from __future__ import annotations

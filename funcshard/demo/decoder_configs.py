@@ -1,4 +1,4 @@
-"""Sizes of well-known language models, and their numbers of parameters in closed form."""
+"""Sizes of well-known language models."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-FAMILIES = ("llama", "gpt")
+from funcshard.demo.gpt import GPTConfig, check_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class LatentSizes:
     value: int = 128
 
     def __post_init__(self) -> None:
-        _check_positive(self, ("query", "key_value", "rotary", "plain", "value"))
+        check_sizes(self, ("query", "key_value", "rotary", "plain", "value"))
         if self.rotary % 2:
             raise ValueError(
                 f"rotary must be even, because rotation turns pairs of numbers; found {self.rotary}"
@@ -58,8 +58,8 @@ class ExpertSizes:
     scores: str = "softmax"
 
     def __post_init__(self) -> None:
-        _check_positive(self, ("count", "per_token", "hidden"))
-        _check_positive(self, ("shared", "dense_layers"), least=0)
+        check_sizes(self, ("count", "per_token", "hidden"))
+        check_sizes(self, ("shared", "dense_layers"), least=0)
         if self.per_token > self.count:
             raise ValueError(
                 "per_token must be at most count, the number of experts; found per_token "
@@ -71,7 +71,7 @@ class ExpertSizes:
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """Sizes of a decoder-only language model; ``decoder`` builds the model.
+    """Sizes of a decoder with RMSNorm, rotary positions and SwiGLU; ``decoder`` builds the model.
 
     Attributes:
         dim: size of a token's vector.
@@ -80,10 +80,8 @@ class DecoderConfig:
         vocabulary: number of tokens.
         hidden: size of the hidden layer of an ordinary MLP.
         kv_heads: number of heads of keys and values; divides ``heads``. ``None`` means ``heads``.
-        context: number of positions. A model of the family ``"gpt"`` has a vector for each of them;
-            any other model computes sequences of any length.
-        family: ``"llama"``: RMSNorm, rotary positions, SwiGLU, no biases. ``"gpt"``: LayerNorm,
-            learned positions, GELU, biases.
+        context: number of positions that it was trained with; the model takes sequences of any
+            length.
         tied: whether the head uses the weight of the token embedding.
         latent: sizes of latent attention; ``None`` means ordinary attention.
         experts: sizes of the mixture of experts; ``None`` means ordinary MLPs everywhere.
@@ -91,14 +89,7 @@ class DecoderConfig:
         eps: number that the norms add before they divide.
 
     Raises:
-        ValueError: a size is below 1, does not divide another as stated above, or belongs to the
-            other family.
-
-    Example:
-        >>> from funcshard.demo import DecoderConfig
-        >>> config = DecoderConfig(dim=64, layers=2, heads=4, vocabulary=256, hidden=128)
-        >>> config.params, config.embedding_params
-        (115008, 16384)
+        ValueError: a size is below 1, or does not divide another as stated above.
     """
 
     dim: int
@@ -108,7 +99,6 @@ class DecoderConfig:
     hidden: int
     kv_heads: int | None = None
     context: int = 4096
-    family: str = "llama"
     tied: bool = False
     latent: LatentSizes | None = None
     experts: ExpertSizes | None = None
@@ -116,13 +106,7 @@ class DecoderConfig:
     eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        _check_positive(
-            self, ("dim", "layers", "heads", "vocabulary", "hidden", "context", "groups")
-        )
-        if self.family not in FAMILIES:
-            raise ValueError(
-                f"family must be one of {', '.join(map(repr, FAMILIES))}; found {self.family!r}"
-            )
+        check_sizes(self, ("dim", "layers", "heads", "vocabulary", "hidden", "context", "kv_heads"))
         if self.dim % self.heads and self.latent is None:
             raise ValueError(
                 f"dim must be a multiple of heads; found dim {self.dim} and {self.heads} heads"
@@ -132,12 +116,7 @@ class DecoderConfig:
                 f"heads must be a multiple of kv_heads; found {self.heads} heads and {self.groups} "
                 "kv_heads"
             )
-        if self.family == "gpt" and (self.latent or self.experts or self.groups != self.heads):
-            raise ValueError(
-                "a decoder of the family 'gpt' has neither latent, nor experts, nor fewer "
-                "kv_heads than heads: leave them out, or pass family='llama'"
-            )
-        if self.family == "llama" and self.latent is None and self.head_dim % 2:
+        if self.latent is None and self.head_dim % 2:
             raise ValueError(
                 "dim / heads must be even, because rotation turns pairs of numbers; found "
                 f"{self.head_dim}"
@@ -165,85 +144,15 @@ class DecoderConfig:
             else (latent.rotary + latent.plain + latent.value) // 2
         )
 
-    @property
-    def params(self) -> int:
-        """Number of parameters of the model; a tied weight counts once."""
-        norm = self.dim * (2 if self.family == "gpt" else 1)
-        sparse = self.layers - self.experts.dense_layers if self.experts else 0
-        blocks = self.layers * (self._attention_params + 2 * norm) + (
-            self.layers - sparse
-        ) * self._mlp_params(self.hidden)
-        head = 0 if self.tied else self.vocabulary * self.dim
-        return self.embedding_params + blocks + sparse * self._mixture_params + norm + head
 
-    @property
-    def active_params(self) -> int:
-        """Number of parameters that compute one token: without the experts not chosen for it."""
-        if self.experts is None:
-            return self.params
-        idle = (self.experts.count - self.experts.per_token) * self._mlp_params(self.experts.hidden)
-        return self.params - (self.layers - self.experts.dense_layers) * idle
-
-    @property
-    def embedding_params(self) -> int:
-        """Number of parameters of the embeddings, of tokens and of learned positions."""
-        return (self.vocabulary + (self.context if self.family == "gpt" else 0)) * self.dim
-
-    @property
-    def _attention_params(self) -> int:
-        dim, heads, latent = self.dim, self.heads, self.latent
-        if self.family == "gpt":
-            return 4 * (dim + 1) * dim
-        if latent is None:
-            return 2 * dim * (heads + self.groups) * self.head_dim
-        query = (dim + 1) * latent.query + latent.query * heads * (latent.plain + latent.rotary)
-        key_value = dim * (latent.key_value + latent.rotary) + latent.key_value
-        return (
-            query
-            + key_value
-            + latent.key_value * heads * (latent.plain + latent.value)
-            + heads * latent.value * dim
-        )
-
-    def _mlp_params(self, hidden: int) -> int:
-        return (
-            2 * self.dim * hidden + hidden + self.dim
-            if self.family == "gpt"
-            else 3 * self.dim * hidden
-        )
-
-    @property
-    def _mixture_params(self) -> int:
-        sizes = self.experts
-        if sizes is None:
-            return 0
-        router = sizes.count * (self.dim + (1 if sizes.scores == "sigmoid" else 0))
-        return (
-            router
-            + sizes.count * self._mlp_params(sizes.hidden)
-            + self._mlp_params(sizes.shared * sizes.hidden)
-        )
-
-
-def _check_positive(sizes: object, names: tuple[str, ...], least: int = 1) -> None:
-    for name in names:
-        if getattr(sizes, name) < least:
-            raise ValueError(
-                f"{'kv_heads' if name == 'groups' else name} must be at least {least}; found "
-                f"{getattr(sizes, name)}"
-            )
-
-
-def _mpt(dim: int, layers: int, heads: int, context: int = 2048) -> DecoderConfig:
-    return DecoderConfig(
-        dim, layers, heads, 50368, 4 * dim, context=context, family="gpt", tied=True
-    )
+def _mpt(width: int, layers: int, heads: int) -> GPTConfig:
+    return GPTConfig(width, layers, heads, context=2048, vocabulary=50368)
 
 
 # Sizes as in the published config.json of each model at huggingface.co; llama3-1.8b is that of
 # github.com/foundation-model-stack/fms-fsdp, MPT is scripts/train/yamls/pretrain of
 # github.com/mosaicml/llm-foundry, and mingpt-175b is §5.4 of https://arxiv.org/abs/2304.11277.
-DECODERS: Mapping[str, DecoderConfig] = MappingProxyType(
+DECODERS: Mapping[str, DecoderConfig | GPTConfig] = MappingProxyType(
     {
         "llama2-7b": DecoderConfig(4096, 32, 32, 32000, 11008),
         "llama2-13b": DecoderConfig(5120, 40, 40, 32000, 13824),
@@ -270,6 +179,6 @@ DECODERS: Mapping[str, DecoderConfig] = MappingProxyType(
         "mpt-13b": _mpt(5120, 40, 40),
         "mpt-30b": _mpt(7168, 48, 56),
         "mpt-70b": _mpt(8192, 80, 64),
-        "mingpt-175b": DecoderConfig(12288, 96, 96, 50000, 49152, context=2048, family="gpt"),
+        "mingpt-175b": GPTConfig(12288, 96, 96, context=2048, vocabulary=50000, tied=False),
     }
 )  # fmt: skip

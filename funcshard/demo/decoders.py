@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from funcshard.demo.decoder_configs import DECODERS, DecoderConfig
+from funcshard.demo.gpt import GPT, GPTConfig
 
 
-def decoder(config: str | DecoderConfig, **changes: Any) -> Decoder:
+def decoder(config: str | DecoderConfig | GPTConfig, **changes: Any) -> Decoder | GPT:
     """Build a decoder-only language model from its configuration, without any trained weights.
 
     On the meta device even the largest one takes no memory for its weights.
@@ -23,18 +24,18 @@ def decoder(config: str | DecoderConfig, **changes: Any) -> Decoder:
     copy of a token beyond that number is dropped. To train a mixture, use its own model.
 
     Arguments:
-        config: a name in ``DECODERS``, or a ``DecoderConfig``.
+        config: a name in ``DECODERS``, a ``DecoderConfig``, or a ``GPTConfig``.
         changes: attributes of the configuration to replace, such as ``context=8192``.
 
     Returns:
-        A module with the children ``embed``, ``blocks``, ``norm`` and ``head``, and of the family
-        ``"gpt"`` also ``position``. It takes tokens, int64 of shape ``[batch, length]``, and
+        A ``Decoder`` with the children ``embed``, ``blocks``, ``norm`` and ``head``; of a
+        ``GPTConfig`` the demo's ``GPT``. It takes tokens, int64 of shape ``[batch, length]``, and
         returns logits of shape ``[batch, length, vocabulary]``.
 
     Raises:
         ValueError: no configuration has this name; the sizes contradict each other.
-        TypeError: ``config`` is neither a name nor a ``DecoderConfig``, or has no attribute of the
-            name of a change.
+        TypeError: ``config`` is neither a name nor a configuration, or has no attribute of the name
+            of a change.
 
     Example:
         >>> import torch
@@ -53,13 +54,15 @@ def decoder(config: str | DecoderConfig, **changes: Any) -> Decoder:
                 f"no decoder has the name {config!r}; the names are {', '.join(DECODERS)}"
             )
         config = DECODERS[config]
-    if not isinstance(config, DecoderConfig):
-        raise TypeError(f"decoder takes a name or a DecoderConfig; found {type(config).__name__}")
-    return Decoder(dataclasses.replace(config, **changes))
+    if isinstance(config, GPTConfig):
+        return GPT(dataclasses.replace(config, **changes))
+    if isinstance(config, DecoderConfig):
+        return Decoder(dataclasses.replace(config, **changes))
+    raise TypeError(f"decoder takes a name or a DecoderConfig; found {type(config).__name__}")
 
 
 class Decoder(nn.Module):
-    """The model that ``decoder`` builds.
+    """The model that ``decoder`` builds of a ``DecoderConfig``.
 
     Arguments:
         config: the sizes.
@@ -69,28 +72,17 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embed = _Embedding(config.vocabulary, config.dim)
-        if config.family == "gpt":
-            self.position = _Embedding(config.context, config.dim)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
-        self.norm = _norm(config)
+        self.norm = RMSNorm(config.dim, config.eps)
         self.head = _Linear(config.dim, config.vocabulary)
         if config.tied:
             self.head.weight = self.embed.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        config, length = self.config, tokens.shape[1]
+        config = self.config
         x = self.embed(tokens)
-        turns = None
-        if config.family == "gpt":
-            if length > config.context:
-                raise ValueError(
-                    f"tokens hold {length} positions, and the model has {config.context}: build it "
-                    f"with context={length}"
-                )
-            x = x + self.position(torch.arange(length, device=tokens.device))
-        else:
-            size = config.latent.rotary if config.latent else config.head_dim
-            turns = rotations(length, size, config.rotary_base, tokens.device)
+        size = config.latent.rotary if config.latent else config.head_dim
+        turns = rotations(tokens.shape[1], size, config.rotary_base, tokens.device)
         for block in self.blocks:
             x = block(x, turns)
         return self.head(self.norm(x))
@@ -101,23 +93,19 @@ class Block(nn.Module):
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
-        self.attention_norm = _norm(config)
-        self.mlp_norm = _norm(config)
+        self.attention_norm = RMSNorm(config.dim, config.eps)
+        self.mlp_norm = RMSNorm(config.dim, config.eps)
         self.attention: nn.Module
         self.mlp: nn.Module
         # Why this scale: the blocks add to one sum, whose variance then does not grow with layers.
         std = 0.02 / math.sqrt(2 * config.layers)
-        if config.family == "gpt":
-            self.attention = FusedAttention(config, std)
-            self.mlp = GELU(config.dim, config.hidden, std)
-            return
         self.attention = (
             GroupedAttention(config, std) if config.latent is None else LatentAttention(config, std)
         )
         sparse = config.experts is not None and layer >= config.experts.dense_layers
         self.mlp = Experts(config, std) if sparse else SwiGLU(config.dim, config.hidden, std)
 
-    def forward(self, x: torch.Tensor, turns: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x), turns)
         return x + self.mlp(self.mlp_norm(x))
 
@@ -179,20 +167,6 @@ class LatentAttention(nn.Module):
         return self.wo(attend(q, k, v))
 
 
-class FusedAttention(nn.Module):
-    """Causal attention without rotation, whose queries, keys and values come from one layer."""
-
-    def __init__(self, config: DecoderConfig, std: float) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        self.qkv = _Linear(config.dim, 3 * config.dim, bias=True)
-        self.out = _Linear(config.dim, config.dim, bias=True, std=std)
-
-    def forward(self, x: torch.Tensor, turns: torch.Tensor | None = None) -> torch.Tensor:
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x).chunk(3, dim=-1))
-        return self.out(attend(q, k, v))
-
-
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Return causal attention of ``[batch, length, heads, size]``, with the heads joined."""
     out = F.scaled_dot_product_attention(
@@ -228,18 +202,6 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
-
-
-class GELU(nn.Module):
-    """Two linear layers with a GELU between them."""
-
-    def __init__(self, dim: int, hidden: int, std: float) -> None:
-        super().__init__()
-        self.up = _Linear(dim, hidden, bias=True)
-        self.down = _Linear(hidden, dim, bias=True, std=std)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.gelu(self.up(x)))
 
 
 class Experts(nn.Module):
@@ -344,27 +306,17 @@ class RMSNorm(nn.Module):
 
 
 class _Linear(nn.Linear):
-    def __init__(self, inputs: int, outputs: int, *, bias: bool = False, std: float = 0.02) -> None:
+    def __init__(self, inputs: int, outputs: int, *, std: float = 0.02) -> None:
         self.std = std
-        super().__init__(inputs, outputs, bias)
+        super().__init__(inputs, outputs, bias=False)
 
     def reset_parameters(self) -> None:
         # Why not on meta: the models there have up to 45,000 weights, and none holds any data.
         if not self.weight.is_meta:
             nn.init.normal_(self.weight, std=self.std)
-            if self.bias is not None:
-                nn.init.zeros_(self.bias)
 
 
 class _Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:
             nn.init.normal_(self.weight, std=0.02)
-
-
-def _norm(config: DecoderConfig) -> nn.Module:
-    return (
-        nn.LayerNorm(config.dim, config.eps)
-        if config.family == "gpt"
-        else RMSNorm(config.dim, config.eps)
-    )

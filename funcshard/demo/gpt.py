@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ class GPTConfig:
         heads: number of attention heads; divides ``width``.
         context: longest sequence.
         vocabulary: number of tokens, which is 256 for bytes.
+        tied: whether the head uses the weight of the token embedding.
     """
 
     width: int = 384
@@ -27,16 +29,28 @@ class GPTConfig:
     heads: int = 6
     context: int = 128
     vocabulary: int = 256
+    tied: bool = True
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1; found {getattr(self, name)}")
+        check_sizes(self, ("width", "layers", "heads", "context", "vocabulary"))
         if self.width % self.heads:
             raise ValueError(
                 f"width must be a multiple of heads; found width {self.width} and {self.heads} "
                 "heads"
             )
+
+    @property
+    def head_dim(self) -> int:
+        """Size of a head."""
+        return self.width // self.heads
+
+
+def check_sizes(config: object, names: Iterable[str], least: int = 1) -> None:
+    """Raise ``ValueError`` unless these attributes of a configuration, if set, are large enough."""
+    for name in names:
+        size = getattr(config, name)
+        if size is not None and size < least:
+            raise ValueError(f"{name} must be at least {least}; found {size}")
 
 
 class Attention(nn.Module):
@@ -49,7 +63,8 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        parts = self.qkv(x).chunk(3, dim=-1)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
         return self.out(
             F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         )
@@ -92,7 +107,7 @@ class Embedding(nn.Embedding):
 
 
 class GPT(nn.Module):
-    """A model from bytes to the logits of the next byte; the head is tied to the token embedding.
+    """A model from tokens, which may be bytes, to the logits of the next token.
 
     Arguments:
         config: the sizes.
@@ -106,7 +121,8 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
-        self.head.weight = self.token.weight
+        if config.tied:
+            self.head.weight = self.token.weight
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -122,7 +138,13 @@ class GPT(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, idx: torch.Tensor) -> torch.Tensor:
-        x = self.token(idx) + self.position(torch.arange(idx.shape[1], device=idx.device))
+        length = idx.shape[1]
+        if length > self.config.context:
+            raise ValueError(
+                f"tokens hold {length} positions, and the model has {self.config.context}: build "
+                f"it with context={length}"
+            )
+        x = self.token(idx) + self.position(torch.arange(length, device=idx.device))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
