@@ -7,16 +7,15 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import funcshard as fs
 from funcshard._utils import tree
 from funcshard.checkpoint import export_parameters
-from funcshard.demo.arguments import BadInputError, add_mesh, at_least, check_mesh
+from funcshard.demo.arguments import add_mesh, add_sizes, at_least, check_mesh, gpt_config
 from funcshard.demo.calibrate_command import add_calibrate, calibrate_command
-from funcshard.demo.gpt import GPTConfig
 from funcshard.demo.launch import launch, world_size
-from funcshard.demo.machine_limits import check_model_fits, check_ranks_fit
+from funcshard.demo.machine_limits import check_fits
 from funcshard.demo.plan_command import add_plan, plan_command
 from funcshard.demo.train import Settings, check, train
 
@@ -40,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         return _COMMANDS[options.command](options)
-    except BadInputError as error:
+    except (OSError, TypeError, ValueError) as error:
         print(f"{parser.prog} {options.command}: error: {error}", file=sys.stderr)
         return 2
 
@@ -51,10 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=fs.__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    formatter: Any = argparse.ArgumentDefaultsHelpFormatter
     add_train = commands.add_parser(
         "train",
-        formatter_class=formatter,
         help="train a byte-level GPT on text, on several processes of this machine or in torchrun's world",
         description="Train a byte-level GPT on Python's standard library, or on any text. Ctrl-C ends it after the current "
         "step and saves; a second Ctrl-C ends it at once.",
@@ -64,33 +61,43 @@ def _parser() -> argparse.ArgumentParser:
         ranks="processes to start; under torchrun, this process joins torchrun's world instead",
     )
     add_train.add_argument(
-        "--steps", type=at_least(0), default=120, metavar="N", help="training steps"
+        "--steps",
+        type=at_least(0),
+        default=120,
+        metavar="N",
+        help="training steps (default: %(default)s)",
     )
     add_train.add_argument(
         "--batch",
         type=at_least(1, 1_048_576),
         default=2,
         metavar="N",
-        help="sequences a rank and step",
+        help="sequences a rank and step (default: %(default)s)",
     )
     add_train.add_argument(
-        "--lr", type=_positive, default=5e-4, metavar="RATE", help="highest learning rate"
+        "--lr",
+        type=_positive,
+        default=5e-4,
+        metavar="RATE",
+        help="highest learning rate (default: %(default)s)",
     )
     add_train.add_argument(
-        "--seed", type=_seed, default=0, metavar="N", help="seed of parameters, batches and sample"
+        "--seed",
+        type=_seed,
+        default=0,
+        metavar="N",
+        help="seed of parameters, batches and sample (default: %(default)s)",
     )
     add_train.add_argument(
         "--text", metavar="PATH", help="file or folder to train on (default: the standard library's .py files)",
-        default=argparse.SUPPRESS,
     )  # fmt: skip
     add_train.add_argument(
         "--out",
         metavar="DIR",
-        default=argparse.SUPPRESS,
         help="folder for the result (default: runs/STRATEGY)",
     )
     add_train.add_argument(
-        "--save-every", type=at_least(1), metavar="N", default=argparse.SUPPRESS,
+        "--save-every", type=at_least(1), default=0, metavar="N",
         help="save a checkpoint in DIR/checkpoints every N steps, while training goes on (default: none)",
     )  # fmt: skip
     add_train.add_argument(
@@ -98,16 +105,16 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="resume from the last complete checkpoint in DIR/checkpoints, if there is one",
     )
-    _add_sizes(add_train)
+    add_sizes(add_train)
+    add_train.set_defaults(units=["blocks.*"])
     of_plan = commands.add_parser(
         "plan",
-        formatter_class=formatter,
         help="print the plan for a model and a number of ranks, and estimate its step; starts no process",
         description="Print how a model would be sharded and, with --hardware, which memory, time and traffic a training "
         "step would take. No parameters are allocated and no process is started.",
     )
     add_plan(of_plan)
-    _add_sizes(of_plan)
+    add_sizes(of_plan)
     add_calibrate(
         commands.add_parser(
             "calibrate",
@@ -151,117 +158,67 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_sizes(parser: argparse.ArgumentParser) -> None:
-    sizes, default = parser.add_argument_group("sizes of the GPT"), GPTConfig()
-    sizes.add_argument(
-        "--width",
-        type=at_least(1, 1_048_576),
-        default=default.width,
-        metavar="N",
-        help="size of a token's vector",
-    )
-    sizes.add_argument(
-        "--layers", type=at_least(1, 10_000), default=default.layers, metavar="N", help="blocks"
-    )
-    sizes.add_argument(
-        "--heads",
-        type=at_least(1, 1_048_576),
-        default=default.heads,
-        metavar="N",
-        help="attention heads a block",
-    )
-    sizes.add_argument(
-        "--context",
-        type=at_least(1, 16_777_216),
-        default=default.context,
-        metavar="N",
-        help="longest sequence, bytes",
-    )
-
-
 def _train(options: argparse.Namespace) -> int:
-    config = _config(options)
     world = world_size(options.ranks)
     check_mesh(world, options.replicate)
-    if world == options.ranks:  # torchrun has started its own processes
-        check_ranks_fit(world)
     settings = Settings(
-        config=config, units=tuple(getattr(options, "units", ["blocks.*"])), strategy=options.strategy,
-        replicate=options.replicate, steps=options.steps, batch=options.batch, lr=options.lr, seed=options.seed,
-        text=getattr(options, "text", None), out=getattr(options, "out", str(Path("runs", options.strategy))),
-        save_every=getattr(options, "save_every", 0), resume=options.resume,
+        config=gpt_config(options), units=tuple(options.units),
+        strategy=options.strategy, replicate=options.replicate, steps=options.steps, batch=options.batch, lr=options.lr,
+        seed=options.seed, text=options.text, out=options.out or str(Path("runs", options.strategy)),
+        save_every=options.save_every, resume=options.resume,
     )  # fmt: skip
-    try:
-        plan = check(settings, world)
-    except ValueError as error:
-        raise BadInputError(error) from error
-    if world == options.ranks:
-        tokens = options.batch * config.context * config.layers * config.width
-        check_model_fits(sum(leaf.numel for leaf in plan.leaves), tokens, world)
+    starts_processes = world == options.ranks  # under torchrun they run already
+    if starts_processes:
+        check_fits(world)
+    plan = check(settings, world)
+    if starts_processes:
+        tokens = options.batch * options.context * options.layers * options.width
+        check_fits(world, sum(leaf.numel for leaf in plan.leaves), tokens)
     return launch(train, (settings,), ranks=options.ranks, replicate=options.replicate)
-
-
-def _plan(options: argparse.Namespace) -> int:
-    return plan_command(options, lambda: _config(options))
 
 
 def _inspect(options: argparse.Namespace) -> int:
     path = Path(options.path)
     if options.to_dcp or options.to_safetensors or options.to_hf:
         return _convert(path, options)
-    single = not path.is_dir() or (path / "index.json").exists()
-    checkpoint_paths = [path]
-    if not single:
-        checkpoint_paths = sorted(
-            (sub_path for sub_path in path.iterdir() if sub_path.is_dir()),
-            key=lambda each: tree.natural_key(each.name),
-        )
-    if not single and not any(
-        (checkpoint_path / "index.json").exists() for checkpoint_path in checkpoint_paths
-    ):
-        checkpoint_paths, single = [path], True  # not a checkpoint; fs.restore raises the error
-    faults = 0
-    for checkpoint_path in checkpoint_paths:
+    inside: list[Path] = []
+    if path.is_dir() and not (path / "index.json").exists():
+        inside = [folder for folder in path.iterdir() if folder.is_dir()]
+    if not any((folder / "index.json").exists() for folder in inside):
+        print(_contents(path, options.check))  # or the error that there is no checkpoint
+        return 0
+    code = 0
+    for folder in sorted(inside, key=lambda folder: tree.natural_key(folder.name)):
         try:
-            contents = fs.restore(checkpoint_path)
-            if options.check:
-                contents.check()
+            print(_contents(folder, options.check), end="\n\n")
         except (OSError, ValueError) as error:
-            if single:
-                raise BadInputError(error) from error
             print(f"Not complete: {error}\n")
             # A save that was killed leaves a folder without an index, which is no fault.
-            faults += (checkpoint_path / "index.json").exists()
-        else:
-            print(contents, end="\n" if single else "\n\n")
-    return 1 if faults else 0
+            if (folder / "index.json").exists():
+                code = 1
+    return code
+
+
+def _contents(path: Path, check: bool) -> fs.Contents:
+    contents = fs.restore(path)
+    if check:
+        contents.check()
+    return contents
 
 
 def _convert(path: Path, options: argparse.Namespace) -> int:
     if bool(options.to_hf) != bool(options.config):
-        raise BadInputError("--to-hf and --config need each other: pass both")
-    try:
-        if options.check:
-            fs.restore(path).check()
-        if options.to_dcp:
-            print(f"Wrote {fs.export_dcp(path, options.to_dcp)}")
-        for to, config in ((options.to_safetensors, None), (options.to_hf, options.config)):
-            if to:
-                folder = Path(config) if config else None
-                files = export_parameters(path, Path(to), tree=options.tree, config=folder)
-                print("\n".join(f"Wrote {file}" for file in files))
-    except (OSError, ValueError) as error:
-        raise BadInputError(error) from error
+        raise ValueError("--to-hf and --config need each other: pass both")
+    if options.check:
+        fs.restore(path).check()
+    if options.to_dcp:
+        print(f"Wrote {fs.export_dcp(path, options.to_dcp)}")
+    for to, config in ((options.to_safetensors, None), (options.to_hf, options.config)):
+        if to:
+            folder = Path(config) if config else None
+            files = export_parameters(path, Path(to), tree=options.tree, config=folder)
+            print("\n".join(f"Wrote {file}" for file in files))
     return 0
-
-
-def _config(options: argparse.Namespace) -> GPTConfig:
-    try:
-        return GPTConfig(
-            width=options.width, layers=options.layers, heads=options.heads, context=options.context
-        )
-    except ValueError as error:
-        raise BadInputError(error) from error
 
 
 def _seed(text: str) -> int:
@@ -282,7 +239,12 @@ def _positive(text: str) -> float:
     return float_value
 
 
-_COMMANDS = {"train": _train, "plan": _plan, "inspect": _inspect, "calibrate": calibrate_command}
+_COMMANDS = {
+    "train": _train,
+    "plan": plan_command,
+    "inspect": _inspect,
+    "calibrate": calibrate_command,
+}
 
 
 if __name__ == "__main__":

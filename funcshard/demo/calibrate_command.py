@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from funcshard._utils import table
-from funcshard.demo.arguments import BadInputError, at_least
-from funcshard.demo.machine_limits import check_ranks_fit
+from funcshard.demo.arguments import at_least
+from funcshard.demo.machine_limits import check_fits
 from funcshard.estimate import Hardware, calibrate
 
 
@@ -29,11 +29,8 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
 
 def calibrate_command(options: argparse.Namespace) -> int:
     """Run the command, and return its exit code."""
-    check_ranks_fit(options.ranks)
-    try:
-        hardware = calibrate(options.path, ranks=options.ranks, shared_memory=not options.gloo)
-    except (OSError, ValueError) as error:
-        raise BadInputError(error) from error
+    check_fits(options.ranks)
+    hardware = calibrate(options.path, ranks=options.ranks, shared_memory=not options.gloo)
     print(_summary(hardware))
     print(
         f"\nEstimate with it: python -m funcshard plan --ranks {options.ranks} --hardware {options.path}"
@@ -46,17 +43,12 @@ def _summary(hardware: Hardware) -> str:
         [f"{name} FLOP/s", f"{flops / 1e9:,.1f} GFLOP/s"] for name, flops in hardware.flops.items()
     ]
     rows.append(["memory bandwidth", f"{hardware.memory_bandwidth / 1e9:,.1f} GB/s"])
-    shares = (
-        hardware.flops_efficiency,
-        hardware.memory_efficiency,
-        hardware.optimizer_efficiency or 0.0,
-    )
-    names = (
-        "FLOP/s in a training step",
-        "bandwidth in a training step",
-        "bandwidth in the optimizer",
-    )
-    rows += [[name, f"{share:.0%}"] for name, share in zip(names, shares, strict=True) if share]
+    shares = {
+        "FLOP/s in a training step": hardware.flops_efficiency,
+        "bandwidth in a training step": hardware.memory_efficiency,
+        "bandwidth in the optimizer": hardware.optimizer_efficiency,
+    }
+    rows += [[name, f"{share:.0%}"] for name, share in shares.items() if share]
     rows += [
         [
             f"{link.kind} on {link.size} ranks",

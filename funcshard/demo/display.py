@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 Show = Callable[[int, str], None]  # (number of turns done, a few words beside the bar)
@@ -33,14 +33,27 @@ def progress(title: str, total: int, *, quiet: bool = False, keep: bool = False)
         quiet: whether to show nothing, as on all ranks but the first.
         keep: whether the bar stays on the screen at the end.
     """
-    bar = None if quiet or total < 1 else _bar(title, total, keep)
     if quiet or total < 1:
         yield lambda done, words: None
-    elif bar is None:
+        return
+    console = _console()
+    if console is None:
         yield _lines(title, total)
-    else:
-        with bar as show:
-            yield show
+        return
+    from rich import progress as bars
+
+    columns = (
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(bar_width=None),
+        bars.MofNCompleteColumn(),
+        bars.TextColumn("[cyan]{task.fields[words]}[/cyan]"),
+        bars.TimeElapsedColumn(),
+        bars.TextColumn("[dim]left[/dim]"),
+        bars.TimeRemainingColumn(),
+    )
+    with bars.Progress(*columns, console=console, expand=True, transient=not keep) as drawing:
+        task = drawing.add_task(title, total=total, words="")
+        yield lambda done, words: drawing.update(task, completed=done, words=words)
 
 
 def show_cursor() -> None:
@@ -70,28 +83,3 @@ def _console() -> Any:
         return None
     console = Console()
     return console if console.is_terminal and not console.is_dumb_terminal else None
-
-
-def _bar(title: str, total: int, keep: bool) -> AbstractContextManager[Show] | None:
-    console = _console()
-    if console is None:
-        return None
-    from rich import progress as bars
-
-    columns = (
-        bars.TextColumn("{task.description}"),
-        bars.BarColumn(bar_width=None),
-        bars.MofNCompleteColumn(),
-        bars.TextColumn("[cyan]{task.fields[words]}[/cyan]"),
-        bars.TimeElapsedColumn(),
-        bars.TextColumn("[dim]left[/dim]"),
-        bars.TimeRemainingColumn(),
-    )
-
-    @contextmanager
-    def drawn() -> Iterator[Show]:
-        with bars.Progress(*columns, console=console, expand=True, transient=not keep) as drawing:
-            task = drawing.add_task(title, total=total, words="")
-            yield lambda done, words: drawing.update(task, completed=done, words=words)
-
-    return drawn()

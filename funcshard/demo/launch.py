@@ -8,7 +8,7 @@ between steps the ranks agree whether one of them has it (``Stop.agreed``).
 from __future__ import annotations
 
 import datetime
-import json
+import itertools
 import math
 import multiprocessing
 import multiprocessing.connection
@@ -75,9 +75,10 @@ def launch(
     Returns:
         0, or 1 if a rank failed, or 130 if a signal stopped the job before its end.
     """
-    if _under_torchrun() or ranks == 1:
-        return _here(job, args, _shape(world_size(ranks), replicate))
-    return _spawn(job, args, _shape(ranks, replicate))
+    world = world_size(ranks)
+    shape = {"replicate": replicate, "shard": world // replicate}
+    run = _here if _under_torchrun() or ranks == 1 else _spawn
+    return run(job, args, shape)
 
 
 def world_size(ranks: int) -> int:
@@ -89,16 +90,17 @@ def _under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def _shape(world: int, replicate: int) -> dict[str, int]:
-    return {"replicate": replicate, "shard": world // replicate}
-
-
 def _here(job: Callable[..., None], args: tuple[Any, ...], shape: Mapping[str, int]) -> int:
-    stop = Stop()
-    # Why not announced under torchrun: torchrun passes a signal on to ranks that may already have
-    # got it from the terminal.
-    torchrun = _under_torchrun()
-    with _on_signal(lambda again: _request(stop, again, alone=not torchrun)):
+    stop, torchrun = Stop(), _under_torchrun()
+
+    def on_signal(again: bool) -> None:
+        stop.requested = True
+        # Why not under torchrun: it passes a signal on to ranks that may already have got it from
+        # the terminal.
+        if not torchrun:
+            _announce(again)
+
+    with _on_signal(on_signal):
         try:
             if torchrun and os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
                 _use_loopback()
@@ -108,19 +110,14 @@ def _here(job: Callable[..., None], args: tuple[Any, ...], shape: Mapping[str, i
         except KeyboardInterrupt:
             return STOPPED
         except Exception as error:
-            _print_failure(_failure(int(os.environ.get("RANK", "0")), error))
+            print(_failure(int(os.environ.get("RANK", "0")), error), file=sys.stderr, flush=True)
             return 1
     return STOPPED if stop.requested or stop.happened else 0
 
 
-def _request(stop: Stop, again: bool, *, alone: bool) -> None:
-    stop.requested = True
-    if alone:
-        _announce(again)
-
-
 def _spawn(job: Callable[..., None], args: tuple[Any, ...], shape: Mapping[str, int]) -> int:
-    say(f"Starting {math.prod(shape.values())} processes …")
+    world = math.prod(shape.values())
+    say(f"Starting {world} processes …")
     processes: list[Any] = []
     requested = False
 
@@ -137,13 +134,9 @@ def _spawn(job: Callable[..., None], args: tuple[Any, ...], shape: Mapping[str, 
             method = _start_method(job)
             with _masked():
                 processes += torch.multiprocessing.start_processes(
-                    _rank,
-                    (shape, folder, job, args),
-                    math.prod(shape.values()),
-                    join=False,
-                    daemon=True,
-                    start_method=method,
-                ).processes
+                    _rank, (shape, folder, job, args), world,
+                    join=False, daemon=True, start_method=method,
+                ).processes  # fmt: skip
             if requested:  # the signal came before there were ranks
                 for process in processes:
                     process.terminate()
@@ -155,10 +148,10 @@ def _spawn(job: Callable[..., None], args: tuple[Any, ...], shape: Mapping[str, 
             for process in processes:
                 process.kill()
                 process.join()
-        if failure:
-            show_cursor()
-            _print_failure(failure)
-            return 1
+    if failure:
+        show_cursor()
+        print(failure, file=sys.stderr, flush=True)
+        return 1
     return STOPPED if requested or any(process.exitcode == STOPPED for process in processes) else 0
 
 
@@ -204,11 +197,11 @@ def _rank(
 ) -> None:
     """Run one rank in a process that ``_spawn`` started."""
     stop = Stop()
-    with _on_signal(lambda again: _request(stop, again, alone=False)):
+    with _on_signal(lambda again: setattr(stop, "requested", True)):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         threading.Thread(target=_stop_with_parent, daemon=True).start()
         try:
-            world = shape["replicate"] * shape["shard"]
+            world = math.prod(shape.values())
             if "OMP_NUM_THREADS" not in os.environ:
                 torch.set_num_threads(max(1, _cores() // world))
             _use_loopback()
@@ -221,62 +214,40 @@ def _rank(
             # Why the file first: the end of this process makes other ranks fail too, and the
             # earliest file shows the cause. Why os._exit: a clean-up could wait for the other
             # ranks.
-            failure = json.dumps(_failure(rank, error))
-            Path(folder, f"rank{rank}.part").write_text(failure)
-            Path(folder, f"rank{rank}.part").rename(Path(folder, f"rank{rank}.json"))
+            part = Path(folder, f"{time.time_ns()}-{rank}.part")
+            part.write_text(_failure(rank, error))
+            part.rename(part.with_suffix(".failure"))
             os._exit(1)
         sys.exit(STOPPED if stop.requested or stop.happened else 0)
 
 
-def _wait(processes: list[Any], folder: Path) -> dict[str, Any] | None:
-    """Wait until all ranks have ended, or one has failed; return the report of the failure."""
-    while alive := [process.sentinel for process in processes if process.is_alive()]:
-        multiprocessing.connection.wait(alive)
-        if any(process.exitcode not in (None, 0, STOPPED) for process in processes):
+def _wait(processes: list[Any], folder: Path) -> str:
+    """Wait until all ranks have ended, or one has failed; return the text of the failure."""
+    while True:
+        codes = [process.exitcode for process in processes]
+        failed = [(rank, code) for rank, code in enumerate(codes) if code not in (None, 0, STOPPED)]
+        if failed or None not in codes:
             break
-    failed = [
-        (rank, process.exitcode)
-        for rank, process in enumerate(processes)
-        if process.exitcode not in (None, 0, STOPPED)
-    ]
+        multiprocessing.connection.wait([p.sentinel for p in processes if p.exitcode is None])
     for rank, code in failed:
         if code < 0:  # a killed rank writes no file, and ranks that fail because of it do
-            why = f"it was ended by signal {signal.Signals(-code).name}"
-            return {
-                "rank": rank,
-                "why": why + (" (out of memory?)" if -code == signal.SIGKILL else ""),
-            }
-    reports = [json.loads(path.read_text()) for path in folder.glob("rank*.json")]
-    if failed and not reports:
-        return {"rank": failed[0][0], "why": f"it ended with exit code {failed[0][1]}"}
-    return min(reports, key=lambda report: report["time"], default=None)
+            hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+            name = signal.Signals(-code).name
+            return f"funcshard: rank {rank} failed: it was ended by signal {name}{hint}"
+    texts = [path.read_text() for path in sorted(folder.glob("*.failure"))]
+    texts += [f"funcshard: rank {rank} failed with exit code {code}" for rank, code in failed]
+    return texts[0] if failed else ""
 
 
-def _failure(rank: int, error: BaseException) -> dict[str, Any]:
+def _failure(rank: int, error: BaseException) -> str:
+    """Return what the user reads of an error on a rank."""
+    lines = traceback.format_exception(error)
+    if not os.environ.get("FUNCSHARD_TRACEBACK"):
+        lines = ["FUNCSHARD_TRACEBACK=1 in the environment shows the traceback"]
     frame = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{Path(frame.filename).name}:{frame.lineno}, in {frame.name}"
-    failure_text = "".join(traceback.format_exception(error))
-    return {
-        "time": time.time_ns(),
-        "rank": rank,
-        "why": f"{type(error).__name__}: {error} ({where})",
-        "traceback": failure_text,
-    }
-
-
-def _print_failure(failure: Mapping[str, Any]) -> None:
-    if os.environ.get("FUNCSHARD_TRACEBACK") and "traceback" in failure:
-        print(failure["traceback"], file=sys.stderr)
-    hint = (
-        ""
-        if "traceback" not in failure
-        else "\nFUNCSHARD_TRACEBACK=1 in the environment shows the traceback"
-    )
-    print(
-        f"funcshard: rank {failure['rank']} failed: {failure['why']}{hint}",
-        file=sys.stderr,
-        flush=True,
-    )
+    title = f"funcshard: rank {rank} failed: {type(error).__name__}: {error} ({where})"
+    return "\n".join([title, *lines])
 
 
 def _announce(again: bool) -> None:
@@ -290,21 +261,17 @@ def _announce(again: bool) -> None:
 @contextmanager
 def _on_signal(function: Callable[[bool], None]) -> Iterator[None]:
     """Call ``function(again)`` on SIGINT and SIGTERM; ``again`` is false for the first signal."""
-    count = 0
+    calls = itertools.count()
 
     def handler(number: int, frame: Any) -> None:
-        nonlocal count
-        count += 1
-        function(count > 1)
+        function(next(calls) > 0)
 
-    handlers_before = {
-        signal_number: signal.signal(signal_number, handler) for signal_number in SIGNALS
-    }
+    handlers_before = [signal.signal(number, handler) for number in SIGNALS]
     try:
         yield
     finally:
-        for signal_number, old in handlers_before.items():
-            signal.signal(signal_number, old)
+        for number, before in zip(SIGNALS, handlers_before, strict=True):
+            signal.signal(number, before)
 
 
 def _use_loopback() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import functools
 import importlib.util
 import io
 from collections.abc import Callable
@@ -16,10 +17,16 @@ from torch import nn
 
 import funcshard as fs
 from funcshard._utils import did_you_mean, read_regular
-from funcshard.demo.arguments import BadInputError, add_mesh, at_least, check_mesh, import_callable
+from funcshard.demo.arguments import (
+    add_mesh,
+    at_least,
+    check_mesh,
+    gpt_config,
+    import_callable,
+)
 from funcshard.demo.decoder_configs import DECODERS
 from funcshard.demo.decoders import decoder
-from funcshard.demo.gpt import GPT, GPTConfig
+from funcshard.demo.gpt import GPT
 from funcshard.estimate import (
     OPTIMIZERS,
     Infeasible,
@@ -55,7 +62,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         units="blocks.*; for another --model, the modules in its outermost lists",
     )
     parser.add_argument(
-        "--model", metavar="NAME", default=argparse.SUPPRESS,
+        "--model", metavar="NAME",
         help=f"name of a published decoder, one of {', '.join(DECODERS)}; or MODULE:CALLABLE, a function without arguments "
         "that returns an nn.Module (default: the GPT of train)",
     )  # fmt: skip
@@ -66,34 +73,38 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--precision", choices=[*PRECISIONS], default="fp32",
-        help="dtype in which units compute; bf16 reduces gradients in float32",
+        help="dtype in which units compute; bf16 reduces gradients in float32 (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--json", action="store_true", help="print the plan alone, as JSON for Plan.from_json"
     )
     parser.add_argument(
-        "--html", metavar="FILE", default=argparse.SUPPRESS,
+        "--html", metavar="FILE",
         help="write the tables to a web page, with pictures if matplotlib is installed (default: none)",
     )  # fmt: skip
     group = parser.add_argument_group("estimate")
     group.add_argument(
-        "--hardware", metavar="NAME", default=argparse.SUPPRESS,
+        "--hardware", metavar="NAME",
         help="estimate memory, time and traffic of a step on this hardware: a name such as h100, or a file that calibrate "
         "wrote (default: no estimate)",
     )  # fmt: skip
     group.add_argument(
-        "--budget", metavar="SIZE", default=argparse.SUPPRESS,
+        "--budget", metavar="SIZE",
         help="memory of a rank, such as 80GiB; a higher peak gives exit code 1 (default: the memory of the hardware)",
     )  # fmt: skip
     group.add_argument(
-        "--batch", type=at_least(1), default=1, metavar="N", help="samples of a rank in one step"
+        "--batch",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="samples of a rank in one step (default: %(default)s)",
     )
     group.add_argument(
-        "--seq", type=at_least(1), metavar="N", default=argparse.SUPPRESS,
+        "--seq", type=at_least(1), metavar="N",
         help=f"tokens of a sample (default: the context of the model, at most {_LONGEST}; {_OTHERS} for a MODULE:CALLABLE)",
     )  # fmt: skip
     group.add_argument(
-        "--inputs", metavar="MODULE:CALLABLE", default=argparse.SUPPRESS,
+        "--inputs", metavar="MODULE:CALLABLE",
         help="function of batch and seq that returns the inputs of the model as a tuple (default: tokens of shape [batch, "
         "seq], with cross entropy as the loss)",
     )  # fmt: skip
@@ -101,7 +112,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "--optimizer",
         choices=[*OPTIMIZERS],
         default="adamw",
-        help="optimizer that updates the shards",
+        help="optimizer that updates the shards (default: %(default)s)",
     )
     group.add_argument(
         "--remat", action="store_true", help="compute all units but the root again in backward"
@@ -112,75 +123,58 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "code 1 if none fits",
     )  # fmt: skip
     group.add_argument(
-        "--compare", metavar="FILE", default=argparse.SUPPRESS,
+        "--compare", metavar="FILE",
         help="estimate also the plan in this file, which --json wrote, and compare the two (default: none)",
     )  # fmt: skip
 
 
-def plan_command(options: argparse.Namespace, gpt: Callable[[], GPTConfig]) -> int:
-    """Run the command, and return its exit code.
-
-    Arguments:
-        options: the arguments.
-        gpt: the sizes of the GPT, if no model is named.
-    """
+def plan_command(options: argparse.Namespace) -> int:
+    """Run the command, and return its exit code."""
     check_mesh(options.ranks, options.replicate)
     _check_together(options)
     _check_files(options)
-    model = _model(options, gpt)
-    try:
-        shown = _shown(options, model)
-    except (OSError, TypeError, ValueError) as error:
-        raise BadInputError(error) from error
-    if hasattr(options, "html"):
+    shown = _shown(options, _model(options))
+    if options.html:
         _write_page(Path(options.html), shown)
     plans = [plan for plan in shown if isinstance(plan, fs.Plan)]
     print(plans[0].to_json() if options.json and plans else "\n\n".join(map(str, shown)))
-    has_budget = hasattr(options, "budget") or options.auto
-    return (
-        1
-        if has_budget
-        and not all(report.fits for report in shown if isinstance(report, Report | Infeasible))
-        else 0
-    )
+    reports = [report for report in shown if isinstance(report, Report | Infeasible)]
+    return int(bool(options.budget or options.auto) and not all(r.fits for r in reports))
 
 
 def _check_together(options: argparse.Namespace) -> None:
-    given_options = [name for name in ("budget", "compare") if hasattr(options, name)] + (
-        ["auto"] if options.auto else []
-    )
-    if given_options and not hasattr(options, "hardware"):
-        raise BadInputError(
-            f"--{given_options[0]} belongs to an estimate: add --hardware, such as --hardware h100"
-        )
+    for name in ("budget", "compare", "auto"):
+        if getattr(options, name) and not options.hardware:
+            raise ValueError(
+                f"--{name} belongs to an estimate: add --hardware, such as --hardware h100"
+            )
     chosen = {"replicate": 1, "strategy": STRATEGIES[0], "bucket_bytes": "auto", "remat": False}
-    if options.auto and (
-        both := [name for name, default in chosen.items() if getattr(options, name) != default]
-    ):
-        raise BadInputError(
-            f"--auto chooses mesh, strategies and remat: leave out --{both[0].replace('_', '-')}"
-        )
+    for name, default in chosen.items():
+        if options.auto and getattr(options, name) != default:
+            raise ValueError(
+                f"--auto chooses mesh, strategies and remat: leave out --{name.replace('_', '-')}"
+            )
 
 
 def _check_files(options: argparse.Namespace) -> None:
     """Raise for a number of ranks or a file that would fail after the work is done."""
     if options.ranks > _MOST_RANKS:
-        raise BadInputError(
+        raise ValueError(
             f"--ranks must be at most {_MOST_RANKS:,}; found {options.ranks:,}: no machine has "
             "more, pass the ranks of yours"
         )
-    if hasattr(options, "compare"):
+    if options.compare:
         _read(options.compare)
-    if not hasattr(options, "html"):
+    if not options.html:
         return
     page = Path(options.html)
     if page.is_dir():
-        raise BadInputError(
+        raise ValueError(
             f"--html must be a file; found the folder {page}: add a name, such as "
             f"{page / 'plan.html'}"
         )
     if not page.parent.is_dir():
-        raise BadInputError(
+        raise ValueError(
             f"--html must be a file in a folder that exists; found {page}: make the folder "
             f"{page.parent} first"
         )
@@ -189,8 +183,7 @@ def _check_files(options: argparse.Namespace) -> None:
 def _shown(options: argparse.Namespace, model: nn.Module) -> list[Any]:
     """Return all that the command prints."""
     apply, params, buffers = fs.make_functional(model)
-    units = getattr(options, "units", None)
-    units = _listed(model) if units is None else units
+    units = _listed(model) if options.units is None else options.units
     precision = PRECISIONS[options.precision]
     mesh = {"replicate": options.replicate, "shard": options.ranks // options.replicate}
     plan = fs.make_plan(
@@ -201,58 +194,54 @@ def _shown(options: argparse.Namespace, model: nn.Module) -> list[Any]:
         bucket_bytes=options.bucket_bytes,
         precision=precision,
     )
-    if not hasattr(options, "hardware"):
+    if not options.hardware:
         return [plan]
-    other_plan = _other(options.compare, plan) if hasattr(options, "compare") else None
+    other_plan = _other(options.compare, plan) if options.compare else None
     estimate = _Estimate(options, model, apply, params, buffers)
-    shown: list[Any] = [plan]
+    shown: list[Any]
     if options.auto:
         best_plan = fs.auto_plan(
             estimate.profile(precision), ranks=options.ranks, units=units, hardware=estimate.hardware,
-            optimizer=options.optimizer, budget=getattr(options, "budget", None),
+            optimizer=options.optimizer, budget=options.budget,
         )  # fmt: skip
         report = best_plan.report
-        shown = (
-            [best_plan]
-            if isinstance(best_plan, Infeasible)
-            else [best_plan, best_plan.plan, report]
-        )
+        shown = [best_plan]
+        if not isinstance(best_plan, Infeasible):
+            shown += [best_plan.plan, report]
     else:
         report = estimate(plan)
-        shown.append(report)
+        shown = [plan, report]
     if other_plan is not None:
         shown.append(fs.compare(estimate(other_plan), report))
     return shown
 
 
-def _model(options: argparse.Namespace, gpt: Callable[[], GPTConfig]) -> nn.Module:
-    spec = getattr(options, "model", None)
+def _model(options: argparse.Namespace) -> nn.Module:
+    spec = options.model
     make: Callable[[], Any]
     if spec is None:
-        make = lambda: GPT(gpt())  # noqa: E731
+        make = functools.partial(GPT, gpt_config(options))
     elif ":" in spec:
         make = import_callable("--model", spec)
     elif spec in DECODERS:
-        make = lambda: decoder(spec)  # noqa: E731
+        make = functools.partial(decoder, spec)
     else:
         remedy = did_you_mean(
             spec, DECODERS, otherwise="pass one of these, or a function of your own"
         )
-        raise BadInputError(
+        raise ValueError(
             f"--model must be MODULE:CALLABLE, or one of {', '.join(DECODERS)}; found {spec!r}: "
             f"{remedy}"
         )
     with torch.device("meta"):
         try:
             model = make()
-        except BadInputError:
-            raise
         except Exception as error:
-            raise BadInputError(
+            raise ValueError(
                 f"--model {spec} failed on the meta device: {type(error).__name__}: {error}"
             ) from error
     if not isinstance(model, nn.Module):
-        raise BadInputError(
+        raise ValueError(
             f"--model {spec} must return a torch.nn.Module; it returned {type(model).__name__}"
         )
     return model
@@ -266,10 +255,9 @@ class _Estimate:
     ) -> None:
         self.options, self.functional = options, (apply, params, buffers)
         self.hardware = load_hardware(options.hardware)
-        config = getattr(model, "config", None)
-        context = min(getattr(config, "context", _OTHERS), _LONGEST)
-        size = options.batch, getattr(options, "seq", context)
-        if hasattr(options, "inputs"):
+        context = getattr(getattr(model, "config", None), "context", _OTHERS)
+        size = options.batch, options.seq or min(context, _LONGEST)
+        if options.inputs:
             self.loss, self.targets = None, None
             with torch.device("meta"):
                 self.inputs = import_callable("--inputs", options.inputs)(*size)
@@ -301,7 +289,7 @@ class _Estimate:
                 )
             except Exception as error:  # any error of the user's own model
                 first = str(error).partition("\n")[0]
-                raise BadInputError(
+                raise ValueError(
                     f"the model failed on its inputs: {type(error).__name__}: {first}"
                 ) from error
         return self.profiles[dtypes]
@@ -309,7 +297,7 @@ class _Estimate:
     def __call__(self, plan: fs.Plan) -> Report:
         return fs.estimate(
             self.profile(plan), plan, hardware=self.hardware, optimizer=self.options.optimizer, remat=self.options.remat,
-            budget=getattr(self.options, "budget", None),
+            budget=self.options.budget,
         )  # fmt: skip
 
 
@@ -356,7 +344,7 @@ def _other(path: str, plan: fs.Plan) -> fs.Plan:
             list(leaf_shapes[name]) if name in leaf_shapes else "missing"
             for leaf_shapes in (there, own_shapes)
         ]
-        raise BadInputError(
+        raise ValueError(
             f"--compare must be a plan of the same model; found {path}: {name!r} is {shapes[0]} "
             f"there and {shapes[1]} here; pass the options of the model with which that plan was "
             "made"
@@ -371,7 +359,7 @@ def _read(path: str) -> fs.Plan:
         file_text = f"{path}, which cannot be read ({error.strerror})"
     except ValueError as error:
         file_text = f"{path}, which holds no plan ({error})"
-    raise BadInputError(
+    raise ValueError(
         f"--compare must be a file with a plan; found {file_text}: write one with python -m funcshard "
         "plan --json > other.json"
     )
@@ -390,14 +378,8 @@ def _write_page(path: Path, shown: list[Any]) -> None:
         parts += [_image(figure) for figure in pictures]
     style = "body{font-family:sans-serif;margin:24px;max-width:1200px} img{max-width:100%} body>*{margin-bottom:24px}"
     page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>funcshard plan</title><style>{style}</style>'
-    try:
-        path.write_text(
-            page + "".join(f"<div>{part}</div>" for part in parts) + "</html>\n", encoding="utf-8"
-        )
-    except OSError as error:
-        raise BadInputError(
-            f"--html {path} cannot be written ({error.strerror}): name another file"
-        ) from error
+    body = "".join(f"<div>{part}</div>" for part in parts)
+    path.write_text(f"{page}{body}</html>\n", encoding="utf-8")
 
 
 def _image(figure: Any) -> str:

@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -60,10 +61,11 @@ class Settings:
 
 
 def check(settings: Settings, world_size: int) -> fs.Plan:
-    """Return the plan; raise ``ValueError`` for settings that would fail on every rank."""
-    plan = plan_of(
-        settings.config, world_size, settings.replicate, settings.units, settings.strategy
-    )
+    """Return the plan; raise an error for settings that would fail on every rank."""
+    with torch.device("meta"):
+        params = fs.make_functional(GPT(settings.config))[1]
+    mesh = {"replicate": settings.replicate, "shard": world_size // settings.replicate}
+    plan = fs.make_plan(params, mesh, units=settings.units, strategy=settings.strategy)
     load_corpus(settings.text, settings.config.context)
     out = Path(settings.out)
     try:
@@ -73,17 +75,6 @@ def check(settings: Settings, world_size: int) -> fs.Plan:
     if not os.access(out, os.W_OK):
         raise ValueError(f"cannot write to the folder --out {out}")
     return plan
-
-
-def plan_of(
-    config: GPTConfig, world_size: int, replicate: int, units: tuple[str, ...], strategy: str
-) -> fs.Plan:
-    """Return the plan of a GPT without allocating its parameters."""
-    with torch.device("meta"):
-        model = GPT(config)
-    params = fs.make_functional(model)[1]
-    mesh = {"replicate": replicate, "shard": world_size // replicate}
-    return fs.make_plan(params, mesh, units=units, strategy=strategy)
 
 
 def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
@@ -96,13 +87,13 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
     """
     began = time.perf_counter()
     first, config, out = mesh.rank == 0, settings.config, Path(settings.out).resolve()
+    tell: Callable[..., None] = say if first else lambda *_: None
     corpus = load_corpus(settings.text, config.context)
     torch.manual_seed(settings.seed)  # every rank draws the same parameters and keeps its shards
     apply, params, buffers = fs.make_functional(GPT(config))
     plan = fs.make_plan(params, mesh, units=settings.units, strategy=settings.strategy)
     if first:
         _introduce(plan, mesh, settings, corpus)
-    buffers = {name: buffer.to(mesh.device) for name, buffer in buffers.items()}
     shards = fs.shard(params, plan, mesh)
     del params
     sharded = fs.fully_shard(apply, plan, mesh)
@@ -126,22 +117,18 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
     if settings.resume and (last := fs.latest(settings.checkpoints, thorough=True)) is not None:
         stored = fs.restore(last, plan, mesh)
         state, losses = stored["train"], stored["losses"].tolist()
-        if first:
-            say(f"Resumed from {last}", "bold")
+        tell(f"Resumed from {last}", "bold")
     begun, saving = state.step, None
+
+    def model(inputs: torch.Tensor) -> torch.Tensor:
+        return sharded(state.shards, state.buffers, inputs)
 
     def validate(when: str) -> float:
         title = f"Validation {when}"
         with progress(title, passes(mesh, settings.batch), quiet=not first) as show:
-            loss = validation_loss(
-                lambda inputs: sharded(state.shards, state.buffers, inputs),
-                corpus.valid, mesh, size=settings.batch, context=config.context, show=show,
-            )  # fmt: skip
-        if first:
-            say(
-                f"{title}: {loss:.3f} nats per byte ({loss / math.log(2):.3f} bits per byte)",
-                "bold",
-            )
+            size, context = settings.batch, config.context
+            loss = validation_loss(model, corpus.valid, mesh, size=size, context=context, show=show)
+        tell(f"{title}: {loss:.3f} nats per byte ({loss / math.log(2):.3f} bits per byte)", "bold")
         return loss
 
     loss_before = validate("before")
@@ -179,18 +166,17 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
             if settings.save_every and state.step % settings.save_every == 0:
                 saving = save(wait=False)
     seconds = time.perf_counter() - started
-    if first and stop.happened:
-        say(f"Stopped after {state.step} of {settings.steps} steps", "bold yellow")
+    if stop.happened:
+        tell(f"Stopped after {state.step} of {settings.steps} steps", "bold yellow")
     # Why first: a later failure then loses no steps.
     if settings.save_every and state.step > begun:
         if state.step % settings.save_every:
             saving = save(wait=True)
         elif saving is not None:
             saving.wait()
-        if first:
-            say(f"Saved the checkpoint {settings.checkpoints / f'step-{state.step}'}")
+        tell(f"Saved the checkpoint {settings.checkpoints / f'step-{state.step}'}")
 
-    state_dict = fs.to_state_dict(state.shards, plan, mesh, buffers=apply.persistent(state.buffers))
+    state_dict = fs.to_state_dict(state.shards, plan, mesh)
     if first:
         _write(out / "model.pt", lambda path: torch.save(state_dict, path))
         _write(out / "plan.json", lambda path: path.write_text(plan.to_json() + "\n"))
@@ -198,9 +184,8 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
     length = 60 if stop.happened else 200
     with progress("Sampling", length, quiet=not first) as show:
         sample_text = sample(
-            lambda inputs: sharded(state.shards, state.buffers, inputs),
-            mesh, length=length, context=config.context, seed=settings.seed, show=show,
-        )  # fmt: skip
+            model, mesh, length=length, context=config.context, seed=settings.seed, show=show
+        )
     if first:
         rate = bytes_a_step * (state.step - begun) / seconds
         metrics = {

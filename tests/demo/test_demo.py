@@ -184,31 +184,27 @@ def test_it_joins_the_world_of_torchrun_which_starts_it_again_after_a_rank_was_k
     assert check_result(tmp_path, steps=40)["mesh"] == {"replicate": 1, "shard": 2}
 
 
-SHARDED = (["--ranks", "2"], {"replicate": 1, "shard": 2})
-REPLICAS = (["--ranks", "2", "--replicate", "2", "--strategy", "no_shard", "--units"], {"replicate": 2, "shard": 1})
-SINGLE = (["--ranks", "1"], {"replicate": 1, "shard": 1})
+REPLICAS = ["--ranks", "2", "--replicate", "2", "--strategy", "no_shard", "--units"]
+SIGNALS = {
+    "Ctrl-C in a terminal, which reaches both replicas of the root unit": (REPLICAS, (2, 1), signal.SIGINT, True),
+    "SIGINT to the command alone": (["--ranks", "2"], (1, 2), signal.SIGINT, False),
+    "SIGTERM to a single rank": (["--ranks", "1"], (1, 1), signal.SIGTERM, False),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "number", "everyone"),
-    [
-        pytest.param(REPLICAS, signal.SIGINT, True, id="Ctrl-C in a terminal, which reaches both replicas of the root unit"),
-        pytest.param(SHARDED, signal.SIGINT, False, id="SIGINT to the command alone"),
-        pytest.param(SINGLE, signal.SIGTERM, False, id="SIGTERM to a single rank"),
-    ],
-)
+@pytest.mark.parametrize(("ranks", "mesh", "number", "everyone"), SIGNALS.values(), ids=SIGNALS)
 def test_a_signal_ends_it_after_the_step_and_saves(
-    ranks: tuple[list[str], dict[str, int]], number: signal.Signals, everyone: bool, tmp_path: Path, text: Path
+    ranks: list[str], mesh: tuple[int, int], number: signal.Signals, everyone: bool, tmp_path: Path, text: Path
 ) -> None:
-    words = [*TRAIN, *ranks[0], "--text", str(text), "--steps", "1000000", "--save-every", "1", "--out", str(tmp_path)]
+    words = [*TRAIN, *ranks, "--text", str(text), "--steps", "1000000", "--save-every", "1", "--out", str(tmp_path)]
     process = start(*words, forked=True)
     before = wait_for(process, "Validation before")
     wait_for_a_checkpoint(tmp_path)
     (os.killpg if everyone else os.kill)(process.pid, number)
     out, err = finish(process, 130)  # within minutes, while a million steps take days
     metrics = check_result(tmp_path, steps=None)
-    assert metrics["mesh"] == ranks[1]
+    assert metrics["mesh"] == dict(zip(("replicate", "shard"), mesh, strict=True))
     assert metrics["stopped"]
     assert 0 < metrics["steps"] < 1_000_000
     assert f"Stopped after {metrics['steps']} of 1000000 steps" in out
@@ -246,17 +242,15 @@ def waits_for_rank_1(mesh: fs.Mesh, stop: Stop, ending: str) -> None:
     fs.psum(torch.ones(1), mesh)
 
 
+ENDINGS = {
+    "raise": "funcshard: rank 1 failed: ValueError: the data of rank 1 is gone (test_demo.py:",
+    "kill": "funcshard: rank 1 failed: it was ended by signal SIGKILL (out of memory?)",
+}
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("server_of_forks")
-@pytest.mark.parametrize(
-    ("ending", "words"),
-    [
-        pytest.param(
-            "raise", "funcshard: rank 1 failed: ValueError: the data of rank 1 is gone (test_demo.py:", id="raises"
-        ),
-        pytest.param("kill", "funcshard: rank 1 failed: it was ended by signal SIGKILL (out of memory?)", id="is killed"),
-    ],
-)
+@pytest.mark.parametrize(("ending", "words"), ENDINGS.items(), ids=ENDINGS)
 def test_a_rank_that_fails_ends_all_ranks_and_is_named(ending: str, words: str, capfd: pytest.CaptureFixture[str]) -> None:
     began = time.monotonic()
     assert launch(waits_for_rank_1, (ending,), ranks=2) == 1
@@ -286,7 +280,7 @@ def test_the_default_text_is_the_standard_library() -> None:
     assert torch.equal(corpus.valid, again.valid)
 
 
-def test_a_folder_is_split_by_file_and_read_without_files_that_are_no_text(tmp_path: Path) -> None:
+def test_a_folder_is_read_without_files_that_are_no_text_and_its_end_is_held_out(tmp_path: Path) -> None:
     contents = {f"{number:03}.txt": bytes([33 + number]) * 50 for number in range(60)}
     for name, data in contents.items():
         (tmp_path / name).write_bytes(data)
@@ -299,15 +293,15 @@ def test_a_folder_is_split_by_file_and_read_without_files_that_are_no_text(tmp_p
     assert len(valid) == 3  # 5 % of 60 files of one size
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        pytest.param(lambda path: None, "--text must be a file or a folder; found none at", id="missing"),
-        pytest.param(lambda path: path.mkdir(), "--text must hold text; found no files in the folder", id="empty folder"),
-        pytest.param(lambda path: path.write_bytes(b"x" * 300), "has 300 bytes, of which 15 are left", id="short file"),
-        pytest.param(lambda path: path.write_bytes(b""), "a context of 32 needs 33", id="empty file"),
-    ],
-)
+TEXTS = {
+    "missing": (lambda path: None, "--text must be a file or a folder; found none at"),
+    "empty folder": (lambda path: path.mkdir(), "has 0 bytes"),
+    "short file": (lambda path: path.write_bytes(b"x" * 300), "has 300 bytes, of which 15 are held out"),
+    "empty file": (lambda path: path.write_bytes(b""), "a context of 32 needs 33"),
+}
+
+
+@pytest.mark.parametrize(("make", "words"), TEXTS.values(), ids=TEXTS)
 def test_a_text_that_will_not_do_is_refused(make: Callable[[Path], object], words: str, tmp_path: Path) -> None:
     make(tmp_path / "text")
     with pytest.raises(ValueError, match=re.escape(words)):

@@ -1,4 +1,4 @@
-"""The largest number of ranks that a machine holds, and the error beyond it."""
+"""The error for a job that this machine cannot hold."""
 
 from __future__ import annotations
 
@@ -6,20 +6,9 @@ import pytest
 
 from funcshard.__main__ import main
 from funcshard.demo import machine_limits
-from funcshard.demo.arguments import BadInputError
-from funcshard.demo.machine_limits import PROCESS_BYTES, most_ranks
+from funcshard.demo.machine_limits import PROCESS_BYTES, check_fits
 
-LIMITS = {
-    "by memory": (10 * PROCESS_BYTES + 1, None, 10),
-    "by processes": (10 * PROCESS_BYTES, 8, 4),
-    "nothing known": (None, None, 1024),
-    "hardly any memory": (1, None, 2),
-}
-
-
-@pytest.mark.parametrize(("available", "processes", "most"), LIMITS.values(), ids=LIMITS)
-def test_memory_and_processes_limit_the_ranks(available: int | None, processes: int | None, most: int) -> None:
-    assert most_ranks(available, processes) == most
+MODEL = 4 * (1000 * (2 + 4) + 8 * 500 * 2)
 
 
 def test_this_machine_tells_its_memory() -> None:
@@ -33,14 +22,18 @@ def test_more_ranks_than_the_machine_holds_are_refused_before_anything_starts(
 ) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(machine_limits, "_available_bytes", lambda: 7 * PROCESS_BYTES)
-    monkeypatch.setattr(machine_limits, "_process_limit", lambda: None)
+    monkeypatch.setattr(machine_limits, "_available_bytes", lambda: 1 << 30)
     assert main([command, "--ranks", "100000"]) == 2
-    assert "--ranks must be at most 7 here, because each rank is a process of about" in capsys.readouterr().err
+    words = "100,000 ranks and a model of 0 parameters need about 7,812.5 GiB, and this machine has 1.0 GiB: choose fewer"
+    assert words in capsys.readouterr().err
 
 
-def test_a_model_that_fits_is_accepted_and_one_byte_less_refuses_it() -> None:
-    needed = 4 * (1000 * (2 + 4) + 8 * 500 * 2)
-    machine_limits.check_model_fits(1000, 500, 2, available=needed)
-    with pytest.raises(BadInputError, match=r"a model of 1,000 parameters needs about .* on 2 ranks.*choose a smaller"):
-        machine_limits.check_model_fits(1000, 500, 2, available=needed - 1)
+@pytest.mark.parametrize(("job", "needed"), [((7,), 7 * PROCESS_BYTES), ((2, 1000, 500), 2 * PROCESS_BYTES + MODEL)])
+def test_a_job_that_fits_is_accepted_and_one_byte_less_refuses_it(
+    job: tuple[int, ...], needed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine_limits, "_available_bytes", lambda: needed)
+    check_fits(*job)
+    monkeypatch.setattr(machine_limits, "_available_bytes", lambda: needed - 1)
+    with pytest.raises(ValueError, match="choose fewer --ranks, or a smaller model"):
+        check_fits(*job)

@@ -64,14 +64,14 @@ def test_plan_as_json_is_the_plan_that_the_library_makes(capsys: pytest.CaptureF
     assert fs.Plan.from_json(capsys.readouterr().out).buckets == (("blocks.0", "blocks.1"),)
 
 
-@pytest.mark.parametrize(
-    ("units", "expected"),
-    [
-        pytest.param([], ["", "layers.0", "layers.1"], id="the outermost lists by default"),
-        pytest.param(["--units"], [""], id="none"),
-        pytest.param(["--units", "first", "layers.1"], ["", "first", "layers.1"], id="given"),
-    ],
-)
+UNITS = {
+    "the outermost lists by default": ([], ["", "layers.0", "layers.1"]),
+    "none": (["--units"], [""]),
+    "given": (["--units", "first", "layers.1"], ["", "first", "layers.1"]),
+}
+
+
+@pytest.mark.parametrize(("units", "expected"), UNITS.values(), ids=UNITS)
 def test_plan_takes_a_model_of_ones_own_on_the_meta_device(
     units: list[str], expected: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -82,76 +82,60 @@ def test_plan_takes_a_model_of_ones_own_on_the_meta_device(
 
 
 BAD = {
-    "no ranks": (["plan", "--ranks", "0"], "argument --ranks: must be a whole number, at least 1; found '0'"),
-    "two signs": (["plan", "--ranks", "+-3"], "argument --ranks: must be a whole number, at least 1; found '+-3'"),
-    "a long seed": (
-        ["train", "--seed", str(2**64)],
-        "argument --seed: must be a whole number of at most 64 bits; found '1844",
-    ),
-    "layers": (["plan", "--layers", "1000000"], "argument --layers: must be at most 10,000; found '1000000'"),
-    "width": (["train", "--width", "9" * 12], "argument --width: must be at most 1,048,576; found '999999999999'"),
-    "digits": (["train", "--steps", "1" * 5000], "argument --steps: must be a whole number, at least 0; found '1111"),
-    "a model too large": (
-        ["train", "--width", "1048576", "--heads", "1", "--layers", "1"],
-        "GiB: choose a smaller --width, --layers, --context or --batch, or fewer --ranks",
-    ),
-    "no number": (["train", "--steps", "many"], "argument --steps: must be a whole number, at least 0; found 'many'"),
-    "no rate": (["train", "--lr", "-1"], "argument --lr: must be a positive number; found '-1'"),
-    "strategy": (["train", "--strategy", "zero"], "argument --strategy: invalid choice: 'zero'"),
-    "replicas": (
-        ["train", "--ranks", "3", "--replicate", "2"],
-        "--replicate must divide the number of ranks; found 2 and 3",
-    ),
-    "heads": (["plan", "--heads", "5"], "width must be a multiple of heads; found width 384 and 5 heads"),
-    "units": (["train", "--units", "layers.*"], "unit 'layers.*' matches no part of the tree"),
-    "units of plan": (["plan", "--units", "blocks.0", "blocks.0"], "units name 'blocks.0' twice"),
-    "text": (["train", "--text", "no/such/text"], "--text must be a file or a folder; found none at no/such/text"),
-    "out": (["train", "--out", __file__], "cannot make the folder --out"),
-    "model form": (["plan", "--model", "torch"], "--model must be MODULE:CALLABLE"),
-    "model module": (["plan", "--model", "no_such:f"], "--model no_such:f: No module named 'no_such'"),
-    "model name": (["plan", "--model", f"{__name__}:f"], f"module '{__name__}' has no attribute 'f'"),
-    "model number": (["plan", "--model", f"{__name__}:number"], "must be callable; found int"),
-    "model result": (["plan", "--model", f"{__name__}:not_a_module"], "must return a torch.nn.Module; it returned int"),
-    "model fails": (["plan", "--model", f"{__name__}:broken"], "failed on the meta device: RuntimeError: no weights here"),
-}
+    "no ranks": ("plan --ranks 0", "argument --ranks: must be a whole number, at least 1; found '0'"),
+    "two signs": ("plan --ranks +-3", "argument --ranks: must be a whole number, at least 1; found '+-3'"),
+    "a long seed": (f"train --seed {2**64}", "argument --seed: must be a whole number of at most 64 bits; found '1844"),
+    "layers": ("plan --layers 1000000", "argument --layers: must be at most 10,000; found '1000000'"),
+    "width": ("train --width 999999999999", "argument --width: must be at most 1,048,576; found '999999999999'"),
+    "digits": (f"train --steps {'1' * 5000}", "argument --steps: must be a whole number, at least 0; found '1111"),
+    "a model too large": ("train --width 1048576 --heads 1 --layers 1", "GiB: choose fewer --ranks, or a smaller model"),
+    "no number": ("train --steps many", "argument --steps: must be a whole number, at least 0; found 'many'"),
+    "no rate": ("train --lr -1", "argument --lr: must be a positive number; found '-1'"),
+    "strategy": ("train --strategy zero", "argument --strategy: invalid choice: 'zero'"),
+    "replicas": ("train --ranks 3 --replicate 2", "--replicate must divide the number of ranks; found 2 and 3"),
+    "heads": ("plan --heads 5", "width must be a multiple of heads; found width 384 and 5 heads"),
+    "units": ("train --units layers.*", "unit 'layers.*' matches no part of the tree"),
+    "units of plan": ("plan --units blocks.0 blocks.0", "units name 'blocks.0' twice"),
+    "text": ("train --text no/such/text", "--text must be a file or a folder; found none at no/such/text"),
+    "out": (f"train --out {__file__}", "cannot make the folder --out"),
+    "model form": ("plan --model torch", "--model must be MODULE:CALLABLE"),
+    "model module": ("plan --model no_such:f", "found no_such:f: No module named 'no_such'"),
+    "model name": (f"plan --model {__name__}:f", f"module '{__name__}' has no attribute 'f'"),
+    "model number": (f"plan --model {__name__}:number", "must be callable; found int"),
+    "model result": (f"plan --model {__name__}:not_a_module", "must return a torch.nn.Module; it returned int"),
+    "model fails": (f"plan --model {__name__}:broken", "failed on the meta device: RuntimeError: no weights here"),
+}  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("argv", "words"), BAD.values(), ids=BAD.keys())
 def test_bad_input_is_one_line_and_exit_code_2(
-    argv: list[str], words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    argv: str, words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     try:
-        code = main(argv)
+        code = main(argv.split())
     except SystemExit as stop:
         code = stop.code
     out, err = capsys.readouterr()
     assert code == 2
     assert words in err
-    assert err.startswith(f"funcshard {argv[0]}: error: ")
+    assert err.startswith(f"funcshard {argv.split()[0]}: error: ")
     assert err.count("\n") == 1
     assert out == ""
 
 
-@pytest.mark.parametrize(
-    ("command", "flags"),
-    [
-        pytest.param(
-            "train",
-            "ranks replicate strategy units steps batch lr seed text out save-every resume width layers heads context",
-            id="train",
-        ),
-        pytest.param(
-            "plan",
-            "ranks replicate strategy units model bucket-bytes precision json html hardware budget batch seq inputs "
-            "optimizer remat auto compare width layers heads context",
-            id="plan",
-        ),
-        pytest.param("calibrate", "ranks gloo", id="calibrate"),
-        pytest.param("inspect", "check to-dcp to-safetensors to-hf config tree", id="inspect"),
-    ],
-)
+SIZES = "width layers heads context"
+FLAGS = {
+    "train": f"ranks replicate strategy units steps batch lr seed text out save-every resume {SIZES}",
+    "plan": "ranks replicate strategy units model bucket-bytes precision json html hardware budget batch seq inputs "
+    f"optimizer remat auto compare {SIZES}",
+    "calibrate": "ranks gloo",
+    "inspect": "check to-dcp to-safetensors to-hf config tree",
+}
+
+
+@pytest.mark.parametrize(("command", "flags"), FLAGS.items(), ids=FLAGS)
 def test_help_describes_every_flag(command: str, flags: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
