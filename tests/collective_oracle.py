@@ -3,6 +3,7 @@
 ``OPERATIONS`` holds each public collective twice: as the library's function on one rank, and as a
 function of the list of tensors along the axis. So autograd over the list is the reference for every
 derivative. ``line`` tells which ranks these are, and ``sum_in_order`` is what sums are to the bit.
+``results_of`` does the same for the methods of a group.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 import funcshard as fs
 
-__all__ = ["OPERATIONS", "Operation", "line", "sum_in_order", "whole_number_tensor"]
+__all__ = ["OPERATIONS", "Operation", "line", "results_of", "sum_in_order", "whole_number_tensor"]
 
 
 class Operation(NamedTuple):
@@ -117,7 +118,7 @@ OPERATIONS = {
 def line(rank: int, sizes: dict[str, int], axis: Any) -> list[int]:
     """Return the ranks of the world along axes, in order: the first axis changes slowest."""
     names = ("replicate", "shard") if axis is None else (axis,) if isinstance(axis, str) else axis
-    sizes = {"replicate": 1, "shard": 1, **sizes}
+    sizes = {**{name: 1 for name in ("replicate", "shard") if name not in sizes}, **sizes}
     order = [axis for axis in sizes if sizes[axis] > 1 or axis in names]
     place, rest = {}, rank
     for name in reversed(order):
@@ -149,3 +150,50 @@ def sum_in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     for part in parts[1:]:
         total = total + part
     return total
+
+
+def results_of(
+    group: Any, parts: Sequence[torch.Tensor], order: Callable[[list[Any]], Iterable[Any]] = reversed
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Return the result of each collective, and what it has to be, from the tensors of all ranks of a group.
+
+    All collectives are started before the first is waited for. ``order`` says in which order.
+    """
+    rank, size, own = group.rank, group.size, parts[group.rank]
+    wholes = [torch.cat([part + k for k in range(size)]) for part in parts]  # a slice for every rank
+    rounded = [
+        whole.to(torch.bfloat16) for whole in wholes
+    ]  # parts are cast to the dtype of the result before they are added
+    stacks = [torch.stack([part, part.flip(0)]) for part in parts]  # gathered along the last dim
+    gathered, slice_sum, float_sum = (
+        torch.full_like(torch.cat(parts), -1),
+        torch.full_like(own, -1),
+        torch.full(own.shape, -1.0),
+    )
+    total, totals, sent = own.clone(), stacks[rank].clone(), own.clone()
+    cut = rounded[rank].split([len(wholes[rank]) // 3, len(wholes[rank]) - len(wholes[rank]) // 3])
+    shared, stacked = group.all_gather_shared(own), group.all_gather_shared(stacks[rank])
+    works = [
+        shared,
+        stacked,
+        group.all_gather(gathered, own),
+        group.reduce_scatter(slice_sum, [wholes[rank]]),
+        group.reduce_scatter(float_sum, cut),
+        group.all_reduce(total),
+        group.all_reduce(totals),
+        group.broadcast(sent, size - 1),
+    ]
+    for work in order(works):
+        work.wait()
+    assert shared.wait() is shared.wait()
+    assert stacked.wait() is stacked.wait()
+    return {
+        "all_gather": (gathered, torch.cat(parts)),
+        "all_gather_shared": (shared.wait(), torch.cat(parts)),
+        "all_gather_shared of two dims": (stacked.wait(), torch.cat(stacks, -1)),
+        "reduce_scatter": (slice_sum, sum_in_order([whole.view(size, -1)[rank] for whole in wholes])),
+        "reduce_scatter to float32": (float_sum, sum_in_order([whole.float().view(size, -1)[rank] for whole in rounded])),
+        "all_reduce": (total, sum_in_order(parts)),
+        "all_reduce of two dims": (totals, sum_in_order(stacks)),
+        "broadcast": (sent, parts[-1]),
+    }

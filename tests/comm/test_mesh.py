@@ -1,10 +1,12 @@
-"""Meshes of a local rank and of process groups, reshaped meshes, and checks between ranks."""
+"""Meshes: positions and parts by name, from a shape, a process group or a device mesh, and reshaped."""
 
+from __future__ import annotations
+
+import contextlib
 import copy
-import gc
+import itertools
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,68 +20,63 @@ from funcshard.comm.agreement import check_same
 from funcshard.comm.group import LocalGroup
 from funcshard.comm.mesh import neighbours
 from funcshard.testing import DelayedGroup, delayed
+from tests.collective_oracle import line
 from tests.ranks import run_ranks, run_simulated
 
+LINE, GRID, NAMED = {"shard": 4}, {"replicate": 2, "shard": 2}, {"shard": 2, "tensor": 2}
+CUBE = {"replicate": 2, "shard": 2, "tensor": 2}
 
-def test_one_local_rank_needs_no_process_group() -> None:
+
+def along(mesh: fs.Mesh, axis: Any, rank: int) -> int:
+    """Return the sum of powers of two over the ranks along an axis, which tells which ranks they are."""
+    return int(fs.psum(torch.tensor(2**rank), mesh, axis=axis))
+
+
+@contextlib.contextmanager
+def process_group(rank: int, world_size: int) -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the "fake" backend
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+# --- one rank -------------------------------------------------------------------------------------------
+
+
+def test_one_local_rank_needs_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = fs.Mesh()
     assert (mesh.rank, mesh.world_size, mesh.shape, mesh.axes) == (0, 1, {"replicate": 1, "shard": 1}, ())
     assert mesh.device == torch.device("cpu")
-    assert not dist.is_initialized()
     assert mesh.reshaped({"shard": 1}) == mesh
-
-
-def test_init_mesh_outside_torchrun_is_one_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    mesh = fs.init_mesh(device="cpu")
-    assert mesh == fs.Mesh()
-    assert fs.init_mesh({"replicate": 1, "shard": 1}, device="cpu") == fs.Mesh()
+    assert fs.init_mesh(device="cpu") == fs.init_mesh({"replicate": 1, "shard": 1}, device="cpu") == mesh
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("shape", [{"replicate": 1, "shard": 4}, {"replicate": 2, "shard": 3}, {"replicate": 3, "shard": 1}])
-def test_axes_are_those_with_more_than_one_rank_the_shard_axis_first(shape: dict) -> None:
-    for mesh_shape, axes in fs.simulate(lambda mesh: (mesh.shape, [name for name, _ in mesh.axes]), shape):
-        assert mesh_shape == shape
-        assert axes == [name for name in ("shard", "replicate") if shape[name] > 1]
+def test_a_device_mesh_of_one_rank_needs_no_communication() -> None:
+    of_two_axes = (None, ("replicate", "shard"), ("shard", "replicate"), ("dp_replicate", "dp_shard"))
+    names_by_size = {(1,): (None, ("dp",), ("dp_replicate",)), (1, 1): of_two_axes}
+    with process_group(0, 1):
+        for sizes, names in [(sizes, names) for sizes, several in names_by_size.items() for names in several]:
+            mesh = fs.Mesh.from_device_mesh(init_device_mesh("cpu", sizes, mesh_dim_names=names))
+            assert mesh == fs.Mesh()
+            assert isinstance(mesh.shard, LocalGroup)
 
 
-@pytest.fixture
-def gloo(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+def test_init_mesh_shapes_an_initialised_process_group() -> None:
+    for rank, size in ((0, 1), (4, 6)):
+        with process_group(rank, size):
+            assert fs.init_mesh(device="cpu").shape == {"replicate": 1, "shard": size}
+            with pytest.raises(ValueError, match=rf"mesh shape .*'shard': 4.* must have as many ranks as the world: {size}"):
+                fs.init_mesh(LINE, device="cpu")
+    with process_group(4, 6):
+        assert fs.init_mesh({"replicate": 3, "shard": 2}, device="cpu").shape == {"replicate": 3, "shard": 2}
 
 
-@pytest.mark.usefixtures("gloo")
-@pytest.mark.parametrize(
-    ("sizes", "names"),
-    [
-        ((1,), None),
-        ((1,), ("dp",)),
-        ((1,), ("dp_replicate",)),
-        ((1, 1), None),
-        ((1, 1), ("replicate", "shard")),
-        ((1, 1), ("shard", "replicate")),
-        ((1, 1), ("dp_replicate", "dp_shard")),
-    ],
-)
-def test_a_device_mesh_of_one_rank_needs_no_communication(sizes: tuple, names: Any) -> None:
-    mesh = fs.Mesh.from_device_mesh(init_device_mesh("cpu", sizes, mesh_dim_names=names))
-    assert mesh == fs.Mesh()
-    assert isinstance(mesh.shard, LocalGroup)
-
-
-@pytest.mark.usefixtures("gloo")
-def test_init_mesh_covers_an_initialised_process_group() -> None:
-    mesh = fs.init_mesh(device="cpu")
-    assert mesh.world_size == 1
-    with pytest.raises(ValueError, match="have as many ranks as the world: 1"):
-        fs.init_mesh({"shard": 2}, device="cpu")
-
-
-@pytest.mark.usefixtures("gloo")
 @pytest.mark.parametrize(
     ("sizes", "names", "ours", "words"),
     [
@@ -90,39 +87,124 @@ def test_init_mesh_covers_an_initialised_process_group() -> None:
         ((1, 1, 1), None, None, "three axes or more need names"),
     ],
 )
-def test_a_device_mesh_that_does_not_name_its_axes_is_refused(sizes: tuple, names: Any, ours: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=f"device_mesh has {len(sizes)} axes named .*: {re.escape(words)}; pass .*names="):
+def test_a_device_mesh_that_does_not_name_its_axes_is_an_error(sizes: tuple, names: Any, ours: Any, words: str) -> None:
+    match = f"device_mesh has {len(sizes)} axes named .*: {re.escape(words)}; pass .*names="
+    with process_group(0, 1), pytest.raises(ValueError, match=match):
         fs.Mesh.from_device_mesh(init_device_mesh("cpu", sizes, mesh_dim_names=names), names=ours)
 
 
-@pytest.fixture
-def rank_4_of_6() -> Iterator[None]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the "fake" backend
+# --- positions ------------------------------------------------------------------------------------------
 
-    dist.init_process_group("fake", store=FakeStore(), rank=4, world_size=6)
-    yield
-    dist.destroy_process_group()
+DEVICE_MESHES = [
+    # sizes and names of a device mesh, our names for them, and the shape of the mesh
+    ((6,), None, None, {"replicate": 1, "shard": 6}),
+    ((2, 3), None, None, {"replicate": 2, "shard": 3}),
+    ((2, 3), ("replicate", "shard"), None, {"replicate": 2, "shard": 3}),
+    ((2, 3), ("shard", "replicate"), None, {"shard": 2, "replicate": 3}),
+    ((2, 3), ("dp_shard", "tp"), None, {"replicate": 1, "shard": 2, "tp": 3}),
+    ((2, 3), ("dp_replicate", "dp_shard"), None, {"replicate": 2, "shard": 3}),
+    ((2, 3), ("dp_shard", "dp_replicate"), None, {"shard": 2, "replicate": 3}),
+    ((6, 1), ("replicate", "shard"), None, {"replicate": 6, "shard": 1}),
+    ((2, 2, 2), ("dp_replicate", "dp_shard", "tp"), None, {"replicate": 2, "shard": 2, "tp": 2}),
+    ((2, 2, 2), ("dp_replicate", "dp_shard", "tp"), {"tp": "tensor"}, {"replicate": 2, "shard": 2, "tensor": 2}),
+    ((2, 2, 2), ("pp", "dp", "tp"), {"dp": "shard"}, {"replicate": 1, "pp": 2, "shard": 2, "tp": 2}),
+    ((2, 4), ("dp", "tp"), {"dp": "shard", "tp": "tensor"}, {"replicate": 1, "shard": 2, "tensor": 4}),
+    ((8,), ("tp",), {"tp": "tensor"}, {"replicate": 1, "shard": 1, "tensor": 8}),
+    ((8,), ("tp",), None, {"replicate": 1, "shard": 8}),
+]
 
 
-@pytest.mark.usefixtures("rank_4_of_6")
+@pytest.mark.parametrize(("sizes", "names", "ours", "shape"), DEVICE_MESHES, ids=str)
+def test_a_device_mesh_gives_its_axes_by_name(sizes: tuple, names: Any, ours: Any, shape: dict) -> None:
+    size = torch.Size(sizes).numel()
+    rank = size - 2
+    with process_group(rank, size):
+        mesh = fs.Mesh.from_device_mesh(init_device_mesh("cpu", sizes, mesh_dim_names=names), names=ours)
+        assert list(mesh.shape.items()) == list(shape.items())
+        assert mesh.rank == rank
+        place = [*itertools.product(*map(range, shape.values()))][rank]
+        assert mesh.position == dict(zip(shape, place, strict=True)) == fs.init_mesh(shape, device="cpu").position
+
+
 @pytest.mark.parametrize(
-    ("sizes", "names", "shape", "position"),
+    "shape",
     [
-        ((6,), None, {"replicate": 1, "shard": 6}, (0, 4)),
-        ((2, 3), None, {"replicate": 2, "shard": 3}, (1, 1)),
-        ((2, 3), ("replicate", "shard"), {"replicate": 2, "shard": 3}, (1, 1)),
-        ((2, 3), ("shard", "replicate"), {"shard": 2, "replicate": 3}, (1, 1)),
-        ((2, 3), ("dp_shard", "tp"), {"replicate": 1, "shard": 2, "tp": 3}, (0, 1)),
-        ((2, 3), ("dp_replicate", "dp_shard"), {"replicate": 2, "shard": 3}, (1, 1)),
-        ((2, 3), ("dp_shard", "dp_replicate"), {"shard": 2, "replicate": 3}, (1, 1)),
-        ((6, 1), ("replicate", "shard"), {"replicate": 6, "shard": 1}, (4, 0)),
+        CUBE, {"tensor": 2, "replicate": 2, "shard": 2}, {"stage": 2, "shard": 3}, {"replicate": 1, "shard": 4},
+        {"replicate": 2, "shard": 3}, {"replicate": 3, "shard": 1},
     ],
+    ids=str,
+)  # fmt: skip
+def test_ranks_are_numbered_row_by_row_and_the_last_axis_joins_neighbours(shape: dict) -> None:
+    several = [axis for axis, size in shape.items() if size > 1]
+
+    def main(mesh: fs.Mesh) -> Any:
+        place = [mesh.position[axis] for axis in several]
+        return mesh.rank, fs.axis_index(mesh, axis=several), place, [axis for axis, _ in mesh.axes]
+
+    places = itertools.product(*(range(shape[axis]) for axis in several))
+    assert fs.simulate(main, shape) == [(n, n, list(place), several[::-1]) for n, place in enumerate(places)]
+
+
+def test_a_part_of_a_mesh_holds_the_neighbours_along_its_axes() -> None:
+    def main(mesh: fs.Mesh) -> None:
+        for axes in ("tensor", "shard", ("shard", "tensor"), ("replicate", "tensor"), tuple(mesh.shape)):
+            part, names = mesh[axes], mesh.names(axes)
+            ranks = sum(2**rank for rank in line(mesh.rank, CUBE, axes))
+            assert along(part, tuple(part.shape), mesh.rank) == along(mesh, axes, mesh.rank) == ranks
+            assert part.rank == fs.axis_index(mesh, axis=names)
+            assert {axis: size for axis, size in part.shape.items() if size > 1} == dict.fromkeys(names, 2)
+            assert part.position == {**dict.fromkeys(part.shape, 0), **{axis: mesh.position[axis] for axis in names}}
+            assert part.device == mesh.device
+        assert mesh["tensor", "shard"] == mesh["shard", "tensor"]  # the axes keep the order of the mesh
+        assert mesh[tuple(mesh.shape)] == mesh
+
+    fs.simulate(main, CUBE)
+
+
+@pytest.mark.parametrize(
+    "axes", ["expert", (), ("shard", "shard"), ("shard", "expert"), 1, None, (["shard"],), {"shard"}], ids=str
 )
-def test_a_device_mesh_gives_its_axes_by_name(sizes: tuple, names: Any, shape: dict, position: tuple[int, int]) -> None:
-    mesh = fs.Mesh.from_device_mesh(init_device_mesh("cpu", sizes, mesh_dim_names=names))
-    assert list(mesh.shape.items()) == list(shape.items())
-    assert (mesh.replicate.rank, mesh.shard.rank) == position
-    assert mesh.rank == dist.get_rank()
+def test_names_that_are_no_axes_are_an_error(axes: Any) -> None:
+    words = f"axis must name one axis of the mesh, or several different ones in a tuple; found {axes!r}: the mesh has "
+    for call in (lambda mesh: mesh[axes], lambda mesh: mesh.names(axes)):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            fs.simulate(call, NAMED)
+
+
+def reshape_again_and_again(mesh: fs.Mesh) -> None:
+    shapes = (LINE, GRID, LINE, {"replicate": 4}, NAMED, {"tensor": 2, "shard": 2}, {"tensor": 4},
+              {"replicate": 2, "expert": 2}, LINE)  # fmt: skip
+    rank = mesh.rank
+    for shape in shapes:
+        mesh = mesh.reshaped(shape)
+        assert mesh.rank == rank
+        assert {axis: size for axis, size in mesh.shape.items() if axis in shape or size > 1} == shape
+        for axis in shape:
+            assert along(mesh, axis, rank) == sum(2**other for other in line(rank, shape, axis)), (shape, axis)
+        assert along(mesh, tuple(shape), rank) == 15
+
+
+@pytest.mark.parametrize("run", [run_ranks, run_simulated])
+@pytest.mark.parametrize("shape", [LINE, GRID], ids=str)
+def test_a_reshaped_mesh_has_the_same_ranks_in_other_groups(shape: dict, run: Any) -> None:
+    run(reshape_again_and_again, 4, shape=shape)
+
+
+def make_in_three_ways(mesh: fs.Mesh) -> None:
+    device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    named = fs.Mesh.from_device_mesh(device_mesh, names={"dp": "shard", "tp": "tensor"})
+    for made in (mesh, fs.init_mesh(NAMED, device="cpu"), named):
+        assert list(made.shape.items()) == [("replicate", 1), ("shard", 2), ("tensor", 2)]
+        assert made.rank == dist.get_rank()
+        assert made.position == {"replicate": 0, "shard": made.rank // 2, "tensor": made.rank % 2}
+        for axis, part in (("tensor", made), ("shard", made), ("tensor", made["tensor"])):
+            assert along(part, axis, made.rank) == sum(2**other for other in line(made.rank, NAMED, axis))
+    reshape_again_and_again(mesh)
+
+
+@pytest.mark.slow
+def test_a_job_of_processes_has_named_axes() -> None:
+    run_ranks(make_in_three_ways, 4, shape=NAMED)
 
 
 def on_device_meshes(_: fs.Mesh) -> None:
@@ -134,19 +216,17 @@ def on_device_meshes(_: fs.Mesh) -> None:
     (wanted,) = torch.autograd.grad(net(data).square().mean(), net.weight)
     for names in (("dp_replicate", "dp_shard"), ("dp_shard", "dp_replicate"), ("shard", "replicate"), None):
         mesh = fs.Mesh.from_device_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=names))
-        assert mesh.rank == dist.get_rank()
         plan = fs.make_plan(params, mesh)
-        found = [fs.shard(params, plan, mesh), fs.shard(params, plan, mesh, src=1)]
-        assert all(torch.equal(fs.gather(shards, plan, mesh)["weight"], params["weight"]) for shards in found)
-        own = {name: value + mesh.rank for name, value in params.items()}
-        from_1 = fs.gather(fs.shard(own, plan, mesh, src=1), plan, mesh)  # src counts as mesh.rank does
-        assert torch.equal(from_1["weight"], params["weight"] + 1)
+        for src in (0, 1):  # counts as mesh.rank does
+            own = {name: value + mesh.rank for name, value in params.items()}
+            shards = fs.shard(own, plan, mesh, src=src)
+            assert torch.equal(fs.gather(shards, plan, mesh)["weight"], params["weight"] + src)
         sharded = fs.fully_shard(apply, plan, mesh)
         loss_fn = lambda shards, sharded=sharded, mesh=mesh: sharded(shards, {}, data[mesh.rank, None]).square().mean()  # noqa: E731
-        _, grads = fs.value_and_grad(loss_fn)(found[0])
+        _, grads = fs.value_and_grad(loss_fn)(fs.shard(params, plan, mesh))
         torch.testing.assert_close(fs.gather(grads, plan, mesh)["weight"], wanted)
-        again = mesh.reshaped({"shard": 4})
-        assert again.rank == mesh.rank
+        again = mesh.reshaped(LINE)
+        assert again.rank == mesh.rank == dist.get_rank()
         plan = fs.make_plan(params, again)
         assert torch.equal(fs.gather(fs.shard(params, plan, again), plan, again)["weight"], params["weight"])
 
@@ -156,91 +236,42 @@ def test_the_order_of_the_axes_of_a_device_mesh_changes_no_result() -> None:
     run_ranks(on_device_meshes, 4)
 
 
-@pytest.mark.usefixtures("rank_4_of_6")
-def test_init_mesh_shapes_an_initialised_process_group() -> None:
-    assert fs.init_mesh(device="cpu").shape == {"replicate": 1, "shard": 6}
-    assert fs.init_mesh({"replicate": 3, "shard": 2}, device="cpu").shape == {"replicate": 3, "shard": 2}
-    with pytest.raises(ValueError, match=r"mesh shape \{'shard': 4\} must have as many ranks as the world: 6"):
-        fs.init_mesh({"shard": 4}, device="cpu")
+# --- checks between ranks -------------------------------------------------------------------------------
 
 
-def test_a_text_that_is_the_same_on_every_rank_passes() -> None:
-    def main(mesh: fs.Mesh) -> None:
-        check_same(mesh, "text", "the plan")
-
-    fs.simulate(main, {"replicate": 2, "shard": 2})
-    check_same(fs.Mesh(), "text", "the plan")
-
-
-@pytest.mark.parametrize(
-    "world", [{"shard": 3}, {"replicate": 3}, {"replicate": 2, "shard": 2}], ids=["cut", "repeated", "both"]
-)
-@pytest.mark.parametrize("odd", [0, 1, 2])
-def test_every_rank_raises_if_one_text_differs_and_none_waits(world: dict, odd: int) -> None:
-    def main(mesh: fs.Mesh) -> str:
+@pytest.mark.parametrize("world", [{"shard": 3}, {"replicate": 3}, GRID], ids=["cut", "repeated", "both"])
+def test_every_rank_raises_if_one_text_differs_and_none_waits(world: dict) -> None:
+    def main(mesh: fs.Mesh, odd: int) -> str:
         try:
             check_same(mesh, "odd" if mesh.rank == odd else "even", "the plan")
         except ValueError as error:
             return str(error)
         return "nothing noticed"
 
-    for words in fs.simulate(main, world):
-        assert words.startswith("the plan must be the same on every rank; ")
-        assert "odd" in words
-        assert "even" in words
-        assert words.endswith(": build it from the same arguments everywhere")
+    for odd in (0, 1, 2):
+        pair = "rank 0 has odd and rank 1 has even" if odd == 0 else f"rank 0 has even and rank {odd} has odd"
+        words = f"the plan must be the same on every rank; {pair}: build it from the same arguments everywhere"
+        assert set(fs.simulate(lambda mesh, odd=odd: main(mesh, odd), world)) == {words}
+    assert set(fs.simulate(lambda mesh: main(mesh, -1), world)) == {"nothing noticed"}
 
 
-def test_the_rank_that_differs_is_named() -> None:
+# --- meshes that are copied or changed ------------------------------------------------------------------
+
+
+def test_a_copy_of_a_mesh_is_the_mesh() -> None:
     def main(mesh: fs.Mesh) -> None:
-        check_same(mesh, f"v{mesh.rank // 2}", "the plan")
+        holder, module = SimpleNamespace(mesh=mesh), torch.nn.Linear(2, 2)
+        module.mesh = mesh
+        assert copy.copy(mesh) is copy.deepcopy(mesh) is mesh
+        assert copy.copy(holder).mesh is copy.deepcopy(holder).mesh is copy.deepcopy(module).mesh is mesh
 
-    words = "rank 0 has v0 and rank 2 has v1: build it from the same arguments everywhere"
-    with pytest.raises(ValueError, match=words):
-        fs.simulate(main, 3)
-
-
-def reshape_there_and_back(mesh: fs.Mesh, shape: dict[str, int]) -> list[Any]:
-    """Reshape a mesh three times.
-
-    Returns:
-        Each time: the shape, this rank, the sums of ranks along the axes, and the number of ranks.
-    """
-    found = []
-    for sizes in (shape, {"shard": 4}, shape):
-        mesh = mesh.reshaped(sizes)
-        along = []
-        for group in (mesh.shard, mesh.replicate):
-            total = torch.tensor(float(mesh.rank))
-            group.all_reduce(total).wait()
-            along.append(total.item())
-        found.append((mesh.shape, mesh.rank, along, fs.psum(torch.tensor(1.0), mesh).item()))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("shape", "run"),
-    [
-        ({"replicate": 2, "shard": 2}, run_ranks),
-        ({"replicate": 2, "shard": 2}, run_simulated),
-        ({"replicate": 4, "shard": 1}, run_simulated),
-        ({"replicate": 1, "shard": 4}, run_simulated),
-    ],
-)
-def test_a_reshaped_mesh_has_the_same_ranks_in_other_groups(shape: dict, run: Any) -> None:
-    sizes = [shape, {"replicate": 1, "shard": 4}, shape]
-    for rank, found in enumerate(run(reshape_there_and_back, 4, shape)):
-        assert [mesh_shape for mesh_shape, *_ in found] == sizes
-        for mesh_shape, number, along, count in found:
-            outer, inner = divmod(rank, mesh_shape["shard"])
-            row = [r for r in range(4) if r // mesh_shape["shard"] == outer]
-            column = [r for r in range(4) if r % mesh_shape["shard"] == inner]
-            assert (number, along, count) == (rank, [float(sum(row)), float(sum(column))], 4.0)
+    main(fs.Mesh())
+    fs.simulate(main, NAMED)
 
 
 def test_a_slow_mesh_stays_slow_when_it_is_reshaped() -> None:
     def main(mesh: fs.Mesh) -> tuple[bool, float]:
-        slow = delayed(mesh, "all_reduce", 0.01).reshaped({"replicate": 2, "shard": 2})
+        slow = delayed(mesh, "all_reduce", 0.01).reshaped(GRID)
         tensor = torch.ones(1)
         work = slow.replicate.all_reduce(tensor)
         early = tensor.isnan().item()
@@ -248,13 +279,6 @@ def test_a_slow_mesh_stays_slow_when_it_is_reshaped() -> None:
         return early, tensor.item()
 
     assert fs.simulate(main, 4) == [(True, 2.0)] * 4
-
-
-def test_a_copy_of_a_mesh_is_the_mesh() -> None:
-    mesh = fs.Mesh()
-    assert copy.copy(mesh) is copy.deepcopy(mesh) is mesh
-    holder = SimpleNamespace(mesh=mesh)
-    assert copy.copy(holder).mesh is copy.deepcopy(holder).mesh is mesh
 
 
 def with_plain_functions(mesh: fs.Mesh) -> fs.Mesh:
@@ -291,7 +315,7 @@ def test_meshes_made_from_one_share_what_ranks_have_agreed_on() -> None:
     def main(mesh: fs.Mesh) -> None:
         for made in (mesh["shard"], with_plain_functions(mesh), delayed(with_plain_functions(mesh), "all_reduce", 0.0)):
             assert made.memo is mesh.memo
-        assert mesh.reshaped({"replicate": 2, "shard": 2}).memo is not mesh.memo  # other axes
+        assert mesh.reshaped(GRID).memo is not mesh.memo  # other axes
 
     run_simulated(main, 4)
 
@@ -306,19 +330,3 @@ def test_the_parts_of_a_delayed_row_are_slow_and_those_of_the_row_are_not() -> N
         return found
 
     assert run_simulated(main, 4) == [[False, True, True, False]] * 4
-
-
-def make_and_drop(_: fs.Mesh) -> list[int]:
-    """Return how many process groups there are after each of four meshes, of which none stays."""
-    counts = []
-    for _ in range(4):
-        fs.init_mesh({"replicate": 1, "shard": 2}, device="cpu")
-        gc.collect()
-        counts.append(len(dist.distributed_c10d._world.pg_map))
-    return counts
-
-
-@pytest.mark.slow
-def test_meshes_that_are_gone_leave_no_process_group_also_of_axes_of_one_rank() -> None:
-    for counts in run_ranks(make_and_drop, 2):
-        assert counts[-1] == counts[1], counts
