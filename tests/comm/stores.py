@@ -1,15 +1,25 @@
-"""Stores in memory that fail, fall silent, or count what is asked of them."""
+"""Stores in memory that fail, fall silent, or count what is asked of them; and a wait for a condition."""
 
 from __future__ import annotations
 
 import math
 import threading
+import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["CountingStore", "FailingStore", "SuspendedStore"]
+__all__ = ["CountingStore", "FailingStore", "SuspendedStore", "until"]
+
+
+def until(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
+    """Return what a condition finds, once it does: a thread of a loaded machine may be late."""
+    end = time.monotonic() + seconds
+    while not (found := condition()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return found
 
 
 class SuspendedStore:

@@ -7,19 +7,19 @@ import gc
 import itertools
 import math
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial
 
 import funcshard as fs
-from tests.collective_oracle import line, sum_in_order
+from funcshard.comm.torch_group import TorchGroup
+from tests.collective_oracle import line, results_of
 from tests.ranks import run_ranks, run_simulated
 from tests.storages import Alive
 
@@ -27,8 +27,6 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 # Elements of a shard or tensor: none, fewer than ranks, no multiple of the ranks, and too many for
 # the all-to-all with which gloo gathers small tensors.
 SIZES = (0, 1, 2, 3, 10, 20_001)
-MESHES = [pytest.param(n, None, id=str(n)) for n in (1, 2, 3, 4)]
-MESHES += [pytest.param(4, {"replicate": 2, "shard": 2}, id="2x2")]
 TEXTS = ("", "rank: ½", "long " * 10_000, "\0")
 
 
@@ -48,103 +46,28 @@ def drawn(rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(n, generator=g, dtype=torch.float64) * 10.0 ** torch.randint(-3, 3, (n,), generator=g)).to(dtype)
 
 
-def all_gather(group: Any, tensor_of: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    parts = [tensor_of(i) for i in range(group.size)]
-    out = torch.full((sum(len(part) for part in parts),), -1, dtype=parts[0].dtype)
-    shared = group.all_gather_shared(parts[group.rank])
-    stacks = [torch.stack([part, part.flip(0)]) for part in parts]  # gathered along the last dim
-    stacked = group.all_gather_shared(stacks[group.rank])
-    group.all_gather(out, parts[group.rank]).wait()
-    assert shared.wait() is shared.wait()
-    assert stacked.wait().shape == (2, len(out))
-    assert stacked.wait() is stacked.wait()
-    return torch.cat([out, shared.wait(), stacked.wait().flatten()]), torch.cat([*parts, *parts, *torch.cat(stacks, -1)])
-
-
-def reduce_scatter(group: Any, tensor_of: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    # each rank has one slice for every rank
-    wholes = [torch.cat([tensor_of(i) + k for k in range(group.size)]) for i in range(group.size)]
-    out = torch.full_like(tensor_of(0), -1)
-    group.reduce_scatter(out, [wholes[group.rank].reshape(-1)]).wait()
-    return out, sum_in_order([whole.view(group.size, -1)[group.rank] for whole in wholes])
-
-
-def reduce_scatter_of_parts_of_a_lower_dtype(
-    group: Any, tensor_of: Callable[[int], torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    # the group casts parts before it adds, so the sum has the precision of ``out``
-    wholes = [torch.cat([tensor_of(i) + k for k in range(group.size)]).to(torch.bfloat16) for i in range(group.size)]
-    whole = wholes[group.rank]
-    out = torch.full((len(whole) // group.size,), -1.0)
-    group.reduce_scatter(out, [whole[: len(whole) // 3], whole[len(whole) // 3 :]]).wait()
-    return out, sum_in_order([whole.float().view(group.size, -1)[group.rank] for whole in wholes])
-
-
-def all_reduce(group: Any, tensor_of: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    out = tensor_of(group.rank).clone()
-    group.all_reduce(out).wait()
-    return out, sum_in_order([tensor_of(i) for i in range(group.size)])
-
-
-def all_reduce_of_two_dims(group: Any, tensor_of: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    out = torch.stack([tensor_of(group.rank), tensor_of(group.rank) + 1])
-    group.all_reduce(out).wait()
-    return out, sum_in_order([torch.stack([tensor_of(i), tensor_of(i) + 1]) for i in range(group.size)])
-
-
-def broadcast_from_the_last_rank(group: Any, tensor_of: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    out = tensor_of(group.rank).clone()
-    group.broadcast(out, group.size - 1).wait()
-    return out, tensor_of(group.size - 1)
-
-
-def several_at_once(group: Any, tensor_of: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    # all are started first, and waited for in reverse order
-    parts = [tensor_of(i) for i in range(group.size)]
-    whole, total, last = torch.zeros_like(torch.cat(parts)), parts[group.rank].clone(), parts[group.rank].clone()
-    works = [group.all_gather(whole, parts[group.rank]), group.broadcast(last, group.size - 1), group.all_reduce(total)]
-    for work in reversed(works):
-        work.wait()
-    return torch.cat([whole, total, last]), torch.cat([*parts, sum_in_order(parts), parts[-1]])
-
-
-COLLECTIVES = {
-    fn.__name__: fn
-    for fn in (
-        all_gather, reduce_scatter, reduce_scatter_of_parts_of_a_lower_dtype,
-        all_reduce, all_reduce_of_two_dims, broadcast_from_the_last_rank,
-        several_at_once,
-    )
-}  # fmt: skip
-
-
-def run_collectives(mesh: fs.Mesh, backend: str) -> dict[tuple[str, str, torch.dtype], torch.Tensor]:
-    """Compare each collective with its reference, and return its results, those of one dtype as one tensor."""
+def run_collectives(mesh: fs.Mesh, backend: str) -> None:
     if backend == "gloo":
         mesh = fs.init_mesh(mesh.shape, device="cpu", shared_memory=False)
-    results = {}
-    for (name, collective), axis, dtype in itertools.product(COLLECTIVES.items(), ("shard", "replicate"), DTYPES):
-        ranks, group = line(mesh.rank, dict(mesh.shape), axis), getattr(mesh, axis)
-        outs = []
-        for n in SIZES:
-            out, expected = collective(group, lambda i, n=n, dtype=dtype, ranks=ranks: tensor_for(ranks[i], n, dtype))
-            assert torch.equal(out, expected), (name, axis, dtype, n)
-            outs.append(out.flatten())
-        results[name, axis, dtype] = torch.cat(outs)
-    return results
+    for axis, dtype, n in itertools.product(("shard", "replicate"), DTYPES, SIZES):
+        parts = [tensor_for(rank, n, dtype) for rank in line(mesh.rank, dict(mesh.shape), axis)]
+        for name, (out, meant) in results_of(getattr(mesh, axis), parts).items():
+            assert torch.equal(out, meant), (name, axis, dtype, n)
 
 
-BACKENDS = [pytest.param(*case.values, "shared memory", id=f"{case.id}-shared memory") for case in MESHES]
-BACKENDS += [pytest.param(3, None, "gloo", id="3-gloo")]
+MESHES = {"1": (1, None), "2": (2, None), "3": (3, None), "4": (4, None), "2x2": (4, {"replicate": 2, "shard": 2})}
+RUNS = [
+    pytest.param(run, *mesh, backend, id=f"{name}-{backend}")
+    for name, mesh in MESHES.items()
+    for run, backend in ((run_simulated, "simulated"), (run_ranks, "shared memory"), (run_ranks, "gloo"))
+    if backend != "gloo" or name == "3"
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "shape", "backend"), BACKENDS)
-def test_collectives_equal_a_plain_reference_and_the_simulated_group_to_the_bit(world_size, shape, backend):
-    real = run_ranks(run_collectives, world_size, backend, shape=shape)
-    simulated = run_simulated(run_collectives, world_size, "simulated", shape=shape)
-    for on_process, on_thread in zip(real, simulated, strict=True):
-        assert all(torch.equal(out, on_thread[case]) for case, out in on_process.items())
+@pytest.mark.parametrize(("run", "world_size", "shape", "backend"), RUNS)
+def test_collectives_equal_a_plain_reference_to_the_bit(run, world_size, shape, backend):
+    run(run_collectives, world_size, backend, shape=shape)
 
 
 def exchange_texts(mesh: fs.Mesh) -> list[str]:
@@ -157,30 +80,35 @@ def test_texts_are_in_the_order_of_ranks(run, world_size):
     assert run(exchange_texts, world_size) == [list(TEXTS[:world_size])] * world_size
 
 
-def train_until_a_rank_is_killed(mesh: fs.Mesh, shared_memory: bool) -> tuple[str, float] | None:
-    mesh = fs.init_mesh(mesh.shape, device="cpu", shared_memory=shared_memory)
-    apply, params, buffers = fs.make_functional(torch.nn.Linear(5, 5))
-    plan = fs.make_plan(params, mesh)
-    sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
-    start = time.monotonic()
+def reduce_on_a_group(mesh: fs.Mesh, separate: bool) -> list[str]:
+    """Run collectives on a group with separate reductions or not; return which calls of torch used which group."""
+    group = TorchGroup.of(dist.group.WORLD, separate_reductions=separate, shared_memory=False)
+    used: set[str] = set()
+    names = ("broadcast", "all_to_all_single")
+    originals = {name: getattr(dist, name) for name in names}
+
+    def spy(name: str, *args: Any, **options: Any) -> Any:
+        used.add(f"{name} on {'gatherings' if options['group'] is group.group else 'reductions'}")
+        return originals[name](*args, **options)
+
     try:
-        for i in range(100):
-            if i == 3 and mesh.rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            fs.value_and_grad(lambda s: sharded(s, buffers, torch.ones(2, 5)).sum())(shards)
-    except RuntimeError as error:
-        return str(error), time.monotonic() - start
-    return None
+        for name in names:
+            setattr(dist, name, functools.partial(spy, name))
+        for n in (3, 1 << 15):  # small, and large enough to be gathered by broadcasts
+            parts = [tensor_for(rank, n, torch.float32) for rank in range(group.size)]
+            assert all(torch.equal(out, meant) for out, meant in results_of(group, parts).values())
+    finally:
+        for name in names:
+            setattr(dist, name, originals[name])
+    return sorted(used)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
-def test_the_remaining_ranks_raise_within_seconds_when_a_rank_is_killed(shared_memory):
-    first, second, third = run_ranks(train_until_a_rank_is_killed, 3, shared_memory, may_die={1}, timeout=20)
-    assert second is None
-    for message, seconds in (first, third):
-        assert "the process of rank 1 has ended" in message
-        assert seconds < 15  # the timeout of the group is 80 s
+def test_reductions_on_a_group_of_their_own_give_the_same_numbers() -> None:
+    gatherings = ["all_to_all_single on gatherings", "broadcast on gatherings"]
+    reductions = ["all_to_all_single on reductions", "broadcast on reductions"]
+    assert run_ranks(reduce_on_a_group, 2, False) == [gatherings] * 2
+    assert run_ranks(reduce_on_a_group, 2, True) == [sorted([*gatherings, *reductions])] * 2
 
 
 @pytest.mark.slow
@@ -222,7 +150,8 @@ def test_only_large_tensors_have_memory_from_a_pool():
     assert run_ranks(count_pooled_tensors, 2) == [[0, 1, 1]] * 2
 
 
-def open_files_after_meshes(world: fs.Mesh, shape: dict[str, int], shared_memory: bool) -> list[int]:
+def left_after_meshes(world: fs.Mesh, shape: dict[str, int], shared_memory: bool) -> list[tuple[int, int]]:
+    """Return how many connections and process groups there are after each of five meshes, of which none stays."""
     found = []
     for _ in range(5):
         mesh = fs.init_mesh(shape, device="cpu", shared_memory=shared_memory)
@@ -231,7 +160,8 @@ def open_files_after_meshes(world: fs.Mesh, shape: dict[str, int], shared_memory
         gc.collect()
         # Why all ranks together: one that makes its next mesh closes the far ends of this rank's connections.
         fs.psum(torch.ones(()), world)
-        found.append(sum(map(is_connection, os.listdir("/proc/self/fd"))))
+        connections = sum(map(is_connection, os.listdir("/proc/self/fd")))
+        found.append((connections, len(dist.distributed_c10d._world.pg_map)))
         fs.psum(torch.ones(()), world)
     return found
 
@@ -255,9 +185,10 @@ MESHES_THAT_GO = {
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 @pytest.mark.parametrize(("shape", "shared_memory"), MESHES_THAT_GO.values(), ids=list(MESHES_THAT_GO))
-def test_meshes_that_are_gone_leave_no_open_files(shape, shared_memory):
-    for found in run_ranks(open_files_after_meshes, math.prod(shape.values()), shape, shared_memory):
-        assert found[-1] <= found[1], found
+def test_meshes_that_are_gone_leave_no_open_files_and_no_process_groups(shape, shared_memory):
+    for found in run_ranks(left_after_meshes, math.prod(shape.values()), shape, shared_memory):
+        assert found[-1][0] <= found[1][0], found
+        assert found[-1][1] == found[1][1], found
 
 
 def keep_the_device_mesh(_: fs.Mesh) -> list[torch.Tensor]:

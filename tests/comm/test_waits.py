@@ -1,0 +1,548 @@
+"""What ranks are told that wait in vain, and that ranks which are merely slow are waited for, on real processes.
+
+``CASES`` is one table: what each rank does, and what each is told.
+"""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import json
+import math
+import os
+import re
+import signal
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import funcshard as fs
+from funcshard._utils import default_store
+from funcshard.comm import check_same, desync
+from funcshard.comm.mesh import neighbours
+from funcshard.comm.shm import rendezvous
+from funcshard.comm.torch_group import TorchGroup
+from funcshard.core import raise_on_every_rank
+from tests.comm.stores import until
+from tests.ranks import run_ranks, suspend, wakes_once_stopped
+
+LINE, ROW, PAIR, GRID = {"shard": 4}, {"shard": 2}, {"replicate": 2, "shard": 1}, {"replicate": 2, "shard": 2}
+PATIENCE = 0.4
+DIFFER = (
+    r"^ranks issue different collectives: number \d+ on mesh axis 'shard' is ",
+    "rank 0",
+    "rank 1",
+    "every rank has to issue the same ones in the same order",
+)
+CIRCLE = ("^ranks wait for each other in collectives of different axes or meshes, and none can go on: ",)
+SHARED, GLOO, BOTH = (True,), (False,), (True, False)
+
+
+class Case(NamedTuple):
+    """What the ranks of a mesh do, and what they are told.
+
+    Attributes:
+        program: what each rank does with its mesh, and with a folder that all ranks share.
+        told: patterns of the error of every rank; ``{closed}`` is what is known of closed connections.
+        carriers: whether ranks use shared memory: once, or once with and once without.
+        shape: the shape of the mesh.
+        waits: what each rank is said to wait for.
+        lost: the rank whose process does not return.
+        quiet: the ranks that get no error.
+        result: what ``program`` returns if no rank is told anything.
+        kind: of the errors.
+        within: seconds in which the ranks are told; the timeout of their group is longer by far.
+        options: of ``init_mesh``.
+    """
+
+    program: Callable[[fs.Mesh, Path], object]
+    told: Sequence[str] = ()
+    carriers: Sequence[bool] = BOTH
+    shape: Mapping[str, int] = ROW
+    waits: Sequence[str] = ()
+    lost: int | None = None
+    quiet: Sequence[int] = ()
+    result: object = None
+    kind: type[Exception] = RuntimeError
+    within: float = 20.0
+    options: Mapping[str, float] = {"patience": PATIENCE}  # nobody changes it
+
+
+# --- ranks issue different collectives ----------------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    """Units of one size, which run in the order that the caller passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+        for number in order:
+            x = torch.tanh(self.blocks[number](x))
+        return x
+
+
+class Actions:
+    """The actions from which the programs of the ranks are made."""
+
+    def __init__(self, mesh: fs.Mesh, given: bool = False) -> None:
+        torch.manual_seed(0)
+        self.mesh = mesh
+        apply, params, self.buffers = fs.make_functional(Blocks())
+        plan = fs.make_plan(params, mesh, units=["blocks.*"])
+        schedule = fs.make_schedule(plan, order=[f"blocks.{i}" for i in range(3)]) if given else None
+        self.sharded = fs.fully_shard(apply, plan, mesh, schedule=schedule)
+        self.shards = fs.shard(params, plan, mesh)
+
+    def train(self, *order: int) -> None:
+        loss_fn = lambda shards: self.sharded(shards, self.buffers, torch.ones(1, 4), order or (0, 1, 2)).sum()  # noqa: E731
+        fs.value_and_grad(loss_fn)(self.shards)
+
+    def evaluate(self, *order: int) -> None:
+        with torch.no_grad():
+            self.sharded(self.shards, self.buffers, torch.ones(1, 4), order or (0, 1, 2))
+
+    def add(self, n: int, axis: str | None = None) -> None:
+        fs.psum(torch.ones(n), self.mesh if axis is None else self.mesh[axis])
+
+
+TRAIN, EVALUATE = [("train",)], [("evaluate",)]
+SKIP, SWAP = [("train", 0, 2)], [("train", 0, 2, 1)]
+ADD_ALONG = [("add", 3, "replicate")]
+Program = list[tuple[Any, ...]]
+
+
+def disagree(
+    *programs: Program, before: Program = TRAIN + 2 * EVALUATE + TRAIN, given: bool = False, steps: int = 2
+) -> Callable[[fs.Mesh, Path], None]:
+    """Let each rank do its actions, after all have done equal ones twice."""
+
+    def program(mesh: fs.Mesh, _: Path) -> None:
+        warnings.simplefilter("ignore")  # about an order other than the schedule's
+        actions = Actions(mesh, given)
+        for name, *args in 2 * before + steps * programs[mesh.rank]:
+            getattr(actions, name)(*args)
+
+    return program
+
+
+# An action that is new to a rank is found before data moves, at the first or second step. On gloo, other
+# differences are found after at most two comparisons.
+LATER = desync.COMPARE_EVERY * 2 // 3 + 1
+
+
+def agree_on_all(mesh: fs.Mesh) -> None:
+    """Let a detector take every order and size of collectives for one that the ranks have agreed on."""
+
+    class Everything(set):  # type: ignore[type-arg]
+        def __contains__(self, _: object) -> bool:
+            return True
+
+    mesh.shard.desync._agreed_contexts = Everything()  # type: ignore[attr-defined]
+    mesh.shard.desync._sizes = collections.defaultdict(lambda: desync.MOST_SIZES)  # type: ignore[attr-defined]
+
+
+def exchange_texts_after_others(mesh: fs.Mesh, _: Path) -> None:
+    agree_on_all(mesh)
+    fs.psum(torch.ones(2), mesh)
+    mesh.shard.all_reduce(torch.ones(2), label=f"unit {mesh.rank}").wait()
+    mesh.shard.all_gather_text("")
+
+
+def differ_in_a_known_context(mesh: fs.Mesh, _: Path) -> None:
+    agree_on_all(mesh)
+    for number in range(1, 2 * desync.COMPARE_EVERY + 1):
+        mesh.shard.all_reduce(torch.ones(2), label=f"unit {mesh.rank if number == 5 else 0}").wait()
+
+
+def exchange_other_texts(mesh: fs.Mesh, _: Path) -> None:
+    if mesh.rank:
+        raise_on_every_rank(mesh, None)
+    check_same(mesh, "text", "the plan")
+
+
+CASES: dict[str, Case] = {
+    "a unit is skipped in training": Case(disagree(TRAIN, SKIP), (*DIFFER, "unit 'blocks.2' on rank")),
+    "a unit is skipped in training, order given":
+        Case(disagree(TRAIN, SKIP, given=True), (*DIFFER, "unit 'blocks.2' on rank"), SHARED),
+    "a unit is skipped in evaluation":
+        Case(disagree(EVALUATE, [("evaluate", 1, 2)]), (*DIFFER, "unit 'blocks.1' on rank"), SHARED),
+    "equal units are swapped in training": Case(disagree(TRAIN, SWAP), (*DIFFER, "unit 'blocks.2' on rank")),
+    "equal units are swapped in training, order given":
+        Case(disagree(TRAIN, SWAP, given=True), (*DIFFER, "unit 'blocks.2' on rank"), SHARED),
+    "equal units are swapped in evaluation":
+        Case(disagree(EVALUATE, [("evaluate", 1, 0, 2)]), (*DIFFER, "unit 'blocks.1' on rank"), SHARED),
+    "one rank adds up more":
+        Case(disagree(TRAIN, [("add", 1), *TRAIN]), (*DIFFER, r"all_reduce of float32\[1\] on rank"), SHARED),
+    "sizes differ": Case(disagree([("add", 2)], [("add", 3)]), (*DIFFER, r"all_reduce of float32\[3\] on rank"), SHARED),
+    "one evaluates and one trains":
+        Case(disagree(TRAIN, EVALUATE), (*DIFFER, r"all_gather of float32\[20\] of buffer"), SHARED),
+    "one evaluates and one trains, later":
+        Case(disagree(TRAIN, EVALUATE, steps=LATER), (*DIFFER, r"all_gather of float32\[20\] of buffer"), GLOO),
+    "labels differ in a context that is known":
+        Case(differ_in_a_known_context, (r"number 5 on mesh axis 'shard' is all_reduce of float32\[2\] of unit",), GLOO),
+    "labels differ before an exchange of texts":
+        Case(exchange_texts_after_others, (r"number 2 on mesh axis 'shard' is all_reduce of float32\[2\] of unit",), GLOO),
+    "texts are exchanged for different purposes":
+        Case(exchange_other_texts, (DIFFER[0], "of a comparison of the plan on rank 0", "of a report of faults on rank 1"),
+             SHARED),
+}  # fmt: skip
+
+# --- a rank is lost -------------------------------------------------------------------------------------
+
+
+def be_killed_when_the_other_waits(mesh: fs.Mesh, _: Path) -> None:
+    for _ in range(15):
+        fs.psum(torch.ones(3), mesh)
+    if mesh.rank == 1:
+        notes = mesh.shard.desync._store  # type: ignore[attr-defined]
+        # Rank 0 writes its latest collectives once it has waited for longer than patience.
+        until(lambda: notes.check(["0"]) and json.loads(notes.get("0"))[0] == 16, 15)
+        os.kill(os.getpid(), signal.SIGKILL)
+    fs.psum(torch.ones(3), mesh)
+
+
+def do_not_join(mesh: fs.Mesh, _: Path) -> None:
+    shared_memory = mesh.shard.shm is not None  # type: ignore[attr-defined]
+    short, store = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=3.0)), default_store()
+    group = TorchGroup.of(short, "replicate", patience=0.2, shared_memory=shared_memory)
+    group.all_reduce(torch.ones(3)).wait()
+    if mesh.rank == 1:
+        store.wait(["the other rank has failed"])
+        return
+    try:
+        group.all_reduce(torch.ones(3)).wait()
+    finally:
+        store.set("the other rank has failed", "")
+
+
+def train(mesh: fs.Mesh, steps: int) -> None:
+    for _ in range(steps):
+        for axis in ("shard", "replicate"):
+            fs.psum(torch.ones(1000), mesh[axis])
+
+
+def lose(odd: int, how: str) -> Callable[[fs.Mesh, Path], None]:
+    """Suspend or kill rank ``odd`` after three steps; the others take more steps."""
+
+    def program(mesh: fs.Mesh, folder: Path) -> None:
+        beats, process = mesh.shard.desync.heart.store, folder / "process"  # type: ignore[attr-defined]
+        train(mesh, 3)
+        until(lambda: b"all_reduce" in beats.get(str(mesh.rank)))
+        if mesh.rank == odd:
+            process.write_text(str(os.getpid()))
+            if how == "suspended":
+                suspend(mesh)
+            if not os.fork():  # a child that holds all connections, and ends with the other ranks
+                until(lambda: len(os.listdir(folder)) == 4)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            train(mesh, 97)
+        finally:
+            (folder / str(mesh.rank)).touch()
+            until(lambda: len(os.listdir(folder)) == 4, 15)
+            if mesh.rank == (odd + 1) % 4 and how == "suspended":
+                os.kill(int(process.read_text()), signal.SIGKILL)
+
+    return program
+
+
+# What a child of rank 0 does; all ranks have started the work.
+DEEDS = {
+    "a step": lambda mesh, work: train(mesh, 1),
+    "a small sum": lambda mesh, work: fs.psum(torch.ones(3), mesh["shard"]),
+    "a message": lambda mesh, work: fs.ppermute(torch.ones(3), mesh, [(0, 1)], axis="shard"),
+    "the end of a collective": lambda mesh, work: work.wait(),
+}
+
+
+def add_up_in_children(mesh: fs.Mesh, folder: Path) -> list[float]:
+    """Let children of rank 0 take part, which they are told they cannot, and add up later."""
+    train(mesh, 3)
+    for what, deed in DEEDS.items():
+        answer, work = folder / what, mesh.groups["shard"].all_reduce(torch.ones(2))
+        if mesh.rank == 0:
+            child = os.fork()
+            if not child:
+                try:
+                    deed(mesh, work)
+                except RuntimeError as error:
+                    answer.write_text(str(error))
+                finally:
+                    os._exit(0)
+            os.waitpid(child, 0)
+            words = "which is rank 0, and cannot take part in its collectives: keep the mesh out of forked workers"
+            assert re.search(rf"was forked from process \d+, {words}", answer.read_text()), what
+        work.wait()
+    return fs.psum(torch.tensor([1.0]), mesh).tolist()
+
+
+FAILED = r"rank 0 waited for all_reduce of float32\[3\], collective number {} on mesh axis '{}', which failed; not known "
+BEHIND = r"rank 1 \((never seen|last seen at number \d+)\)"
+LAST_SEEN, GIVEN_UP = (
+    "last seen in all_reduce",
+    {"shape": GRID, "within": 12.0, "options": {"patience": 0.3, "give_up": 2.0}},
+)
+CASES |= {
+    "a rank is killed":  # rank 0 may look before the connection ends, and rank 1 may have waited long for rank 0 before
+        Case(be_killed_when_the_other_waits,
+             (f"^the process of rank 1 has ended|{FAILED.format(16, 'shard')}to have reached it: {BEHIND}.*{{closed}}",),
+             lost=1, within=15.0),
+    "a rank does not join before the timeout of the group":
+        Case(do_not_join, (f"{FAILED.format(2, 'replicate')}to have reached it: rank 1.*Timed out waiting",), quiet=[1]),
+    "a rank is suspended":
+        Case(lose(3, "suspended"), ("rank 3 has given no sign of life for ", LAST_SEEN), GLOO, lost=3, **GIVEN_UP),
+    "the first rank is suspended":
+        Case(lose(0, "suspended"), ("rank 0 has given no sign of life for ", LAST_SEEN), SHARED, lost=0, **GIVEN_UP),
+    "a rank with a living child is killed":
+        Case(lose(1, "killed"), ("the process of rank 1 has ended", LAST_SEEN), lost=1, **GIVEN_UP),
+    "children of a rank take part": Case(add_up_in_children, shape=GRID, result=[4.0]),
+}  # fmt: skip
+
+# --- ranks wait for each other elsewhere, or make different meshes --------------------------------------
+
+# Two meshes of each rank: one where ranks 0 and 3 go on, and one where ranks 1 and 2 do.
+MESHES: dict[str, Callable[[fs.Mesh, fs.Mesh], fs.Mesh]] = {
+    "line": lambda line, grid: line,
+    "grid": lambda line, grid: grid,
+    "row of the grid": lambda line, grid: grid["shard"],
+    "part of a line": lambda line, grid: neighbours(line, 2),
+    "column of a reshaped line": lambda line, grid: line.reshaped(GRID)["replicate"],
+}
+
+
+def part_onto(*names: str) -> Callable[[fs.Mesh, Path], None]:
+    def program(line: fs.Mesh, _: Path) -> None:
+        shared_memory = line.shard.shm is not None  # type: ignore[attr-defined]
+        grid = fs.init_mesh(GRID, device="cpu", patience=PATIENCE, shared_memory=shared_memory)
+        meshes = [MESHES[name](line, grid) for name in names]
+        for mesh in meshes:
+            fs.psum(torch.ones(3), mesh)
+        # Why these ranks: each axis and each part of a row has one of both kinds.
+        for mesh in meshes if line.rank in (0, 3) else meshes[::-1]:
+            fs.psum(torch.ones(4), mesh)
+
+    return program
+
+
+def make_one_mesh_more(mesh: fs.Mesh, _: Path) -> None:
+    for _ in range(3):
+        fs.psum(torch.ones(3), mesh)
+    if mesh.rank == 1:
+        fs.init_mesh(PAIR, device="cpu", patience=PATIENCE)
+    fs.psum(torch.ones(3), mesh)
+
+
+def make_a_mesh_after_the_others(mesh: fs.Mesh, folder: Path) -> None:
+    fs.psum(torch.ones(3), mesh)
+    if mesh.rank == 1:
+        del mesh
+        dist.destroy_process_group()  # as at the end of its program
+        (folder / "left").touch()
+    else:
+        until((folder / "left").exists)
+        fs.init_mesh(PAIR, device="cpu", patience=PATIENCE)
+
+
+def from_device_mesh(**sizes: int) -> Callable[[fs.Mesh], fs.Mesh]:
+    return lambda mesh: fs.Mesh.from_device_mesh(
+        init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)), patience=PATIENCE
+    )
+
+
+def init(**shape: int) -> Callable[[fs.Mesh], fs.Mesh]:
+    return lambda mesh: fs.init_mesh(shape, device="cpu")
+
+
+def make(*makers: Callable[[fs.Mesh], fs.Mesh]) -> Callable[[fs.Mesh, Path], None]:
+    """Let each rank make a mesh; all are told so before any group is made, so they can go on together."""
+
+    def program(mesh: fs.Mesh, _: Path) -> None:
+        try:
+            makers[mesh.rank](mesh)
+        finally:
+            again = fs.init_mesh(mesh.shape, device="cpu")
+            assert fs.psum(torch.ones(2), again).tolist() == [float(mesh.world_size)] * 2
+
+    return program
+
+
+def different(words: str, *makers: Callable[[fs.Mesh], fs.Mesh], shape: Mapping[str, int] = ROW) -> Case:
+    return Case(make(*makers), (words,), SHARED, shape, kind=ValueError)
+
+
+SHAPE = "the shape of the mesh must be the same on every rank; rank 0 has "
+GATHER, SUM = "all_gather of float32[20] of buffer 'float32' of unit 'blocks.0'", "all_reduce of float32[3]"
+PART = disagree(EVALUATE, ADD_ALONG + EVALUATE, ADD_ALONG + EVALUATE, EVALUATE, before=TRAIN + ADD_ALONG + EVALUATE, steps=1)
+ON_MESHES = (*CIRCLE, r"waits for all_reduce of float32\[4\] \(number ", DIFFER[-1])
+CASES |= {
+    "ranks go on with different axes":
+        Case(PART,
+             (*CIRCLE, re.escape(GATHER), re.escape(SUM), r"axis 'shard'\), which rank", r"axis 'replicate'\), which rank"),
+             shape=GRID, waits=(GATHER, SUM, SUM, GATHER)),
+    "ranks go on with different meshes": Case(part_onto("line", "row of the grid"), ON_MESHES, GLOO, LINE),
+    "ranks go on with different parts": Case(part_onto("line", "part of a line"), ON_MESHES, SHARED, LINE),
+    "ranks go on with a reshaped mesh": Case(part_onto("grid", "column of a reshaped line"), ON_MESHES, GLOO, LINE),
+    "one rank makes a mesh more":
+        Case(make_one_mesh_more, (*CIRCLE, "which rank {peer} has not reached"),
+             waits=(f"{SUM} (number 4 on mesh axis 'shard')", "init_mesh of 2 replicate × 1 shard ranks")),
+    "a rank makes a mesh after the others have left":
+        Case(make_a_mesh_after_the_others,
+             (r"^rank 1 has left the job \(process .*rank 0 waited for it to make a mesh; every rank has to make the same",),
+             SHARED, quiet=[1]),
+    "meshes have other axes":
+        different(f"{SHAPE}1 replicate × 2 shard and rank 1 has 2 replicate", init(shard=2), init(**PAIR)),
+    "meshes have other names": different(SHAPE, init(tensor=2, shard=1), init(expert=2, shard=1)),
+    "meshes are made by another function":
+        different("function that makes the mesh must be the same on every rank; rank 0 has init_mesh and rank 1 has Mesh.f",
+                  init(shard=2), from_device_mesh(shard=2)),
+    "device meshes have other names":
+        different(SHAPE, from_device_mesh(shard=2, replicate=1), from_device_mesh(replicate=2, shard=1)),
+    "meshes are reshaped otherwise":
+        different("the shape of Mesh.reshaped must be the same on every rank; rank 0 has",
+                  lambda mesh: mesh.reshaped(PAIR), lambda mesh: mesh.reshaped({"tensor": 2, "shard": 1})),
+    "one of four meshes has another shape":
+        different(f"{SHAPE}.* and rank 3 has", *[init(**LINE)] * 3, init(**GRID), shape=LINE),
+}  # fmt: skip
+
+# --- ranks that are slow are waited for -----------------------------------------------------------------
+
+
+def be_slow_at(late: int) -> Callable[[fs.Mesh, Path], list[float]]:
+    def program(mesh: fs.Mesh, _: Path) -> list[float]:
+        totals = []
+        for i in range(20):
+            time.sleep(0.6 if i == late and mesh.rank == 1 else 0)
+            totals.append(fs.psum(torch.tensor(float(mesh.rank + i)), mesh).item())
+        return totals
+
+    return program
+
+
+def be_slow_in_the_rendezvous(mesh: fs.Mesh, _: Path) -> list[float]:
+    """Compare no collectives of the rendezvous with those of the axis."""
+    machine, rank = rendezvous._machine, mesh.rank
+
+    def slow() -> str:
+        time.sleep(0.5 if rank == 1 else 0)
+        return machine()
+
+    rendezvous._machine = slow
+    try:
+        mesh = fs.init_mesh(device="cpu", patience=0.1)
+    finally:
+        rendezvous._machine = machine
+    totals = []
+    for i in range(2):
+        time.sleep(0.5 if rank == 0 else 0)  # rank 1 reads the store meanwhile
+        totals.append(fs.psum(torch.tensor(float(i)), mesh).item())
+    return totals
+
+
+def be_slow_in_turns(first: fs.Mesh, _: Path) -> list[float]:
+    """Let each rank in turn be slow, while the other ranks wait for it in two groups, in both orders."""
+    shared_memory = first.shard.shm is not None  # type: ignore[attr-defined]
+    second = fs.init_mesh(first.shape, device="cpu", patience=0.05, shared_memory=shared_memory)
+    groups = [first.shard, (first if first.shape["replicate"] > 1 else second).axes[-1][1]]
+    totals = []
+    for turn in range(8):
+        time.sleep(0.4 if first.rank == turn % 4 else 0)
+        works = [group.all_reduce(torch.ones(2)) for group in groups[:: 1 if turn % 3 else -1]]
+        for work in works[:: 1 if first.rank % 2 else -1]:
+            work.wait()
+        totals.append(fs.psum(torch.tensor(float(first.rank + turn)), first).item())
+    return totals
+
+
+def come_late(mesh: fs.Mesh, _: Path) -> float:
+    time.sleep(1.0 if mesh.rank == 1 else 0.0)
+    return fs.psum(torch.tensor(1.0), fs.init_mesh(device="cpu", patience=0.1)).item()
+
+
+def make_other_groups_before(_: fs.Mesh, folder: Path) -> list[float]:
+    for _ in range(dist.get_rank()):  # each rank makes another number of groups
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    grid = fs.init_mesh(GRID, device="cpu")
+    return [fs.psum(torch.tensor(1.0), grid[axis]).item() for axis in ("replicate", "shard")]
+
+
+def pause(mesh: fs.Mesh, _: Path) -> list[float]:
+    train(mesh, 3)
+    if mesh.rank == 3:
+        with wakes_once_stopped(2.0):
+            os.kill(os.getpid(), signal.SIGSTOP)
+    train(mesh, 3)
+    return fs.psum(torch.tensor([1.0]), mesh).tolist()
+
+
+SHORT, SHORTER = {"patience": 0.1}, {"patience": 0.05}
+TOTALS, IN_TURNS = [2.0 * i + 1 for i in range(20)], [6.0 + 4 * turn for turn in range(8)]
+CASES |= {
+    "slow while ranks agree": Case(be_slow_at(0), carriers=GLOO, result=TOTALS, options=SHORT),
+    "slow while data moves": Case(be_slow_at(15), result=TOTALS, options=SHORT),
+    "slow in the rendezvous": Case(be_slow_in_the_rendezvous, carriers=SHARED, result=[0.0, 2.0]),
+    "slow in turns on two axes": Case(be_slow_in_turns, (), SHARED, GRID, result=IN_TURNS, options=SHORTER),
+    "slow in turns on two meshes": Case(be_slow_in_turns, (), GLOO, LINE, result=IN_TURNS, options=SHORTER),
+    "late to make a mesh": Case(come_late, carriers=SHARED, result=2.0),
+    "with other groups before": Case(make_other_groups_before, (), SHARED, LINE, result=[2.0, 2.0]),
+    "suspended for a short time": Case(pause, shape=GRID, result=[4.0], options={"patience": 0.3, "give_up": 8.0}),
+}  # fmt: skip
+
+
+def run_case(world: fs.Mesh, name: str, shared_memory: bool, folder: str) -> tuple[object, str, str, float]:
+    """Return the result of a rank, or kind, text and time of its error."""
+    case = CASES[name]
+    mesh = fs.init_mesh(
+        case.shape if shared_memory else None, device="cpu", shared_memory=shared_memory, **case.options
+    ).reshaped(case.shape)  # on gloo, from a line: meshes made from one another share their journal
+    del world
+    begin = time.monotonic()
+    try:
+        return case.program(mesh, Path(folder)), "", "", 0.0
+    except (RuntimeError, ValueError) as error:
+        return None, type(error).__name__, str(error), time.monotonic() - begin
+
+
+RUNS = [
+    pytest.param(
+        name,
+        shared_memory,
+        id=f"{name}, {'shared memory' if shared_memory else 'gloo'}",
+        marks=[] if case.kind is ValueError else pytest.mark.slow,
+    )
+    for name, case in CASES.items()
+    for shared_memory in case.carriers
+]
+
+
+@pytest.mark.parametrize(("name", "shared_memory"), RUNS)
+def test_ranks_that_wait_are_told_why_or_go_on(name: str, shared_memory: bool, tmp_path: Path) -> None:
+    case, may_die = CASES[name], [] if CASES[name].lost is None else [CASES[name].lost]
+    answers = run_ranks(
+        run_case, math.prod(case.shape.values()), name, shared_memory, str(tmp_path), may_die=may_die, timeout=45
+    )
+    closed = "Connection closed by rank 1 of the group" if shared_memory else "Connection"
+    for rank, answer in enumerate(answers):
+        if rank == case.lost:
+            assert answer is None
+            continue
+        result, kind, message, seconds = answer
+        if not case.told or rank in case.quiet:
+            assert (result, message) == (case.result, "")
+            continue
+        assert kind == case.kind.__name__, message
+        for words in case.told:
+            assert re.search(words.format(closed=closed, peer=1 - rank), message, re.S), message
+        assert not case.waits or f"rank {rank} waits for {case.waits[rank]}" in message
+        assert seconds < case.within
