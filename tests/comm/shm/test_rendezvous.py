@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gc
+import itertools
 import json
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -22,24 +22,40 @@ import torch
 
 import funcshard as fs
 from funcshard.comm.shm import rendezvous
+from tests.comm.shm.leftovers import open_files
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract addresses are Linux's")
 
+Texts = Callable[[str], list[str]]
 
-def as_threads(size: int, run: Callable[[int, Callable[[str], list[str]]], Any]) -> list[Any]:
-    """Run ``run(rank, texts)`` as every rank; an error is a result too."""
+
+def connect_all(
+    size: int,
+    change: Callable[[int, int, Texts, str], list[str]] = lambda rank, step, texts, text: texts(text),
+    **options: Any,
+) -> list[Any]:
+    """Connect all ranks, each as a thread; an error is a result too.
+
+    Arguments:
+        size: number of ranks.
+        change: ``change(rank, step, texts, text)`` exchanges the text of each step in place of ``texts(text)``.
+        options: of ``connect`` on rank 1.
+    """
     barrier, sent, results = threading.Barrier(size), [""] * size, [None] * size
 
-    def texts(rank: int, text: str) -> list[str]:
-        barrier.wait(60)
-        sent[rank] = text
-        barrier.wait(60)
-        return list(sent)
-
     def main(rank: int) -> None:
+        steps = itertools.count()
+
+        def exchange(text: str) -> list[str]:
+            barrier.wait(60)
+            sent[rank] = text
+            barrier.wait(60)
+            return list(sent)
+
         try:
-            results[rank] = run(rank, lambda text: texts(rank, text))
+            texts = lambda text: change(rank, next(steps), exchange, text)  # noqa: E731
+            results[rank] = rendezvous.connect(rank, size, texts, **(options if rank == 1 else {}))
         except Exception as error:
             results[rank] = error
 
@@ -51,58 +67,66 @@ def as_threads(size: int, run: Callable[[int, Callable[[str], list[str]]], Any])
     return results
 
 
-def connect_all(size: int, unwilling: int = -1) -> list[dict[int, socket.socket]]:
-    return as_threads(size, lambda rank, texts: rendezvous.connect(rank, size, texts, wanted=rank != unwilling))
-
-
-def rank_here() -> int:
-    return int(threading.current_thread().name.split()[1])
-
-
-def open_files() -> int:
-    gc.collect()  # else the garbage of an earlier test may close some between two counts
-    return len(os.listdir("/proc/self/fd"))
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_every_pair_of_ranks_is_connected_and_bounds_of_messages_are_kept(size) -> None:
-    before = open_files()
-    found = connect_all(size)
-    assert [sorted(each) for each in found] == [[other for other in range(size) if other != rank] for rank in range(size)]
-    for rank, each in enumerate(found):
-        for other, connection in each.items():
-            connection.send(b"first")
-            connection.send(f"from {rank} to {other}".encode())
-    for rank, each in enumerate(found):
-        for other, connection in each.items():
-            assert connection.recv(100) == b"first"
-            assert connection.recv(100) == f"from {other} to {rank}".encode()
-    for each in found[1:]:
-        rendezvous.close(each)
+def check_and_close(found: list[dict[int, socket.socket]]) -> None:
+    """Check that every pair of ranks is connected, and that bounds of messages are kept; close all."""
+    ranks = range(len(found))
+    assert [sorted(sockets) for sockets in found] == [[other for other in ranks if other != rank] for rank in ranks]
+    for rank, other in itertools.permutations(ranks, 2):
+        for message in (b"first", f"from {rank} to {other}".encode()):
+            found[rank][other].send(message)
+    for rank, other in itertools.permutations(ranks, 2):
+        assert [found[rank][other].recv(100) for _ in range(2)] == [b"first", f"from {other} to {rank}".encode()]
+    for sockets in found[1:]:
+        rendezvous.close(sockets)
     # a socket ends with the one that it is connected to
     assert all(connection.recv(100) == b"" for connection in found[0].values())
     rendezvous.close(found[0])
+
+
+@pytest.fixture
+def _closed() -> Iterator[None]:
+    """Check that a test leaves no file open."""
+    before = open_files()
+    yield
     assert open_files() == before
 
 
-def on_rank(rank: int, run: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
-    return run() if rank_here() == rank else otherwise()
+leaves_nothing = pytest.mark.usefixtures("_closed")
+
+
+@leaves_nothing
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_every_pair_of_ranks_is_connected_and_bounds_of_messages_are_kept(size) -> None:
+    check_and_close(connect_all(size))
+
+
+def on_rank_1(run: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+    return run() if threading.current_thread().name == "rank 1" else otherwise()
 
 
 def refuse(*_: Any) -> Any:
     raise OSError(errno.EPERM, "not allowed here")
 
 
+def refusing_socket(patch: pytest.MonkeyPatch, name: str) -> None:
+    original = getattr(socket.socket, name)
+
+    def method(self: Any, *args: Any, **options: Any) -> Any:
+        return on_rank_1(refuse, lambda: original(self, *args, **options))
+
+    patch.setattr(rendezvous.socket, "socket", type("Socket", (socket.socket,), {name: method}))
+
+
 # why rank 1 cannot be connected, and the patch that makes it so
 REFUSALS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "it runs on another machine": lambda patch: patch.setattr(
-        rendezvous, "_machine", lambda machine=rendezvous._machine: on_rank(1, lambda: "another", machine)
+        rendezvous, "_machine", lambda machine=rendezvous._machine: on_rank_1(lambda: "another", machine)
     ),
     "its system has no memory files": lambda patch: patch.setattr(
-        os, "memfd_create", lambda name, make=os.memfd_create: on_rank(1, refuse, lambda: make(name))
+        os, "memfd_create", lambda name, make=os.memfd_create: on_rank_1(refuse, lambda: make(name))
     ),
     "it cannot read its namespaces": lambda patch: patch.setattr(
-        os, "readlink", lambda path, read=os.readlink: on_rank(1, refuse, lambda: read(path))
+        os, "readlink", lambda path, read=os.readlink: on_rank_1(refuse, lambda: read(path))
     ),
     "it cannot listen": lambda patch: refusing_socket(patch, "listen"),
     "it cannot connect": lambda patch: refusing_socket(patch, "connect"),
@@ -110,45 +134,23 @@ REFUSALS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
-def refusing_socket(patch: pytest.MonkeyPatch, name: str) -> None:
-    original = getattr(socket.socket, name)
-
-    def method(self: Any, *args: Any, **options: Any) -> Any:
-        return on_rank(1, refuse, lambda: original(self, *args, **options))
-
-    patch.setattr(rendezvous.socket, "socket", type("Socket", (socket.socket,), {name: method}))
-
-
-@pytest.mark.parametrize("name", REFUSALS)
+@leaves_nothing
+@pytest.mark.parametrize("name", [*REFUSALS, "it does not want to be"])
 def test_no_rank_is_connected_if_one_cannot_be(name, monkeypatch) -> None:
-    before = open_files()
-    REFUSALS[name](monkeypatch)
-    assert connect_all(3) == [{}] * 3
-    assert open_files() == before
+    if name in REFUSALS:
+        REFUSALS[name](monkeypatch)
+    assert connect_all(3, wanted=name in REFUSALS) == [{}] * 3
+    monkeypatch.undo()
 
 
-def test_no_rank_is_connected_if_one_does_not_want_to_be() -> None:
-    before = open_files()
-    assert connect_all(3, unwilling=2) == [{}] * 3
-    assert open_files() == before
-
-
+@leaves_nothing
 def test_a_rank_that_fails_to_exchange_texts_leaves_nothing_open() -> None:
-    before = open_files()
+    def fail_at_the_second(rank: int, step: int, texts: Texts, text: str) -> list[str]:
+        if step == 1:
+            raise RuntimeError("the peers are gone")
+        return texts(text)
 
-    def run(rank: int, texts: Callable[[str], list[str]]) -> Any:
-        sent = []
-
-        def fail_at_the_second(text: str) -> list[str]:
-            sent.append(text)
-            if len(sent) == 2:
-                raise RuntimeError("the peers are gone")
-            return texts(text)
-
-        return rendezvous.connect(rank, 2, fail_at_the_second)
-
-    assert [str(error) for error in as_threads(2, run)] == ["the peers are gone"] * 2
-    assert open_files() == before
+    assert [str(error) for error in connect_all(2, fail_at_the_second)] == ["the peers are gone"] * 2
 
 
 # --- strangers ------------------------------------------------------------------------------------
@@ -181,8 +183,7 @@ def who_leaves_at_once(address: str) -> list[socket.socket]:
 
 
 def who_repeats_the_proof_that_it_gets(address: str) -> list[socket.socket]:
-    connection = call(address)
-    connection.send(introduced(1))
+    (connection,) = saying(introduced(1))(address)
 
     def repeat() -> None:
         with contextlib.suppress(OSError):
@@ -190,10 +191,6 @@ def who_repeats_the_proof_that_it_gets(address: str) -> list[socket.socket]:
 
     threading.Thread(target=repeat, daemon=True).start()
     return [connection]
-
-
-def who_are_many(address: str) -> list[socket.socket]:
-    return [call(address) for _ in range(2 * rendezvous._MOST_CALLS)]
 
 
 # what a process that is no rank does with the address of rank 0
@@ -210,59 +207,43 @@ STRANGERS: dict[str, Callable[[str], list[socket.socket]]] = {
     "calls itself a rank that there is not": saying(introduced(3)),
     "guesses a proof": saying(introduced(1), bytes(rendezvous._HASH)),
     "repeats the proof that it gets": who_repeats_the_proof_that_it_gets,
-    "is many": who_are_many,
+    "is many": lambda address: [call(address) for _ in range(2 * rendezvous._MOST_CALLS)],
 }
 
 
+@leaves_nothing
 @pytest.mark.parametrize("name", STRANGERS)
 def test_a_stranger_is_hung_up_and_keeps_no_rank_from_being_connected(name) -> None:
-    before, strangers = open_files(), []
+    strangers = []
 
-    def run(rank: int, texts: Callable[[str], list[str]]) -> dict[int, socket.socket]:
-        sent = []
-
-        def with_a_stranger(text: str) -> list[str]:
-            sent.append(text)
-            if len(sent) == 1 and rank == 0:  # before any rank can call
-                strangers.extend(STRANGERS[name](json.loads(text)[1]))
-            return texts(text)
-
-        return rendezvous.connect(rank, 3, with_a_stranger)
+    def with_a_stranger(rank: int, step: int, texts: Texts, text: str) -> list[str]:
+        if step == rank == 0:  # before any rank can call
+            strangers.extend(STRANGERS[name](json.loads(text)[1]))
+        return texts(text)
 
     start = time.monotonic()
-    found = as_threads(3, run)
+    found = connect_all(3, with_a_stranger)
     assert time.monotonic() - start < rendezvous._TIMEOUT / 2
-    assert [sorted(each) for each in found] == [[1, 2], [0, 2], [0, 1]]
-    for low, high in ((0, 1), (0, 2), (1, 2)):
-        found[low][high].send(b"a message")
-        assert found[high][low].recv(100) == b"a message"
+    check_and_close(found)
     for stranger in strangers:
-        stranger.settimeout(5)
         with contextlib.suppress(ConnectionError):  # hung up with messages unread
             while answer := stranger.recv(100):
                 assert answer != rendezvous._WELCOME
         stranger.close()
-    for each in found:
-        rendezvous.close(each)
-    assert open_files() == before
 
 
 @pytest.mark.slow
+@leaves_nothing
 def test_a_rank_with_another_secret_is_no_rank(monkeypatch) -> None:
     monkeypatch.setattr(rendezvous, "_TIMEOUT", 0.5)
-    before = open_files()
 
-    def run(rank: int, texts: Callable[[str], list[str]]) -> Any:
-        def falsified(text: str) -> list[str]:
-            answers = [json.loads(each) for each in texts(text)]
-            if rank == 1 and isinstance(answers[0], list):
-                answers[0][2] = "00" * rendezvous._HASH
-            return [json.dumps(each) for each in answers]
+    def falsified(rank: int, step: int, texts: Texts, text: str) -> list[str]:
+        answers = texts(text)
+        if rank == 1 and step == 0:
+            answers[0] = json.dumps([*json.loads(answers[0])[:2], "00" * rendezvous._HASH])
+        return answers
 
-        return rendezvous.connect(rank, 2, falsified)
-
-    assert as_threads(2, run) == [{}, {}]
-    assert open_files() == before
+    assert connect_all(2, falsified) == [{}, {}]
 
 
 def test_a_rank_that_is_hung_up_calls_again(monkeypatch) -> None:
@@ -276,23 +257,21 @@ def test_a_rank_that_is_hung_up_calls_again(monkeypatch) -> None:
     monkeypatch.setattr(rendezvous._Meeting, "_accept", accept_and_hang_up)
     found = connect_all(2)
     assert hung_up == [True]
-    assert [sorted(each) for each in found] == [[1], [0]]
-    for each in found:
-        rendezvous.close(each)
+    check_and_close(found)
 
 
-def test_processes_of_other_users_are_not_connected(monkeypatch) -> None:
+def test_processes_of_one_effective_user_are_connected_and_those_of_others_are_not(monkeypatch) -> None:
     own = rendezvous._machine()
+    monkeypatch.setattr(os, "getuid", lambda: 12345)  # the system tells the peer the effective user
+    check_and_close(connect_all(2))
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     assert rendezvous._machine() not in (own, "")
 
 
-def test_processes_that_were_started_by_another_user_are_connected(monkeypatch) -> None:
-    monkeypatch.setattr(os, "getuid", lambda: 12345)  # the system tells the peer the effective user
-    found = connect_all(2)
-    assert [sorted(each) for each in found] == [[1], [0]]
-    for each in found:
-        rendezvous.close(each)
+def test_a_limit_to_the_size_of_files_rules_out_shared_memory(monkeypatch) -> None:
+    assert rendezvous._machine() != ""
+    monkeypatch.setattr("resource.getrlimit", lambda _: (20_000, -1))
+    assert rendezvous._machine() == ""
 
 
 def carriers_with_one_unwilling(mesh: fs.Mesh, unwilling: int) -> tuple[list[str], float]:
@@ -304,18 +283,7 @@ def carriers_with_one_unwilling(mesh: fs.Mesh, unwilling: int) -> tuple[list[str
 
 @pytest.mark.parametrize("unwilling", [-1, 3])
 def test_a_rank_that_wants_no_shared_memory_makes_its_groups_use_gloo(unwilling) -> None:
-    other = "SharedMemoryBackend" if unwilling == -1 else "Gloo"
-    for rank, (carriers, total) in enumerate(run_ranks(carriers_with_one_unwilling, 4, unwilling)):
+    for rank, answer in enumerate(run_ranks(carriers_with_one_unwilling, 4, unwilling)):
         # rank 3 shares its row of the grid with rank 2, and its column with rank 1
-        assert carriers == [
-            other,
-            other if rank in (2, 3) else "SharedMemoryBackend",
-            other if rank in (1, 3) else "SharedMemoryBackend",
-        ]
-        assert total == 10
-
-
-def test_a_limit_to_the_size_of_files_rules_out_shared_memory(monkeypatch) -> None:
-    assert rendezvous._machine() != ""
-    monkeypatch.setattr("resource.getrlimit", lambda _: (20_000, -1))
-    assert rendezvous._machine() == ""
+        on_gloo = [unwilling == 3 and rank in ranks for ranks in (range(4), (2, 3), (1, 3))]
+        assert answer == (["Gloo" if gloo else "SharedMemoryBackend" for gloo in on_gloo], 10)
