@@ -60,20 +60,16 @@ def test_an_argument_has_the_same_text_in_every_process(case: str) -> None:
     assert " at 0x" not in text
 
 
+SAME = "must be the same on every rank; rank 4 has"
 DIFFERENCES: dict[str, tuple[list[dict[str, str]], str]] = {
     "equal": ([{"x": "1"}, {"x": "1"}], ""),
-    "one text": (
-        [{"x": "1"}, {"x": "1"}, {"x": "2"}],
-        "x must be the same on every rank; rank 4 has 1 and rank 6 has 2: build it from the same arguments everywhere",
-    ),
-    "the first of two": ([{"x": "1", "y": "1"}, {"x": "1", "y": "2"}], "y must be the same on every rank; rank 4 has 1"),
-    "one that the first rank lacks": (
-        [{"x": "1"}, {"x": "1", "y": "2"}],
-        "y must be the same on every rank; rank 4 has noth",
-    ),
+    "one text":
+        ([{"x": "1"}, {"x": "1"}, {"x": "2"}], f"x {SAME} 1 and rank 6 has 2: build it from the same arguments everywhere"),
+    "the first of two": ([{"x": "1", "y": "1"}, {"x": "1", "y": "2"}], f"y {SAME} 1"),
+    "one that the first rank lacks": ([{"x": "1"}, {"x": "1", "y": "2"}], f"y {SAME} noth"),
     "a lambda and a function": ([{"x": "a function"}, {"x": "torch.compile"}], ""),
-    "a lambda and none": ([{"x": "a function"}, {"x": "None"}], "x must be the same on every rank; rank 4 has a function"),
-}
+    "a lambda and none": ([{"x": "a function"}, {"x": "None"}], f"x {SAME} a function"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", DIFFERENCES)

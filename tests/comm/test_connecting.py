@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,33 +28,31 @@ def heart_of(*findings: str) -> Any:
     return SimpleNamespace(find_lost=find_lost, asked=asked)
 
 
-def test_what_connects_at_once_is_returned_without_a_look() -> None:
+def watch(connect: Callable[[], Any], heart: Any, patience: float = 5.0) -> Any:
+    return watched(connect, heart, range(3), patience=patience, give_up=9.0)
+
+
+def test_what_connects_at_once_is_returned_or_raised_without_a_look() -> None:
     heart = heart_of("rank 1 is lost")
-    assert watched(lambda: "connected", heart, range(2), patience=5.0, give_up=9.0) == "connected"
+    assert watch(lambda: "connected", heart) == "connected"
+    with pytest.raises(ZeroDivisionError):
+        watch(lambda: 1 / 0, heart)
     assert heart.asked == []
 
 
 def test_what_takes_long_is_waited_for_while_no_rank_is_lost() -> None:
     heart, go_on = heart_of(), threading.Event()
     heart.find_lost = lambda ranks, give_up: go_on.set() or ""
-    assert watched(lambda: go_on.wait(60), heart, range(3), patience=0.01, give_up=9.0) is True
+    assert watch(lambda: go_on.wait(60), heart, 0.01) is True
 
 
 def test_a_lost_rank_ends_the_wait() -> None:
     heart, go_on, start = heart_of("", "rank 1 is lost"), threading.Event(), time.monotonic()
     with pytest.raises(LostError, match="rank 1 is lost"):
-        watched(lambda: go_on.wait(60), heart, range(3), patience=0.6, give_up=9.0)
+        watch(lambda: go_on.wait(60), heart, 0.6)
     assert time.monotonic() - start < 4  # later looks come sooner than the first
     assert heart.asked == [([0, 1, 2], 9.0)] * 2
     go_on.set()
-
-
-def test_an_error_of_the_call_is_raised() -> None:
-    def connect() -> None:
-        raise RuntimeError("connection refused")
-
-    with pytest.raises(RuntimeError, match="connection refused"):
-        watched(connect, heart_of(), range(2), patience=5.0, give_up=9.0)
 
 
 # Rank 1 is killed when it has said that it is alive, and begins to connect.

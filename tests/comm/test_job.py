@@ -16,44 +16,33 @@ import funcshard as fs
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 WRONG: dict[str, tuple[dict[str, str | None], str]] = {
-    "a rank that is no number": (
-        {"RANK": "one"},
-        "variable RANK must be a whole number of at least 0, as torchrun sets it",
-    ),
-    "a negative rank": (
-        {"RANK": "-1"},
-        "variable RANK must be a whole number of at least 0, as torchrun sets it; fo",
-    ),
-    "no ranks": (
-        {"WORLD_SIZE": "0"},
-        "variable WORLD_SIZE must be a whole number of at least 1, as torchrun sets it",
-    ),
-    "a rank too high": ({"RANK": "2"}, "the environment variable RANK must be less than WORLD_SIZE, 2; found 2"),
-    "no port": ({"MASTER_PORT": None}, "variable MASTER_PORT must be a whole number of at least 0, as torchrun sets it"),
-    "no address": (
-        {"MASTER_ADDR": None},
-        "variable MASTER_ADDR must name the machine of rank 0, because RANK",
-    ),
+    "a rank that is no number": ({"RANK": "one"}, "RANK must be a whole number of at least 0, as torchrun sets it; found"),
+    "a negative rank": ({"RANK": "-1"}, "RANK must be a whole number of at least 0, as torchrun sets it; found"),
+    "no ranks": ({"WORLD_SIZE": "0"}, "WORLD_SIZE must be a whole number of at least 1, as torchrun sets it; found"),
+    "a rank too high": ({"RANK": "2"}, "RANK must be less than WORLD_SIZE, 2; found 2"),
+    "no port": ({"MASTER_PORT": None}, "MASTER_PORT must be a whole number of at least 0, as torchrun sets it; found"),
+    "no address": ({"MASTER_ADDR": None}, "MASTER_ADDR must name the machine of rank 0, because RANK"),
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_environment_is_refused_before_anything_is_connected(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given, words = WRONG[case]
-    for name, value in {**LAUNCHED, **given}.items():
+def launch(monkeypatch: pytest.MonkeyPatch, **changes: str | None) -> None:
+    for name, value in {**LAUNCHED, **changes}.items():
         monkeypatch.delenv(name, raising=False)
         if value is not None:
             monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="environment variable") as raised:
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_environment_is_an_error_before_anything_is_connected(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes, words = WRONG[case]
+    launch(monkeypatch, **changes)
+    with pytest.raises(ValueError, match=f"environment variable {words}.*start the program with torchrun, or unset"):
         fs.init_mesh(device="cpu", timeout=1.0)
-    assert words in str(raised.value)
-    assert "start the program with torchrun, or unset" in str(raised.value)
     assert not dist.is_initialized()
 
 
 def test_a_process_without_a_gpu_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {**LAUNCHED, "LOCAL_RANK": "1"}.items():
-        monkeypatch.setenv(name, value)
+    launch(monkeypatch, LOCAL_RANK="1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match=r"found process number 1 \(LOCAL_RANK\) and 1 GPUs: start torchrun"):
         fs.init_mesh(device="cuda")
@@ -79,14 +68,11 @@ def silent_port() -> Iterator[int]:
 def test_a_job_whose_first_rank_does_not_start_names_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
     start = time.monotonic()
     with silent_port() as port:
-        for name, value in {**LAUNCHED, "MASTER_PORT": str(port)}.items():
-            monkeypatch.setenv(name, value)
+        launch(monkeypatch, MASTER_PORT=str(port))
         words = f"rank 1 of 2 cannot join the job at 127.0.0.1:{port} within 1 s"
         with pytest.raises(RuntimeError, match=words) as raised:
             fs.init_mesh(device="cpu", timeout=1.0)
-    assert "read the logs of the other ranks, and see MASTER_ADDR and MASTER_PORT. Communication ended with: " in str(
-        raised.value
-    )
+    assert "read the logs of the other ranks, and see MASTER_ADDR and MASTER_PORT. Communication ended" in str(raised.value)
     assert isinstance(raised.value.__cause__, RuntimeError)
     assert time.monotonic() - start < 30
 
@@ -95,8 +81,7 @@ def test_a_job_whose_first_rank_does_not_start_names_its_address(monkeypatch: py
 def test_a_rank_whose_torchrun_has_ended_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     start = time.monotonic()
     with silent_port() as port:
-        for name, value in {**LAUNCHED, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
-            monkeypatch.setenv(name, value)
+        launch(monkeypatch, MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
         words = r"cannot join the job .* torchrun, which holds the store of the job, has ended"
         with pytest.raises(RuntimeError, match=words):
             fs.init_mesh(device="cpu", timeout=600.0, patience=0.2)

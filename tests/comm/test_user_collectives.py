@@ -221,41 +221,23 @@ def test_one_rank_has_nothing_to_carry() -> None:
     assert fs.with_collectives(mesh, "shard", all_gather=zeros) is mesh
 
 
-def start(tensor: torch.Tensor, collectives: Collectives) -> Any:
-    return tensor
-
-
 WHERE = r"of with_collectives along 'shard', for buffer 'float32' of unit '.root.', must"
+GIVE = rf"all_gather {WHERE} give"
+WRONG: dict[str, tuple[dict[str, Any], Any, str]] = {
+    "no function": ({"all_gather": lambda t, c: t}, TypeError, rf"all_gather {WHERE} return a function .* found Tensor"),
+    "shape": ({"all_gather": lambda t, c: lambda: t}, ValueError,
+              rf"{GIVE} a tensor of shape \(30,\) and torch\.float32; found \(15,\) and torch\.float32"),
+    "dtype": ({"all_gather": lambda t, c: lambda: torch.zeros(30, dtype=torch.bfloat16)}, ValueError,
+              rf"{GIVE} .* found \(30,\) and torch\.bfloat16: cast it back"),
+    "nothing": ({"all_gather": lambda t, c: lambda: None}, ValueError, rf"{GIVE} .* found NoneType"),
+    "reduce_scatter": ({"reduce_scatter": lambda t, c: lambda: t}, ValueError,
+                       r"reduce_scatter of with_coll.* must give a tensor of shape .* found"),
+    "parts": ({"all_gather": lambda t, c: c.all_to_all(t[:1]).wait}, ValueError,
+              r"dim 0 .* each of 2 ranks; found .*\(1,\)"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("functions", "kind", "words"),
-    [
-        ({"all_gather": start}, TypeError, rf"all_gather {WHERE} return a function that waits .* found Tensor"),
-        (
-            {"all_gather": lambda t, c: lambda: t},
-            ValueError,
-            rf"all_gather {WHERE} give a tensor of shape \(30,\) and torch\.float32; found \(15,\) and torch\.float32",
-        ),
-        (
-            {"all_gather": lambda t, c: lambda: torch.zeros(30, dtype=torch.bfloat16)},
-            ValueError,
-            rf"all_gather {WHERE} give .* found \(30,\) and torch\.bfloat16: cast it back",
-        ),
-        ({"all_gather": lambda t, c: lambda: None}, ValueError, rf"all_gather {WHERE} give .* found NoneType"),
-        (
-            {"reduce_scatter": lambda t, c: lambda: t},
-            ValueError,
-            r"reduce_scatter of with_coll.* must give a tensor of shape .* found",
-        ),
-        (
-            {"all_gather": lambda t, c: c.all_to_all(t[:1]).wait},
-            ValueError,
-            r"dim 0 .* each of 2 ranks; found .*\(1,\)",
-        ),
-    ],
-    ids=["no function", "shape", "dtype", "nothing", "reduce_scatter", "parts"],
-)
+@pytest.mark.parametrize(("functions", "kind", "words"), WRONG.values(), ids=WRONG)
 def test_a_result_that_does_not_fit_is_an_error(functions: Any, kind: Any, words: str) -> None:
     with pytest.raises(kind, match=words):
         fs.simulate(lambda mesh: gradient(fs.with_collectives(mesh, "shard", **functions), {}), 2)
