@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -19,77 +18,24 @@ _JUNK: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-def _flip(draw: Random, file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    for _ in range(draw.choice([1, 1, 1, 8])):
-        if data:
-            data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-    file.write_bytes(data)
+def _flip(draw: Random, data: bytes) -> bytes:
+    changed = bytearray(data)
+    for _ in range(draw.choice([1, 1, 1, 8]) if data else 0):
+        changed[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+    return bytes(changed)
 
 
-def _truncate(draw: Random, file: Path) -> None:
-    data = file.read_bytes()
-    file.write_bytes(data[: draw.randrange(len(data))] if data else b"")
-
-
-def _lengthen(draw: Random, file: Path) -> None:
-    file.write_bytes(file.read_bytes() + draw.randbytes(draw.choice([1, 8, 5000])))
-
-
-def _overwrite(draw: Random, file: Path) -> None:
-    size = file.stat().st_size
-    file.write_bytes(draw.choice([b"", bytes(size), b"\xff\xfe" * (size // 2), draw.randbytes(size), b"[" * 100_000]))
-
-
-def _insert(draw: Random, file: Path) -> None:
-    data = file.read_bytes()
+def _insert(draw: Random, data: bytes) -> bytes:
     place = draw.randrange(len(data) + 1)
-    file.write_bytes(data[:place] + draw.randbytes(draw.randrange(1, 20)) + data[place:])
+    return data[:place] + draw.randbytes(draw.randrange(1, 20)) + data[place:]
 
 
-def _remove(draw: Random, file: Path) -> None:
-    file.unlink()
-
-
-def _become_a_pipe(draw: Random, file: Path) -> None:
-    file.unlink()
-    os.mkfifo(file)
-
-
-def _become_a_folder(draw: Random, file: Path) -> None:
-    file.unlink()
-    file.mkdir()
-
-
-def _become_a_link(draw: Random, file: Path) -> None:
-    target = draw.choice(["nowhere", file.name, "/dev/zero", "/proc/self/environ", ".."])
-    file.unlink()
-    file.symlink_to(target)
-
-
-def _swap_with_a_neighbour(draw: Random, file: Path) -> None:
-    other = draw.choice(sorted(each for each in file.parent.iterdir() if each.is_file() and not each.is_symlink()))
-    aside = file.with_name(".aside")
-    shutil.move(file, aside)
-    if other != file:
-        shutil.move(other, file)
-        shutil.move(aside, other)
-    else:
-        shutil.move(aside, file)
-
-
-def _change_json(draw: Random, file: Path) -> None:
-    """Replace, remove or repeat one value of a JSON file; flip bits of any other file."""
-    try:
-        text = file.read_bytes()
-        lines = text.split(b"\n", 1)
-        whole = _parsed(text)
-        tree = whole if whole is not None else _parsed(lines[0])
-    except OSError:
-        return
+def _change_json(draw: Random, data: bytes) -> bytes:
+    """Replace or remove one value of a JSON file, or of its first line; flip bits of any other file."""
+    head, *rest = data.split(b"\n", 1) if _parsed(data) is None else [data]
+    tree = _parsed(head)
     if not isinstance(tree, dict | list) or not tree:
-        _flip(draw, file)
-        return
+        return _flip(draw, data)
     box: list[Any] = [tree]
     place, key = box, 0
     while draw.random() < 0.8 and isinstance(place[key], dict | list) and place[key]:
@@ -99,38 +45,56 @@ def _change_json(draw: Random, file: Path) -> None:
         del place[key]
     else:
         place[key] = draw.choice(_JUNK)
-    changed = json.dumps(box[0]).encode()
-    file.write_bytes(changed if whole is not None else b"\n".join([changed, *lines[1:]]))
+    return b"\n".join([json.dumps(box[0]).encode(), *rest])
 
 
 def _parsed(text: bytes) -> Any:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):  # an earlier damage made it so
+    except (ValueError, RecursionError):  # it is no JSON, or an earlier damage made it so
         return None
 
 
-DAMAGES: dict[str, Callable[[Random, Path], None]] = {
+_OF_BYTES: dict[str, Callable[[Random, bytes], bytes]] = {
     "flip bits": _flip,
-    "truncate": _truncate,
-    "lengthen": _lengthen,
-    "overwrite": _overwrite,
+    "truncate": lambda draw, data: data[: draw.randrange(len(data) or 1)],
+    "lengthen": lambda draw, data: data + draw.randbytes(draw.choice([1, 8, 5000])),
+    "overwrite": lambda draw, data: draw.choice(
+        [b"", bytes(len(data)), b"\xff\xfe" * (len(data) // 2), draw.randbytes(len(data)), b"[" * 100_000]
+    ),
     "insert": _insert,
-    "remove": _remove,
-    "become a pipe": _become_a_pipe,
-    "become a folder": _become_a_folder,
-    "become a link": _become_a_link,
-    "swap with a neighbour": _swap_with_a_neighbour,
     "change JSON": _change_json,
 }
+# What comes in place of a file that is removed.
+_OF_FILES: dict[str, Callable[[Random, Path], object]] = {
+    "remove": lambda draw, file: None,
+    "become a pipe": lambda draw, file: os.mkfifo(file),
+    "become a folder": lambda draw, file: file.mkdir(),
+    "become a link": lambda draw, file: file.symlink_to(
+        draw.choice(["nowhere", file.name, "/dev/zero", "/proc/self/environ", ".."])
+    ),
+}
+DAMAGES = (*_OF_BYTES, *_OF_FILES, "swap with a neighbour")
 
 
-def damage(draw: Random, folder: Path) -> str:
+def _files_below(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+
+
+def damage(draw: Random, folder: Path, name: str = "") -> str:
     """Damage a file of a folder; return what was done to which file, ``""`` if none is left."""
-    files = sorted(each for each in folder.rglob("*") if each.is_file() and not each.is_symlink())
+    files = _files_below(folder)
     if not files:
         return ""
-    file = draw.choice(files)
-    name = draw.choice([*DAMAGES, "flip bits", "truncate", "change JSON"])
-    DAMAGES[name](draw, file)
+    file, name = draw.choice(files), name or draw.choice([*DAMAGES, "flip bits", "truncate", "change JSON"])
+    data = file.read_bytes()
+    if name in _OF_BYTES:
+        file.write_bytes(_OF_BYTES[name](draw, data))
+    elif name in _OF_FILES:
+        file.unlink()
+        _OF_FILES[name](draw, file)
+    else:
+        neighbour = draw.choice([other for other in files if other.parent == file.parent])
+        file.write_bytes(neighbour.read_bytes())
+        neighbour.write_bytes(data)
     return f"{name}: {file.relative_to(folder)}"

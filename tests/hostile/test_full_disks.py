@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -28,23 +29,17 @@ TIMEOUT = 20.0  # seconds within which a save that cannot write has to say so
 PARAMS = {"w": torch.zeros(300, 70), "b": torch.zeros(11)}
 
 
-def save_all(folder: Path, step: int, shape: Any) -> None:
+def write(folder: Path, step: int, shape: Any, *, exports: bool = False) -> None:
     full = {name: torch.full_like(leaf, float(step)) for name, leaf in PARAMS.items()}
 
     def main(mesh: fs.Mesh) -> None:
         plan = fs.make_plan(PARAMS, mesh)
-        state = {"shards": fs.shard(full, plan, mesh), "step": step, "own": fs.PerRank(mesh.rank)}
-        fs.save(folder / f"step-{step}", state, plan, mesh, timeout=600.0, wait=bool(step % 2), keep=2).wait()
-
-    fs.simulate(main, shape)
-
-
-def export_all(folder: Path, step: int, shape: Any) -> None:
-    full = {name: torch.full_like(leaf, float(step)) for name, leaf in PARAMS.items()}
-
-    def main(mesh: fs.Mesh) -> None:
-        plan = fs.make_plan(PARAMS, mesh)
-        fs.export_safetensors(folder / "exported", fs.shard(full, plan, mesh), plan, mesh, max_shard_size=50_000)
+        shards = fs.shard(full, plan, mesh)
+        if exports:
+            fs.export_safetensors(folder / "exported", shards, plan, mesh, max_shard_size=50_000)
+        else:
+            state = {"shards": shards, "step": step, "own": fs.PerRank(mesh.rank)}
+            fs.save(folder / f"step-{step}", state, plan, mesh, timeout=600.0, wait=bool(step % 2), keep=2).wait()
 
     fs.simulate(main, shape)
 
@@ -71,7 +66,24 @@ def check_all(folder: Path, saved: int, exported: int) -> None:
 
 
 @contextlib.contextmanager
-def limited(kind: int, most: int) -> Any:
+def trouble(how: str, draw: Random, disk: Path) -> Iterator[None]:
+    """Take all of a disk's bytes or files but a few, or set a limit, inside the ``with`` block."""
+    if how == "a full disk":
+        free, fillers = os.statvfs(disk), disk / "fillers"
+        fillers.mkdir()
+        with contextlib.suppress(OSError):
+            if draw.random() < 0.5:
+                (fillers / "0").write_bytes(bytes(max(0, free.f_bavail * free.f_bsize - draw.randrange(0, 400_000))))
+            else:
+                for number in range(max(0, free.f_favail - 1 - draw.randrange(0, 12))):
+                    (fillers / str(number)).touch()
+        yield
+        shutil.rmtree(fillers)
+        return
+    kind, most = {
+        "a limit on the size of files": (resource.RLIMIT_FSIZE, draw.choice([1000, 20_000, 60_000])),
+        "a limit on open files": (resource.RLIMIT_NOFILE, len(os.listdir("/proc/self/fd")) + draw.randrange(0, 12)),
+    }[how]
     before = resource.getrlimit(kind)
     resource.setrlimit(kind, (most, before[1]))
     try:
@@ -80,63 +92,27 @@ def limited(kind: int, most: int) -> Any:
         resource.setrlimit(kind, before)
 
 
-def fill(draw: Random, disk: Path) -> None:
-    """Take all of a disk's bytes or files but a few."""
-    free = os.statvfs(disk)
-    if draw.random() < 0.5:
-        leave = draw.randrange(0, 400_000)
-        with contextlib.suppress(OSError):
-            (disk / "filler").write_bytes(bytes(max(0, free.f_bavail * free.f_bsize - leave)))
-    else:
-        leave = draw.randrange(0, 12)
-        (disk / "fillers").mkdir()
-        with contextlib.suppress(OSError):
-            for number in range(max(0, free.f_favail - 1 - leave)):
-                (disk / "fillers" / str(number)).touch()
-
-
-def empty(disk: Path) -> None:
-    (disk / "filler").unlink(missing_ok=True)
-    shutil.rmtree(disk / "fillers", ignore_errors=True)
-
-
-def write_on_a_full_disk(folder: str, seed: int, how: str) -> dict[str, int]:
+def write_in_trouble(folder: str, seed: int, how: str) -> dict[str, int]:
     draw, disk, counts = Random(seed), Path(folder), Counter[str]()
     if how == "a full disk":
         enter_namespace(MOUNTS)
         mount_disk(disk, 4 << 20, 200)
     checkpoints = disk / "checkpoints"
     checkpoints.mkdir()
-    saved = exported = 0
+    done = {False: 0, True: 0}  # the last step that was saved, and the last that was exported
     for step in range(1, 7):
-        shape = draw.choice([1, 2, {"replicate": 2, "shard": 2}])
-        write = draw.choice([save_all, save_all, export_all])
-        trouble = step % 2 == 0
-        began = time.monotonic()
-        if not trouble:
-            write(checkpoints, step, shape)
-            error = None
-        elif how == "a full disk":
-            fill(draw, disk)
-            error = outcome_of(lambda: write(checkpoints, step, shape), f"{write.__name__} on a full disk", (OSError,))  # noqa: B023
-            empty(disk)
-        else:
-            kind, most = {
-                "a limit on the size of files": (resource.RLIMIT_FSIZE, draw.choice([1000, 20_000, 60_000])),
-                "a limit on open files": (resource.RLIMIT_NOFILE, len(os.listdir("/proc/self/fd")) + draw.randrange(0, 12)),
-            }[how]
-            with limited(kind, most):
-                error = outcome_of(lambda: write(checkpoints, step, shape), f"{write.__name__} under {how}", (OSError,))  # noqa: B023
-        seconds = time.monotonic() - began
-        assert seconds < TIMEOUT * slowness(), f"{write.__name__} took {seconds:.0f} s to fail"
+        shape, exports = draw.choice([1, 2, {"replicate": 2, "shard": 2}]), draw.random() < 1 / 3
+        begin = time.monotonic()
+        with trouble(how, draw, disk) if step % 2 == 0 else contextlib.nullcontext():
+            error = outcome_of(lambda: write(checkpoints, step, shape, exports=exports), f"write under {how}", (OSError,))  # noqa: B023
+        seconds = time.monotonic() - begin
+        assert step % 2 == 0 or error is None, error
+        assert seconds < TIMEOUT * slowness(), f"a write took {seconds:.0f} s to fail"
         counts["failures" if error else "successes"] += 1
-        if error is None and write is save_all:
-            saved = step
-        elif error is None:
-            exported = step
-        check_all(checkpoints, saved, exported)
-    save_all(checkpoints, 9, 2)
-    check_all(checkpoints, 9, exported)
+        done[exports] = done[exports] if error else step
+        check_all(checkpoints, done[False], done[True])
+    write(checkpoints, 9, 2)
+    check_all(checkpoints, 9, done[True])
     hidden = sorted(path.name for path in checkpoints.iterdir() if path.name.startswith("."))
     assert not hidden, f"leftovers after a save that succeeded: {hidden}"
     return dict(counts)
@@ -146,6 +122,6 @@ def write_on_a_full_disk(folder: str, seed: int, how: str) -> dict[str, int]:
 def test_a_save_that_cannot_write_says_so_and_loses_nothing(campaign: Campaign, how: str) -> None:
     def one(draw: Random) -> dict[str, int]:
         with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
-            return in_nursery(write_on_a_full_disk, folder, draw.getrandbits(32), how, limit=8 * TIMEOUT)
+            return in_nursery(write_in_trouble, folder, draw.getrandbits(32), how, limit=8 * TIMEOUT)
 
     campaign.run(one, short=2, full=60, limit=8 * TIMEOUT + 20)
