@@ -39,12 +39,14 @@ class LeafChecksums:
         what: a name for the tree of leaves, for the error.
         remedy: what to do for leaves that differ, for the error.
         leaf_sums: the local axes and the checksum of each leaf that ranks share, by name.
+        weights: the weights of checksums, by device.
     """
 
     mesh: Mesh
     what: str
     remedy: str
     leaf_sums: dict[str, tuple[tuple[str, ...], torch.Tensor]] = field(default_factory=dict)
+    weights: dict[torch.device, torch.Tensor] = field(default_factory=dict)
 
     def add(self, name: str, values: torch.Tensor, local: tuple[str, ...] = ()) -> None:
         """Add the checksum of one leaf.
@@ -57,7 +59,9 @@ class LeafChecksums:
         """
         local = tuple(axis for axis, _ in self.mesh.axes if axis in local)
         if len(local) < len(self.mesh.axes):
-            self.leaf_sums[name] = (local, checksum(values))
+            if values.device not in self.weights:
+                self.weights[values.device] = checksum_weights(values.device)
+            self.leaf_sums[name] = (local, checksum(values, self.weights[values.device]))
 
     def compare(self, fault: Exception | None = None) -> None:
         """Compare the checksums of all ranks; every rank has to call this.
@@ -176,13 +180,18 @@ def check_tie(spec: LeafSpec, by_path: Mapping[str, Any], where: str) -> None:
         )
 
 
-def checksum(values: torch.Tensor) -> torch.Tensor:
+def checksum(values: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
     """Return an int64 that depends on all bits of a tensor and on the order of its elements.
 
     The bits are read as integers, so NaN equals NaN, and 0.0 differs from -0.0. The layout in
     memory does not count, and neither does the device. A tensor that is not contiguous is copied
     first.
+
+    Arguments:
+        values: a tensor of any dtype, shape, stride and device.
+        weights: ``checksum_weights(values.device)``, for callers with many tensors.
     """
+    weights = checksum_weights(values.device) if weights is None else weights
     raw = byte_view(values)
     if raw.data_ptr() % 8 or raw.storage_offset() % 8:
         raw = raw.clone()  # because it is read in words of 8 bytes
@@ -193,15 +202,16 @@ def checksum(values: torch.Tensor) -> torch.Tensor:
     )
     last_rows = torch.nn.functional.pad(raw[whole_bytes:], (0, -len(raw) % row_bytes))
     last_block = last_rows.view(torch.int64).view(1, len(last_rows) // row_bytes, _COLUMNS)
-    weights = _weights(max(_COLUMNS, len(blocks) + 1), raw.device)
     sums = []
-    for words in (*blocks.split(_PIECE), last_block):
+    for words in (*(blocks.split(_PIECE) if len(blocks) else ()), last_block):
         # Why wide elements are folded: the sum is taken modulo 2**64, so the upper bits of a word
         # count for little. Of several narrow elements in a word, the lower ones count in full.
         columns = (_folded(words) if values.dtype.itemsize >= 8 else words).sum(1)
-        sums.append((columns * weights[:_COLUMNS]).sum(1))
+        sums.append((columns * weights).sum(1))
+    if not len(blocks):
+        return sums[-1][0]
     block_sums = torch.cat(sums)
-    return (_folded(block_sums) * weights[: len(block_sums)]).sum()
+    return (_folded(block_sums) * checksum_weights(raw.device, len(block_sums))).sum()
 
 
 def _folded(words: torch.Tensor) -> torch.Tensor:
@@ -209,7 +219,7 @@ def _folded(words: torch.Tensor) -> torch.Tensor:
     return words ^ (words >> 32)
 
 
-def _weights(count: int, device: torch.device) -> torch.Tensor:
+def checksum_weights(device: torch.device, count: int = _COLUMNS) -> torch.Tensor:
     """Return odd numbers without a pattern.
 
     A change of one word then always changes the sum, and changes of several words do not cancel
