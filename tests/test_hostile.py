@@ -6,6 +6,7 @@ import json
 import os
 import time
 import tracemalloc
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -90,7 +91,7 @@ def look_after(folder: str) -> list[str]:
     before = open_files()
     hanging = spawn(hang, log=Path(folder) / "hang.log")
     assert hanging.wait_for_phase(10.0)
-    with Pauses(Random(1), [hanging.pid], 0.01):
+    with Pauses(Random(1), [hanging], 0.01, Counter()):
         said = [said_by(lambda: wait_all([hanging], 0.3)), said_by(lambda: check_nothing_left(before))]
     leaving = spawn(leave_a_child, log=Path(folder) / "leave.log")
     assert leaving.wait_for_phase(10.0)

@@ -7,29 +7,29 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from random import Random
+
+from tests.hostile.nursery import Rank
 
 __all__ = ["Pauses"]
 
 
 class Pauses:
-    """A thread that stops some of the processes and lets them go on, again and again.
+    """A thread that stops some of the ranks and lets them go on, again and again.
 
     Arguments:
         draw: the random numbers.
-        pids: the processes.
+        ranks: the ranks.
         longest: the longest pause, in seconds; most are much shorter.
-
-    Attributes:
-        count: how many processes it has stopped.
+        counts: its entry ``"pauses"`` counts how many ranks were stopped.
     """
 
-    def __init__(self, draw: Random, pids: Sequence[int], longest: float) -> None:
-        self.count = 0
-        self._draw, self._longest = draw, longest
+    def __init__(self, draw: Random, ranks: Sequence[Rank], longest: float, counts: Counter[str]) -> None:
+        self._draw, self._longest, self._counts = draw, longest, counts
         # Why no numbers of processes: another one could have the number of a process that has ended.
-        self._files = [os.pidfd_open(pid) for pid in pids]
+        self._files = [os.pidfd_open(rank.pid) for rank in ranks]
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
@@ -51,4 +51,4 @@ class Pauses:
                     with contextlib.suppress(ProcessLookupError):
                         signal.pidfd_send_signal(file, number)
                 time.sleep(seconds)
-            self.count += len(chosen)
+            self._counts["pauses"] += len(chosen)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from random import Random
@@ -11,12 +12,12 @@ import pytest
 import torch
 
 import funcshard as fs
-from tests.collective_oracle import OPERATIONS, Operation, line, sum_in_order
+from tests.collective_oracle import OPERATIONS, Operation, line, results_of
 from tests.hostile.campaign import Campaign, slowness
-from tests.hostile.nursery import check_nothing_left, in_nursery, needs_linux, open_files, wait_all
+from tests.hostile.nursery import Rank, check_nothing_left, in_nursery, needs_linux, open_files
 from tests.hostile.pauses import Pauses
 from tests.hostile.test_kills import BOUND, empty_folder
-from tests.hostile.training import Job, meeting_point, start
+from tests.hostile.training import Job, run_job
 
 pytestmark = [pytest.mark.hostile, needs_linux]
 
@@ -58,34 +59,15 @@ def on_one_axis(draw: Random, mesh: fs.Mesh, seed: int, number: int) -> str:
 
 
 def overlapping(draw: Random, mesh: fs.Mesh, seed: int, number: int) -> str:
-    """Start several collectives of one group, wait for them in random order, and compare."""
+    """Start one collective of each kind on a group, wait for them in random order, and compare."""
     axis = draw.choice([name for name, size in mesh.shape.items() if size > 1])
-    group = mesh.groups[axis]
-    works, faults = [], []
-    for i in range(3):
-        x = torch.randn(
-            draw.choice([3, 1000, 30_000]), generator=torch.Generator().manual_seed(seed % 2**31 + number * 5 + i)
-        )
-        kind = draw.choice(["all_gather", "reduce_scatter", "all_reduce"])
-        if kind == "all_gather":
-            out, meant = x.new_empty(group.size * len(x)), torch.cat([x + rank for rank in range(group.size)])
-            works.append((group.all_gather(out, x + group.rank), out, meant, kind))
-        else:
-            # Sums are in order of ranks, to the bit, on every backend.
-            parts = [x * (rank + 0.3) for rank in range(group.size)]
-            meant = sum_in_order(parts)
-            if kind == "all_reduce":
-                out = parts[group.rank].clone()
-                works.append((group.all_reduce(out), out, meant, kind))
-            else:
-                out = torch.empty_like(x)
-                full = parts[group.rank].repeat(group.size)
-                works.append((group.reduce_scatter(out, [full]), out, meant, kind))
-    for work, out, meant, kind in draw.sample(works, len(works)):
-        work.wait()
-        if not torch.equal(out, meant):
-            faults.append(f"number {number}, {kind} of {len(meant)} elements along {axis}, beside two others")
-    return "; ".join(faults)
+    group, n = mesh.groups[axis], draw.choice([3, 1000, 30_000])
+    generator = torch.Generator().manual_seed(seed % 2**31 + number * 5)
+    # Sums are in order of ranks, to the bit, on every backend.
+    parts = [torch.randn(n, generator=generator) for _ in range(group.size)]
+    results = results_of(group, parts, lambda works: draw.sample(works, len(works)))
+    wrong = [kind for kind, (found, meant) in results.items() if not torch.equal(found, meant)]
+    return f"number {number}, {wrong} of {n} elements along {axis}, beside others" if wrong else ""
 
 
 def collectives(enter: Callable[[], None], mesh: fs.Mesh, job: Job, seed: int, count: int) -> None:
@@ -97,19 +79,18 @@ def collectives(enter: Callable[[], None], mesh: fs.Mesh, job: Job, seed: int, c
 
 
 def paused_collectives(folder: str, seed: int, shape: Mapping[str, int], shared_memory: bool, count: int) -> dict[str, int]:
-    files = open_files()
+    files, pauses = open_files(), Counter[str]()
     job = Job(Path(folder), shape, shared_memory, patience=0.3, timeout=60.0 * slowness())
-    store = meeting_point(job.world_size)
-    ranks = start(job, store, main=lambda enter, mesh, job: collectives(enter, mesh, job, seed, count))
-    for rank in ranks:  # a pause in the construction is another campaign's
-        assert all(rank.wait_for_phase(BOUND) for _ in range(2)), rank.log.read_text()
-    with Pauses(Random(seed), [rank.pid for rank in ranks], 1.5) as pauses:
-        ended = wait_all(ranks, BOUND + count)
-    for rank, each in enumerate(ended):
-        assert each.code == 0, f"rank {rank} of {job}: {each.error}\n{each.output}"
-    store.close()
+
+    def pause(ranks: list[Rank]) -> Pauses:
+        for rank in ranks:  # a pause in the construction is another campaign's
+            assert all(rank.wait_for_phase(BOUND) for _ in range(2)), rank.log.read_text()
+        return Pauses(Random(seed), ranks, 1.5, pauses)
+
+    main = lambda enter, mesh, job: collectives(enter, mesh, job, seed, count)  # noqa: E731
+    run_job(job, BOUND + count, main=main, meanwhile=pause)
     check_nothing_left(files)
-    return {"collectives": count, "pauses": pauses.count}
+    return {"collectives": count, **pauses}
 
 
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])

@@ -37,57 +37,21 @@ def add_up(mesh: fs.Mesh, size: int = 40_000) -> None:
         assert total.numel() == size
 
 
-# --- what happens before the end; every rank does the same, one of them has the side effect -------
+# --- what happens before the end --------------------------------------------------------------------
 
 
-def run_a_program(mesh: fs.Mesh, job: Job) -> None:
-    subprocess.run([sys.executable, "-S", "-c", "pass"], check=True, timeout=30)
-
-
-def fork_a_child_that_lives_on(mesh: fs.Mesh, job: Job) -> None:
-    if not os.fork():
-        time.sleep(600)
-        os._exit(0)
-
-
-def fork_a_child_that_returns(mesh: fs.Mesh, job: Job) -> None:
+def in_a_forked_child(call: Callable[[], object], *, waits: bool = True) -> None:
     child = os.fork()
     if not child:
+        call()
         os._exit(0)
-    os.waitpid(child, 0)
+    if waits:
+        os.waitpid(child, 0)
 
 
-def fork_a_child_that_exits(mesh: fs.Mesh, job: Job) -> None:
-    """The child finalizes an interpreter with the mesh in it."""
-    child = os.fork()
-    if not child:
-        ctypes.pythonapi.Py_Exit(0)
-    os.waitpid(child, 0)
-
-
-def fork_a_child_that_drops_the_mesh(mesh: fs.Mesh, job: Job) -> None:
-    child = os.fork()
-    if not child:
-        KEPT.clear()
-        del mesh
-        os._exit(0)
-    os.waitpid(child, 0)
-
-
-def start_a_process(mesh: fs.Mesh, job: Job) -> None:
-    process = multiprocessing.get_context("fork").Process(target=int)
+def start_and_join(process: Any) -> None:
     process.start()
     process.join()
-
-
-def start_a_program_that_lives_on(mesh: fs.Mesh, job: Job) -> None:
-    KEPT.append(subprocess.Popen(["sleep", "600"], close_fds=False))
-
-
-def collect_in_a_thread(mesh: fs.Mesh, job: Job) -> None:
-    thread = threading.Thread(target=add_up, args=(mesh,))
-    thread.start()
-    thread.join()
 
 
 def save_in_the_background(mesh: fs.Mesh, job: Job) -> None:
@@ -97,17 +61,9 @@ def save_in_the_background(mesh: fs.Mesh, job: Job) -> None:
     KEPT[-1].wait()
 
 
-def keep_the_mesh(mesh: fs.Mesh, job: Job) -> None:
-    KEPT.append(mesh)
-
-
 def make_another_mesh(mesh: fs.Mesh, job: Job) -> None:
     KEPT.append(fs.init_mesh(mesh.shape, device="cpu"))
     add_up(KEPT[-1])
-
-
-def register_an_exit(mesh: fs.Mesh, job: Job) -> None:
-    atexit.register(lambda: mesh.rank)
 
 
 def use_the_mesh_at_exit(mesh: fs.Mesh, job: Job) -> None:
@@ -118,69 +74,27 @@ def use_the_mesh_at_exit(mesh: fs.Mesh, job: Job) -> None:
     atexit.register(last)
 
 
-DEEDS = (
-    run_a_program, fork_a_child_that_lives_on, fork_a_child_that_returns, fork_a_child_that_exits,
-    fork_a_child_that_drops_the_mesh, start_a_process, start_a_program_that_lives_on, collect_in_a_thread,
-    save_in_the_background, keep_the_mesh, make_another_mesh, register_an_exit, use_the_mesh_at_exit,
-)  # fmt: skip
-TOGETHER = (collect_in_a_thread, save_in_the_background, make_another_mesh, use_the_mesh_at_exit)
+# What all ranks do together, and what a rank does by itself.
+TOGETHER: tuple[Callable[[fs.Mesh, Job], object], ...] = (
+    lambda mesh, job: start_and_join(threading.Thread(target=add_up, args=(mesh,))),
+    save_in_the_background,
+    make_another_mesh,
+    use_the_mesh_at_exit,
+)
+ALONE: tuple[Callable[[fs.Mesh, Job], object], ...] = (
+    lambda mesh, job: subprocess.run([sys.executable, "-S", "-c", "pass"], check=True, timeout=30),
+    lambda mesh, job: KEPT.append(subprocess.Popen(["sleep", "600"], close_fds=False)),
+    lambda mesh, job: start_and_join(multiprocessing.get_context("fork").Process(target=int)),
+    lambda mesh, job: in_a_forked_child(lambda: time.sleep(600), waits=False),
+    lambda mesh, job: in_a_forked_child(int),
+    lambda mesh, job: in_a_forked_child(lambda: exit_as_an_interpreter(0)),  # with the mesh in it
+    lambda mesh, job: in_a_forked_child(KEPT.clear),  # drops meshes
+    lambda mesh, job: KEPT.append(mesh),
+    lambda mesh, job: atexit.register(lambda: mesh.rank),
+)
 
 
 # --- the end: each returns the exit code, or ends the process ---------------------------------------
-
-
-def by_return(mesh: fs.Mesh) -> int:
-    return 0
-
-
-def by_sys_exit(mesh: fs.Mesh) -> int:
-    sys.exit(3)
-
-
-def by_os_exit(mesh: fs.Mesh) -> int:
-    os._exit(4)
-
-
-def by_an_error(mesh: fs.Mesh) -> int:
-    raise ValueError("the end of this rank")
-
-
-def by_a_signal(mesh: fs.Mesh) -> int:
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(5)
-    return 9
-
-
-def by_a_kill(mesh: fs.Mesh) -> int:
-    os.kill(os.getpid(), signal.SIGKILL)
-    return 9
-
-
-def by_destroying_the_groups(mesh: fs.Mesh) -> int:
-    torch.distributed.destroy_process_group()
-    return 0
-
-
-ENDS: dict[Callable[[fs.Mesh], int], int] = {
-    by_return: 0, by_sys_exit: 3, by_os_exit: 4, by_an_error: 1, by_a_signal: -signal.SIGTERM, by_a_kill: -signal.SIGKILL,
-    by_destroying_the_groups: 0,
-}  # fmt: skip
-
-
-def act(enter: Callable[[], None], mesh: fs.Mesh, job: Job, seed: int) -> int:
-    """Do the deeds of a seed, in which ranks differ where they may, and end as the seed says."""
-    draw, own = Random(seed), Random(seed * 7 + mesh.rank)
-    for _ in range(draw.randrange(1, 6)):
-        deed = draw.choice(DEEDS)
-        if deed in TOGETHER or own.random() < 0.6:
-            deed(mesh, job)
-        add_up(mesh, draw.choice([3, 40_000]))
-    enter()
-    return end_of(seed, mesh.rank)(mesh)
-
-
-def end_of(seed: int, rank: int) -> Callable[[fs.Mesh], int]:
-    return Random(seed * 11 + rank).choice(list(ENDS))
 
 
 def exit_as_an_interpreter(code: int) -> None:
@@ -188,20 +102,57 @@ def exit_as_an_interpreter(code: int) -> None:
     ctypes.pythonapi.Py_Exit(code)
 
 
+def by_an_error() -> None:
+    raise ValueError("the end of this rank")
+
+
+def by_a_signal() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(5)
+
+
+# How a rank ends, and its exit code.
+ENDS: dict[str, tuple[Callable[[], object], int]] = {
+    "returns": (lambda: None, 0),
+    "sys.exit": (lambda: sys.exit(3), 3),
+    "os._exit": (lambda: os._exit(4), 4),
+    "an error": (by_an_error, 1),
+    "a signal": (by_a_signal, -signal.SIGTERM),
+    "a kill": (lambda: os.kill(os.getpid(), signal.SIGKILL), -signal.SIGKILL),
+    "destroys the groups": (torch.distributed.destroy_process_group, 0),
+}
+
+
+def act(enter: Callable[[], None], mesh: fs.Mesh, job: Job, seed: int) -> None:
+    """Do the deeds of a seed, in which ranks differ where they may, and end as the seed says."""
+    draw, own = Random(seed), Random(seed * 7 + mesh.rank)
+    for _ in range(draw.randrange(1, 6)):
+        deed = draw.choice([*TOGETHER, *ALONE])
+        if deed in TOGETHER or own.random() < 0.6:
+            deed(mesh, job)
+        add_up(mesh, draw.choice([3, 40_000]))
+    enter()
+    ENDS[end_of(seed, mesh.rank)][0]()
+
+
+def end_of(seed: int, rank: int) -> str:
+    return Random(seed * 11 + rank).choice(list(ENDS))
+
+
 def end_in_some_order(job: Job, seed: int) -> dict[str, int]:
     files, store = open_files(), meeting_point(job.world_size)
 
-    def main(enter: Callable[[], None], mesh: fs.Mesh, job: Job) -> int:
-        return act(enter, mesh, job, seed)
+    def main(enter: Callable[[], None], mesh: fs.Mesh, job: Job) -> None:
+        act(enter, mesh, job, seed)
 
     ranks = [
         spawn(rank_of_job, main, job, rank, store.port, log=job.folder / f"{rank}.log", leave=exit_as_an_interpreter)
         for rank in range(job.world_size)
     ]
     ended = wait_all(ranks, BOUND)
-    what = f"{job}, ends {[end_of(seed, rank).__name__ for rank in range(job.world_size)]}"
+    what = f"{job}, ends {[end_of(seed, rank) for rank in range(job.world_size)]}"
     for rank, each in enumerate(ended):
-        meant = ENDS[end_of(seed, rank)]
+        _, meant = ENDS[end_of(seed, rank)]
         told = f"{what}: rank {rank} ended with {each.code}, not {meant}: {each.error}\n{each.output[-3000:]}"
         assert each.code == meant, told
         assert "Fatal" not in each.output, told

@@ -17,7 +17,7 @@ import pytest
 import funcshard as fs
 from tests.hostile.campaign import Campaign
 from tests.hostile.nursery import Ended, check_nothing_left, descendants, in_nursery, needs_linux, open_files, wait_all
-from tests.hostile.training import KEEP, STEPS, Job, meeting_point, start
+from tests.hostile.training import KEEP, STEPS, Job, meeting_point, run_job, start
 
 pytestmark = [pytest.mark.hostile, needs_linux]
 
@@ -37,10 +37,7 @@ def check_survivors(ended: list[Ended], killed: list[int], what: str) -> None:
 def finish(job: Job, name: str) -> None:
     """Run a job to its end without faults, one step more at least, and check what it leaves."""
     job = dataclasses.replace(job, steps=STEPS)
-    store = meeting_point(job.world_size)
-    for rank, each in enumerate(wait_all(start(job, store, name), BOUND)):
-        assert each.code == 0, f"rank {rank} of the run after the faults: {each.error}\n{each.output}"
-    store.close()
+    run_job(job, BOUND, name)
     names = sorted(path.name for path in job.checkpoints.iterdir())
     assert f"step-{STEPS}" in names
     assert len(names) <= KEEP, names

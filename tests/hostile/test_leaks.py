@@ -14,9 +14,9 @@ import pytest
 
 import funcshard as fs
 from tests.hostile.campaign import FULL, Campaign
-from tests.hostile.nursery import check_nothing_left, in_nursery, needs_linux, open_files, wait_all
+from tests.hostile.nursery import check_nothing_left, in_nursery, needs_linux, open_files
 from tests.hostile.test_kills import BOUND, empty_folder
-from tests.hostile.training import STEPS, Job, make_program, meeting_point, start
+from tests.hostile.training import STEPS, Job, make_program, run_job
 
 pytestmark = [pytest.mark.hostile, needs_linux]
 
@@ -68,11 +68,7 @@ def measure() -> dict[str, int]:
 
 def watch_a_job(job: Job, seed: int, steps: int, what: str) -> dict[str, int]:
     files = open_files()
-    store = meeting_point(job.world_size)
-    ranks = start(job, store, main=lambda enter, mesh, job: watch(enter, mesh, job, steps, what))
-    for rank, each in enumerate(wait_all(ranks, BOUND + steps * 0.5)):
-        assert each.code == 0, f"rank {rank} of {job}: {each.error}\n{each.output}"
-    store.close()
+    run_job(job, BOUND + steps * 0.5, main=lambda enter, mesh, job: watch(enter, mesh, job, steps, what))
     check_nothing_left(files)
     return {what: steps}
 

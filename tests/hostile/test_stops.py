@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 from random import Random
 
@@ -14,7 +15,7 @@ from tests.hostile.campaign import Campaign
 from tests.hostile.nursery import check_nothing_left, in_nursery, needs_linux, open_files, wait_all
 from tests.hostile.pauses import Pauses
 from tests.hostile.test_kills import BOUND, PHASES, empty_folder, finish
-from tests.hostile.training import Job, meeting_point, start
+from tests.hostile.training import Job, meeting_point, run_job, start
 
 pytestmark = [pytest.mark.hostile, needs_linux]
 
@@ -22,17 +23,11 @@ LATE = 20.0  # seconds that a loaded machine may add to a bound
 
 
 def pause_a_job(job: Job, seed: int) -> dict[str, int]:
-    files = open_files()
-    store = meeting_point(job.world_size)
-    ranks = start(job, store)
-    with Pauses(Random(seed), [rank.pid for rank in ranks], 3.0) as pauses:
-        ended = wait_all(ranks, 2 * BOUND)
-    for rank, each in enumerate(ended):
-        assert each.code == 0, f"rank {rank} of {job}: {each.error}\n{each.output}"
-    store.close()
+    files, pauses = open_files(), Counter[str]()
+    run_job(job, 2 * BOUND, meanwhile=lambda ranks: Pauses(Random(seed), ranks, 3.0, pauses))
     finish(job, "last")
     check_nothing_left(files)
-    return {"pauses": pauses.count}
+    return pauses
 
 
 def test_ranks_that_pause_train_and_save_the_same_bits(campaign: Campaign) -> None:

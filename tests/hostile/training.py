@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import math
@@ -20,19 +21,11 @@ from torch import nn
 
 import funcshard as fs
 from tests.hostile.campaign import slowness
-from tests.hostile.nursery import Rank, spawn
+from tests.hostile.nursery import Rank, spawn, wait_all
 
 __all__ = [
-    "KEEP",
-    "SHAPES",
-    "STEPS",
-    "Job",
-    "digests",
-    "make_program",
-    "meeting_point",
-    "rank_of_job",
-    "start",
-]
+    "KEEP", "SHAPES", "STEPS", "Job", "digests", "make_program", "meeting_point", "rank_of_job", "run_job", "start",
+]  # fmt: skip
 
 STEPS, KEEP = 9, 2
 SHAPES: tuple[Mapping[str, int], ...] = ({"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}, {"replicate": 2})
@@ -197,6 +190,23 @@ def start(job: Job, store: Store, name: str = "rank", main: Callable[..., Any] |
         spawn(rank_of_job, main, job, rank, store.port, log=job.folder / f"{name}-{rank}.log")
         for rank in range(job.world_size)
     ]
+
+
+def run_job(
+    job: Job,
+    seconds: float,
+    name: str = "rank",
+    main: Callable[..., Any] | None = None,
+    meanwhile: Callable[[list[Rank]], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> None:
+    """Run a job until all ranks have ended, as they have to, inside of ``meanwhile(ranks)``."""
+    store = meeting_point(job.world_size)
+    ranks = start(job, store, name, main)
+    with meanwhile(ranks):
+        ended = wait_all(ranks, seconds)
+    for rank, each in enumerate(ended):
+        assert each.code == 0, f"rank {rank} of {job}: {each.error}\n{each.output}"
+    store.close()
 
 
 def rank_of_job(enter: Callable[[], None], main: Callable[..., Any], job: Job, rank: int, port: int) -> Any:
