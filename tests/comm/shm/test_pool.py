@@ -18,19 +18,10 @@ import torch.multiprocessing  # registers how tensors are pickled for other proc
 
 from funcshard.comm.shm import pool as pools
 from funcshard.comm.shm.pool import Pool, fits, map_block, private_block, shared_block, tracked_view
-from tests.comm.shm.test_backend import left_since, named_files
+from tests.comm.shm.leftovers import open_files
 
 needs_memfd = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memfd_create")
 KINDS = [pytest.param(private_block, id="private"), pytest.param(shared_block, id="shared", marks=needs_memfd)]
-DTYPES = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.bool,
-    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64, torch.complex128,
-)  # fmt: skip
-
-
-def open_files() -> int:
-    gc.collect()  # else the garbage of an earlier test may close some between two counts
-    return len(os.listdir("/proc/self/fd"))
 
 
 def read_at(address: int, numel: int) -> torch.Tensor:
@@ -72,27 +63,28 @@ def test_memory_is_not_used_again_while_something_refers_to_it(name, make) -> No
     assert bool((read_at(address, 1000) == 1).all())
     del held
     both = [pool.tensor(1000, torch.float32) for _ in range(2)]
-    assert address in {each.data_ptr() for each in both}
+    assert address in {tensor.data_ptr() for tensor in both}
     assert pool.made == 2
 
 
-def test_memory_in_a_cycle_comes_back_with_the_garbage() -> None:
-    pool = Pool(private_block)
-    cycle: list[object] = [pool.tensor(1000, torch.float32)]
-    cycle.append(cycle)
-    del cycle
+def make_a_cycle(held: list[object]) -> None:
+    held.append(held)
+    del held
     gc.collect()
-    assert pool.tensor(1000, torch.float32).numel() == 1000
-    assert pool.made == 1
 
 
-def test_memory_comes_back_from_another_thread() -> None:
+def clear_on_a_thread(held: list[object]) -> None:
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("end", [make_a_cycle, clear_on_a_thread])
+def test_memory_comes_back_from_garbage_and_from_another_thread(end) -> None:
     pool = Pool(private_block)
     for _ in range(20):
-        held = [pool.tensor(1000, torch.float32)]
-        thread = threading.Thread(target=held.clear)
-        thread.start()
-        thread.join()
+        end([pool.tensor(1000, torch.float32)])
+        gc.collect()
     assert pool.made == 1
 
 
@@ -109,36 +101,33 @@ def test_a_tensor_outlives_its_pool_and_keeps_its_own_memory_only(make) -> None:
 
 
 SIZES = {
-    # sizes of blocks taken and given back, the size taken then, and the size of the block that comes (None: new)
-    "the one that fits best": ([10_000, 5000, 20_000], 5000, 5000),
-    "the smallest that is large enough": ([5000, 20_000, 10_000], 6000, 10_000),
-    "none is large enough": ([5000, 10_000], 11_000, None),
+    # sizes of blocks taken and given back, in whole pages as shared blocks have; the size taken then, the block that
+    # comes (None: new), and the one dropped
+    "the one that fits best": ([3 << 12, 2 << 12, 5 << 12], 2 << 12, 2, 0),
+    "the smallest that is large enough": ([2 << 12, 5 << 12, 3 << 12], 9000, 3, 0),
+    "none is large enough": ([2 << 12, 3 << 12], 13_000, None, 2),
+    "one is twice too large": ([1 << 20], 1 << 18, None, 0),
+    "one is a little larger": ([1 << 20], (1 << 19) + 4, 1, 0),
 }
 
 
+@pytest.mark.parametrize("make", KINDS)
 @pytest.mark.parametrize("name", SIZES)
-def test_which_block_is_taken(name) -> None:
-    pool = Pool(private_block)
-    sizes, size, found = SIZES[name]
+def test_which_block_is_taken(name, make) -> None:
+    pool = Pool(make)
+    sizes, size, taken, dropped = SIZES[name]
     blocks = [pool.take(each)[0] for each in sizes]
     for block in blocks:
         pool.give_back(block)
-    block, dropped = pool.take(size)
-    if found is None:  # the pool has dropped its largest block
-        assert (block.number, dropped, len(block.memory)) == (len(sizes) + 1, 1 + sizes.index(max(sizes)), size)
-    else:
-        assert (block, dropped) == (blocks[sizes.index(found)], 0)
+    block, found = pool.take(size)
+    assert (block.number, found) == (taken or len(sizes) + 1, dropped)
+    assert taken is None or block is blocks[taken - 1]
 
 
-@pytest.mark.parametrize("make", KINDS)
-def test_a_small_tensor_does_not_take_a_large_block(make) -> None:
-    pool = Pool(make)
-    large, _ = pool.take(1 << 20)
-    pool.give_back(large)
-    assert pool.take(1 << 18)[0] is not large
-    assert pool.take(1 << 20)[0] is large
-    pool.give_back(large)
-    assert pool.take((1 << 19) + 1)[0] is large
+def test_a_block_serves_sizes_above_half_of_its_own() -> None:
+    block = private_block(1 << 20)  # at two ranks a unit's gradients take half of this, and must not take it
+    sizes = ((1 << 19) - 4, 1 << 19, (1 << 19) + 4, 1 << 20, (1 << 20) + 4)
+    assert [fits(block, size) for size in sizes] == [False, False, True, True, False]
 
 
 @pytest.mark.parametrize("make", KINDS)
@@ -160,23 +149,6 @@ def test_an_idle_block_is_dropped(make, monkeypatch) -> None:
     del every, block, blocks
     closed = 8 if make is shared_block else 0  # two for each block: its file, and its mapping's copy of it
     assert open_files() == before - closed
-
-
-@pytest.mark.slow
-@needs_memfd
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_another_process_reads_a_block_of_every_dtype(dtype) -> None:
-    pool = Pool(shared_block)
-    block, _ = pool.take(5000)
-    before = open_files()
-    theirs = map_block(block.file)
-    assert open_files() == before  # mapping a block of another process keeps no file open
-    own = torch.randint(0, 2, (100,)).to(dtype)
-    block.tensor(100, dtype, offset=128).copy_(own)
-    block.close()
-    read = theirs[128 : 128 + own.nbytes].view(dtype)
-    assert torch.equal(read.view(torch.uint8), own.view(torch.uint8))
-    assert block.tensor(100, dtype, offset=128).dtype == dtype
 
 
 USES = {
@@ -209,42 +181,11 @@ def test_a_tensor_in_a_block_can_be_copied_and_sent(name, make) -> None:
     assert torch.equal(copied, torch.arange(5000.0))
 
 
-@pytest.mark.slow
-@needs_memfd
-def test_a_block_leaves_nothing_behind() -> None:
-    named, before = named_files(), open_files()
-    pool = Pool(shared_block)
-    for size in range(5000, 50_000, 5000):
-        block, _ = pool.take(size)
-        theirs = map_block(block.file)
-    tensor = pool.tensor(100, torch.float32)
-    del pool, block, theirs, tensor
-    assert open_files() == before
-    assert not left_since(named)
-
-
-@needs_memfd
-def test_a_mapping_made_in_inference_mode_can_be_written_to_in_every_mode() -> None:
-    block = shared_block(100)
-    assert block.file is not None
-    with torch.inference_mode():
-        theirs = map_block(block.file)
-        theirs.fill_(1)
-    theirs.fill_(2)
-    assert block.tensor(100, torch.uint8).sum() == 200
-
-
-def test_a_block_serves_sizes_above_half_of_its_own() -> None:
-    block = private_block(1 << 20)  # at two ranks a unit's gradients take half of this, and must not take it
-    sizes = ((1 << 19) - 4, 1 << 19, (1 << 19) + 4, 1 << 20, (1 << 20) + 4)
-    assert [fits(block, size) for size in sizes] == [False, False, True, True, False]
-
-
 @needs_memfd
 def test_a_tracked_view_tells_once_that_it_is_gone_and_keeps_the_memory_until_then() -> None:
-    block = shared_block(100)
-    assert block.file is not None
-    theirs, ends = map_block(block.file), []
+    block, ends, before = shared_block(100), [], open_files()
+    theirs = map_block(block.file)
+    assert open_files() == before  # mapping a block of another process keeps no file open
     gone = weakref.ref(theirs)
     whole = tracked_view(theirs, 20, torch.float32, lambda _: ends.append(1))
     part = whole[3:]
