@@ -1,6 +1,6 @@
 """A detector of different collectives: what it compares and when, and what it leaves.
 
-What ranks are told is in test_waits.py.
+What ranks are told is in test_desync_waits.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Notes of waiting ranks in a store: a circle of them is found, and ranks that may go on are none.
 
-What ranks are told is in test_waits.py.
+What ranks are told is in test_desync_waits.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 import funcshard as fs
 from funcshard.comm.journal import Journal, Wait
 from tests.comm.stores import CountingStore, FailingStore
-from tests.comm.test_waits import GRID, PART
+from tests.comm.test_desync_waits import GRID, PART
 
 
 class Detector:

@@ -1,6 +1,6 @@
 """Signs of life in a store: who is given up and who is not, and that no store ends or stops a heart.
 
-What ranks are told is in test_waits.py.
+What ranks are told is in test_desync_waits.py.
 """
 
 from __future__ import annotations

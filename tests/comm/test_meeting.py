@@ -1,6 +1,6 @@
 """Ranks meet in a store before they make a mesh: what each asks, what stays, and how long a rank waits.
 
-What ranks are told is in test_waits.py.
+What ranks are told is in test_desync_waits.py.
 """
 
 from __future__ import annotations
