@@ -182,6 +182,16 @@ def test_a_tensor_in_a_block_can_be_copied_and_sent(name, make) -> None:
 
 
 @needs_memfd
+def test_a_mapping_made_in_inference_mode_can_be_written_to_in_every_mode() -> None:
+    block = shared_block(100)
+    with torch.inference_mode():
+        theirs = map_block(block.file)
+        theirs.fill_(1)
+    theirs.fill_(2)
+    assert block.tensor(100, torch.uint8).sum() == 200
+
+
+@needs_memfd
 def test_a_tracked_view_tells_once_that_it_is_gone_and_keeps_the_memory_until_then() -> None:
     block, ends, before = shared_block(100), [], open_files()
     theirs = map_block(block.file)
