@@ -11,9 +11,10 @@ from typing import NoReturn
 
 import funcshard as fs
 from funcshard._utils import tree
-from funcshard.checkpoint import export_parameters
+from funcshard.checkpoint import export_parameters, write_dcp
 from funcshard.demo.arguments import add_mesh, add_sizes, at_least, check_mesh, gpt_config
 from funcshard.demo.calibrate_command import add_calibrate, calibrate_command
+from funcshard.demo.display import mebibytes
 from funcshard.demo.launch import launch, world_size
 from funcshard.demo.machine_limits import check_fits
 from funcshard.demo.plan_command import add_plan, plan_command
@@ -202,7 +203,8 @@ def _inspect(options: argparse.Namespace) -> int:
 def _contents(path: Path, check: bool) -> fs.Contents:
     contents = fs.restore(path)
     if check:
-        contents.check()
+        with mebibytes(f"Checking {path.name}") as watch:
+            contents.check(watch)
     return contents
 
 
@@ -210,13 +212,18 @@ def _convert(path: Path, options: argparse.Namespace) -> int:
     if bool(options.to_hf) != bool(options.config):
         raise ValueError("--to-hf and --config need each other: pass both")
     if options.check:
-        fs.restore(path).check()
+        _contents(path, check=True)
     if options.to_dcp:
-        print(f"Wrote {fs.export_dcp(path, options.to_dcp)}")
+        with mebibytes("Converting") as watch:
+            folder = write_dcp(path, Path(options.to_dcp), watch)
+        print(f"Wrote {folder}")
     for to, config in ((options.to_safetensors, None), (options.to_hf, options.config)):
         if to:
-            folder = Path(config) if config else None
-            files = export_parameters(path, Path(to), tree=options.tree, config=folder)
+            model = Path(config) if config else None
+            with mebibytes("Converting") as watch:
+                files = export_parameters(
+                    path, Path(to), tree=options.tree, config=model, watch=watch
+                )
             print("\n".join(f"Wrote {file}" for file in files))
     return 0
 

@@ -32,7 +32,7 @@ Read the files in this order:
 from __future__ import annotations
 
 from funcshard.checkpoint.contents import Contents, latest, read_values
-from funcshard.checkpoint.conversion import export_dcp, export_parameters
+from funcshard.checkpoint.conversion import export_dcp, export_parameters, write_dcp
 from funcshard.checkpoint.dcp_import import import_dcp
 from funcshard.checkpoint.optimizer_loading import optimizer_from_state_dict
 from funcshard.checkpoint.optimizer_state import optimizer_to_state_dict
@@ -66,4 +66,5 @@ __all__ = [
     "save",
     "save_pretrained",
     "to_state_dict",
+    "write_dcp",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 Show = Callable[[int, str], None]  # (number of turns done, a few words beside the bar)
@@ -54,6 +54,21 @@ def progress(title: str, total: int, *, quiet: bool = False, keep: bool = False)
     with bars.Progress(*columns, console=console, expand=True, transient=not keep) as drawing:
         task = drawing.add_task(title, total=total, words="")
         yield lambda done, words: drawing.update(task, completed=done, words=words)
+
+
+@contextmanager
+def mebibytes(title: str) -> Iterator[Callable[[int, int], None]]:
+    """Show the progress of a work on bytes; yield ``watch(done, total)``."""
+    with ExitStack() as stack:
+        show: Show | None = None
+
+        def watch(done: int, total: int) -> None:
+            nonlocal show
+            if show is None:  # the total is known now
+                show = stack.enter_context(progress(title, -(-total // 2**20)))
+            show(-(-done // 2**20), "MiB")
+
+        yield watch
 
 
 def show_cursor() -> None:
