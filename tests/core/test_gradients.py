@@ -255,7 +255,7 @@ def train_in_parts(mesh, strategies, shape, weighted):
 
 @pytest.mark.slow
 @crossed(
-    run=[run_simulated, run_ranks],
+    run={"simulated": run_simulated, "processes": run_ranks},
     shape=[{"replicate": 2, "shard": 2}, {"replicate": 4, "shard": 1}],
     strategies=[("full_shard", "full_shard"), ("shard_grad_op", "no_shard")],
     weighted={"plain mean": False, "weighted mean": True},
