@@ -115,7 +115,8 @@ def paths(tree: Any) -> list[str]:
 
 
 def _dotted(key_paths: Iterable[Sequence[Any]]) -> list[str]:
-    return [".".join(map(str, keys)) for keys in key_paths]
+    # Why no map: it is the function of this file here, which walks into keys that are tuples.
+    return [".".join([str(key) for key in keys]) for keys in key_paths]
 
 
 def code_paths(tree: Any, name: str) -> list[str]:
