@@ -219,13 +219,13 @@ def _folded(words: torch.Tensor) -> torch.Tensor:
     return words ^ (words >> 32)
 
 
-def checksum_weights(device: torch.device, count: int = _COLUMNS) -> torch.Tensor:
-    """Return odd numbers without a pattern.
+def checksum_weights(device: torch.device, count: int = 0) -> torch.Tensor:
+    """Return odd numbers without a pattern, by default one for each column of a block.
 
     A change of one word then always changes the sum, and changes of several words do not cancel
     out.
     """
-    words = torch.arange(1, count + 1, device=device) * -7046029254386353131
+    words = torch.arange(1, (count or _COLUMNS) + 1, device=device) * -7046029254386353131
     words = (words ^ (words >> 29)) * -4658895280553007687
     return (words ^ (words >> 32)) | 1
 
