@@ -69,9 +69,6 @@ ALLOWED: dict[str, Allowed] = {
     "train/clipping.py:<listcomp>": Allowed(_TO_CUDA, "offload: the norm on the CPU joins that of the device", in_step=True),
     "train/clipping.py:<dictcomp>": Allowed(_TO_CPU, "offload: gradients on the CPU are scaled there", in_step=True),
     "steps.py:__init__": Allowed(_TO_CUDA, "nn.BatchNorm1d makes its counter of batches on the CPU"),
-    "train/sample_sums.py:_check_direct": Allowed(
-        _ITEM, "a gradient by another way is an error, which Python raises", in_step=True
-    ),
     "train/per_sample.py:run": Allowed(
         _ITEM, "the number of samples of all ranks divides the sums", in_step=True, answer=1.0
     ),

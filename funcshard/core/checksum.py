@@ -81,10 +81,9 @@ class LeafChecksums:
         by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
         for _, (local, value) in sorted(self.leaf_sums.items()):
             by_axes.setdefault(local, []).append(value.to(device))
-        axes_sums = {
-            " ".join(axes): (axes, int(checksum(torch.stack(values))))
-            for axes, values in by_axes.items()
-        }
+        axes_sums: dict[str, tuple[tuple[str, ...], int]] = {}
+        for axes, values in by_axes.items():
+            axes_sums[" ".join(axes)] = axes, int(checksum(torch.stack(values)))
         own_text = json.dumps([fault is not None, axes_sums], sort_keys=True)
         texts = all_gather_texts(self.mesh, own_text, "checksums")
         if len(set(texts)) == 1 and fault is None:

@@ -443,7 +443,7 @@ class TrainStep:
             metrics["aux"] = aux
         recorded = recording is not None
         # The weight is the world's sum, so every rank returns here.
-        if weight is not None and not recorded and not weight > 0:
+        if weight is not None and not recorded and not _has_data(weight):
             return state, metrics
         if self.mutable:
             buffers = _broadcast(
@@ -501,6 +501,11 @@ def _trainable(shards: Shards, plan: Plan) -> Shards:
         }
         for unit in plan.unit_list
     }
+
+
+def _has_data(weight: torch.Tensor) -> bool:
+    """Return whether the sum of all weights is not zero; the host waits for it."""
+    return bool(weight > 0)
 
 
 def _first_rank_with(weight: float, mesh: Mesh) -> int:
