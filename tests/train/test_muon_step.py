@@ -10,7 +10,7 @@ import torch
 import funcshard as fs
 from funcshard._utils import tree
 from funcshard.testing import delayed
-from tests.ranks import run_simulated
+from tests.ranks import run_ranks, run_simulated
 
 Tensors = dict[str, torch.Tensor]
 EVEN, ODD = (32, 16, 48), (13, 7, 9)
@@ -91,6 +91,7 @@ def on_ranks(mesh: fs.Mesh, case: Case, steps: int) -> tuple[Tensors, Tensors]:
             torch.testing.assert_close(again["momentum"], state["momentum"], rtol=0, atol=0)
             state = again
     assert [leaf.data_ptr() for leaf in tree.leaves(shards)] == pointers  # donated
+    assert state["steps"] == steps
     momentum = {path: own["momentum_buffer"] for path, own in by_name["state"].items() if "momentum_buffer" in own}
     return fs.to_state_dict(shards, plan, mesh), momentum
 
@@ -125,12 +126,17 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
+ON_PROCESSES = "cut on {'shard': 2, 'tensor': 2}, full_shard"
+RUNS = {**{name: (run_simulated, name) for name in CASES}, "on processes": (run_ranks, ON_PROCESSES)}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_four_steps_on_shards_are_four_steps_on_the_whole(case: Case) -> None:
+@pytest.mark.parametrize(("run", "name"), RUNS.values(), ids=RUNS)
+def test_four_steps_on_shards_are_four_steps_on_the_whole(run: Any, name: str) -> None:
+    case = CASES[name]
     wanted, momentum = on_the_whole(case, 4)
     assert not torch.equal(wanted["blocks.0.w"], case.tensors(0)["blocks.0.w"])
-    for params, own_momentum in run_simulated(on_ranks, math.prod(case.mesh.values()), case, 4, shape=case.mesh):
+    for params, own_momentum in run(on_ranks, math.prod(case.mesh.values()), case, 4, shape=case.mesh):
         if case.dtype is torch.bfloat16:  # so coarse that a kernel's vector instructions matter
             torch.testing.assert_close(params, wanted, rtol=0.02, atol=0.02)
             continue

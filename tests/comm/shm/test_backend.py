@@ -339,13 +339,13 @@ def test_a_shared_and_a_plain_all_gather_of_one_number_read_nothing_wrong(kinds,
 # --- memory that is used again ----------------------------------------------------------------------
 
 ORDERS = [(0, 1), (1, 0), (0, 1, 2), (2, 1, 0), (1, 0, 2)]
-# What each rank starts in every step, and how many blocks of a rank are enough for all steps if all ranks wait.
+# What each rank starts in every step, and how many blocks of a rank are enough for all steps.
 REPEATED: dict[str, tuple[list[tuple[str, int]], int]] = {
-    "gathers": ([("all_gather", 4), ("all_gather", 3000), ("all_gather", LARGE)], 8),
-    "large gathers": ([("all_gather", LARGE)] * 5, 12),
-    "reductions": ([("reduce_scatter", LARGE)], 5),
-    "shared outputs": ([("all_gather_shared", 12), ("all_gather_shared", LARGE)], 8),
-    "sums": ([("all_reduce", LARGE)], 5),
+    "gathers": ([("all_gather", 4), ("all_gather", 3000), ("all_gather", LARGE)], 3),
+    "large gathers": ([("all_gather", LARGE)] * 5, 6),
+    "reductions": ([("reduce_scatter", LARGE)], 3),
+    "shared outputs": ([("all_gather_shared", 12), ("all_gather_shared", LARGE)], 5),
+    "sums": ([("all_reduce", LARGE)], 4),
 }
 # A large sum of three ranks needs all of them to wait for its first phase.
 ALL_WAIT, SOME_DROP = (), ((0,), (1,), (0, 1))
@@ -376,14 +376,14 @@ def test_memory_is_used_again_also_of_collectives_that_ranks_do_not_wait_for(nam
                 del started, results
                 run_some(world, salt=step)
                 made.append(max(rank.backend.blocks.pool.made for rank in world))
-            assert made[-1] <= (12 if dropping else most), made
+            assert made[-1] <= most, made
             assert dropping or made[-1] == made[5], made
             for rank in world:
                 exchange = rank.backend.exchange
                 assert len(exchange.in_progress) <= len(rank.backend._abandoned)
                 assert len(rank.backend._output_tensors) <= 1
-                assert dropping or len(exchange.contributions) <= 3
-                assert all(len(peer.blocks) <= 12 and not peer.received for peer in exchange.peers.all)
+                assert len(exchange.contributions) <= 3
+                assert all(len(peer.blocks) <= most and not peer.received for peer in exchange.peers.all)
 
 
 def test_memory_is_not_used_again_while_a_rank_may_read_it() -> None:
