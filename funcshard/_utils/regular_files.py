@@ -6,6 +6,7 @@ the readers of files of this library open them here.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 
@@ -15,7 +16,7 @@ _KINDS = {
 }  # fmt: skip
 
 # Why not to wait: a pipe may take the place of the file between the look at it and its opening.
-_FLAGS: int = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
+_FLAGS: int = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 _NO_LINKS: int = getattr(os, "O_NOFOLLOW", 0)
 
 
@@ -45,7 +46,19 @@ def open_regular(
     """
     # Why before: opening a device may do something.
     regular_size(path, links=links, folder=folder)
-    return os.open(path, _FLAGS if links else _FLAGS | _NO_LINKS, dir_fd=folder)
+    try:
+        file = os.open(path, _FLAGS if links else _FLAGS | _NO_LINKS, dir_fd=folder)
+    except OSError as error:
+        if error.errno == errno.ELOOP and not links:
+            _check(path, stat.S_IFLNK)
+        raise
+    try:
+        _check(path, os.fstat(file).st_mode)
+        os.set_blocking(file, True)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
 
 
 def read_regular(

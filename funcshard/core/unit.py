@@ -461,7 +461,7 @@ def _versions(gathered: Leaves) -> list[int]:
     In inference mode tensors have no version counter, and each rank's leaves have memory of their
     own.
     """
-    if torch.is_inference_mode_enabled():
+    if torch.is_inference_mode_enabled() and not transforms_active():
         return [0] * len(gathered)
     # Why unwrapped: a write under a transform counts in the version of the wrapped tensor alone,
     # and the tensors that vmap wraps do not share theirs.

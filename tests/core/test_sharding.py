@@ -10,7 +10,7 @@ from funcshard._utils import tree
 from funcshard.testing import delayed
 from tests.core.units import requiring_grad, same_bits
 from tests.pairwise import crossed
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, run_ranks
 
 STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
 WORLDS = [1, 2, 3, {"replicate": 2, "shard": 2}]
@@ -153,6 +153,16 @@ def test_every_rank_takes_the_values_of_src(mesh: fs.Mesh, strategy: str, world:
         mine = tree.map(lambda leaf, device=device: leaf.to(device), of_rank(mesh.rank))
         found, expected = fs.shard(mine, plan, mesh, src=src), fs.shard(of_rank(src), plan, mesh)
         same_bits(found, expected)
+
+
+def take_from_rank_1(mesh: fs.Mesh) -> None:
+    plan = fs.make_plan(of_rank(0), mesh, units=["b"])
+    mine = of_rank(mesh.rank) if mesh.rank == 1 else tree.map(lambda leaf: leaf.to("meta"), of_rank(0))
+    same_bits(fs.shard(mine, plan, mesh, src=1), fs.shard(of_rank(1), plan, mesh))
+
+
+def test_processes_take_the_values_of_src() -> None:
+    run_ranks(take_from_rank_1, 2)
 
 
 @on_ranks({"replicate": 2, "shard": 2})
