@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -41,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _COMMANDS[options.command](options)
     except (OSError, TypeError, ValueError) as error:
+        if os.environ.get("FUNCSHARD_TRACEBACK"):  # as for an error of a rank
+            raise
         print(f"{parser.prog} {options.command}: error: {error}", file=sys.stderr)
         return 2
 

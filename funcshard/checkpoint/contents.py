@@ -174,7 +174,7 @@ class Contents(Shown):
         ranks, done = range(self.world_size), 0
         total = sum(self.table(rank).size for rank in ranks)
         with self.reader() as reader:
-            for nbytes in itertools.chain.from_iterable(map(reader.check, ranks)):
+            for nbytes in itertools.chain.from_iterable(map(reader.checked, ranks)):
                 done += nbytes
                 watch(done, total)
 

@@ -439,7 +439,7 @@ class RankReader:
             block = self._block(rank, name, index)[first - start : last - start]
             target[first - low : last - low].copy_(torch.frombuffer(block, dtype=torch.uint8))
 
-    def check(self, rank: int) -> Iterator[int]:
+    def checked(self, rank: int) -> Iterator[int]:
         """Check every byte of a rank's file, and yield the numbers of bytes that are checked.
 
         Raises:

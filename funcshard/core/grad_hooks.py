@@ -23,11 +23,7 @@ def gradient_hook(on_grads: OnGrads) -> OnGrad:
     It calls ``on_grads`` with the gradients of the leaves, and writes its replacements to the flat
     gradient.
     """
-    if not callable(on_grads):
-        raise TypeError(
-            "on_grads must be a function of a unit's name and its gradients, or None; found "
-            f"{on_grads!r}"
-        )
+    _check_hook("on_grads", on_grads, "a unit's name and its gradients")
 
     @torch.no_grad()
     def call(unit: str, buffer: BufferPlan, full: torch.Tensor) -> None:
@@ -62,11 +58,8 @@ def scattered_hook(on_reduce_scattered: OnReduceScattered) -> OnGrad:
 
     It writes the tensor that ``on_reduce_scattered`` returns to the partial sum.
     """
-    if not callable(on_reduce_scattered):
-        raise TypeError(
-            "on_reduce_scattered must be a function of a unit's name, the key of a buffer and a "
-            f"1-D tensor, or None; found {on_reduce_scattered!r}"
-        )
+    takes = "a unit's name, the key of a buffer and a 1-D tensor"
+    _check_hook("on_reduce_scattered", on_reduce_scattered, takes)
 
     @torch.no_grad()
     def call(unit: str, buffer: BufferPlan, partial: torch.Tensor) -> None:
@@ -85,3 +78,8 @@ def scattered_hook(on_reduce_scattered: OnReduceScattered) -> OnGrad:
         partial.copy_(replaced)
 
     return call
+
+
+def _check_hook(name: str, hook: Any, takes: str) -> None:
+    if not callable(hook):
+        raise TypeError(f"{name} must be a function of {takes}, or None; found {hook!r}")
