@@ -26,13 +26,7 @@ SCHEDULES = {
 RUN = {"simulated": run_simulated, "gloo": run_ranks}
 
 
-def train(
-    mesh: fs.Mesh,
-    kinds: tuple[str, ...],
-    settings: dict,
-    local: tuple[str, ...] = (),
-    pause: float = 0.0,
-) -> Any:
+def train(mesh: fs.Mesh, kinds: tuple[str, ...], settings: dict, local: tuple[str, ...], pause: float = 0.0) -> Any:
     """Take three steps on a mesh whose ``kinds`` are slow, with a pause before the optimizer."""
     for kind in kinds:
         mesh = delayed(mesh, kind, SECONDS)
@@ -66,17 +60,10 @@ def same(found: list[Any], expected: list[Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", RUN)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_pause_before_the_optimizer_leaves_no_stale_shards_to_gather(schedule: str, ranks: str) -> None:
-    settings = SCHEDULES[schedule]
-    same(RUN[ranks](train, 2, SLOW, settings, (), SECONDS), run_simulated(train, 2, (), settings))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", RUN)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_experts_local_to_a_rank_wait_for_the_rest(schedule: str, ranks: str) -> None:
-    rest = (SCHEDULES[schedule], ("*.2",))
-    same(RUN[ranks](train, 2, SLOW, *rest), run_simulated(train, 2, (), *rest))
+def test_nothing_stale_is_gathered_after_a_pause_and_local_experts_wait_for_the_rest(schedule: str, ranks: str) -> None:
+    settings, local = SCHEDULES[schedule], ("*.2",)
+    slow = RUN[ranks](train, 2, SLOW, settings, local, SECONDS)
+    same(slow, run_simulated(train, 2, (), settings, local))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,6 @@ the helpers themselves are in tests/test_hostile.py.
 - ``pauses``: stops processes for a while;
 - ``training``: a small job whose state at every step is known;
 - ``damage``: damages files;
-- ``host_program``: a rank of a job on two hosts;
 - ``namespaces``: a disk, or a network, of a process's own;
 - ``report``: writes the counts of a campaign into docs/reliability.md.
 """

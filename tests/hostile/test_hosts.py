@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,16 +17,15 @@ from typing import Any
 import pytest
 
 import funcshard as fs
-from tests.hostile.campaign import Campaign, slowness
-from tests.hostile.host_program import train
+from tests.hostile.campaign import Campaign
 from tests.hostile.namespaces import NETWORK, enter_namespace
-from tests.hostile.nursery import check_nothing_left, in_nursery, needs_linux, open_files
+from tests.hostile.nursery import check_nothing_left, in_nursery, needs_linux, open_files, spawn, wait_all
+from tests.hostile.training import STEPS, make_program
 
 pytestmark = [pytest.mark.hostile, needs_linux]
 
-ROOT = Path(__file__).resolve().parents[2]
-LIMIT = 180.0  # seconds that torchrun and its ranks may take, a tenth of which an idle machine takes
-HOSTS = ("10.77.0.1", "10.77.0.2")
+LIMIT = 90.0  # seconds that the ranks may take, a tenth of which an idle machine takes
+HOSTS, DEVICES = ("10.77.0.1", "10.77.0.2"), ("east", "west")
 
 
 def ip(*words: str) -> None:
@@ -54,9 +52,9 @@ def lay_cable() -> list[int]:
     os.read(reads, 1)
     os.close(reads)
     os.close(writes)
-    ip("link", "add", "east", "type", "veth", "peer", "name", "west", "netns", str(other))
+    ip("link", "add", DEVICES[0], "type", "veth", "peer", "name", DEVICES[1], "netns", str(other))
     spaces.append(os.open(f"/proc/{other}/ns/net", os.O_RDONLY))
-    for number, (space, device) in enumerate(zip(spaces, ("east", "west"), strict=True)):
+    for number, (space, device) in enumerate(zip(spaces, DEVICES, strict=True)):
         inside(space)
         ip("link", "set", "lo", "up")
         ip("addr", "add", f"{HOSTS[number]}/24", "dev", device)
@@ -75,36 +73,43 @@ def inside(space: int) -> None:
     assert not _libc().setns(space, NETWORK)
 
 
-def torchrun(number: int, space: int, shape: str, folder: Path, port: int) -> Any:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "TORCHELASTIC_RUN_ID")
-    env = {name: value for name, value in os.environ.items() if name not in names}
-    env |= {
-        "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": ("east", "west")[number],
-        "TP_SOCKET_IFNAME": ("east", "west")[number],
+def rank_on_host(enter: Callable[[], None], rank: int, space: int, shape: dict[str, int], port: int, result: Path) -> None:
+    """Train as the rank of a job that torchrun started on two hosts, and write how its axes communicate, and a digest."""
+    inside(space)
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": HOSTS[0], "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": DEVICES[rank // 2],
+        "TP_SOCKET_IFNAME": DEVICES[rank // 2],
     }  # fmt: skip
-    words = [
-        "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", "--node-rank", str(number),
-        "--master-addr", HOSTS[0], "--master-port", str(port), "--local-addr", HOSTS[number], "-m",
-        "tests.hostile.host_program", shape, str(folder),
-    ]  # fmt: skip
-    with open(folder / f"host-{number}.log", "wb") as log:
-        return subprocess.Popen(
-            [sys.executable, *words], cwd=ROOT, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-            preexec_fn=lambda: inside(space),
-        )  # fmt: skip
+    mesh = fs.init_mesh(shape, device="cpu")
+    ways = {axis: way(group) for axis, group in mesh.groups.items()}
+    result.write_text(json.dumps({"ways": ways, "digest": train(mesh)}))
+
+
+def way(group: object) -> str:
+    if not hasattr(group, "shm"):
+        return "alone"
+    return "gloo" if group.shm is None else "shared memory"
+
+
+def train(mesh: fs.Mesh) -> str:
+    """Take all steps, and return a digest of the state."""
+    program = make_program(mesh)
+    state = program.first()
+    while state.step < STEPS:
+        state, _ = program.step(state, program.batch(state.step))
+    return program.digest(state)
 
 
 def run_hosts(spaces: list[int], shape: dict[str, int], folder: Path, port: int) -> list[dict[str, Any]]:
-    started = [torchrun(n, spaces[n], json.dumps(shape), folder, port) for n in range(2)]
-    end = time.monotonic() + LIMIT * slowness()
-    for process in started:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(1.0, end - time.monotonic()))
-    logs = "\n".join(path.read_text() for path in sorted(folder.glob("*.log")))
-    for process in started:
-        process.kill()
-    assert [process.wait() for process in started] == [0, 0], logs
-    return sorted((json.loads(path.read_text()) for path in folder.glob("*.json")), key=lambda found: found["rank"])
+    results = [folder / f"rank-{rank}.json" for rank in range(4)]
+    ranks = [
+        spawn(rank_on_host, rank, spaces[rank // 2], shape, port, result, log=folder / f"{rank}.log")
+        for rank, result in enumerate(results)
+    ]
+    for rank, ended in enumerate(wait_all(ranks, LIMIT)):
+        assert ended.code == 0, f"rank {rank}: {ended.error}\n{ended.output}"
+    return [json.loads(result.read_text()) for result in results]
 
 
 def two_hosts(name: str, seed: int) -> dict[str, int]:

@@ -74,7 +74,7 @@ def watch_a_job(job: Job, seed: int, steps: int, what: str) -> dict[str, int]:
 
 
 # The number of a round of the whole campaign, and of the short part.
-TIMES = {"steps": (3000, 150), "saves": (400, 30), "meshes": (100, 10)}
+TIMES = {"steps": (3000, 100), "saves": (400, 30), "meshes": (100, 10)}
 
 
 @pytest.mark.parametrize("what", TIMES)
