@@ -461,11 +461,13 @@ def _versions(gathered: Leaves) -> list[int]:
     In inference mode tensors have no version counter, and each rank's leaves have memory of their
     own.
     """
-    if torch.is_inference_mode_enabled() and not transforms_active():
+    firsts = [leaves[0] for leaves in gathered]
+    if transforms_active():
+        # Why unwrapped: a write counts in the version of the wrapped tensor alone, and the tensors
+        # that vmap wraps do not share theirs.
+        firsts = [unwrapped(first) for first in firsts]
+    elif torch.is_inference_mode_enabled():
         return [0] * len(gathered)
-    # Why unwrapped: a write under a transform counts in the version of the wrapped tensor alone,
-    # and the tensors that vmap wraps do not share theirs.
-    firsts = [unwrapped(leaves[0]) for leaves in gathered]
     return [0 if first.is_inference() else version(first) for first in firsts]
 
 
