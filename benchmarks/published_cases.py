@@ -161,8 +161,15 @@ def _decoder(row: dict[str, Any]) -> str | None:
 
 @functools.cache
 def _numel(config: DecoderConfig | GPTConfig) -> int:
+    """Return the number of parameters, counted on the first blocks, since all others are equal to the last of these."""
+    experts = config.experts if isinstance(config, DecoderConfig) else None
+    least = 1 + (experts.dense_layers if experts else 0)
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in decoder(config).parameters())
+        fewer, more = (
+            sum(parameter.numel() for parameter in decoder(config, layers=layers).parameters())
+            for layers in (least, least + 1)
+        )
+    return fewer + (config.layers - least) * (more - fewer)
 
 
 def _shards(row: dict[str, Any]) -> int | None:
@@ -181,9 +188,10 @@ def rows(path: Path = ROWS) -> list[dict[str, Any]]:
     return found
 
 
-def cases() -> list[Case]:
+@functools.cache
+def cases() -> tuple[Case, ...]:
     """Return the cases of all rows that are complete."""
-    return [case for case in map(configure, rows()) if isinstance(case, Case)]
+    return tuple(case for case in map(configure, rows()) if isinstance(case, Case))
 
 
 def unseen() -> list[Case]:
