@@ -25,7 +25,7 @@ NAMESPACE = "torch._C._functorch"
 # them, nor any in them, and takes two steps. If a feature needs one, the child prints its error.
 PROGRAM = """
 import importlib.util, os, sys, traceback, warnings
-import torch, torch.utils.flop_counter
+import torch, torch._dynamo, torch.utils.flop_counter  # _dynamo: the first step of torch.optim imports it
 
 package, *batches = sys.argv[1:]
 
