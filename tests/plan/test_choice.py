@@ -60,10 +60,11 @@ def test_a_group_owns_a_tied_leaf_whose_uses_it_holds():
     assert list(alone.units) == [""]  # no unit of one path holds both uses
 
 
-GROUP, ROOT = ("embed", "head"), {"strategy": "no_shard"}
-OPTIONS = {  # units, and the strategy of each by name
-    "a group": ({"blocks.*": {}, GROUP: ROOT}, {"embed+head": "no_shard", "blocks.0": "full_shard"}),
-    "the root": ({"blocks.*": {}, "": ROOT}, {"": "no_shard", "blocks.0": "full_shard"}),
+COPIES, BLOCK = {"strategy": "no_shard"}, dict.fromkeys(("blocks.0", "blocks.1", "blocks.2"), "full_shard")
+OPTIONS = {  # units, and the strategy of each by name, in the order of the plan
+    "a group": ({"blocks.*": {}, ("embed", "head"): COPIES}, BLOCK | {"embed+head": "no_shard"}),
+    "the root": ({"blocks.*": {}, "": COPIES}, {"": "no_shard"} | BLOCK),
+    "a path of a glob": ({"blocks.*": {}, "blocks.1": COPIES}, {"": "full_shard"} | BLOCK | {"blocks.1": "no_shard"}),
     "nothing": ({}, {"": "full_shard"}),
 }
 
@@ -72,12 +73,7 @@ OPTIONS = {  # units, and the strategy of each by name
 def test_a_mapping_gives_units_options_of_their_own(case):
     units, wanted = OPTIONS[case]
     plan = fs.make_plan(PARAMS, 2, units=units)
-    assert {name: plan.units[name].strategy for name in wanted} == wanted
-
-
-def test_a_path_written_out_takes_its_place_among_those_of_the_glob():
-    plan = fs.make_plan(PARAMS, 2, units={"blocks.*": {}, "blocks.1": {"strategy": "no_shard"}})
-    assert list(plan.units) == ["", "blocks.0", "blocks.1", "blocks.2"]
+    assert [(name, unit.strategy) for name, unit in plan.units.items()] == [*wanted.items()]
 
 
 def test_units_of_a_policy_and_groups_add_up_and_keep_their_overrides():

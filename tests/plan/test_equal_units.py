@@ -31,7 +31,6 @@ CASES: dict[str, tuple[Any, Any, list[str]]] = {  # params, units, titles of the
         {"blocks": [block(experts=[block(), block()])]}, ["blocks.0.experts.*"], ["(root)", "2 × blocks.0.experts.*"],
     ),
     "other leaf names": ({"blocks": [{"q": torch.zeros(3)}, {"k": torch.zeros(3)}]}, ["blocks.*"], TWO),
-    "other shapes": ({"blocks": [block(3), block(4)]}, ["blocks.*"], TWO),
     "equal numel, other shapes": ({"blocks": [{"w": torch.zeros(2, 6)}, {"w": torch.zeros(6, 2)}]}, ["blocks.*"], TWO),
     "other dtypes": ({"blocks": [block(), {"w": torch.zeros(4, 3).bfloat16()}]}, ["blocks.*"], TWO),
     "other names": ({"q": block(), "k": block()}, ["q", "k"], ["q", "k"]),
@@ -79,11 +78,6 @@ def test_a_folded_plan_shows_one_of_the_equal_units_and_the_total_of_all() -> No
     assert total.split()[:4] == ["total", "127", f"{126 * 12 + 2:,}", "0"]
     assert plan._repr_html_().count("<tr>") == 4
     assert "126 × blocks.*" in plan._repr_html_()
-
-
-def test_a_plan_without_equal_units_says_nothing_of_equal_units() -> None:
-    plan = fs.make_plan(BLOCKS, 2, units=["blocks.0"])
-    assert str(plan).splitlines()[0] == f"Plan {plan.fingerprint()} for 2 ranks"
 
 
 def test_a_long_printed_schedule_shows_its_begin_and_its_end() -> None:

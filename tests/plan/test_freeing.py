@@ -43,8 +43,8 @@ def test_an_option_of_a_unit_comes_before_the_plans_and_that_before_the_strategy
 
 
 def test_options_that_say_what_the_strategy_says_keep_the_plan_and_its_fingerprint():
-    for strategy, option in (("shard_grad_op", False), ("no_shard", False)):
-        plain, given = planned(strategy=strategy), planned(strategy=strategy, reshard_after_forward=option)
+    for strategy in ("shard_grad_op", "no_shard"):
+        plain, given = planned(strategy=strategy), planned(strategy=strategy, reshard_after_forward=False)
         assert plain == given
         assert "reshard_after_backward" not in plain.to_json()
     assert planned() != planned(reshard_after_forward=True)

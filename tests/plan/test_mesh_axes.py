@@ -1,7 +1,6 @@
 """Plans for meshes with model axes, as data: positions of ranks, JSON, fingerprints, tables, predictions."""
 
 import itertools
-import time
 
 import pytest
 import torch
@@ -41,34 +40,20 @@ def test_a_data_axis_that_is_left_out_has_one_rank_and_two_spellings_give_one_pl
     assert len(axes) < 4 or plan != fs.make_plan({"w": torch.zeros(7)}, dict(reversed(axes.items())))
 
 
-LARGE = {"stage": 8, "replicate": 16, "shard": 16, "tensor": 8}
-
-
-def test_a_plan_for_16384_ranks_is_made_printed_predicted_and_written_quickly():
-    width, dims = 8192, {"qkv": 0, "out": 1, "up": 0, "down": 1}
-    local = {f"blocks.*.{name}": {"tensor": dim} for name, dim in dims.items()}
-    block = {"qkv": (3 * width // 8, width), "out": (width, width // 8), "norm": (width,)}
-    block |= {"up": (width // 2, width), "down": (width, width // 2)}
-    with torch.device("meta"):
-        params = {"blocks": [{name: torch.empty(shape) for name, shape in block.items()} for _ in range(40)]}
-    before = time.process_time()
-    plan = fs.make_plan(params, LARGE, units=["blocks.*"], local=local)
-    text, events = str(plan), fs.predict_events(plan)
+def test_a_plan_for_16384_ranks_reduces_each_buffer_along_the_axes_that_its_leaves_are_not_cut_along():
+    mesh, cuts = {"stage": 8, "replicate": 16, "shard": 16, "tensor": 8}, {"qkv": 0, "out": 1}
+    shapes = {"qkv": (3072, 8192), "out": (8192, 1024), "norm": (8192,)}
+    params = {"blocks": [{name: torch.empty(shape, device="meta") for name, shape in shapes.items()} for _ in range(2)]}
+    local = {f"blocks.*.{name}": {"tensor": dim} for name, dim in cuts.items()}
+    plan = fs.make_plan(params, mesh, units=["blocks.*"], local=local)
     again = fs.Plan.from_json(plan.to_json())
-    seconds = time.process_time() - before
-    assert seconds < 5  # of one core; it takes about 0.3
-    assert "16384 ranks = 8 stage × 16 replicate × 16 shard × 8 tensor" in text
+    assert "16384 ranks = 8 stage × 16 replicate × 16 shard × 8 tensor" in str(plan)
     assert (again, again.fingerprint(), again.to_json()) == (plan, plan.fingerprint(), plan.to_json())
     assert (plan.world_size, plan.model_axes) == (16384, (("stage", 8), ("tensor", 8)))
-    assert {leaf.whole_shape for leaf in plan.units["blocks.0"].leaves if leaf.path.endswith("qkv")} == {(3 * width, width)}
-    first = plan.units["blocks.0"]  # a buffer of cut leaves, and one of leaves that are equal on all ranks
-    reductions = [(e.kind, e.buffer, e.axis, e.ranks) for e in events if e.unit == "blocks.0" and e.kind != "all_gather"]
-    keys = {bool(buffer.local): buffer.key for buffer in first.buffers}
-    assert sorted(reductions) == sorted(
-        [
-            ("reduce_scatter", keys[True], "shard", 16), ("all_reduce", keys[True], "replicate", 16),
-            ("all_reduce", keys[True], "stage", 8),
-            ("reduce_scatter", keys[False], "shard", 16), ("all_reduce", keys[False], "replicate", 16),
-            ("all_reduce", keys[False], "stage", 8), ("all_reduce", keys[False], "tensor", 8),
-        ]
-    )  # fmt: skip
+    first = plan.units["blocks.0"]
+    assert {leaf.whole_shape for leaf in first.leaves if leaf.path.endswith("qkv")} == {(8 * 3072, 8192)}
+    reductions = [e for e in fs.predict_events(plan) if e.unit == first.name and e.kind != "all_gather"]
+    for buffer in first.buffers:
+        kinds = [("reduce_scatter", "shard", 16), ("all_reduce", "replicate", 16), ("all_reduce", "stage", 8)]
+        kinds += [] if buffer.local else [("all_reduce", "tensor", 8)]
+        assert sorted((e.kind, e.axis, e.ranks) for e in reductions if e.buffer == buffer.key) == sorted(kinds)

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import funcshard as fs
 from funcshard._utils import tree
 from tests.core.units import recorded, requiring_grad, same_bits
+from tests.module.law import Runs
 from tests.pairwise import crossed
 from tests.ranks import on_ranks, run_ranks
 from tests.storages import Alive, Log, LoggedBlock
@@ -60,10 +61,6 @@ def step_of(sharded, shards, mesh, width=WIDTH):
     return (loss, fs.gather(grads, sharded.plan, mesh)), events
 
 
-def all_same_bits(results):
-    same_bits(results[1:], results[:1] * (len(results) - 1))
-
-
 WAYS = {  # options of the model, of fully_shard, of predict_events
     "remat": ({}, {"remat": ["blocks.0"]}, ["blocks.0"]),
     "checkpointed": ({"again": True}, {}, None),
@@ -85,7 +82,7 @@ def test_what_is_computed_again_is_predicted(mesh, strategy, order, way):
         result, events = step_of(sharded, shards, mesh)
         units = [unit.name for unit in sharded.plan.unit_list if set(recomputed).intersection(unit.paths)]
         assert events == fs.predict_events(sharded.plan, sharded.schedule, recomputed=units)
-        all_same_bits([*results, result])
+        same_bits([*results, result], [result] * 3)
 
 
 @pytest.mark.usefixtures("without_garbage_collection")
@@ -141,71 +138,53 @@ def test_uses_with_and_without_gradients_share_what_is_gathered_and_no_graph(mes
     for strategy in ("full_shard", "shard_grad_op"):
         sharded, shards = on(mesh, apply, params, strategy)
         results += [step_of(sharded, shards, mesh)[0] for _ in range(2)]
-    all_same_bits(results)
+    same_bits(results, results[:1] * len(results))
     x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH) * (1 + mesh.rank)
     expected = torch.func.grad(lambda p: apply(p, {}, x))(params)
     torch.testing.assert_close(results[0][1], tree.map(lambda grad: fs.pmean(grad, mesh), expected))
 
 
-class Modes(nn.Module):
-    """Uses one block in inference mode, or outside, as it is told."""
+def doubling(block, x):
+    """Write to the weight, but in inference mode alone."""
+    y = torch.tanh(x @ block.weight)
+    if torch.is_inference_mode_enabled():
+        block.weight.mul_(2)
+    return y
 
-    def __init__(self, inference):
-        super().__init__()
-        self.inference, self.block, self.scale = inference, Doubling(), nn.Parameter(torch.linspace(0.5, 1.5, 200))
 
-    def forward(self, x):
-        x, total = x * self.scale, 0.0
-        for inference in self.inference:
+def in_modes(mesh, modes, cast, shared_memory=None):
+    """Use one block in inference mode, or outside, as ``modes`` say."""
+
+    def forward(net, x):
+        x, total = x * net.scale, 0.0
+        for inference in modes:
             with torch.inference_mode(inference):
-                y = self.block(x.detach() if inference else x)
+                y = net.block(x.detach() if inference else x)
             total, x = (total + y.sum().item(), x) if inference else (total, y)
         return x.square().mean() + total
 
-
-class Doubling(nn.Module):
-    """Writes to its weight, but in inference mode alone."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(-1, 1, 200 * 200).view(200, 200))
-
-    def forward(self, x):
-        y = torch.tanh(x @ self.weight)
-        if torch.is_inference_mode_enabled():
-            self.weight.mul_(2)
-        return y
-
-
-def in_modes(mesh, inference, cast, shared_memory=None):
     if shared_memory is not None:
         mesh = fs.init_mesh(mesh.shape, device="cpu", shared_memory=shared_memory)
-    apply, params, _ = fs.make_functional(Modes(inference))
+    block = Runs(doubling, weight=nn.Parameter(torch.linspace(-1, 1, 200 * 200).view(200, 200)))
+    apply, params, _ = fs.make_functional(Runs(forward, block=block, scale=nn.Parameter(torch.linspace(0.5, 1.5, 200))))
     results, cast = [], (lambda unit, buffer: COPYING) if cast else None
     for strategy in ("full_shard", "shard_grad_op"):
         sharded, shards = on(mesh, apply, params, strategy, units=["block"], cast=cast)
         results += [step_of(sharded, shards, mesh, 200)[0] for _ in range(3)]
-    all_same_bits(results)
+    same_bits(results, results[:1] * len(results))
     return results[0]
 
 
 COPYING = fs.Cast(lambda shard: shard.clone(), lambda rows: rows.flatten())
-MODES = {
-    "first in inference mode": (True, False),
-    "last in inference mode": (False, True),
-    "between": (False, True, False, False),
-    "around": (True, True, False, True, False, True),
-}
+MODES = {"between": (False, True, False, False), "around": (True, True, False, True, False, True)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cast", [False, True], ids=["as it is", "cast"])
+@pytest.mark.parametrize(("cast", "shared_memory"), [(False, True), (False, False), (True, True)])
 @pytest.mark.parametrize("inference", MODES.values(), ids=MODES)
-def test_a_use_in_inference_mode_has_memory_of_its_own_to_write_to(inference, cast):
+def test_a_use_in_inference_mode_has_memory_of_its_own_to_write_to(inference, cast, shared_memory):
     expected = fs.simulate(lambda mesh: in_modes(mesh, inference, cast), 2)
-    for shared_memory in (True,) if cast else (True, False):
-        found = run_ranks(in_modes, 2, inference, cast, shared_memory)
-        same_bits(found, expected)
+    same_bits(run_ranks(in_modes, 2, inference, cast, shared_memory), expected)
 
 
 def test_of_a_cast_unit_that_stays_only_the_result_is_kept():

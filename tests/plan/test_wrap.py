@@ -14,16 +14,6 @@ from tests.core.units import of_module
 from tests.pairwise import crossed
 
 
-class BatchNormNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(10, 10, bias=False)
-        self.bn1 = nn.BatchNorm1d(10)
-        self.bn2 = nn.BatchNorm2d(10)
-        self.bn3 = nn.BatchNorm3d(10)
-        self.sync_bn = nn.SyncBatchNorm(10)
-
-
 def linear(n: int = 5) -> nn.Linear:
     return nn.Linear(n, n)
 
@@ -37,7 +27,6 @@ MODELS = {
     "dict inside": lambda: nn.Sequential(nn.ModuleDict({"a": linear(), "b": nn.Sequential(linear(), linear())})),
     "transformer": lambda: nn.Transformer(8, 2, 2, 2, 16, batch_first=True),
     "deep": lambda: nn.Sequential(nn.Sequential(nn.Sequential(linear(3), linear(4)), linear(2)), linear(9)),
-    "batch norm": BatchNormNet,
     "shared by a parent": lambda: (lambda m: nn.Sequential(m, m, linear(2)))(linear()),
     "activations": lambda: nn.Sequential(linear(), nn.ReLU(), nn.Sequential(nn.GELU(), linear())),
 }
@@ -60,7 +49,7 @@ def chosen_by_torch(net: nn.Module, policy: Any) -> list[str]:
 
 @pytest.mark.slow
 @crossed(
-    least=[1, 20, 40, 60, 100, 1000],
+    least=[1, 40, 60, 1000],
     make=MODELS,
     options={"preset": {}, "leaf": {"force": [nn.Linear]}, "exclude": {"exclude": [nn.Sequential]}},
 )
@@ -86,26 +75,19 @@ def on_meta() -> nn.Module:
         return nn.Sequential(linear(), nn.Linear(100, 100))
 
 
-NORM = nn.modules.batchnorm._BatchNorm
-NORMS = ["bn1", "bn2", "bn3", "sync_bn"]
 nested = lambda: nn.Sequential(linear(), nn.ReLU(), nn.ModuleList([linear(), nn.Sequential(linear())]))  # noqa: E731
-mixed = lambda: nn.Sequential(nn.Sequential(linear()), BatchNormNet(), linear(), nn.BatchNorm1d(3, affine=False))  # noqa: E731
-inside = lambda: nn.Sequential(BatchNormNet())  # noqa: E731
+mixed = lambda: nn.Sequential(nn.Sequential(linear()), nn.BatchNorm1d(3, affine=False), nn.BatchNorm1d(3))  # noqa: E731
 three = lambda: nn.Sequential(linear(), nn.LayerNorm(5), linear())  # noqa: E731
 large = lambda m: isinstance(m, nn.ReLU) or getattr(m, "in_features", 0) > 4  # noqa: E731
 CHOSEN: dict[str, tuple[Any, Any, list[str]]] = {  # a module, a policy, and the units
     "always: no containers, and nothing without parameters": (nested, wrap.always(), ["0", "2.0", "2.1", "2.1.0"]),
-    "by_class: outer before inner": (mixed, wrap.by_class(nn.Sequential, nn.Linear), ["0", "0.0", "1.lin", "2"]),
-    "by_class: subclasses with parameters": (mixed, wrap.by_class(NORM), [f"1.{name}" for name in NORMS]),
+    "by_class: outer before inner": (mixed, wrap.by_class(nn.Linear, nn.Sequential), ["0", "0.0"]),
+    "by_class: subclasses with parameters": (mixed, wrap.by_class(nn.modules.batchnorm._BatchNorm), ["2"]),
     "by_class: a shared module under its first name": (shared, wrap.by_class(nn.Linear), ["0.0", "1.1"]),
-    "by_class: a container": (inside, wrap.by_class(BatchNormNet), ["0"]),
     "by_class on meta": (on_meta, wrap.by_class(nn.Linear), ["0", "1"]),
     "by_size on meta": (on_meta, wrap.by_size(1000), ["1"]),
     "by_function: no root, nothing empty": (nested, wrap.by_function(lambda m: True), ["0", "2", "2.0", "2.1", "2.1.0"]),
     "by_function: what it says": (nested, wrap.by_function(large), ["0", "2.0", "2.1.0"]),
-    "any_of: what lies inside too": (
-        inside, wrap.any_of(wrap.by_class(BatchNormNet), wrap.by_class(NORM)), ["0", *(f"0.{name}" for name in NORMS)],
-    ),
     "any_of: each once, in the order of the model": (
         three, wrap.any_of(wrap.by_class(nn.LayerNorm), wrap.by_class(nn.Linear), wrap.by_function(lambda m: True)),
         ["0", "1", "2"],
