@@ -15,6 +15,7 @@ from funcshard.comm import simulation
 from funcshard.core import checksum as checksums
 from funcshard.core.checksum import LeafChecksums, checksum
 from tests.core.units import same_bits
+from tests.pairwise import crossed
 from tests.ranks import on_ranks, run_ranks, run_simulated
 
 DTYPES = [
@@ -39,18 +40,6 @@ def filled(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 def of(values: torch.Tensor) -> int:
     return int(checksum(values))
-
-
-@pytest.mark.slow
-@dtypes
-@pytest.mark.parametrize("shape", [*SHAPES, (0,), (3, 0)], ids=str)
-def test_the_layout_in_memory_does_not_count(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    values = filled(shape, dtype)
-    odd = torch.empty(values.numel() + 1, dtype=dtype)[1:].view(shape).copy_(values)
-    wide = torch.zeros(*shape, 2, dtype=dtype)
-    wide[..., 1] = values
-    layouts = [values.clone(), odd, wide[..., 1], values.movedim(0, -1).contiguous().movedim(-1, 0) if shape else values]
-    assert {of(layout) for layout in layouts} == {of(values)}
 
 
 @pytest.mark.slow
@@ -83,12 +72,10 @@ def test_changes_of_many_elements_do_not_cancel_out(numel: int, dtype: torch.dty
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=3), st.data())
-def test_any_view_has_the_checksum_of_its_copy(shape: list[int], data: st.DataObject) -> None:
-    dtype = data.draw(st.sampled_from([torch.int16, torch.float64]))
-    values = torch.arange(torch.Size(shape).numel(), dtype=dtype).view(shape)
-    view = values.permute(data.draw(st.permutations(range(len(shape)))))
-    view = view[tuple(slice(data.draw(st.integers(0, n - 1)), None, data.draw(st.integers(1, 3))) for n in view.shape)]
+@given(st.lists(st.integers(0, 40), max_size=3), st.sampled_from(DTYPES), st.data())
+def test_any_view_has_the_checksum_of_its_copy(shape: list[int], dtype: torch.dtype, data: st.DataObject) -> None:
+    view = filled(tuple(shape), dtype).permute(data.draw(st.permutations(range(len(shape)))))
+    view = view[tuple(slice(data.draw(st.integers(0, n)), None, data.draw(st.integers(1, 3))) for n in view.shape)]
     assert of(view) == of(view.clone(memory_format=torch.contiguous_format))
 
 
@@ -110,9 +97,6 @@ def test_the_device_does_not_count(dtype: torch.dtype) -> None:
         assert of(values.cuda()) == of(values)
 
 
-# --- ranks ----------------------------------------------------------------------------------------
-
-
 def unseeded(mesh: fs.Mesh, strategy: str) -> str:
     torch.manual_seed(mesh.rank // 2)  # ranks 0 and 1 agree, and so do ranks 2 and 3
     params = fs.make_functional(nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 2)))[1]
@@ -132,9 +116,8 @@ GRID = {"replicate": 2, "shard": 2}
 @pytest.mark.parametrize(
     ("run", "strategy", "shape"),
     [
-        *[(run_simulated, strategy, GRID) for strategy in ("full_shard", "no_shard", "shard_grad_op")],
-        (run_simulated, "full_shard", {"shard": 4}),
-        (run_simulated, "full_shard", {"replicate": 4, "shard": 1}),
+        (run_simulated, "shard_grad_op", {"shard": 4}),
+        (run_simulated, "no_shard", {"replicate": 4, "shard": 1}),
         (run_ranks, "full_shard", GRID),
     ],
 )
@@ -210,7 +193,7 @@ def test_one_rank_computes_no_checksum() -> None:
 
 A, B = torch.zeros(3), torch.zeros(2)
 FAULTS: dict[str, tuple[Any, Any, str]] = {
-    "missing": ({"a": A}, ValueError, r"params must be the tree .* missing: \['b'\]"),
+    "missing": ({"a": A}, ValueError, r"params must be the tree that the plan was made for; missing: \['b'\]"),
     "no tensor": ({"a": A, "b": None}, ValueError, r"missing: \['b'\]"),
     "a number": ({"a": A, "b": 3.0}, TypeError, "leaf 'b' of params must be a tensor; found float: convert it"),
     "meta": ({"a": A, "b": B.to("meta")}, ValueError, "leaf 'b' of params is on the meta"),
@@ -218,9 +201,7 @@ FAULTS: dict[str, tuple[Any, Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("src", [None, 0])
-@pytest.mark.parametrize("failing", [0, 3])
-@pytest.mark.parametrize("fault", FAULTS)
+@crossed(fault=list(FAULTS), failing=[0, 3], src=[None, 0])
 @on_ranks(GRID)
 def test_a_fault_of_one_rank_is_raised_on_all_of_them(mesh: fs.Mesh, fault: str, failing: int, src: int | None) -> None:
     (params, kind, words), good = FAULTS[fault], {"a": A, "b": B}

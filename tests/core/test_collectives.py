@@ -28,9 +28,6 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int16
 LINEAR = [name for name, operation in OPERATIONS.items() if operation.linear]
 
 
-# --- values ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATIONS)
 @on_every_axis
@@ -115,28 +112,20 @@ def test_the_index_along_several_axes_counts_the_first_one_slowest(mesh: fs.Mesh
     assert fs.axis_index(mesh, axis=tuple(mesh.shape)) == mesh.rank
 
 
-COMPLEX = r"pmax compares, and complex numbers have no order; found torch.complex64: pass x.abs\(\), or real and imaginary"
-NO_REDUCTIONS: dict[str, tuple[Any, Any, str]] = {
-    "complex numbers": (fs.pmax, torch.ones(2, dtype=torch.complex64), COMPLEX),
-    "a number": (fs.psum, 1.5, "psum and pmean take a tensor, or a tree of tensors; found float: make it one"),
-    "a number in a tree": (fs.pmean, {"n": [torch.ones(1), 3]}, r"found int at 'n\.1': make it one with torch.tensor"),
-}
-
-
-@pytest.mark.parametrize("name", NO_REDUCTIONS)
-def test_what_has_no_sum_or_maximum_is_refused(name: str) -> None:
-    call, x, words = NO_REDUCTIONS[name]
-    with pytest.raises(TypeError, match=words):
-        fs.simulate(lambda mesh: call(x, mesh), 2)
+@on_ranks(2)
+def test_what_has_no_sum_or_maximum_is_refused(mesh: fs.Mesh) -> None:
+    with pytest.raises(
+        TypeError, match=r"pmax compares, and complex .*; found torch.complex64: pass x.abs\(\), or real and"
+    ):
+        fs.pmax(torch.ones(2, dtype=torch.complex64), mesh)
+    with pytest.raises(TypeError, match=r"found int at 'n\.1': make it one with torch.tensor"):
+        fs.pmean({"n": [torch.ones(1), 3]}, mesh)
 
 
 @on_ranks({"tensor": 2})
 def test_a_maximum_is_nan_where_any_rank_has_nan(mesh: fs.Mesh) -> None:
     found = fs.pmax(torch.tensor([mesh.rank, math.nan if mesh.rank == 0 else 1.0]), mesh, axis="tensor")
     torch.testing.assert_close(found, torch.tensor([1.0, math.nan]), equal_nan=True)
-
-
-# --- derivatives ----------------------------------------------------------------------------------
 
 
 def whole(name: str, axis: Any, sizes: dict[str, int]) -> Callable[[torch.Tensor], list[torch.Tensor]]:
@@ -285,8 +274,6 @@ def test_a_loop_over_unit_vectors_is_refused_where_it_would_mix_ranks(mesh: fs.M
     torch.testing.assert_close(LOOPS[loop](alone)(x), LOOPS[loop](plain)(x))
 
 
-# --- events ---------------------------------------------------------------------------------------
-
 N = 3 * 4 * 8  # bytes of a tensor [4, 3] of float64
 OTHERS = N * 3 // 4  # of the rows for 3 of 4 ranks
 RECORDED = {  # the operation, and what each rank of {"shard": 2, "tensor": 4} records: kind, bytes, axis, traffic
@@ -333,10 +320,8 @@ def test_every_rank_of_an_axis_records_the_same_events(mesh: fs.Mesh, name: str)
 def test_the_backward_records_the_adjoint_collectives(mesh: fs.Mesh) -> None:
     evaluate = fs.value_and_grad(lambda x: composed(x, mesh))
     _, events = recorded(evaluate, torch.ones(2, 4, dtype=torch.float64))
-    found, other = (
-        [(event.kind, event.axis) for event in events],
-        {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"},
-    )
+    found = [(event.kind, event.axis) for event in events]
+    other = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
     forward = [
         ("all_reduce", "tensor"), ("all_reduce", "shard"), ("all_reduce", "tensor"), ("all_gather", "shard"),
         ("reduce_scatter", "tensor"), ("all_to_all", "tensor"), ("ppermute", "tensor"), ("all_gather", "tensor"),
@@ -345,3 +330,32 @@ def test_the_backward_records_the_adjoint_collectives(mesh: fs.Mesh) -> None:
     ]  # fmt: skip
     assert sorted(found[: len(forward)]) == sorted(forward)
     assert sorted(found[len(forward) :]) == sorted((other.get(kind, kind), axis) for kind, axis in forward)
+
+
+@pytest.mark.parametrize("name", ["all_gather", "psum_scatter", "all_to_all"])
+@on_ranks({"shard": 2, "tensor": 2})
+def test_the_old_vmap_is_refused_and_the_collective_named(mesh: fs.Mesh, name: str) -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    out = getattr(fs, name)(x, mesh, axis="tensor")
+    words = r"along 'tensor' on 4 ranks: use torch.vmap over the cotangents of torch.func.vjp"
+    with pytest.raises(RuntimeError, match=words):
+        torch.autograd.grad(out, x, torch.ones(3, *out.shape), is_grads_batched=True)
+
+
+def test_ranks_with_different_permutations_issue_different_collectives() -> None:
+    words = r"is all_to_all of float32 of ppermute by \[\(0, 1\)\] along 'tensor' on rank 0 and .* by \[\(1, 0\)\] along"
+    with pytest.raises(RuntimeError, match=words):
+        fs.simulate(
+            lambda mesh: fs.ppermute(torch.ones(1), mesh, [(mesh.rank, 1 - mesh.rank)], axis="tensor"), {"tensor": 2}
+        )
+
+
+def test_a_long_permutation_has_a_short_label() -> None:
+    def main(mesh: fs.Mesh) -> None:
+        ring = [(i, (i + 1) % 12) for i in range(12)]
+        fs.ppermute(torch.ones(1), mesh, ring if mesh.rank else ring[::-1], axis="tensor")  # the order means nothing
+        fs.ppermute(torch.ones(1), mesh, ring if mesh.rank else ring[:-1], axis="tensor")
+
+    words = r"ppermute by \[\(0, 1\), .*\.\.\. \(checksum [0-9a-f]{8}\) along 'tensor' on rank"
+    with pytest.raises(RuntimeError, match=words):
+        fs.simulate(main, {"tensor": 12})

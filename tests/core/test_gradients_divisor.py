@@ -26,9 +26,6 @@ def linear(mesh: fs.Mesh, **options: Any) -> Any:
     return plan, shards, lambda shards, *_: f(shards[""])
 
 
-# --- divisor --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @pytest.mark.parametrize("world", [1, 3, GRID], ids=str)
 @on_ranks()
@@ -54,9 +51,6 @@ def test_it_divides_direct_terms_local_leaves_and_weighted_losses_alike(mesh: fs
     (loss, weight), grads = fs.value_and_grad(lambda s: (both(s), rank + 1), weighted=True, divisor=10)(shards)
     assert grads[""][key][0].item() == pytest.approx((rank + 1) * (rank + 2) / 10)
     assert (loss.item(), weight.item()) == (pytest.approx((12 + 2 * 18) / 3), 3)  # the weighted mean all the same
-
-
-# --- division before the reduction ----------------------------------------------------------------
 
 
 HALF = fs.MixedPrecision(reduce_dtype=FP16, divide_before_reduce=True)
@@ -101,9 +95,6 @@ def test_it_changes_no_bit_of_gradients_of_ordinary_size(mesh: fs.Mesh, reduce: 
     same_bits(found[0], found[1])
 
 
-# --- tensors that are no shards -------------------------------------------------------------------
-
-
 SLOPES = [10.0, 100.0, 1000.0]  # the derivative of each rank's loss by its own copy
 MEAN = [slope / 3 for slope in SLOPES]
 PLAIN = {  # options, and the gradients
@@ -134,9 +125,6 @@ def test_a_plain_tensor_is_a_variable_of_its_own_on_each_rank(mesh: fs.Mesh, nam
     assert alone.item() == own  # the mean over one rank
     found = fs.accumulate(loss_fn, micro_batches, reduce="once", **options)(given, torch.ones(2))[1]["plain"]
     assert found.item() == pytest.approx(wanted[mesh.rank], rel=1e-12)
-
-
-# --- FSDP2 ----------------------------------------------------------------------------------------
 
 
 def net() -> nn.Module:

@@ -11,16 +11,12 @@ from tests.pairwise import crossed
 from tests.ranks import on_ranks
 
 
-def test_a_mesh_that_is_given_is_the_one_of_the_units():
-    def main(mesh):
-        _, shards, root, _ = units_of(mesh)
+@on_ranks(2)
+def test_a_mesh_that_is_given_is_the_one_of_the_units(mesh):
+    _, shards, root, _ = units_of(mesh)
+    with pytest.raises(ValueError, match=r"found units of other meshes than mesh=, of \[1, 2\] ranks"):
         fs.value_and_grad(lambda s: root(s[""], 1.0), mesh=fs.Mesh())(shards)
 
-    with pytest.raises(ValueError, match=r"found units of other meshes than mesh=, of \[1, 2\] ranks"):
-        fs.simulate(main, 2)
-
-
-# --- the world of the mean ------------------------------------------------------------------------
 
 # Name of a loss -> the loss of (this rank's w, mesh), and the same as a function of all ranks' w.
 # The objective is the mean of the losses, so autograd over all ranks' leaves at once is the
@@ -56,33 +52,30 @@ def test_a_loss_of_collectives_alone_has_the_gradient_of_the_mean_over_ranks(mes
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_unsharded_params_on_several_ranks_need_a_mesh(micro_batches):
-    def main(mesh, given=None):
+@on_ranks(2)
+def test_unsharded_params_on_several_ranks_need_a_mesh(mesh, micro_batches):
+    def grads(given=None, rank=mesh.rank):
         evaluate = fs.accumulate(lambda w, x: (w * x).sum(), micro_batches, mesh=given)
-        return evaluate(torch.ones(2), torch.full((2, 1), mesh.rank + 1.0))[1]
+        return evaluate(torch.ones(2), torch.full((2, 1), rank + 1.0))[1].tolist()
 
     words = r"this is a job of 2 ranks: if these are copies of one model, shard them.*mesh=fs.Mesh\(\) for this rank alone"
     with pytest.raises(ValueError, match=words):
-        fs.simulate(main, 2)
-    own = torch.tensor([[2.0] * 2, [4.0] * 2]) / micro_batches  # the mean over micro-batches of sums over their rows
-    assert torch.equal(torch.stack(fs.simulate(lambda mesh: main(mesh, fs.Mesh()), 2)), own)
-    # Each rank's leaf is a variable of its own, on which only its own loss depends.
-    assert torch.equal(torch.stack(fs.simulate(lambda mesh: main(mesh, mesh), 2)), own / 2)
-    assert torch.equal(main(fs.Mesh()), own[0])  # one rank is no job of several
+        grads()
+    own = 2 * (mesh.rank + 1.0) / micro_batches  # the mean over micro-batches of sums over their rows
+    assert grads(fs.Mesh()) == [own] * 2
+    assert grads(mesh) == [own / 2] * 2  # each rank's leaf is a variable of its own, on which only its own loss depends
 
 
-def test_a_psum_over_a_part_of_the_ranks_needs_the_mesh_of_the_mean():
-    def main(mesh, given=None):
-        row = fs.Mesh({"shard": mesh.shard}, device=mesh.device)
-        plan, shards, root, _ = units_of(mesh)
-        evaluate = fs.value_and_grad(lambda s: fs.psum(root(s[""], 1.0), row), mesh=given)
-        return fs.gather(evaluate(shards)[1], plan, mesh)["a"]
-
+@on_ranks({"replicate": 2, "shard": 2})
+def test_a_psum_over_a_part_of_the_ranks_needs_the_mesh_of_the_mean(mesh):
+    row = fs.Mesh({"shard": mesh.shard}, device=mesh.device)
+    plan, shards, root, _ = units_of(mesh)
+    loss_fn = lambda s: fs.psum(root(s[""], 1.0), row)  # noqa: E731
     with pytest.raises(ValueError, match=r"found meshes of \[2, 4\] ranks.*only psum or pmean runs over a part.*pass mesh="):
-        fs.simulate(main, {"replicate": 2, "shard": 2})
+        fs.value_and_grad(loss_fn)(shards)
     # Two ranks of a row each hold the sum of both of their losses.
-    for grad in fs.simulate(lambda mesh: main(mesh, mesh), {"replicate": 2, "shard": 2}):
-        torch.testing.assert_close(grad, torch.full((5,), 2.0))
+    grads = fs.gather(fs.value_and_grad(loss_fn, mesh=mesh)(shards)[1], plan, mesh)
+    torch.testing.assert_close(grads["a"], torch.full((5,), 2.0))
 
 
 @on_ranks(2)
@@ -108,10 +101,8 @@ def test_local_leaves_may_lie_on_meshes_of_other_axes(mesh):
             assert [grad.tolist() for grad in own[""].values()] == [[1.0, 1.0]]
 
 
-# --- a loss without a gradient --------------------------------------------------------------------
-
 CONSTANTS = {
-    "no_grad": lambda s, shards, root: no_grad(lambda: root(s[""], 1.0)),
+    "no_grad": lambda s, shards, root: torch.no_grad()(root)(s[""], 1.0),
     "detached shards": lambda s, shards, root: root(tree.map(torch.Tensor.detach, s[""]), 1.0),
     "a detached loss": lambda s, shards, root: root(s[""], 1.0).detach(),
     "the shards of the scope around it": lambda s, shards, root: root(shards[""], 1.0),
@@ -120,45 +111,29 @@ CONSTANTS = {
 }
 
 
-def no_grad(f):
-    with torch.no_grad():
-        return f()
-
-
-@pytest.mark.parametrize("evaluate", ["value_and_grad", "accumulate each", "accumulate once"])
+@pytest.mark.parametrize(("micro_batches", "reduce"), [(1, "each"), (2, "each"), (2, "once")])
 @pytest.mark.parametrize("constant", CONSTANTS)
-def test_a_loss_that_no_gradient_leaves_is_an_error_unless_it_is_allowed(constant, evaluate):
-    def main(mesh, **options):
-        _, shards, root, _ = units_of(mesh)
-        loss_fn = lambda s, *_: CONSTANTS[constant](s, shards, root)  # noqa: E731
-        if evaluate == "value_and_grad":
-            return fs.value_and_grad(loss_fn, mesh=mesh, **options)(shards)
-        made = fs.accumulate(loss_fn, 2, mesh=mesh, reduce=evaluate.split()[1], **options)
-        return made(shards, torch.ones(2))
-
-    with pytest.raises(
-        ValueError, match=r"depends on a trainable shard of its argument.*pass allow_constant=True for zeros"
-    ):
-        fs.simulate(main, 2)
-    for loss, grads in fs.simulate(lambda mesh: main(mesh, allow_constant=True), 2):
-        torch.testing.assert_close(loss, PARAMS["a"].sum())
-        assert all(not leaf.any() for leaf in tree.leaves(grads))
+@on_ranks(2)
+def test_a_loss_that_no_gradient_leaves_is_an_error_unless_it_is_allowed(mesh, constant, micro_batches, reduce):
+    _, shards, root, _ = units_of(mesh)
+    loss_fn = lambda s, *_: CONSTANTS[constant](s, shards, root)  # noqa: E731
+    how, words = (
+        {"mesh": mesh, "reduce": reduce},
+        "depends on a trainable shard of its argument.*pass allow_constant=True for",
+    )
+    with pytest.raises(ValueError, match=words):
+        fs.accumulate(loss_fn, micro_batches, **how)(shards, torch.ones(2))
+    loss, grads = fs.accumulate(loss_fn, micro_batches, allow_constant=True, **how)(shards, torch.ones(2))
+    torch.testing.assert_close(loss, PARAMS["a"].sum())
+    assert not any(leaf.any() for leaf in tree.leaves(grads))
 
 
-def frozen_alone(mesh):
+@on_ranks(2)
+def test_a_loss_of_frozen_leaves_and_one_micro_batch_without_a_gradient_are_errors(mesh):
     _, shards, root, _ = units_of(mesh, {"a": torch.ones(5), "b": {"c": torch.ones(7, requires_grad=True)}})
-    fs.value_and_grad(lambda s: root(s[""], 1.0))(shards)
-
-
-def one_micro_batch(mesh):
+    with pytest.raises(ValueError, match="from frozen leaves only"):
+        fs.value_and_grad(lambda s: root(s[""], 1.0))(shards)
     _, shards, root, _ = units_of(mesh)
     loss_fn = lambda s, x: root(s[""], 1.0) if x.sum() > 0 else torch.zeros(())  # noqa: E731
-    fs.accumulate(loss_fn, 2)(shards, torch.tensor([1.0, 0.0]))
-
-
-@pytest.mark.parametrize(
-    ("main", "words"), [(frozen_alone, "from frozen leaves only"), (one_micro_batch, "a loss that no gradient leaves")]
-)
-def test_a_loss_of_frozen_leaves_and_one_micro_batch_without_a_gradient_are_errors(main, words):
-    with pytest.raises(ValueError, match=words):
-        fs.simulate(main, 2)
+    with pytest.raises(ValueError, match="a loss that no gradient leaves"):
+        fs.accumulate(loss_fn, 2)(shards, torch.tensor([1.0, 0.0]))
