@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import funcshard as fs
-from tests.core.units import by_hand, each_by_hand, forward_mode
+from tests.core.units import by_hand, each_by_hand, forward_mode, requiring_grad
 from tests.pairwise import crossed
 from tests.ranks import on_ranks
 
@@ -94,17 +94,13 @@ def close(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
 
-def ranks_of(world):
-    return world if isinstance(world, int) else torch.Size(world.values()).numel()
-
-
 @pytest.mark.slow
 @crossed(strategy=STRATEGIES, world=WORLDS, learned=list(LEARNED))
 @on_ranks()
 def test_a_learned_value_that_multiplies_shards_gets_its_gradient_once(mesh, strategy, world, learned):
     value, factors_of = LEARNED[learned]
-    params, value = each(lambda p: p.clone().requires_grad_(), PARAMS), value.clone().requires_grad_()
-    objective = expected_objective(ranks_of(world), factors_of)(params, value)
+    params, value = requiring_grad(each(torch.clone, PARAMS)), value.clone().requires_grad_()
+    objective = expected_objective(mesh.world_size, factors_of)(params, value)
     leaves = [value, *(leaf for own in params.values() for leaf in own.values())]
     of_value, *of_params = torch.autograd.grad(objective, leaves)
     value = value.detach()
@@ -127,8 +123,7 @@ def test_a_learned_value_that_multiplies_shards_gets_its_gradient_once(mesh, str
 
     # Plain autograd, which adds over ranks.
     own = value.clone().requires_grad_()
-    leaves = each(lambda p: p.clone().requires_grad_(), shards)
-    (part,) = torch.autograd.grad(adapted(leaves, own), own)
+    (part,) = torch.autograd.grad(adapted(requiring_grad(shards), own), own)
     close(fs.psum(part, mesh, axis=tuple(mesh.shape)) / mesh.world_size, of_value)
 
 
@@ -149,8 +144,8 @@ def meta_loss_of_rate(mesh, strategy):
 @pytest.mark.parametrize(("strategy", "world"), [("full_shard", 2), ("no_shard", 2), ("shard_grad_op", WORLDS[3])], ids=str)
 @on_ranks()
 def test_derivatives_of_every_order_by_a_learned_rate_are_right(mesh, strategy, world):
-    objective = expected_objective(ranks_of(world), LEARNED["a rate"][1])
-    leaves = each(lambda p: p.clone().requires_grad_(), PARAMS)
+    objective = expected_objective(mesh.world_size, LEARNED["a rate"][1])
+    leaves = requiring_grad(each(torch.clone, PARAMS))
     rate, orders = NUMBER.clone().requires_grad_(), []
     value = objective(leaves, rate)
     for _ in range(4):
@@ -179,11 +174,11 @@ def test_derivatives_of_every_order_by_a_learned_rate_are_right(mesh, strategy, 
 @pytest.mark.parametrize("world", [2, 4, {"replicate": 2, "shard": 1}], ids=str)
 @on_ranks()
 def test_ranks_may_use_their_parts_of_a_gradient_differently(mesh, world):
-    objective = expected_objective(ranks_of(world), LEARNED["a rate"][1])
-    params, rate = each(lambda p: p.clone().requires_grad_(), PARAMS), NUMBER.clone().requires_grad_()
+    objective = expected_objective(mesh.world_size, LEARNED["a rate"][1])
+    params, rate = requiring_grad(each(torch.clone, PARAMS)), NUMBER.clone().requires_grad_()
     (first,) = torch.autograd.grad(objective(params, rate), rate, create_graph=True)
     (second,) = torch.autograd.grad(first, rate)
-    rate, weight = NUMBER.clone().requires_grad_(), float(mesh.rank + 1)
+    weight = float(mesh.rank + 1)
     (part,) = torch.autograd.grad(meta_loss_of_rate(mesh, "no_shard")(rate), rate, create_graph=True)
     weighted = fs.pmean(weight * part, mesh)
     (found,) = torch.autograd.grad(weighted, rate)

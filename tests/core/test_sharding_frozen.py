@@ -69,15 +69,11 @@ def test_a_state_dict_of_gradients_leaves_the_names_of_frozen_leaves_out(mesh: f
             torch.testing.assert_close(value, trained[name])
 
 
-# --- mistakes -------------------------------------------------------------------------------------
-
-
-def test_none_for_a_leaf_with_a_gradient_is_an_error() -> None:
+@pytest.mark.parametrize("use", [fs.gather, fs.to_state_dict])
+def test_none_for_a_leaf_with_a_gradient_is_an_error(use: Any) -> None:
     plan, _, grads = gradients(fs.Mesh())
-    without = {**grads, "2": {**grads["2"], "float64": None}}
-    for use in (fs.gather, fs.to_state_dict):
-        with pytest.raises(ValueError, match="shard 'float64' of unit '2' must be a tensor; found NoneType"):
-            use(without, plan, fs.Mesh())
+    with pytest.raises(ValueError, match="shard 'float64' of unit '2' must be a tensor; found NoneType"):
+        use({**grads, "2": {**grads["2"], "float64": None}}, plan, fs.Mesh())
 
 
 NO_GRADIENTS: dict[str, tuple[Any, str]] = {
@@ -99,11 +95,9 @@ def test_a_tree_with_none_elsewhere_is_no_gradient(name: str) -> None:
 @on_ranks(2)
 def test_a_rank_that_has_values_where_others_have_none_is_an_error_on_every_rank(mesh: fs.Mesh) -> None:
     plan, shards, grads = gradients(mesh)
-    tree = fs.gather(grads, plan, mesh)
-    full = fs.gather(shards, plan, mesh)
-    mine = {**tree, **{name: full[name] for name in FROZEN}} if mesh.rank else tree
+    tree, full = fs.gather(grads, plan, mesh), fs.gather(shards, plan, mesh)
     with pytest.raises(ValueError, match=r"leaf '0\.bias' of params must have the same values on every rank"):
-        fs.shard(mine, plan, mesh)
+        fs.shard({**tree, **{name: full[name] for name in FROZEN if mesh.rank}}, plan, mesh)
 
 
 def test_a_gradient_tree_is_no_tree_of_parameters() -> None:

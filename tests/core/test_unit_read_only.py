@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import funcshard as fs
+from funcshard._utils import tree
 from tests.core.units import by_hand, of_module, requiring_grad
 from tests.ranks import on_ranks, run_ranks, run_simulated
 
@@ -99,22 +100,15 @@ def give_out(mesh: fs.Mesh, what: str, strategy: str, grad: bool) -> tuple[bool,
     (sharded, shards), x = made(mesh, what, strategy), torch.ones(2, WIDTH)
     shards = requiring_grad(shards, grad)
     with torch.set_grad_enabled(grad):
-        first = tensors(sharded(shards, {}, x))
+        first = tree.leaves(sharded(shards, {}, x))
         before = [each.detach().clone() for each in first]
         if mesh.rank == 0:
-            with torch.no_grad():
-                for each in first:
-                    each.zero_()
+            for each in first:
+                each.detach().zero_()
         fs.psum(torch.ones(1), mesh)  # rank 1 compares after rank 0 has written
-        again = tensors(sharded(shards, {}, x))
-    same = mesh.rank == 0 or all(torch.equal(now, then) for now, then in zip(first, before, strict=True))
-    return same, all(torch.equal(now, then) for now, then in zip(again, before, strict=True)), grad == first[0].requires_grad
-
-
-def tensors(result: Any) -> list[torch.Tensor]:
-    if isinstance(result, torch.Tensor):
-        return [result]
-    return [each for value in (result.values() if isinstance(result, dict) else result) for each in tensors(value)]
+        again = tree.leaves(sharded(shards, {}, x))
+    same = mesh.rank == 0 or all(map(torch.equal, first, before))
+    return same, all(map(torch.equal, again, before)), grad == first[0].requires_grad
 
 
 @pytest.mark.slow
@@ -126,37 +120,27 @@ def test_a_returned_leaf_may_be_written_to(strategy, grad) -> None:
         assert found == dict.fromkeys(RETURNS, (True, True, True))
 
 
-def hold_the_model(mesh: fs.Mesh, strategy: str) -> tuple[int, int]:
+def hold_the_model(mesh: fs.Mesh) -> int:
     mesh = fs.init_mesh(mesh.shape, device="cpu")
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(6)]
-    _, sharded, shards = of_module(mesh, nn.Sequential(*layers), ["*"], strategy=strategy)
+    _, sharded, shards = of_module(mesh, nn.Sequential(*layers), ["*"], strategy="shard_grad_op")
     out = sharded(requiring_grad(shards), {}, torch.ones(1, WIDTH))
     fs.psum(torch.ones(1), mesh)
     pool = mesh.shard.shm.blocks.pool
     held = pool.made - len(pool._free)
     out.sum().backward()
-    return held, pool.made
+    return held
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only there do ranks share memory")
 def test_a_model_that_stays_gathered_is_in_memory_once() -> None:
-    (first, _), (second, _), (third, _) = run_ranks(hold_the_model, 3, "shard_grad_op")
+    first, second, third = run_ranks(hold_the_model, 3)
     assert first in (6, 7)  # one block for each unit, and one for tiny buffers
     assert max(second, third) <= 2
 
 
-class Appends(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor, cache: list[torch.Tensor]) -> list[torch.Tensor]:
-        cache.append(self.linear(x))
-        return cache
-
-
 @on_ranks(2)
 def test_a_container_without_leaves_stays_the_one_it_is(mesh: fs.Mesh) -> None:
-    _, sharded, shards = of_module(mesh, Appends())
     cache: list[torch.Tensor] = []
-    assert sharded(shards, {}, torch.ones(1, 4), cache) is cache
+    _, f, shards = by_hand(mesh, {"w": torch.ones(3)}, lambda leaves, cache: cache.append(leaves["w"] * 2) or cache)
+    assert f(shards[""], cache) is cache
