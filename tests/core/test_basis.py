@@ -16,7 +16,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp
 import funcshard as fs
 from funcshard._utils import torch_private
 from funcshard.core import basis, flat_buffer
-from tests.core.units import by_hand, forward_mode
+from tests.core.units import by_hand, each_by_hand, forward_mode
 from tests.ranks import on_ranks, run_simulated
 
 pytestmark = forward_mode
@@ -47,17 +47,15 @@ class Rank:
 
     def __init__(self, mesh, strategy, how):
         self.mesh, self.x = mesh, INPUTS[mesh.rank]
-        plan = fs.make_plan(PARAMS, mesh, units=["a", "b"], strategy=strategy)
-        shards = fs.shard(PARAMS, plan, mesh)
-        self.shards = tuple(shards[name]["float64"] for name in plan.units)
+        functions = {"a": lambda leaves: leaves["w"].clone(), "b": lambda leaves, a, x: layers(a, leaves["w"], x)}
+        wrap = {"reshard": fs.reshard, "unshard": lambda f: f, "remat": fs.remat}[how]
+        _, runs, shards = each_by_hand(mesh, PARAMS, functions, how=wrap, strategy=strategy)
+        self.shards = tuple(shards[name]["float64"] for name in functions)
         cut = strategy != "no_shard"
         n = SIZE // mesh.world_size if cut else SIZE
         own = torch.arange(n) + (n * mesh.rank if cut else 0)
         self.own = torch.cat([own, own + SIZE])  # of the elements of FLAT
-        wrap = {"reshard": fs.reshard, "unshard": lambda f: f, "remat": fs.remat}[how]
-        a = wrap(fs.unshard(lambda leaves: leaves["w"].clone(), plan.units["a"], mesh))
-        tail = wrap(fs.unshard(lambda leaves, a, x: layers(a, leaves["w"], x), plan.units["b"], mesh))
-        self.out = lambda s, x: tail({"float64": s[1]}, a({"float64": s[0]}), x)
+        self.out = lambda s, x: runs["b"]({"float64": s[1]}, runs["a"]({"float64": s[0]}), x)
         self.loss = lambda s, x: self.out(s, x).sum()
 
     def columns(self, matrix):
@@ -96,10 +94,6 @@ def second_derivatives(w):
     return w.block(total(lambda x: hessian(whole_loss)(FLAT, x)))
 
 
-def product_with_vector(w):
-    return w.columns(total(lambda x: hessian(whole_loss)(FLAT, x)) @ whole_vector())
-
-
 def pushed_by_x(w):
     return jacrev(lambda x: jvp(lambda p: whole(p, x), (FLAT,), (whole_vector(),))[1])(w.x)
 
@@ -111,7 +105,6 @@ def gradient_by_x(w):
 # What torch is asked for, and the true object, or None if there is none. tests/promises/test_transforms.py has single
 # loops of torch.func; here they loop over each other, over jvp and grad, and inside torch.autograd.functional.
 CASES = {
-    "jacrev of jacrev": (lambda w: jacrev(jacrev(w.loss))(w.shards, w.x), second_derivatives),
     "jacrev of grad": (lambda w: jacrev(grad(w.loss))(w.shards, w.x), second_derivatives),
     "functional.jacobian": (lambda w: functional.jacobian(lambda *s: w.out(s, w.x), w.shards), rows_of_all),
     "functional.hessian": (lambda w: functional.hessian(lambda *s: w.loss(s, w.x), w.shards), second_derivatives),
@@ -135,7 +128,6 @@ FUNC, LOOP = (
 )
 MIXED_ROWS = "would mix rows at the gradient of unit '[ab]', cut over 2 ranks"
 IF_CUT = {  # the errors of cases where units are cut
-    "jacrev of jacrev": FUNC + MIXED_ROWS,
     "jacrev of grad": FUNC + MIXED_ROWS,
     "functional.hessian": LOOP + MIXED_ROWS,
     "jacrev by inputs of a gradient": FUNC + MIXED_ROWS,
@@ -194,7 +186,7 @@ def test_vectors_of_ones_own_are_never_refused(mesh):
     w = Rank(mesh, "full_shard", "reshard")
     _, pull = vjp(lambda s: grad(w.loss)(s, w.x), w.shards)
     pulled = torch.vmap(pull)(tuple(torch.stack([part, 2 * part]) for part in own_vector(w)))
-    expected = product_with_vector(w)
+    expected = w.columns(total(lambda x: hessian(whole_loss)(FLAT, x)) @ whole_vector())
     for row, factor in ((0, 1), (1, 2)):
         torch.testing.assert_close(tuple(part[row] for part in pulled[0]), tuple(factor * part for part in expected))
 
@@ -204,28 +196,21 @@ def test_a_loop_is_noticed_though_backward_cannot_see_the_caller(name, monkeypat
     # Why: on CUDA torch runs backward in a thread of its own, whose stack does not hold the caller.
     inside, look = threading.local(), basis.basis_loops
 
-    def hidden(backward):
-        def run(*args):
-            inside.backward = True
-            try:
-                return backward(*args)
-            finally:
-                inside.backward = False
-
-        return staticmethod(run)
+    def hidden(*args, backward=flat_buffer.ShardToLeaves.backward):
+        inside.backward = True
+        try:
+            return backward(*args)
+        finally:
+            inside.backward = False
 
     monkeypatch.setattr(basis, "basis_loops", lambda *a, **k: {} if getattr(inside, "backward", False) else look(*a, **k))
-    function = flat_buffer.ShardToLeaves
-    monkeypatch.setattr(function, "backward", hidden(function.backward))
+    monkeypatch.setattr(flat_buffer.ShardToLeaves, "backward", staticmethod(hidden))
 
     def main(mesh):
         with pytest.raises(RuntimeError, match=IF_CUT[name]):
             CASES[name][0](Rank(mesh, "full_shard", "unshard"))
 
     run_simulated(main, WORLD)
-
-
-# --- releases of torch with other names inside ----------------------------------------------------
 
 
 def renamed(monkeypatch, old, new):
@@ -265,13 +250,11 @@ def codes_as_before():
 @pytest.mark.usefixtures("codes_as_before")
 def test_a_release_of_torch_with_other_names_gets_an_error_and_no_wrong_numbers(monkeypatch, old, new, loop, known):
     renamed(monkeypatch, old, new)
+    unknown = f"torch.func.{loop} .* torch {torch.__version__.split('+')[0]}.* unknown"
 
     def main(mesh):
         _, f, shards = by_hand(mesh, {"w": torch.arange(4.0)}, lambda leaves: leaves["w"].square().sum())
-        getattr(torch.func, loop)(f if loop == "jacfwd" else torch.func.grad(f))(shards[""])
+        with pytest.raises(RuntimeError, match="would mix (rows|columns)" if known else unknown):
+            getattr(torch.func, loop)(f if loop == "jacfwd" else torch.func.grad(f))(shards[""])
 
-    words = (
-        "would mix (rows|columns)" if known else f"torch.func.{loop} .* torch {torch.__version__.split('+')[0]}.* unknown"
-    )
-    with pytest.raises(RuntimeError, match=words):
-        fs.simulate(main, 2)
+    fs.simulate(main, 2)

@@ -49,10 +49,7 @@ def inputs(rank: int) -> torch.Tensor:
     return torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))
 
 
-OPTIONS = {
-    **{name: {"strategy": name} for name in ("full_shard", "shard_grad_op", "no_shard")},
-    "offload": {"offload": True},
-}
+OPTIONS = {name: {"strategy": name} for name in ("full_shard", "shard_grad_op", "no_shard")} | {"offload": {"offload": True}}
 AHEAD = {
     "on demand": {"forward_prefetch": False, "backward_prefetch": None},
     "before": {"forward_prefetch": True, "backward_prefetch": "pre"},
@@ -104,18 +101,18 @@ def test_what_was_gathered_for_a_cast_is_each_ranks_own() -> None:
     assert run_ranks(doubled_in_place, 2) == run_simulated(doubled_in_place, 2) == [80_000.0] * 2
 
 
-@pytest.mark.parametrize("world", [2, 3, {"replicate": 2, "shard": 2}], ids=str)
-def test_traffic_is_one_byte_an_element_and_four_a_block(world: Any) -> None:
-    _, params, _ = fs.make_functional(model())
-    for _, _, events in fs.simulate(lambda mesh: gradient(mesh, {}, None, eight_bits), world):
-        plan = fs.make_plan(params, world, units=NAMES)
-        gathers = [event for event in events if event.kind == "all_gather"]
-        assert [event.unit for event in gathers].count("2") == 2  # a second time in backward
-        for event in gathers:
-            (buffer,) = plan.units[event.unit].buffers
-            blocks = -(-buffer.shard_numel // BLOCK)
-            assert (event.dtype, event.bytes) == ("int8", event.ranks * blocks * (BLOCK + 4))
-        assert {event.dtype for event in events if event.kind != "all_gather"} == {"float32"}
+@pytest.mark.parametrize("world", [3, {"replicate": 2, "shard": 2}], ids=str)
+@on_ranks()
+def test_traffic_is_one_byte_an_element_and_four_a_block(mesh: fs.Mesh, world: Any) -> None:
+    plan = fs.make_plan(fs.make_functional(model())[1], mesh, units=NAMES)
+    _, _, events = gradient(mesh, {}, None, eight_bits)
+    gathers = [event for event in events if event.kind == "all_gather"]
+    assert [event.unit for event in gathers].count("2") == 2  # a second time in backward
+    for event in gathers:
+        (buffer,) = plan.units[event.unit].buffers
+        blocks = -(-buffer.shard_numel // BLOCK)
+        assert (event.dtype, event.bytes) == ("int8", event.ranks * blocks * (BLOCK + 4))
+    assert {event.dtype for event in events if event.kind != "all_gather"} == {"float32"}
 
 
 def test_a_large_unit_shrinks_as_the_page_says() -> None:
@@ -217,8 +214,10 @@ def mine(mesh: fs.Mesh, full: torch.Tensor) -> torch.Tensor:
 X = torch.linspace(-1, 2, 8).reshape(2, 4)
 
 
-def check_transforms(mesh: fs.Mesh) -> None:
-    """Check that derivatives are those at the rounded values; tangents and stacks of shards are gathered unrounded."""
+@pytest.mark.parametrize("world", [1, 2, 3])
+@on_ranks()
+def test_transforms_see_the_rounded_values(mesh: fs.Mesh, world: int) -> None:
+    """Derivatives are those at the rounded values; tangents and stacks of shards are gathered unrounded."""
     f, shard, full = unit_function(mesh, eight_bits)
     exact, _, w = unit_function(mesh, None)
     n = mesh.world_size
@@ -244,11 +243,6 @@ def check_transforms(mesh: fs.Mesh) -> None:
     torch.testing.assert_close(along, mine(mesh, n * hvp))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_transforms_see_the_rounded_values(world: int) -> None:
-    fs.simulate(check_transforms, world)
-
-
 GIVES = r"must return, after gathering, a 1-D tensor of 12 elements and torch\.float32, its param_dtype; found "
 SENDS = r"must return, before gathering, a 1-D tensor, the data to send; "
 WRONG: dict[str, tuple[Any, Any, str]] = {
@@ -262,12 +256,9 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", WRONG)
-def test_a_cast_that_gives_something_else_is_refused(name: str, world: int) -> None:
+@on_ranks()
+def test_a_cast_that_gives_something_else_is_refused(mesh: fs.Mesh, name: str, world: int) -> None:
     before, after, words = WRONG[name]
-
-    def main(mesh: fs.Mesh) -> None:
-        f, shard, _ = unit_function(mesh, lambda unit, buffer: fs.Cast(before, after))
-        f(shard, X)
-
+    f, shard, _ = unit_function(mesh, lambda unit, buffer: fs.Cast(before, after))
     with pytest.raises(ValueError, match=r"the cast of buffer 'float32' of unit '\(root\)' " + words):
-        fs.simulate(main, world)
+        f(shard, X)

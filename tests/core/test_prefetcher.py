@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import warnings
@@ -19,6 +20,7 @@ from funcshard.comm.topology import Topology
 from funcshard.core.buffer_comm import AllGatherHandle, BufferComm
 from funcshard.core.prefetcher import Prefetcher
 from tests.core.units import of_module, recorded, requiring_grad, same_bits
+from tests.module.law import Runs
 from tests.ranks import on_ranks, run_ranks, run_simulated
 from tests.storages import Log, LoggedBlock
 
@@ -85,9 +87,6 @@ def test_the_last_unit_is_gathered_when_the_gradient_of_the_output_arrives(mesh,
         fs.value_and_grad(loss_fn)(shards)
     assert tuple(events) == fs.predict_events(plan, sharded.schedule, not_saved=["0"])
     assert seen == [[], ahead if not spared else []]
-
-
-# --- the order of units ------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -163,9 +162,8 @@ DIFFERENCES = {  # orders and schedules of two ranks, and the error
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("run", [run_simulated, run_ranks])
-@pytest.mark.parametrize("name", DIFFERENCES)
-def test_ranks_that_run_units_in_different_orders_are_told_the_position_and_the_units(run, name):
+@pytest.mark.parametrize(("name", "run"), [*((name, run_simulated) for name in DIFFERENCES), ("another unit", run_ranks)])
+def test_ranks_that_run_units_in_different_orders_are_told_the_position_and_the_units(name, run):
     orders, schedules, words = DIFFERENCES[name]
     with pytest.raises(ValueError, match=f"(?s)must be the same on every rank; .*{words}"):
         run(with_its_own, 2, orders, schedules)
@@ -245,57 +243,37 @@ def test_a_rank_that_is_ahead_waits_for_a_unit_before_it_gathers_the_next():
     assert waited_for == {"a": [], "b": ["a"]}
 
 
-# --- the order in backward ---------------------------------------------------------------------------------------------
+def marked(layer, x, mark):
+    """Compute two products, and say when backward has the gradient of the first one's result."""
+    hidden = torch.tanh(layer.first(x))
+    hidden.register_hook(mark)
+    return x + layer.second(hidden)
 
 
-class Marked(nn.Module):
-    """A layer of two products, that says when backward has the gradient of the first one's result."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x, mark):
-        hidden = torch.tanh(self.first(x))
-        hidden.register_hook(mark)
-        return x + self.second(hidden)
-
-
-class Layers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Marked() for _ in range(6))
-
-    def forward(self, x, mark):
-        for number, layer in enumerate(self.layers):
-            x = layer(x, lambda _, number=number: mark(f"gradients layers.{number}"))
-        return x
+def through(net, x, mark):
+    for number, layer in enumerate(net.layers):
+        x = layer(x, lambda _, number=number: mark(f"gradients layers.{number}"))
+    return x
 
 
 @pytest.mark.parametrize("setting", ["pre", "post", None])
-def test_the_next_gather_of_a_backward_starts_before_after_or_well_after_the_gradient_work(setting):
-    def main(mesh):
-        _, sharded, shards = of_module(mesh, Layers(), ["layers.*"], schedule={"backward_prefetch": setting})
-        x, lines = torch.randn(2, 4, requires_grad=True), []
-        for _ in range(2):
-            with fs.record_events() as events:
-                fs.value_and_grad(lambda s: sharded(s, {}, x, events.append).square().mean())(shards)
-            lines.append([e if isinstance(e, str) else f"{e.kind} {e.unit}" for e in events])
-        return lines
-
-    layers = [f"layers.{number}" for number in range(6)]
-    for line in itertools.chain(*run_simulated(main, 2)):
-        gathers = [e.removeprefix("all_gather ") for e in line if e.startswith("all_gather")]
-        assert gathers == [*layers, *reversed(layers)]
-        line = line[len(layers) :]  # without the all-gathers of forward
-        for now, following in itertools.pairwise(reversed(layers)):
-            gather = line.index(f"all_gather {following}")
-            gradients, reduced = line.index(f"gradients {now}"), line.index(f"reduce_scatter {now}")
-            assert gradients < reduced
-            assert (gather < gradients, gather < reduced) == (setting == "pre", setting is not None)
-
-
-# --- overlap, on real ranks --------------------------------------------------------------------------------------------
+@on_ranks(2)
+def test_the_next_gather_of_a_backward_starts_before_after_or_well_after_the_gradient_work(mesh, setting):
+    blocks = nn.ModuleList(Runs(marked, first=nn.Linear(4, 4), second=nn.Linear(4, 4)) for _ in range(6))
+    net, layers = Runs(through, layers=blocks), [f"layers.{number}" for number in range(6)]
+    _, sharded, shards = of_module(mesh, net, ["layers.*"], schedule={"backward_prefetch": setting})
+    x = torch.randn(2, 4, requires_grad=True)
+    with fs.record_events() as events:
+        fs.value_and_grad(lambda s: sharded(s, {}, x, events.append).square().mean())(shards)
+    line = [e if isinstance(e, str) else f"{e.kind} {e.unit}" for e in events]
+    gathers = [e.removeprefix("all_gather ") for e in line if e.startswith("all_gather")]
+    assert gathers == [*layers, *reversed(layers)]
+    line = line[len(layers) :]  # without the all-gathers of forward
+    for now, following in itertools.pairwise(reversed(layers)):
+        gather = line.index(f"all_gather {following}")
+        gradients, reduced = line.index(f"gradients {now}"), line.index(f"reduce_scatter {now}")
+        assert gradients < reduced
+        assert (gather < gradients, gather < reduced) == (setting == "pre", setting is not None)
 
 
 class Late:
@@ -323,19 +301,13 @@ class Late:
         return SimpleNamespace(wait=lambda: self.line.append(f"wait {number}") or work.wait())
 
 
-class Wide(nn.Module):
-    """A layer whose all-gather takes milliseconds, and that tells when it has been computed."""
-
-    def __init__(self, number, reached):
-        super().__init__()
-        self.linear, self.number, self.reached = nn.Linear(600, 600), number, reached
-
-    def forward(self, x):
-        self.reached(f"forward {self.number}")
-        y = torch.tanh(self.linear(x))
-        y.register_hook(lambda grad: self.reached(f"backward {self.number}"))
-        self.reached(f"forward {self.number} computed")
-        return y
+def wide(layer, x, number, reached):
+    """Tell when a layer, whose all-gather takes milliseconds, has been computed."""
+    reached(f"forward {number}")
+    y = torch.tanh(layer.linear(x))
+    y.register_hook(lambda grad: reached(f"backward {number}"))
+    reached(f"forward {number} computed")
+    return y
 
 
 def overlap(mesh, backward):
@@ -351,7 +323,8 @@ def overlap(mesh, backward):
         if mesh.rank == 0:
             store.set(moment, "reached")
 
-    net = nn.Sequential(*[Wide(number, reached) for number in range(4)])
+    runs = [functools.partial(wide, number=number, reached=reached) for number in range(4)]
+    net = nn.Sequential(*[Runs(run, linear=nn.Linear(600, 600)) for run in runs])
     on = fs.Mesh({"shard": late}, device=mesh.device)
     _, sharded, shards = of_module(on, net, ["*"], schedule={"backward_prefetch": backward})
     loss_fn = lambda s: sharded(s, {}, torch.ones(4, 600)).mean()  # noqa: E731

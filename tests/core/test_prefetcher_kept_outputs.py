@@ -13,64 +13,49 @@ import funcshard as fs
 from funcshard._utils import tree
 from funcshard.core.buffer_comm import AllGatherHandle
 from tests.core.units import of_module, recorded, requiring_grad, same_bits
+from tests.module.law import Runs
 from tests.pairwise import crossed
 from tests.ranks import on_ranks, run_simulated
 
 WIDTH = 6
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.second(torch.tanh(self.first(x)))
+def block():
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
 
 
-class Heads(nn.Module):
+def all_heads(net, x):
+    x = net.b(net.a(x))
+    aux = net.aux(x)
+    more = net.more(aux)
+    return net.c(x), aux, more
+
+
+def heads():
     """Blocks, and two auxiliary heads between them; the result holds all outputs."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.aux, self.more, self.c = (Block() for _ in range(5))
-
-    def forward(self, x):
-        x = self.b(self.a(x))
-        aux = self.aux(x)
-        more = self.more(aux)
-        return self.c(x), aux, more
+    return Runs(all_heads, a=block(), b=block(), aux=block(), more=block(), c=block())
 
 
-class Weights(nn.Module):
-    """A unit that saves its weight for an output, and has another output that saves nothing."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.eye(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
-
-    def forward(self, x):
-        return x + self.bias, x @ self.weight
+def shifted(net, x):
+    x, aux = net.b(net.a(x))
+    return net.c(x), aux
 
 
-class Shifts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = Block(), Weights(), Block()
-
-    def forward(self, x):
-        x, aux = self.b(self.a(x))
-        return self.c(x), aux
+def shifts():
+    """Blocks around a unit that saves its weight for an output, and has another output that saves nothing."""
+    weight, bias = nn.Parameter(torch.eye(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+    both = Runs(lambda unit, x: (x + unit.bias, x @ unit.weight), weight=weight, bias=bias)
+    return Runs(shifted, a=block(), b=both, c=block())
 
 
-UNITS = {Heads: ["a", "b", "aux", "more", "c"], Shifts: ["a", "b", "c"]}
+UNITS = {heads: ["a", "b", "aux", "more", "c"], shifts: ["a", "b", "c"]}
 ROWS = {
-    "default": (Heads, {}, {}),
-    "two ahead": (Heads, {}, {"limit": 2}),
-    "after gradients": (Heads, {}, {"backward_prefetch": "post"}),
-    "a bucket": (Heads, {"bucket_bytes": 1 << 20}, {}),
-    "slices": (Heads, {"reshard_after_forward": 2}, {}),
-    "a part of a unit": (Shifts, {}, {}),
+    "default": (heads, {}, {}),
+    "two ahead": (heads, {}, {"limit": 2}),
+    "after gradients": (heads, {}, {"backward_prefetch": "post"}),
+    "a bucket": (heads, {"bucket_bytes": 1 << 20}, {}),
+    "slices": (heads, {"reshard_after_forward": 2}, {}),
+    "a part of a unit": (shifts, {}, {}),
 }
 
 
@@ -117,27 +102,21 @@ def test_a_unit_of_which_the_loss_uses_no_output_is_not_gathered_in_backward(kee
     for _, steps in run_simulated(kept, 2, "default", False, keeps):
         for events in steps:
             units = [event.unit for event in events if event.kind == "all_gather"]
-            assert units == [*UNITS[Heads], "c", "b", "a"]
+            assert units == [*UNITS[heads], "c", "b", "a"]
 
 
-class Noted(nn.Module):
-    """Blocks; backward calls ``note`` when it comes to the output of each."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-
-    def forward(self, x, note):
-        for block in self.blocks:
-            x = block(x)
-            x.register_hook(note)
-        return x
+def noted(net, x, note):
+    """Run blocks; backward calls ``note`` when it comes to the output of each."""
+    for each in net.blocks:
+        x = each(x)
+        x.register_hook(note)
+    return x
 
 
 @pytest.mark.parametrize("by", ["inputs", "shards", "both"])
 @on_ranks(2)
 def test_a_backward_by_inputs_or_shards_gathers_ahead(mesh, by):
-    _, sharded, shards = of_module(mesh, Noted(), ["blocks.*"])
+    _, sharded, shards = of_module(mesh, Runs(noted, blocks=nn.ModuleList(block() for _ in range(4))), ["blocks.*"])
     x, leaves, gathered = torch.ones(2, WIDTH, requires_grad=True), requiring_grad(shards), []
 
     def note(_):
@@ -149,20 +128,16 @@ def test_a_backward_by_inputs_or_shards_gathers_ahead(mesh, by):
     assert gathered == [0, 2, 3, 4]
 
 
-def test_what_backward_gathered_in_vain_is_dropped_when_it_ends():
-    net = Heads()
+@on_ranks(2)
+def test_what_backward_gathered_in_vain_is_dropped_when_it_ends(mesh):
+    net, outputs = heads(), []
     net.aux.requires_grad_(False)
+    _, sharded, shards = of_module(mesh, net, UNITS[heads])
 
-    def main(mesh):
-        _, sharded, shards = of_module(mesh, net, UNITS[Heads])
-        outputs = []
+    def loss_fn(shards, x):
+        outputs.append(sharded(shards, {}, x))
+        return outputs[-1][0].square().sum()
 
-        def loss_fn(shards, x):
-            outputs.append(sharded(shards, {}, x))
-            return outputs[-1][0].square().sum()
-
-        _, events = recorded(fs.value_and_grad(loss_fn), shards, torch.ones(2, WIDTH))
-        held = [each for each in gc.get_objects() if issubclass(type(each), AllGatherHandle) and each.comm.mesh is mesh]
-        return sum(event.unit == "aux" for event in events), held, len(outputs)
-
-    assert run_simulated(main, 2) == [(2, [], 1)] * 2
+    _, events = recorded(fs.value_and_grad(loss_fn), shards, torch.ones(2, WIDTH))
+    held = [each for each in gc.get_objects() if issubclass(type(each), AllGatherHandle) and each.comm.mesh is mesh]
+    assert (sum(event.unit == "aux" for event in events), held, len(outputs)) == (2, [], 1)

@@ -15,7 +15,7 @@ from funcshard._utils import tree
 from funcshard.comm import neighbours
 from funcshard.comm.wrapped_group import WrappedGroup
 from tests.core.units import of_module, requiring_grad, same_bits
-from tests.module.law import calls_on, sharded_call
+from tests.module.law import Runs, calls_on, sharded_call
 from tests.ranks import on_ranks, run_ranks, run_simulated
 from tests.storages import Alive
 
@@ -23,31 +23,33 @@ WIDTH = 16
 UNITS = ["0", "1", "2"]
 
 
-class Block(nn.Module):
-    def __init__(self, again=False):
-        super().__init__()
-        self.up, self.down, self.again = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH), again
-
-    def forward(self, x):
-        if self.again and torch.is_grad_enabled():
-            return x + checkpoint(lambda y: self.down(torch.tanh(self.up(y))), x, use_reentrant=False)
-        return x + self.down(torch.tanh(self.up(x)))
+def plain(block, x):
+    return x + block.down(torch.tanh(block.up(x)))
 
 
-def made(**options):
+def checkpointed(block, x):
+    return checkpoint(plain, block, x, use_reentrant=False)
+
+
+def block(run=plain):
+    return Runs(run, up=nn.Linear(WIDTH, 3 * WIDTH), down=nn.Linear(3 * WIDTH, WIDTH))
+
+
+def made(run=plain):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(2)
-        return nn.Sequential(*[Block(**options) for _ in range(3)], nn.Linear(WIDTH, 1))
+        return nn.Sequential(*[block(run) for _ in range(3)], nn.Linear(WIDTH, 1))
 
 
 def data(rank):
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank))
 
 
-def train(world, reshard_after_forward, units=UNITS, again=False, **options):
+def train(world, reshard_after_forward, units=UNITS, block=plain, **options):
     """Return what the second of two steps gives on each rank."""
-    net = fs.make_functional(made(again=again))
-    return calls_on(world, net, data, units, reshard_after_forward=reshard_after_forward, **options)
+    return calls_on(
+        world, fs.make_functional(made(block)), data, units, reshard_after_forward=reshard_after_forward, **options
+    )
 
 
 def same_step(calls, others):
@@ -86,7 +88,7 @@ def test_backward_gathers_from_the_neighbours_as_predicted_and_gives_the_same_bi
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "between"), [(2, 3), (True, 0)], ids=["half of each of three units", "nothing"])
 def test_between_forward_and_backward_a_rank_holds_its_part_of_a_unit(ranks, between):
-    nbytes = 4 * sum(p.numel() for p in Block().parameters())
+    nbytes = 4 * sum(p.numel() for p in block().parameters())
 
     def main(mesh):
         _, sharded, shards = of_module(mesh, made(), UNITS, reshard_after_forward=ranks)
@@ -102,9 +104,9 @@ def test_between_forward_and_backward_a_rank_holds_its_part_of_a_unit(ranks, bet
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"again": True}, {"how": {"remat": ["1"]}}], ids=["inside", "around"])
+@pytest.mark.parametrize("options", [{"block": checkpointed}, {"how": {"remat": ["1"]}}], ids=["inside", "around"])
 def test_recomputation_inside_and_around_a_unit_gives_the_same_bits(options):
-    same_step(train(4, 2, **options), train(4, True, again=True))
+    same_step(train(4, 2, **options), train(4, True, block=checkpointed))
 
 
 @dataclass(frozen=True, slots=True)
