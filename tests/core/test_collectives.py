@@ -17,10 +17,9 @@ from tests.ranks import on_ranks
 pytestmark = forward_mode
 
 GRID, CUBE = {"shard": 2, "tensor": 2}, {"replicate": 2, "shard": 2, "tensor": 2}
-# The grid of two axes is a part of the cube, and most of it runs with the slow tests.
-AXES = [({"tensor": 3}, axis) for axis in ("tensor", ("shard", "tensor"), None)]
-AXES += [(CUBE, axis) for axis in ("tensor", ("replicate", "tensor"), ("tensor", "shard", "replicate"))]
-AXES += [(GRID, axis) for axis in ("tensor", "shard", ("shard", "tensor"), ("tensor", "shard"), None)]
+AXES: list[tuple[Any, Any]] = [({"tensor": 3}, "tensor"), (CUBE, ("tensor", "shard", "replicate")), (GRID, None)]
+on_some_axes = pytest.mark.parametrize(("world", "axis"), AXES, ids=str)
+AXES += [({"tensor": 3}, None), (CUBE, ("replicate", "tensor")), (GRID, "shard"), (GRID, ("shard", "tensor"))]
 on_every_axis = pytest.mark.parametrize(("world", "axis"), AXES, ids=str)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int16, torch.complex64, torch.bool)
 
@@ -142,7 +141,7 @@ def curved(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LINEAR)
-@on_every_axis
+@on_some_axes
 def test_the_gradient_is_the_exact_adjoint(world: Any, axis: Any, name: str) -> None:
     operation = OPERATIONS[name]
 
@@ -191,11 +190,14 @@ CURVED = ["psum", "pmean", "pmax", "all_gather, dim -1", "all_gather, tiled", "p
           "all_to_all, 0 to 2", "all_to_all, tiled, 2 to 0", "ppermute, a ring", "ppermute, one pair"]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CURVED)
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world", "axis"), [(GRID, ("tensor", "shard")), pytest.param({"tensor": 3}, "tensor", marks=pytest.mark.slow)], ids=str
+    ("name", "world", "axis"),
+    [(name, GRID, ("tensor", "shard")) for name in CURVED]
+    + [(name, {"tensor": 3}, "tensor") for name in ("pmax", "psum_scatter, tiled", "ppermute, a ring")],
+    ids=str,
 )
-def test_first_and_second_derivatives_are_those_of_the_function_of_all_ranks(world: Any, axis: Any, name: str) -> None:
+def test_first_and_second_derivatives_are_those_of_the_function_of_all_ranks(name: str, world: Any, axis: Any) -> None:
     shape = OPERATIONS[name].sizes(len(line(0, world, axis)))
     stack, v = (torch.randn(math.prod(world.values()), *shape, dtype=torch.float64) for _ in range(2))
     plain = whole(name, axis, world)
@@ -214,9 +216,9 @@ def test_first_and_second_derivatives_are_those_of_the_function_of_all_ranks(wor
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CURVED)
-@pytest.mark.parametrize("axis", ["tensor", ("tensor", "shard")], ids=str)
 @on_ranks(GRID)
-def test_vmap_over_any_dimension_is_a_loop_with_one_collective(mesh: fs.Mesh, axis: Any, name: str) -> None:
+def test_vmap_over_any_dimension_is_a_loop_with_one_collective(mesh: fs.Mesh, name: str) -> None:
+    axis = ("tensor", "shard")
     shape = OPERATIONS[name].sizes(len(line(0, GRID, axis)))
     each = [whole_number_tensor(mesh.rank, shape, salt=salt) for salt in range(3)]
     f = lambda x: OPERATIONS[name].run(x, mesh, axis)  # noqa: E731

@@ -12,11 +12,11 @@ from torch import nn
 import funcshard as fs
 from funcshard._utils import tree
 from tests.core.units import of_module, recorded, requiring_grad, same_bits
+from tests.module.law import Runs
 from tests.pairwise import crossed
 from tests.ranks import on_ranks
 
 BF16 = torch.bfloat16
-Saved = list[tuple[torch.dtype, tuple[int, ...]]]
 
 
 def written(w: torch.Tensor, b: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -44,36 +44,21 @@ USES: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-class Uses(nn.Module):
-    """A residual block that reads its weight in one of these ways."""
-
-    def __init__(self, use: str) -> None:
-        super().__init__()
-        self.use = use
-        shape = {"conv1d": (6, 6, 3), "bmm": (4, 6, 6), "wide": (12, 6)}.get(use, (6, 6))
-        self.weight = nn.Parameter(torch.randn(shape) / 3)
-        self.bias = nn.Parameter(torch.randn(shape[0]) / 3)
-        self.norm = nn.LayerNorm(6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(USES[self.use](self.weight, self.bias, self.norm(x)))
+def block(use: str) -> nn.Module:
+    """Return a residual block that reads its weight in one of these ways."""
+    run = lambda block, x: x + torch.tanh(USES[use](block.weight, block.bias, block.norm(x)))  # noqa: E731
+    shape = {"conv1d": (6, 6, 3), "bmm": (4, 6, 6), "wide": (12, 6)}.get(use, (6, 6))
+    weight, bias = nn.Parameter(torch.randn(shape) / 3), nn.Parameter(torch.randn(shape[0]) / 3)
+    return Runs(run, weight=weight, bias=bias, norm=nn.LayerNorm(6))
 
 
-class Net(nn.Module):
-    def __init__(self, use: str) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Uses(use) for _ in range(2))
-        self.head = nn.Linear(6, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), torch.arange(x.shape[0] * x.shape[1]) % 5)
-
-
-def build(use: str) -> Net:
+def build(use: str) -> nn.Sequential:
     torch.manual_seed(0)
-    return Net(use)
+    return nn.Sequential(block(use), block(use), nn.Linear(6, 5))
+
+
+def loss_of(out: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(out.flatten(0, 1), torch.arange(out.shape[0] * out.shape[1]) % 5)
 
 
 def batch() -> torch.Tensor:
@@ -87,18 +72,17 @@ def autocast(dtype: torch.dtype = BF16) -> torch.autocast:
 def plain(use: str, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     net = build(use)
     with autocast(dtype):
-        loss = net(batch())
+        loss = loss_of(net(batch()))
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
 
 
 def ours(mesh: fs.Mesh, use: str, dtype: torch.dtype, hooks: Any = contextlib.nullcontext) -> Any:
-    net = build(use)
-    plan, sharded, shards = of_module(mesh, net, fs.wrap.by_class(Uses)(net), reshard_after_forward=True)
+    plan, sharded, shards = of_module(mesh, build(use), ["0", "1"], reshard_after_forward=True)
 
     def loss_fn(shards: Any) -> torch.Tensor:
         with autocast(dtype), hooks():
-            return sharded(shards, {}, batch())
+            return loss_of(sharded(shards, {}, batch()))
 
     (loss, grads), events = recorded(fs.value_and_grad(loss_fn, allow_constant=True), shards)
     assert events == fs.predict_events(plan, sharded.schedule)
@@ -116,43 +100,42 @@ def test_losses_and_gradients_under_autocast_are_those_of_the_module_to_the_bit(
     same_bits((found, {name: grads[name] for name in expected}), (loss, expected))
 
 
-def saved_beside(run: Callable[[Callable[[], Any]], Any]) -> Saved:
+def saved_beside(mesh: fs.Mesh, use: str) -> list[tuple[torch.dtype, tuple[int, ...]]]:
     """Return dtype and shape of the tensors that autograd keeps between forward and backward."""
-    kept: Saved = []
+    kept = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         kept.append((tensor.dtype, tuple(tensor.shape)))
         return tensor.detach()
 
-    run(lambda: torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
+    ours(mesh, use, torch.bfloat16, lambda: torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
     return kept
 
 
 @pytest.mark.parametrize("use", ["linear", "wide", "T", "mT", "plain", "bmm", "conv1d", "by hand"])
 @on_ranks(2)
 def test_autograd_keeps_no_cast_of_a_leaf_of_a_unit(mesh: fs.Mesh, use: str) -> None:
-    weight = build(use).blocks[0].weight
+    weight = build(use)[0].weight
     shapes = {tuple(weight.shape), tuple(weight.mT.shape)}
-    kept = saved_beside(lambda hooks: ours(mesh, use, torch.bfloat16, hooks))
+    kept = saved_beside(mesh, use)
     assert kept, "the hooks saw what autograd keeps"
     assert not [shape for dtype, shape in kept if shape in shapes]
 
 
 @on_ranks(1)
 def test_a_cast_that_was_written_to_is_kept_as_it_is(mesh: fs.Mesh) -> None:
-    kept = saved_beside(lambda hooks: ours(mesh, "written", torch.bfloat16, hooks))
-    assert (torch.bfloat16, (6, 6)) in kept
+    assert (torch.bfloat16, (6, 6)) in saved_beside(mesh, "written")
 
 
 @pytest.mark.parametrize("use", ["linear", "T", "bmm"])
 def test_a_gradient_of_a_gradient_differentiates_through_the_cast(use: str) -> None:
     net, mesh = build(use), fs.Mesh()
-    plan, sharded, shards = of_module(mesh, net, fs.wrap.by_class(Uses)(net))
+    plan, sharded, shards = of_module(mesh, net, ["0", "1"])
 
     def second_derivative(run: Callable[[], torch.Tensor], params: Any) -> Any:
         leaves = list(params)
         with autocast():
-            loss = run()
+            loss = loss_of(run())
         grads = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
         norm = sum(grad.square().sum() for grad in grads if grad is not None)
         return torch.autograd.grad(norm, leaves, allow_unused=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 import funcshard as fs
 from funcshard._utils import tree
 from tests.core.units import by_hand, of_module, requiring_grad
+from tests.module.law import Runs
 from tests.ranks import on_ranks, run_ranks, run_simulated
 
 WIDTH = 200  # a weight of 160 kB: so large that ranks share its gathered memory
@@ -35,26 +37,19 @@ RETURNS: dict[str, Any] = {  # results for a weight and an input
 }
 
 
-class Layer(nn.Module):
-    """A layer whose forward treats its weight as ``what`` says."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.eye(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
-        self.what = what
-
-    def forward(self, x: torch.Tensor) -> Any:
-        if self.what in RETURNS:
-            return RETURNS[self.what](self.weight, x)
-        CHANGES[self.what](self.weight)
-        return x @ self.weight
+def treat(layer: Any, x: torch.Tensor, what: str) -> Any:
+    if what in RETURNS:
+        return RETURNS[what](layer.weight, x)
+    CHANGES[what](layer.weight)
+    return x @ layer.weight
 
 
 def made(mesh: fs.Mesh, what: str, strategy: str = "full_shard") -> Any:
     if mesh.world_size > 1 and type(mesh.shard).__name__ == "TorchGroup":
         mesh = fs.init_mesh(mesh.shape, device="cpu")
-    net = nn.Sequential(Layer(what), Layer(what) if what in CHANGES else nn.Identity())
-    _, sharded, shards = of_module(mesh, net, ["*"], strategy=strategy)
+    run, leaves = functools.partial(treat, what=what), {"weight": torch.eye(WIDTH), "bias": torch.zeros(WIDTH)}
+    layers = [Runs(run, **{name: nn.Parameter(leaf) for name, leaf in leaves.items()}) for _ in range(1 + (what in CHANGES))]
+    _, sharded, shards = of_module(mesh, nn.Sequential(*layers), ["*"], strategy=strategy)
     return sharded, shards
 
 

@@ -55,11 +55,9 @@ CASES: dict[str, tuple[Callable[[], object], Exception]] = {
     "a list of sizes": (lambda: plan(mesh=[2, 2]), MESH),
     "no axes": (lambda: plan(mesh={}), MESH),
     "an axis that is no name": (lambda: plan(mesh={"d p": 2}), MESH),
-    "an axis that is a number": (lambda: plan(mesh={"shard": 2, 1: 2}), MESH),
     # units
     "no part of the tree": (lambda: plan(["nothing"]),
      ValueError("unit 'nothing' matches no part of the tree; units are paths or globs … such as 'blocks', ")),
-    "no such index": (lambda: plan(["blocks.3"]), ValueError("unit 'blocks.3' matches no part of the tree")),
     "a typo": (lambda: plan(["blocks.0.atn"]), ValueError("unit 'blocks.0.atn' …: did you mean 'blocks.0.attn'?")),
     "a typo in a glob": (lambda: plan(["block.*"]),
      ValueError("unit 'block.*' matches no part of the tree; …: did you mean 'blocks.*'?")),
@@ -99,10 +97,8 @@ CASES: dict[str, tuple[Callable[[], object], Exception]] = {
      ValueError("is freed after forward: pass")),
     # leaves
     "a float": (lambda: leaf(1.0), TypeError("leaf 'a.w' must be a torch.Tensor; found float: move it out")),
-    "an object": (lambda: leaf(object()), TypeError("leaf 'a.w' must be a torch.Tensor; found object: move it out")),
     "a module": (lambda: leaf(nn.Linear(1, 1)), TypeError("found Linear: call apply, params, buffers =")),
     "TwoTensor": (lambda: leaf(TwoTensor(torch.ones(3), torch.zeros(3))), OWN_OPERATIONS),
-    "nn.Parameter of it": (lambda: leaf(nn.Parameter(TwoTensor(torch.ones(3), torch.zeros(3)))), OWN_OPERATIONS),
     "__torch_dispatch__": (lambda: leaf(torch.ones(3).as_subclass(Dispatches)), OWN_OPERATIONS),
     "__torch_function__": (lambda: leaf(torch.ones(3).as_subclass(Functions)), OWN_OPERATIONS),
     "ties of no leaf": (lambda: plan(params={"a": torch.ones(1), "b": torch.ones(1)}, ties=[("x", "y")]),
@@ -118,15 +114,11 @@ CASES: dict[str, tuple[Callable[[], object], Exception]] = {
     # keys
     "an empty key at the root": (lambda: plan(params={"": torch.ones(1)}),
      ValueError("a key of the container at the root of the tree is empty … name the key")),
-    "an empty key above": (lambda: plan(params={"": {"a": torch.ones(1)}}),
-     ValueError("a key of the container at the root of the tree is empty")),
     "an empty key inside": (lambda: plan(params={"a": [{"": torch.ones(1)}]}),
      ValueError("a key of the container at 'a.0' is empty")),
     "a dot at the end": (lambda: plan(params={"a.": torch.ones(1)}),
      ValueError("the leaf at 'a.' has an empty key in its path … rename the key")),
     "a dot at the begin": (lambda: plan(params={"a": {".b": torch.ones(1)}}),
-     ValueError("the leaf at 'a..b' has an empty key in its path")),
-    "two dots": (lambda: plan(params={"a..b": torch.ones(1)}),
      ValueError("the leaf at 'a..b' has an empty key in its path")),
     # precisions
     "an integer dtype": (lambda: fs.MixedPrecision(torch.int8),
