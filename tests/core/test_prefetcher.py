@@ -27,25 +27,19 @@ from tests.storages import Log, LoggedBlock
 WIDTH, BLOCKS = 6, 5
 
 
-class Stack(nn.Module):
-    """Blocks, called in the order that is an argument of the call, and a head."""
-
-    def __init__(self, log=None):
-        super().__init__()
-        self.blocks = nn.ModuleList(LoggedBlock(WIDTH, Log() if log is None else log) for _ in range(BLOCKS))
-        self.head, self.scale = nn.Linear(WIDTH, 1), nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x, order=range(BLOCKS)):
-        x = x * self.scale  # so that the backward of the first block needs its weight too
-        for number in order:
-            x = self.blocks[number](x)
-        return self.head(x).square().mean()
+def in_order(net, x, order=range(BLOCKS)):
+    x = x * net.scale  # so that the backward of the first block needs its weight too
+    for number in order:
+        x = net.blocks[number](x)
+    return net.head(x).square().mean()
 
 
 def made(log=None):
+    """Return blocks, called in the order that is an argument of the call, and a head."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        return Stack(log)
+        blocks = nn.ModuleList(LoggedBlock(WIDTH, Log() if log is None else log) for _ in range(BLOCKS))
+        return Runs(in_order, blocks=blocks, head=nn.Linear(WIDTH, 1), scale=nn.Parameter(torch.ones(WIDTH)))
 
 
 def units_of(*numbers):
@@ -194,15 +188,12 @@ def test_what_was_gathered_ahead_for_a_unit_that_is_never_entered_is_waited_for_
     started, asked = {name: [handle(name, Waited()), None] for name in "abcd"}, []
     prefetcher = prefetcher_of("abcd", lambda name: asked.append(name) or started[name], limit=2)
     assert prefetcher.pre_forward("a") is started["a"]
-    assert asked == ["a", "b", "c"]
     assert prefetcher.pre_forward("b") is started["b"]
-    assert asked == ["a", "b", "c", "d"]
     for _ in range(2):
         prefetcher.post_forward()
         assert {name: of[0].work.waits for name, of in started.items()} == dict.fromkeys("abcd", 1)
     assert prefetcher.pre_forward("c") is None  # a unit that backward computes again gathers itself, and nothing ahead
-    assert asked == ["a", "b", "c", "d"]
-    assert prefetcher.ran == ["a", "b"]
+    assert (asked, prefetcher.ran) == (["a", "b", "c", "d"], ["a", "b"])
 
 
 def test_a_wait_that_was_interrupted_is_not_begun_again_when_the_call_ends():

@@ -41,18 +41,13 @@ def of_module(
 ) -> Any:
     """Return a plan, the sharded function of a module without buffers, and the shards.
 
-    Arguments:
-        mesh: the mesh.
-        module: a module, or what ``make_functional`` made of it.
-        units: the units.
-        schedule: arguments of ``make_schedule``; none if the order is learned.
-        how: options of ``fully_shard``.
-        options: options of ``make_plan``.
+    The module may be what ``make_functional`` made of it. ``options`` are the plan's, ``how`` are those of
+    ``fully_shard``, and ``schedule`` those of ``make_schedule``; without them the order is learned.
     """
     apply, params, _ = fs.make_functional(module) if isinstance(module, torch.nn.Module) else module
     plan = fs.make_plan(params, mesh, units=units, **options)
-    given_schedule = None if schedule is None else fs.make_schedule(plan, **schedule)
-    return plan, fs.fully_shard(apply, plan, mesh, schedule=given_schedule, **(how or {})), fs.shard(params, plan, mesh)
+    how = {**(how or {}), "schedule": None if schedule is None else fs.make_schedule(plan, **schedule)}
+    return plan, fs.fully_shard(apply, plan, mesh, **how), fs.shard(params, plan, mesh)
 
 
 def recorded(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, tuple[fs.Event, ...]]:
