@@ -133,30 +133,27 @@ def test_a_unit_that_the_last_micro_batch_leaves_out_is_all_reduced_all_the_same
 
 @pytest.mark.parametrize("reduce", ["each", "once", "shard_each"])
 @pytest.mark.parametrize("bucket_bytes", [0, 1 << 20], ids=["alone", "buckets"])
-def test_the_hook_sees_the_sum_over_the_shard_axis_before_each_all_reduce(reduce: str, bucket_bytes: int) -> None:
+@on_ranks(GRID)
+def test_the_hook_sees_the_sum_over_the_shard_axis_before_each_all_reduce(
+    mesh: fs.Mesh, reduce: str, bucket_bytes: int
+) -> None:
     calls, factors = {"each": 2, "once": 1, "shard_each": 1}[reduce], {"": 2, "2": 3}
+    plan, _, shards, loss_fn, mine = setup(mesh, bucket_bytes=bucket_bytes)
+    seen: dict[str, list[torch.Tensor]] = {unit: [] for unit in plan.units}
 
-    def main(mesh: fs.Mesh) -> Any:
-        plan, _, shards, loss_fn, mine = setup(mesh, bucket_bytes=bucket_bytes)
-        seen: dict[str, list[torch.Tensor]] = {unit: [] for unit in plan.units}
+    def hook(unit: str, key: str, partial: torch.Tensor) -> Any:
+        assert key == "float64"
+        seen[unit].append(partial.clone())
+        if unit == "2":
+            return partial * 3
+        return partial.mul_(2) if unit == "" else None
 
-        def hook(unit: str, key: str, partial: torch.Tensor) -> Any:
-            assert key == "float64"
-            seen[unit].append(partial.clone())
-            if unit == "2":
-                return partial * 3
-            return partial.mul_(2) if unit == "" else None
-
-        _, grads = fs.accumulate(loss_fn, 2, reduce=reduce, on_reduce_scattered=hook)(shards, mine)
-        plain = fs.accumulate(loss_fn, 2, reduce=reduce)(shards, mine)[1]
-        assert {len(each) for each in seen.values()} == {calls}
-        scaled = {unit: {"float64": own["float64"] * factors.get(unit, 1)} for unit, own in plain.items()}
-        torch.testing.assert_close(dict(grads), scaled)
-        return {unit: sum(each) for unit, each in seen.items()}, plain
-
-    (one_row, plain), _, (other_row, _), _ = fs.simulate(main, GRID)
-    for unit, grad in plain.items():  # the sums of the two rows add up to the sum over the world
-        torch.testing.assert_close(one_row[unit] + other_row[unit], 4 * grad["float64"])
+    _, grads = fs.accumulate(loss_fn, 2, reduce=reduce, on_reduce_scattered=hook)(shards, mine)
+    assert {len(each) for each in seen.values()} == {calls}
+    for unit, own in fs.accumulate(loss_fn, 2, reduce=reduce)(shards, mine)[1].items():
+        torch.testing.assert_close(grads[unit]["float64"], own["float64"] * factors.get(unit, 1))
+        # The sums of the two rows add up to the sum over the world.
+        torch.testing.assert_close(fs.psum(sum(seen[unit]), mesh, axis="replicate"), 4 * own["float64"])
 
 
 @pytest.mark.parametrize(("world", "strategy"), [(2, "full_shard"), (2, "no_shard"), (1, "full_shard"), (GRID, "no_shard")])

@@ -264,30 +264,25 @@ def double(unit, *args):
     hook=[None, "on_grads", "on_reduce_scattered"],
     strategy=STRATEGIES,
 )
-def test_a_hook_that_a_backward_inside_backward_would_miss_is_an_error(strategy, hook, bucket_bytes):
+@on_ranks(2)
+def test_a_hook_that_a_backward_inside_backward_would_miss_is_an_error(mesh, strategy, hook, bucket_bytes):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)).double()
     apply, params, _ = fs.make_functional(net)
     x = torch.randn(2, 4, 2, dtype=torch.float64)
-    expected = torch.func.grad(lambda p: apply(p, {}, apply(p, {}, x)).square().mean())
+    plan, sharded, shards = of_module(mesh, (apply, params, {}), ["0", "1"], strategy=strategy, bucket_bytes=bucket_bytes)
 
-    def main(mesh):
-        plan, sharded, shards = of_module(mesh, net, ["0", "1"], strategy=strategy, bucket_bytes=bucket_bytes)
+    def loss(shards):
+        f = lambda x: sharded(shards, {}, sharded(shards, {}, x))  # noqa: E731
+        return Solution.apply(f, x[mesh.rank], *(own["float64"] for own in shards.values())).square().mean()
 
-        def loss(shards):
-            f = lambda x: sharded(shards, {}, sharded(shards, {}, x))  # noqa: E731
-            return Solution.apply(f, x[mesh.rank], *(own["float64"] for own in shards.values())).square().mean()
-
-        fs.value_and_grad(loss)(shards)  # units of a bucket share an autograd node from the second call on
-        _, grads = fs.value_and_grad(loss, **({hook: double} if hook else {}))(shards)
-        return fs.gather(grads, plan, mesh)
-
+    fs.value_and_grad(loss)(shards)  # units of a bucket share an autograd node from the second call on
     if hook is None:
-        for grads in fs.simulate(main, 2):
-            torch.testing.assert_close(dict(grads), expected(params))
+        expected = torch.func.grad(lambda p: apply(p, {}, apply(p, {}, x)).square().mean())(params)
+        torch.testing.assert_close(dict(fs.gather(fs.value_and_grad(loss)(shards)[1], plan, mesh)), expected)
     else:
         with pytest.raises(ValueError, match=f"{hook} sees the gradients .* found a backward inside it .* leave {hook} out"):
-            fs.simulate(main, 2)
+            fs.value_and_grad(loss, **{hook: double})(shards)
 
 
 @forward_mode

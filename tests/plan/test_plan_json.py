@@ -158,12 +158,9 @@ def test_a_plan_calls_nothing_that_its_text_names(name: str, words: str, capfd: 
     assert capfd.readouterr().out == ""
 
 
-def test_the_plan_that_the_cases_damage_is_whole() -> None:
-    assert fs.Plan.from_json(TEXT) == PLAN
-
-
 @pytest.mark.slow
 def test_every_small_change_makes_another_plan_or_is_a_value_error() -> None:
+    assert fs.Plan.from_json(TEXT) == PLAN
     errors = 0
     for where, data in changed_once(json.loads(TEXT), 1500):
         try:

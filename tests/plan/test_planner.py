@@ -63,17 +63,10 @@ def test_a_tensor_at_two_places_belongs_to_the_innermost_unit_that_holds_both(fl
         assert len(plan.leaves) == 2
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb = nn.Embedding(5, 3)
-        self.body = nn.Linear(3, 3)
-        self.head = nn.Linear(3, 5, bias=False)
-        self.head.weight = self.emb.weight
-
-
 def test_marks_or_ties_say_that_parameters_of_a_module_are_tied() -> None:
-    apply, params, _ = fs.make_functional(Tied())
+    net = nn.ModuleDict({"emb": nn.Embedding(5, 3), "body": nn.Linear(3, 3), "head": nn.Linear(3, 5, bias=False)})
+    net["head"].weight = net["emb"].weight
+    apply, params, _ = fs.make_functional(net)
     copies = {name: value.clone() for name, value in params.items()}  # have no marks
     assert apply.ties == (("emb.weight", "head.weight"),)
     plan = fs.make_plan(params, 2, units=["emb", "body", "head"])

@@ -9,6 +9,7 @@ from torch import nn
 import funcshard as fs
 from tests.core.units import of_module, recorded
 from tests.jobs import Calls
+from tests.ranks import on_ranks
 
 
 def linear():
@@ -45,26 +46,24 @@ def test_traffic_stays_within_the_bound_of_each_strategy():
 
 
 @pytest.mark.slow
-def test_backward_gathers_an_outer_unit_first_where_its_own_leaves_are_used_last():
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@on_ranks(2)
+def test_backward_gathers_an_outer_unit_first_where_its_own_leaves_are_used_last(mesh, settings):
     units = ["0.parts.0", "1", "1.parts.0", "1.parts.1"]
 
-    def gathered(order, settings):
+    def gathered(order):
         net = nn.Sequential(Calls((0,), linear()), Calls(order, linear(), linear()))
+        _, sharded, shards = of_module(mesh, net, units, schedule={"order": units, **settings})
+        _, events = recorded(fs.value_and_grad(lambda s: sharded(s, {}, torch.ones(2, 3)).square().mean()), shards)
+        return [event.unit for event in events if event.kind == "all_gather"][5:], sharded.schedule
 
-        def main(mesh):
-            _, sharded, shards = of_module(mesh, net, units, schedule={"order": units, **settings})
-            loss_fn = lambda s: sharded(s, {}, torch.ones(2, 3)).square().mean()  # noqa: E731
-            _, events = recorded(fs.value_and_grad(loss_fn), shards)
-            return [event.unit for event in events if event.kind == "all_gather"][5:], sharded.schedule
-
-        return fs.simulate(main, 2)[0]
-
-    for settings in SETTINGS:
-        # the first linear layer's input needs no gradient, and so its backward no weight
-        assert gathered((None, 0, 1), settings)[0] == ["1.parts.1", "1.parts.0", "1"]
-        assert gathered((0, None, 1), settings)[0] == ["1.parts.1", "1", "1.parts.0"]
-        assert gathered((None, 0, 1, None), settings)[0] == ["1", "1.parts.1", "1.parts.0"]
-    _, schedule = gathered((None, 0, 1, None), SETTINGS[0])
+    # the first linear layer's input needs no gradient, and so its backward no weight
+    assert gathered((None, 0, 1))[0] == ["1.parts.1", "1.parts.0", "1"]
+    assert gathered((0, None, 1))[0] == ["1.parts.1", "1", "1.parts.0"]
+    found, schedule = gathered((None, 0, 1, None))
+    assert found == ["1", "1.parts.1", "1.parts.0"]
+    if settings != SETTINGS[0]:
+        return
     rows = {line.split()[1]: line.split()[2:] for line in str(schedule).splitlines() if line[:1].isdigit()}
     assert schedule.backward is not None
     assert rows["1"] == ["1.parts.0", "1.parts.1"]  # forward gathers the one next, backward the other
@@ -73,19 +72,14 @@ def test_backward_gathers_an_outer_unit_first_where_its_own_leaves_are_used_last
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_units_on_demand_are_not_gathered_ahead_and_the_others_are(settings):
+@on_ranks(2)
+def test_units_on_demand_are_not_gathered_ahead_and_the_others_are(mesh, settings):
     net, units = nn.Sequential(Calls((None,)), *(linear() for _ in range(5))), [str(i) for i in range(6)]
-    schedule = {"order": units, "on_demand": ["3", "1"], **settings}
-
-    def main(mesh):
-        _, sharded, shards = of_module(mesh, net, units, schedule=schedule)
-        loss_fn = lambda s: sharded(s, {}, torch.ones(2, 3)).square().mean()  # noqa: E731
-        _, events = recorded(fs.value_and_grad(loss_fn), shards)
-        assert events == fs.predict_events(sharded.plan, sharded.schedule)
-        return [event.unit for event in events if event.kind == "all_gather"], str(sharded.schedule)
-
-    found, text = fs.simulate(main, 2)[0]
+    _, sharded, shards = of_module(mesh, net, units, schedule={"order": units, "on_demand": ["3", "1"], **settings})
+    _, events = recorded(fs.value_and_grad(lambda s: sharded(s, {}, torch.ones(2, 3)).square().mean()), shards)
+    assert events == fs.predict_events(sharded.plan, sharded.schedule)
+    found = [event.unit for event in events if event.kind == "all_gather"]
     ahead = settings["forward_prefetch"] and settings["limit"] == 2
     assert found[:6] == (["0", "2", "1", "4", "3", "5"] if ahead else units)
     assert sorted(found[6:]) in (units[1:], units)
-    assert "ahead, on demand 1, 3" in text
+    assert "ahead, on demand 1, 3" in str(sharded.schedule)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 
 import pytest
@@ -11,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
 from funcshard._utils import tree
-from tests.core.units import recorded, requiring_grad, same_bits
+from tests.core.units import of_module, recorded, requiring_grad, same_bits
 from tests.module.law import Runs
 from tests.pairwise import crossed
 from tests.ranks import on_ranks, run_ranks
@@ -21,38 +22,32 @@ WIDTH, MUCH = 6, 1 << 20
 AGAIN, BETWEEN = (0, 0, 0, 0), (0, 1, 0, 2, 0, 3, 0)  # a layer again and again; one between the others
 
 
-class Repeated(nn.Module):
-    """Calls its blocks in some order, after a scale of its own, or before it."""
-
-    def __init__(self, order, log=None, *, again=False, last=False):
-        super().__init__()
-        log = Log() if log is None else log
-        self.blocks = nn.ModuleList(LoggedBlock(WIDTH, log) for _ in range(max(order) + 1))
-        self.scale, self.order, self.again, self.last = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH)), order, again, last
-
-    def forward(self, x):
-        x = x if self.last else x * self.scale
-        for number in self.order:
-            block = self.blocks[number]
-            x = checkpoint(block, x, use_reentrant=False) if self.again else block(x)
-        return (x * self.scale if self.last else x).square().mean()
+def in_order(net, x, order, *, again=False, last=False):
+    x = x if last else x * net.scale
+    for number in order:
+        block = net.blocks[number]
+        x = checkpoint(block, x, use_reentrant=False) if again else block(x)
+    return (x * net.scale if last else x).square().mean()
 
 
-def made(*args, **kwargs):
+def made(order, log=None, *, run=in_order, **how):
+    """Return a function that calls blocks in some order, after a scale of its own, or before it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
-        return fs.make_functional(Repeated(*args, **kwargs))
+        blocks = nn.ModuleList(LoggedBlock(WIDTH, Log() if log is None else log) for _ in range(max(order) + 1))
+        run, scale = functools.partial(run, order=order, **how), nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+        return fs.make_functional(Runs(run, blocks=blocks, scale=scale))
 
 
 def names(order):
     return [f"blocks.{number}" for number in order]
 
 
-def on(mesh, apply, params, strategy="shard_grad_op", *, order=None, units=("blocks.*",), **options):
+def on(mesh, functional, strategy="shard_grad_op", *, order=None, units=("blocks.*",), bucket_bytes=0, **how):
     """Return ``(sharded, shards)``, under the schedule of an order if one is given."""
-    plan = fs.make_plan(params, mesh, units=units, strategy=strategy, bucket_bytes=options.pop("bucket_bytes", 0))
-    schedule = None if order is None else fs.make_schedule(plan, names(order))
-    return fs.fully_shard(apply, plan, mesh, schedule=schedule, **options), fs.shard(params, plan, mesh)
+    schedule = None if order is None else {"order": names(order)}
+    options = {"strategy": strategy, "bucket_bytes": bucket_bytes}
+    return of_module(mesh, functional, units, schedule=schedule, how=how, **options)[1:]
 
 
 def step_of(sharded, shards, mesh, width=WIDTH):
@@ -75,9 +70,9 @@ WAYS = {  # options of the model, of fully_shard, of predict_events
 def test_what_is_computed_again_is_predicted(mesh, strategy, order, way):
     model, sharding, recomputed = WAYS[way]
     recomputed = sorted(set(names(order))) if recomputed is None else recomputed
-    (apply, params, _), plain = made(order, **model), made(order, **{**model, "again": False})[0]
+    functional, plain = made(order, **model), made(order, **{**model, "again": False})[0]
     for size in (0, MUCH):
-        sharded, shards = on(mesh, apply, params, strategy, bucket_bytes=size, **sharding)
+        sharded, shards = on(mesh, functional, strategy, bucket_bytes=size, **sharding)
         results = [step_of(f, shards, mesh)[0] for f in (fs.fully_shard(plain, sharded.plan, mesh), sharded)]
         result, events = step_of(sharded, shards, mesh)
         units = [unit.name for unit in sharded.plan.unit_list if set(recomputed).intersection(unit.paths)]
@@ -93,8 +88,7 @@ def test_a_unit_that_stays_gathered_is_gathered_once_a_call_and_is_in_memory_onc
     once = Counter(["", *names(range(4))])
     twice = once + Counter(names([0]))  # nobody knows of it until it comes the second time
     log = Log()
-    apply, params, _ = made(BETWEEN, log)
-    sharded, shards = on(mesh, apply, params, order=None if learned else BETWEEN)
+    sharded, shards = on(mesh, made(BETWEEN, log), order=None if learned else BETWEEN)
     requiring_grad(shards, grad)
     for gathers, copies in ((twice, 5) if learned else (once, 4), (once, 4)):
         log.clear()
@@ -110,33 +104,30 @@ def test_a_unit_that_stays_gathered_is_gathered_once_a_call_and_is_in_memory_onc
 @pytest.mark.parametrize("grad", [True, False], ids=["with gradients", "without"])
 @on_ranks(2)
 def test_a_unit_is_let_go_of_after_its_last_time(mesh, grad):
-    class Watching(Repeated):
-        def forward(self, x):
-            log, seen = self.blocks[0].log, []
-            for number in self.order:
-                x = self.blocks[number](x.detach()) * self.scale  # so that autograd needs no weight
-                seen.append(log.alive())
-                log.clear()
-            return x, tuple(seen)
+    def watching(net, x, order):
+        log, seen = net.blocks[0].log, []
+        for number in order:
+            x = net.blocks[number](x.detach()) * net.scale  # so that autograd needs no weight
+            seen.append(log.alive())
+            log.clear()
+        return x, tuple(seen)
 
-    apply, params, _ = fs.make_functional(Watching((0, 1, 0, 2)))
-    sharded, shards = on(mesh, apply, params, order=(0, 1, 0, 2))
+    sharded, shards = on(mesh, made((0, 1, 0, 2), Log(), run=watching), order=(0, 1, 0, 2))
     assert sharded(requiring_grad(shards, grad), {}, torch.ones(2, WIDTH))[1] == (1, 0, 0, 0)
 
 
 @on_ranks(2)
 def test_uses_with_and_without_gradients_share_what_is_gathered_and_no_graph(mesh):
-    class WithAndWithout(Repeated):
-        def forward(self, x):
-            x = x * self.scale
-            for number, grad in zip(self.order, (False, True, False, True), strict=True):
-                with torch.set_grad_enabled(grad):
-                    x = self.blocks[number](x)
-            return x.square().mean()
+    def with_and_without(net, x, order):
+        x = x * net.scale
+        for number, grad in zip(order, (False, True, False, True), strict=True):
+            with torch.set_grad_enabled(grad):
+                x = net.blocks[number](x)
+        return x.square().mean()
 
-    (apply, params, _), results = fs.make_functional(WithAndWithout(AGAIN)), []
+    (apply, params, _), results = made(AGAIN, run=with_and_without), []
     for strategy in ("full_shard", "shard_grad_op"):
-        sharded, shards = on(mesh, apply, params, strategy)
+        sharded, shards = on(mesh, (apply, params, {}), strategy)
         results += [step_of(sharded, shards, mesh)[0] for _ in range(2)]
     same_bits(results, results[:1] * len(results))
     x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH) * (1 + mesh.rank)
@@ -166,10 +157,10 @@ def in_modes(mesh, modes, cast, shared_memory=None):
     if shared_memory is not None:
         mesh = fs.init_mesh(mesh.shape, device="cpu", shared_memory=shared_memory)
     block = Runs(doubling, weight=nn.Parameter(torch.linspace(-1, 1, 200 * 200).view(200, 200)))
-    apply, params, _ = fs.make_functional(Runs(forward, block=block, scale=nn.Parameter(torch.linspace(0.5, 1.5, 200))))
+    functional = fs.make_functional(Runs(forward, block=block, scale=nn.Parameter(torch.linspace(0.5, 1.5, 200))))
     results, cast = [], (lambda unit, buffer: COPYING) if cast else None
     for strategy in ("full_shard", "shard_grad_op"):
-        sharded, shards = on(mesh, apply, params, strategy, units=["block"], cast=cast)
+        sharded, shards = on(mesh, functional, strategy, units=["block"], cast=cast)
         results += [step_of(sharded, shards, mesh, 200)[0] for _ in range(3)]
     same_bits(results, results[:1] * len(results))
     return results[0]
@@ -190,16 +181,14 @@ def test_a_use_in_inference_mode_has_memory_of_its_own_to_write_to(inference, ca
 def test_of_a_cast_unit_that_stays_only_the_result_is_kept():
     widened = fs.Cast(lambda shard: shard.double(), lambda rows: rows.flatten().float())
 
-    class Watching(Repeated):
-        def forward(self, x):
-            found = []
-            for number in self.order:
-                x = self.blocks[number](x)
-                found.append({size: count for size, count in alive.now().items() if size >= 4 * WIDTH * (WIDTH + 1)})
-            return x, found
+    def watching(net, x, order):
+        found = []
+        for number in order:
+            x = net.blocks[number](x)
+            found.append({size: count for size, count in alive.now().items() if size >= 4 * WIDTH * (WIDTH + 1)})
+        return x, found
 
-    apply, params, _ = fs.make_functional(Watching((0, 1, 0)))
-    sharded, shards = on(fs.Mesh(), apply, params, order=(0, 1, 0), cast=lambda unit, buffer: widened)
+    sharded, shards = on(fs.Mesh(), made((0, 1, 0), run=watching), order=(0, 1, 0), cast=lambda unit, buffer: widened)
     size = 4 * sharded.plan.units["blocks.0"].buffers[0].padded_numel
     with torch.no_grad(), Alive(lambda nbytes: nbytes in (size, 2 * size)) as alive:
         _, found = sharded(shards, {}, torch.ones(1, WIDTH))

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import funcshard as fs
+from tests.module.law import Runs
 
 KIB = 1 << 10
 
@@ -22,18 +23,10 @@ def groups(params, mesh=3, *, units=("u.*",), **options):
     return [tuple(int(path.removeprefix("u.")) for path in unit.members) for unit in plan.unit_list if unit.members]
 
 
-class Scale(nn.Module):
-    def __init__(self, size):
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(size // 4, device="meta"))
-
-    def forward(self, x):
-        return x * self.w
-
-
 def modules(count, size=KIB):
     """Return the params of a module of so many units, each of ``size`` bytes."""
-    net = nn.ModuleDict({"u": nn.ModuleList(Scale(size) for _ in range(count)), "root": Scale(12)})
+    scale = lambda size: Runs(torch.mul, w=nn.Parameter(torch.zeros(size // 4, device="meta")))  # noqa: E731
+    net = nn.ModuleDict({"u": nn.ModuleList(scale(size) for _ in range(count)), "root": scale(12)})
     return fs.make_functional(net)[1]
 
 
