@@ -129,8 +129,7 @@ def test_a_maximum_is_nan_where_any_rank_has_nan(mesh: fs.Mesh) -> None:
 
 def whole(name: str, axis: Any, sizes: dict[str, int]) -> Callable[[torch.Tensor], list[torch.Tensor]]:
     """Return an operation as a function of the stack of all ranks' tensors."""
-    lines = [line(rank, sizes, axis) for rank in range(math.prod(sizes.values()))]
-    plain = OPERATIONS[name].plain
+    lines, plain = [line(rank, sizes, axis) for rank in range(math.prod(sizes.values()))], OPERATIONS[name].plain
     return lambda stack: [plain([stack[r] for r in ranks], ranks.index(own)) for own, ranks in enumerate(lines)]
 
 

@@ -14,6 +14,7 @@ from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
 
 import funcshard as fs
 from tests.core.units import each_by_hand, forward_mode, of_module
+from tests.module.law import Runs
 from tests.ranks import run_simulated
 from tests.storages import Log
 
@@ -218,13 +219,8 @@ def test_a_captured_tensor_has_its_gradient_outside_torch_func():
     assert torch.equal(torch.autograd.grad(fs.remat(lambda x: (x * weight).sum())(X), weight)[0], X)
 
 
-class Holder(nn.Module):
-    def __init__(self, weight):
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, x):
-        return (x * self.weight).sum()
+def holder(weight):
+    return Runs(lambda module, x: (x * module.weight).sum(), weight=weight)
 
 
 V = made(4, 30)
@@ -234,10 +230,10 @@ CAPTURES = {
     "vmap": lambda: vmap(lambda w: fs.remat(lambda x: x * w)(w))(V),
     "a default": lambda: grad(lambda w: fs.remat(lambda x, w=w: (x * w).sum())(V))(V),
     "a list in a list": lambda: grad(lambda w: fs.remat(functools.partial(of_a_list, [{"w": w}]))(V))(V),
-    "a module's attribute": lambda: grad(lambda w: fs.remat(Holder(w))(V))(V),
-    "a module's attribute, mapped": lambda: grad(lambda w: vmap(fs.remat(Holder(w)))(X).sum())(V),
+    "a module's attribute": lambda: grad(lambda w: fs.remat(holder(w))(V))(V),
+    "a module's attribute, mapped": lambda: grad(lambda w: vmap(fs.remat(holder(w)))(X).sum())(V),
     "a function inside": lambda: grad(lambda w: fs.remat(lambda x: grad(lambda y: (y * w).sum())(x).sum())(V))(V),
-    "requires a gradient": lambda: grad(fs.remat(Holder(nn.Parameter(V.clone()))))(V),
+    "requires a gradient": lambda: grad(fs.remat(holder(nn.Parameter(V.clone()))))(V),
 }
 
 
@@ -280,7 +276,7 @@ def test_an_argument_that_changes_between_forward_and_backward_is_an_error(place
         loss.backward()
 
 
-def test_a_write_to_the_input_of_a_function_is_an_error_as_it_is_without_remat():
+def test_a_write_to_the_input_of_a_function_is_an_error():
     def residual(w, wrap):
         x = torch.sin(w)
         y = wrap(lambda tree: torch.tanh(tree["x"] @ tree["x"]))({"x": x})
@@ -288,20 +284,13 @@ def test_a_write_to_the_input_of_a_function_is_an_error_as_it_is_without_remat()
         return x.sum()
 
     inplace, w = "modified by an inplace operation", made((4, 4), 0)
-    for wrap, said in ((lambda f: f, inplace), (fs.remat, CHANGED)):
-        with pytest.raises(RuntimeError, match=said):
-            residual(w.requires_grad_(), wrap).backward()
-        with pytest.raises(RuntimeError, match=inplace):
-            grad(lambda w, wrap=wrap: residual(w, wrap))(w.detach())
+    with pytest.raises(RuntimeError, match=CHANGED):
+        residual(w.requires_grad_(), fs.remat).backward()
+    with pytest.raises(RuntimeError, match=inplace):
+        grad(lambda w: residual(w, fs.remat))(w.detach())
 
 
 def test_a_list_that_a_function_fills_is_no_change():
     w, kept = made((4, 4), 0).requires_grad_(), []
-
-    def f(tree, kept):
-        kept.append(tree["w"].detach().clone())
-        return torch.tanh(tree["w"]).square().sum()
-
-    (found,) = torch.autograd.grad(fs.remat(f)({"w": w}, kept), w)
+    fs.remat(lambda kept, w: kept.append(w.detach().clone()) or torch.tanh(w).square().sum())(kept, w).backward()
     assert len(kept) == 2
-    assert torch.equal(found, torch.autograd.grad(f({"w": w}, kept), w)[0])

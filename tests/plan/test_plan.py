@@ -133,14 +133,6 @@ def test_the_html_table_is_well_formed_and_says_what_the_text_says(plan: fs.Plan
     assert all(cell in str(plan) for row in rows for cell in row)
 
 
-def test_a_listed_unit_has_its_leaves_in_their_numbering() -> None:
-    unit = example_plan().units["blocks.0"]
-    assert unit.listed().structure == ("list", None, (0, 1))
-    assert unit.listed().buffers == unit.buffers
-    assert unit.title == "blocks.0"
-    assert example_plan().units[""].title == "(root)"
-
-
 @pytest.mark.parametrize("numels", [(5, 3), (1, 0, 7), (2, 2, 2, 2), (0,), (13,)], ids=str)
 @pytest.mark.parametrize("shards", [1, 2, 3, 5])
 def test_the_parts_of_all_leaves_fill_each_shard_once(numels: tuple[int, ...], shards: int) -> None:

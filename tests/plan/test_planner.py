@@ -82,21 +82,12 @@ def test_marks_or_ties_say_that_parameters_of_a_module_are_tied() -> None:
 
 
 def test_dtypes_and_requires_grad_get_buffers_of_their_own() -> None:
-    params = {
-        "a": zeros(2, requires_grad=True),
-        "b": zeros(2, dtype=torch.bfloat16, requires_grad=True),
-        "c": zeros(3),
-        "d": zeros(1, requires_grad=True),
-        "e": zeros(1, dtype=torch.int64),
-    }
-    (unit,) = fs.make_plan(params, 2).unit_list
-    assert {b.key: [leaf.path for leaf in b.leaves] for b in unit.buffers} == {
-        "bfloat16": ["b"],
-        "float32": ["a", "d"],
-        "float32.frozen": ["c"],
-        "int64.frozen": ["e"],
-    }
-    assert [b.trainable for b in unit.buffers] == [True, True, False, False]
+    trained = {"a": zeros(2), "b": zeros(2, dtype=torch.bfloat16), "d": zeros(1)}
+    params = {name: leaf.requires_grad_() for name, leaf in trained.items()}
+    (unit,) = fs.make_plan(params | {"c": zeros(3), "e": zeros(1, dtype=torch.int64)}, 2).unit_list
+    buffers = [(buffer.key, buffer.trainable, [leaf.path for leaf in buffer.leaves]) for buffer in unit.buffers]
+    frozen = [("float32.frozen", False, ["c"]), ("int64.frozen", False, ["e"])]
+    assert buffers == [("bfloat16", True, ["b"]), ("float32", True, ["a", "d"]), *frozen]
 
 
 def test_meta_tensors_give_the_plan_of_real_ones() -> None:

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import funcshard as fs
-from tests.module.law import Runs
 
 KIB = 1 << 10
 
@@ -25,7 +24,7 @@ def groups(params, mesh=3, *, units=("u.*",), **options):
 
 def modules(count, size=KIB):
     """Return the params of a module of so many units, each of ``size`` bytes."""
-    scale = lambda size: Runs(torch.mul, w=nn.Parameter(torch.zeros(size // 4, device="meta")))  # noqa: E731
+    scale = lambda size: nn.ParameterDict({"w": torch.zeros(size // 4, device="meta")})  # noqa: E731
     net = nn.ModuleDict({"u": nn.ModuleList(scale(size) for _ in range(count)), "root": scale(12)})
     return fs.make_functional(net)[1]
 
