@@ -10,6 +10,7 @@ import funcshard as fs
 from funcshard._utils import tree
 from funcshard.train.clipping import PIECE, norm_of_rows
 from tests.pairwise import crossed
+from tests.ranks import on_ranks
 
 WORLDS = [1, 2, 3, {"replicate": 2, "shard": 2}, {"replicate": 2}]
 NORMS = [1.0, 2.0, 3.0, 0.5, math.inf]
@@ -122,22 +123,19 @@ def test_a_bound_that_is_a_tensor_stays_differentiable() -> None:
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 100.0])
-def test_donated_gradients_are_clipped_in_place_with_the_same_bits(max_norm: float) -> None:
+@on_ranks(2)
+def test_donated_gradients_are_clipped_in_place_with_the_same_bits(mesh: fs.Mesh, max_norm: float) -> None:
     params = example()
-
-    def main(mesh: fs.Mesh) -> None:
-        plan = fs.make_plan(params, mesh, units=["a"])
-        grads = without_frozen(fs.shard(params, plan, mesh), plan)
-        given = tree.map(lambda leaf: leaf.clone(), grads)
-        memory = [leaf.data_ptr() for leaf in tree.leaves(given)]
-        wanted, norm = fs.clip_by_global_norm(grads, plan, mesh, max_norm)
-        clipped, norm_again = fs.clip_by_global_norm(given, plan, mesh, max_norm, donate=True)
-        torch.testing.assert_close((clipped, norm_again), (wanted, norm), rtol=0, atol=0)
-        assert [leaf.data_ptr() for leaf in tree.leaves(clipped)] == memory
-        with pytest.raises(RuntimeError, match="was donated to a training step"):
-            fs.clip_by_global_norm(given, plan, mesh, max_norm)
-
-    fs.simulate(main, 2)
+    plan = fs.make_plan(params, mesh, units=["a"])
+    grads = without_frozen(fs.shard(params, plan, mesh), plan)
+    given = tree.map(lambda leaf: leaf.clone(), grads)
+    memory = [leaf.data_ptr() for leaf in tree.leaves(given)]
+    wanted, norm = fs.clip_by_global_norm(grads, plan, mesh, max_norm)
+    clipped, norm_again = fs.clip_by_global_norm(given, plan, mesh, max_norm, donate=True)
+    torch.testing.assert_close((clipped, norm_again), (wanted, norm), rtol=0, atol=0)
+    assert [leaf.data_ptr() for leaf in tree.leaves(clipped)] == memory
+    with pytest.raises(RuntimeError, match="was donated to a training step"):
+        fs.clip_by_global_norm(given, plan, mesh, max_norm)
 
 
 # --- norms of long tensors ---

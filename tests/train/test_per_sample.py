@@ -5,18 +5,12 @@ import torch
 from torch import nn
 
 import funcshard as fs
+from tests.pairwise import crossed
+from tests.ranks import on_ranks
 from tests.storages import Log
 
 HYBRID = {"replicate": 2, "shard": 2}
-CASES = [
-    ("full_shard", 1),
-    ("full_shard", 2),
-    ("full_shard", 4),
-    ("full_shard", HYBRID),
-    ("shard_grad_op", 2),
-    ("no_shard", 4),
-    ("no_shard", HYBRID),
-]
+CASES = [("full_shard", 2), ("full_shard", HYBRID), ("shard_grad_op", 1), ("no_shard", 4), ("no_shard", HYBRID)]
 
 
 def ids(x):
@@ -121,8 +115,7 @@ OPTIONS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize(("strategy", "world"), CASES, ids=ids)
+@crossed(options=OPTIONS, strategy=["full_shard", "shard_grad_op", "no_shard"], world=[1, 2, 4, HYBRID])
 def test_it_is_the_mean_of_clipped_gradients_of_every_sample(strategy, world, options):
     norms = reference(data())[1]
     assert 0 < (norms > 2.0).sum() < len(norms)  # the bound cuts some and spares others
@@ -197,8 +190,8 @@ def test_noise_depends_on_the_seed_and_goes_on_from_step_to_step():
 def test_noise_has_the_deviation_asked_for_and_spares_the_padding(world):
     def main(mesh):
         f, shards, plan = one_unit(mesh, {"w": torch.zeros(4001)})
-        generator = torch.Generator().manual_seed(0)
-        run = fs.per_sample_grad(f, plan, mesh, max_norm=4.0, noise_multiplier=1.5, batch_size=10, generator=generator)
+        noise = {"noise_multiplier": 1.5, "generator": torch.Generator().manual_seed(0)}
+        run = fs.per_sample_grad(f, plan, mesh, max_norm=4.0, batch_size=10, **noise)
         return run(shards, torch.zeros(2, 1))[1][""]["float32"]
 
     slices = fs.simulate(main, world)
@@ -213,48 +206,42 @@ def test_noise_has_the_deviation_asked_for_and_spares_the_padding(world):
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk_size", [None, 1])
 @pytest.mark.parametrize(("strategy", "world"), CASES, ids=ids)
-def test_each_unit_is_gathered_once_and_reduced_once(strategy, world, chunk_size):
-    def main(mesh):
-        loss, shards, plan = setup(mesh, strategy)
-        run = fs.per_sample_grad(loss, plan, mesh, max_norm=2.0, chunk_size=chunk_size, batch_size=8)
-        with fs.record_events() as events:
-            run(shards, own(data(), mesh))
-        kept = strategy if strategy == "no_shard" else "shard_grad_op"
-        expected = fs.predict_events(setup(mesh, kept)[2])
-        assert sorted(map(str, events)) == sorted(map(str, expected))
-        units = [(event.kind == "all_gather", event.unit) for event in events]
-        assert [unit for gathered, unit in units if gathered] == [unit for gathered, unit in sorted(units) if gathered]
-        with fs.record_events() as counted:
-            fs.per_sample_grad(loss, plan, mesh, max_norm=2.0, chunk_size=chunk_size)(shards, own(data(), mesh))
-        assert [event for event in counted if event.unit is not None] == events
-        count = [(event.kind, event.bytes) for event in counted if event.unit is None]
-        assert count == [("all_reduce", 4)] * len(mesh.axes)
-
-    fs.simulate(main, world)
+@on_ranks()
+def test_each_unit_is_gathered_once_and_reduced_once(mesh, strategy, world, chunk_size):
+    loss, shards, plan = setup(mesh, strategy)
+    run = fs.per_sample_grad(loss, plan, mesh, max_norm=2.0, chunk_size=chunk_size, batch_size=8)
+    with fs.record_events() as events:
+        run(shards, own(data(), mesh))
+    kept = strategy if strategy == "no_shard" else "shard_grad_op"
+    expected = fs.predict_events(setup(mesh, kept)[2])
+    assert sorted(map(str, events)) == sorted(map(str, expected))
+    units = [(event.kind == "all_gather", event.unit) for event in events]
+    assert [unit for gathered, unit in units if gathered] == [unit for gathered, unit in sorted(units) if gathered]
+    with fs.record_events() as counted:
+        fs.per_sample_grad(loss, plan, mesh, max_norm=2.0, chunk_size=chunk_size)(shards, own(data(), mesh))
+    assert [event for event in counted if event.unit is not None] == events
+    count = [(event.kind, event.bytes) for event in counted if event.unit is None]
+    assert count == [("all_reduce", 4)] * len(mesh.axes)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 2, 4])
-def test_one_chunk_of_gradients_exists_at_a_time(chunk_size):
-    def main(mesh):
-        loss, shards, plan = setup(mesh)
-        log, alive, sizes = Log(), [], []
+@on_ranks(2)
+def test_one_chunk_of_gradients_exists_at_a_time(mesh, chunk_size):
+    loss, shards, plan = setup(mesh)
+    log, alive, sizes = Log(), [], set()
 
-        def look(unit, grads):
-            if unit == "head":
-                alive.append(log.alive())  # gradients of earlier chunks
-            if mesh.rank == 0:
-                sizes.extend(grad.shape[0] for grad in grads.values())
-            log(next(iter(grads.values())))
+    def look(unit, grads):
+        if unit == "head":
+            alive.append(log.alive())  # gradients of earlier chunks
+        sizes.update(grad.shape[0] for grad in grads.values())
+        log(next(iter(grads.values())))
 
-        fs.per_sample_grad(loss, plan, mesh, chunk_size=chunk_size, on_grads=look)(shards, own(data(), mesh))
-        assert len(alive) == 4 // chunk_size
-        assert set(sizes) <= {chunk_size}
-        return alive, log.alive()
-
+    fs.per_sample_grad(loss, plan, mesh, chunk_size=chunk_size, on_grads=look)(shards, own(data(), mesh))
+    assert len(alive) == 4 // chunk_size
+    assert sizes == {chunk_size}
     # At most one is alive: the other unit of the same chunk, if on_grads was called for it first.
-    for alive, after in fs.simulate(main, 2):
-        assert max(alive) <= 1
-        assert after == 0
+    assert max(alive) <= 1
+    assert log.alive() == 0
 
 
 def test_gradients_can_be_seen_and_changed_before_norms_are_taken():
@@ -285,47 +272,38 @@ def test_gradients_can_be_seen_and_changed_before_norms_are_taken():
             torch.testing.assert_close(norms[i], rest.norm(), rtol=1e-10, atol=1e-10)
 
 
-def test_another_models_units_are_gathered_as_usual():
+@on_ranks(2)
+def test_another_models_units_are_gathered_as_usual(mesh):
     """A teacher has units of the same names, but its shards are not differentiated."""
     params, other = {"w": torch.rand(3)}, {"w": torch.rand(3)}
-
-    def main(mesh):
-        f, shards, plan = one_unit(mesh, params)
-        teacher, x = fs.shard(other, plan, mesh), torch.rand(4, 3)
-        _, grads = fs.per_sample_grad(lambda s, x: (f(s, x) - f(teacher, x)).square(), plan, mesh)(shards, x)
-        expected = torch.func.grad(lambda w: ((x @ w) - (x @ other["w"])).square().mean())(params["w"])
-        torch.testing.assert_close(fs.gather(grads, plan, mesh)["w"], expected)
-
-    fs.simulate(main, 2)
+    f, shards, plan = one_unit(mesh, params)
+    teacher, x = fs.shard(other, plan, mesh), torch.rand(4, 3)
+    _, grads = fs.per_sample_grad(lambda s, x: (f(s, x) - f(teacher, x)).square(), plan, mesh)(shards, x)
+    expected = torch.func.grad(lambda w: ((x @ w) - (x @ other["w"])).square().mean())(params["w"])
+    torch.testing.assert_close(fs.gather(grads, plan, mesh)["w"], expected)
 
 
-def test_random_operations_differ_from_sample_to_sample():
-    def main(mesh):
-        dropped = lambda leaves, x: nn.functional.dropout(leaves["w"] * x, 0.5).sum()  # noqa: E731
-        f, shards, plan = one_unit(mesh, {"w": torch.ones(50)}, dropped)
-        masks = []
-        keep = lambda _, grads: masks.append(grads["w"].clone())  # noqa: E731
-        fs.per_sample_grad(f, plan, mesh, on_grads=keep)(shards, torch.ones(2, 50))
-        return masks[0]
-
-    mask = fs.simulate(main, 1)[0]
-    assert not torch.equal(mask[0], mask[1])
+@on_ranks(1)
+def test_random_operations_differ_from_sample_to_sample(mesh):
+    dropped = lambda leaves, x: nn.functional.dropout(leaves["w"] * x, 0.5).sum()  # noqa: E731
+    f, shards, plan = one_unit(mesh, {"w": torch.ones(50)}, dropped)
+    masks = []
+    keep = lambda _, grads: masks.append(grads["w"].clone())  # noqa: E731
+    fs.per_sample_grad(f, plan, mesh, on_grads=keep)(shards, torch.ones(2, 50))
+    assert not torch.equal(masks[0][0], masks[0][1])
 
 
-def test_mixed_precision_adds_samples_up_in_the_dtype_of_the_shards():
+@on_ranks(2)
+def test_mixed_precision_adds_samples_up_in_the_dtype_of_the_shards(mesh):
     """A thousand small gradients, computed in bfloat16, still count beside a large one."""
     precision = fs.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-    def main(mesh):
-        f, shards, plan = one_unit(mesh, {"w": torch.ones(2)}, precision=precision)
-        seen = set()
-        see = lambda _, grads: seen.add(grads["w"].dtype)  # noqa: E731
-        run = fs.per_sample_grad(f, plan, mesh, batch_size=1, chunk_size=64, on_grads=see)
-        _, grads = run(shards, torch.cat([torch.full((1, 2), 4096.0), torch.ones(1023, 2)]))
-        assert seen == {torch.bfloat16}
-        return grads[""]["float32"]
-
-    assert torch.cat(fs.simulate(main, 2)).tolist() == [2 * (4096.0 + 1023.0)] * 2
+    f, shards, plan = one_unit(mesh, {"w": torch.ones(2)}, precision=precision)
+    seen = set()
+    see = lambda _, grads: seen.add(grads["w"].dtype)  # noqa: E731
+    run = fs.per_sample_grad(f, plan, mesh, batch_size=1, chunk_size=64, on_grads=see)
+    _, grads = run(shards, torch.cat([torch.full((1, 2), 4096.0), torch.ones(1023, 2)]))
+    assert seen == {torch.bfloat16}
+    assert grads[""]["float32"].tolist() == [2 * (4096.0 + 1023.0)]
 
 
 ANOTHER_WAY = r"'float32' of unit '\(root\)' by another way, such as a penalty on the shard itself or remat around the unit"

@@ -7,7 +7,7 @@ import torch
 
 import funcshard as fs
 from funcshard._utils import tree
-from tests.ranks import run_simulated
+from tests.ranks import on_ranks, run_simulated
 from tests.slices import WHOLE, batch, meshes, ranks, setup, whole
 
 
@@ -116,20 +116,18 @@ def test_leaves_of_a_ranks_own_along_a_model_axis_count_on_every_rank() -> None:
     run_simulated(local_without_a_cut, 4, shape={"shard": 2, "expert": 2})
 
 
-def test_per_sample_mistakes_along_model_axes_are_said() -> None:
-    def main(mesh: fs.Mesh) -> None:
-        plan, shards, loss_fn = setup(mesh)
-        run = fs.per_sample_grad(lambda shards, x: loss_fn(shards, x.unsqueeze(0)), plan, mesh, max_norm=1.0)
-        x = batch(mesh.position, mesh.shape)
-        with pytest.raises(ValueError, match=r"ranks along 'tensor' must pass the same samples.*split the batch along the"):
-            run(shards, x[: len(x) - mesh.position["tensor"]])
-        with pytest.raises(ValueError, match="found 6 in chunks of 2 on rank 0 and 6 in chunks of 3 on rank 1"):
-            fs.per_sample_grad(
-                lambda shards, x: loss_fn(shards, x.unsqueeze(0)), plan, mesh, chunk_size=2 + mesh.position["tensor"]
-            )(shards, x)
-        own = fs.make_plan({"w": torch.zeros(4)}, mesh, local={"w": {"shard": 0}})
-        words = r"has trainable leaves that are local to a rank, 'w' first.*or local along model axes only"
-        with pytest.raises(ValueError, match=words):
-            fs.per_sample_grad(loss_fn, own, mesh)
-
-    ranks(main, {"shard": 2, "tensor": 2})
+@on_ranks({"shard": 2, "tensor": 2})
+def test_per_sample_mistakes_along_model_axes_are_said(mesh: fs.Mesh) -> None:
+    plan, shards, loss_fn = setup(mesh)
+    run = fs.per_sample_grad(lambda shards, x: loss_fn(shards, x.unsqueeze(0)), plan, mesh, max_norm=1.0)
+    x = batch(mesh.position, mesh.shape)
+    with pytest.raises(ValueError, match=r"ranks along 'tensor' must pass the same samples.*split the batch along the"):
+        run(shards, x[: len(x) - mesh.position["tensor"]])
+    with pytest.raises(ValueError, match="found 6 in chunks of 2 on rank 0 and 6 in chunks of 3 on rank 1"):
+        fs.per_sample_grad(
+            lambda shards, x: loss_fn(shards, x.unsqueeze(0)), plan, mesh, chunk_size=2 + mesh.position["tensor"]
+        )(shards, x)
+    own = fs.make_plan({"w": torch.zeros(4)}, mesh, local={"w": {"shard": 0}})
+    words = r"has trainable leaves that are local to a rank, 'w' first.*or local along model axes only"
+    with pytest.raises(ValueError, match=words):
+        fs.per_sample_grad(loss_fn, own, mesh)

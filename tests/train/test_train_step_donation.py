@@ -9,6 +9,7 @@ from torch import nn
 
 import funcshard as fs
 from funcshard._utils import tree
+from tests.ranks import on_ranks
 
 X = torch.linspace(-1, 1, 24).reshape(8, 3)
 
@@ -80,50 +81,48 @@ USES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("use", USES)
-def test_every_use_of_a_donated_state_is_an_error_that_names_the_remedies(use: str, optimizer: str, tmp_path: Any) -> None:
-    def main(mesh: fs.Mesh) -> None:
-        case = make(mesh, OPTIMIZERS[optimizer], tmp_path)
-        new, _ = case.step(case.state, X)
+@on_ranks(2)
+def test_every_use_of_a_donated_state_is_an_error_that_names_the_remedies(
+    mesh: fs.Mesh, optimizer: str, tmp_path: Any
+) -> None:
+    case = make(mesh, OPTIMIZERS[optimizer], tmp_path)
+    new, _ = case.step(case.state, X)
+    for name, use in USES.items():
         with pytest.raises((RuntimeError, ValueError), match=r"donated") as error:
-            USES[use](case)
+            use(case)
         if isinstance(error.value, RuntimeError):
-            assert "fs.copy(state)" in str(error.value)
-            assert "donate=False" in str(error.value)
-        case.step(new, X)  # the new state is good
-
-    fs.simulate(main, 2)
+            assert "fs.copy(state)" in str(error.value), name
+            assert "donate=False" in str(error.value), name
+    case.step(new, X)  # the new state is good
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_an_optimizer_state_that_was_not_taken_back_is_noticed_in_the_next_step(optimizer: str) -> None:
-    def main(mesh: fs.Mesh) -> None:
-        case = make(mesh, OPTIMIZERS[optimizer])
-        params, opt_state = case.state.shards, case.state.opt_state
-        grads = tree.map(torch.ones_like, params)
-        params, _ = case.optimizer.step(grads, opt_state, params)
-        with pytest.raises(RuntimeError, match="this optimizer state was donated"):
-            case.optimizer.step(grads, opt_state, params)
-
-    fs.simulate(main, 2)
+@on_ranks(2)
+def test_an_optimizer_state_that_was_not_taken_back_is_noticed_in_the_next_step(mesh: fs.Mesh, optimizer: str) -> None:
+    case = make(mesh, OPTIMIZERS[optimizer])
+    params, opt_state = case.state.shards, case.state.opt_state
+    grads = tree.map(torch.ones_like, params)
+    params, _ = case.optimizer.step(grads, opt_state, params)
+    with pytest.raises(RuntimeError, match="this optimizer state was donated"):
+        case.optimizer.step(grads, opt_state, params)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("keep", ["fs.copy", "donate=False"])
-def test_a_state_that_was_kept_has_its_old_values_and_runs_again_to_the_bit(keep: str, optimizer: str) -> None:
-    def main(mesh: fs.Mesh) -> None:
-        case = make(mesh, OPTIMIZERS[optimizer], donate=keep != "donate=False")
-        state = case.step(case.state, X)[0]  # so that the optimizer's state holds tensors
-        before = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in tree.leaves(state)]
-        kept = fs.copy(state) if keep == "fs.copy" else state
-        first = case.step(state, X)[0]
-        again = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in tree.leaves(first)]
-        assert all(map(equal, tree.leaves(kept), before))
-        assert not all(map(equal, again, before))
-        second = case.step(kept, X)[0]
-        assert all(map(equal, tree.leaves(second), again))
-
-    fs.simulate(main, 2)
+@on_ranks(2)
+def test_a_state_that_was_kept_has_its_old_values_and_runs_again_to_the_bit(
+    mesh: fs.Mesh, keep: str, optimizer: str
+) -> None:
+    case = make(mesh, OPTIMIZERS[optimizer], donate=keep != "donate=False")
+    state = case.step(case.state, X)[0]  # so that the optimizer's state holds tensors
+    before = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in tree.leaves(state)]
+    kept = fs.copy(state) if keep == "fs.copy" else state
+    first = case.step(state, X)[0]
+    again = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in tree.leaves(first)]
+    assert all(map(equal, tree.leaves(kept), before))
+    assert not all(map(equal, again, before))
+    second = case.step(kept, X)[0]
+    assert all(map(equal, tree.leaves(second), again))
 
 
 def test_a_copy_is_of_the_same_dtypes_and_has_memory_of_its_own() -> None:
