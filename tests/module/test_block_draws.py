@@ -14,7 +14,7 @@ from tests.module.law import same_bits
 from tests.module.test_init import MODULES, on_meta
 from tests.ranks import run_ranks
 
-WORLDS = [2, 3, {"replicate": 2, "shard": 2}]
+WORLDS = [3, {"replicate": 2, "shard": 2}]
 SMALL = 7  # elements of a block, so that leaves have several blocks and shards cut them
 
 
@@ -233,11 +233,3 @@ def test_ranks_that_ask_for_different_values_get_an_error() -> None:
 
     with pytest.raises(ValueError, match=r"leaf 'w' of the module after its reset must have the same values on every rank"):
         fs.simulate(main, 2)
-
-
-def test_another_word_for_draws_is_refused() -> None:
-    net = on_meta(lambda: nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="draws must be 'whole' or 'blocks'; found 'block': did you mean 'blocks'"):
-        initialised(net, fs.Mesh(), draws="block")
-    with pytest.raises(TypeError, match="draws must be 'whole' or 'blocks'; found 3: pass one of these"):
-        initialised(net, fs.Mesh(), draws=3)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from torch import nn
 
 import funcshard as fs
 from tests.module.law import plain_call, same_bits
-from tests.ranks import run_ranks, run_simulated
+from tests.ranks import on_ranks, run_ranks, run_simulated
 
 OWN = ["blocks.*.experts.**"]
 UNITS = {"blocks": ["blocks.*"], "the root alone": [], "a unit inside": ["blocks.*", "blocks.0.dense"]}
@@ -91,16 +91,14 @@ def test_processes_train_experts_of_another_number_outside_the_plan():
     check(run_ranks(step, 2, UNITS["blocks"]))
 
 
-def test_a_checkpoint_keeps_the_ignored_parameters_of_each_rank(tmp_path):
-    def main(mesh):
-        _, shared, own, _ = made(mesh.rank)
-        plan = fs.make_plan(shared, mesh, units=["blocks.*"])
-        state = {"shards": fs.shard(shared, plan, mesh), "own": fs.PerRank(own)}
-        fs.save(tmp_path, state, plan, mesh)
-        back = fs.restore(tmp_path, plan, mesh)["own"].value
-        same_bits(back, own)
-
-    run_simulated(main, 4)
+@on_ranks(4)
+def test_a_checkpoint_keeps_the_ignored_parameters_of_each_rank(mesh, tmp_path):
+    _, shared, own, _ = made(mesh.rank)
+    plan = fs.make_plan(shared, mesh, units=["blocks.*"])
+    state = {"shards": fs.shard(shared, plan, mesh), "own": fs.PerRank(own)}
+    fs.save(tmp_path, state, plan, mesh)
+    back = fs.restore(tmp_path, plan, mesh)["own"].value
+    same_bits(back, own)
 
 
 WRONG = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -11,6 +10,8 @@ from torch import nn
 
 import funcshard as fs
 from funcshard.module import init_missing
+from tests.module.test_init import on_meta
+from tests.ranks import on_ranks
 
 
 class Rotary(nn.Module):
@@ -53,11 +54,6 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    with torch.device("meta"):
-        return build()
-
-
 @pytest.mark.parametrize("name", MODULES)
 def test_buffers_are_those_of_the_real_module(name: str) -> None:
     meant = dict(MODULES[name]().named_buffers())
@@ -84,34 +80,27 @@ def test_a_reset_of_ones_own_is_called_with_children_first() -> None:
     assert seen == ["Rotary", "Sequential", "Sequential"]
 
 
-def test_missing_parameters_begin_as_the_module_says() -> None:
+@on_ranks(2)
+def test_missing_parameters_begin_as_the_module_says(mesh: fs.Mesh) -> None:
     module = on_meta(Shared)
     _, params, _ = fs.make_functional(module)
-
-    def main(mesh: fs.Mesh) -> Any:
-        plan = fs.make_plan(params, mesh, units=["tail"])
-        shards = fs.shard({path: torch.full(leaf.shape, -1.0) for path, leaf in params.items()}, plan, mesh)
-        init_missing(module, plan, mesh, shards, ["tail.weight", "tail.bias"])
-        return fs.gather(shards, plan, mesh)
-
-    for found in fs.simulate(main, 2):
-        assert {path: leaf.unique().tolist() for path, leaf in found.items()} == {
-            "norm.weight": [-1.0], "norm.bias": [-1.0], "tail.weight": [3.0], "tail.bias": [7.0]
-        }  # fmt: skip
+    plan = fs.make_plan(params, mesh, units=["tail"])
+    shards = fs.shard({path: torch.full(leaf.shape, -1.0) for path, leaf in params.items()}, plan, mesh)
+    init_missing(module, plan, mesh, shards, ["tail.weight", "tail.bias"])
+    assert {path: leaf.unique().tolist() for path, leaf in fs.gather(shards, plan, mesh).items()} == {
+        "norm.weight": [-1.0], "norm.bias": [-1.0], "tail.weight": [3.0], "tail.bias": [7.0]
+    }  # fmt: skip
 
 
-def test_ranks_that_are_seeded_apart_are_told() -> None:
+@on_ranks(2)
+def test_ranks_that_are_seeded_apart_are_told(mesh: fs.Mesh) -> None:
     module = on_meta(lambda: nn.Linear(2, 3))
     _, params, _ = fs.make_functional(module)
-
-    def main(mesh: fs.Mesh) -> None:
-        torch.manual_seed(mesh.rank)
-        plan = fs.make_plan(params, mesh)
-        shards = fs.shard({path: torch.zeros(leaf.shape) for path, leaf in params.items()}, plan, mesh)
+    plan = fs.make_plan(params, mesh)
+    shards = fs.shard({path: torch.zeros(leaf.shape) for path, leaf in params.items()}, plan, mesh)
+    torch.manual_seed(mesh.rank)
+    with pytest.raises(ValueError, match=r"that the files lack .* torch.manual_seed\(0\) on every rank"):
         init_missing(module, plan, mesh, shards, ["weight"])
-
-    with pytest.raises(ValueError, match=r"of the parameters that the files lack .* torch.manual_seed\(0\) on every rank"):
-        fs.simulate(main, 2)
 
 
 def test_buffers_that_were_left_on_meta_are_told() -> None:

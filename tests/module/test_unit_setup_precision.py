@@ -15,7 +15,7 @@ from torch import nn
 import funcshard as fs
 from tests.module.law import outputs_on, same_bits
 from tests.promises.test_upstream_precision import WIDTH, Noted, build
-from tests.ranks import run_ranks, run_simulated
+from tests.ranks import on_ranks, run_ranks, run_simulated
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 EVALUATIONS = [
@@ -50,33 +50,30 @@ def noting(module: nn.Module, name: str, noted: Noted) -> nn.Module:
 @pytest.mark.slow
 @pytest.mark.parametrize(("cast", "full"), EVALUATIONS)
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-def test_evaluation_is_in_full_precision_where_it_should_be_and_training_before_and_after_is_not(cast, full, strategy):
+@on_ranks(2)
+def test_evaluation_is_in_full_precision_where_it_should_be_and_training_before_and_after_is_not(mesh, cast, full, strategy):
     precision = fs.MixedPrecision(FP16, FP16, FP16, cast_forward_inputs=cast, full_precision_in_eval=full)
-
-    def main(mesh: fs.Mesh) -> None:
-        net, noted, units = build(3, FP32)
-        apply, params, buffers = fs.make_functional(net)
-        before = {name: buffer.clone() for name, buffer in buffers.items()}
-        plan = fs.make_plan(params, mesh, units=units, strategy=strategy, precision=precision)
-        shards, x = fs.shard(params, plan, mesh), torch.randn(3, WIDTH)
-        for mode in ("train", "eval", "train"):
-            low = mode == "train" or not full
-            sharded = fs.fully_shard(getattr(apply, mode)(), plan, mesh)
-            with fs.record_events() as events:
-                loss, grads = fs.value_and_grad(lambda s, run=sharded: run(s, buffers, x).sum())(shards)
-            assert set(noted) == {(FP16, FP16, FP16, FP16) if low else (FP32, FP32, FP64, FP32)}
-            assert loss.dtype == (FP16 if low else FP32)
-            assert {event.dtype for event in events} == {"float16" if low else "float32"}
-            ran = plan if low else plan.in_full_precision()
-            assert tuple(events) == fs.predict_events(ran, sharded.schedule, not_saved=["0"])
-            assert {grad.dtype for unit in grads.values() for grad in unit.values()} == {FP32}
+    net, noted, units = build(3, FP32)
+    apply, params, buffers = fs.make_functional(net)
+    before = {name: buffer.clone() for name, buffer in buffers.items()}
+    plan = fs.make_plan(params, mesh, units=units, strategy=strategy, precision=precision)
+    shards, x = fs.shard(params, plan, mesh), torch.randn(3, WIDTH)
+    for mode in ("train", "eval", "train"):
+        low = mode == "train" or not full
+        sharded = fs.fully_shard(getattr(apply, mode)(), plan, mesh)
+        with fs.record_events() as events:
+            loss, grads = fs.value_and_grad(lambda s, run=sharded: run(s, buffers, x).sum())(shards)
+        assert set(noted) == {(FP16, FP16, FP16, FP16) if low else (FP32, FP32, FP64, FP32)}
+        assert loss.dtype == (FP16 if low else FP32)
+        assert {event.dtype for event in events} == {"float16" if low else "float32"}
+        ran = plan if low else plan.in_full_precision()
+        assert tuple(events) == fs.predict_events(ran, sharded.schedule, not_saved=["0"])
+        assert {grad.dtype for unit in grads.values() for grad in unit.values()} == {FP32}
+        noted.clear()
+        if not low:
+            assert torch.equal(sharded(shards, buffers, x), apply.eval()(params, buffers, x))
             noted.clear()
-            if not low:
-                assert torch.equal(sharded(shards, buffers, x), apply.eval()(params, buffers, x))
-                noted.clear()
-        assert all(torch.equal(buffers[name], value) and buffers[name].dtype == FP64 for name, value in before.items())
-
-    run_simulated(main, 2)
+    assert all(torch.equal(buffers[name], value) and buffers[name].dtype == FP64 for name, value in before.items())
 
 
 def test_a_unit_in_evaluation_inside_a_model_in_training_casts_nothing_and_torch_says_so():
