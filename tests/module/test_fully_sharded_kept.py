@@ -11,12 +11,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
-from funcshard._utils import without_collection
 from tests.module.law import calls_on, check_equal, held, same_bits, sharded_call
-from tests.ranks import run_ranks, run_simulated
+from tests.ranks import on_ranks, run_ranks
 from tests.storages import Log, LoggedBlock
 
-WIDTH, BLOCKS, RANKS = 6, 3, 2
+WIDTH, BLOCKS = 6, 3
 GRID = {"replicate": 2, "shard": 2}
 ALL = ["", *(f"blocks.{number}" for number in range(BLOCKS))]
 JOINED = f"{ALL[1]}…{ALL[-1]}"
@@ -99,29 +98,21 @@ def target_last(model, x):
     return (found - target).square().mean()
 
 
+@pytest.mark.usefixtures("without_garbage_collection")
 @pytest.mark.parametrize("of", [preference, target_first, target_last])
-def test_two_forwards_have_one_copy_which_goes_with_the_last_gradient_of_its_unit(of):
-    log, _, functional = made()
-    alive = {}
+@on_ranks(2)
+def test_two_forwards_have_one_copy_which_goes_with_the_last_gradient_of_its_unit(mesh, of):
+    (log, _, functional), alive = made(), {}
 
-    def main(mesh):
-        def program(model, x):
-            loss = of(model, x)
-            alive["forward"] = held(mesh, log)
-            return loss
+    def program(model, x):
+        loss = of(model, x)
+        alive["forward"] = held(mesh, log)
+        return loss
 
-        def note(unit, grads):
-            alive[unit] = held(mesh, log)
-
-        evaluate = functools.partial(fs.value_and_grad, on_grads=note)
-        sharded_call(mesh, functional, batch, ALL[1:], program=program, calls=1, evaluate=evaluate, **KEPT)
-
-    with without_collection():
-        run_simulated(main, RANKS)
-        assert log.alive() == 0
-    # One copy a rank. The last gradient of a unit finds the unit free.
-    expected = {"forward": BLOCKS, "blocks.2": 2, "blocks.1": 1, "blocks.0": 0, "": 0}
-    assert alive == {name: RANKS * copies for name, copies in expected.items()}
+    evaluate = functools.partial(fs.value_and_grad, on_grads=lambda unit, grads: alive.update({unit: held(mesh, log)}))
+    sharded_call(mesh, functional, batch, ALL[1:], program=program, calls=1, evaluate=evaluate, **KEPT)
+    # The last gradient of a unit finds the unit free.
+    assert alive == {"forward": BLOCKS, "blocks.2": 2, "blocks.1": 1, "blocks.0": 0, "": 0}
 
 
 @pytest.mark.parametrize("of", [target_first, target_last])
@@ -171,19 +162,16 @@ def test_a_unit_of_which_one_buffer_has_another_shard_is_gathered_anew():
         assert gathers(call.events) == {"": 4}  # two buffers twice
 
 
-def test_two_functions_of_one_plan_share_what_stays_gathered():
+@on_ranks(2)
+def test_two_functions_of_one_plan_share_what_stays_gathered(mesh):
     """Such as those of two methods of a module, or of training and evaluation mode."""
     apply, params, buffers = made()[2]
-
-    def main(mesh):
-        plan = fs.make_plan(params, mesh, units=ALL[1:], **KEPT)
-        one, other = (fs.fully_shard(each, plan, mesh) for each in (apply, apply.eval()))
-        with fs.record_events() as events:
-            loss_fn = lambda s, x: (one(s, buffers, x) * other(s, buffers, x)).mean()  # noqa: E731
-            fs.value_and_grad(loss_fn)(fs.shard(params, plan, mesh), batch(mesh.rank))
-        return gathers(events)
-
-    assert run_simulated(main, 2) == [dict.fromkeys(ALL, 1)] * 2
+    plan = fs.make_plan(params, mesh, units=ALL[1:], **KEPT)
+    one, other = (fs.fully_shard(each, plan, mesh) for each in (apply, apply.eval()))
+    loss_fn = lambda s, x: (one(s, buffers, x) * other(s, buffers, x)).mean()  # noqa: E731
+    with fs.record_events() as events:
+        fs.value_and_grad(loss_fn)(fs.shard(params, plan, mesh), batch(mesh.rank))
+    assert gathers(events) == dict.fromkeys(ALL, 1)
 
 
 # --- recomputation --------------------------------------------------------------------------------
@@ -239,25 +227,20 @@ def test_frozen_units_stay_gathered_if_backward_may_need_them(passes):
 # --- micro-batches --------------------------------------------------------------------------------
 
 
-def test_a_unit_that_stays_over_micro_batches_is_freed_after_the_last():
-    log, _, functional = made()
-    alive = []
+@pytest.mark.usefixtures("without_garbage_collection")
+@on_ranks(2)
+def test_a_unit_that_stays_over_micro_batches_is_freed_after_the_last(mesh):
+    (log, _, functional), alive = made(), []
 
-    def main(mesh):
-        def program(model, x):
-            alive.append(held(mesh, log))
-            return model(x).square().mean()
+    def program(model, x):
+        alive.append(held(mesh, log))
+        return model(x).square().mean()
 
-        note = lambda unit, grads: alive.append(held(mesh, log))  # noqa: E731
-        evaluate = functools.partial(fs.accumulate, micro_batches=2, reduce="once", on_grads=note)
-        options = {**KEPT, "reshard_after_backward": False}
-        sharded_call(mesh, functional, batch, ALL[1:], program=program, calls=1, evaluate=evaluate, **options)
-
-    with without_collection():
-        run_simulated(main, RANKS)
-        assert log.alive() == 0
-    expected = [0, BLOCKS, 2, 1, 0, 0]  # before each forward, then as each unit is reduced
-    assert alive[::RANKS] == [RANKS * copies for copies in expected]
+    note = lambda unit, grads: alive.append(held(mesh, log))  # noqa: E731
+    evaluate = functools.partial(fs.accumulate, micro_batches=2, reduce="once", on_grads=note)
+    options = {**KEPT, "reshard_after_backward": False}
+    sharded_call(mesh, functional, batch, ALL[1:], program=program, calls=1, evaluate=evaluate, **options)
+    assert alive == [0, BLOCKS, 2, 1, 0, 0]  # before each forward, then as each unit is reduced
 
 
 # --- FSDP2 ----------------------------------------------------------------------------------------

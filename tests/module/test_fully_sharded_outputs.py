@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import funcshard as fs
-from tests.ranks import run_simulated
+from tests.core.units import of_module
+from tests.ranks import on_ranks
 
 
 class TwoOutputs(nn.Module):
@@ -26,16 +27,13 @@ class TwoOutputs(nn.Module):
         return early * 1, late.tanh()
 
 
-def test_backward_begins_at_the_output_that_was_computed_last() -> None:
-    def main(mesh: fs.Mesh) -> list[str]:
-        started: list[list[str]] = []
-        apply, params, buffers = fs.make_functional(TwoOutputs(lambda _: started.append([event.unit for event in events])))
-        plan = fs.make_plan(params, mesh, units=["first", "last"])
-        sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
-        loss = lambda s: sharded(s, buffers, torch.ones(2, 4))[1].sum()  # noqa: E731
-        for _ in range(2):  # the first call learns the order
-            with fs.record_events() as events:
-                fs.value_and_grad(loss)(shards)
-        return started[-1]
-
-    assert run_simulated(main, 2) == [["first", "last", "last"]] * 2
+@on_ranks(2)
+def test_backward_begins_at_the_output_that_was_computed_last(mesh: fs.Mesh) -> None:
+    started: list[list[str]] = []
+    net = TwoOutputs(lambda _: started.append([event.unit for event in events]))
+    _, sharded, shards = of_module(mesh, net, ["first", "last"])
+    loss = lambda s: sharded(s, {}, torch.ones(2, 4))[1].sum()  # noqa: E731
+    for _ in range(2):  # the first call learns the order
+        with fs.record_events() as events:
+            fs.value_and_grad(loss)(shards)
+    assert started[-1] == ["first", "last", "last"]

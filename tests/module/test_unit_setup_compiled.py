@@ -123,8 +123,7 @@ def test_a_model_with_buffers_trains_compiled_by_inductor():
     train = lambda model, x: model(x)[0].square().mean()  # noqa: E731
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     (found,), (expected,) = (
-        calls_on(1, functional, x, ["0"], program=train, how={"compiler": compiler})
-        for compiler in (torch.compile, None)
+        calls_on(1, functional, x, ["0"], program=train, how={"compiler": compiler}) for compiler in (torch.compile, None)
     )
     torch.testing.assert_close(found[:2], expected[:2])
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before

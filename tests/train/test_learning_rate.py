@@ -134,11 +134,6 @@ def test_a_restored_state_goes_on_with_the_rate_of_its_step(tmp_path: Any) -> No
     assert rates(training(anew)[0], fs.restore(tmp_path / "last", step.plan, MESH), steps=2)[0] == [0.125, 0.0625]
 
 
-def test_ranks_may_share_a_schedule() -> None:
-    schedule = fs.torch_schedule(schedulers.StepLR, lr=1.0, step_size=1, gamma=0.5)
-    assert fs.simulate(lambda mesh: [schedule(step) for step in range(3)], 4) == [[1.0, 0.5, 0.25]] * 4
-
-
 REFUSED = {
     "one that needs the loss": (lambda: fs.torch_schedule(schedulers.ReduceLROnPlateau, lr=0.1), TypeError, "needs a loss"),
     "one that changes momentum": (

@@ -222,7 +222,7 @@ def test_unscaling_is_torchs_in_place_where_gradients_are_donated(
 
 
 @pytest.mark.parametrize("value", [INF, -INF, float("nan")], ids=str)
-@pytest.mark.parametrize("world", [1, 3, {"replicate": 2, "shard": 2}], ids=str)
+@pytest.mark.parametrize("world", [1, 3, {"replicate": 2, "shard": 2}, {"shard": 2, "tensor": 2}], ids=str)
 @on_ranks()
 def test_an_infinity_on_one_rank_is_found_on_every_rank(mesh: fs.Mesh, world: Any, value: float) -> None:
     scaler = fs.GradScaler()
