@@ -13,8 +13,8 @@ from torch.nn.utils import parametrizations
 
 import funcshard as fs
 from funcshard.module.digests import digest
-from tests.module.law import Runs
-from tests.ranks import run_simulated
+from tests.core.units import of_module
+from tests.module.law import Runs, outputs_on
 from tests.strange_objects import Raises
 
 x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
@@ -27,20 +27,12 @@ def own(do: Any, persistent: bool = True, seen: torch.Tensor | None = None) -> n
     return module
 
 
-def assigns(module: Any, x: torch.Tensor) -> None:
-    module.seen = module.seen + 1
-
-
 def adds(module: Any, x: torch.Tensor) -> None:
     module.seen.add_(x.detach().mean(0))
 
 
-def grows(module: Any, x: torch.Tensor) -> None:
-    module.seen = torch.ones(5)
-
-
-def uncounted(module: Any, x: torch.Tensor) -> None:
-    F.batch_norm(x.detach(), module.seen, None if module.spread is None else torch.ones(3), training=True)
+def assigns(module: Any, x: torch.Tensor) -> None:
+    module.seen = module.seen + 1
 
 
 # name -> (module, names in the warning)
@@ -57,9 +49,11 @@ WARN: dict[str, tuple[Any, str]] = {
     "a new tensor": (lambda: own(assigns), "'seen'"),
     "in place": (lambda: own(adds), "'seen'"),
     "one element of a column": (lambda: own(assigns, seen=torch.zeros(1, 4)[:, 2]), "'seen'"),
-    "another shape": (lambda: own(grows), "'seen'"),
-    "statistics that no version counts": (lambda: own(uncounted), "'seen'"),
-}
+    "another shape": (lambda: own(lambda m, x: setattr(m, "seen", torch.ones(5))), "'seen'"),
+    "statistics that no version counts": (
+        lambda: own(lambda m, x: F.batch_norm(x.detach(), m.seen, torch.ones(3), training=True)), "'seen'",
+    ),
+}  # fmt: skip
 
 
 def calls(module: nn.Module, how: str, *, mutable: bool = False) -> Any:
@@ -156,14 +150,6 @@ class Clock(Raises):
         self.time, self.zone = 0, None
 
 
-def adds_a_module(module: Any, x: torch.Tensor) -> None:
-    module.inner.late = nn.Linear(3, 3)
-
-
-def ticks(module: Any, x: torch.Tensor) -> None:
-    module.inner.when.time += 1
-
-
 # name -> (what a forward leaves, the attribute, the call of which the module is told)
 LEAVES: dict[str, tuple[Any, str, int]] = {
     "a counter": (lambda m, x: setattr(m, "n", m.n + 1), "'n'", 0),
@@ -174,8 +160,8 @@ LEAVES: dict[str, tuple[Any, str, int]] = {
     "a set": (lambda m, x: m.known.add(2), "'known'", 0),
     "a class": (lambda m, x: setattr(m, "kind", nn.Tanh), "'kind'", 0),
     "a large tensor": (lambda m, x: m.table[7].fill_(1), "'table'", 0),
-    "an object": (ticks, "'inner.when'", 0),
-    "a module": (adds_a_module, "'inner.late'", 0),
+    "an object": (lambda m, x: setattr(m.inner.when, "time", m.inner.when.time + 1), "'inner.when'", 0),
+    "a module": (lambda m, x: setattr(m.inner, "late", nn.Linear(3, 3)), "'inner.late'", 0),
     "a list of inputs": (lambda m, x: m.seen.append(x), "'seen'", 1),
     "a tensor of the inputs": (lambda m, x: setattr(m, "cache", x.sum()), "'cache'", 1),
     "a tensor of one call": (lambda m, x: setattr(m, "cache", x if x.sum() > 0 else m.cache), "'cache'", 1),
@@ -220,10 +206,9 @@ def test_caches_of_a_call_need_no_word(do: Any) -> None:
 
 
 def test_a_sharded_call_names_state_too() -> None:
-    apply, params, buffers = fs.make_functional(Keeps(LEAVES["a counter"][0]))
-    plan, mesh = fs.make_plan(params, 1, units=["inner.lin"]), fs.Mesh()
-    sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
-    (first,), *later = _warned(lambda x: sharded(shards, buffers, x))
+    functional = fs.make_functional(Keeps(LEAVES["a counter"][0]))
+    _, sharded, shards = of_module(fs.Mesh(), functional, ["inner.lin"])
+    (first,), *later = _warned(lambda x: sharded(shards, functional[2], x))
     assert "('n')" in first
     assert later == [[], []]
 
@@ -240,12 +225,10 @@ def test_state_lasts_while_a_function_of_the_module_runs() -> None:
     expected = module.inner.lin(x) * 2 * 2 * 0.5
     assert torch.equal(both(params, buffers, x, scale=0.5), expected)
     assert "twice" in repr(both)
-
-    def main(mesh: fs.Mesh) -> torch.Tensor:
-        plan = fs.make_plan(params, mesh, units=["inner.lin"])
-        return fs.fully_shard(both, plan, mesh)(fs.shard(params, plan, mesh), buffers, x, scale=0.5)
-
-    assert all(torch.equal(out, expected) for out in run_simulated(main, 2))
+    program = lambda model, x: model(x, scale=0.5)  # noqa: E731
+    assert all(
+        torch.equal(out, expected) for out in outputs_on(2, (both, params, buffers), x, ["inner.lin"], program=program)
+    )
     assert module.n == 0
 
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
-from tests.module.law import calls_on, check_equal, gathers, outputs_on, plain_call, same_bits, sharded_call
-from tests.ranks import run_ranks, run_simulated
+from tests.module.law import Runs, calls_on, check_equal, gathers, outputs_on, plain_call, same_bits, sharded_call
+from tests.ranks import run_ranks
 
 WIDTH = 4
 
@@ -47,18 +47,12 @@ class Coder(nn.Module):
         return WIDTH
 
 
-class Model(nn.Module):
-    """Calls methods of its coder in some way, between two layers."""
-
-    def __init__(self, way):
-        super().__init__()
-        self.coder, self.head, self.way = Coder(), nn.Linear(WIDTH, 1), way
-
-    def forward(self, x):
-        return self.head(self.way(self.coder, x))
-
-    def encoded(self, x):
-        return self.coder.encode(x, scale=2.0)
+def made(way):
+    """Return a module that calls methods of its coder in some way, between two layers."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        call = WAYS[way][0] if isinstance(way, str) else way
+        return Runs(lambda m, x: m.head(call(m.coder, x)), coder=Coder(), head=nn.Linear(WIDTH, 1))
 
 
 WAYS = {  # name -> the calls, and how many times they gather the unit in forward
@@ -76,12 +70,6 @@ OPTIONS = {
     "remat": {"how": {"remat": ["coder"]}},
     "no_shard": {"strategy": "no_shard"},
 }
-
-
-def made(way):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(2)
-        return Model(WAYS[way][0] if isinstance(way, str) else way)
 
 
 def batch(rank):
@@ -102,16 +90,13 @@ def test_methods_give_the_unsharded_gradients_and_gather_as_predicted(way, name)
 
 @pytest.mark.parametrize("way", WAYS)
 def test_each_call_of_a_method_from_outside_gathers_the_unit_once(way):
-    apply, params, buffers = fs.make_functional(made(way))
-
-    def main(mesh):
-        plan = fs.make_plan(params, mesh, units=["coder"])
-        sharded = fs.fully_shard(apply, plan, mesh, methods=METHODS)
+    def gathered(model, x):
         with torch.no_grad(), fs.record_events() as events:
-            sharded(fs.shard(params, plan, mesh), buffers, batch(0))
+            model(x)
         return gathers(events, "coder")
 
-    assert run_simulated(main, 2) == [WAYS[way][1]] * 2
+    functional = fs.make_functional(made(way))
+    assert outputs_on(2, functional, batch, ["coder"], program=gathered, how={"methods": METHODS}) == [WAYS[way][1]] * 2
 
 
 def test_without_its_name_a_method_that_reads_a_leaf_is_an_error_that_says_so():
@@ -121,12 +106,12 @@ def test_without_its_name_a_method_that_reads_a_leaf_is_an_error_that_says_so():
 
 @pytest.mark.parametrize("precision", [None, fs.MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=True)])
 def test_a_method_of_the_whole_model_calls_methods_of_units_which_cast_as_forward_does(precision):
-    net = made("one method")
+    net, encoded = made("one method"), lambda m, x: m.coder.encode(x, scale=2.0)
     apply, params, buffers = fs.make_functional(net)
     units = fs.wrap.Units(["coder"], {"coder": {"precision": precision}})
-    functional, how = (apply.method("encoded"), params, buffers), {"methods": {"coder": ["encode"]}}
+    functional, how = (apply.method(encoded), params, buffers), {"methods": {"coder": ["encode"]}}
     for rank, found in enumerate(outputs_on(2, functional, batch, units, how=how)):
-        expected = net.encoded(batch(rank))
+        expected = encoded(net, batch(rank))
         torch.testing.assert_close(found, expected.bfloat16() if precision else expected, rtol=0.05, atol=0.05)
 
 
@@ -141,23 +126,16 @@ def test_methods_run_under_transforms_and_beside_compiled_forwards():
 
 
 def test_methods_of_the_modules_of_a_group_gather_the_group_once():
-    class Pair(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = Coder(), Coder()
-
-        def forward(self, x):
-            return self.second.decode(self.first.encode(x))
-
+    net = Runs(lambda m, x: m.second.decode(m.first.encode(x)), first=Coder(), second=Coder())
     how = {"methods": {"first": ["encode"], "second": ["decode"]}}
-    for call in check_equal(Pair(), batch, [["first", "second"]], how=how):
+    for call in check_equal(net, batch, [["first", "second"]], how=how):
         assert gathers(call.events, "first+second") == 2  # once forward, once backward
 
 
 REFUSED = [
     (["encode"], TypeError, r"must be a dictionary from units to lists of method names; found \['encode'\]"),
     ({"coder": 1}, TypeError, r"the methods of 'coder' must be a list of names; found 1"),
-    ({"": ["encoded"]}, ValueError, r"found ''; .* call fully_shard\(apply\.method\(name\), plan, mesh\)"),
+    ({"": ["encode"]}, ValueError, r"found ''; .* call fully_shard\(apply\.method\(name\), plan, mesh\)"),
     ({"head": ["forward"]}, ValueError, r"must name units of the plan .*; found 'head'; its units are \['coder'\]: make"),
     ({"coder": ["encodes"]}, ValueError, r"found 'encodes'; leave it out, or name one of .*'decode', 'encode'"),
     ({"coder": ["forward"]}, ValueError, r"besides forward and those that Python calls; found 'forward'"),
@@ -176,18 +154,11 @@ def test_what_is_no_method_of_a_unit_is_refused(methods, error, message):
         fs.fully_shard(apply, plan, fs.Mesh(), methods=methods)
 
 
+class Halves(Coder):
+    forward = nn.Module.forward  # it has none of its own
+
+
 def test_a_unit_without_a_forward_runs_by_its_methods_and_is_refused_without_them():
-    class Halves(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner, self.outer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-        def encode(self, x, scale):
-            return self.inner(x) * scale
-
-        def decode(self, x):
-            return self.outer(x)
-
     net = made("one after another")
     net.coder = Halves()
     for call in check_equal(net, batch, ["coder"], how={"methods": {"coder": ["encode", "decode"]}}):

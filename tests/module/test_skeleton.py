@@ -34,37 +34,16 @@ def check_own(module: nn.Module) -> None:
     assert torch.equal(apply(params, buffers, x), out)
 
 
-class Held(nn.Module):
-    """A module whose forward reaches its layer through ``way``, an attribute made by a function."""
-
-    def __init__(self, hold: Callable[[nn.Module], Any], call: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.lin = nn.Linear(3, 3)
-        self.call = call
-        self.way = hold(self)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.call(self.way, x)
-
-    def apply_lin(self, x: torch.Tensor) -> torch.Tensor:
-        return self.lin(x)
+def held(hold: Callable[[nn.Module], Any], call: Callable[[Any, torch.Tensor], torch.Tensor]) -> nn.Module:
+    """Return a module whose forward reaches its layer through ``way``, an attribute made by a function."""
+    module = Runs(lambda m, x: call(m.way, x), lin=nn.Linear(3, 3))
+    module.way = hold(module)
+    return module
 
 
 class Two(NamedTuple):
     layer: Any
     factor: float
-
-
-class Runner:
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.module.lin(x)
-
-
-def _closure(m: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda x: m.lin(x)
 
 
 def _global(m: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -82,16 +61,16 @@ def _parameters(m: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
 WAYS: dict[str, tuple[Callable, Callable]] = {
     "module": (lambda m: m.lin, lambda way, x: way(x)),
     "list": (lambda m: [m.lin], lambda way, x: way[0](x)),
-    "bound method": (lambda m: m.apply_lin, lambda way, x: way(x)),
+    "bound method": (lambda m: types.MethodType(lambda self, x: self.lin(x), m), lambda way, x: way(x)),
     "bound method of a child": (lambda m: m.lin.forward, lambda way, x: way(x)),
     "partial": (lambda m: functools.partial(m.lin), lambda way, x: way(x)),
     "keyword of a partial": (lambda m: functools.partial(lambda x, f: f(x), f=m.lin), lambda way, x: way(x)),
     "namedtuple": (lambda m: Two(m.lin, 1.0), lambda way, x: way.layer(x)),
     "set": (lambda m: {m.lin}, lambda way, x: next(iter(way))(x)),
     "deque": (lambda m: collections.deque([m.lin]), lambda way, x: way[0](x)),
-    "object": (Runner, lambda way, x: way(x)),
+    "object": (lambda m: types.SimpleNamespace(module=m), lambda way, x: way.module.lin(x)),
     "weak reference": (lambda m: weakref.ref(m.lin), lambda way, x: way()(x)),
-    "closure": (_closure, lambda way, x: way(x)),
+    "closure": (lambda m: lambda x: m.lin(x), lambda way, x: way(x)),
     "global variable": (_global, lambda way, x: way(x)),
     "closure over parameters": (_parameters, lambda way, x: way(x)),
     "list of parameters": (lambda m: [m.lin.weight, m.lin.bias], lambda way, x: nn.functional.linear(x, *way)),
@@ -110,17 +89,9 @@ def test_a_reference_to_a_module_leads_to_the_calls_own_module_or_is_refused(way
             r"types\.MethodType\(function, module\)"
         )
         with pytest.raises(TypeError, match=words):
-            fs.make_functional(Held(*WAYS[way]))
+            fs.make_functional(held(*WAYS[way]))
     else:
-        check_own(Held(*WAYS[way]))
-
-
-class Counter:
-    n = 0
-
-    def up(self) -> int:
-        self.n += 1
-        return self.n
+        check_own(held(*WAYS[way]))
 
 
 COUNTERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
@@ -133,7 +104,7 @@ COUNTERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "defaultdict": (lambda: collections.defaultdict(list), lambda kept: kept["a"].append(1) or len(kept["a"])),
     "ordered dictionary": (collections.OrderedDict, lambda kept: kept.update({len(kept): 1}) or len(kept)),
     "tensor": (lambda: torch.zeros(()), lambda kept: kept.add_(1).item()),
-    "object": (Counter, lambda kept: kept.up()),
+    "object": (lambda: types.SimpleNamespace(n=0), lambda kept: setattr(kept, "n", kept.n + 1) or kept.n),
 }
 
 
@@ -149,28 +120,21 @@ def test_changes_of_attributes_stay_in_the_call(make: Any, count: Any) -> None:
 
 
 def test_a_module_that_has_run_and_keeps_its_output() -> None:
-    def keeps_its_output(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        m.last = m.lin(x)
-        return m.last
-
-    module = Runs(keeps_its_output, lin=nn.Linear(3, 3))
+    module = Runs(lambda m, x: (setattr(m, "last", m.lin(x)), m.last)[1], lin=nn.Linear(3, 3))
     module(x)
     check_own(module)
 
 
-class Recorder:
+class Recorder(list):
     """A hook that keeps what it sees."""
 
-    def __init__(self) -> None:
-        self.seen = [torch.zeros(())]
-
     def __call__(self, module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
-        self.seen.append(out.detach().sum())
-        return out * len(self.seen)
+        self.append(out.detach().sum())
+        return out * len(self)
 
 
 def test_a_hook_runs_on_the_calls_own_module_and_keeps_tensors_of_its_call() -> None:
-    recorder = Recorder()
+    recorder = Recorder([torch.zeros(())])
     module = Runs(lambda m, x: m.lin(x), lin=nn.Linear(3, 3), factor=nn.Parameter(torch.full((), 3.0)))
     module.lin.register_forward_hook(types.MethodType(lambda m, lin, args, out: out * m.factor, module))
     module.lin.register_forward_hook(recorder)
@@ -178,7 +142,7 @@ def test_a_hook_runs_on_the_calls_own_module_and_keeps_tensors_of_its_call() -> 
     for values in (params, {name: value.detach() / 2 for name, value in params.items()}):
         out = torch.nn.functional.linear(x, values["lin.weight"], values["lin.bias"]) * values["factor"] * 2
         assert all(torch.equal(apply(values, buffers, x), out) for _ in range(2))
-    assert len(recorder.seen) == 1
+    assert len(recorder) == 1
 
 
 def test_nothing_refers_to_the_module_once_the_function_is_made_and_the_skeleton_holds_no_values() -> None:
@@ -277,23 +241,19 @@ def test_hooks_that_a_call_registers_end_with_it() -> None:
 
 
 def test_hooks_that_one_simulated_rank_registers_do_not_run_on_another() -> None:
-    class Scaling(nn.Sequential):
-        def forward(self, x: torch.Tensor, factor: int) -> torch.Tensor:
-            handle = self[0].register_forward_hook(lambda m, args, out: out * factor)
-            out: torch.Tensor = self[0](x)
-            handle.remove()
-            return out
+    def scaling(m: Any, x: torch.Tensor, factor: int) -> torch.Tensor:
+        handle = m.lin.register_forward_hook(lambda m, args, out: out * factor)
+        out: torch.Tensor = m.lin(x)
+        handle.remove()
+        return out
 
-        def sample(self, x: torch.Tensor, factor: int) -> torch.Tensor:
-            return self(x, factor)
-
-    module = Scaling(nn.Linear(3, 3))
+    module = Runs(scaling, lin=nn.Linear(3, 3))
     apply, *rest = fs.make_functional(module)
     program = lambda model, factor: [model(x, factor) for _ in range(3)]  # noqa: E731
-    for function in (apply, apply.method("sample")):
-        outs = outputs_on(2, (function, *rest), lambda rank: rank + 2, ["0"], program=program)
+    for function in (apply, apply.method(scaling)):
+        outs = outputs_on(2, (function, *rest), lambda rank: rank + 2, ["lin"], program=program)
         for rank, own in enumerate(outs):
-            assert all(torch.equal(out, module[0](x) * (rank + 2)) for out in own)
+            assert all(torch.equal(out, module.lin(x) * (rank + 2)) for out in own)
 
 
 def test_a_handle_that_the_module_keeps_removes_the_hook_of_its_call() -> None:
@@ -310,13 +270,10 @@ def test_a_handle_that_the_module_keeps_removes_the_hook_of_its_call() -> None:
 
 @pytest.mark.parametrize("name", [name for name in STRANGE if name not in ITERATED_BY_DEEPCOPY])
 def test_a_module_may_keep_objects_that_raise_when_looked_at(name: str) -> None:
-    make = STRANGE[name]
-
     module = Runs(lambda m, x, *args: (m.lin(x), m.strange, args), lin=nn.Linear(3, 3))
-    module.strange = make()
-    module.held = {"strange": [make()]}
+    module.strange, given = STRANGE[name](), STRANGE[name]()
+    module.held = {"strange": [STRANGE[name]()]}
     apply, params, buffers = fs.make_functional(module)
-    given = make()
     out, strange, args = apply(params, buffers, x, given)
     assert torch.equal(out, module(x)[0])
     assert type(strange) is type(given)
@@ -374,21 +331,21 @@ class MakesChildren(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.make({"scale": torch.full((3,), 2.0)})
+
+    def make(self, values: dict[str, torch.Tensor]) -> None:
         self.lin = nn.Linear(3, 3)
-        self.lin.register_buffer("scale", torch.full((3,), 2.0))
+        self.lin.register_buffer("scale", torch.zeros(3))
+        self.lin.load_state_dict(values, strict=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        state["_modules"] = {}
-        state["_saved"] = {name: value.detach().clone() for name, value in self.lin.state_dict().items()}
-        return state
+        saved = {name: value.detach().clone() for name, value in self.lin.state_dict().items()}
+        return {**self.__dict__, "_modules": {}, "_saved": saved}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         saved = state.pop("_saved")
         self.__dict__.update(state)
-        self.lin = nn.Linear(3, 3)
-        self.lin.register_buffer("scale", torch.zeros(3))
-        self.lin.load_state_dict(saved)
+        self.make(saved)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.lin(x) * self.lin.scale
@@ -453,15 +410,18 @@ def test_large_tensors_are_copied_when_a_call_writes_to_them(mutable: bool) -> N
         assert not buffers["known"].count_nonzero()
 
 
-@pytest.mark.parametrize("kind", ["buffer", "attribute", "list", "dictionary"])
-def test_a_large_tensor_that_no_call_writes_to_is_not_copied(kind: str) -> None:
-    table = torch.zeros(2**22)
-    module = Runs(lambda m, x: m.lin(x) + (m.table[0] if isinstance(m.table, torch.Tensor) else m.table[0][0]))
-    module.lin = nn.Linear(3, 3)
-    if kind == "buffer":
-        module.register_buffer("table", table)
-    else:
-        module.table = {"attribute": table, "list": [table], "dictionary": {0: table}}[kind]
+TABLES: dict[str, tuple[Any, Any]] = {
+    "buffer": (nn.Buffer, lambda kept: kept),
+    "attribute": (lambda table: table, lambda kept: kept),
+    "list": (lambda table: [table], lambda kept: kept[0]),
+    "dictionary": (lambda table: {"a": table}, lambda kept: kept["a"]),
+}
+
+
+@pytest.mark.parametrize(("keep", "look"), TABLES.values(), ids=TABLES)
+def test_a_large_tensor_that_no_call_writes_to_is_not_copied(keep: Any, look: Any) -> None:
+    module = Runs(lambda m, x: m.lin(x) + look(m.table)[0], lin=nn.Linear(3, 3))
+    module.table = keep(torch.zeros(2**22))
     apply, params, buffers = fs.make_functional(module)
     apply(params, buffers, x)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import funcshard as fs
 from funcshard._utils import without_collection
 from tests.models import SUBJECTS
-from tests.module.law import Call, calls_on, outputs_on, same_bits
+from tests.module.law import Call, Runs, calls_on, outputs_on, same_bits
 from tests.module.test_fully_sharded import TOKENS, Model, loss_of, made, program
 from tests.storages import Log
 
@@ -153,16 +153,7 @@ def test_under_transforms_units_run_as_they_are_and_before_and_after_as_compiled
     assert backend.graphs == 1
 
 
-class Ways(nn.Module):
-    """A module with a second method, buffers, and another result in evaluation."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
-
-    def forward(self, x):
-        return self.norm(self.inner(x)).tanh()
-
+class Ways(Runs):
     def encode(self, x):
         return self.inner(x).sin()
 
@@ -178,7 +169,8 @@ WAYS = {  # the function, the mode of a call, units
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_a_function_runs_compiled_in_every_way(way):
-    whole, *rest = fs.make_functional(made(Ways), mutable=True)
+    net = Ways(lambda m, x: m.norm(m.inner(x)).tanh(), inner=nn.Linear(3, 3), norm=nn.BatchNorm1d(3))
+    whole, *rest = fs.make_functional(net, mutable=True)
     apply, mode, units = way(whole)
 
     def twice(model, x):
@@ -312,30 +304,13 @@ class Checkpointed(nn.Module):
         return x + checkpoint(inner, x, use_reentrant=False)
 
 
-class Friends(nn.Module):
-    """A model with two units, one of which runs the other, outside torch's module tables."""
-
-    class Friend(nn.Module):
-        def __init__(self, other):
-            super().__init__()
-            self.own, self.others = nn.Linear(3, 3), [other]
-
-        def forward(self, x):
-            return torch.tanh(self.others[0](self.own(x)))
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(3, 3)
-        self.second = self.Friend(self.first)
-
-    def forward(self, x):
-        return self.second(self.first(x))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", [[], ["first"]], ids=["kept", "computed again"])
 def test_a_compiled_unit_that_runs_another_one_breaks_its_graph_there(remat):
-    assert compiled(fs.make_functional(made(Friends)), torch.randn(4, 3), ["first", "second"], how={"remat": remat}).graphs
+    first, second = nn.Linear(3, 3), Runs(lambda m, x: torch.tanh(m.others[0](m.own(x))), own=nn.Linear(3, 3))
+    second.others = [first]  # outside torch's module tables
+    net = Runs(lambda m, x: m.second(m.first(x)), first=first, second=second)
+    assert compiled(fs.make_functional(net), torch.randn(4, 3), ["first", "second"], how={"remat": remat}).graphs
 
 
 class Hidden(nn.Module):
