@@ -12,7 +12,7 @@ import funcshard as fs
 from funcshard.module import block_draws
 from tests.module.law import same_bits
 from tests.module.test_init import MODULES, on_meta
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 WORLDS = [3, {"replicate": 2, "shard": 2}]
 SMALL = 7  # elements of a block, so that leaves have several blocks and shards cut them
@@ -34,12 +34,12 @@ def initialised(
 @pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 @pytest.mark.parametrize("case", MODULES)
-def test_every_mesh_gets_the_values_of_one_rank(case: str, world: Any) -> None:
+@on_ranks()
+def test_every_mesh_gets_the_values_of_one_rank(mesh: fs.Mesh, case: str, world: Any) -> None:
     build, units = MODULES[case]
     net = on_meta(build)
     alone = initialised(net, fs.Mesh())
-    for found in fs.simulate(lambda mesh: initialised(net, mesh, units), world):
-        same_bits(found, alone)
+    same_bits(initialised(net, mesh, units), alone)
     assert all(value.isfinite().all() for value in alone.values())
 
 
@@ -143,26 +143,22 @@ DTYPES = (torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.i
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_leaves_of_any_dtype_and_on_the_host_are_drawn(dtype: torch.dtype) -> None:
+@on_ranks(2)
+def test_leaves_of_any_dtype_and_on_the_host_are_drawn(mesh: fs.Mesh, dtype: torch.dtype) -> None:
     write = (lambda w: w.random_(100)) if dtype == torch.int64 else nn.init.normal_
     net = on_meta(lambda: Written(write, (23,), dtype))
     alone = initialised(net, fs.Mesh())
     assert alone["w"].dtype == dtype
     assert len({str(each) for each in alone["w"].tolist()}) > 15
-    for found in fs.simulate(lambda mesh: initialised(net, mesh, offload=True), 2):
-        same_bits(found, alone)
+    same_bits(initialised(net, mesh, offload=True), alone)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_slices_of_a_larger_tensor_are_those_of_the_whole(dim: int) -> None:
+@on_ranks({"shard": 2, "tensor": 2})
+def test_slices_of_a_larger_tensor_are_those_of_the_whole(mesh: fs.Mesh, dim: int) -> None:
     whole = initialised(on_meta(lambda: nn.Linear(6, 8, bias=False)), fs.Mesh())
     slices = on_meta(lambda: nn.Linear(*((6, 4) if dim == 0 else (3, 8)), bias=False))
-
-    def main(mesh: fs.Mesh) -> dict[str, torch.Tensor]:
-        return initialised(slices, mesh, local={"weight": {"tensor": dim}})
-
-    for found in fs.simulate(main, {"shard": 2, "tensor": 2}):
-        same_bits(found, whole)
+    same_bits(initialised(slices, mesh, local={"weight": {"tensor": dim}}), whole)
 
 
 class Counted(TorchDispatchMode):
@@ -176,17 +172,13 @@ class Counted(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize(("ranks", "extra"), [(1, 0), (4, 4 * 2 * SMALL)])  # both ends of a shard may cut a block
-def test_a_rank_draws_the_blocks_that_its_shards_touch(ranks: int, extra: int) -> None:
+@pytest.mark.parametrize(("world", "extra"), [(1, 0), (4, 4 * 2 * SMALL)])  # both ends of a shard may cut a block
+@on_ranks()
+def test_a_rank_draws_the_blocks_that_its_shards_touch(mesh: fs.Mesh, world: int, extra: int) -> None:
     net = on_meta(lambda: nn.Sequential(*[Written(nn.init.normal_, (50, 10), torch.float32) for _ in range(4)]))
-
-    def main(mesh: fs.Mesh) -> int:
-        with Counted() as counted:
-            initialised(net, mesh, ["*"])
-        return counted.drawn
-
-    for drawn in fs.simulate(main, ranks):
-        assert 0 <= drawn - 2_000 / ranks <= extra
+    with Counted() as counted:
+        initialised(net, mesh, ["*"])
+    assert 0 <= counted.drawn - 2_000 / world <= extra
 
 
 def _on_processes(mesh: fs.Mesh) -> dict[str, torch.Tensor]:
@@ -227,9 +219,8 @@ def test_an_operation_that_fails_names_the_parameter() -> None:
     assert any("while parameter 'w' was drawn in blocks" in note for note in caught.value.__notes__)
 
 
-def test_ranks_that_ask_for_different_values_get_an_error() -> None:
-    def main(mesh: fs.Mesh) -> None:
-        initialised(on_meta(lambda: Written(lambda w: w.normal_(0.0, 1.0 + mesh.rank), (9,), torch.float32)), mesh)
-
+@on_ranks(2)
+def test_ranks_that_ask_for_different_values_get_an_error(mesh: fs.Mesh) -> None:
+    net = on_meta(lambda: Written(lambda w: w.normal_(0.0, 1.0 + mesh.rank), (9,), torch.float32))
     with pytest.raises(ValueError, match=r"leaf 'w' of the module after its reset must have the same values on every rank"):
-        fs.simulate(main, 2)
+        initialised(net, mesh)

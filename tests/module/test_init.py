@@ -70,24 +70,18 @@ MODULES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 @pytest.mark.parametrize("case", MODULES)
-def test_the_values_are_those_of_the_whole_module(case: str, world: Any) -> None:
+@on_ranks()
+def test_the_values_are_those_of_the_whole_module(mesh: fs.Mesh, case: str, world: Any) -> None:
     build, units = MODULES[case]
-    whole = build()
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    whole, net = build(), on_meta(build)
+    with torch.no_grad():
         torch.manual_seed(7)
         whole.apply(reset)
-    net = on_meta(build)
-    _, params, _ = fs.make_functional(net)
-
-    def main(mesh: fs.Mesh) -> Any:
-        torch.manual_seed(7)
-        plan = fs.make_plan(params, mesh, units=units)
-        shards, buffers = fs.init_module(net, plan, mesh)
-        return fs.gather(shards, plan, mesh), buffers
-
-    for params_, buffers in fs.simulate(main, world):
-        same_bits({**params_}, {name: value.detach() for name, value in whole.named_parameters()})
-        same_bits(buffers, dict(whole.named_buffers()))
+    torch.manual_seed(7)
+    plan = fs.make_plan(fs.make_functional(net)[1], mesh, units=units)
+    shards, buffers = fs.init_module(net, plan, mesh)
+    same_bits({**fs.gather(shards, plan, mesh)}, {name: value.detach() for name, value in whole.named_parameters()})
+    same_bits(buffers, dict(whole.named_buffers()))
     assert all(tensor.is_meta for tensor in (*net.parameters(), *net.buffers()))
 
 

@@ -8,8 +8,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
+from tests.core.units import of_module
 from tests.module.law import calls_on, check_equal, same_bits, sharded_call
-from tests.ranks import run_ranks, run_simulated
+from tests.pairwise import crossed
+from tests.ranks import on_ranks, run_ranks
 from tests.storages import Log
 
 WIDTH, WORDS = 6, 11
@@ -26,55 +28,52 @@ class Block(nn.Module):
         return x + torch.tanh(self.up(self.norm(x)))
 
 
+class Embed(nn.Embedding):
+    log = None
+
+    def forward(self, tokens):
+        if self.log is not None:
+            self.log(self.weight)
+        return super().forward(tokens)
+
+
+def raises(m, tokens, x):
+    raise KeyError("from forward")
+
+
+WAYS = {  # how the modules of the group run after the blocks
+    "once": lambda m, tokens, x: m.head(m.norm(x)),
+    "no head": lambda m, tokens, x: x,
+    "twice": lambda m, tokens, x: m.head(m.norm(m.norm(x) + m.embed(tokens))),
+    "again": lambda m, tokens, x: m.head(m.norm(x)) + m.head(m.norm(m.embed(tokens))),
+    "checkpoint": lambda m, tokens, x: checkpoint(lambda y: m.head(m.norm(y)), x, use_reentrant=False),
+    "first in checkpoint": lambda m, tokens, x: m.head(m.norm(x + checkpoint(m.embed, tokens, use_reentrant=False))),
+    "embed without gradients": lambda m, tokens, x: m.head(m.norm(x)),
+}
+
+
 class Model(nn.Module):
-    """A language model whose forward runs as its ``way`` says, and logs a weight of its group."""
+    """A language model, of which embedding, norm and head are a group."""
 
     def __init__(self, way="once", tied=False, log=None):
         super().__init__()
-        self.embed, self.norm, self.head = nn.Embedding(WORDS, WIDTH), Norm(log), nn.Linear(WIDTH, WORDS, bias=False)
+        self.embed, self.norm, self.head = Embed(WORDS, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.way, self.log = way, log
+        self.way, self.embed.log = way, log
         if tied:
             self.head.weight = self.embed.weight
 
     def forward(self, tokens):
-        if self.log is not None:
-            self.norm(torch.zeros(1, WIDTH, dtype=torch.float64))  # the first of its group, so that there is one to log
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.way != "embed without gradients"):
             x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
-        if self.log is not None:
-            self.log.between = self.log.alive()
-        if self.way == "no head":
-            return x
-        if self.way == "twice":
-            x = self.norm(x) + self.embed(tokens)
-        if self.way == "again":
-            return self.head(self.norm(x)) + self.head(self.norm(self.embed(tokens)))
-        if self.way == "checkpoint":
-            return checkpoint(lambda y: self.head(self.norm(y)), x, use_reentrant=False)
-        if self.way == "first in checkpoint":
-            return self.head(self.norm(x + checkpoint(self.embed, tokens, use_reentrant=False)))
-        if self.way == "raises":
-            raise KeyError("from forward")
-        return self.head(x) if self.log is not None else self.head(self.norm(x))
+        if self.embed.log is not None:
+            self.embed.log.between = self.embed.log.alive()
+        return {**WAYS, "raises": raises}[self.way](self, tokens, x)
 
 
-class Norm(nn.LayerNorm):
-    def __init__(self, log):
-        super().__init__(WIDTH)
-        self.log = log
-
-    def forward(self, x):
-        if self.log is not None:
-            self.log(self.weight)
-        return super().forward(x)
-
-
-WAYS = ("once", "no head", "twice", "again", "checkpoint", "first in checkpoint", "embed without gradients")
 GROUP = [["embed", "norm", "head"], "blocks.*"]
-APART = ["embed", "norm", "head", "blocks.*"]
 
 
 def made(**options):
@@ -87,9 +86,7 @@ def tokens(rank):
     return torch.randint(0, WORDS, (3, 5), generator=torch.Generator().manual_seed(rank))
 
 
-@pytest.mark.parametrize("world", [2, 4, GRID])
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-@pytest.mark.parametrize("tied", [False, True])
+@crossed(world=[2, GRID], strategy=["full_shard", "shard_grad_op", "no_shard"], tied=[False, True])
 def test_a_group_trains_as_unsharded_and_its_collectives_are_the_predicted_ones(world, strategy, tied):
     for call in check_equal(made(tied=tied), tokens, GROUP, world, strategy=strategy):
         assert call.events == call.predicted()
@@ -118,20 +115,14 @@ def test_a_group_is_gathered_ahead_as_the_schedule_says(prefetch):
 
 @pytest.mark.parametrize("remat", [[], ["norm"], [NAME]], ids=str)
 @pytest.mark.parametrize("way", ["once", "raises", "no head"])
-def test_a_group_is_held_between_its_modules_and_free_after_the_last_of_them(way, remat):
-    def main(mesh):
-        log = Log()
-        apply, params, buffers = fs.make_functional(made(way=way, log=log))
-        plan = fs.make_plan(params, mesh, units=GROUP)
-        sharded, shards = fs.fully_shard(apply, plan, mesh, remat=remat), fs.shard(params, plan, mesh)
-        out = None
-        with contextlib.suppress(KeyError):
-            out = sharded(shards, buffers, tokens(0))
-        after = log.alive()
-        del out
-        return log.between, after
-
-    assert run_simulated(main, 2) == [(1, 0)] * 2
+@on_ranks(2)
+def test_a_group_is_held_between_its_modules_and_free_after_the_last_of_them(mesh, way, remat):
+    log, out = Log(), None
+    _, sharded, shards = of_module(mesh, made(way=way, log=log), GROUP, how={"remat": remat})
+    with contextlib.suppress(KeyError):
+        out = sharded(shards, {}, tokens(0))
+    assert (log.between, log.alive()) == (1, 0)
+    del out
 
 
 REMAT = {
@@ -141,11 +132,9 @@ REMAT = {
 }
 
 
-@pytest.mark.parametrize(("remat", "recomputed"), REMAT.values(), ids=REMAT)
-@pytest.mark.parametrize("way", ["once", "twice", "again", "checkpoint"])
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-def test_modules_of_a_group_are_computed_again_from_leaves_that_are_gathered_once(strategy, way, remat, recomputed):
-    functional = fs.make_functional(made(way=way))
+@crossed(again=REMAT, way=["once", "twice", "again", "checkpoint"], strategy=["full_shard", "shard_grad_op"])
+def test_modules_of_a_group_are_computed_again_from_leaves_that_are_gathered_once(strategy, way, again):
+    functional, (remat, recomputed) = fs.make_functional(made(way=way)), again
     plain, again = (
         calls_on(2, functional, tokens, ["blocks.*", GROUP[0]], strategy=strategy, how={"remat": each})
         for each in ((), remat)
@@ -171,13 +160,13 @@ def test_a_group_computes_in_its_precision_and_ignored_classes_leave_it():
         torch.testing.assert_close(call.grads, other.grads, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("units", "words"),
-    [
-        (["blocks", "head"], r"unit 'blocks\+head', its module 'blocks', is a ModuleList, which has no forward of its own"),
-        (["embed.weight", "head"], r"unit 'embed.weight\+head', its module 'embed.weight', is no mod"),
-    ],
-)
+WRONG = [
+    (["blocks", "head"], r"unit 'blocks\+head', its module 'blocks', is a ModuleList, which has no forward of its own"),
+    (["embed.weight", "head"], r"unit 'embed.weight\+head', its module 'embed.weight', is no mod"),
+]
+
+
+@pytest.mark.parametrize(("units", "words"), WRONG)
 def test_wrong_groups_are_errors_of_fully_shard(units, words):
     with pytest.raises(ValueError, match=words):
         calls_on(2, fs.make_functional(made()), tokens, [units])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import pytest
 import torch
 
 import funcshard as fs
 from funcshard.train import metering
+from tests.core.units import of_module
+from tests.ranks import on_ranks
 
 
 def state_at(step: int) -> fs.TrainState:
@@ -56,26 +57,20 @@ def test_metrics_of_one_element_become_plain_numbers() -> None:
 
 
 @pytest.mark.usefixtures("clock")
-def test_ranks_along_a_model_axis_share_their_tokens() -> None:
-    def main(mesh: fs.Mesh) -> float:
-        metering.time.now = 0.0  # type: ignore[attr-defined]
-        return fs.make_meter(mesh, tokens=100)(state_at(1), {})["tokens_per_second"]
+@on_ranks({"shard": 2, "tensor": 3})
+def test_ranks_along_a_model_axis_share_their_tokens(mesh: fs.Mesh) -> None:
+    first, second = (fs.make_meter(mesh, tokens=tokens)(state_at(1), {}) for tokens in (100, None))
+    assert first["tokens_per_second"] * first["seconds_per_step"] == 200.0  # of two data ranks
+    assert "tokens_per_second" not in second
 
-    assert fs.simulate(main, {"shard": 2, "tensor": 3}) == [100.0] * 6
 
-
-def test_the_log_line_of_a_step() -> None:
-    apply, params, buffers = fs.make_functional(torch.nn.Linear(4, 2))
-
-    def main(mesh: fs.Mesh) -> dict[str, Any]:
-        plan = fs.make_plan(params, mesh)
-        sharded = fs.fully_shard(apply, plan, mesh)
-        optimizer = fs.torch_optimizer(torch.optim.AdamW, lr=1e-3)
-        step = fs.make_train_step(lambda s, b, x: sharded(s, b, x).square().mean(), optimizer, plan, mesh, max_norm=1.0)
-        meter, began = fs.make_meter(mesh, tokens=3), time.perf_counter()
-        values = meter(*step(step.init(fs.shard(params, plan, mesh), buffers), torch.ones(3, 4)))
-        assert 0 < values["seconds_per_step"] <= time.perf_counter() - began + 1
-        return values
-
+@on_ranks(2)
+def test_the_log_line_of_a_step(mesh: fs.Mesh) -> None:
+    plan, sharded, shards = of_module(mesh, torch.nn.Linear(4, 2))
+    optimizer = fs.torch_optimizer(torch.optim.AdamW, lr=1e-3)
+    step = fs.make_train_step(lambda s, b, x: sharded(s, b, x).square().mean(), optimizer, plan, mesh, max_norm=1.0)
+    meter, began = fs.make_meter(mesh, tokens=3), time.perf_counter()
+    values = meter(*step(step.init(shards, {}), torch.ones(3, 4)))
+    assert 0 < values["seconds_per_step"] <= time.perf_counter() - began + 1
     names = {"step", "loss", "local_loss", "lr", "grad_norm", "seconds_per_step", "tokens_per_second", "peak_memory"}
-    assert [names - set(each) for each in fs.simulate(main, 2)] == [set()] * 2
+    assert names <= values.keys()

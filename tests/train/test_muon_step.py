@@ -10,7 +10,7 @@ import torch
 import funcshard as fs
 from funcshard._utils import tree
 from funcshard.testing import delayed
-from tests.ranks import run_ranks, run_simulated
+from tests.ranks import on_ranks, run_ranks, run_simulated
 
 Tensors = dict[str, torch.Tensor]
 EVEN, ODD = (32, 16, 48), (13, 7, 9)
@@ -73,7 +73,7 @@ def on_the_whole(case: Case, steps: int) -> tuple[Tensors, Tensors]:
     return {path: leaf.detach() for path, leaf in params.items()}, momentum
 
 
-def on_ranks(mesh: fs.Mesh, case: Case, steps: int) -> tuple[Tensors, Tensors]:
+def on_shards(mesh: fs.Mesh, case: Case, steps: int) -> tuple[Tensors, Tensors]:
     plan = fs.make_plan(case.slices(0, mesh), mesh, **{"units": ["blocks.*"], "local": case.local(mesh), **case.plan})
     no_decay = {"paths": ["norm", "**.b"], "weight_decay": 0.0}
     optimizer = fs.muon(plan, mesh, matrices=["blocks.*"], adamw={**ADAMW, "groups": [no_decay]}, **case.options)
@@ -136,7 +136,7 @@ def test_four_steps_on_shards_are_four_steps_on_the_whole(run: Any, name: str) -
     case = CASES[name]
     wanted, momentum = on_the_whole(case, 4)
     assert not torch.equal(wanted["blocks.0.w"], case.tensors(0)["blocks.0.w"])
-    for params, own_momentum in run(on_ranks, math.prod(case.mesh.values()), case, 4, shape=case.mesh):
+    for params, own_momentum in run(on_shards, math.prod(case.mesh.values()), case, 4, shape=case.mesh):
         if case.dtype is torch.bfloat16:  # so coarse that a kernel's vector instructions matter
             torch.testing.assert_close(params, wanted, rtol=0.02, atol=0.02)
             continue
@@ -145,83 +145,70 @@ def test_four_steps_on_shards_are_four_steps_on_the_whole(run: Any, name: str) -
         assert all(torch.equal(params[path], wanted[path]) for path in (momentum if case.cuts else wanted))
 
 
-def slowly(mesh: fs.Mesh, case: Case) -> Any:
-    return on_ranks(delayed(mesh, "all_to_all", 0.002), case, 2)
-
-
 @pytest.mark.slow
-def test_the_step_waits_for_the_all_to_alls() -> None:
+@on_ranks(2)
+def test_the_step_waits_for_the_all_to_alls(mesh: fs.Mesh) -> None:
     case = Case({"shard": 2})
-    for found in run_simulated(slowly, 2, case):
-        torch.testing.assert_close(found, on_the_whole(case, 2), rtol=0, atol=0)
+    found = on_shards(delayed(mesh, "all_to_all", 0.002), case, 2)
+    torch.testing.assert_close(found, on_the_whole(case, 2), rtol=0, atol=0)
 
 
-def test_matrices_that_are_local_to_a_rank_are_updated_there_without_collectives() -> None:
-    def main(mesh: fs.Mesh) -> None:
-        params = {"expert": torch.eye(4) + mesh.rank, "b": torch.ones(3)}
-        grads = {"expert": torch.arange(16.0).view(4, 4) * (mesh.rank + 1), "b": torch.zeros(3)}
-        plan = fs.make_plan(params, mesh, local=["expert"])
-        optimizer = fs.muon(plan, mesh, **MUON)
-        shards = fs.shard(params, plan, mesh)
-        with fs.record_events() as events:
-            shards, _ = optimizer.step(fs.shard(grads, plan, mesh), optimizer.init(shards), shards)
-        assert tuple(events) == optimizer.step.owners.events == ()
-        assert optimizer.step.owners.of == {"expert": None}
-        leaf = torch.nn.Parameter(params["expert"].clone())
-        leaf.grad = grads["expert"]
-        torch.optim.Muon([leaf], **MUON).step()
-        assert torch.equal(fs.gather(shards, plan, mesh)["expert"], leaf)
-
-    fs.simulate(main, 2)
+@on_ranks(2)
+def test_matrices_that_are_local_to_a_rank_are_updated_there_without_collectives(mesh: fs.Mesh) -> None:
+    params = {"expert": torch.eye(4) + mesh.rank, "b": torch.ones(3)}
+    grads = {"expert": torch.arange(16.0).view(4, 4) * (mesh.rank + 1), "b": torch.zeros(3)}
+    plan = fs.make_plan(params, mesh, local=["expert"])
+    optimizer = fs.muon(plan, mesh, **MUON)
+    shards = fs.shard(params, plan, mesh)
+    with fs.record_events() as events:
+        shards, _ = optimizer.step(fs.shard(grads, plan, mesh), optimizer.init(shards), shards)
+    assert tuple(events) == optimizer.step.owners.events == ()
+    assert optimizer.step.owners.of == {"expert": None}
+    leaf = torch.nn.Parameter(params["expert"].clone())
+    leaf.grad = grads["expert"]
+    torch.optim.Muon([leaf], **MUON).step()
+    assert torch.equal(fs.gather(shards, plan, mesh)["expert"], leaf)
 
 
-def test_momentum_is_of_matrices_and_adamws_state_of_the_rest() -> None:
-    case = Case({"shard": 2}, EVEN)
-    plan = fs.make_plan(case.tensors(0), 2, units=["blocks.*"])
-    sizes = {path: leaf.numel() for path, leaf in case.tensors(0).items()}
-    matrices = sum(numel for path, numel in sizes.items() if path.startswith("blocks.") and not path.endswith(".b"))
+@on_ranks(2)
+def test_momentum_is_of_matrices_and_adamws_state_of_the_rest(mesh: fs.Mesh) -> None:
+    tensors = Case({"shard": 2}, EVEN).tensors(0)
+    plan = fs.make_plan(tensors, mesh, units=["blocks.*"])
+    optimizer, shards = fs.muon(plan, mesh, matrices=["blocks.*"]), fs.shard(tensors, plan, mesh)
+    _, state = optimizer.step(fs.copy(shards), optimizer.init(shards), shards)
+    momentum, adamw = (sum(leaf.numel() for leaf in tree.leaves(part)) for part in (state["momentum"], averages_of(state)))
+    counts = fs.psum(torch.tensor([momentum, adamw]), mesh).tolist()
+    matrices = sum(leaf.numel() for path, leaf in tensors.items() if path.startswith("blocks.") and not path.endswith(".b"))
+    assert counts == [matrices, sum(leaf.numel() for leaf in tensors.values()) - matrices]
 
-    def main(mesh: fs.Mesh) -> tuple[int, int]:
-        optimizer = fs.muon(plan, mesh, matrices=["blocks.*"])
-        shards = fs.shard(case.tensors(0), plan, mesh)
-        _, state = optimizer.step(fs.shard(case.tensors(1), plan, mesh), optimizer.init(shards), shards)
-        averages = [own["exp_avg"] for each in state["adamw"]["leaves"].values() for own in each.values()]
-        return sum(leaf.numel() for leaf in tree.leaves(state["momentum"])), sum(leaf.numel() for leaf in averages)
 
-    counts = fs.simulate(main, 2)
-    assert [sum(numels) for numels in zip(*counts, strict=True)] == [matrices, sum(sizes.values()) - matrices]
+def averages_of(state: Any) -> list[torch.Tensor]:
+    return [own["exp_avg"] for each in state["adamw"]["leaves"].values() for own in each.values()]
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_what_has_no_gradient_stays_as_it_is_as_in_torch(nesterov: bool) -> None:
+@on_ranks(2)
+def test_what_has_no_gradient_stays_as_it_is_as_in_torch(mesh: fs.Mesh, nesterov: bool) -> None:
     params = {"a": torch.randn(6, 4), "b": torch.randn(4, 4), "v": torch.randn(5), "n": torch.randn(3)}
     gradients = {name: torch.randn_like(leaf) for name, leaf in params.items()}
     whole = {name: torch.nn.Parameter(leaf.clone()) for name, leaf in params.items()}
-    options = {**MUON, "nesterov": nesterov}
-    muon = torch.optim.Muon([whole["a"], whole["b"]], **options)
+    muon = torch.optim.Muon([whole["a"], whole["b"]], nesterov=nesterov, **MUON)
     adamw = torch.optim.AdamW([whole["v"], whole["n"]], **ADAMW)
-    without = [("b", "n"), ("a", "b", "n"), (), ("a", "v")]
-    for absent in without:
+    plan = fs.make_plan(params, mesh, units=list(params))
+    optimizer, shards = fs.muon(plan, mesh, adamw=ADAMW, nesterov=nesterov, **MUON), fs.shard(params, plan, mesh)
+    state = optimizer.init(shards)
+    for absent in (("b", "n"), ("a", "b", "n"), (), ("a", "v")):
         for name, leaf in whole.items():
             leaf.grad = None if name in absent else gradients[name].clone()
         muon.step()
         adamw.step()
-
-    def main(mesh: fs.Mesh) -> dict[str, torch.Tensor]:
-        plan = fs.make_plan(params, mesh, units=list(params))
-        optimizer = fs.muon(plan, mesh, adamw=ADAMW, **options)
-        shards = fs.shard(params, plan, mesh)
-        state = optimizer.init(shards)
-        for absent in without:
-            grads = fs.shard(gradients, plan, mesh)
-            grads = {unit: dict.fromkeys(flat, None) if unit in absent else flat for unit, flat in grads.items()}
-            with fs.record_events() as events:
-                shards, state = optimizer.step(grads, state, shards)
-            assert tuple(events) == optimizer.step.owners.events
-        return fs.gather(shards, plan, mesh)
-
-    for result in fs.simulate(main, 2):
-        assert all(torch.equal(result[name], leaf) for name, leaf in whole.items())
+        grads = fs.shard(gradients, plan, mesh)
+        grads = {unit: dict.fromkeys(flat, None) if unit in absent else flat for unit, flat in grads.items()}
+        with fs.record_events() as events:
+            shards, state = optimizer.step(grads, state, shards)
+        assert tuple(events) == optimizer.step.owners.events
+    result = fs.gather(shards, plan, mesh)
+    assert all(torch.equal(result[name], leaf) for name, leaf in whole.items())
 
 
 def test_the_work_on_cut_matrices_is_shared_along_their_axes() -> None:
