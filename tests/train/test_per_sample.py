@@ -1,5 +1,7 @@
 """``per_sample_grad`` equals a loop over samples on the whole parameters."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -86,16 +88,16 @@ def evaluated(mesh, strategy, options, seed=None):
     return losses, norms, whole(grads, plan, mesh)
 
 
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
 def check(results, max_norm=None, batch_size=None):
     losses, norms, grads = reference(data(), max_norm, batch_size)
-
-    def close(a, b):
-        return torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
-
     close(torch.cat([result[0] for result in results]), losses)
     close(torch.cat([result[1] for result in results]), norms)
     for result in results:
-        close({name: result[2][name] for name in grads}, grads)
+        close(result[2], grads)
 
 
 OPTIONS = {
@@ -144,13 +146,13 @@ def test_ranks_may_have_different_numbers_of_samples(numbers):
         assert all(not any(g.any() for g in grads.values()) and losses.shape == (0,) for losses, _, grads in results)
 
 
-def noise_of(strategy, world, seed=3, sigma=0.5, **options):
+def noise_of(strategy, world):
     """Return the noise that is added to the sum, on every rank."""
-    common = {"max_norm": 2.0, "batch_size": 1.0, **options}
+    options = {"max_norm": 2.0, "batch_size": 1.0}
 
     def main(mesh):
-        noised = evaluated(mesh, strategy, {"noise_multiplier": sigma, **common}, seed)[2]
-        plain = evaluated(mesh, strategy, common)[2]
+        noised = evaluated(mesh, strategy, {"noise_multiplier": 0.5, **options}, seed=3)[2]
+        plain = evaluated(mesh, strategy, options)[2]
         return {name: noised[name] - plain[name] for name in plain}
 
     return fs.simulate(main, world)
@@ -161,21 +163,18 @@ def noise_of(strategy, world, seed=3, sigma=0.5, **options):
 def test_noise_is_added_once_and_is_the_same_for_any_number_of_ranks(strategy, world):
     (alone,) = noise_of("full_shard", 1)
     for noise in noise_of(strategy, world):
-        torch.testing.assert_close(noise, alone, rtol=1e-10, atol=1e-10)
+        close(noise, alone)
 
 
-def test_noise_depends_on_the_seed_and_goes_on_from_step_to_step():
-    def main(mesh):
-        loss, shards, plan = setup(mesh)
-        run = fs.per_sample_grad(
-            loss, plan, mesh, max_norm=2.0, noise_multiplier=1.0, generator=torch.Generator().manual_seed(0)
-        )
-        return [whole(run(shards, own(data(), mesh))[1], plan, mesh)["first.weight"] for _ in range(2)]
-
-    first, second = fs.simulate(main, 2)[0]
-    assert not torch.equal(first, second)
-    one, other = (noise_of("full_shard", 2, seed=seed)[0]["first.weight"] for seed in (0, 1))
-    assert not torch.equal(one, other)
+@on_ranks(2)
+def test_noise_depends_on_the_seed_and_goes_on_from_step_to_step(mesh):
+    f, shards, plan = one_unit(mesh, {"w": torch.zeros(9)})
+    noises = []
+    for seed in (0, 1):
+        noise = {"noise_multiplier": 1.0, "generator": torch.Generator().manual_seed(seed)}
+        run = fs.per_sample_grad(f, plan, mesh, max_norm=2.0, **noise)
+        noises += [run(shards, torch.zeros(2, 1))[1][""]["float32"] for _ in range(2)]
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations(noises, 2))
 
 
 @pytest.mark.parametrize("world", [1, 4])
@@ -236,40 +235,33 @@ def test_one_chunk_of_gradients_exists_at_a_time(mesh, chunk_size):
     assert log.alive() == 0
 
 
-def test_gradients_can_be_seen_and_changed_before_norms_are_taken():
-    def main(mesh):
-        loss, shards, plan = setup(mesh)
-        seen = {}
+@on_ranks(2)
+def test_gradients_can_be_seen_and_changed_before_norms_are_taken(mesh):
+    net, batch, seen = build(), own(data(), mesh), {}
+    loss, shards, plan = setup(mesh)
 
-        def per_layer(unit, grads):
-            for path, grad in grads.items():
-                seen[unit, path] = grad.clone()
-                if path == "head.bias":
-                    grad.zero_()
+    def per_layer(unit, grads):
+        for path, grad in grads.items():
+            seen[path] = unit, grad.clone()
+            if path == "head.bias":
+                grad.zero_()
 
-        (_, norms), grads = fs.per_sample_grad(loss, plan, mesh, on_grads=per_layer)(shards, own(data(), mesh))
-        return seen, norms, whole(grads, plan, mesh)
-
-    net, batch = build(), data()
-    for rank, (seen, norms, grads) in enumerate(fs.simulate(main, 2)):
-        assert {unit for unit, _ in seen} == {"", "head"}
-        assert not grads["head.bias"].any()
-        for i in range(4):
-            x, y = batch["x"][4 * rank + i], batch["y"][4 * rank + i]
-            named = {name: p for name, p in net.named_parameters() if p.requires_grad}
-            expected = dict(zip(named, torch.autograd.grad((net(x) - y).square().sum(), list(named.values())), strict=True))
-            found = {path: grad[i] for (_, path), grad in seen.items()}
-            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-            rest = torch.cat([g.flatten() for name, g in expected.items() if name != "head.bias"])
-            torch.testing.assert_close(norms[i], rest.norm(), rtol=1e-10, atol=1e-10)
+    (_, norms), grads = fs.per_sample_grad(loss, plan, mesh, on_grads=per_layer)(shards, batch)
+    assert {unit for unit, _ in seen.values()} == {"", "head"}
+    assert not whole(grads, plan, mesh)["head.bias"].any()
+    named = {name: p for name, p in net.named_parameters() if p.requires_grad}
+    for i, (x, y) in enumerate(zip(batch["x"], batch["y"], strict=True)):
+        expected = dict(zip(named, torch.autograd.grad((net(x) - y).square().sum(), [*named.values()]), strict=True))
+        close({path: grad[i] for path, (_, grad) in seen.items()}, expected)
+        close(norms[i], torch.cat([g.flatten() for name, g in expected.items() if name != "head.bias"]).norm())
 
 
 @on_ranks(2)
 def test_another_models_units_are_gathered_as_usual(mesh):
     """A teacher has units of the same names, but its shards are not differentiated."""
-    params, other = {"w": torch.rand(3)}, {"w": torch.rand(3)}
+    params, other, x = {"w": torch.rand(3)}, {"w": torch.rand(3)}, torch.rand(4, 3)
     f, shards, plan = one_unit(mesh, params)
-    teacher, x = fs.shard(other, plan, mesh), torch.rand(4, 3)
+    teacher = fs.shard(other, plan, mesh)
     _, grads = fs.per_sample_grad(lambda s, x: (f(s, x) - f(teacher, x)).square(), plan, mesh)(shards, x)
     expected = torch.func.grad(lambda w: ((x @ w) - (x @ other["w"])).square().mean())(params["w"])
     torch.testing.assert_close(fs.gather(grads, plan, mesh)["w"], expected)
@@ -309,10 +301,9 @@ LOSSES = {  # of the model, its shards, the shards around the loss and the sampl
 
 
 @pytest.mark.parametrize(("loss", "words"), LOSSES.values(), ids=LOSSES)
-def test_a_loss_whose_gradients_go_another_way_or_nowhere_is_an_error(loss, words):
-    def main(mesh):
-        f, shards, plan = one_unit(mesh, {"w": torch.rand(3)})
-        fs.per_sample_grad(lambda s, x: loss(f, s, shards, x), plan, mesh)(shards, torch.rand(2, 3))
-
+@on_ranks(2)
+def test_a_loss_whose_gradients_go_another_way_or_nowhere_is_an_error(mesh, loss, words):
+    f, shards, plan = one_unit(mesh, {"w": torch.rand(3)})
+    run = fs.per_sample_grad(lambda s, x: loss(f, s, shards, x), plan, mesh)
     with pytest.raises(ValueError, match=words):
-        fs.simulate(main, 2)
+        run(shards, torch.rand(2, 3))

@@ -100,32 +100,25 @@ def test_scaled_training_is_the_unscaled_one_of_the_steps_without_an_infinity(op
         torch.testing.assert_close(params, plain, **near)
 
 
-def test_an_infinity_in_one_ranks_own_leaves_stops_every_rank() -> None:
+@on_ranks(2)
+def test_an_infinity_in_one_ranks_own_leaves_stops_every_rank(mesh: fs.Mesh) -> None:
     """Gradients of local leaves are not reduced, so other ranks have to be told."""
-
-    def inputs(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = batch(step, rank, 2)
-        return rows["x"].mean(0), rows["factor"].mean()
-
-    def main(mesh: fs.Mesh) -> Any:
-        params = {"shared": torch.zeros(4), "expert": torch.full((4,), mesh.rank + 1.0)}
-        plan = fs.make_plan(params, mesh, local=["expert"])
-        # The loss is linear, so that an infinite factor reaches the gradient of this rank's expert alone.
-        f = fs.unshard(lambda leaves, x, factor: leaves["shared"] @ x + leaves["expert"] @ x * factor, plan.units[""], mesh)
-        optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1)
-        loss_fn = lambda shards, buffers, rows: f(shards[""], *rows)  # noqa: E731
-        step = fs.make_train_step(loss_fn, optimizer, plan, mesh, scaler=SCALER, max_norm=1e6)
-        state, seen = step.init(fs.shard(params, plan, mesh), {}), []
-        for i in range(STEPS):
-            state, metrics = step(state, inputs(i, mesh.rank))
-            seen.append((not metrics["found_inf"], metrics["scale"].item()))
-        return seen, fs.gather(state.shards, plan, mesh)
-
-    moved = [-0.1 * sum(inputs(step, rank)[0] for step in range(STEPS) if TAKEN[step]) for rank in range(2)]
-    for rank, (seen, params) in enumerate(fs.simulate(main, 2)):
-        assert seen == list(zip(TAKEN, SCALES, strict=True))
-        torch.testing.assert_close(params["shared"], (moved[0] + moved[1]) / 2)
-        torch.testing.assert_close(params["expert"], rank + 1 + moved[rank])
+    params = {"shared": torch.zeros(4), "expert": torch.full((4,), mesh.rank + 1.0)}
+    plan = fs.make_plan(params, mesh, local=["expert"])
+    # The loss is linear, so that an infinite factor reaches the gradient of this rank's expert alone.
+    f = fs.unshard(lambda leaves, x, factor: leaves["shared"] @ x + leaves["expert"] @ x * factor, plan.units[""], mesh)
+    loss_fn = lambda shards, buffers, rows: f(shards[""], rows["x"].mean(0), rows["factor"].mean())  # noqa: E731
+    optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1)
+    step = fs.make_train_step(loss_fn, optimizer, plan, mesh, scaler=SCALER, max_norm=1e6)
+    state, seen = step.init(fs.shard(params, plan, mesh), {}), []
+    for i in range(STEPS):
+        state, metrics = step(state, batch(i, mesh.rank, 2))
+        seen.append((not metrics["found_inf"], metrics["scale"].item()))
+    assert seen == list(zip(TAKEN, SCALES, strict=True))
+    moved = [-0.1 * sum(batch(i, rank, 2)["x"].mean(0) for i in range(STEPS) if TAKEN[i]) for rank in range(2)]
+    params = fs.gather(state.shards, plan, mesh)
+    torch.testing.assert_close(params["shared"], (moved[0] + moved[1]) / 2)
+    torch.testing.assert_close(params["expert"], mesh.rank + 1 + moved[mesh.rank])
 
 
 def test_a_skipped_step_has_new_buffers_and_the_aux() -> None:
