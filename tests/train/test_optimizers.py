@@ -183,30 +183,25 @@ def test_torchopt_on_shards_is_torchopt_on_the_whole(name: str) -> None:
         torch.testing.assert_close(params, whole, rtol=1e-6, atol=1e-7)
 
 
-class _Eager(torch.optim.SGD):
+class Eager(O.SGD):
     """A class that makes its state when it is made, as Adagrad of older releases does."""
 
-    def __init__(self, params, lr=0.1):
+    def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, lr=lr)
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p] = {"sum": torch.full_like(p, 0.5)}
+        self.state = {p: {"sum": torch.full_like(p, 0.5)} for p in self.param_groups[0]["params"]}
 
-    def step(self, closure=None):
-        with torch.no_grad():
-            for group in self.param_groups:
-                for p in group["params"]:
-                    total = self.state[p]["sum"].add_(p.grad.square())
-                    p.sub_(group["lr"] * p.grad / total.sqrt())
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p, own in self.state.items():
+            p.sub_(self.param_groups[0]["lr"] * p.grad / own["sum"].add_(p.grad.square()).sqrt())
 
 
-def test_a_class_may_make_its_state_before_the_first_step():
-    optimizer = fs.torch_optimizer(_Eager, elementwise=True, lr=0.2)
-    shards, grads = {"": {"float32": torch.ones(3)}}, {"": {"float32": torch.tensor([1.0, 2.0, 3.0])}}
-    whole = torch.nn.Parameter(torch.ones(3))
-    theirs, state = _Eager([whole], lr=0.2), optimizer.init(shards)
+def test_a_class_may_make_its_state_before_the_first_step() -> None:
+    optimizer, grad = fs.torch_optimizer(Eager, elementwise=True, lr=0.2), torch.tensor([1.0, 2.0, 3.0])
+    shards, whole = {"w": torch.ones(3)}, torch.nn.Parameter(torch.ones(3))
+    theirs, state = Eager([whole], lr=0.2), optimizer.init(shards)
     for _ in range(3):
-        whole.grad = grads[""]["float32"].clone()
+        whole.grad = grad.clone()
         theirs.step()
-        shards, state = optimizer.step(grads, state, shards)
-        assert torch.equal(shards[""]["float32"], whole.detach())
+        shards, state = optimizer.step({"w": grad.clone()}, state, shards)
+        assert torch.equal(shards["w"], whole.detach())

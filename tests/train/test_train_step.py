@@ -1,7 +1,6 @@
 """Training steps equal a plain loop on the whole model and the whole batch."""
 
 import copy
-import itertools
 import math
 from functools import partial
 from typing import Any
@@ -14,7 +13,6 @@ from torch import nn
 import funcshard as fs
 from funcshard._utils import tree
 from tests.core.units import same_bits
-from tests.pairwise import crossed
 from tests.ranks import on_ranks, run_simulated
 
 ADAMW = fs.torch_optimizer(torch.optim.AdamW, lr=0.05, fused=True)
@@ -292,63 +290,3 @@ def test_a_step_takes_the_mean_over_its_own_mesh(mesh: fs.Mesh) -> None:
     step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.SGD, lr=1.0), plan, mesh)
     state, _ = step(step.init(fs.shard(params, plan, mesh), {}), None)
     assert state.shards[""]["float32"].tolist() == [-0.5]
-
-
-def one_loss(mesh: fs.Mesh, loss_of: Any, batch: torch.Tensor, traced: bool, **options: Any) -> Any:
-    """Return the shards and metrics after one step of a linear layer of one output."""
-    apply, _, buffers = fs.make_functional(nn.Linear(batch.shape[1], 1, bias=False))
-    params = {"weight": torch.arange(1.0, 1 + batch.shape[1])[None]}
-    plan = fs.make_plan(params, mesh)
-    sharded = fs.fully_shard(apply, plan, mesh)
-    loss_fn = lambda shards, buffers, x: loss_of(sharded(shards, buffers, x.float()), x)  # noqa: E731
-    step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.SGD, lr=0.1), plan, mesh, **options)
-    state = step.init(fs.shard(params, plan, mesh), buffers)
-    run: Any = fs.trace(step, state, batch) if traced else step
-    state, metrics = run(state, batch)
-    return state.shards, {name: value for name, value in metrics.items() if isinstance(value, torch.Tensor)}
-
-
-@pytest.mark.slow
-@crossed(
-    world=[1, 3],
-    weighted={"mean": False, "weighted": True},
-    dtype=[torch.bfloat16, torch.float64],
-    traced={"run": False, "traced": True},
-)
-@on_ranks()
-def test_losses_of_low_precision_are_averaged_in_float32(
-    mesh: fs.Mesh, world: int, weighted: bool, dtype: torch.dtype, traced: bool
-) -> None:
-    # Eight losses whose mean is exact in float32; bfloat16 has seven bits after the first.
-    values = torch.tensor([2.984375, 3.015625, 3.0, 2.984375, 3.015625, 3.0, 3.03125, 2.96875], dtype=dtype)
-    weights = [513.0, 513.0, 7.0, 1.0, 1.0, 1.0, 2.0, 2.0] if weighted else [1.0] * 8
-    expected = sum(float(value) * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
-    next_weight = itertools.cycle(weights)
-
-    def loss_of(out: torch.Tensor, x: torch.Tensor) -> Any:
-        loss = (out - out.detach()).sum().to(dtype) + x.sum()
-        return (loss, next(next_weight)) if weighted else loss
-
-    _, metrics = one_loss(mesh, loss_of, values[:, None], traced, accumulate=8, weighted=weighted)
-    for found in (metrics["loss"], metrics["local_loss"]):
-        assert found.dtype == torch.promote_types(dtype, torch.float32)
-        assert found.item() == pytest.approx(expected, rel=2e-7, abs=0)
-
-
-@pytest.mark.slow
-@crossed(
-    traced={"run": False, "traced": True},
-    scaler={"unscaled": None, "scaled": fs.GradScaler()},
-    weighted={"mean": False, "weighted": True},
-    accumulate=[1, 2],
-)
-def test_a_loss_of_one_element_counts_as_a_scalar(accumulate: int, weighted: bool, scaler: Any, traced: bool) -> None:
-    def main(mesh: fs.Mesh, shape: tuple[int, ...]) -> Any:
-        def loss_of(out: torch.Tensor, x: torch.Tensor) -> Any:
-            loss = out.square().mean().view(shape)
-            return (loss, 1.0 + mesh.rank) if weighted else loss
-
-        batch = torch.arange(8.0).view(4, 2) + mesh.rank
-        return one_loss(mesh, loss_of, batch, traced, accumulate=accumulate, weighted=weighted, scaler=scaler)
-
-    same_bits(run_simulated(main, 2, (1, 1)), run_simulated(main, 2, ()))

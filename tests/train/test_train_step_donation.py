@@ -30,29 +30,23 @@ class Case(NamedTuple):
         return lambda shards: self.sharded(shards, {}, X).square().mean()
 
 
-def adamw(plan: fs.Plan, mesh: fs.Mesh) -> Any:
-    return fs.torch_optimizer(torch.optim.AdamW, lr=0.1)
+NO_DECAY = {"paths": ["**.bias"], "weight_decay": 0.0}
+OPTIMIZERS = {
+    "adamw": lambda plan, mesh: fs.torch_optimizer(torch.optim.AdamW, lr=0.1),
+    "adamw with groups": lambda plan, mesh: fs.torch_optimizer(
+        torch.optim.AdamW, lr=0.1, groups=[NO_DECAY], plan=plan, mesh=mesh
+    ),
+    "muon": lambda plan, mesh: fs.muon(plan, mesh, lr=0.1),
+}
 
 
-def grouped(plan: fs.Plan, mesh: fs.Mesh) -> Any:
-    no_decay = {"paths": ["**.bias"], "weight_decay": 0.0}
-    return fs.torch_optimizer(torch.optim.AdamW, lr=0.1, groups=[no_decay], plan=plan, mesh=mesh)
-
-
-def muon(plan: fs.Plan, mesh: fs.Mesh) -> Any:
-    return fs.muon(plan, mesh, lr=0.1)
-
-
-OPTIMIZERS = {"adamw": adamw, "adamw with groups": grouped, "muon": muon}
-
-
-def make(mesh: fs.Mesh, make_optimizer: Any, folder: Any = None, *, bias: bool = True, **options: Any) -> Case:
+def make(mesh: fs.Mesh, name: str = "adamw", folder: Any = None, *, bias: bool = True, **options: Any) -> Case:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4, bias=bias), nn.Tanh(), nn.Linear(4, 2, bias=bias))
     apply, params, buffers = fs.make_functional(net)
     plan = fs.make_plan(params, mesh, units=["0", "2"])
     sharded = fs.fully_shard(apply, plan, mesh)
-    optimizer = make_optimizer(plan, mesh)
+    optimizer = OPTIMIZERS[name](plan, mesh)
     loss_fn = lambda shards, buffers, x: sharded(shards, buffers, x).square().mean()  # noqa: E731
     step = fs.make_train_step(loss_fn, optimizer, plan, mesh, **options)
     return Case(step.init(fs.shard(params, plan, mesh), buffers), step, sharded, plan, mesh, optimizer, folder)
@@ -85,7 +79,7 @@ USES = {
 def test_every_use_of_a_donated_state_is_an_error_that_names_the_remedies(
     mesh: fs.Mesh, optimizer: str, tmp_path: Any
 ) -> None:
-    case = make(mesh, OPTIMIZERS[optimizer], tmp_path)
+    case = make(mesh, optimizer, tmp_path)
     new, _ = case.step(case.state, X)
     for name, use in USES.items():
         with pytest.raises((RuntimeError, ValueError), match=r"donated") as error:
@@ -99,7 +93,7 @@ def test_every_use_of_a_donated_state_is_an_error_that_names_the_remedies(
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @on_ranks(2)
 def test_an_optimizer_state_that_was_not_taken_back_is_noticed_in_the_next_step(mesh: fs.Mesh, optimizer: str) -> None:
-    case = make(mesh, OPTIMIZERS[optimizer])
+    case = make(mesh, optimizer)
     params, opt_state = case.state.shards, case.state.opt_state
     grads = tree.map(torch.ones_like, params)
     params, _ = case.optimizer.step(grads, opt_state, params)
@@ -113,7 +107,7 @@ def test_an_optimizer_state_that_was_not_taken_back_is_noticed_in_the_next_step(
 def test_a_state_that_was_kept_has_its_old_values_and_runs_again_to_the_bit(
     mesh: fs.Mesh, keep: str, optimizer: str
 ) -> None:
-    case = make(mesh, OPTIMIZERS[optimizer], donate=keep != "donate=False")
+    case = make(mesh, optimizer, donate=keep != "donate=False")
     state = case.step(case.state, X)[0]  # so that the optimizer's state holds tensors
     before = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in tree.leaves(state)]
     kept = fs.copy(state) if keep == "fs.copy" else state
@@ -138,21 +132,21 @@ def test_a_copy_is_of_the_same_dtypes_and_has_memory_of_its_own() -> None:
 
 
 def test_muon_without_another_leaf_donates_too() -> None:
-    case = make(fs.Mesh(), muon, bias=False)
+    case = make(fs.Mesh(), "muon", bias=False)
     case.step(case.state, X)
     with pytest.raises(RuntimeError, match="donated"):
         case.step(case.state, X)
 
 
 def test_a_step_that_is_skipped_donates_nothing() -> None:
-    case = make(fs.Mesh(), adamw, scaler=fs.GradScaler())
+    case = make(fs.Mesh(), scaler=fs.GradScaler())
     state, metrics = case.step(case.state, X * float("inf"))
     assert metrics["found_inf"]
     assert torch.equal(case.state.shards["0"]["float32"], state.shards["0"]["float32"])
 
 
 def test_a_donated_tensor_can_be_printed() -> None:
-    case = make(fs.Mesh(), adamw)
+    case = make(fs.Mesh())
     case.step(case.state, X)
     assert "<tensor that was donated to a training step>" in repr(case.state)
     assert "<optimizer state that was donated to a step>" in repr(case.state)
