@@ -5,11 +5,13 @@ import contextlib
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
 from tests.core.units import of_module
-from tests.module.law import calls_on, check_equal, same_bits, sharded_call
+from tests.module.law import calls_on, check_equal, same_bits, sharded_call, squares
 from tests.pairwise import crossed
 from tests.ranks import on_ranks, run_ranks
 from tests.storages import Log
@@ -174,18 +176,13 @@ def test_wrong_groups_are_errors_of_fully_shard(units, words):
 
 def beside_fsdp2(mesh):
     """Return loss and gradients of this library and of FSDP2 on the same processes."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    call = sharded_call(mesh, fs.make_functional(made(tied=True)), tokens, GROUP)
     net = made(tied=True)
-    ranks = init_device_mesh("cpu", (mesh.world_size,))
+    call = sharded_call(mesh, fs.make_functional(net), tokens, GROUP)
     for part in (*net.blocks, [net.embed, net.norm, net.head], net):
-        fully_shard(part, mesh=ranks)
-    own = net(tokens(mesh.rank)).square().mean()
-    own.backward()
-    theirs = {name: p.grad.full_tensor() for name, p in net.named_parameters()}
-    return call[:2], (own.detach(), theirs)
+        fsdp2(part, mesh=init_device_mesh("cpu", (mesh.world_size,)))
+    loss = squares(net, tokens(mesh.rank))
+    loss.backward()
+    return call[:2], (loss.detach(), {name: p.grad.full_tensor() for name, p in net.named_parameters()})
 
 
 @pytest.mark.slow

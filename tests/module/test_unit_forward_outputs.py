@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 
 import funcshard as fs
 from funcshard.plan.wrap import Units
-from tests.module.law import calls_on, outputs_on, plain_call, same_bits, sharded_call
+from tests.module.law import Runs, calls_on, outputs_on, plain_call, same_bits, sharded_call
 from tests.ranks import run_ranks
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -47,35 +47,35 @@ def run(*, owns: bool = True, mutable: bool = False, evaluate: bool = False, **p
     return out
 
 
-@pytest.mark.parametrize("owns", [True, False], ids=["the root owns a leaf", "the root owns none"])
-def test_floating_point_outputs_of_the_model_are_cast_and_those_of_its_units_are_not(owns: bool) -> None:
-    out = run(owns=owns)
-    assert (out["out"].dtype, out["ids"].dtype, out["pair"][0].dtype) == (FP32, torch.int64, FP32)
+CASTS: dict[str, tuple[dict[str, Any], torch.dtype, torch.dtype]] = {  # options, dtypes of the output and inside
+    "the root owns a leaf": ({}, FP32, BF16),
+    "the root owns none": ({"owns": False}, FP32, BF16),
+    "without a param_dtype": ({"param_dtype": None, "output_dtype": FP64}, FP64, FP32),
+    "evaluation": ({"evaluate": True, "output_dtype": FP16}, FP16, BF16),
+    "evaluation in full precision": ({"evaluate": True, "full_precision_in_eval": True, "output_dtype": FP16}, FP32, FP32),
+}
+
+
+@pytest.mark.parametrize(("options", "cast", "inside"), CASTS.values(), ids=CASTS)
+def test_floating_point_outputs_of_the_model_are_cast_and_those_of_its_units_are_not(
+    options: dict[str, Any], cast: torch.dtype, inside: torch.dtype
+) -> None:
+    out = run(**options)
+    assert (out["out"].dtype, out["ids"].dtype, out["pair"][0].dtype) == (cast, torch.int64, cast)
     assert (out["pair"][1], out["none"]) == ("text", None)
-    assert out["inside"] == BF16
-    assert torch.equal(out["out"], out["out"].bfloat16().float())  # computed in bfloat16
+    assert out["inside"] == inside
+    assert torch.equal(out["out"], out["out"].to(inside).to(cast))  # computed inside
 
 
-@pytest.mark.parametrize("owns", [True, False], ids=["the root owns a leaf", "the root owns none"])
-def test_new_buffers_are_no_outputs(owns: bool) -> None:
-    out, buffers = run(owns=owns, mutable=True, output_dtype=FP16)
+def test_new_buffers_are_no_outputs() -> None:
+    out, buffers = run(mutable=True, output_dtype=FP16)
     assert out["out"].dtype == FP16
     assert torch.equal(buffers["mean"], torch.full((4,), 1 / 3, dtype=FP64) + 1 / 3)
 
 
-@pytest.mark.parametrize(("full", "dtype"), [(False, FP16), (True, FP32)])
-def test_evaluation_in_full_precision_casts_no_outputs(full: bool, dtype: torch.dtype) -> None:
-    assert run(evaluate=True, full_precision_in_eval=full, output_dtype=FP16)["out"].dtype == dtype
-
-
-def test_without_a_param_dtype_outputs_are_cast_too() -> None:
-    out = run(param_dtype=None, output_dtype=FP64)
-    assert (out["inside"], out["out"].dtype) == (FP32, FP64)
-
-
-def net_of_three(dtype: torch.dtype = FP32) -> nn.Module:
+def net_of_three() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).to(dtype)
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
 
 
 OWN = fs.MixedPrecision(BF16, FP32, output_dtype=FP32, cast_forward_inputs=True)
@@ -108,66 +108,43 @@ def test_a_unit_that_is_written_by_hand_casts_its_outputs() -> None:
     assert (out.dtype, inside) == (FP32, BF16)
 
 
-def test_the_default_lets_an_input_of_higher_precision_raise_or_promote_and_cast_forward_inputs_rounds_it() -> None:
+@pytest.mark.parametrize(("cast", "expected"), [(False, (FP32, 1.0 + 2**-12)), (True, (BF16, 1.0))])
+def test_the_default_lets_an_input_of_higher_precision_raise_or_promote_and_cast_forward_inputs_rounds_it(
+    cast: bool, expected: tuple[torch.dtype, float]
+) -> None:
     """docs/precision.md says why a unit's inputs stay as they are by default."""
-    angles = torch.tensor([[1.0 + 2**-12]])
-
-    class Rotary(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(1))
-
-        def forward(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-            return x * self.scale + angles
-
-    class Model(nn.Sequential):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self[0](x, angles)
-            return out
-
-    for cast, expected in ((False, (FP32, angles.item())), (True, (BF16, 1.0))):
-        precision = fs.MixedPrecision(BF16, cast_forward_inputs=cast)
-        (out,) = outputs_on(1, fs.make_functional(Model(Rotary())), torch.zeros(1, 1), ["0"], precision=precision)
-        assert (out.dtype, out.item()) == expected
+    rotary = Runs(lambda m, x, angles: x * m.scale + angles, scale=nn.Parameter(torch.ones(1)))
+    functional = fs.make_functional(Runs(lambda m, x: m.rotary(x, torch.tensor([[1.0 + 2**-12]])), rotary=rotary))
+    precision = fs.MixedPrecision(BF16, cast_forward_inputs=cast)
+    (out,) = outputs_on(1, functional, torch.zeros(1, 1), ["rotary"], precision=precision)
+    assert (out.dtype, out.item()) == expected
 
 
 # --- FSDP2 ----------------------------------------------------------------------------------------
 
 
-def rows(mesh: fs.Mesh) -> torch.Tensor:
-    return torch.randn(8, 6, generator=torch.Generator().manual_seed(1)).chunk(mesh.world_size)[mesh.rank]
-
-
-def theirs(mesh: fs.Mesh, everywhere: bool) -> Any:
-    net = net_of_three()
+def compare(mesh: fs.Mesh) -> None:
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)).chunk(mesh.world_size)[mesh.rank]
     devices = init_device_mesh("cpu", (mesh.world_size,))
     casting = MixedPrecisionPolicy(BF16, FP32, output_dtype=FP32)
-    inner = casting if everywhere else MixedPrecisionPolicy(BF16, FP32)
-    for name in ("0", "2", "4"):
-        fsdp2(net.get_submodule(name), mesh=devices, mp_policy=inner)
-    fsdp2(net, mesh=devices, mp_policy=casting)
-    out = net(rows(mesh))
-    out.square().mean().backward()
-    return out.detach(), {name: leaf.grad.full_tensor() for name, leaf in net.named_parameters()}  # type: ignore[union-attr]
-
-
-def ours(mesh: fs.Mesh, everywhere: bool) -> Any:
-    names, outs = ["0", "2", "4"], []
-    units = Units(names, {name: {"precision": OWN} for name in names} if everywhere else {})
-
-    def program(model: Any, x: torch.Tensor) -> torch.Tensor:
-        outs.append(model(x))
-        return outs[-1].square().mean()
-
-    call = sharded_call(mesh, fs.make_functional(net_of_three()), rows(mesh), units, program=program, precision=LOW)
-    return outs[0].detach(), call.grads
-
-
-def compare(mesh: fs.Mesh) -> None:
     for everywhere in (False, True):
-        (out, grads), (their_out, their_grads) = ours(mesh, everywhere), theirs(mesh, everywhere)
-        assert out.dtype == their_out.dtype == FP32
-        same_bits((out, grads), (their_out, their_grads))
+        outs, net = [], net_of_three()
+
+        def program(model: Any, x: torch.Tensor, outs: list[torch.Tensor] = outs) -> torch.Tensor:
+            outs.append(model(x))
+            return outs[-1].square().mean()
+
+        units = Units(["0", "2", "4"], {name: {"precision": OWN} for name in "024"} if everywhere else {})
+        call = sharded_call(mesh, fs.make_functional(net), x, units, program=program, calls=1, precision=LOW)
+        for name in "024":
+            policy = casting if everywhere else MixedPrecisionPolicy(BF16, FP32)
+            fsdp2(net.get_submodule(name), mesh=devices, mp_policy=policy)
+        fsdp2(net, mesh=devices, mp_policy=casting)
+        program(net, x).backward()
+        ours, theirs = outs
+        assert ours.dtype == FP32
+        same_bits(ours, theirs)
+        same_bits(call.grads, {name: leaf.grad.full_tensor() for name, leaf in net.named_parameters()})  # type: ignore[union-attr]
 
 
 @pytest.mark.slow
