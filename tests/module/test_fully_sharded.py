@@ -138,17 +138,17 @@ def test_threads_share_one_sharded_function():
 class AuxLoss(Model):
     """Each block stores a value in an attribute, which the root reads after the block's forward."""
 
-    class Noting(Block):
-        def forward(self, x):
-            self.penalty = x.square().mean()
-            return super().forward(x)
-
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(self.Noting() for _ in range(2))
+        self.blocks = nn.ModuleList(Runs(noting, block=block) for block in self.blocks)
 
     def forward(self, tokens):
         return super().forward(tokens) + sum(block.penalty for block in self.blocks)
+
+
+def noting(runs, x):
+    runs.penalty = x.square().mean()
+    return runs.block(x)
 
 
 class Recurrent(Model):
@@ -170,8 +170,7 @@ class LooksAtShapes(Model):
 
     def forward(self, tokens):
         weight = self.blocks[0].up.weight
-        like = {"dtype": weight.dtype, "device": weight.device}
-        extra = torch.ones(weight.shape[1], **like)
+        extra = torch.ones(weight.shape[1], dtype=weight.dtype, device=weight.device)
         return super().forward(tokens) + extra.sum() * weight.is_floating_point() * next(self.parameters()).ndim
 
 
@@ -335,11 +334,13 @@ def test_a_module_may_use_a_transform_inside_its_forward(strategy):
 
 
 def test_a_parameter_that_forward_freezes_outside_its_unit_is_told():
-    class Freezes(nn.Sequential):
-        def forward(self, x):
-            self[1].weight.requires_grad_()  # as it is
-            self[0].weight.requires_grad_(False)
-            return super().forward(x)
+    def freezes(net, x):
+        net.second.weight.requires_grad_()  # as it is
+        net.first.weight.requires_grad_(False)
+        return net.second(net.first(x))
 
-    with pytest.raises(ValueError, match=r"forward set requires_grad=False of parameter '0.weight', .*: freeze it before"):
-        check_equal(linear(Freezes, 2, 3), torch.ones(2, 3), ["*"])
+    net = Runs(freezes, first=nn.Linear(3, 3), second=nn.Linear(3, 3))
+    with pytest.raises(
+        ValueError, match=r"forward set requires_grad=False of parameter 'first.weight', .*: freeze it before"
+    ):
+        check_equal(net, torch.ones(2, 3), ["*"])

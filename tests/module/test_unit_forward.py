@@ -17,8 +17,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
-from funcshard._utils import without_collection
-from tests.module.law import check_equal, sharded_call
+from tests.module.law import Runs, check_equal, sharded_call
 
 x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
 
@@ -38,18 +37,15 @@ def test_a_forward_set_on_the_object_may_call_that_of_its_class(forward, units) 
     check_equal(net, x, units, bits=True)
 
 
-def old(name: str) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return getattr(nn.utils, name)(nn.Linear(3, 3)).eval()
-
-    return make
+def old(name: str) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return getattr(nn.utils, name)(nn.Linear(3, 3)).eval()
 
 
 HOOKS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "weight_norm": (old("weight_norm"), r"torch\.nn\.utils\.weight_norm \(WeightNorm\)"),
-    "spectral_norm": (old("spectral_norm"), r"torch\.nn\.utils\.spectral_norm \(SpectralNorm\)"),
+    "weight_norm": (lambda: old("weight_norm"), r"torch\.nn\.utils\.weight_norm \(WeightNorm\)"),
+    "spectral_norm": (lambda: old("spectral_norm"), r"torch\.nn\.utils\.spectral_norm \(SpectralNorm\)"),
     "prune": (lambda: prune.l1_unstructured(nn.Linear(3, 3), "weight", 4), r"torch\.nn\.utils\.prune \(L1Unstructured\)"),
 }
 
@@ -164,15 +160,14 @@ def test_a_model_may_look_at_hand_on_and_replace_the_forward_of_a_unit(cls, bloc
     check_equal(cls(*(block(3, 3) for block in blocks)), x, ["*"], bits=True, **options)
 
 
+@pytest.mark.usefixtures("without_garbage_collection")
 def test_the_modules_of_a_call_are_freed_without_the_collector() -> None:
     alive: list[weakref.ref[nn.Module]] = []
 
-    class Noted(Base):
-        def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-            alive.append(weakref.ref(self))
-            return super().forward(x)
+    def noted(module: Any, x: torch.Tensor) -> torch.Tensor:
+        alive.append(weakref.ref(module))
+        return torch.tanh(module.lin(x))
 
-    functional = fs.make_functional(nn.Sequential(Noted(3, 3), Noted(3, 3)))
-    with without_collection():
-        sharded_call(fs.Mesh(), functional, x, ["*"])
-        assert [ref() for ref in alive] == [None] * 4
+    functional = fs.make_functional(nn.Sequential(*(Runs(noted, lin=nn.Linear(3, 3)) for _ in range(2))))
+    sharded_call(fs.Mesh(), functional, x, ["*"])
+    assert [ref() for ref in alive] == [None] * 4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import warnings
 from typing import Any
 
@@ -14,14 +13,13 @@ from torch import nn
 
 import funcshard as fs
 from tests.module.law import outputs_on, same_bits
+from tests.pairwise import crossed
 from tests.promises.test_upstream_precision import WIDTH, Noted, build
-from tests.ranks import on_ranks, run_ranks, run_simulated
+from tests.ranks import on_ranks, run_ranks
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-EVALUATIONS = [
-    pytest.param(cast, full, id=f"{'units' if cast else 'the root'} cast{', full precision in eval' * full}")
-    for cast, full in itertools.product((False, True), (False, True))
-]
+CASTING = {"the root casts": False, "units cast": True}
+EVALUATION = {"low in eval": False, "full in eval": True}
 
 
 def planned(params: Any, mesh: Any, precision: fs.MixedPrecision, **options: Any) -> tuple[fs.Plan, list[str]]:
@@ -48,8 +46,7 @@ def noting(module: nn.Module, name: str, noted: Noted) -> nn.Module:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cast", "full"), EVALUATIONS)
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@crossed(cast=CASTING, full=EVALUATION, strategy=["full_shard", "shard_grad_op", "no_shard"])
 @on_ranks(2)
 def test_evaluation_is_in_full_precision_where_it_should_be_and_training_before_and_after_is_not(mesh, cast, full, strategy):
     precision = fs.MixedPrecision(FP16, FP16, FP16, cast_forward_inputs=cast, full_precision_in_eval=full)
@@ -87,7 +84,7 @@ def test_a_unit_in_evaluation_inside_a_model_in_training_casts_nothing_and_torch
         outputs_on(1, functional, x, units, precision=fs.MixedPrecision(**options, full_precision_in_eval=True))
 
 
-@pytest.mark.parametrize(("cast", "full"), EVALUATIONS)
+@crossed(cast=CASTING, full=EVALUATION)
 def test_a_root_that_owns_nothing_casts_its_inputs_in_evaluation_as_the_precision_says(cast, full):
     precision = fs.MixedPrecision(FP16, FP16, FP16, cast_forward_inputs=cast, full_precision_in_eval=full)
     noted = Noted()
@@ -154,37 +151,31 @@ IGNORING = fs.MixedPrecision(FP16, FP16, FP16, ignored_classes=(nn.modules.batch
 
 @pytest.mark.parametrize("dtype", [FP16, BF16])
 @pytest.mark.parametrize("affine", [True, False], ids=["affine", "without parameters"])
-def test_ignored_classes_become_units_in_full_precision(affine, dtype):
+@on_ranks(2)
+def test_ignored_classes_become_units_in_full_precision(mesh, affine, dtype):
     precision = fs.MixedPrecision(dtype, dtype, dtype, ignored_classes=IGNORING.ignored_classes)
-    noted = Noted()
+    noted, x = Noted(), torch.randn(3, 2)
     apply, params, buffers = fs.make_functional(BatchNormNet(affine, noted), mutable=True)
-    plan, said = planned(params, 2, precision)
+    plan, said = planned(params, mesh, precision)
     units = "BatchNorm1d, LayerNorm: 'bn', 'ln'" if affine else "LayerNorm: 'ln'"
     assert said == [f"ignored_classes of the precision hold {units} become units of their own, in full precision"]
     assert [(unit.name, unit.precision, unit.full_precision) for unit in plan.unit_list] == [
         ("", precision, False), *([("bn", None, True)] if affine else []), ("ln", None, True)
     ]  # fmt: skip
-
-    def main(mesh: fs.Mesh) -> None:
-        sharded = fs.fully_shard(apply, plan, mesh)
-        x = torch.randn(3, 2)
-        with fs.record_events() as events:
-            (loss, new), grads = fs.value_and_grad(
-                lambda s: ((out := sharded(s, buffers, x))[0].square().sum(), out[1]), has_aux=True
-            )(fs.shard(params, plan, mesh))
-        assert tuple(events) == fs.predict_events(plan, sharded.schedule)
-        assert loss.dtype == dtype
-        assert new["bn.running_mean"].dtype == FP32
-        # BatchNorm computes the statistics of its input in float32.
-        given, norm = F.linear(x.to(dtype), params["fc1.weight"].to(dtype)).reshape(-1, 4, 10).float(), nn.BatchNorm1d(4)
-        norm(given)
-        assert torch.equal(new["bn.running_mean"], norm.running_mean)
-        assert {grad.dtype for unit in grads.values() for grad in unit.values()} == {FP32}
-
-    run_simulated(main, 2)
-    assert set(noted) == {
-        ("fc1", dtype), ("bn", FP32, FP32, FP32), ("fc2", dtype), ("ln", FP32), ("fc3", dtype)
-    }  # fmt: skip
+    sharded = fs.fully_shard(apply, plan, mesh)
+    with fs.record_events() as events:
+        (loss, new), grads = fs.value_and_grad(
+            lambda s: ((out := sharded(s, buffers, x))[0].square().sum(), out[1]), has_aux=True
+        )(fs.shard(params, plan, mesh))
+    assert tuple(events) == fs.predict_events(plan, sharded.schedule)
+    assert loss.dtype == dtype
+    assert new["bn.running_mean"].dtype == FP32
+    # BatchNorm computes the statistics of its input in float32.
+    given, norm = F.linear(x.to(dtype), params["fc1.weight"].to(dtype)).reshape(-1, 4, 10).float(), nn.BatchNorm1d(4)
+    norm(given)
+    assert torch.equal(new["bn.running_mean"], norm.running_mean)
+    assert {grad.dtype for unit in grads.values() for grad in unit.values()} == {FP32}
+    assert {*noted} == {("fc1", dtype), ("bn", FP32, FP32, FP32), ("fc2", dtype), ("ln", FP32), ("fc3", dtype)}
 
 
 def synchronised(mesh: fs.Mesh) -> torch.dtype:
@@ -212,18 +203,18 @@ def test_a_tree_around_the_params_keeps_what_they_remember():
 
 
 def test_copies_of_the_params_remember_nothing_and_the_error_says_so():
-    net = BatchNormNet(True, Noted())
+    net, mesh = BatchNormNet(True, Noted()), fs.Mesh()
     apply, params, buffers = fs.make_functional(net, mutable=True)
     clones = {name: value.clone() for name, value in params.items()}
     plan, said = planned(clones, 1, IGNORING)
     assert said == []
     words = r"module 'bn' is of ignored_classes, which are in full precision, but its parameter 'bn\.\w+' is in"
     with pytest.raises(ValueError, match=words + r" unit '\(root\)', of lower precision: pass make_plan the params of"):
-        fs.fully_shard(apply, plan, fs.Mesh())
-    kept = ("bn", "ln")  # the remedy of the error message
-    units = fs.wrap.by_function(lambda module: {"precision": None} if module in map(net.get_submodule, kept) else False)(net)
+        fs.fully_shard(apply, plan, mesh)
+    # The remedy of the error message:
+    units = fs.wrap.by_function(lambda module: {"precision": None} if module in (net.bn, net.ln) else False)(net)
     plan, _ = planned(clones, 1, IGNORING, units=units)
-    out, _ = fs.fully_shard(apply, plan, fs.Mesh())(fs.shard(clones, plan, fs.Mesh()), buffers, torch.ones(1, 2))
+    out, _ = fs.fully_shard(apply, plan, mesh)(fs.shard(clones, plan, mesh), buffers, torch.ones(1, 2))
     assert out.dtype == FP16
 
 
