@@ -11,8 +11,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import funcshard as fs
-from tests.module.law import calls_on, plain_call, same_bits, sharded_call
-from tests.ranks import run_ranks, run_simulated
+from tests.core.units import by_hand, recorded
+from tests.module.law import calls_on, check_equal, plain_call, same_bits, sharded_call
+from tests.ranks import on_ranks, run_ranks, run_simulated
 from tests.storages import Alive, Log
 
 WIDTH, BLOCKS, ROWS = 6, 3, 6  # square activations: a result kept for another one would have its shape
@@ -20,8 +21,8 @@ WRAPPED = "_checkpoint_wrapped_module"
 aten = torch.ops.aten
 
 
-def always(policy):
-    return lambda ctx, op, *args, **kwargs: policy
+def chosen(policy, ctx, op, *args, **kwargs):
+    return policy
 
 
 def every_second(ctx, op, *args, **kwargs):
@@ -34,10 +35,7 @@ every_second.count = 0
 
 
 POLICIES = {
-    "MUST_SAVE": always(CheckpointPolicy.MUST_SAVE),
-    "PREFER_SAVE": always(CheckpointPolicy.PREFER_SAVE),
-    "MUST_RECOMPUTE": always(CheckpointPolicy.MUST_RECOMPUTE),
-    "PREFER_RECOMPUTE": always(CheckpointPolicy.PREFER_RECOMPUTE),
+    **{policy.name: functools.partial(chosen, policy) for policy in CheckpointPolicy},
     "matrix products": [aten.addmm.default, aten.mm.default],
     "views": [aten.t.default, aten.view.default],
     "in turn": every_second,
@@ -51,8 +49,8 @@ def contexts(policy):
     return functools.partial(create_selective_checkpoint_contexts, POLICIES[policy])
 
 
-def selective(f, policy):
-    return functools.partial(checkpoint, f, use_reentrant=False, context_fn=contexts(policy))
+def run_again(policy, f, *args):
+    return checkpoint(f, *args, use_reentrant=False, context_fn=contexts(policy)) if policy else f(*args)
 
 
 class MLP(nn.Module):
@@ -84,13 +82,12 @@ class Stack(nn.Module):
     def __init__(self, place, policy, log):
         super().__init__()
         wrap = functools.partial(checkpoint_wrapper, context_fn=contexts(policy)) if policy else plain
-        self.place, self.scale = place, nn.Parameter(torch.linspace(1, 2, WIDTH))
-        self.again = (lambda f, x: selective(f, policy)(x)) if policy else lambda f, x: f(x)
+        self.place, self.policy, self.scale = place, policy, nn.Parameter(torch.linspace(1, 2, WIDTH))
         inner, outer = (wrap if place in places else plain for places in (("wrappers",), ("wrappers", "wrapper around")))
         self.blocks = nn.ModuleList(outer(Block(inner, log)) for _ in range(BLOCKS))
 
     def forward(self, x):
-        x, again = x * self.scale, self.again
+        x, again = x * self.scale, functools.partial(run_again, self.policy)
         if self.place == "around several":
             x = again(nn.Sequential(*self.blocks[:2]), x)
             return again(lambda x: self.blocks[2](x) * self.scale, x)
@@ -124,40 +121,18 @@ def batch(rank):
     return torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH) * (1 + rank)
 
 
-def build(place, policy, log):
+def build(place, policy, log=None):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        return Stack(place, policy, log)
+        return Stack(place, policy, Log() if log is None else log)
 
 
-def step(mesh, place, policy, strategy="full_shard", remat=()):
-    """Return loss and gradients of a second call, and the number of gathered leaves alive after its forward."""
+def check(place, policy, *, remat=(), **options):
+    """Check that the model has the bits of the unsharded one, and the predicted collectives."""
     every_second.count = 0
-    log, alive = Log(), []
-
-    def program(model, x):
-        loss = model(x).square().mean()
-        alive.append(log.alive())
-        return loss
-
-    functional, units = fs.make_functional(build(place, policy, log)), PLACES.get(place, ["blocks.*"])
-    call = sharded_call(mesh, functional, batch, units, program=program, how={"remat": remat}, strategy=strategy)
-    assert log.alive() == 0
-    if policy and place in PREDICTED and not remat:
-        assert call.events == call.predicted(**PREDICTED[place])
-    return (call.loss, {name.replace(f".{WRAPPED}", ""): grad for name, grad in call.grads.items()}), alive[-1]
-
-
-@functools.cache
-def whole(place):
-    """Return each of two ranks' loss, and the mean gradient, of the model without shards and checkpoints."""
-    return plain_call(build(place, None, Log()), batch, 2)
-
-
-def check(place, results):
-    losses, mean = whole(place)
-    for (found, _), loss in zip(results, losses, strict=True):
-        same_bits(found, (loss, mean))
+    for call in check_equal(build(place, policy), batch, PLACES[place], bits=True, how={"remat": remat}, **options):
+        if place in PREDICTED and not remat:
+            assert call.events == call.predicted(**PREDICTED[place])
 
 
 @pytest.mark.slow
@@ -166,18 +141,23 @@ def check(place, results):
 def test_every_policy_in_every_place_changes_no_bit_and_no_collective(place, strategy):
     # A policy sees the operations of forward, gathers among them; full_shard has the most of them.
     for policy in POLICIES if strategy == "full_shard" else FEW:
-        check(place, run_simulated(step, 2, place, policy, strategy))
+        check(place, policy, strategy=strategy)
+
+
+def wrapped(mesh, policy):
+    return sharded_call(mesh, fs.make_functional(build("wrappers", policy)), batch, PLACES["wrappers"])[:2]
 
 
 @pytest.mark.slow
 def test_the_same_on_real_ranks_whose_collectives_are_operations_that_a_policy_sees():
+    losses, grads = plain_call(build("wrappers", "MUST_SAVE"), batch, 2)
     for policy in FEW:
-        check("wrappers", run_ranks(step, 2, "wrappers", policy))
+        same_bits(run_ranks(wrapped, 2, policy), [(loss, grads) for loss in losses])
 
 
 @pytest.mark.parametrize("place", ["inside", "around"])
 def test_a_selective_checkpoint_under_remat_changes_no_bit(place):
-    check(place, run_simulated(step, 2, place, "matrix products", "full_shard", UNITS))
+    check(place, "matrix products", remat=UNITS)
 
 
 # --- other collectives in the region --------------------------------------------------------------
@@ -185,17 +165,18 @@ def test_a_selective_checkpoint_under_remat_changes_no_bit(place):
 
 def summed(mesh, policy):
     """Return the gradient of a loss whose checkpoint holds an all-reduce, and the number of all-reduces."""
-    plan = fs.make_plan({"w": torch.linspace(-1, 1, 4)}, mesh)
 
     def region(w, x):
         y = torch.sin(w * x)
         return torch.cos((y - fs.pmean(y.clone(), mesh)).clone()).exp()
 
-    inside = selective(region, policy) if policy else region
-    unit = fs.reshard(fs.unshard(lambda leaves, x: inside(leaves["w"], x).sum(), plan.units[""], mesh))
-    shards = fs.shard({"w": torch.linspace(-1, 1, 4)}, plan, mesh)
-    with fs.record_events() as events:
-        found = fs.value_and_grad(lambda shards: unit(shards[""], torch.ones(3, 4) + mesh.rank))(shards)
+    _, unit, shards = by_hand(
+        mesh,
+        {"w": torch.linspace(-1, 1, 4)},
+        lambda leaves, x: run_again(policy, region, leaves["w"], x).sum(),
+        how=fs.reshard,
+    )
+    found, events = recorded(fs.value_and_grad(lambda s: unit(s[""], torch.ones(3, 4) + mesh.rank)), shards)
     return found, sum(event.kind == "all_reduce" for event in events)
 
 
@@ -221,7 +202,7 @@ def kept(place, policy):
         return loss
 
     x = torch.linspace(-1, 1, rows * WIDTH).view(rows, WIDTH)
-    calls_on(2, fs.make_functional(build(place, policy, Log())), x, ["blocks.*"], program=program, calls=1)
+    calls_on(2, fs.make_functional(build(place, policy)), x, ["blocks.*"], program=program, calls=1)
     return max(left)
 
 
@@ -237,5 +218,14 @@ def test_a_policy_keeps_more_than_full_recomputation_and_less_than_no_checkpoint
     ("place", "policy", "alive"),
     [*(("around", policy, 0) for policy in FEW), ("inside", "matrix products", 0), ("inside", "views", BLOCKS)],
 )
-def test_only_a_policy_inside_a_unit_that_keeps_views_keeps_its_gathered_leaves(place, policy, alive):
-    assert [found for _, found in run_simulated(step, 2, place, policy)] == [alive] * 2
+@on_ranks(2)
+def test_only_a_policy_inside_a_unit_that_keeps_views_keeps_its_gathered_leaves(mesh, place, policy, alive):
+    log, held = Log(), []
+
+    def program(model, x):
+        loss = model(x).square().mean()
+        held.append(log.alive())
+        return loss
+
+    sharded_call(mesh, fs.make_functional(build(place, policy, log)), batch, PLACES[place], program=program)
+    assert (held[-1], log.alive()) == (alive, 0)
