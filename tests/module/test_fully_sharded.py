@@ -10,8 +10,9 @@ from torch.nn import functional as F
 
 import funcshard as fs
 from funcshard._utils import without_collection
+from tests.core.units import of_module
 from tests.module.law import Runs, calls_on, check_equal, outputs_on, plain_call
-from tests.ranks import run_ranks, run_simulated
+from tests.ranks import on_ranks, run_ranks, run_simulated
 from tests.storages import Log
 
 WIDTH, WORDS = 8, 11
@@ -344,3 +345,20 @@ def test_a_parameter_that_forward_freezes_outside_its_unit_is_told():
         ValueError, match=r"forward set requires_grad=False of parameter 'first.weight', .*: freeze it before"
     ):
         check_equal(net, torch.ones(2, 3), ["*"])
+
+
+@on_ranks(2)
+def test_backward_begins_at_the_output_that_was_computed_last(mesh):
+    def two_outputs(net, x):
+        early = net.first(x)
+        late = net.last(early) * 2
+        if late.requires_grad:  # backward is then between the late output and its unit
+            late.register_hook(lambda _: started.append([event.unit for event in events]))
+        return early * 1, late.tanh()
+
+    started, net = [], Runs(two_outputs, first=nn.Linear(4, 4), last=nn.Linear(4, 4))
+    _, sharded, shards = of_module(mesh, net, ["first", "last"])
+    for _ in range(2):  # the first call learns the order
+        with fs.record_events() as events:
+            fs.value_and_grad(lambda s: sharded(s, {}, torch.ones(2, 4))[1].sum())(shards)
+    assert started[-1] == ["first", "last", "last"]

@@ -6,19 +6,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
+from tests.module.law import Runs
 from tests.ranks import run_ranks, run_simulated
 
 
-class Two(nn.Module):
-    """Two layers, large enough that ranks of one machine share their gathered memory."""
-
-    def __init__(self, again):
-        super().__init__()
-        self.a, self.b, self.again = nn.Linear(160, 160), nn.Linear(160, 160), again
-
-    def forward(self, x):
-        around = (lambda f, x: checkpoint(f, x, use_reentrant=False)) if self.again else lambda f, x: f(x)
-        return around(self.b, around(self.a, x).tanh()).square().sum()
+def two(again):
+    """Return two layers, large enough that ranks of one machine share their gathered memory."""
+    around = (lambda f, x: checkpoint(f, x, use_reentrant=False)) if again else lambda f, x: f(x)
+    forward = lambda m, x: around(m.b, around(m.a, x).tanh()).square().sum()  # noqa: E731
+    return Runs(forward, a=nn.Linear(160, 160), b=nn.Linear(160, 160))
 
 
 def write(shard):
@@ -57,7 +53,7 @@ PROMISED = {
 
 def outcome(mesh, strategy, how, change):
     torch.manual_seed(0)
-    apply, params, buffers = fs.make_functional(Two(how == "checkpoint"))
+    apply, params, buffers = fs.make_functional(two(how == "checkpoint"))
     plan = fs.make_plan(params, mesh, units=["a", "b"], strategy=strategy)
     sharded = fs.fully_shard(apply, plan, mesh, remat=["a", "b"] if how == "remat" else ())
     shards = fs.shard(params, plan, mesh)
@@ -74,13 +70,10 @@ def outcome(mesh, strategy, how, change):
     return OLD if all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)) else OTHER
 
 
+SHARED = [("full_shard", "nothing again"), ("shard_grad_op", "nothing again")]  # where processes share gathered memory
 CASES = [
     *((run_simulated, *case) for case in PROMISED),
-    # Here ranks share gathered memory.
-    *(
-        pytest.param(run_ranks, strategy, "nothing again", marks=pytest.mark.slow)
-        for strategy in ("full_shard", "shard_grad_op")
-    ),
+    *(pytest.param(run_ranks, *case, marks=pytest.mark.slow) for case in SHARED),
 ]
 
 

@@ -8,35 +8,29 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
-from tests.module.law import calls_on, gathers, held, plain_call, same_bits, sharded_call
+from tests.module.law import Runs, calls_on, gathers, held, plain_call, same_bits, sharded_call
 from tests.ranks import on_ranks
 from tests.storages import Log
 
 WIDTH = 6
 
 
-class Net(nn.Module):
-    """Two blocks between two uses of a weight of the root."""
-
-    def __init__(self, log):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH))
-        self.log = log
-
-    def forward(self, x):
-        self.log(self.weight)
-        x = torch.tanh(x @ self.weight)
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return x @ self.weight.T
+def forward(m, x):
+    """Run two blocks between two uses of a weight of the root."""
+    m.log(m.weight)
+    x = torch.tanh(x @ m.weight)
+    for block in m.blocks:
+        x = torch.tanh(block(x))
+    return x @ m.weight.T
 
 
 def made():
-    log = Log()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(4)
-        return log, *fs.make_functional(Net(log))
+        blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        weight = nn.Parameter(torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH))
+        net = Runs(forward, blocks=blocks, weight=weight, log=Log())
+        return net.log, *fs.make_functional(net)
 
 
 def batch(rank):
@@ -70,18 +64,15 @@ def test_a_root_that_is_freed_takes_no_memory_between_forward_and_backward(mesh,
     assert found == [alive]
 
 
-class TwoPaths(nn.Module):
-    """A block that calls one linear layer by two names, and logs its weight."""
+def two_paths(log):
+    """Return a block that calls one linear layer by two names, and logs its weight."""
 
-    def __init__(self, log):
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.inner = nn.ModuleDict({"again": self.first})
-        self.log = log
+    def forward(m, x):
+        log(m.first.weight)
+        return torch.tanh(m.inner["again"](torch.tanh(checkpoint(m.first, x, use_reentrant=False))))
 
-    def forward(self, x):
-        self.log(self.first.weight)
-        return torch.tanh(self.inner["again"](torch.tanh(checkpoint(self.first, x, use_reentrant=False))))
+    first = nn.Linear(WIDTH, WIDTH)
+    return Runs(forward, first=first, inner=nn.ModuleDict({"again": first}))
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -101,7 +92,7 @@ def test_a_module_at_two_paths_of_a_unit_is_freed_after_forward_and_cannot_be_re
         return model(x).square().mean()
 
     log, alive = Log(), []
-    net = Reads(*(TwoPaths(log) for _ in range(3)))
+    net = Reads(*(two_paths(log) for _ in range(3)))
     functional, (_, grads) = fs.make_functional(net), plain_call(net, batch, 2)
     log.clear()
     for call in calls_on(2, functional, batch, ["*"], program=program, calls=1):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import funcshard as fs
-from tests.module.law import plain_call, same_bits
+from tests.module.law import Runs, plain_call, same_bits
 from tests.ranks import on_ranks, run_ranks, run_simulated
 
 OWN = ["blocks.*.experts.**"]
@@ -13,37 +13,29 @@ UNITS = {"blocks": ["blocks.*"], "the root alone": [], "a unit inside": ["blocks
 EXPERTS = {0: 1, 1: 3, 2: 0, 3: 2}  # of each rank
 
 
-class Experts(nn.Module):
-    def __init__(self, number):
-        super().__init__()
-        self.dense, self.experts = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(number))
-        self.register_buffer("scale", torch.full((4,), 0.5))
+def experts(number):
+    def forward(m, x):
+        y = m.scale * torch.tanh(m.dense(x))
+        return x + sum((torch.tanh(expert(y)) for expert in m.experts), y)
 
-    def forward(self, x):
-        y = self.scale * torch.tanh(self.dense(x))
-        return x + sum((torch.tanh(expert(y)) for expert in self.experts), y)
+    several = nn.ModuleList(nn.Linear(4, 4) for _ in range(number))
+    return Runs(forward, dense=nn.Linear(4, 4), experts=several, scale=torch.full((4,), 0.5))
 
 
-class Model(nn.Module):
-    """The model of one rank: all ranks share everything but the experts."""
-
-    def __init__(self, rank):
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(3)
-            self.blocks, self.head = nn.Sequential(Experts(0), Experts(0)), nn.Linear(4, 1)
-            torch.manual_seed(10 + rank)
-            for block in self.blocks:
-                block.experts.extend(nn.Linear(4, 4) for _ in range(EXPERTS[rank]))
-        self.double()
-
-    def forward(self, x):
-        return self.head(self.blocks(x))
+def model(rank):
+    """Return the model of one rank: all ranks share everything but the experts."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        net = nn.ModuleDict({"blocks": nn.Sequential(experts(0), experts(0)), "head": nn.Linear(4, 1)})
+        torch.manual_seed(10 + rank)
+        for block in net["blocks"]:
+            block.experts.extend(nn.Linear(4, 4) for _ in range(EXPERTS[rank]))
+    return Runs(lambda m, x: m.head(m.blocks(x)), **net).double()
 
 
 def made(rank):
     """Return the function of a rank, the parameters that all ranks share, its own ones, and the buffers."""
-    apply, params, buffers = fs.make_functional(Model(rank))
+    apply, params, buffers = fs.make_functional(model(rank))
     own = {name: value for name, value in params.items() if ".experts." in name}
     return apply, {name: value for name, value in params.items() if name not in own}, own, buffers
 
@@ -73,7 +65,7 @@ def step(mesh, units, strategy="full_shard"):
 def check(results):
     """Check the gradients of the mean over ranks of the losses."""
     world = len(results)
-    alone = [plain_call(Model(rank), batch(rank))[1] for rank in range(world)]
+    alone = [plain_call(model(rank), batch(rank))[1] for rank in range(world)]
     for mine, (grads, own_grads) in zip(alone, results, strict=True):
         torch.testing.assert_close(grads, {name: sum(each[name] for each in alone) / world for name in grads})
         torch.testing.assert_close(own_grads, {name: mine[name] / world for name in own_grads})

@@ -263,10 +263,24 @@ def test_gradients_with_a_graph_are_unscaled_differentiably() -> None:
     assert torch.equal(torch.autograd.grad(grads["w"].sum(), x)[0], torch.full((3,), 0.25))
 
 
-@pytest.mark.parametrize("case", ["alone", "without scaling", "two ranks", "hook", "divisor", "local"])
-def test_a_step_unscales_and_clips_in_place_only_where_the_gradients_are_its_own(case: str) -> None:
+# world, options, and whether the gradients are the step's own
+OWNED: dict[str, tuple[int, dict[str, Any], bool]] = {
+    "two ranks": (2, {}, True),
+    "alone": (1, {}, False),
+    "without scaling": (1, {"scaler": None}, False),
+    "hook": (2, {"on_grads": lambda unit, grads: None}, False),
+    "divisor": (2, {"divisor": 1.0}, False),
+    "local": (2, {"local": ["w"]}, False),
+}
+
+
+@pytest.mark.parametrize(("world", "options", "owned"), OWNED.values(), ids=OWNED)
+@on_ranks()
+def test_a_step_unscales_and_clips_in_place_only_where_the_gradients_are_its_own(
+    mesh: fs.Mesh, world: int, options: dict[str, Any], owned: bool
+) -> None:
     """A backward of the user's own returns one tensor as gradient each time; no step may change it."""
-    constant = torch.full((4,), 3.0)
+    constant, params = torch.full((4,), 3.0), {"w": torch.ones(4)}
 
     class Constant(torch.autograd.Function):
         @staticmethod
@@ -277,19 +291,10 @@ def test_a_step_unscales_and_clips_in_place_only_where_the_gradients_are_its_own
         def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
             return constant
 
-    def main(mesh: fs.Mesh) -> bool:
-        local = {"local": ["w"]} if case == "local" else {}
-        plan = fs.make_plan({"w": torch.ones(4)}, mesh, strategy="no_shard", **local)  # type: ignore[arg-type]
-        shards = fs.shard({"w": torch.ones(4)}, plan, mesh)
-        loss_fn = lambda shards, buffers, batch: Constant.apply(shards[""][next(iter(shards[""]))])  # type: ignore[no-untyped-call] # noqa: E731
-        options: Any = {"on_grads": lambda unit, grads: None} if case == "hook" else {}
-        options |= {"divisor": 1.0} if case == "divisor" else {}
-        optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1)
-        scaler = None if case == "without scaling" else fs.GradScaler(8.0)
-        step = fs.make_train_step(loss_fn, optimizer, plan, mesh, scaler=scaler, max_norm=0.1, **options)
-        step(step.init(shards, {}), None)
-        return step.owns_grads
-
-    owned = fs.simulate(main, 1 if case in ("alone", "without scaling") else 2)
+    rest = {"scaler": fs.GradScaler(8.0), **options}
+    plan = fs.make_plan(params, mesh, strategy="no_shard", local=rest.pop("local", ()))
+    loss_fn = lambda shards, buffers, batch: Constant.apply(*shards[""].values())  # type: ignore[no-untyped-call] # noqa: E731
+    step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.SGD), plan, mesh, max_norm=0.1, **rest)
+    step(step.init(fs.shard(params, plan, mesh), {}), None)
     assert torch.equal(constant, torch.full((4,), 3.0))
-    assert all(each == (case == "two ranks") for each in owned)
+    assert step.owns_grads == owned
