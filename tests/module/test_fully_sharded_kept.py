@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
-from tests.module.law import calls_on, check_equal, held, same_bits, sharded_call
+from tests.module.law import Runs, calls_on, check_equal, held, same_bits, sharded_call
 from tests.ranks import on_ranks, run_ranks
 from tests.storages import Log, LoggedBlock
 
@@ -33,25 +33,20 @@ WAYS = {  # units, options of the plan -> the units that stay gathered
 }
 
 
-class Net(nn.Module):
-    def __init__(self, log, wrap=None, twice=True):
-        super().__init__()
-        self.twice = twice  # whether forward uses the root's leaf twice
-        self.blocks = nn.ModuleList(LoggedBlock(WIDTH, log) for _ in range(BLOCKS))
-        self.scale, self.wrap = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH)), wrap
-
-    def forward(self, x):
-        x = x * self.scale if self.twice else x
-        for block in self.blocks:
-            x = self.wrap(block, x) if self.wrap else block(x)
-        return (x * self.scale).sum(1)
+def forward(net, x):
+    x = x * net.scale if net.twice else x
+    for block in net.blocks:
+        x = net.wrap(block, x) if net.wrap else block(x)
+    return (x * net.scale).sum(1)
 
 
 def made(wrap=None, twice=True):
+    """Return a log of weights, a model whose forward uses the root's leaf twice or once, and its function."""
     log = Log()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(8)
-        net = Net(log, wrap, twice)
+        blocks = nn.ModuleList(LoggedBlock(WIDTH, log) for _ in range(BLOCKS))
+    net = Runs(forward, blocks=blocks, scale=nn.Parameter(torch.linspace(0.5, 1.5, WIDTH)), wrap=wrap, twice=twice)
     return log, net, fs.make_functional(net)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -103,9 +102,5 @@ def test_the_mode_of_an_exported_module_is_that_of_its_export() -> None:
 
 def test_modules_of_unflatten_are_refused_as_they_cannot_be_copied() -> None:
     module = torch.export.unflatten(torch.export.export(two_blocks(), (x,)))
-    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
-        copy.deepcopy(module)
-    with pytest.raises(
-        TypeError, match=r"module '\(root\)' was made by torch\.export\.unflatten, .*: use the \.module\(\) of"
-    ):
+    with pytest.raises(TypeError, match=r"'\(root\)' was made by torch\.export\.unflatten, .*: use the \.module\(\) of"):
         fs.make_functional(module)

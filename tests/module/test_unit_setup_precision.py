@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import funcshard as fs
-from tests.module.law import outputs_on, same_bits
+from tests.module.law import Runs, outputs_on, same_bits
 from tests.pairwise import crossed
 from tests.promises.test_upstream_precision import WIDTH, Noted, build
 from tests.ranks import on_ranks, run_ranks
@@ -97,27 +97,20 @@ def test_a_root_that_owns_nothing_casts_its_inputs_in_evaluation_as_the_precisio
 # --- buffers ---------------------------------------------------------------------------------------------------------------
 
 
-class Counting(nn.Module):
-    """A module with buffers that calls change: a mean of the inputs in float64, and a count."""
-
-    def __init__(self, noted: Noted) -> None:
-        super().__init__()
-        self.noted = noted
-        self.lin = nn.Linear(4, 4)
-        self.register_buffer("mean", torch.full((4,), 0.1, dtype=FP64))
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.noted.append((self.mean.dtype, self.count.dtype))
-        self.mean.lerp_(x.mean(0).to(self.mean.dtype), 0.5)
-        self.count += 1
-        return self.lin(x)
+def counting(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """Run a module with buffers that calls change: a mean of the inputs in float64, and a count."""
+    module.noted.append((module.mean.dtype, module.count.dtype))
+    module.mean.lerp_(x.mean(0).to(module.mean.dtype), 0.5)
+    module.count += 1
+    return module.lin(x)
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16, None])
 def test_new_buffers_come_back_in_the_dtypes_of_those_that_were_given(dtype):
     noted = Noted()
-    functional = fs.make_functional(nn.Sequential(Counting(noted)), mutable=True)
+    tables = {"mean": torch.full((4,), 0.1, dtype=FP64), "count": torch.zeros((), dtype=torch.int64)}
+    net = nn.Sequential(Runs(counting, lin=nn.Linear(4, 4), noted=noted, **tables))
+    functional = fs.make_functional(net, mutable=True)
     buffers, precision = functional[2], fs.MixedPrecision(FP16, buffer_dtype=dtype)
     before = {name: buffer.clone() for name, buffer in buffers.items()}
     ((_, new),) = outputs_on(1, functional, torch.ones(2, 4), ["0"], precision=precision)

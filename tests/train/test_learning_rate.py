@@ -9,6 +9,7 @@ import torch
 from torch.optim import lr_scheduler as schedulers
 
 import funcshard as fs
+from tests.core.units import of_module
 
 MESH = fs.Mesh()
 X = torch.ones(3, 4)
@@ -68,11 +69,9 @@ RATES = {
 
 def training(optimizer: fs.train.TorchOptimizer) -> tuple[Any, Any]:
     torch.manual_seed(0)
-    apply, params, buffers = fs.make_functional(torch.nn.Linear(4, 2))
-    plan = fs.make_plan(params, 1)
-    sharded = fs.fully_shard(apply, plan, MESH)
+    plan, sharded, shards = of_module(MESH, torch.nn.Linear(4, 2))
     step = fs.make_train_step(lambda s, b, x: sharded(s, b, x).square().mean(), optimizer, plan, MESH)
-    return step, step.init(fs.shard(params, plan, MESH), buffers)
+    return step, step.init(shards, {})
 
 
 def rates(step: Any, state: Any, steps: int = 3) -> tuple[list[Any], Any]:
