@@ -9,9 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import funcshard as fs
-from funcshard._utils import without_collection
 from tests.core.units import of_module
-from tests.module.law import Runs, calls_on, check_equal, outputs_on, plain_call
+from tests.module.law import Runs, calls_on, check_equal, outputs_on, plain_call, sharded_call
 from tests.ranks import on_ranks, run_ranks, run_simulated
 from tests.storages import Log
 
@@ -63,22 +62,22 @@ def program(model, tokens):
     return loss_of(model(tokens))
 
 
+class Watch(Log):
+    most = 0
+
+    def __call__(self, tensor):
+        super().__call__(tensor)
+        self.most = max(self.most, self.alive())
+
+
+@pytest.mark.usefixtures("without_garbage_collection")
 @pytest.mark.parametrize(("strategy", "most"), [("full_shard", 1), ("shard_grad_op", 6)])
-def test_only_the_root_and_the_running_unit_are_gathered_at_any_moment(strategy, most):
-    moments = []
-
-    class Watch(Log):
-        def __call__(self, tensor):
-            super().__call__(tensor)
-            moments.append(self.alive())
-
+@on_ranks(2)
+def test_only_the_root_and_the_running_unit_are_gathered_at_any_moment(mesh, strategy, most):
     log = Watch()
     functional = fs.make_functional(made(Model, log, blocks=6))
-    with without_collection():
-        calls_on(2, functional, TOKENS, ["blocks.*"], program=program, strategy=strategy)
-    # Both simulated ranks write to one log, and each has its own gathered unit.
-    assert most <= max(moments) <= 2 * most
-    assert log.alive() == 0
+    sharded_call(mesh, functional, TOKENS, ["blocks.*"], program=program, strategy=strategy)
+    assert (log.most, log.alive()) == (most, 0)
 
 
 def test_forward_without_gradients_gathers_each_unit_once_and_leaves_nothing_behind():
@@ -175,7 +174,9 @@ class LooksAtShapes(Model):
         return super().forward(tokens) + extra.sum() * weight.is_floating_point() * next(self.parameters()).ndim
 
 
-def test_an_rnn_frees_its_weights_as_soon_as_its_forward_returns():
+@pytest.mark.usefixtures("without_garbage_collection")
+@on_ranks(2)
+def test_an_rnn_frees_its_weights_as_soon_as_its_forward_returns(mesh):
     log, moments = Log(), []
 
     class Noting(nn.LSTM):
@@ -186,14 +187,11 @@ def test_an_rnn_frees_its_weights_as_soon_as_its_forward_returns():
     module = made(Recurrent)
     for block in module.blocks:
         block.__class__ = Noting
+        # The hooks run outside the unit.
         block.register_forward_pre_hook(lambda *_: moments.append(log.alive()))
         block.register_forward_hook(lambda *_: moments.append(log.alive()))
-    functional = fs.make_functional(module)
-    with without_collection():
-        calls_on(2, functional, TOKENS, ["blocks.*"], program=program)
-    # The hooks run outside the unit, while this rank has no unit gathered; the other rank may be in one.
-    assert moments
-    assert max(moments) <= 1
+    sharded_call(mesh, fs.make_functional(module), TOKENS, ["blocks.*"], program=program)
+    assert moments == [0] * 8
 
 
 @pytest.mark.slow

@@ -10,10 +10,10 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
-from funcshard._utils import without_collection
 from tests.models import SUBJECTS
-from tests.module.law import Call, Runs, calls_on, outputs_on, same_bits
+from tests.module.law import Call, Runs, calls_on, outputs_on, same_bits, sharded_call
 from tests.module.test_fully_sharded import TOKENS, Model, loss_of, made, program
+from tests.ranks import on_ranks
 from tests.storages import Log
 
 OF_TORCH = (  # torch's own warnings; Dynamo hides the first one unless it is an error
@@ -98,8 +98,10 @@ def test_compiled_units_give_the_same_bits_and_collectives_and_are_compiled_once
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_garbage_collection")
 @pytest.mark.parametrize(("strategy", "most"), [("full_shard", 1), ("shard_grad_op", 5)])
-def test_between_forward_and_backward_a_compiled_unit_is_free(strategy, most):
+@on_ranks(2)
+def test_between_forward_and_backward_a_compiled_unit_is_free(mesh, strategy, most):
     backend, functional, of_calls = Backend(), fs.make_functional(made(Model, blocks=5)), Log()
 
     def noted(model, tokens):
@@ -107,11 +109,9 @@ def test_between_forward_and_backward_a_compiled_unit_is_free(strategy, most):
             of_calls(shard)
         return program(model, tokens)
 
-    with without_collection():
-        options = {"program": noted, "strategy": strategy, "how": {"compiler": backend.compiler}}
-        calls_on(2, functional, TOKENS, ["blocks.*"], **options)
-        assert most <= backend.most <= 2 * most  # both simulated ranks write to one log
-        assert backend.log.alive() == of_calls.alive() == 0
+    options = {"program": noted, "strategy": strategy, "how": {"compiler": backend.compiler}}
+    sharded_call(mesh, functional, TOKENS, ["blocks.*"], **options)
+    assert (backend.most, backend.log.alive(), of_calls.alive()) == (most, 0, 0)
 
 
 @pytest.mark.slow

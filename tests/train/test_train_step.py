@@ -244,14 +244,9 @@ def test_a_step_of_a_gradient_function_is_the_step_with_its_options(
         loss = loss_of(*args)
         return (loss, {"loss": loss}) if keywords.get("has_aux") else loss
 
-    results = []
-    for step in (
-        fs.make_train_step(compose(loss_fn), ADAMW, plan, mesh, max_norm=1.0),
-        fs.make_train_step(loss_fn, ADAMW, plan, mesh, max_norm=1.0, **keywords),
-    ):
-        state = step.init(fs.copy(shards), buffers)
-        results.append([step(state, batch(0)[:6])[0].shards, step(step.init(fs.copy(shards), buffers), batch(0)[:6])[1]])
-    same_bits(*results)
+    make = partial(fs.make_train_step, optimizer=ADAMW, plan=plan, mesh=mesh, max_norm=1.0)
+    steps = make(compose(loss_fn)), make(loss_fn, **keywords)
+    same_bits(*(step(step.init(fs.copy(shards), buffers), batch(0)[:6]) for step in steps))
 
 
 @pytest.mark.parametrize("scaler", [None, fs.GradScaler(init_scale=1024.0)], ids=["plain", "scaled"])
