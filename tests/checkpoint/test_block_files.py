@@ -50,20 +50,21 @@ SIZES = {
 }
 
 
+def no_thread(_: threading.Thread) -> None:
+    raise RuntimeError("can't create new thread at interpreter shutdown")  # Python 3.12 and later
+
+
+WAYS = {
+    "past the cache": lambda patch: None,
+    "through it": lambda patch: patch.setattr(block_files, "_DIRECT", 0),
+    "without a thread": lambda patch: patch.setattr(threading.Thread, "start", no_thread),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", SIZES)
-def test_a_system_that_starts_no_thread_writes_the_same(name: str, tmp_path: Path, monkeypatch) -> None:
-    def start(_: threading.Thread) -> None:
-        raise RuntimeError("can't create new thread at interpreter shutdown")  # Python 3.12 and later
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-    assert write(tmp_path / "file", SIZES[name]) == (tmp_path / "file").read_bytes()
-
-
-@pytest.mark.parametrize("direct", [True, False], ids=["past the cache", "through it"])
-@pytest.mark.parametrize("name", SIZES)
-def test_what_was_written_is_in_the_file(name: str, direct: bool, tmp_path: Path, monkeypatch) -> None:
-    if not direct:
-        monkeypatch.setattr(block_files, "_DIRECT", 0)
+def test_what_was_written_is_in_the_file(name: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    WAYS[way](monkeypatch)
     assert write(tmp_path / "file", SIZES[name]) == (tmp_path / "file").read_bytes()
 
 

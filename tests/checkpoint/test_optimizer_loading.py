@@ -10,12 +10,12 @@ from torch import nn
 import funcshard as fs
 from funcshard._utils import tree
 from funcshard.checkpoint.optimizer_message import decode_state, encode_state
-from tests.ranks import run_ranks, run_simulated
+from tests.checkpoint.test_optimizer_state import loss_of, optax_momentum
+from tests.ranks import on_ranks
 
 O = torch.optim  # noqa: E741
 DATA = torch.randn(8, 4, generator=torch.Generator().manual_seed(3))
 THAWED = ("1.bias", "2.weight", "2.bias")
-GRID = {"replicate": 2, "shard": 2}
 
 
 def make_net(frozen: tuple[str, ...]) -> nn.Module:
@@ -25,19 +25,6 @@ def make_net(frozen: tuple[str, ...]) -> nn.Module:
     for name, leaf in net.named_parameters():
         leaf.requires_grad_(name not in frozen)
     return net
-
-
-def optax_momentum(lr: float) -> Any:
-    """Return an (init, update) pair whose moments begin with ones."""
-
-    def init(params: Any) -> Any:
-        return {"count": 0, "mu": tree.map(torch.ones_like, params)}
-
-    def update(grads: Any, state: Any, params: Any = None) -> Any:
-        mu = tree.map(lambda m, g: 0.9 * m + g, state["mu"], grads)
-        return tree.map(lambda m: -lr * m, mu), {"count": state["count"] + 1, "mu": mu}
-
-    return init, update
 
 
 OWN_GROUP = [{"paths": ["1.bias"]}]
@@ -52,10 +39,6 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[dict[str, Any]], tuple[str, ...
     "SGD with dampening, a unit": (O.SGD, {"lr": 0.02, "momentum": 0.9, "dampening": 0.3}, [], THAWED[1:]),
     "Muon": (None, {"lr": 0.02}, [{"paths": ["1.bias"]}], THAWED),
 }
-
-
-def loss_of(out: torch.Tensor) -> torch.Tensor:
-    return (out - 1).square().mean()
 
 
 def train_whole(case: str) -> dict[str, torch.Tensor]:
@@ -110,9 +93,8 @@ def saved(mesh: fs.Mesh, case: str, frozen: tuple[str, ...] | None = None, **for
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, GRID], ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_thawed_leaves_begin_as_in_torch_and_the_others_go_on(case: str, world: Any) -> None:
+def test_thawed_leaves_begin_as_in_torch_and_the_others_go_on(case: str) -> None:
     wanted = train_whole(case)
 
     def main(mesh: fs.Mesh) -> Any:
@@ -123,7 +105,7 @@ def test_thawed_leaves_begin_as_in_torch_and_the_others_go_on(case: str, world: 
         state = fs.TrainState(fs.from_state_dict(params, plan, mesh), buffers, opt_state, 2)
         return by_name, again, fs.to_state_dict(train(step, state, 2, 4, mesh).shards, plan, mesh)
 
-    for before, after, found in fs.simulate(main, world):
+    for before, after, found in fs.simulate(main, {"replicate": 2, "shard": 2}):
         # Muon computes in bfloat16, so rounding errors are larger
         close = {"rtol": 0.05, "atol": 2e-3} if case == "Muon" else {"rtol": 1e-4, "atol": 1e-5}
         torch.testing.assert_close(found, wanted, **close)
@@ -134,43 +116,37 @@ def test_thawed_leaves_begin_as_in_torch_and_the_others_go_on(case: str, world: 
             assert not after["state"][name]["momentum_buffer"].any()
 
 
-def test_the_leaves_of_a_pair_begin_with_the_values_of_its_init() -> None:
-    optimizer = optax_momentum(0.1)
+@on_ranks(3)
+def test_the_leaves_of_a_pair_begin_with_the_values_of_its_init(mesh: fs.Mesh) -> None:
+    optimizer = optax_momentum(0.1, torch.ones_like)
+    then, now = (
+        fs.make_plan(fs.make_functional(make_net(frozen))[1], mesh, units=["0", "1", "2"]) for frozen in (THAWED, ())
+    )
+    state = optimizer[0](fs.shard(fs.make_functional(make_net(THAWED))[1], then, mesh))
+    state = {"count": 2, "mu": tree.map(lambda leaf: leaf + 1, state["mu"])}
+    by_name = fs.optimizer_to_state_dict(state, optimizer, then, mesh)
+    state = fs.optimizer_from_state_dict(by_name, optimizer, now, mesh, strict=False)
+    moments = fs.optimizer_to_state_dict(state, optimizer, now, mesh)["state"]
+    assert state["count"] == 2
+    assert {name: own["mu"].unique().tolist() for name, own in moments.items()} == {
+        name: [1.0 if name in THAWED else 2.0] for name, _ in make_net(()).named_parameters()
+    }
 
-    def main(mesh: fs.Mesh) -> Any:
-        moments = {}
-        for frozen in (THAWED, ()):
-            _, params, _ = fs.make_functional(make_net(frozen))
-            plan = fs.make_plan(params, mesh, units=["0", "1", "2"])
-            if frozen:
-                state = optimizer[0](fs.shard(params, plan, mesh))
-                state = {"count": 2, "mu": tree.map(lambda leaf: leaf + 1, state["mu"])}
-                by_name = fs.optimizer_to_state_dict(state, optimizer, plan, mesh)
+
+@on_ranks(2)
+def test_state_of_leaves_that_are_frozen_now_is_left_out(mesh: fs.Mesh) -> None:
+    for form in ({}, {"flatten": True}):
+        _, by_name = saved(mesh, "AdamW, a unit", (), **form)
+        optimizer, _, plan, _, _ = setting(mesh, "AdamW, a unit", THAWED)
+        words = r"must hold state of the trainable leaves only; found state of .*1\.bias.*: strict=False leaves it out"
+        with pytest.raises(ValueError, match=words):
+            fs.optimizer_from_state_dict(by_name, optimizer, plan, mesh)
         state = fs.optimizer_from_state_dict(by_name, optimizer, plan, mesh, strict=False)
-        moments = fs.optimizer_to_state_dict(state, optimizer, plan, mesh)["state"]
-        return state["count"], {name: own["mu"].unique().tolist() for name, own in moments.items()}
-
-    for count, moments in fs.simulate(main, 3):
-        assert count == 2
-        assert moments == {name: [1.0 if name in THAWED else 2.0] for name, _ in make_net(()).named_parameters()}
-
-
-def test_state_of_leaves_that_are_frozen_now_is_left_out() -> None:
-    def main(mesh: fs.Mesh) -> None:
-        for form in ({}, {"flatten": True}):
-            _, by_name = saved(mesh, "AdamW, a unit", (), **form)
-            optimizer, _, plan, _, _ = setting(mesh, "AdamW, a unit", THAWED)
-            words = r"must hold state of the trainable leaves only; found state of .*1\.bias.*: strict=False leaves it out"
-            with pytest.raises(ValueError, match=words):
-                fs.optimizer_from_state_dict(by_name, optimizer, plan, mesh)
-            state = fs.optimizer_from_state_dict(by_name, optimizer, plan, mesh, strict=False)
-            found = fs.optimizer_to_state_dict(state, optimizer, plan, mesh, flatten=True)
-            _, whole = saved(mesh, "AdamW, a unit", (), flatten=True)
-            wanted = {name: value for name, value in whole.items() if not any(f".{leaf}." in name for leaf in THAWED)}
-            assert found.keys() == wanted.keys()
-            assert all(torch.equal(found[n], v) for n, v in wanted.items() if isinstance(v, torch.Tensor))
-
-    fs.simulate(main, 2)
+        found = fs.optimizer_to_state_dict(state, optimizer, plan, mesh, flatten=True)
+        _, whole = saved(mesh, "AdamW, a unit", (), flatten=True)
+        wanted = {name: value for name, value in whole.items() if not any(f".{leaf}." in name for leaf in THAWED)}
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[n], v) for n, v in wanted.items() if isinstance(v, torch.Tensor))
 
 
 @pytest.mark.parametrize(
@@ -184,17 +160,15 @@ def test_state_of_leaves_that_are_frozen_now_is_left_out() -> None:
     ],
     ids=["a count of steps", "dampening"],
 )
-def test_a_leaf_that_cannot_begin_beside_others_is_an_error(case: str, words: str) -> None:
-    def main(mesh: fs.Mesh) -> None:
-        _, by_name = saved(mesh, case, THAWED)
-        optimizer, _, plan, _, _ = setting(mesh, case, ())
-        if "dampening" not in case:  # a class that counts no steps may keep nothing of some leaves
-            with pytest.raises(ValueError, match=r"trainable leaf; missing: .*; or the leaves were frozen then: strict=F"):
-                fs.optimizer_from_state_dict(by_name, optimizer, plan, mesh)
-        with pytest.raises(ValueError, match=words):
-            fs.optimizer_from_state_dict(by_name, optimizer, plan, mesh, strict=False)
-
-    fs.simulate(main, 2)
+@on_ranks(2)
+def test_a_leaf_that_cannot_begin_beside_others_is_an_error(mesh: fs.Mesh, case: str, words: str) -> None:
+    _, by_name = saved(mesh, case, THAWED)
+    optimizer, _, plan, _, _ = setting(mesh, case, ())
+    if "dampening" not in case:  # a class that counts no steps may keep nothing of some leaves
+        with pytest.raises(ValueError, match=r"trainable leaf; missing: .*; or the leaves were frozen then: strict=F"):
+            fs.optimizer_from_state_dict(by_name, optimizer, plan, mesh)
+    with pytest.raises(ValueError, match=words):
+        fs.optimizer_from_state_dict(by_name, optimizer, plan, mesh, strict=False)
 
 
 def from_rank(mesh: fs.Mesh, case: str, src: int) -> dict[str, Any]:
@@ -224,15 +198,9 @@ def test_the_state_of_one_rank_is_that_of_all(case: str) -> None:
             assert all(same.values()), same
 
 
-@pytest.mark.slow
-def test_processes_take_the_state_of_one_rank() -> None:
-    for same in run_ranks(from_rank, 2, "AdamW, a leaf", 1):
-        assert same
-        assert all(same.values()), same
-
-
-def pair_from_rank(mesh: fs.Mesh) -> tuple[Any, Any]:
-    optimizer = optax_momentum(0.1)
+@on_ranks(3)
+def test_a_pairs_own_values_come_along(mesh: fs.Mesh) -> None:
+    optimizer = optax_momentum(0.1, torch.ones_like)
     _, params, _ = fs.make_functional(make_net(()))
     plan = fs.make_plan(params, mesh, units=["0"])
     state = {**optimizer[0](fs.shard(params, plan, mesh)), "count": torch.tensor(7, dtype=torch.int32)}
@@ -241,11 +209,7 @@ def pair_from_rank(mesh: fs.Mesh) -> tuple[Any, Any]:
     for one, other in zip(tree.flatten(loaded["mu"])[0], tree.flatten(state["mu"])[0], strict=True):
         assert one.any()
         assert torch.equal(one, torch.where(one == 0, one, other)), "all but the padding"
-    return loaded["count"].dtype, loaded["count"].item()
-
-
-def test_a_pairs_own_values_come_along() -> None:
-    assert run_simulated(pair_from_rank, 3) == [(torch.int32, 7)] * 3
+    assert (loaded["count"].dtype, loaded["count"].item()) == (torch.int32, 7)
 
 
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {  # what the state dict of the one holds of 0.bias
@@ -261,17 +225,14 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {  # what the state dict of the 
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_every_rank_raises_for_a_fault_of_the_one(fault: str) -> None:
+@on_ranks(2)
+def test_every_rank_raises_for_a_fault_of_the_one(mesh: fs.Mesh, fault: str) -> None:
     change, words = FAULTS[fault]
-
-    def main(mesh: fs.Mesh) -> None:
-        _, found = saved(mesh, "AdamW, a unit", ())
-        optimizer, _, plan, _, _ = setting(mesh, "AdamW, a unit", ())
-        found["state"]["0.bias"].update(change)
-        with pytest.raises(ValueError, match=words):
-            fs.optimizer_from_state_dict(found if mesh.rank == 0 and change else {}, optimizer, plan, mesh, src=0)
-
-    fs.simulate(main, 2)
+    _, found = saved(mesh, "AdamW, a unit", ())
+    optimizer, _, plan, _, _ = setting(mesh, "AdamW, a unit", ())
+    found["state"]["0.bias"].update(change)
+    with pytest.raises(ValueError, match=words):
+        fs.optimizer_from_state_dict(found if mesh.rank == 0 and change else {}, optimizer, plan, mesh, src=0)
 
 
 def test_the_text_that_goes_to_every_rank_holds_no_elements_of_leaves() -> None:

@@ -1,14 +1,16 @@
 """State dicts hold whole tensors of leaves that ranks hold in slices, whatever the mesh."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import funcshard as fs
 from funcshard._utils import tree
-from tests.ranks import run_simulated
+from tests.ranks import on_ranks, run_simulated
 from tests.slices import batch, forward, loss_of, make_params, plan_on, ranks, slices_at
 
 MESHES: dict[str, dict[str, int]] = {
@@ -20,7 +22,7 @@ MESHES: dict[str, dict[str, int]] = {
     "one rank of tensor": {"shard": 2, "tensor": 1},
     "no model axis": {"shard": 3},
 }
-meshes = pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES)
+meshes = pytest.mark.parametrize("world", MESHES.values(), ids=MESHES)
 PARAMS = make_params()
 NAMES = dict(zip(*tree.describe(PARAMS)[:0:-1], strict=True))  # every leaf by its path
 
@@ -36,37 +38,37 @@ def at(mesh: fs.Mesh) -> dict[str, Any]:
 @pytest.mark.slow
 @meshes
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_state_dicts_are_the_whole_models(shape: dict[str, int], strategy: str) -> None:
-    def main(mesh: fs.Mesh) -> None:
-        plan = plan_on(shape, PARAMS, strategy=strategy)
-        shards = fs.shard(at(mesh), plan, mesh)
-        assert same(fs.to_state_dict(shards, plan, mesh))
-        first = fs.to_state_dict(shards, plan, mesh, rank0_only=True, offload=True)
-        assert same(first) if mesh.rank == 0 else first == {}
-        assert tree.map(torch.equal, fs.gather(shards, plan, mesh), at(mesh)) == tree.map(lambda leaf: True, at(mesh))
-        for src in (0, mesh.world_size - 1):
-            given = NAMES if mesh.rank == src else {}
-            own = fs.from_state_dict(fs.to_state_dict(shards, plan, mesh, sharded=True), plan, mesh)
-            for again in (fs.from_state_dict(NAMES, plan, mesh), fs.from_state_dict(given, plan, mesh, src=src), own):
-                assert tree.map(torch.equal, again, shards) == tree.map(lambda leaf: True, shards)
-
-    ranks(main, shape)
-
-
-def pieces_of(shape: dict[str, int]) -> list[dict[str, fs.Piece]]:
-    def main(mesh: fs.Mesh) -> dict[str, fs.Piece]:
-        plan = plan_on(shape, PARAMS)
-        return fs.to_state_dict(fs.shard(at(mesh), plan, mesh), plan, mesh, sharded=True)
-
-    return ranks(main, shape)
+@on_ranks()
+def test_state_dicts_and_files_are_the_whole_models(
+    mesh: fs.Mesh, world: dict[str, int], strategy: str, tmp_path: Path
+) -> None:
+    plan = plan_on(mesh.shape, PARAMS, strategy=strategy)
+    shards = fs.shard(at(mesh), plan, mesh)
+    assert same(fs.to_state_dict(shards, plan, mesh))
+    first = fs.to_state_dict(shards, plan, mesh, rank0_only=True, offload=True)
+    assert same(first) if mesh.rank == 0 else first == {}
+    assert tree.map(torch.equal, fs.gather(shards, plan, mesh), at(mesh)) == tree.map(lambda leaf: True, at(mesh))
+    for src in (0, mesh.world_size - 1):
+        given = NAMES if mesh.rank == src else {}
+        own = fs.from_state_dict(fs.to_state_dict(shards, plan, mesh, sharded=True), plan, mesh)
+        for again in (fs.from_state_dict(NAMES, plan, mesh), fs.from_state_dict(given, plan, mesh, src=src), own):
+            assert tree.map(torch.equal, again, shards) == tree.map(lambda leaf: True, shards)
+    fs.export_safetensors(tmp_path / "model.safetensors", shards, plan, mesh)
+    assert same(load_file(tmp_path / "model.safetensors"))
+    assert same(fs.to_state_dict(fs.import_safetensors(tmp_path, plan, mesh), plan, mesh))
 
 
 @meshes
-def test_pieces_say_which_elements_of_the_whole_tensor_they_hold(shape: dict[str, int]) -> None:
-    found = pieces_of(shape)
+def test_pieces_say_which_elements_of_the_whole_tensor_they_hold_and_load_on_another_mesh(world: dict[str, int]) -> None:
+    def cut(mesh: fs.Mesh) -> dict[str, fs.Piece]:
+        plan = plan_on(mesh.shape, PARAMS)
+        return fs.to_state_dict(fs.shard(at(mesh), plan, mesh), plan, mesh, sharded=True)
+
+    by_rank = ranks(cut, world)
+    pieces = {name: [own[name] for own in by_rank] for name in NAMES}
     for name, whole in NAMES.items():
         held = torch.zeros_like(whole)
-        for piece in (own[name] for own in found):
+        for piece in pieces[name]:
             assert piece.shape == whole.shape
             run = whole[piece.slices].ravel()[piece.offset : piece.offset + len(piece.tensor)]
             assert torch.equal(piece.tensor, run)
@@ -75,19 +77,13 @@ def test_pieces_say_which_elements_of_the_whole_tensor_they_hold(shape: dict[str
                 held.view(-1)[index[piece.offset : piece.offset + len(piece.tensor)]] += 1
         assert held.eq(1).all(), f"copies 0 of {name} must hold every element once"
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("before", MESHES)
-def test_pieces_of_any_mesh_load_on_any_other(before: str) -> None:
-    found = pieces_of(MESHES[before])
-    pieces = {name: [own[name] for own in found] for name in NAMES}
-
-    def main(mesh: fs.Mesh) -> dict[str, Any]:
+    def load(mesh: fs.Mesh) -> dict[str, Any]:
         plan = plan_on(mesh.shape, PARAMS)
         return fs.to_state_dict(fs.from_state_dict(pieces, plan, mesh), plan, mesh)
 
-    for shape in [*MESHES.values()][:-2]:
-        assert all(map(same, ranks(main, shape)))
+    others = [*MESHES.values()]
+    for number in (1, 3):
+        assert all(map(same, ranks(load, others[(others.index(world) + number) % len(others)])))
 
 
 def test_a_slice_along_a_data_axis_is_joined_too() -> None:
@@ -107,62 +103,50 @@ def test_a_slice_along_a_data_axis_is_joined_too() -> None:
     ranks(main, {"replicate": 2, "shard": 2})
 
 
-def test_local_leaves_stay_each_ranks_own_beside_slices() -> None:
-    def main(mesh: fs.Mesh) -> None:
-        column, rank = mesh.position["tensor"], float(mesh.rank)
-        mine = {
-            "up": torch.arange(8.0).chunk(2)[column],
-            "own": torch.full((3,), rank),
-            "row": torch.full((5,), 1.0 * column),
-        }
-        plan = fs.make_plan(mine, mesh, local={"up": {"tensor": 0}, "own": ("shard", "tensor"), "row": "tensor"})
-        shards = fs.shard(mine, plan, mesh)
-        found, pieces = fs.to_state_dict(shards, plan, mesh), fs.to_state_dict(shards, plan, mesh, sharded=True)
-        assert same(found, {**mine, "up": torch.arange(8.0)})
-        for form in (found, pieces):
-            assert same(fs.gather(fs.from_state_dict(form, plan, mesh), plan, mesh), mine)
-        words = r"'own' is local to each rank, and rank 0's state dict alone .* with rank0_only=False or sharded=True"
-        with pytest.raises(ValueError, match=words):
-            fs.to_state_dict(shards, plan, mesh, rank0_only=True)
-        with pytest.raises(ValueError, match="leaf 'own' is local to each rank"):
-            fs.from_state_dict({}, plan, mesh, src=0)
-        with pytest.raises(ValueError, match="must hold this rank's own piece of it; found 2 pieces"):
-            fs.from_state_dict({**pieces, "own": [pieces["own"], pieces["own"]]}, plan, mesh)
-
-    ranks(main, {"shard": 2, "tensor": 2})
+@on_ranks({"shard": 2, "tensor": 2})
+def test_local_leaves_stay_each_ranks_own_beside_slices(mesh: fs.Mesh) -> None:
+    column, rank = mesh.position["tensor"], float(mesh.rank)
+    mine = {
+        "up": torch.arange(8.0).chunk(2)[column],
+        "own": torch.full((3,), rank),
+        "row": torch.full((5,), 1.0 * column),
+    }
+    plan = fs.make_plan(mine, mesh, local={"up": {"tensor": 0}, "own": ("shard", "tensor"), "row": "tensor"})
+    shards = fs.shard(mine, plan, mesh)
+    found, pieces = fs.to_state_dict(shards, plan, mesh), fs.to_state_dict(shards, plan, mesh, sharded=True)
+    assert same(found, {**mine, "up": torch.arange(8.0)})
+    for form in (found, pieces):
+        assert same(fs.gather(fs.from_state_dict(form, plan, mesh), plan, mesh), mine)
+    words = r"'own' is local to each rank, and rank 0's state dict alone .* with rank0_only=False or sharded=True"
+    with pytest.raises(ValueError, match=words):
+        fs.to_state_dict(shards, plan, mesh, rank0_only=True)
+    with pytest.raises(ValueError, match="leaf 'own' is local to each rank"):
+        fs.from_state_dict({}, plan, mesh, src=0)
+    with pytest.raises(ValueError, match="must hold this rank's own piece of it; found 2 pieces"):
+        fs.from_state_dict({**pieces, "own": [pieces["own"], pieces["own"]]}, plan, mesh)
 
 
-def test_wrong_shapes_are_said_with_the_function_that_takes_them() -> None:
+@on_ranks({"shard": 2, "tensor": 2})
+def test_wrong_shapes_are_said_with_the_function_that_takes_them(mesh: fs.Mesh) -> None:
     whole = {"up": torch.zeros(8, 4)}
-
-    def main(mesh: fs.Mesh) -> None:
-        mine = {"up": whole["up"].chunk(2)[mesh.position["tensor"]]}
-        plan = fs.make_plan(mine, mesh, local={"up": {"tensor": 0}})
-        shards = fs.shard(mine, plan, mesh)
-        cases = [
-            (
-                lambda: fs.from_state_dict(mine, plan, mesh),
-                r"must have shape \(8, 4\), that of the whole tensor.*pass whole",
-            ),
-            (lambda: fs.shard(whole, plan, mesh), r"must have shape \(4, 4\), that of this rank's slice.*from_state_dict"),
-            (lambda: fs.init_shards(lambda unit: mine, plan, mesh), r"must have shape \(8, 4\), that of the whole"),
-            (lambda: fs.from_state_dict({"up": mine["up"].bfloat16()}, plan, mesh), r"found \(4, 4\) and bfloat16"),
-        ]
-        for call, words in cases:
-            with pytest.raises(ValueError, match=words):
-                call()
-        piece = fs.to_state_dict(shards, plan, mesh, sharded=True)["up"]
-        for wrong, words in [
-            (piece._replace(shape=(4, 4)), r"must be of shape \(8, 4\)"),
-            (piece._replace(within=((6, 4), (0, 4))), "must have a slice inside the whole leaf"),
-            (piece._replace(within=((0, 4),)), "must have a slice inside the whole leaf"),
-            (piece._replace(offset=12), "must lie inside its slice of 16 elements"),
-            (piece._replace(within=((4 - 4 * mesh.position["tensor"], 4), (0, 4))), r"of its slice at .* no piece holds"),
-        ]:
-            with pytest.raises(ValueError, match=words):
-                fs.from_state_dict({"up": wrong}, plan, mesh)
-
-    ranks(main, {"shard": 2, "tensor": 2})
+    mine = {"up": whole["up"].chunk(2)[mesh.position["tensor"]]}
+    plan = fs.make_plan(mine, mesh, local={"up": {"tensor": 0}})
+    piece = fs.to_state_dict(fs.shard(mine, plan, mesh), plan, mesh, sharded=True)["up"]
+    load = lambda wrong: lambda: fs.from_state_dict({"up": wrong}, plan, mesh)  # noqa: E731
+    other_rows = ((4 - 4 * mesh.position["tensor"], 4), (0, 4))
+    for call, words in (
+        (load(mine["up"]), r"must have shape \(8, 4\), that of the whole tensor.*pass whole"),
+        (load(mine["up"].bfloat16()), r"found \(4, 4\) and bfloat16"),
+        (lambda: fs.shard(whole, plan, mesh), r"must have shape \(4, 4\), that of this rank's slice.*from_state_dict"),
+        (lambda: fs.init_shards(lambda unit: mine, plan, mesh), r"must have shape \(8, 4\), that of the whole"),
+        (load(piece._replace(shape=(4, 4))), r"must be of shape \(8, 4\)"),
+        (load(piece._replace(within=((6, 4), (0, 4)))), "must have a slice inside the whole leaf"),
+        (load(piece._replace(within=((0, 4),))), "must have a slice inside the whole leaf"),
+        (load(piece._replace(offset=12)), "must lie inside its slice of 16 elements"),
+        (load(piece._replace(within=other_rows)), r"of its slice at .* no piece holds"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
 
 
 OPTIMIZERS = {
@@ -232,19 +216,5 @@ def test_training_and_optimizer_state_are_the_whole_models(name: str, shape: dic
         own = fs.optimizer_to_state_dict(train.opt_state, optimizer, plan, mesh, sharded=True)
         again = fs.optimizer_from_state_dict(own, optimizer, plan, mesh, steps=train.opt_state["steps"])
         torch.testing.assert_close(again, train.opt_state, rtol=0, atol=0)
-
-    ranks(main, shape)
-
-
-@meshes
-def test_safetensors_files_hold_whole_tensors(shape: dict[str, int], tmp_path: Any) -> None:
-    from safetensors.torch import load_file
-
-    def main(mesh: fs.Mesh) -> None:
-        plan = plan_on(mesh.shape, PARAMS)
-        shards = fs.shard(at(mesh), plan, mesh)
-        fs.export_safetensors(tmp_path / "model.safetensors", shards, plan, mesh)
-        assert same(load_file(tmp_path / "model.safetensors"))
-        assert same(fs.to_state_dict(fs.import_safetensors(tmp_path, plan, mesh), plan, mesh))
 
     ranks(main, shape)

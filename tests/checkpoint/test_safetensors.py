@@ -17,6 +17,7 @@ from filelock import FileLock
 
 import funcshard as fs
 from funcshard.checkpoint.safetensors import open_tensors
+from tests.ranks import on_ranks
 
 PARAMS = {
     "w": torch.randn(5, 3), "half": torch.randn(7).bfloat16(), "count": torch.arange(4), "flag": torch.tensor([True, False]),
@@ -296,15 +297,12 @@ def test_files_are_written_in_another_dtype_on_request(tmp_path: Path) -> None:
         written(tmp_path, PARAMS, dtype="bf16")
 
 
-def test_leaves_that_are_local_are_refused(tmp_path: Path) -> None:
+@on_ranks(2)
+def test_leaves_that_are_local_are_refused(mesh: fs.Mesh, tmp_path: Path) -> None:
     params = {"a": torch.zeros(3)}
-
-    def main(mesh: fs.Mesh) -> None:
-        plan = fs.make_plan(params, mesh, local=["a"])
-        with pytest.raises(ValueError, match="leaf 'a' is local to each rank, and a file would hold rank 0's alone"):
-            fs.export_safetensors(tmp_path, fs.shard(params, plan, mesh), plan, mesh)
-
-    fs.simulate(main, 2)
+    plan = fs.make_plan(params, mesh, local=["a"])
+    with pytest.raises(ValueError, match="leaf 'a' is local to each rank, and a file would hold rank 0's alone"):
+        fs.export_safetensors(tmp_path, fs.shard(params, plan, mesh), plan, mesh)
 
 
 def test_a_tied_parameter_is_written_once_and_read_under_any_of_its_names(tmp_path: Path) -> None:

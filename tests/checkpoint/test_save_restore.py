@@ -20,7 +20,7 @@ import torchopt
 from safetensors.torch import load_file
 
 import funcshard as fs
-from tests.ranks import run_ranks, run_simulated
+from tests.ranks import on_ranks, run_ranks, run_simulated
 from tests.states import MESHES, OPTIMIZERS, PARAMS, equal, make_plan, train
 
 FIRST = "4 ranks, every layer"
@@ -118,28 +118,25 @@ def test_what_is_there_is_replaced(tmp_path: Path) -> None:
     assert len(list((tmp_path / "last").iterdir())) == 4
 
 
-def test_any_reader_of_safetensors_opens_the_file_of_a_rank(tmp_path: Path) -> None:
+@on_ranks(4)
+def test_any_reader_of_safetensors_opens_the_file_of_a_rank(mesh: fs.Mesh, tmp_path: Path) -> None:
     odd = torch.arange(3).to(torch.complex128)
-
-    def main(mesh: fs.Mesh) -> None:
-        plan = fs.make_plan(PARAMS, mesh, units=["0"])
-        others = {"half": torch.ones(2, 3).bfloat16(), "scalar": torch.tensor(True), "odd": odd}
-        state = {"x": fs.shard(PARAMS, plan, mesh), **others}
-        fs.save(tmp_path / "a", state, plan, mesh)
-        restored = fs.restore(tmp_path / "a", plan, mesh)
-        assert equal(restored, state)
-        (file,) = (tmp_path / "a").glob(f"*-{mesh.rank}.safetensors")
-        stored = load_file(file)
-        for unit, shards in state["x"].items():
-            for key, shard in shards.items():
-                assert torch.equal(stored[".".join(filter(None, ("x", unit, key)))], shard)
-        assert stored.keys() & {"half", "scalar", "odd"} == ({"half", "scalar", "odd"} if mesh.rank == 0 else set())
-        if mesh.rank == 0:
-            assert (stored["half"].shape, stored["scalar"].item()) == ((2, 3), True)
-            assert stored["odd"].dtype == torch.uint8
-            assert torch.equal(stored["odd"].view(torch.complex128), odd)  # the format has no such dtype
-
-    fs.simulate(main, 4)
+    plan = fs.make_plan(PARAMS, mesh, units=["0"])
+    others = {"half": torch.ones(2, 3).bfloat16(), "scalar": torch.tensor(True), "odd": odd}
+    state = {"x": fs.shard(PARAMS, plan, mesh), **others}
+    fs.save(tmp_path / "a", state, plan, mesh)
+    restored = fs.restore(tmp_path / "a", plan, mesh)
+    assert equal(restored, state)
+    (file,) = (tmp_path / "a").glob(f"*-{mesh.rank}.safetensors")
+    stored = load_file(file)
+    for unit, shards in state["x"].items():
+        for key, shard in shards.items():
+            assert torch.equal(stored[".".join(filter(None, ("x", unit, key)))], shard)
+    assert stored.keys() & {"half", "scalar", "odd"} == ({"half", "scalar", "odd"} if mesh.rank == 0 else set())
+    if mesh.rank == 0:
+        assert (stored["half"].shape, stored["scalar"].item()) == ((2, 3), True)
+        assert stored["odd"].dtype == torch.uint8
+        assert torch.equal(stored["odd"].view(torch.complex128), odd)  # the format has no such dtype
 
 
 def full_disk(mesh: fs.Mesh, folder: str, poor: int) -> str:
@@ -382,22 +379,19 @@ def test_leaves_that_differ_between_ranks_come_back_to_the_ranks_that_had_them(l
     assert fs.simulate(main, {"replicate": 2, "shard": 2}) == [True] * 4
 
 
-def test_a_stack_of_models_is_saved_as_a_list_and_says_so(tmp_path: Path) -> None:
+@on_ranks(2)
+def test_a_stack_of_models_is_saved_as_a_list_and_says_so(mesh: fs.Mesh, tmp_path: Path) -> None:
     params = {"w": torch.arange(5.0)}
-
-    def main(mesh: fs.Mesh) -> None:
-        plan = fs.make_plan(params, mesh)
-        models = [fs.shard({"w": params["w"] * k}, plan, mesh) for k in (1, 2)]
-        stack = {"": {"float32": torch.stack([model[""]["float32"] for model in models])}}
-        with pytest.raises(ValueError, match=r"found \(2, 3\), a stack of the shards of several models: save a list"):
-            fs.save(tmp_path / "stack", {"shards": stack}, plan, mesh)
-        rows = [{"": {"float32": row}} for row in stack[""]["float32"]]
-        fs.save(tmp_path / "list", {"shards": rows}, plan, mesh)
-        restored = fs.restore(tmp_path / "list", plan, mesh)["shards"]
-        for model, found in zip(models, restored, strict=True):
-            torch.testing.assert_close(found, model)
-
-    fs.simulate(main, 2)
+    plan = fs.make_plan(params, mesh)
+    models = [fs.shard({"w": params["w"] * k}, plan, mesh) for k in (1, 2)]
+    stack = {"": {"float32": torch.stack([model[""]["float32"] for model in models])}}
+    with pytest.raises(ValueError, match=r"found \(2, 3\), a stack of the shards of several models: save a list"):
+        fs.save(tmp_path / "stack", {"shards": stack}, plan, mesh)
+    rows = [{"": {"float32": row}} for row in stack[""]["float32"]]
+    fs.save(tmp_path / "list", {"shards": rows}, plan, mesh)
+    restored = fs.restore(tmp_path / "list", plan, mesh)["shards"]
+    for model, found in zip(models, restored, strict=True):
+        torch.testing.assert_close(found, model)
 
 
 ABSENT: dict[str, Callable[[dict[str, Any]], Any]] = {  # shards -> a state that lacks some of them

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import funcshard as fs
-from tests.ranks import run_simulated
+from tests.ranks import on_ranks
 
 UNITS = {"none": [], "nested": ["body", "body.z"], "a group": [["body.z", "head"]], "backwards": ["head", "body", "conv"]}
 
@@ -29,34 +29,30 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("units", UNITS)
-@pytest.mark.parametrize("stored", [False, True])
-def test_state_dicts_and_gathered_params_are_in_the_order_of_the_module(units, stored):
+@on_ranks(2)
+def test_state_dicts_and_gathered_params_are_in_the_order_of_the_module(mesh: fs.Mesh, units):
     net = Net()
     apply, params, buffers = fs.make_functional(net)
     wanted = list(net.state_dict())
     own = list(dict(net.named_parameters(remove_duplicate=False)))
-
-    def main(mesh):
-        plan = fs.make_plan(params, mesh, units=UNITS[units])
-        plan = fs.Plan.from_json(plan.to_json()) if stored else plan
-        shards = fs.shard(params, plan, mesh)
-        assert list(fs.gather(shards, plan, mesh)) == list(params)
-        assert list(fs.to_state_dict(shards, plan, mesh)) == own
-        assert list(fs.to_state_dict(shards, plan, mesh, sharded=True)) == own
-        assert list(fs.to_state_dict(shards, plan, mesh, buffers=apply.persistent(buffers))) == wanted
-        first = fs.to_state_dict(shards, plan, mesh, buffers=apply.persistent(buffers), rank0_only=True, offload=True)
-        assert list(first) == (wanted if mesh.rank == 0 else [])
-        more = fs.to_state_dict(shards, plan, mesh, buffers={"later": torch.zeros(1)})
-        assert list(more) == [*own, "later"]
-        optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
-        _, opt_state = optimizer.step(shards, optimizer.init(shards), shards)
-        state = fs.optimizer_to_state_dict(opt_state, optimizer, plan, mesh)["state"]
-        assert list(state) == list(params)
-
-    run_simulated(main, 2)
+    plan = fs.make_plan(params, mesh, units=UNITS[units])
+    shards = fs.shard(params, plan, mesh)
+    assert list(fs.gather(shards, plan, mesh)) == list(params)
+    assert list(fs.to_state_dict(shards, plan, mesh)) == own
+    assert list(fs.to_state_dict(shards, plan, mesh, sharded=True)) == own
+    assert list(fs.to_state_dict(shards, plan, mesh, buffers=apply.persistent(buffers))) == wanted
+    first = fs.to_state_dict(shards, plan, mesh, buffers=apply.persistent(buffers), rank0_only=True, offload=True)
+    assert list(first) == (wanted if mesh.rank == 0 else [])
+    more = fs.to_state_dict(shards, plan, mesh, buffers={"later": torch.zeros(1)})
+    assert list(more) == [*own, "later"]
+    optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    _, opt_state = optimizer.step(shards, optimizer.init(shards), shards)
+    state = fs.optimizer_to_state_dict(opt_state, optimizer, plan, mesh)["state"]
+    assert list(state) == list(params)
 
 
-def test_nested_dictionaries_come_back_in_the_order_in_which_they_were_given():
+@on_ranks(2)
+def test_nested_dictionaries_come_back_in_the_order_in_which_they_were_given(mesh: fs.Mesh):
     params = {
         "z": {"w": torch.zeros(2), "a": [torch.ones(1), {"y": torch.zeros(1), "b": torch.zeros(3)}]},
         "b": collections.OrderedDict(y=torch.zeros(1), c=torch.zeros(2)),
@@ -68,15 +64,12 @@ def test_nested_dictionaries_come_back_in_the_order_in_which_they_were_given():
     def keys(tree):
         return {key: keys(tree[key]) for key in tree} if isinstance(tree, dict) else None
 
-    def main(mesh):
-        plan = fs.make_plan(params, mesh, units=["z.a", "a", "b"])
-        back = fs.gather(fs.shard(params, plan, mesh), plan, mesh)
-        assert str(keys(back["z"])) == str(keys(params["z"]))
-        assert list(back["z"]["a"][1]) == ["y", "b"]
-        assert list(back["b"]) == ["y", "c"]
-        assert [key for key in back if back[key] is not None] == ["z", "b", "a.x", "a"]
-
-    run_simulated(main, 2)
+    plan = fs.make_plan(params, mesh, units=["z.a", "a", "b"])
+    back = fs.gather(fs.shard(params, plan, mesh), plan, mesh)
+    assert str(keys(back["z"])) == str(keys(params["z"]))
+    assert list(back["z"]["a"][1]) == ["y", "b"]
+    assert list(back["b"]) == ["y", "c"]
+    assert [key for key in back if back[key] is not None] == ["z", "b", "a.x", "a"]
 
 
 def test_the_order_of_names_is_no_part_of_a_plans_identity():

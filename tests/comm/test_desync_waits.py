@@ -95,13 +95,12 @@ class Blocks(nn.Module):
 class Actions:
     """The actions from which the programs of the ranks are made."""
 
-    def __init__(self, mesh: fs.Mesh, given: bool = False) -> None:
+    def __init__(self, mesh: fs.Mesh) -> None:
         torch.manual_seed(0)
         self.mesh = mesh
         apply, params, self.buffers = fs.make_functional(Blocks())
         plan = fs.make_plan(params, mesh, units=["blocks.*"])
-        schedule = fs.make_schedule(plan, order=[f"blocks.{i}" for i in range(3)]) if given else None
-        self.sharded = fs.fully_shard(apply, plan, mesh, schedule=schedule)
+        self.sharded = fs.fully_shard(apply, plan, mesh)
         self.shards = fs.shard(params, plan, mesh)
 
     def train(self, *order: int) -> None:
@@ -123,13 +122,13 @@ Program = list[tuple[Any, ...]]
 
 
 def disagree(
-    *programs: Program, before: Program = TRAIN + 2 * EVALUATE + TRAIN, given: bool = False, steps: int = 2
+    *programs: Program, before: Program = TRAIN + 2 * EVALUATE + TRAIN, steps: int = 2
 ) -> Callable[[fs.Mesh, Path], None]:
     """Let each rank do its actions, after all have done equal ones twice."""
 
     def program(mesh: fs.Mesh, _: Path) -> None:
         warnings.simplefilter("ignore")  # about an order other than the schedule's
-        actions = Actions(mesh, given)
+        actions = Actions(mesh)
         for name, *args in 2 * before + steps * programs[mesh.rank]:
             getattr(actions, name)(*args)
 
@@ -173,15 +172,9 @@ def exchange_other_texts(mesh: fs.Mesh, _: Path) -> None:
 
 CASES: dict[str, Case] = {
     "a unit is skipped in training": Case(disagree(TRAIN, SKIP), (*DIFFER, "unit 'blocks.2' on rank")),
-    "a unit is skipped in training, order given":
-        Case(disagree(TRAIN, SKIP, given=True), (*DIFFER, "unit 'blocks.2' on rank"), SHARED),
     "a unit is skipped in evaluation":
         Case(disagree(EVALUATE, [("evaluate", 1, 2)]), (*DIFFER, "unit 'blocks.1' on rank"), SHARED),
     "equal units are swapped in training": Case(disagree(TRAIN, SWAP), (*DIFFER, "unit 'blocks.2' on rank")),
-    "equal units are swapped in training, order given":
-        Case(disagree(TRAIN, SWAP, given=True), (*DIFFER, "unit 'blocks.2' on rank"), SHARED),
-    "equal units are swapped in evaluation":
-        Case(disagree(EVALUATE, [("evaluate", 1, 0, 2)]), (*DIFFER, "unit 'blocks.1' on rank"), SHARED),
     "one rank adds up more":
         Case(disagree(TRAIN, [("add", 1), *TRAIN]), (*DIFFER, r"all_reduce of float32\[1\] on rank"), SHARED),
     "sizes differ": Case(disagree([("add", 2)], [("add", 3)]), (*DIFFER, r"all_reduce of float32\[3\] on rank"), SHARED),
@@ -214,7 +207,7 @@ def be_killed_when_the_other_waits(mesh: fs.Mesh, _: Path) -> None:
 
 def do_not_join(mesh: fs.Mesh, _: Path) -> None:
     shared_memory = mesh.shard.shm is not None  # type: ignore[attr-defined]
-    short, store = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=3.0)), default_store()
+    short, store = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1.5)), default_store()
     group = TorchGroup.of(short, "replicate", patience=0.2, shared_memory=shared_memory)
     group.all_reduce(torch.ones(3)).wait()
     if mesh.rank == 1:
@@ -378,8 +371,8 @@ def make(*makers: Callable[[fs.Mesh], fs.Mesh]) -> Callable[[fs.Mesh, Path], Non
     return program
 
 
-def different(words: str, *makers: Callable[[fs.Mesh], fs.Mesh], shape: Mapping[str, int] = ROW) -> Case:
-    return Case(make(*makers), (words,), SHARED, shape, kind=ValueError)
+def different(words: str, *makers: Callable[[fs.Mesh], fs.Mesh]) -> Case:
+    return Case(make(*makers), (words,), SHARED, kind=ValueError)
 
 
 SHAPE = "the shape of the mesh must be the same on every rank; rank 0 has "
@@ -403,7 +396,6 @@ CASES |= {
              SHARED, quiet=[1]),
     "meshes have other axes":
         different(f"{SHAPE}1 replicate × 2 shard and rank 1 has 2 replicate", init(shard=2), init(**PAIR)),
-    "meshes have other names": different(SHAPE, init(tensor=2, shard=1), init(expert=2, shard=1)),
     "meshes are made by another function":
         different("function that makes the mesh must be the same on every rank; rank 0 has init_mesh and rank 1 has Mesh.f",
                   init(shard=2), from_device_mesh(shard=2)),
@@ -412,8 +404,6 @@ CASES |= {
     "meshes are reshaped otherwise":
         different("the shape of Mesh.reshaped must be the same on every rank; rank 0 has",
                   lambda mesh: mesh.reshaped(PAIR), lambda mesh: mesh.reshaped({"tensor": 2, "shard": 1})),
-    "one of four meshes has another shape":
-        different(f"{SHAPE}.* and rank 3 has", *[init(**LINE)] * 3, init(**GRID), shape=LINE),
 }  # fmt: skip
 
 # --- ranks that are slow are waited for -----------------------------------------------------------------
@@ -456,8 +446,8 @@ def be_slow_in_turns(first: fs.Mesh, _: Path) -> list[float]:
     second = fs.init_mesh(first.shape, device="cpu", patience=0.05, shared_memory=shared_memory)
     groups = [first.shard, (first if first.shape["replicate"] > 1 else second).axes[-1][1]]
     totals = []
-    for turn in range(8):
-        time.sleep(0.4 if first.rank == turn % 4 else 0)
+    for turn in range(4):
+        time.sleep(0.3 if first.rank == turn % 4 else 0)
         works = [group.all_reduce(torch.ones(2)) for group in groups[:: 1 if turn % 3 else -1]]
         for work in works[:: 1 if first.rank % 2 else -1]:
             work.wait()
@@ -480,14 +470,14 @@ def make_other_groups_before(_: fs.Mesh, folder: Path) -> list[float]:
 def pause(mesh: fs.Mesh, _: Path) -> list[float]:
     train(mesh, 3)
     if mesh.rank == 3:
-        with wakes_once_stopped(2.0):
+        with wakes_once_stopped(1.0):
             os.kill(os.getpid(), signal.SIGSTOP)
     train(mesh, 3)
     return fs.psum(torch.tensor([1.0]), mesh).tolist()
 
 
 SHORT, SHORTER = {"patience": 0.1}, {"patience": 0.05}
-TOTALS, IN_TURNS = [2.0 * i + 1 for i in range(20)], [6.0 + 4 * turn for turn in range(8)]
+TOTALS, IN_TURNS = [2.0 * i + 1 for i in range(20)], [6.0 + 4 * turn for turn in range(4)]
 CASES |= {
     "slow while ranks agree": Case(be_slow_at(0), carriers=GLOO, result=TOTALS, options=SHORT),
     "slow while data moves": Case(be_slow_at(15), result=TOTALS, options=SHORT),

@@ -21,7 +21,7 @@ from funcshard.comm.group import LocalGroup
 from funcshard.comm.mesh import neighbours
 from funcshard.testing import DelayedGroup, delayed
 from tests.collective_oracle import line
-from tests.ranks import run_ranks, run_simulated
+from tests.ranks import on_ranks, run_ranks, run_simulated
 
 LINE, GRID, NAMED = {"shard": 4}, {"replicate": 2, "shard": 2}, {"shard": 2, "tensor": 2}
 CUBE = {"replicate": 2, "shard": 2, "tensor": 2}
@@ -145,20 +145,18 @@ def test_ranks_are_numbered_row_by_row_and_the_last_axis_joins_neighbours(shape:
     assert fs.simulate(main, shape) == [(n, n, list(place), several[::-1]) for n, place in enumerate(places)]
 
 
-def test_a_part_of_a_mesh_holds_the_neighbours_along_its_axes() -> None:
-    def main(mesh: fs.Mesh) -> None:
-        for axes in ("tensor", "shard", ("shard", "tensor"), ("replicate", "tensor"), tuple(mesh.shape)):
-            part, names = mesh[axes], mesh.names(axes)
-            ranks = sum(2**rank for rank in line(mesh.rank, CUBE, axes))
-            assert along(part, tuple(part.shape), mesh.rank) == along(mesh, axes, mesh.rank) == ranks
-            assert part.rank == fs.axis_index(mesh, axis=names)
-            assert {axis: size for axis, size in part.shape.items() if size > 1} == dict.fromkeys(names, 2)
-            assert part.position == {**dict.fromkeys(part.shape, 0), **{axis: mesh.position[axis] for axis in names}}
-            assert part.device == mesh.device
-        assert mesh["tensor", "shard"] == mesh["shard", "tensor"]  # the axes keep the order of the mesh
-        assert mesh[tuple(mesh.shape)] == mesh
-
-    fs.simulate(main, CUBE)
+@on_ranks(CUBE)
+def test_a_part_of_a_mesh_holds_the_neighbours_along_its_axes(mesh: fs.Mesh) -> None:
+    for axes in ("tensor", "shard", ("shard", "tensor"), ("replicate", "tensor"), tuple(mesh.shape)):
+        part, names = mesh[axes], mesh.names(axes)
+        ranks = sum(2**rank for rank in line(mesh.rank, CUBE, axes))
+        assert along(part, tuple(part.shape), mesh.rank) == along(mesh, axes, mesh.rank) == ranks
+        assert part.rank == fs.axis_index(mesh, axis=names)
+        assert {axis: size for axis, size in part.shape.items() if size > 1} == dict.fromkeys(names, 2)
+        assert part.position == {**dict.fromkeys(part.shape, 0), **{axis: mesh.position[axis] for axis in names}}
+        assert part.device == mesh.device
+    assert mesh["tensor", "shard"] == mesh["shard", "tensor"]  # the axes keep the order of the mesh
+    assert mesh[tuple(mesh.shape)] == mesh
 
 
 @pytest.mark.parametrize(
@@ -184,13 +182,12 @@ def reshape_again_and_again(mesh: fs.Mesh) -> None:
         assert along(mesh, tuple(shape), rank) == 15
 
 
-@pytest.mark.parametrize("run", [run_ranks, run_simulated])
 @pytest.mark.parametrize("shape", [LINE, GRID], ids=str)
-def test_a_reshaped_mesh_has_the_same_ranks_in_other_groups(shape: dict, run: Any) -> None:
-    run(reshape_again_and_again, 4, shape=shape)
+def test_a_reshaped_mesh_has_the_same_ranks_in_other_groups(shape: dict) -> None:
+    run_simulated(reshape_again_and_again, 4, shape=shape)
 
 
-def make_in_three_ways(mesh: fs.Mesh) -> None:
+def make_in_several_ways(mesh: fs.Mesh) -> None:
     device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     named = fs.Mesh.from_device_mesh(device_mesh, names={"dp": "shard", "tp": "tensor"})
     for made in (mesh, fs.init_mesh(NAMED, device="cpu"), named):
@@ -199,41 +196,23 @@ def make_in_three_ways(mesh: fs.Mesh) -> None:
         assert made.position == {"replicate": 0, "shard": made.rank // 2, "tensor": made.rank % 2}
         for axis, part in (("tensor", made), ("shard", made), ("tensor", made["tensor"])):
             assert along(part, axis, made.rank) == sum(2**other for other in line(made.rank, NAMED, axis))
+    for names in (("dp_replicate", "dp_shard"), ("dp_shard", "dp_replicate"), ("shard", "replicate"), None):
+        made = fs.Mesh.from_device_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=names))
+        for axis in ("shard", "replicate"):
+            assert along(made, axis, made.rank) == sum(2**other for other in line(made.rank, dict(made.shape), axis))
+        params, plan = {"w": torch.ones(5)}, fs.make_plan({"w": torch.ones(5)}, made)
+        for src in (0, 1):  # counts as mesh.rank does
+            shards = fs.shard({"w": params["w"] + made.rank}, plan, made, src=src)
+            assert torch.equal(fs.gather(shards, plan, made)["w"], params["w"] + src)
+        again = made.reshaped(LINE)
+        assert again.rank == made.rank == dist.get_rank()
+        assert along(again, "shard", again.rank) == 15
     reshape_again_and_again(mesh)
 
 
 @pytest.mark.slow
-def test_a_job_of_processes_has_named_axes() -> None:
-    run_ranks(make_in_three_ways, 4, shape=NAMED)
-
-
-def on_device_meshes(_: fs.Mesh) -> None:
-    """Train a step on the meshes of device meshes, and compare with the step on all samples at once."""
-    torch.manual_seed(0)
-    net = torch.nn.Linear(3, 3)
-    apply, params, _ = fs.make_functional(net)
-    data = torch.randn(4, 3)
-    (wanted,) = torch.autograd.grad(net(data).square().mean(), net.weight)
-    for names in (("dp_replicate", "dp_shard"), ("dp_shard", "dp_replicate"), ("shard", "replicate"), None):
-        mesh = fs.Mesh.from_device_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=names))
-        plan = fs.make_plan(params, mesh)
-        for src in (0, 1):  # counts as mesh.rank does
-            own = {name: value + mesh.rank for name, value in params.items()}
-            shards = fs.shard(own, plan, mesh, src=src)
-            assert torch.equal(fs.gather(shards, plan, mesh)["weight"], params["weight"] + src)
-        sharded = fs.fully_shard(apply, plan, mesh)
-        loss_fn = lambda shards, sharded=sharded, mesh=mesh: sharded(shards, {}, data[mesh.rank, None]).square().mean()  # noqa: E731
-        _, grads = fs.value_and_grad(loss_fn)(fs.shard(params, plan, mesh))
-        torch.testing.assert_close(fs.gather(grads, plan, mesh)["weight"], wanted)
-        again = mesh.reshaped(LINE)
-        assert again.rank == mesh.rank == dist.get_rank()
-        plan = fs.make_plan(params, again)
-        assert torch.equal(fs.gather(fs.shard(params, plan, again), plan, again)["weight"], params["weight"])
-
-
-@pytest.mark.slow
-def test_the_order_of_the_axes_of_a_device_mesh_changes_no_result() -> None:
-    run_ranks(on_device_meshes, 4)
+def test_a_job_of_processes_has_named_axes_in_any_order_of_its_device_mesh() -> None:
+    run_ranks(make_in_several_ways, 4, shape=NAMED)
 
 
 # --- checks between ranks -------------------------------------------------------------------------------
@@ -311,13 +290,11 @@ def test_one_rank_may_change_a_mesh_that_all_have_used(change: str) -> None:
     assert found == [found[0]] * 4
 
 
-def test_meshes_made_from_one_share_what_ranks_have_agreed_on() -> None:
-    def main(mesh: fs.Mesh) -> None:
-        for made in (mesh["shard"], with_plain_functions(mesh), delayed(with_plain_functions(mesh), "all_reduce", 0.0)):
-            assert made.memo is mesh.memo
-        assert mesh.reshaped(GRID).memo is not mesh.memo  # other axes
-
-    run_simulated(main, 4)
+@on_ranks(4)
+def test_meshes_made_from_one_share_what_ranks_have_agreed_on(mesh: fs.Mesh) -> None:
+    for made in (mesh["shard"], with_plain_functions(mesh), delayed(with_plain_functions(mesh), "all_reduce", 0.0)):
+        assert made.memo is mesh.memo
+    assert mesh.reshaped(GRID).memo is not mesh.memo  # other axes
 
 
 def test_the_parts_of_a_delayed_row_are_slow_and_those_of_the_row_are_not() -> None:

@@ -19,14 +19,6 @@ def add_up(mesh: fs.Mesh) -> float:
     return fs.psum(torch.ones(1), mesh).item()
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 8, {"replicate": 2, "shard": 4}, {"replicate": 3}, {"replicate": 2, "shard": 3}])
-def test_results_come_in_the_order_of_ranks_along_the_shard_axis_first(world: Any) -> None:
-    shape = {"replicate": 1, "shard": 1, **({"shard": world} if isinstance(world, int) else world)}
-    results = fs.simulate(lambda mesh: (mesh.rank, mesh.replicate.rank, mesh.shard.rank, mesh.world_size, mesh.shape), world)
-    size = shape["replicate"] * shape["shard"]
-    assert results == [(rank, *divmod(rank, shape["shard"]), size, shape) for rank in range(size)]
-
-
 @pytest.mark.parametrize("world", [0, -1, True, 2.0, {"shard": 0}, {"tensor": 0}, {"a b": 2}, {1: 2}])
 def test_a_world_of_another_form_is_an_error(world: Any) -> None:
     with pytest.raises(ValueError, match=r"world_size (must be a number|axes must be whole numbers).*; found .*: "):

@@ -12,7 +12,7 @@ from torch import nn
 import funcshard as fs
 from funcshard.comm.user_collectives import Collectives
 from funcshard.testing import delayed
-from tests.ranks import run_ranks, run_simulated
+from tests.ranks import on_ranks, run_ranks, run_simulated
 
 # The first use of forward-mode AD makes torch import a file that calls a deprecated function of
 # torch.
@@ -116,14 +116,12 @@ def gradient(mesh: fs.Mesh, options: dict[str, Any]) -> Any:
     ],
     ids=str,
 )
-def test_functions_that_only_move_data_change_no_bit_and_no_event(own: str, options: str, world: Any) -> None:
-    def main(mesh: fs.Mesh) -> None:
-        loss, grads = gradient(with_own(mesh, OWN[own]), OPTIONS[options])
-        plain, wanted = gradient(mesh, OPTIONS[options])
-        assert torch.equal(loss, plain)
-        assert all(torch.equal(grads[name], value) for name, value in wanted.items())
-
-    fs.simulate(main, world)
+@on_ranks()
+def test_functions_that_only_move_data_change_no_bit_and_no_event(mesh: fs.Mesh, own: str, options: str, world: Any) -> None:
+    loss, grads = gradient(with_own(mesh, OWN[own]), OPTIONS[options])
+    plain, wanted = gradient(mesh, OPTIONS[options])
+    assert torch.equal(loss, plain)
+    assert all(torch.equal(grads[name], value) for name, value in wanted.items())
 
 
 def of_the_page() -> dict[str, Any]:
@@ -184,36 +182,32 @@ def zeros(tensor: torch.Tensor, collectives: Collectives) -> Callable[[], torch.
     return lambda: tensor.new_zeros(tensor.numel() * collectives.size)
 
 
-def test_state_sums_and_tangents_are_carried_by_the_plain_collectives() -> None:
-    def main(mesh: fs.Mesh) -> None:
-        own = fs.with_collectives(mesh, "shard", all_gather=zeros)
-        own = fs.with_collectives(own, "shard", all_reduce=lambda tensor, _: lambda: tensor * 0)  # adds to the first
-        plan = fs.make_plan(PARAMS, own, units=NAMES)
-        shards = fs.shard(PARAMS, plan, own)
-        for again in (fs.gather(shards, plan, own), fs.to_state_dict(shards, plan, own)):
-            assert all(torch.equal(again[name], leaf) for name, leaf in PARAMS.items())
-        assert fs.psum(torch.ones(2), own).tolist() == [2.0, 2.0]
-        assert torch.equal(fs.global_norm(shards, plan, own), fs.global_norm(shards, plan, mesh))
-        f = fs.unshard(lambda leaves: leaves["weight"] * 1, plan.units["0"], own)
-        out, tangent = torch.func.jvp(lambda s: f({"float32": s}), (shards["0"]["float32"],), (shards["0"]["float32"],))
-        assert not out.any()
-        assert torch.equal(tangent, PARAMS["0.weight"])
-        assert own.reshaped(own.shape) is own
-
-    fs.simulate(main, 2)
+@on_ranks(2)
+def test_state_sums_and_tangents_are_carried_by_the_plain_collectives(mesh: fs.Mesh) -> None:
+    own = fs.with_collectives(mesh, "shard", all_gather=zeros)
+    own = fs.with_collectives(own, "shard", all_reduce=lambda tensor, _: lambda: tensor * 0)  # adds to the first
+    plan = fs.make_plan(PARAMS, own, units=NAMES)
+    shards = fs.shard(PARAMS, plan, own)
+    for again in (fs.gather(shards, plan, own), fs.to_state_dict(shards, plan, own)):
+        assert all(torch.equal(again[name], leaf) for name, leaf in PARAMS.items())
+    assert fs.psum(torch.ones(2), own).tolist() == [2.0, 2.0]
+    assert torch.equal(fs.global_norm(shards, plan, own), fs.global_norm(shards, plan, mesh))
+    f = fs.unshard(lambda leaves: leaves["weight"] * 1, plan.units["0"], own)
+    out, tangent = torch.func.jvp(lambda s: f({"float32": s}), (shards["0"]["float32"],), (shards["0"]["float32"],))
+    assert not out.any()
+    assert torch.equal(tangent, PARAMS["0.weight"])
+    assert own.reshaped(own.shape) is own
 
 
-def test_a_slow_mesh_keeps_the_functions() -> None:
-    def main(mesh: fs.Mesh) -> None:
-        own = fs.with_collectives(mesh, "shard", **EIGHT_BITS)
-        wanted = gradient(own, {})
-        for slow in (delayed(own, "all_gather", 0.002), fs.with_collectives(delayed(mesh, "all_to_all", 0.002), "shard",
-                                                                            **EIGHT_BITS)):  # fmt: skip
-            loss, grads = gradient(slow, {})
-            assert torch.equal(loss, wanted[0])
-            assert all(torch.equal(grads[name], value) for name, value in wanted[1].items())
-
-    fs.simulate(main, 2)
+@on_ranks(2)
+def test_a_slow_mesh_keeps_the_functions(mesh: fs.Mesh) -> None:
+    own = fs.with_collectives(mesh, "shard", **EIGHT_BITS)
+    wanted = gradient(own, {})
+    for slow in (delayed(own, "all_gather", 0.002), fs.with_collectives(delayed(mesh, "all_to_all", 0.002), "shard",
+                                                                        **EIGHT_BITS)):  # fmt: skip
+        loss, grads = gradient(slow, {})
+        assert torch.equal(loss, wanted[0])
+        assert all(torch.equal(grads[name], value) for name, value in wanted[1].items())
 
 
 def test_one_rank_has_nothing_to_carry() -> None:

@@ -247,21 +247,6 @@ def test_a_message_for_which_there_is_no_room_is_sent_again(error, monkeypatch) 
         assert len(failures) == 3
 
 
-def test_a_file_that_does_not_arrive_is_explained(monkeypatch) -> None:
-    original = socket.recv_fds
-
-    def receive(*args: Any) -> Any:
-        message, files, flags, address = original(*args)
-        for file in files:
-            os.close(file)
-        return message, [], flags, address
-
-    monkeypatch.setattr(transport.socket, "recv_fds", receive)
-    words = r"memory of rank \d cannot be mapped, .* \(ulimit -n\), or .*shared_memory=False"
-    with ranks() as world, pytest.raises(OSError, match=words):
-        run_some(world)
-
-
 LATE = {
     "does not join": (lambda rank: rank.all_gather(some(0))[0].wait(), "the ranks of one machine"),
     "never reads": (lambda rank: [rank.all_gather(some(0)) for _ in range(1000)], "rank 1 to read"),
@@ -281,6 +266,7 @@ def test_a_peer_that_is_not_there_is_an_error_after_the_timeout(peer) -> None:
 
 @pytest.mark.slow
 def test_messages_count_after_their_sender_has_gone_and_after_the_timeout() -> None:
+    before = memory_in_use()
     with ranks(timeout=0.2) as world:
         started = [world[0].all_gather(some(0, 8, 0))]
         gone = [world[1].all_gather(some(1, 8, salt)) for salt in range(3)]
@@ -293,6 +279,10 @@ def test_messages_count_after_their_sender_has_gone_and_after_the_timeout() -> N
         assert len(gone) == 3
         with pytest.raises(RuntimeError, match="Connection closed by rank 1 of the group"):
             world[0].all_gather(some(0))[0].wait()
+        world.clear()
+    del started, gone, work, out
+    gc.collect()
+    assert not memory_in_use() - before
 
 
 DIVERGED = {
@@ -494,7 +484,7 @@ def test_worlds_made_and_dropped_leave_nothing_behind() -> None:
     named, before = named_files(), (open_files(), memory_in_use())
     gc.disable()  # reference cycles would stay
     try:
-        for _ in range(50):
+        for _ in range(20):
             once()
         assert (len(os.listdir("/proc/self/fd")), memory_in_use()) == before
         assert not left_since(named)
@@ -610,12 +600,12 @@ def make_blocks(mesh: fs.Mesh) -> tuple[Any, fs.Plan, Any]:
     return lambda shards, x: sharded(shards, buffers, x).square().mean(), plan, fs.shard(params, plan, mesh)
 
 
-def train(mesh: fs.Mesh, shared_memory: bool, raising: tuple[int, ...]) -> tuple[str, list[float], list[bool], int]:
-    """Train for twelve steps; on some ranks raise in the middle of backward in some of them, and go on.
+def train(mesh: fs.Mesh, shared_memory: bool, raising: bool) -> tuple[list[float], list[bool], int]:
+    """Train for twelve steps; raise in the middle of backward in some of them, and go on.
 
     Returns:
-        The error if the ranks cannot go on, the losses, whether what was gathered in the second step
-        is unchanged, parameters and unreduced gradients, and how many blocks were made.
+        The losses, whether what was gathered in the second step is unchanged, parameters and
+        unreduced gradients, and how many blocks were made.
     """
     mesh = fs.init_mesh(mesh.shape, device="cpu", patience=0.2, shared_memory=shared_memory)
     loss_fn, plan, shards = make_blocks(mesh)
@@ -624,7 +614,7 @@ def train(mesh: fs.Mesh, shared_memory: bool, raising: tuple[int, ...]) -> tuple
     copies: list[torch.Tensor] = []
 
     def on_grads(unit: str, grads: dict[str, torch.Tensor]) -> None:
-        if step % 3 == 2 and mesh.rank in raising and unit == "1":
+        if step % 3 == 2 and raising and unit == "1":
             raise ValueError("no good")
         if step == 1:
             held.extend(grads.values())
@@ -639,27 +629,18 @@ def train(mesh: fs.Mesh, shared_memory: bool, raising: tuple[int, ...]) -> tuple
             copies = copies or [x.clone() for x in held]
         except ValueError:
             continue
-        except RuntimeError as error:
-            return str(error), losses, [], 0
     group = mesh.shard
     made = group.pool.made + (0 if group.shm is None else group.shm.blocks.pool.made)
-    return "", losses, list(map(torch.equal, held, copies)), made
+    return losses, list(map(torch.equal, held, copies)), made
 
 
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
-@pytest.mark.parametrize("raising", [(), (0, 1)], ids=["", "all raise in backward"])
+@pytest.mark.parametrize("raising", [False, True], ids=["", "all raise in backward"])
 def test_training_uses_memory_again_and_changes_no_tensor_that_is_still_held(shared_memory, raising) -> None:
-    for message, losses, unchanged, made in run_ranks(train, 2, shared_memory, raising):
-        assert message == ""
+    for losses, unchanged, made in run_ranks(train, 2, shared_memory, raising):
         assert losses == losses[:1] * (8 if raising else 12)
         assert unchanged == [True] * 12  # two leaves of three units, and their gradients
         assert made <= 16  # without reuse more than 70; what raised may wait for the garbage collector
-
-
-def test_a_rank_that_raises_alone_and_goes_on_is_detected() -> None:
-    for message, losses, *_ in run_ranks(train, 2, True, (1,)):
-        assert message.startswith("ranks issue different collectives: number ")
-        assert len(losses) <= 2
 
 
 def functions_of(thread: int) -> set[str]:
@@ -701,50 +682,3 @@ def interrupt(mesh: fs.Mesh) -> list[float]:
 @pytest.mark.slow
 def test_processes_go_on_after_ctrl_c_in_a_wait() -> None:
     assert run_ranks(interrupt, 2) == [[0.0, 2.0, 4.0, 6.0]] * 2
-
-
-def keep_a_gathered_tensor(mesh: fs.Mesh) -> tuple[bool, set[tuple[str, int]]]:
-    before = memory_in_use()
-    mesh = fs.init_mesh(mesh.shape, device="cpu")
-    params = {"w": some(0, LARGE)}
-    plan = fs.make_plan(params, mesh)
-    full = fs.gather(fs.shard(params, plan, mesh), plan, mesh)["w"]
-    fs.psum(torch.ones(1), mesh)
-    del mesh, plan
-    gc.collect()
-    return torch.equal(full, params["w"]), memory_in_use() - before
-
-
-def test_only_gathered_tensors_outlive_their_mesh() -> None:
-    assert run_ranks(keep_a_gathered_tensor, 2, shape={"shard": 2}) == [(True, set())] * 2
-
-
-def go_on_without_the_last(mesh: fs.Mesh) -> tuple[str, float, tuple[Any, ...]]:
-    named, before = named_files(), memory_in_use()
-    mesh = fs.init_mesh(mesh.shape, device="cpu", patience=0.3)
-    message = ""
-    for step in range(10):
-        if step == 4 and mesh.rank == mesh.world_size - 1:
-            works = [mesh.shard.all_gather(torch.empty(3 * LARGE), some(0, LARGE)) for _ in range(3)]
-            os.kill(os.getpid(), signal.SIGKILL)
-            del works
-        start = time.monotonic()
-        try:
-            fs.psum(some(mesh.rank, LARGE), mesh)
-        except RuntimeError as error:
-            message = str(error)
-            break
-    seconds = time.monotonic() - start
-    del mesh
-    gc.collect()
-    return message, seconds, (memory_in_use() - before, left_since(named))
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_killed_leaves_an_error_and_nothing_else() -> None:
-    *survivors, killed = run_ranks(go_on_without_the_last, 3, may_die={2}, timeout=30)
-    assert killed is None
-    for message, seconds, left in survivors:
-        assert "ranks issue different collectives" in message or "Connection closed by rank" in message
-        assert seconds < 20  # the timeout of the group is 90 s
-        assert left == (set(), set())

@@ -82,9 +82,8 @@ def clear_on_a_thread(held: list[object]) -> None:
 @pytest.mark.parametrize("end", [make_a_cycle, clear_on_a_thread])
 def test_memory_comes_back_from_garbage_and_from_another_thread(end) -> None:
     pool = Pool(private_block)
-    for _ in range(20):
+    for _ in range(3):
         end([pool.tensor(1000, torch.float32)])
-        gc.collect()
     assert pool.made == 1
 
 
