@@ -43,13 +43,14 @@ class Alive(TorchDispatchMode):
     Attributes:
         made: number of storages allocated so far.
         most: the highest number of living storages so far.
+        most_bytes: the highest sum of their sizes so far.
         most_of: size in bytes -> the highest number of living storages of that size so far.
     """
 
     def __init__(self, counts):
         """Count only storages for whose size in bytes ``counts(nbytes)`` is true."""
         super().__init__()
-        self.counts, self.made, self.most, self.most_of, self._held = counts, 0, 0, Counter(), {}
+        self.counts, self.made, self.most, self.most_bytes, self.most_of, self._held = counts, 0, 0, 0, Counter(), {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -58,12 +59,13 @@ class Alive(TorchDispatchMode):
         # ranks.
         given = {x.untyped_storage()._cdata for x in tree.leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         for made in tree.leaves(out):
-            storage = made.untyped_storage() if isinstance(made, torch.Tensor) else None
+            storage = made.untyped_storage() if isinstance(made, torch.Tensor) and not made.is_meta else None
             if storage is not None and storage._cdata not in given and self.counts(storage.nbytes()):
                 self.made += 1
                 self._held[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         now = self.now()
         self.most = max(self.most, now.total())
+        self.most_bytes = max(self.most_bytes, sum(nbytes * count for nbytes, count in now.items()))
         self.most_of |= now
         return out
 

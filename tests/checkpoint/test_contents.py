@@ -14,7 +14,7 @@ import torch
 
 import funcshard as fs
 from funcshard.checkpoint import contents, save_restore, writer
-from tests.checkpoint.hostile_files import INDEX, forge, put, write_forged
+from tests.checkpoint.test_contents_hostile import INDEX, forge, put, write_forged
 from tests.json_damage import changed_once
 
 PLAN = fs.make_plan({"w": torch.zeros(40, 3), "b": torch.zeros(5)}, 2, units=["b"])

@@ -1,18 +1,236 @@
-"""No damaged or malicious checkpoint hangs a reader, runs code or ends in an odd error."""
+"""Ways in which a folder of a checkpoint can be damaged, or made to do harm, and what is said then.
+
+``CASES`` is the table: the name of a case, how it changes the folder, and words of the error. The
+tests of several readers run over it.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import os
 import shutil
+import socket
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import funcshard as fs
 from funcshard.checkpoint import save_restore
-from tests.checkpoint import hostile_files
-from tests.checkpoint.hostile_files import CASES, INDEX, TABLE, TENSORS
+
+Harm = Callable[[Path], Any]
+INDEX, TABLE, TENSORS = "index.json", "01234567-0.json", "01234567-0.safetensors"
+PARTS = ("saved", "save", "plan", "outline", "stored", "bytes")  # of the index
+DEEP = json.loads("[" * 300 + "]" * 300)
+NOT_OURS = "it is not the index of a checkpoint; restore another checkpoint"
+NO_TABLE = "it is not a file of a checkpoint; restore another checkpoint"
+
+
+def forge(file: Path, change: Callable[[Any], Any]) -> None:
+    """Change the body of a text file, and give it the checksum of the new one."""
+    head, body, *_ = file.read_text().split("\n")
+    data, size = json.loads(body), file.stat().st_size
+    new = change(data)
+    # Why compact, as save writes: a reader that finds no token in an index tries again, for seconds.
+    body = json.dumps(data if new is None else new, separators=(",", ":"))
+    write_forged(file, json.loads(head)["format"], body)
+    if file.name != INDEX:  # the index has the sum of the sizes
+        more = file.stat().st_size - size
+        forge(file.parent / INDEX, lambda body: body.update(bytes=body["bytes"] + more))
+
+
+def write_forged(file: Path, kind: str, body: str) -> None:
+    """Write a text file with any body, whose checksum is right."""
+    file.write_text(json.dumps({"format": kind, "sha256": hashlib.sha256(body.encode()).hexdigest()}) + f"\n{body}\n")
+
+
+def put(name: str, *keys: Any, value: Any) -> Harm:
+    """Return a change that puts a value somewhere into the body of a text file."""
+
+    def change(body: Any) -> None:
+        for key in keys[:-1]:
+            body = body[key]
+        body[keys[-1]] = value
+
+    return lambda folder: forge(folder / name, change)
+
+
+def without(name: str, *keys: str) -> Harm:
+    """Return a change that takes a value out of the body of a text file."""
+
+    def change(body: Any) -> None:
+        for key in keys[:-1]:
+            body = body[key]
+        del body[keys[-1]]
+
+    return lambda folder: forge(folder / name, change)
+
+
+def planned(change: Callable[[Any], Any]) -> Harm:
+    """Return a change of the plan in the index."""
+    return lambda folder: forge(folder / INDEX, lambda body: {**body, "plan": change(body["plan"])})
+
+
+def text(name: str, content: str) -> Harm:
+    """Return a change that gives a text file a body that is any text."""
+    return lambda folder: write_forged(folder / name, "funcshard.checkpoint/3", content)
+
+
+def replaced(name: str, make: Callable[[Path], Any]) -> Harm:
+    """Return a change that removes a file and makes something else of its name."""
+
+    def change(folder: Path) -> None:
+        (folder / name).unlink()
+        make(folder / name)
+
+    return change
+
+
+def bind(path: Path) -> None:
+    """Make a socket. Why from its folder: the name of a socket has at most 107 bytes."""
+    before = os.open(".", os.O_RDONLY)
+    try:
+        os.chdir(path.parent)
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(path.name)
+    finally:
+        os.fchdir(before)
+        os.close(before)
+
+
+def link_out(path: Path) -> None:
+    """Make a link to a file of the same bytes outside of the folder."""
+    outside = path.parent.parent / f"outside-{path.name}"
+    outside.write_bytes(ORIGINALS[path.name])
+    path.symlink_to(outside)
+
+
+ORIGINALS: dict[str, bytes] = {}  # the files of the checkpoint that is damaged
+OF_THREE_RANKS = json.loads(fs.make_plan({"w": torch.zeros(3)}, 3).to_json())
+
+CASES: dict[str, tuple[Harm, str]] = {
+    # What is no file.
+    **{
+        f"{what} in the place of {name}": (replaced(name, make), rf"{name} must be a regular file; found {found}")
+        for name in (INDEX, TABLE, TENSORS)
+        for what, make, found in (("a named pipe", os.mkfifo, "a named pipe"), ("a link", link_out, "a link"))
+    },
+    "a socket in the place of the index": (replaced(INDEX, bind), "found a socket"),
+    "a folder in the place of the tensors": (replaced(TENSORS, Path.mkdir), "found a folder"),
+    "a link to a device": (replaced(INDEX, lambda path: path.symlink_to("/dev/zero")), "found a link: copy the folder"),
+    # Text that is none.
+    "an empty index": (lambda folder: (folder / INDEX).write_bytes(b""), NOT_OURS),
+    "an index of zeros": (lambda folder: (folder / INDEX).write_bytes(bytes(5000)), NOT_OURS),
+    "an index that is no text": (lambda folder: (folder / INDEX).write_bytes(b"\xff\xfe\x00\x01\n\xff"), "no text in UTF-8"),
+    "an index with a byte order mark": (
+        lambda folder: (folder / INDEX).write_bytes(b"\xef\xbb\xbf" + ORIGINALS[INDEX]), NOT_OURS,
+    ),
+    "half an index": (lambda folder: os.truncate(folder / INDEX, 700), "its checksum is not the one that"),
+    "a missing table": (lambda folder: (folder / TABLE).unlink(), rf"{TABLE} is missing, so the checkpoint is not complete"),
+    "missing tensors": (lambda folder: (folder / TENSORS).unlink(), rf"{TENSORS} is missing, so the checkpoint is not"),
+    "half of the tensors": (lambda folder: os.truncate(folder / TENSORS, 800), r"safetensors is damaged: it has 800 bytes"),
+    # JSON that is no index.
+    "a list": (text(INDEX, "[]"), "the file must be an object"),
+    "a number of 5,000 digits": (text(INDEX, '{"saved": 1' + "0" * 5000 + "}"), NOT_OURS),
+    "a key twice": (text(INDEX, '{"save": "a", "save": "b"}'), "it has the key 'save' twice"),
+    "lists 100,000 deep": (text(INDEX, "[" * 100_000), "nested in more than 500 levels"),
+    "a body that is cut off": (text(INDEX, '{"saved": 1, "plan": {'), "it is no JSON"),
+    "a later format": (
+        lambda folder: write_forged(folder / INDEX, "funcshard.checkpoint/9", "{}"),
+        r"index\.json is of format 'funcshard\.checkpoint/9'; this version of funcshard reads",
+    ),
+    # Parts of the index.
+    **{
+        f"{part} that is {shown}": (put(INDEX, part, value=value), NOT_OURS)
+        for part in PARTS
+        for shown, value in (("null", None), ("a number", 1.5), ("NaN", float("nan")), ("a deep list", DEEP))
+        if (part, value) != ("outline", None)  # the state None
+    },
+    "a time before all times": (put(INDEX, "saved", value=-1), "saved must be a whole number from 0"),
+    **{f"an index without {part}": (without(INDEX, part), NOT_OURS) for part in PARTS},
+    "no plan": (put(INDEX, "plan", value={}), NOT_OURS),
+    "a plan of no entry": (planned(lambda plan: {"missing": plan}), NOT_OURS),
+    "a plan of an entry without shards": (planned(lambda plan: {"step": plan}), NOT_OURS),
+    "plans of two meshes": (planned(lambda plan: {"shards": plan, "step": OF_THREE_RANKS}), NOT_OURS),
+    "a mesh of 2^60 ranks": (put(INDEX, "plan", "mesh_shape", value=[1, 2**60]), "was planned for mesh"),
+    "a shape of 2^60": (
+        put(INDEX, "plan", "unit_list", 0, "buffers", 0, "leaves", 0, "shape", value=[2**60, 2**60]), "a tensor has at most",
+    ),
+    "a negative shape": (
+        put(INDEX, "plan", "unit_list", 0, "buffers", 0, "leaves", 0, "shape", value=[-1]), "shape must be a list",
+    ),
+    "a dtype that is a module": (put(INDEX, "plan", "unit_list", 0, "buffers", 0, "dtype", value="onnx"), "no|not the name"),
+    "a leaf with a field of a later version": (
+        put(INDEX, "plan", "unit_list", 0, "buffers", 0, "leaves", 0, "color", value="red"), "no other keys .* 'color'",
+    ),
+    "a container that is a program": (
+        put(INDEX, "outline", value=["namedtuple", ["command"], "os:system", [["value", "echo called"]]]),
+        "top level of the loaded module 'os'",
+    ),
+    "a container of a module that is not loaded": (
+        put(INDEX, "outline", value=["namedtuple", ["x"], "antigravity:Thing", [["value", 1]]]), "import the module first",
+    ),
+    "a custom node of a class that is no container": (
+        put(INDEX, "outline", value=["custom", None, ["subprocess:Popen", None], [["value", "echo called"]]]),
+        "no registered container",
+    ),
+    "a tensor that is a container": (put(INDEX, "outline", value=["tensor", None, None, []]), "must be a value, a tensor"),
+    "a list with data that are an object": (
+        put(INDEX, "outline", value=["list", None, {"a": 1}, [["value", 1]]]), "must be texts, numbers or lists; found an",
+    ),
+    "a tensor that is not there": (put(INDEX, "outline", value=["tensor", "nothing"]), "a tensor of the checkpoint or"),
+    "a shard outside of shards": (put(INDEX, "outline", value=["tensor", "shards.float32"]), "a tensor of the checkpoint"),
+    "a buffer that is not there": (
+        put(INDEX, "outline", value=["shards", "every unit", [["nothing", "float32", ["tensor", "whole"]]]]),
+        "name buffers of the plan",
+    ),
+    "shards in shards": (
+        put(INDEX, "outline", value=["shards", "list", [["", "float32", ["shards", "list", []]]]]), "must be a value, a"
+    ),
+    "shards of an unknown form": (put(INDEX, "outline", value=["shards", "heap", []]), "must be a value, a tensor|a shards"),
+    "a rank's value that is not there": (put(INDEX, "outline", value=["rank", 7]), "has 1 PerRank values"),
+    "a negative number of a rank's value": (put(INDEX, "outline", value=["rank", -1]), "the number of a PerRank must be"),
+    "a dictionary with too few keys": (
+        put(INDEX, "outline", value=["dict", None, ["a"], [["value", 1], ["value", 2]]]), "must have a key or a field for",
+    ),
+    "a namedtuple with too few fields": (
+        put(INDEX, "outline", value=["namedtuple", [], "funcshard:TrainState", [["value", 1]]]), "must have a key or a f",
+    ),
+    "a whole tensor of 2^58 elements": (put(INDEX, "stored", "whole", 2, value=[2**58]), "needed bytes of 'whole'"),
+    "a tensor of an unknown kind": (put(INDEX, "stored", "whole", 0, value="global"), "the kind of 'whole' must be"),
+    "a tensor of too few facts": (put(INDEX, "stored", "whole", value=["whole"]), "must be a list of 6"),
+    "a token that names another folder": (put(INDEX, "save", value="../12345"), "save must be 8 hexadecimal digits"),
+    "a turn of a text": (put(INDEX, "stored", "shards.float32", 5, value="1"), "must be a whole number"),
+    # Tables.
+    "a size that is a text": (put(INDEX, "bytes", value="800"), "bytes must be a whole number"),
+    **{
+        f"a table without {part}": (without(TABLE, part), NO_TABLE)
+        for part in ("save", "own", "stored", "size", "header", "places")
+    },
+    "another size": (put(INDEX, "bytes", value=1), NOT_OURS),
+    "another size of a file": (put(TABLE, "size", value=10**6), "is damaged: it has .* bytes and was saved with 1000000;"),
+    "a table of another save": (put(TABLE, "save", value="00000000"), "belongs to another checkpoint"),
+    "a tensor of 2^60 bytes": (put(TABLE, "places", "whole", 1, value=2**60), "'whole' must lie inside of its file"),
+    "a tensor at -1": (put(TABLE, "places", "whole", 0, value=-1), "must be a whole number from 0"),
+    "a place of too few numbers": (put(TABLE, "places", "whole", value=[1]), "must be a list of 3"),
+    "too few checksums": (put(TABLE, "places", "whole", 2, value=[]), "'whole' must lie inside of its file"),
+    "no shard": (without(TABLE, "places", "shards.float32"), "it holds 0: restore another"),
+    "a shard that is too small": (put(TABLE, "places", "shards.float32", 1, value=4), "it holds 4: restore another"),
+    "no tensor of the rank": (without(TABLE, "places", "own.rng"), "0 of 12 needed bytes"),
+    "a rank's value in itself": (put(TABLE, "own", 0, value=["rank", 0]), "the number of a PerRank must be"),
+    "values of a rank inside each other": (
+        lambda folder: [
+            put(TABLE, "own", value=[["value", 1], *(["rank", i] for i in range(3000))])(folder),
+            put(INDEX, "outline", value=["rank", 3000])(folder),
+        ],
+        "more PerRank values inside each other than save writes: restore another",
+    ),
+}  # fmt: skip
+
 
 PARAMS = {"w": torch.arange(120.0).view(40, 3), "b": torch.ones(5)}
 MESH = fs.Mesh()
@@ -35,7 +253,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(save_restore.secrets, "randbits", lambda _: 0x01234567)
         fs.save(folder / "step-2", state, PLAN, MESH)
     for name in (INDEX, TABLE, TENSORS):
-        hostile_files.ORIGINALS[name] = (folder / "step-2" / name).read_bytes()
+        ORIGINALS[name] = (folder / "step-2" / name).read_bytes()
     return folder
 
 

@@ -16,12 +16,10 @@ import safetensors.torch
 import torch
 import transformers
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcshard as fs
-from funcshard._utils import tree
 from funcshard.checkpoint.hugging_face import is_hugging_face
+from tests.storages import Alive
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # by peft
 
@@ -210,7 +208,7 @@ def test_a_head_of_its_own_is_filled_from_a_model_without_one(tmp_path: Path) ->
     assert all(torch.equal(params[key], value) for key, value in cls.from_pretrained(tmp_path).named_parameters())
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "Llama", "BERT"])
+@pytest.mark.parametrize("name", ["GPT-2", "BERT"])
 def test_tokens_are_added_while_loading(name: str, tmp_path: Path) -> None:
     made(name, tmp_path)
     cls = getattr(transformers, json.loads((tmp_path / "config.json").read_text())["architectures"][0])
@@ -384,29 +382,6 @@ def test_adapters_that_need_values_under_them_are_said(name: str, tmp_path: Path
 # --- memory ---------------------------------------------------------------------------------------
 
 
-class Peak(TorchDispatchMode):
-    """A mode that measures the bytes in memory that operations in this thread have allocated.
-
-    Storages of the sizes ``mapped`` are files.
-    """
-
-    def __init__(self, mapped: set[int]) -> None:
-        super().__init__()
-        self.mapped, self.most, self.held = mapped, 0, {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        given = {each.untyped_storage()._cdata for each in tree.leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
-        made = [each.untyped_storage() for each in tree.leaves(out) if isinstance(each, torch.Tensor) and not each.is_meta]
-        # Storages that are given may be those of another simulated rank.
-        new = {each._cdata: each for each in made if each._cdata not in given and each.nbytes() not in self.mapped}
-        if new:
-            self.held.update((key, (StorageWeakRef(each), each.nbytes())) for key, each in new.items())
-            self.held = {key: held for key, held in self.held.items() if not held[0].expired()}
-            self.most = max(self.most, sum(nbytes for _, nbytes in self.held.values()))
-        return out
-
-
 @pytest.mark.slow
 def test_no_rank_holds_the_whole_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -419,11 +394,11 @@ def test_no_rank_holds_the_whole_model(tmp_path: Path) -> None:
     mapped = {file.stat().st_size for file in tmp_path.glob("*.safetensors")}
 
     def main(mesh: fs.Mesh) -> Any:
-        with Peak(mapped) as load:
+        with Alive(lambda nbytes: nbytes not in mapped) as load:
             apply, shards, buffers, plan = fs.from_pretrained(tmp_path, mesh)
-        with Peak(mapped) as write:
+        with Alive(lambda nbytes: nbytes not in mapped) as write:
             fs.save_pretrained(tmp_path / "new", apply, shards, plan, mesh, buffers=buffers)
-        return load.most, write.most
+        return load.most_bytes, write.most_bytes
 
     for load, write in fs.simulate(main, 4):  # a quarter, a converted leaf, and the scratch memory of checksums
         assert load <= whole / 4 + layer + 1_200_000 < 0.6 * whole
@@ -502,7 +477,6 @@ BAD: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "no class": (changed_config(architectures=None), ValueError, r"name a class of transformers .* found \[\]: pass model="),
     "a class of its own": (changed_config(architectures=["Mine"]), ValueError, r"found \['Mine'\]: pass model="),
     "a function in place of a class": (changed_config(architectures=["pipeline"]), ValueError, r"found \['pipeline'\]"),
-    "a module in place of a class": (changed_config(architectures=["logging"]), ValueError, r"found \['logging'\]"),
     "a config that is a list": (
         lambda path: (path / "config.json").write_text("[]"), ValueError, r"Unrecognized model|is no configuration that",
     ),

@@ -325,10 +325,6 @@ def _header(*entries: str, data: int = 1200) -> Callable[[Path], Any]:
     return lambda path: path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(data))
 
 
-def _entry(name: str = "w", shape: str = "[300]", offsets: str = "[0, 1200]", dtype: str = '"F32"') -> str:
-    return f'"{name}": {{"dtype": {dtype}, "shape": {shape}, "data_offsets": {offsets}}}'
-
-
 def _twice(path: Path) -> None:
     shutil.copy(path, path.parent / "b.safetensors")
     path.rename(path.parent / "a.safetensors")
@@ -337,26 +333,18 @@ def _twice(path: Path) -> None:
 
 BAD = {
     "tensors that overlap": (
-        _header(_entry(), _entry("x", "[4]", "[8, 24]")), ValueError, "invalid offset for tensor `x`",
+        _header('"w": {"dtype": "F32", "shape": [300], "data_offsets": [0, 1200]}',
+                '"x": {"dtype": "F32", "shape": [4], "data_offsets": [8, 24]}'),
+        ValueError, "invalid offset for tensor `x`",
     ),
     "a tensor in two files": (_twice, ValueError, r"b\.safetensors holds 'w', as another file beside it does"),
-    "a shape of 2^62": (_header(_entry(shape=f"[{2**62}]")), ValueError, "overflow computing buffer size"),
-    "a shape of halves": (_header(_entry(shape="[299.5]")), ValueError, "invalid type: floating point"),
-    "a shape of infinity": (_header(_entry(shape="[Infinity]")), ValueError, "is damaged, or is not a safetensors file"),
-    "a negative offset": (_header(_entry(offsets="[-4, 1196]")), ValueError, "invalid value: integer `-4`"),
-    "three offsets": (_header(_entry(offsets="[0, 4, 8]")), ValueError, "invalid length 3"),
-    "a dtype that is a list": (_header(_entry(dtype="[]")), ValueError, "invalid type: sequence"),
     "a deep header": (_header('"w": ' + "[" * 100_000), ValueError, "recursion limit exceeded"),
-    "a header of 2^60 bytes": (
-        lambda path: path.write_bytes((2**60).to_bytes(8, "little")), ValueError, "header too large",
-    ),
     "a header that is a hole of 1 TB": (
         lambda path: (path.write_bytes((2**40 - 8).to_bytes(8, "little")), os.truncate(path, 2**40)), ValueError,
         "header too large",
     ),
     "an empty file": (lambda path: path.write_bytes(b""), ValueError, "header too small"),
     "no file": (lambda path: path.unlink(), FileNotFoundError, "there is neither model.safetensors nor"),
-    "half a header": (lambda path: os.truncate(path, 20), ValueError, "invalid header length"),
     "half the data": (lambda path: os.truncate(path, 900), ValueError, "file not fully covered"),
     "no safetensors": (
         lambda path: path.write_bytes(b"\x05" + bytes(7) + b"12345"), ValueError, "is damaged, or is not a safetensors",
@@ -372,9 +360,6 @@ BAD = {
     "another shape": (
         lambda path: safetensors.torch.save_file({"w": torch.zeros(3)}, path), ValueError,
         r"leaf 'w' of .* must have shape \(300,\)",
-    ),
-    "a header that is none": (
-        lambda path: path.write_bytes(b"\x0a" + bytes(7) + b'{"w": [1]}'), ValueError, "is damaged, or is not",
     ),
     "an index that is none": (
         lambda path: (path.parent / "model.safetensors.index.json").write_text('{"weight_map": []}'),

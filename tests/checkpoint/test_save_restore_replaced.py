@@ -131,32 +131,6 @@ def test_latest_finds_one_while_another_job_saves_new_ones_and_deletes_the_old(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this test forks a process, and this system has no fork")
-def test_restoring_beside_a_process_that_saves_finds_one_checkpoint_each_time(tmp_path: Path) -> None:
-    path = tmp_path / "last"
-    save(path, 0, 2)
-    pid = os.fork()
-    if pid == 0:
-        try:
-            for step in range(1, 10_000):
-                save(path, step, 2)
-        finally:
-            os._exit(1)
-    try:
-        steps, end = [], time.monotonic() + 60
-        while len(set(steps)) < 5 and time.monotonic() < end:
-            one, other = fs.simulate(lambda mesh: found(path, mesh), 2)
-            assert one == other
-            steps += one
-            assert fs.latest(tmp_path) == path
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    assert steps == sorted(steps)
-    assert steps[0] < steps[-1], "nothing was replaced meanwhile"
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this test forks processes, and this system has no fork")
 def test_an_old_job_and_its_restart_that_save_to_one_path_until_they_are_killed_lose_nothing(tmp_path: Path) -> None:
     path = tmp_path / "last"

@@ -1,15 +1,23 @@
-"""State dicts hold the shards' values under the module's own names, and convert back exactly."""
+"""State dicts hold the values of shards under the module's names, in its order, and lead back or raise on every rank."""
 
+from __future__ import annotations
+
+import collections
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrizations
 
 import funcshard as fs
 from funcshard._utils import tree
+from tests.checkpoint.test_optimizer_state import optax_momentum
 from tests.pairwise import crossed
+from tests.ranks import on_ranks
+from tests.states import equal
 from tests.storages import Alive
 
 
@@ -40,7 +48,7 @@ MODULES = {
     "no parameters": lambda: nn.Sequential(nn.BatchNorm1d(3, affine=False)),
     "LSTM": lambda: nn.LSTM(3, 4, 2),
 }
-settings = crossed(
+over_modules = crossed(
     make=MODULES,
     world=[2, 3, {"replicate": 2, "shard": 2}],
     strategy=["full_shard", "no_shard"],
@@ -48,12 +56,8 @@ settings = crossed(
 )
 
 
-def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
-
-
 @pytest.mark.slow
-@settings
+@over_modules
 def test_state_dicts_and_pieces_are_the_modules_and_lead_back_to_the_shards(
     make: Any, world: Any, strategy: str, units: str
 ) -> None:
@@ -82,16 +86,16 @@ def test_state_dicts_and_pieces_are_the_modules_and_lead_back_to_the_shards(
             assert all(torch.equal(a, b) for a, b in zip(tree.leaves(again), tree.leaves(shards), strict=True))
         for shard in tree.leaves([shards, *loaded]):
             shard.detach().zero_()  # they share no memory with a state dict
-        assert same(full, wanted)
-        assert same(first, wanted) if mesh.rank == 0 else first == {}
+        assert equal(full, wanted)
+        assert equal(first, wanted) if mesh.rank == 0 else first == {}
         assert not any(value.requires_grad for value in full.values())
         other = make()
         assert str(other.load_state_dict(full, strict=True)) == "<All keys matched successfully>"
-        assert same(dict(other.state_dict()), wanted)
+        assert equal(dict(other.state_dict()), wanted)
         return pieces
 
     by_rank = fs.simulate(main, world)
-    assert same(dict(net.state_dict()), wanted)
+    assert equal(dict(net.state_dict()), wanted)
     leaves = dict(net.named_parameters(remove_duplicate=False))
     once: dict[str, list[fs.Piece]] = {name: [] for name in leaves}
     for name, piece in (item for pieces in by_rank for item in pieces.items()):
@@ -118,7 +122,7 @@ def test_a_tied_parameter_may_stand_under_any_of_its_names(present: list[str]) -
         name: value for name, value in full.items() if name in present or not name.endswith(("emb.weight", "head.weight"))
     }
     again = fs.from_state_dict(kept, plan, fs.Mesh())
-    assert same(fs.to_state_dict(again, plan, fs.Mesh()), full)
+    assert equal(fs.to_state_dict(again, plan, fs.Mesh()), full)
 
 
 def test_two_trees_of_one_module_do_not_mix_their_tied_names() -> None:
@@ -160,10 +164,288 @@ def test_a_module_on_meta_takes_the_state_dict_itself() -> None:
     other.load_state_dict(state_dict, strict=True, assign=True)
     assert other.emb.weight.data_ptr() == other.head.weight.data_ptr() == state_dict["emb.weight"].data_ptr()
     assert all(leaf.requires_grad for leaf in other.parameters())
-    assert same(dict(other.state_dict()), dict(module.state_dict()))
+    assert equal(dict(other.state_dict()), dict(module.state_dict()))
 
 
 def test_pieces_are_not_offloaded() -> None:
     plan = fs.make_plan({"a": torch.ones(2)}, 1)
     with pytest.raises(ValueError, match=r"sharded=True gives each rank the pieces .* leave them out"):
         fs.to_state_dict(fs.shard({"a": torch.ones(2)}, plan, fs.Mesh()), plan, fs.Mesh(), sharded=True, offload=True)
+
+
+UNITS = {"none": [], "nested": ["body", "body.z"], "a group": [["body.z", "head"]], "backwards": ["head", "body", "conv"]}
+
+
+class Net(nn.Module):
+    """Names whose order is neither alphabetic nor that of any units; a tie, buffers, a container without parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.zero = nn.Parameter(torch.zeros(2))
+        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("scratch", torch.zeros(1), persistent=False)
+        self.table = nn.Embedding(5, 4)
+        self.conv = nn.Sequential(nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4))
+        self.body = nn.ModuleDict({"z": nn.Linear(4, 4), "a": nn.Linear(4, 4)})
+        self.stats = nn.BatchNorm1d(4, affine=False)
+        self.head = nn.Linear(4, 5)
+        self.head.weight = self.table.weight
+
+
+@pytest.mark.parametrize("units", UNITS)
+@on_ranks(2)
+def test_state_dicts_and_gathered_params_are_in_the_order_of_the_module(mesh: fs.Mesh, units):
+    net = Net()
+    apply, params, buffers = fs.make_functional(net)
+    wanted = list(net.state_dict())
+    own = list(dict(net.named_parameters(remove_duplicate=False)))
+    plan = fs.make_plan(params, mesh, units=UNITS[units])
+    shards = fs.shard(params, plan, mesh)
+    assert list(fs.gather(shards, plan, mesh)) == list(params)
+    assert list(fs.to_state_dict(shards, plan, mesh)) == own
+    assert list(fs.to_state_dict(shards, plan, mesh, sharded=True)) == own
+    assert list(fs.to_state_dict(shards, plan, mesh, buffers=apply.persistent(buffers))) == wanted
+    first = fs.to_state_dict(shards, plan, mesh, buffers=apply.persistent(buffers), rank0_only=True, offload=True)
+    assert list(first) == (wanted if mesh.rank == 0 else [])
+    more = fs.to_state_dict(shards, plan, mesh, buffers={"later": torch.zeros(1)})
+    assert list(more) == [*own, "later"]
+    optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    _, opt_state = optimizer.step(shards, optimizer.init(shards), shards)
+    state = fs.optimizer_to_state_dict(opt_state, optimizer, plan, mesh)["state"]
+    assert list(state) == list(params)
+
+
+@on_ranks(2)
+def test_nested_dictionaries_come_back_in_the_order_in_which_they_were_given(mesh: fs.Mesh):
+    params = {
+        "z": {"w": torch.zeros(2), "a": [torch.ones(1), {"y": torch.zeros(1), "b": torch.zeros(3)}]},
+        "b": collections.OrderedDict(y=torch.zeros(1), c=torch.zeros(2)),
+        "a.x": torch.zeros(1),
+        "a.b": None,
+        "a": {"q": torch.zeros(1), "c": torch.zeros(1)},
+    }
+
+    def keys(tree):
+        return {key: keys(tree[key]) for key in tree} if isinstance(tree, dict) else None
+
+    plan = fs.make_plan(params, mesh, units=["z.a", "a", "b"])
+    back = fs.gather(fs.shard(params, plan, mesh), plan, mesh)
+    assert str(keys(back["z"])) == str(keys(params["z"]))
+    assert list(back["z"]["a"][1]) == ["y", "b"]
+    assert list(back["b"]) == ["y", "c"]
+    assert [key for key in back if back[key] is not None] == ["z", "b", "a.x", "a"]
+
+
+def test_the_order_of_names_is_no_part_of_a_plans_identity():
+    one = {"w": torch.zeros(2), "b": torch.zeros(1)}
+    plans = [fs.make_plan(params, 2) for params in (one, dict(sorted(one.items())))]
+    assert plans[0] == plans[1]
+    assert plans[0].fingerprint() == plans[1].fingerprint()
+    assert [plan.names for plan in plans] == [("w", "b"), ("b", "w")]
+    assert fs.Plan.from_json(plans[0].to_json()).names == ("w", "b")
+
+
+def test_two_modules_in_one_tree_keep_the_order_of_each():
+    nets = {"second": Net(), "first": nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))}
+    params = {name: fs.make_functional(net)[1] for name, net in nets.items()}
+    plan = fs.make_plan(params, 2)
+    assert list(plan.names) == [f"{name}.{key}" for name, net in nets.items() for key in net.state_dict()]
+
+
+def test_a_plan_from_json_without_names_keeps_the_sorted_order():
+    params = {"w": torch.zeros(2), "b": torch.zeros(1)}
+    text = fs.make_plan(params, 1).to_json().replace('"names":["w","b"],', "")
+    plan = fs.Plan.from_json(text)
+    assert plan.names == ()
+    assert list(fs.gather(fs.shard(params, plan, fs.Mesh()), plan, fs.Mesh())) == ["b", "w"]
+
+
+O = torch.optim  # noqa: E741
+
+
+def two_groups(plan: fs.Plan, mesh: fs.Mesh) -> Any:
+    return fs.torch_optimizer(O.AdamW, lr=0.1, groups=[{"paths": ["a"], "lr": 0.2}], plan=plan, mesh=mesh)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": lambda plan, mesh: fs.torch_optimizer(O.AdamW, lr=0.1),
+    "AdamW groups": two_groups,
+    "SGD with momentum": lambda plan, mesh: fs.torch_optimizer(O.SGD, lr=0.1, momentum=0.9),
+    "SGD without state": lambda plan, mesh: fs.torch_optimizer(O.SGD, lr=0.1),
+    "Adamax": lambda plan, mesh: fs.torch_optimizer(O.Adamax, lr=0.1),
+    "Muon": lambda plan, mesh: fs.muon(plan, mesh, lr=0.1),
+    "a pair": lambda plan, mesh: optax_momentum(0.1),
+}
+AXES = {"": (), "row": ("replicate",), "column": ("shard",), "own": ("replicate", "shard")}
+
+
+def params_of(leaves: list[tuple[str, tuple[int, ...], str]], mesh: fs.Mesh) -> dict[str, torch.Tensor]:
+    """Return leaves whose values differ along their local axes."""
+    index = {"": 0, "row": mesh.replicate.rank, "column": mesh.shard.rank, "own": mesh.rank}
+    return {
+        name: torch.rand(shape, generator=torch.Generator().manual_seed(1 + index[kind])) for name, shape, kind in leaves
+    }
+
+
+def steps_of(optimizer: Any, shards: Any) -> Any:
+    """Return the state of an optimizer after two steps on some gradients."""
+    shards = tree.map(torch.clone, shards)  # the steps donate them
+    grads, is_pair = tree.map(torch.clone, shards), not hasattr(optimizer, "step")
+    state = optimizer[0](shards)
+    for _ in range(2):
+        if is_pair:
+            _, state = optimizer[1](grads, state, shards)
+        else:
+            shards, state = optimizer.step(grads, state, shards)
+    return state
+
+
+def there_and_back(mesh: fs.Mesh, leaves: Any, units: list[str], strategy: str, optimizer: str) -> None:
+    params = params_of(leaves, mesh)
+    local = {name: AXES[kind] for name, _, kind in leaves if kind}
+    plan = fs.make_plan(params, mesh, units=units, strategy=strategy, local=local)
+    shards = fs.shard(params, plan, mesh)
+    for form in ({"sharded": True}, {}):
+        found = fs.to_state_dict(shards, plan, mesh, **form)
+        assert sorted(found) == sorted(params)
+        assert equal(fs.from_state_dict(found, plan, mesh), shards)
+    made = OPTIMIZERS[optimizer](plan, mesh)
+    state = steps_of(made, shards)
+    full = fs.optimizer_to_state_dict(state, made, plan, mesh)
+    for form in ({"sharded": True}, {}, *([] if optimizer == "a pair" else [{"sharded": True, "flatten": True}])):
+        found = fs.optimizer_to_state_dict(state, made, plan, mesh, **form)
+        again = fs.optimizer_from_state_dict(found, made, plan, mesh, steps=2)
+        assert tree.describe(again)[0] == tree.describe(state)[0]
+        # by name, because padding, which has no name, may differ
+        assert equal(fs.optimizer_to_state_dict(again, made, plan, mesh), full)
+
+
+shapes = st.lists(st.integers(0, 4), max_size=2).map(tuple)
+worlds = st.sampled_from([{"shard": n} for n in range(1, 5)] + [{"replicate": 2, "shard": n} for n in (1, 2)])
+
+
+@pytest.mark.slow
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(
+    st.lists(st.tuples(shapes, st.sampled_from(["", "", "", *AXES])), min_size=1, max_size=4),
+    worlds,
+    st.sampled_from(["full_shard", "shard_grad_op", "no_shard"]),
+    st.sampled_from(sorted(OPTIMIZERS)),
+    st.data(),
+)
+def test_every_plan_leads_there_and_back(
+    leaves: list[Any], world: Any, strategy: str, optimizer: str, data: st.DataObject
+) -> None:
+    named = [(name, shape, kind) for name, (shape, kind) in zip("abcd", leaves, strict=False)]
+    units = data.draw(st.lists(st.sampled_from([name for name, *_ in named]), unique=True))
+    fs.simulate(lambda mesh: there_and_back(mesh, named, units, strategy, optimizer), world)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@on_ranks()
+def test_a_rank_that_holds_nothing_of_a_leaf(mesh: fs.Mesh, world: int) -> None:
+    there_and_back(mesh, [("a", (4, 4), ""), ("b", (4,), "")], [], "full_shard", "AdamW")
+
+
+# --- faults ---------------------------------------------------------------------------------------
+
+PARAMS = {"a": torch.arange(16.0).view(4, 4), "b": torch.arange(4.0)}
+
+
+def without(state_dict: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in state_dict.items() if name not in names}
+
+
+def changed_piece(**values: Any) -> Any:
+    """Return a change that makes the first piece other; values may be functions of the piece."""
+    value_of = lambda value, piece: value(piece) if callable(value) else value  # noqa: E731
+    return lambda d, p: {**p, "a": p["a"]._replace(**{key: value_of(value, p["a"]) for key, value in values.items()})}
+
+
+# From the whole state dict and a rank's pieces: what a rank passes.
+FAULTS: dict[str, tuple[Any, str]] = {
+    "a leaf is missing": (lambda d, p: without(d, "b"), r"missing: \['b'\]: it is of another module, or"),
+    "a piece is missing": (lambda d, p: without(p, "b"), r"missing: \['b'\]: it holds pieces of other leaves; pass the pi"),
+    "nothing": (lambda d, p: {}, r"missing: \['a', 'b'\]: it is empty, as rank0_only=True leaves it .* pass src=0"),
+    "a prefix": (
+        lambda d, p: {f"module.{name}": value for name, value in d.items()},
+        r"carry the prefix 'module\.' that has to be removed: call torch\.nn\.modules\.utils\.consume_prefix",
+    ),
+    "a prefix, and one missing": (
+        lambda d, p: {"module.a": d["a"]}, r"its names carry a prefix such as 'module\.' that has to be removed",
+    ),
+    "shards": (
+        lambda d, p: {"": {"float32": torch.zeros(4)}}, r"it is a tree of shards; to_state_dict\(shards, plan, mesh\)",
+    ),
+    "a nested one": (lambda d, p: {"model": {"x": torch.zeros(4, 4)}}, "it is of another module, or its names"),
+    "another shape": (lambda d, p: {**d, "b": torch.zeros(5)}, r"leaf 'b' of the state dict must have shape .*new plan"),
+    "another dtype": (lambda d, p: {**d, "b": torch.zeros(4).half()}, r"leaf 'b' .* dtype float32, .* and float16"),
+    "on meta": (
+        lambda d, p: {**d, "b": torch.zeros(4, device="meta")}, "leaf 'b' of the state dict is on the meta device",
+    ),
+    "no tensor": (lambda d, p: {**d, "b": 3}, "leaf 'b' .* must be a tensor, a DTensor, a Piece .* found int"),
+    "a piece of another shape": (
+        changed_piece(shape=(5,)), r"pieces of leaf 'a' .* must be of shape \(4, 4\) and .*; found \(5,\) and",
+    ),
+    "a piece of another dtype": (
+        changed_piece(tensor=lambda piece: piece.tensor.half()), r"dtype float32, as planned; found \(4, 4\) and float16",
+    ),
+    "too short": (
+        changed_piece(tensor=lambda piece: piece.tensor[:-1]), "pieces of leaf 'a' .* must cover .* no piece holds element",
+    ),
+    "without its begin": (
+        changed_piece(tensor=lambda piece: piece.tensor[2:], offset=lambda piece: piece.offset + 2),
+        r"no piece holds element (0|10): pass the pieces of all ranks",
+    ),
+    **{
+        f"an offset of {offset}": (
+            changed_piece(offset=offset), rf"must lie inside its 16 elements; found offset {offset} with .*: count offset",
+        )
+        for offset in (-1, 11)
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("fault", FAULTS)
+@on_ranks(2)
+def test_a_fault_of_one_rank_is_raised_on_all_of_them(mesh: fs.Mesh, fault: str, failing: int) -> None:
+    change, words = FAULTS[fault]
+    plan = fs.make_plan(PARAMS, mesh)
+    shards = fs.shard(PARAMS, plan, mesh)
+    whole, pieces = fs.to_state_dict(shards, plan, mesh), fs.to_state_dict(shards, plan, mesh, sharded=True)
+    given = change(whole, pieces) if mesh.rank == failing else whole
+    whose = "" if mesh.rank == failing else rf" \(found on rank {failing}\)$"
+    with pytest.raises(ValueError, match=f"{words}.*{whose}"):
+        fs.from_state_dict(given, plan, mesh)
+    if fault in ("a leaf is missing", "another shape", "another dtype"):
+        with pytest.raises(ValueError, match=words):
+            fs.from_state_dict(given, plan, mesh, src=failing)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@on_ranks(2)
+def test_a_fault_of_one_ranks_optimizer_state_is_raised_on_all_of_them(mesh: fs.Mesh, failing: int) -> None:
+    plan = fs.make_plan(PARAMS, mesh)
+    optimizer = OPTIMIZERS["AdamW"](plan, mesh)
+    state = steps_of(optimizer, fs.shard(PARAMS, plan, mesh))
+    found = fs.optimizer_to_state_dict(state, optimizer, plan, mesh)
+    whose = "" if mesh.rank == failing else rf" \(found on rank {failing}\)$"
+    changes = {
+        r"every trainable leaf; missing: \['b'\]": lambda: found["state"].pop("b"),
+        r"leaf 'b' of 'exp_avg' .* must have shape \(4,\)": lambda: found["state"]["b"].update(exp_avg=torch.zeros(5)),
+    }
+    for words, change in changes.items():
+        found = fs.optimizer_to_state_dict(state, optimizer, plan, mesh)
+        if mesh.rank == failing:
+            change()
+        with pytest.raises(ValueError, match=f"{words}.*{whose}"):
+            fs.optimizer_from_state_dict(found, optimizer, plan, mesh)
+
+
+@on_ranks(3)
+def test_ranks_may_hold_whole_leaves_and_pieces_of_the_same_values(mesh: fs.Mesh) -> None:
+    plan = fs.make_plan(PARAMS, mesh)
+    shards = fs.shard(PARAMS, plan, mesh)
+    pieces = fs.to_state_dict(shards, plan, mesh, sharded=True)
+    assert equal(fs.from_state_dict(pieces if mesh.rank else PARAMS, plan, mesh), shards)

@@ -6,16 +6,20 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import funcshard as fs
 from funcshard.checkpoint import writer
+from funcshard.checkpoint.writer import Writer
 from tests.hostile.namespaces import MOUNTS, enter_namespace, mount_disk
-from tests.hostile.nursery import in_nursery, needs_linux
+from tests.hostile.nursery import Ended, in_nursery, needs_linux, spawn, wait_all
+from tests.hostile.test_exits import exit_as_an_interpreter
 from tests.ranks import run_ranks, suspend
 
 PARAMS = {"a": torch.arange(6.0), "b": torch.arange(4.0)}  # on two ranks, four boxes
@@ -29,23 +33,27 @@ def saved(mesh: fs.Mesh, path: Path) -> tuple[Any, Any]:
     return state, fs.restore(path, plan, mesh)
 
 
-def save_on_a_small_disk(folder: Path, files: int) -> str:
+def save_on_small_disks(folder: Path) -> list[str]:
+    """Save on disks with room for more and more files; return what is said."""
     enter_namespace(MOUNTS)
-    mount_disk(folder, 1 << 20, 1 + files)  # one is the folder itself
-    begun, said = time.monotonic(), "saved"
-    try:
-        fs.simulate(lambda mesh: saved(mesh, folder / "step"), 2)
-    except OSError as error:
-        said = str(error)
-    assert time.monotonic() - begun < 60
-    assert [path.name for path in folder.iterdir()] == (["step"] if said == "saved" else [])
-    return said
+    told = []
+    for files in (1, 2, 3, 4, 5, 9):
+        mount_disk(folder, 1 << 20, 1 + files)  # one is the folder itself
+        begun, said = time.monotonic(), "saved"
+        try:
+            fs.simulate(lambda mesh: saved(mesh, folder / "step"), 2)
+        except OSError as error:
+            said = str(error)
+        assert time.monotonic() - begun < 60
+        assert [path.name for path in folder.iterdir()] == (["step"] if said == "saved" else [])
+        told.append(said)
+    return told
 
 
 @pytest.mark.slow
 @needs_linux
 def test_a_disk_without_room_for_another_file_ends_a_save_at_once_and_keeps_what_was_there(tmp_path: Path) -> None:
-    *failed, last = [in_nursery(save_on_a_small_disk, tmp_path, files, limit=100.0) for files in (1, 2, 3, 4, 5, 9)]
+    *failed, last = in_nursery(save_on_small_disks, tmp_path, limit=200.0)
     assert last == "saved"
     for text in failed:
         assert text.startswith(f"checkpoint {tmp_path / 'step'} is not saved: ")
@@ -105,3 +113,53 @@ def test_a_save_gives_a_suspended_rank_up_long_before_its_timeout(tmp_path: Path
     message, seconds = run_ranks(save_beside_a_suspended_rank, 2, tmp_path, may_die={1}, timeout=150)[0]
     assert "rank 1 has given no sign of life for" in message
     assert seconds < 100  # the timeout of a save is 600 seconds
+
+
+# How a program ends, without its process group, with it and on a full disk, and the exit codes of its ranks.
+ENDS = {"closed": [0, 0], "open": [0, 0], "full": [1, 1]}
+
+
+def program(_: Callable[[], None], folder: Path, how: str, rank: int) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "meeting"), 2), rank=rank, world_size=2)
+    mesh, params, write = fs.init_mesh(device="cpu"), {"w": torch.arange(300_000.0)}, Writer.write
+    plan = fs.make_plan(params, mesh)
+
+    def slowly(work: Writer) -> None:
+        if rank == 1:
+            time.sleep(1)
+            if how == "full":
+                raise OSError(28, "No space left on device")
+        write(work)
+
+    Writer.write = slowly  # type: ignore[method-assign]
+    fs.save(folder / "saved" / "last", {"shards": fs.shard(params, plan, mesh), "step": 7}, plan, mesh, wait=False)
+    if how != "open":
+        dist.destroy_process_group()
+
+
+def end_without_waiting(folder: Path) -> dict[str, list[Ended]]:
+    ranks = {}
+    for how in ENDS:
+        (folder / how).mkdir()
+        ranks[how] = [
+            spawn(program, folder / how, how, rank, log=folder / f"{how}-{rank}", leave=exit_as_an_interpreter)
+            for rank in range(2)
+        ]
+    return {how: wait_all(both, 60.0) for how, both in ranks.items()}
+
+
+@pytest.mark.slow
+@needs_linux
+def test_a_program_that_ends_without_waiting_finishes_its_last_checkpoint_or_fails(tmp_path: Path) -> None:
+    ended = in_nursery(end_without_waiting, tmp_path, limit=120.0)
+    assert {how: [each.code for each in both] for how, both in ended.items()} == ENDS, ended
+    for how in ("closed", "open"):
+        saved = tmp_path / how / "saved"
+        assert fs.latest(saved, thorough=True) == saved / "last"
+        assert fs.restore(saved / "last").values == {"step": 7}
+        assert os.listdir(saved) == ["last"]
+    path = tmp_path / "full" / "saved" / "last"
+    message, cause = (each.output for each in ended["full"])
+    assert f"checkpoint {path} is not saved: rank 1 could not write its part\n" in message
+    assert f"checkpoint {path} is not saved: OSError: [Errno 28] No space left on device\n" in cause
+    assert fs.latest(path.parent) is None

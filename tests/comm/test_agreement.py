@@ -11,6 +11,7 @@ import torch
 
 import funcshard as fs
 from funcshard.comm.agreement import check_once, first_difference, text_of
+from tests.ranks import on_ranks
 
 
 class Colour(enum.Enum):
@@ -79,16 +80,13 @@ def test_the_first_difference_names_ranks_and_texts(case: str) -> None:
     assert found.startswith(words) if words else found == ""
 
 
-def test_texts_that_ranks_agreed_on_are_not_exchanged_again() -> None:
-    def main(mesh: fs.Mesh) -> list[int]:
-        found = []
-        for texts in ({"x": "1"}, {"x": "1"}, {"x": "2"}, {"x": "1"}):
-            check_once(mesh, texts, "a test")
-            found.append(len(mesh.agreed))
-        check_once(mesh["shard"], {"x": "1"}, "a test")  # another mesh, which has to agree by itself
-        return [*found, len(mesh.agreed)]
-
-    assert fs.simulate(main, {"replicate": 2, "shard": 2}) == [[1, 1, 2, 2, 3]] * 4
+@on_ranks({"replicate": 2, "shard": 2})
+def test_texts_that_ranks_agreed_on_are_not_exchanged_again(mesh: fs.Mesh) -> None:
+    for number, agreed in (("1", 1), ("1", 1), ("2", 2), ("1", 2)):
+        check_once(mesh, {"x": number}, "a test")
+        assert len(mesh.agreed) == agreed
+    check_once(mesh["shard"], {"x": "1"}, "a test")  # another mesh, which has to agree by itself
+    assert len(mesh.agreed) == 3
 
 
 def test_a_rank_that_agrees_on_something_new_alone_is_found() -> None:

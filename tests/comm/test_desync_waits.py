@@ -32,7 +32,7 @@ from funcshard.comm.shm import rendezvous
 from funcshard.comm.torch_group import TorchGroup
 from funcshard.core import raise_on_every_rank
 from tests.comm.stores import until
-from tests.ranks import run_ranks, suspend, wakes_once_stopped
+from tests.ranks import run_ranks, suspend
 
 LINE, ROW, PAIR, GRID = {"shard": 4}, {"shard": 2}, {"replicate": 2, "shard": 1}, {"replicate": 2, "shard": 2}
 PATIENCE = 0.4
@@ -440,21 +440,6 @@ def be_slow_in_the_rendezvous(mesh: fs.Mesh, _: Path) -> list[float]:
     return totals
 
 
-def be_slow_in_turns(first: fs.Mesh, _: Path) -> list[float]:
-    """Let each rank in turn be slow, while the other ranks wait for it in two groups, in both orders."""
-    shared_memory = first.shard.shm is not None  # type: ignore[attr-defined]
-    second = fs.init_mesh(first.shape, device="cpu", patience=0.05, shared_memory=shared_memory)
-    groups = [first.shard, (first if first.shape["replicate"] > 1 else second).axes[-1][1]]
-    totals = []
-    for turn in range(4):
-        time.sleep(0.3 if first.rank == turn % 4 else 0)
-        works = [group.all_reduce(torch.ones(2)) for group in groups[:: 1 if turn % 3 else -1]]
-        for work in works[:: 1 if first.rank % 2 else -1]:
-            work.wait()
-        totals.append(fs.psum(torch.tensor(float(first.rank + turn)), first).item())
-    return totals
-
-
 def come_late(mesh: fs.Mesh, _: Path) -> float:
     time.sleep(1.0 if mesh.rank == 1 else 0.0)
     return fs.psum(torch.tensor(1.0), fs.init_mesh(device="cpu", patience=0.1)).item()
@@ -467,26 +452,13 @@ def make_other_groups_before(_: fs.Mesh, folder: Path) -> list[float]:
     return [fs.psum(torch.tensor(1.0), grid[axis]).item() for axis in ("replicate", "shard")]
 
 
-def pause(mesh: fs.Mesh, _: Path) -> list[float]:
-    train(mesh, 3)
-    if mesh.rank == 3:
-        with wakes_once_stopped(1.0):
-            os.kill(os.getpid(), signal.SIGSTOP)
-    train(mesh, 3)
-    return fs.psum(torch.tensor([1.0]), mesh).tolist()
-
-
-SHORT, SHORTER = {"patience": 0.1}, {"patience": 0.05}
-TOTALS, IN_TURNS = [2.0 * i + 1 for i in range(20)], [6.0 + 4 * turn for turn in range(4)]
+SHORT, TOTALS = {"patience": 0.1}, [2.0 * i + 1 for i in range(20)]
 CASES |= {
     "slow while ranks agree": Case(be_slow_at(0), carriers=GLOO, result=TOTALS, options=SHORT),
     "slow while data moves": Case(be_slow_at(15), result=TOTALS, options=SHORT),
     "slow in the rendezvous": Case(be_slow_in_the_rendezvous, carriers=SHARED, result=[0.0, 2.0]),
-    "slow in turns on two axes": Case(be_slow_in_turns, (), SHARED, GRID, result=IN_TURNS, options=SHORTER),
-    "slow in turns on two meshes": Case(be_slow_in_turns, (), GLOO, LINE, result=IN_TURNS, options=SHORTER),
     "late to make a mesh": Case(come_late, carriers=SHARED, result=2.0),
     "with other groups before": Case(make_other_groups_before, (), SHARED, LINE, result=[2.0, 2.0]),
-    "suspended for a short time": Case(pause, shape=GRID, result=[4.0], options={"patience": 0.3, "give_up": 8.0}),
 }  # fmt: skip
 
 

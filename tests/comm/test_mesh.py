@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import funcshard as fs
+from funcshard.comm import Topology
 from funcshard.comm.agreement import check_same
 from funcshard.comm.group import LocalGroup
 from funcshard.comm.mesh import neighbours
@@ -248,16 +249,13 @@ def test_a_copy_of_a_mesh_is_the_mesh() -> None:
     fs.simulate(main, NAMED)
 
 
-def test_a_slow_mesh_stays_slow_when_it_is_reshaped() -> None:
-    def main(mesh: fs.Mesh) -> tuple[bool, float]:
-        slow = delayed(mesh, "all_reduce", 0.01).reshaped(GRID)
-        tensor = torch.ones(1)
-        work = slow.replicate.all_reduce(tensor)
-        early = tensor.isnan().item()
-        work.wait()
-        return early, tensor.item()
-
-    assert fs.simulate(main, 4) == [(True, 2.0)] * 4
+@on_ranks(4)
+def test_a_slow_mesh_stays_slow_when_it_is_reshaped(mesh: fs.Mesh) -> None:
+    tensor = torch.ones(1)
+    work = delayed(mesh, "all_reduce", 0.01).reshaped(GRID).replicate.all_reduce(tensor)
+    assert tensor.isnan()
+    work.wait()
+    assert tensor.item() == 2.0
 
 
 def with_plain_functions(mesh: fs.Mesh) -> fs.Mesh:
@@ -297,13 +295,20 @@ def test_meshes_made_from_one_share_what_ranks_have_agreed_on(mesh: fs.Mesh) -> 
     assert mesh.reshaped(GRID).memo is not mesh.memo  # other axes
 
 
-def test_the_parts_of_a_delayed_row_are_slow_and_those_of_the_row_are_not() -> None:
-    def main(mesh: fs.Mesh) -> list[bool]:
-        slow = delayed(with_plain_functions(mesh), "all_gather", 0.001)
-        found = []
-        for first, made in ((mesh, slow), (slow, mesh)):
-            found += [isinstance(neighbours(used, 2).shard, DelayedGroup) for used in (first, made)]
-            first.memo.parts.clear()
-        return found
+@on_ranks(4)
+def test_the_parts_of_a_delayed_row_are_slow_and_those_of_the_row_are_not(mesh: fs.Mesh) -> None:
+    slow = delayed(with_plain_functions(mesh), "all_gather", 0.001)
+    for meshes in ((mesh, slow), (slow, mesh)):
+        for used in meshes:
+            assert isinstance(neighbours(used, 2).shard, DelayedGroup) == (used is slow)
+        mesh.memo.parts.clear()
 
-    assert run_simulated(main, 4) == [[False, True, True, False]] * 4
+
+@on_ranks({"tensor": 2, "replicate": 2, "shard": 2})
+def test_reductions_run_along_shard_then_replicate_then_the_other_axes_whatever_the_order_of_the_mesh(mesh: fs.Mesh) -> None:
+    plan = fs.make_plan({"w": torch.ones(8)}, mesh)
+    with fs.record_events() as events:
+        unit = fs.unshard(lambda leaves: leaves["w"].sum(), plan.units[""], mesh)
+        fs.value_and_grad(lambda s: unit(s[""]))(fs.shard({"w": torch.ones(8)}, plan, mesh))
+    assert [axis for axis, _ in Topology(mesh, sharded=False).repeated] == ["shard", "replicate", "tensor"]
+    assert [event.axis for event in events] == ["shard", "shard", "replicate", "tensor"]
