@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import funcshard as fs
 from funcshard._utils import tree
 from tests.ranks import on_ranks, run_simulated
-from tests.slices import batch, forward, loss_of, make_params, plan_on, ranks, slices_at
+from tests.slices import make_params, plan_on, ranks, slices_at
 
 MESHES: dict[str, dict[str, int]] = {
     "shard 2, tensor 2": {"shard": 2, "tensor": 2},
@@ -147,74 +147,3 @@ def test_wrong_shapes_are_said_with_the_function_that_takes_them(mesh: fs.Mesh) 
     ):
         with pytest.raises(ValueError, match=words):
             call()
-
-
-OPTIMIZERS = {
-    "AdamW": (torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.1}),
-    "SGD with momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
-}
-
-
-def reference(cls: Any, options: dict[str, Any], steps: int, scale_group: bool = False) -> tuple[dict[str, Any], Any]:
-    """Train the whole model without shards; return its parameters by name and the optimizer's state by name."""
-    whole = make_params()
-    leaves = {name: leaf.requires_grad_() for name, leaf in zip(*tree.describe(whole)[:0:-1], strict=True)}
-    named = [{"params": [leaf for name, leaf in leaves.items() if ("scale" in name) == chosen]} for chosen in (False, True)]
-    groups = [named[0], {**named[1], "weight_decay": 0.0}] if scale_group else [*leaves.values()]
-    optimizer = cls(groups, **options)
-    mesh = fs.Mesh()
-    for _ in range(steps):
-        plan = plan_on({"shard": 1}, whole)
-        shards: Any = {
-            unit.name: {
-                buffer.key: torch.cat([leaves[leaf.path].ravel() for leaf in buffer.leaves]) for buffer in unit.buffers
-            }
-            for unit in plan.unit_list
-        }
-        optimizer.zero_grad()
-        loss_of(forward(plan, mesh, shards, batch({}, {}))).backward()
-        optimizer.step()
-    state = {name: optimizer.state[leaf] for name, leaf in leaves.items()}
-    return {name: leaf.detach() for name, leaf in leaves.items()}, state
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize(
-    "shape", [MESHES["shard 2, tensor 2"], MESHES["replicate 2, shard 2, tensor 2"], MESHES["expert 2, tensor 2"]], ids=str
-)
-def test_training_and_optimizer_state_are_the_whole_models(name: str, shape: dict[str, int]) -> None:
-    cls, options = OPTIMIZERS[name]
-    decay = cls is torch.optim.AdamW
-    params, state = reference(cls, options, 3, scale_group=decay)
-    _, earlier = reference(cls, options, 2, scale_group=decay)
-
-    def main(mesh: fs.Mesh) -> None:
-        plan = plan_on(mesh.shape, PARAMS)
-        groups = {"groups": [{"paths": ["**.scale"], "weight_decay": 0.0}], "plan": plan, "mesh": mesh} if decay else {}
-        optimizer = fs.torch_optimizer(cls, **options, **groups)
-        loss_fn = lambda shards, buffers, x: loss_of(forward(plan, mesh, shards, x))  # noqa: E731
-        step = fs.make_train_step(loss_fn, optimizer, plan, mesh)
-        train = step.init(fs.shard(at(mesh), plan, mesh), {})
-        x = batch(mesh.position, mesh.shape)
-        for number in range(3):
-            if number == 2:
-                found = fs.optimizer_to_state_dict(train.opt_state, optimizer, plan, mesh)
-                torch.testing.assert_close(found["state"], {k: dict(v) for k, v in earlier.items()})
-                # The third step goes on from the state of the whole model.
-                whole = {"state": {k: dict(v) for k, v in earlier.items()}, "param_groups": []}
-                given = whole if mesh.rank == 1 else {}
-                again = fs.optimizer_from_state_dict(given, optimizer, plan, mesh, src=1)
-                opt_state = fs.optimizer_from_state_dict(whole, optimizer, plan, mesh)
-                torch.testing.assert_close(again, opt_state, rtol=0, atol=0)
-                train = train._replace(opt_state=opt_state)
-            train, _ = step(train, x)
-        torch.testing.assert_close(fs.to_state_dict(train.shards, plan, mesh), params)
-        first = fs.optimizer_to_state_dict(train.opt_state, optimizer, plan, mesh, rank0_only=True)
-        if mesh.rank == 0:
-            torch.testing.assert_close(first["state"], {k: dict(v) for k, v in state.items()})
-        own = fs.optimizer_to_state_dict(train.opt_state, optimizer, plan, mesh, sharded=True)
-        again = fs.optimizer_from_state_dict(own, optimizer, plan, mesh, steps=train.opt_state["steps"])
-        torch.testing.assert_close(again, train.opt_state, rtol=0, atol=0)
-
-    ranks(main, shape)

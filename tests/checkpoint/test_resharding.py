@@ -13,21 +13,11 @@ from funcshard._utils import tree
 from funcshard.checkpoint import unflatten_state
 from funcshard.checkpoint.resharding import Run, copy_run
 from funcshard.plan import Box
-from tests.ranks import run_simulated
-from tests.slices import batch, forward, loss_of, make_params, plan_on, ranks, slices_at
+from tests.checkpoint.test_pieces import MESHES, NAMES, PARAMS
+from tests.slices import plan_on, ranks, slices_at
 
-MESHES: dict[str, dict[str, int]] = {
-    "shard 2, tensor 2": {"shard": 2, "tensor": 2},
-    "no tensor axis": {"shard": 3},
-    "tensor 4": {"shard": 1, "tensor": 4},
-    "one rank of tensor": {"shard": 2, "tensor": 1},
-    "replicate 2, expert 2, tensor 2": {"replicate": 2, "expert": 2, "tensor": 2},
-    "tensor before shard": {"tensor": 2, "shard": 3},
-}
 # Every mesh once as the old one and once as the new one, and the degrees 2 -> none -> 4 -> 2.
 MOVES = [*itertools.pairwise([*MESHES, "shard 2, tensor 2", "tensor 4", "shard 2, tensor 2"])]
-PARAMS = make_params()
-NAMES = dict(zip(*tree.describe(PARAMS)[:0:-1], strict=True))
 
 
 def state_of(mesh: fs.Mesh, plan: fs.Plan) -> dict[str, Any]:
@@ -42,12 +32,17 @@ def state_of(mesh: fs.Mesh, plan: fs.Plan) -> dict[str, Any]:
 def check_state(state: dict[str, Any], plan: fs.Plan, mesh: fs.Mesh) -> None:
     optimizer = fs.torch_optimizer(torch.optim.AdamW, lr=0.1)
     found = fs.to_state_dict(state["shards"], plan, mesh)
-    moments = fs.optimizer_to_state_dict(state["opt"], optimizer, plan, mesh)["state"]
+    by_name = fs.optimizer_to_state_dict(state["opt"], optimizer, plan, mesh)
     for name, whole in NAMES.items():
         assert torch.equal(found[name], whole)
-        torch.testing.assert_close(moments[name]["exp_avg"], 0.1 * whole * whole)
-        assert moments[name]["step"] == 1
+        torch.testing.assert_close(by_name["state"][name]["exp_avg"], 0.1 * whole * whole)
+        assert by_name["state"][name]["step"] == 1
     assert state["step"] == 3
+    pieces = fs.optimizer_to_state_dict(state["opt"], optimizer, plan, mesh, sharded=True)
+    of_one = by_name if mesh.rank == mesh.world_size - 1 else {}
+    for form, options in ((by_name, {}), (pieces, {}), (of_one, {"src": mesh.world_size - 1})):
+        again = fs.optimizer_from_state_dict(form, optimizer, plan, mesh, **options)
+        torch.testing.assert_close(again, state["opt"], rtol=0, atol=0)
 
 
 @pytest.mark.slow
@@ -115,30 +110,3 @@ def test_a_run_of_a_slice_gets_its_elements_from_runs_of_any_other_slice(within:
             copied = [copy_run(out, target, whole.ravel()[run.begin : run.begin + run.numel], run) for run in runs]
             assert sum(copied) == end - begin
             assert torch.equal(out, flat[begin:end])
-
-
-def train(mesh: fs.Mesh, folder: Path, steps: int) -> list[float]:
-    plan = plan_on(mesh.shape, PARAMS)
-    loss_fn = lambda shards, buffers, x: loss_of(forward(plan, mesh, shards, x))  # noqa: E731
-    step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.AdamW, lr=0.02), plan, mesh)
-    last = fs.latest(folder)
-    if last is None:
-        state = step.init(fs.shard(slices_at(PARAMS, mesh.position, mesh.shape), plan, mesh), {})
-    else:
-        state = fs.restore(last, plan, mesh)
-    losses = []
-    while state.step < steps:
-        state, metrics = step(state, batch(mesh.position, mesh.shape))
-        losses.append(metrics["loss"].item())
-    fs.save(folder / f"step-{state.step}", state, plan, mesh)
-    return losses
-
-
-@pytest.mark.slow
-def test_training_goes_on_from_2_to_1_to_4(tmp_path: Path) -> None:
-    """Losses of a run that changes its degree twice are those of a run without tensor parallelism."""
-    found = ranks(train, {"shard": 2, "tensor": 2}, tmp_path, 2)[0]
-    found += run_simulated(train, 2, tmp_path, 4)[0]
-    found += ranks(train, {"shard": 1, "tensor": 4}, tmp_path, 6)[0]
-    (whole,) = run_simulated(train, 1, tmp_path / "whole", 6)
-    torch.testing.assert_close(found, whole)
