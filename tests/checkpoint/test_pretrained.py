@@ -20,56 +20,37 @@ from torch import nn
 import funcshard as fs
 from funcshard.checkpoint.hugging_face import is_hugging_face
 from tests.storages import Alive
+from tests.zoo.transformers_models import build, small_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # by peft
 
 IDS = torch.arange(12).view(2, 6)
-SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 1}
-DECODER = {**SIZES, "num_key_value_heads": 1, "max_position_embeddings": 16}
 
 
 class Family(NamedTuple):
-    """A family of models: its class, the options of its config, the inputs, and the number of units."""
+    """A family of models: its kind and class in transformers, the inputs, and the number of units."""
 
+    kind: str
     model: str
-    options: dict[str, Any]
     inputs: dict[str, torch.Tensor]
     units: int
 
-    def build(self) -> Any:
-        cls = getattr(transformers, self.model)
-        return cls(cls.config_class(**self.options))
+    def build(self, **changes: Any) -> Any:
+        return build(self.model, self.kind, changes)
 
 
 TEXT = {"input_ids": IDS, "labels": IDS}
+IMAGES = {"pixel_values": torch.linspace(-1, 1, 1536).view(2, 3, 16, 16), "labels": torch.tensor([0, 1])}
+SOUND = {"input_features": torch.linspace(-1, 1, 1024).view(2, 8, 64), "labels": IDS}
 FAMILIES = {
-    "Llama": Family("LlamaForCausalLM", DECODER, TEXT, 3),
-    "GPT-2": Family(
-        "GPT2LMHeadModel",
-        {"vocab_size": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0},
-        TEXT, 3,
-    ),
-    "BERT": Family("BertForMaskedLM", {**SIZES, "max_position_embeddings": 16}, TEXT, 3),
-    "T5": Family(
-        "T5ForConditionalGeneration",
-        {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, **TOKENS}, TEXT, 5,
-    ),
-    "ViT": Family(
-        "ViTForImageClassification", {**SIZES, "image_size": 8, "patch_size": 4, "num_labels": 3},
-        {"pixel_values": torch.linspace(-1, 1, 384).view(2, 3, 8, 8), "labels": torch.tensor([0, 2])}, 4,
-    ),
-    "Mixtral": Family("MixtralForCausalLM", {**DECODER, "num_local_experts": 4}, TEXT, 3),
-    "Whisper": Family(
-        "WhisperForConditionalGeneration",
-        {
-            "vocab_size": 32, "num_mel_bins": 8, "encoder_layers": 2, "encoder_attention_heads": 2, "decoder_layers": 2,
-            "decoder_attention_heads": 2, "d_model": 16, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24,
-            "max_source_positions": 8, "max_target_positions": 8, **TOKENS,
-        },
-        {"input_features": torch.linspace(-1, 1, 256).view(2, 8, 16), "labels": IDS}, 5,
-    ),
-}  # fmt: skip
+    "Llama": Family("llama", "LlamaForCausalLM", TEXT, 3),
+    "GPT-2": Family("gpt2", "GPT2LMHeadModel", TEXT, 3),
+    "BERT": Family("bert", "BertForMaskedLM", TEXT, 3),
+    "T5": Family("t5", "T5ForConditionalGeneration", TEXT, 5),
+    "ViT": Family("vit", "ViTForImageClassification", IMAGES, 4),
+    "Mixtral": Family("mixtral", "MixtralForCausalLM", TEXT, 3),
+    "Whisper": Family("whisper", "WhisperForConditionalGeneration", SOUND, 5),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -201,7 +182,7 @@ def test_another_class_takes_the_parameters_that_the_files_hold(name: str, tmp_p
 
 def test_a_head_of_its_own_is_filled_from_a_model_without_one(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    transformers.GPT2Model(transformers.GPT2Config(**FAMILIES["GPT-2"].options)).save_pretrained(tmp_path)
+    build("GPT2Model", "gpt2", {}).save_pretrained(tmp_path)
     cls = transformers.GPT2LMHeadModel
     _, shards, _, plan = fs.from_pretrained(tmp_path, fs.Mesh(), model=cls)  # the head is tied, so nothing is missing
     params = fs.gather(shards, plan, fs.Mesh())
@@ -287,10 +268,9 @@ ADAPTERS: dict[str, Any] = {
 }
 
 
-def adapted_on_meta(family: str, config: Any, **options: Any) -> Any:
+def adapted_on_meta(family: str, config: Any) -> Any:
     with torch.device("meta"):
-        cls = getattr(transformers, FAMILIES[family].model)
-        return peft.get_peft_model(cls(cls.config_class(**FAMILIES[family].options, **options)), config)
+        return peft.get_peft_model(FAMILIES[family].build(), config)
 
 
 def loaded_under_adapters(folder: Path, model: Any, **options: Any) -> Any:
@@ -385,8 +365,7 @@ def test_adapters_that_need_values_under_them_are_said(name: str, tmp_path: Path
 @pytest.mark.slow
 def test_no_rank_holds_the_whole_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    larger = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6}
-    model = FAMILIES["Mixtral"]._replace(options={**FAMILIES["Mixtral"].options, **larger}).build()
+    model = FAMILIES["Mixtral"].build(hidden_size=128, intermediate_size=256, num_hidden_layers=6)
     model.save_pretrained(tmp_path, max_shard_size="3MB")
     whole = sum(parameter.nbytes for parameter in model.parameters())
     layer = max(sum(p.nbytes for p in each.parameters()) for each in model.model.layers)
@@ -537,8 +516,7 @@ def test_a_fault_of_one_rank_is_raised_on_every_rank(tmp_path: Path) -> None:
 
 
 def test_tensors_that_files_hold_as_one_must_lie_in_one_unit(tmp_path: Path) -> None:
-    options = {"num_hidden_layers": 2, "num_layers_per_stack": 1, "head_dim": 8, "pad_token_id": 0}
-    config = transformers.HrmTextConfig(**{**SIZES, **options})  # its files hold gate_proj and up_proj as one tensor
+    config = small_config("hrm_text", num_layers_per_stack=1)  # its files hold gate_proj and up_proj as one tensor
     torch.manual_seed(0)
     model = transformers.HrmTextForCausalLM(config)
     model.save_pretrained(tmp_path / "theirs")
