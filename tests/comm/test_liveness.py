@@ -116,11 +116,10 @@ def test_a_rank_that_beats_or_has_said_farewell_is_not_given_up(how, store) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("failures", [1, 5])
-def test_a_rank_whose_store_fails_now_and_then_is_not_given_up(failures: int) -> None:
+def test_a_rank_whose_store_fails_now_and_then_is_not_given_up() -> None:
     store = FailingStore()
     own, other = watching(0, store.inner, 1.0), watching(1, store, 1.0)
-    store.failures = failures
+    store.failures = 5
     assert until(lambda: not store.failures)
     assert told_within(own, 1.5, 1.0) == ""
     del other

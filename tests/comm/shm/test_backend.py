@@ -329,7 +329,7 @@ def test_a_shared_and_a_plain_all_gather_of_one_number_read_nothing_wrong(kinds,
 
 # --- memory that is used again ----------------------------------------------------------------------
 
-ORDERS = [(0, 1), (1, 0), (0, 1, 2), (2, 1, 0), (1, 0, 2)]
+ORDERS = [(0, 1), (2, 1, 0), (1, 0, 2)]
 # What each rank starts in every step, and how many blocks of a rank are enough for all steps.
 REPEATED: dict[str, tuple[list[tuple[str, int]], int]] = {
     "gathers": ([("all_gather", 4), ("all_gather", 3000), ("all_gather", LARGE)], 3),
@@ -350,7 +350,7 @@ def test_memory_is_used_again_also_of_collectives_that_ranks_do_not_wait_for(nam
     for order in ORDERS:
         made, waiting = [], [rank for rank in range(len(order)) if rank not in dropping]
         with ranks(len(order)) as world:
-            for step in range(15):
+            for step in range(10):
                 started = {}
                 for rank in order:
                     works = [getattr(world[rank], kind)(some(rank, n, step)) for kind, n in collectives]
@@ -583,63 +583,31 @@ def test_an_interrupted_reduction_raises_and_returns_no_wrong_sum(monkeypatch) -
 # --- processes ------------------------------------------------------------------------------------
 
 
-class Block(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = torch.nn.Linear(150, 150)  # 90 kB: gathered into a shared output
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.inner(x))
-
-
-def make_blocks(mesh: fs.Mesh) -> tuple[Any, fs.Plan, Any]:
-    """Return three blocks as a function of shards, their plan, and the shards."""
-    apply, params, buffers = fs.make_functional(torch.nn.Sequential(Block(), Block(), Block()))
-    plan = fs.make_plan(params, mesh, units=["0", "1", "2"])
-    sharded = fs.fully_shard(apply, plan, mesh)
-    return lambda shards, x: sharded(shards, buffers, x).square().mean(), plan, fs.shard(params, plan, mesh)
-
-
-def train(mesh: fs.Mesh, shared_memory: bool, raising: bool) -> tuple[list[float], list[bool], int]:
-    """Train for twelve steps; raise in the middle of backward in some of them, and go on.
-
-    Returns:
-        The losses, whether what was gathered in the second step is unchanged, parameters and
-        unreduced gradients, and how many blocks were made.
-    """
+def go_on_after_errors(mesh: fs.Mesh, shared_memory: bool) -> tuple[list[float], int]:
+    """Raise in the middle of backward in some steps; return the losses of the others, and the number of blocks."""
     mesh = fs.init_mesh(mesh.shape, device="cpu", patience=0.2, shared_memory=shared_memory)
-    loss_fn, plan, shards = make_blocks(mesh)
-    losses: list[float] = []
-    held: list[torch.Tensor] = []
-    copies: list[torch.Tensor] = []
+    layers = [torch.nn.Linear(150, 150) for _ in range(3)]  # 90 kB: gathered into a shared output
+    apply, params, _ = fs.make_functional(torch.nn.Sequential(*layers))
+    plan = fs.make_plan(params, mesh, units=["0", "1", "2"])
+    sharded, shards, tried = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh), []
 
     def on_grads(unit: str, grads: dict[str, torch.Tensor]) -> None:
-        if step % 3 == 2 and raising and unit == "1":
+        if tried[-1] % 3 == 2 and unit == "1":
             raise ValueError("no good")
-        if step == 1:
-            held.extend(grads.values())
 
-    run_step = fs.value_and_grad(loss_fn, on_grads=on_grads)
+    run_step, losses = fs.value_and_grad(lambda s, x: sharded(s, {}, x).square().mean(), on_grads=on_grads), []
     for step in range(12):
-        try:
-            if step == 1:
-                with torch.no_grad():
-                    held.extend(fs.gather(shards, plan, mesh).values())
+        tried.append(step)
+        with contextlib.suppress(ValueError):
             losses.append(run_step(shards, torch.ones(2, 150))[0].item())
-            copies = copies or [x.clone() for x in held]
-        except ValueError:
-            continue
     group = mesh.shard
-    made = group.pool.made + (0 if group.shm is None else group.shm.blocks.pool.made)
-    return losses, list(map(torch.equal, held, copies)), made
+    return losses, group.pool.made + (0 if group.shm is None else group.shm.blocks.pool.made)
 
 
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
-@pytest.mark.parametrize("raising", [False, True], ids=["", "all raise in backward"])
-def test_training_uses_memory_again_and_changes_no_tensor_that_is_still_held(shared_memory, raising) -> None:
-    for losses, unchanged, made in run_ranks(train, 2, shared_memory, raising):
-        assert losses == losses[:1] * (8 if raising else 12)
-        assert unchanged == [True] * 12  # two leaves of three units, and their gradients
+def test_training_goes_on_after_errors_in_backward_and_uses_memory_again(shared_memory: bool) -> None:
+    for losses, made in run_ranks(go_on_after_errors, 2, shared_memory):
+        assert losses == losses[:1] * 8
         assert made <= 16  # without reuse more than 70; what raised may wait for the garbage collector
 
 
