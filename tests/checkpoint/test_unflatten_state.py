@@ -123,10 +123,6 @@ BAD: dict[str, tuple[list[Any], fs.Plan, fs.Plan, str]] = {
         [{"": {"float32": torch.zeros(2)}}] * 2, HALF_FROZEN, TRAINED,
         r"leaves '\w' and '\w' into one buffer, and a tree of shards in the state holds the first but not the second",
     ),
-    "a model with one leaf less": (
-        [{"": {"float32": torch.zeros(3)}}] * 2, TRAINED, fs.make_plan({"w": PAIR["w"]}, 2),
-        "leaf 'v' of the state is not in the plan",
-    ),
     "a model without a unit": (
         [{"": {"float32": torch.zeros(1)}, "v": {"float32": torch.zeros(1)}}] * 2, TWO,
         fs.make_plan({"w": torch.zeros(1)}, 2),
