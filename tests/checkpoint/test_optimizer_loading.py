@@ -10,18 +10,17 @@ from torch import nn
 import funcshard as fs
 from funcshard._utils import tree
 from funcshard.checkpoint.optimizer_message import decode_state, encode_state
-from tests.checkpoint.test_optimizer_state import loss_of, optax_momentum
+from tests.checkpoint.test_optimizer_state import close, optax_momentum, pair_of, train_shards, train_whole
 from tests.ranks import on_ranks
 
 O = torch.optim  # noqa: E741
-DATA = torch.randn(8, 4, generator=torch.Generator().manual_seed(3))
 THAWED = ("1.bias", "2.weight", "2.bias")
 
 
 def make_net(frozen: tuple[str, ...]) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(3, 2))
+        net = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3), nn.Linear(3, 2))
     for name, leaf in net.named_parameters():
         leaf.requires_grad_(name not in frozen)
     return net
@@ -41,7 +40,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[dict[str, Any]], tuple[str, ...
 }
 
 
-def train_whole(case: str) -> dict[str, torch.Tensor]:
+def train_thawed(case: str) -> dict[str, torch.Tensor]:
     """Return torch's parameters after two steps without the frozen leaves, and two with them."""
     cls, options, _, frozen = CASES[case]
     net = make_net(frozen)
@@ -53,62 +52,43 @@ def train_whole(case: str) -> dict[str, torch.Tensor]:
         ]
     else:
         optimizers = [cls(named.values(), **options)]
-    for step in range(4):
-        if step == 2:
-            net.requires_grad_(True)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss_of(net(DATA.roll(step, 0))).backward()
-        for optimizer in optimizers:
-            optimizer.step()
+    train_whole(net, optimizers, 0, 2)
+    net.requires_grad_(True)
+    train_whole(net, optimizers, 2, 4)
     return {name: leaf.detach() for name, leaf in named.items()}
 
 
-def setting(mesh: fs.Mesh, case: str, frozen: tuple[str, ...]) -> tuple[Any, Any, fs.Plan, Any, Any]:
-    """Return a plan of two units, an optimizer, the step, shards and buffers."""
-    cls, options, groups, _ = CASES[case]
-    apply, params, buffers = fs.make_functional(make_net(frozen))
-    plan = fs.make_plan(params, mesh, units=["0", "1", "2"])
-    if cls is None:
-        optimizer: Any = fs.muon(plan, mesh, adamw={"groups": groups}, **options)
-    else:
-        optimizer = fs.torch_optimizer(cls, groups=groups, plan=plan, mesh=mesh, **options)
-    sharded = fs.fully_shard(apply, plan, mesh)
-    step = fs.make_train_step(lambda s, b, x: loss_of(sharded(s, b, x)), optimizer, plan, mesh)
-    return optimizer, step, plan, fs.shard(params, plan, mesh), buffers
-
-
-def train(step: Any, state: fs.TrainState, begin: int, end: int, mesh: fs.Mesh) -> fs.TrainState:
-    for number in range(begin, end):
-        state, _ = step(state, DATA.roll(number, 0).chunk(mesh.world_size)[mesh.rank])
-    return state
+def setting(mesh: fs.Mesh, case: str, frozen: tuple[str, ...]) -> tuple[Any, fs.Plan]:
+    """Return an optimizer, and a plan of three units."""
+    plan = fs.make_plan(fs.make_functional(make_net(frozen))[1], mesh, units=["0", "1", "2"])
+    return pair_of(case, plan, mesh, CASES), plan
 
 
 def saved(mesh: fs.Mesh, case: str, frozen: tuple[str, ...] | None = None, **form: Any) -> tuple[Any, Any]:
     """Return parameters and optimizer state by name after two steps without the frozen leaves."""
-    optimizer, step, plan, shards, buffers = setting(mesh, case, CASES[case][3] if frozen is None else frozen)
-    state = train(step, step.init(shards, buffers), 0, 2, mesh)
-    by_name = fs.optimizer_to_state_dict(state.opt_state, optimizer, plan, mesh, **form)
-    return fs.to_state_dict(state.shards, plan, mesh), by_name
+    frozen = CASES[case][3] if frozen is None else frozen
+    optimizer, plan = setting(mesh, case, frozen)
+    shards = fs.from_state_dict(make_net(frozen).state_dict(), plan, mesh)
+    shards, opt_state = train_shards(mesh, plan, optimizer, shards, None, 0, 2, lambda: make_net(frozen))
+    return fs.to_state_dict(shards, plan, mesh), fs.optimizer_to_state_dict(opt_state, optimizer, plan, mesh, **form)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_thawed_leaves_begin_as_in_torch_and_the_others_go_on(case: str) -> None:
-    wanted = train_whole(case)
+    wanted = train_thawed(case)
 
     def main(mesh: fs.Mesh) -> Any:
         params, by_name = saved(mesh, case)
-        optimizer, step, plan, _, buffers = setting(mesh, case, ())
+        optimizer, plan = setting(mesh, case, ())
         opt_state = fs.optimizer_from_state_dict(by_name, optimizer, plan, mesh, strict=False, steps=2)
         again = fs.optimizer_to_state_dict(opt_state, optimizer, plan, mesh)
-        state = fs.TrainState(fs.from_state_dict(params, plan, mesh), buffers, opt_state, 2)
-        return by_name, again, fs.to_state_dict(train(step, state, 2, 4, mesh).shards, plan, mesh)
+        shards = fs.from_state_dict(params, plan, mesh)
+        shards, _ = train_shards(mesh, plan, optimizer, shards, opt_state, 2, 4, lambda: make_net(()))
+        return by_name, again, fs.to_state_dict(shards, plan, mesh)
 
     for before, after, found in fs.simulate(main, {"replicate": 2, "shard": 2}):
-        # Muon computes in bfloat16, so rounding errors are larger
-        close = {"rtol": 0.05, "atol": 2e-3} if case == "Muon" else {"rtol": 1e-4, "atol": 1e-5}
-        torch.testing.assert_close(found, wanted, **close)
+        close(found, wanted, case)
         for name, own in before["state"].items():
             assert all(torch.equal(after["state"][name][key], value) for key, value in own.items())
         for name in after["state"].keys() - before["state"].keys():
@@ -137,7 +117,7 @@ def test_the_leaves_of_a_pair_begin_with_the_values_of_its_init(mesh: fs.Mesh) -
 def test_state_of_leaves_that_are_frozen_now_is_left_out(mesh: fs.Mesh) -> None:
     for form in ({}, {"flatten": True}):
         _, by_name = saved(mesh, "AdamW, a unit", (), **form)
-        optimizer, _, plan, _, _ = setting(mesh, "AdamW, a unit", THAWED)
+        optimizer, plan = setting(mesh, "AdamW, a unit", THAWED)
         words = r"must hold state of the trainable leaves only; found state of .*1\.bias.*: strict=False leaves it out"
         with pytest.raises(ValueError, match=words):
             fs.optimizer_from_state_dict(by_name, optimizer, plan, mesh)
@@ -163,7 +143,7 @@ def test_state_of_leaves_that_are_frozen_now_is_left_out(mesh: fs.Mesh) -> None:
 @on_ranks(2)
 def test_a_leaf_that_cannot_begin_beside_others_is_an_error(mesh: fs.Mesh, case: str, words: str) -> None:
     _, by_name = saved(mesh, case, THAWED)
-    optimizer, _, plan, _, _ = setting(mesh, case, ())
+    optimizer, plan = setting(mesh, case, ())
     if "dampening" not in case:  # a class that counts no steps may keep nothing of some leaves
         with pytest.raises(ValueError, match=r"trainable leaf; missing: .*; or the leaves were frozen then: strict=F"):
             fs.optimizer_from_state_dict(by_name, optimizer, plan, mesh)
@@ -173,7 +153,7 @@ def test_a_leaf_that_cannot_begin_beside_others_is_an_error(mesh: fs.Mesh, case:
 
 def from_rank(mesh: fs.Mesh, case: str, src: int) -> dict[str, Any]:
     """Load state that only ``src`` holds, in each form; return the tensors by name."""
-    optimizer, _, plan, _, _ = setting(mesh, case, ())
+    optimizer, plan = setting(mesh, case, ())
     for flatten in (False, True):
         _, full = saved(mesh, case, (), flatten=flatten)
         mine = copy.deepcopy(full) if mesh.rank == src else {}
@@ -218,7 +198,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {  # what the state dict of the 
         r"with src .* must hold full tensors and numbers; found Piece for 'exp_avg' of leaf '0\.bias': leave src out",
     ),
     "another shape": (
-        {"exp_avg": DATA}, r"leaf '0\.bias' of 'exp_avg' of the optimizer's state dict must have shape \(5,\)",
+        {"exp_avg": torch.ones(4, 2)}, r"leaf '0\.bias' of 'exp_avg' of the optimizer's state dict must have shape \(5,\)",
     ),
     "nothing": ({}, r"found an empty one, as rank0_only leaves it"),
 }  # fmt: skip
@@ -229,7 +209,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {  # what the state dict of the 
 def test_every_rank_raises_for_a_fault_of_the_one(mesh: fs.Mesh, fault: str) -> None:
     change, words = FAULTS[fault]
     _, found = saved(mesh, "AdamW, a unit", ())
-    optimizer, _, plan, _, _ = setting(mesh, "AdamW, a unit", ())
+    optimizer, plan = setting(mesh, "AdamW, a unit", ())
     found["state"]["0.bias"].update(change)
     with pytest.raises(ValueError, match=words):
         fs.optimizer_from_state_dict(found if mesh.rank == 0 and change else {}, optimizer, plan, mesh, src=0)

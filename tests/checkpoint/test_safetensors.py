@@ -115,7 +115,7 @@ def of_hugging_face(folder: Path) -> set[float]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this test forks a process, and this system has no fork")
-@pytest.mark.parametrize(("before", "after"), [(40, 40), (40, 80), (40, "1KB"), ("1KB", 40), ("1KB", "1KB")])
+@pytest.mark.parametrize(("before", "after"), [(40, 40), (40, "1KB"), ("1KB", 40)])
 def test_an_export_that_is_killed_leaves_one_export_or_says_that_none_is_whole(
     before: Any, after: Any, tmp_path: Path
 ) -> None:

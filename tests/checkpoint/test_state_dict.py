@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchopt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -275,6 +276,7 @@ OPTIMIZERS: dict[str, Any] = {
     "Adamax": lambda plan, mesh: fs.torch_optimizer(O.Adamax, lr=0.1),
     "Muon": lambda plan, mesh: fs.muon(plan, mesh, lr=0.1),
     "a pair": lambda plan, mesh: optax_momentum(0.1),
+    "a pair of TorchOpt": lambda plan, mesh: torchopt.adamw(0.1, weight_decay=0.1),
 }
 AXES = {"": (), "row": ("replicate",), "column": ("shard",), "own": ("replicate", "shard")}
 
@@ -294,7 +296,7 @@ def steps_of(optimizer: Any, shards: Any) -> Any:
     state = optimizer[0](shards)
     for _ in range(2):
         if is_pair:
-            _, state = optimizer[1](grads, state, shards)
+            _, state = optimizer[1](tree.map(torch.clone, grads), state, params=shards)
         else:
             shards, state = optimizer.step(grads, state, shards)
     return state
@@ -312,7 +314,7 @@ def there_and_back(mesh: fs.Mesh, leaves: Any, units: list[str], strategy: str, 
     made = OPTIMIZERS[optimizer](plan, mesh)
     state = steps_of(made, shards)
     full = fs.optimizer_to_state_dict(state, made, plan, mesh)
-    for form in ({"sharded": True}, {}, *([] if optimizer == "a pair" else [{"sharded": True, "flatten": True}])):
+    for form in ({"sharded": True}, {}, *([] if "pair" in optimizer else [{"sharded": True, "flatten": True}])):
         found = fs.optimizer_to_state_dict(state, made, plan, mesh, **form)
         again = fs.optimizer_from_state_dict(found, made, plan, mesh, steps=2)
         assert tree.describe(again)[0] == tree.describe(state)[0]
@@ -330,7 +332,8 @@ worlds = st.sampled_from([{"shard": n} for n in range(1, 5)] + [{"replicate": 2,
     st.lists(st.tuples(shapes, st.sampled_from(["", "", "", *AXES])), min_size=1, max_size=4),
     worlds,
     st.sampled_from(["full_shard", "shard_grad_op", "no_shard"]),
-    st.sampled_from(sorted(OPTIMIZERS)),
+    # Why without TorchOpt's: its counts look like shards of a buffer of one element, and do not lead back there.
+    st.sampled_from(sorted(OPTIMIZERS.keys() - {"a pair of TorchOpt"})),
     st.data(),
 )
 def test_every_plan_leads_there_and_back(
@@ -342,9 +345,10 @@ def test_every_plan_leads_there_and_back(
 
 
 @pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("optimizer", ["AdamW", "a pair of TorchOpt"])
 @on_ranks()
-def test_a_rank_that_holds_nothing_of_a_leaf(mesh: fs.Mesh, world: int) -> None:
-    there_and_back(mesh, [("a", (4, 4), ""), ("b", (4,), "")], [], "full_shard", "AdamW")
+def test_a_rank_that_holds_nothing_of_a_leaf(mesh: fs.Mesh, optimizer: str, world: int) -> None:
+    there_and_back(mesh, [("a", (4, 4), ""), ("b", (4,), "")], [], "full_shard", optimizer)
 
 
 # --- faults ---------------------------------------------------------------------------------------

@@ -5,9 +5,11 @@ What ranks are told is in test_desync_waits.py.
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,6 +50,29 @@ def test_a_detector_keeps_the_latest_collectives_only() -> None:
         assert alone.record("all_reduce", "", torch.ones(number + 1)) == number + 1
     assert alone._describe(3) == "a collective that is no longer recorded"
     assert alone._describe(4) == "all_reduce of float32[4]"
+
+
+DEEDS = {
+    "issue a collective": lambda detector: detector.record("all_reduce", "", torch.ones(2)),
+    "wait for the end of one": lambda detector: detector.wait([], 1),
+}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.parametrize("deed", DEEDS)
+def test_a_forked_child_of_a_rank_is_told_that_it_cannot_take_part(deed: str, tmp_path: Path) -> None:
+    detector, answer = DesyncDetector("shard", [0], 0), tmp_path / "answer"
+    child = os.fork()
+    if not child:
+        try:
+            DEEDS[deed](detector)
+        except RuntimeError as error:
+            answer.write_text(str(error))
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    words = "which is rank 0, and cannot take part in its collectives: keep the mesh out of forked workers"
+    assert f"was forked from process {os.getpid()}, {words}" in answer.read_text()
 
 
 class Work:

@@ -251,36 +251,6 @@ def lose(odd: int, how: str) -> Callable[[fs.Mesh, Path], None]:
     return program
 
 
-# What a child of rank 0 does; all ranks have started the work.
-DEEDS = {
-    "a step": lambda mesh, work: train(mesh, 1),
-    "a small sum": lambda mesh, work: fs.psum(torch.ones(3), mesh["shard"]),
-    "a message": lambda mesh, work: fs.ppermute(torch.ones(3), mesh, [(0, 1)], axis="shard"),
-    "the end of a collective": lambda mesh, work: work.wait(),
-}
-
-
-def add_up_in_children(mesh: fs.Mesh, folder: Path) -> list[float]:
-    """Let children of rank 0 take part, which they are told they cannot, and add up later."""
-    train(mesh, 3)
-    for what, deed in DEEDS.items():
-        answer, work = folder / what, mesh.groups["shard"].all_reduce(torch.ones(2))
-        if mesh.rank == 0:
-            child = os.fork()
-            if not child:
-                try:
-                    deed(mesh, work)
-                except RuntimeError as error:
-                    answer.write_text(str(error))
-                finally:
-                    os._exit(0)
-            os.waitpid(child, 0)
-            words = "which is rank 0, and cannot take part in its collectives: keep the mesh out of forked workers"
-            assert re.search(rf"was forked from process \d+, {words}", answer.read_text()), what
-        work.wait()
-    return fs.psum(torch.tensor([1.0]), mesh).tolist()
-
-
 FAILED = r"rank 0 waited for all_reduce of float32\[3\], collective number {} on mesh axis '{}', which failed; not known "
 BEHIND = r"rank 1 \((never seen|last seen at number \d+)\)"
 LAST_SEEN, GIVEN_UP = (
@@ -300,7 +270,6 @@ CASES |= {
         Case(lose(0, "suspended"), ("rank 0 has given no sign of life for ", LAST_SEEN), SHARED, lost=0, **GIVEN_UP),
     "a rank with a living child is killed":
         Case(lose(1, "killed"), ("the process of rank 1 has ended", LAST_SEEN), lost=1, **GIVEN_UP),
-    "children of a rank take part": Case(add_up_in_children, shape=GRID, result=[4.0]),
 }  # fmt: skip
 
 # --- ranks wait for each other elsewhere, or make different meshes --------------------------------------
