@@ -1,4 +1,4 @@
-"""Training has the numbers of DistributedDataParallel, and of one process on the whole batch."""
+"""Training has the numbers of DistributedDataParallel; tests/jobs.py has those of one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import funcshard as fs
 from tests.models import SUBJECTS, Subject, cast, part
-from tests.ranks import one_thread, run_ranks, run_simulated
+from tests.ranks import run_ranks
 
 # The optimizer has state from the second step on, the loss of the third shows an update that read
 # it, and later steps run the same code again. So ten steps of the smallest model show that errors
@@ -22,8 +22,6 @@ FEWER = 3
 SAMPLES = 2  # for each rank and step
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 HYBRID = {"replicate": 2, "shard": 2}
-GRID = "hybrid "  # begins the name of a strategy on that mesh
-SMALL = ("mlp", "gpt", "convnet")
 
 # AdamW divides a gradient by its own size plus eps. So it hides the scale of gradients: a sum over
 # ranks in place of a mean would not be noticed. And if a gradient is zero except for rounding (key
@@ -93,34 +91,6 @@ def train_ddp(mesh: fs.Mesh, name: str, dtype: torch.dtype) -> Run:
     return Run(losses, grads, copies(module.module.named_parameters()), copies(module.module.named_buffers()))
 
 
-def train_in_one_process(name: str, dtype: torch.dtype, world_size: int) -> Run:
-    """Train on the whole batch at once, without sharding.
-
-    A model with BatchNorm would be another function of the whole batch, because its statistics
-    would run over the whole batch. Its reference therefore runs the ranks' parts one after another,
-    and averages their gradients. The running statistics are those of rank 0's part.
-    """
-    subject = SUBJECTS[name]
-    module = subject.build().to(dtype)
-    optimizer = torch.optim.AdamW(module.parameters(), **ADAMW)
-    parts = world_size if subject.batch_statistics else 1
-    losses, grads = [], {}
-    for i in range(steps_of(name)):
-        optimizer.zero_grad()
-        before, total = copies(module.named_buffers()), 0.0
-        for rank in reversed(range(parts)):
-            for key, buffer in module.named_buffers():
-                buffer.copy_(before[key])
-            batch = part(whole_batch(name, dtype, i, world_size), rank, parts)
-            loss = subject.loss(module(**batch["inputs"]), batch) / parts
-            loss.backward()
-            total += loss.item()
-        grads = grads or copies((key, p.grad) for key, p in module.named_parameters())
-        optimizer.step()
-        losses.append(total)
-    return Run(losses, grads, copies(module.named_parameters()), copies(module.named_buffers()))
-
-
 def whole_batch(name: str, dtype: torch.dtype, step: int, world_size: int) -> Any:
     return cast(SUBJECTS[name].make_batch(SAMPLES * world_size, step), dtype)
 
@@ -133,90 +103,41 @@ def copies(named: Iterable[tuple[str, Any]]) -> dict[str, torch.Tensor]:
     return {key: value.detach().clone() for key, value in named}
 
 
-def ways(name: str, dtype: torch.dtype, world_size: int) -> list[str]:
-    """Return the strategies that a model is trained with on a number of ranks.
-
-    Every model runs every strategy on two ranks, where DDP has the same bits. More ranks and the
-    grid change the cuts of flat buffers, and not the model's own code, so there large models run
-    one strategy. Three ranks, whose shards have padding, are for the small models.
-    """
-    small = name in SMALL and dtype == torch.float64
-    if world_size == 2 or (small and world_size == 3):
-        return list(STRATEGIES)
-    if world_size in (1, 3):
-        return ["full_shard"] if small and world_size == 1 else []
-    chosen = STRATEGIES if small else STRATEGIES[:1]
-    return [*chosen, *(f"{GRID}{strategy}" for strategy in chosen)]
-
-
 def train_every_way(mesh: fs.Mesh, name: str, dtype: torch.dtype) -> dict[str, Run]:
-    found = ways(name, dtype, mesh.world_size)
-    grid = fs.init_mesh(HYBRID, device="cpu") if mesh.world_size == 4 else mesh
-    runs = {way: train_sharded(grid if way.startswith(GRID) else mesh, name, dtype, way.removeprefix(GRID)) for way in found}
-    return {**runs, "ddp": train_ddp(mesh, name, dtype)}
+    """Train with DDP and with every strategy; on four ranks, which cut differently, with full_shard on two meshes."""
+    runs = {"ddp": train_ddp(mesh, name, dtype)}
+    if mesh.world_size == 4:
+        grid = fs.init_mesh(HYBRID, device="cpu")
+        return runs | {str(each.shape): train_sharded(each, name, dtype, "full_shard") for each in (mesh, grid)}
+    return runs | {strategy: train_sharded(mesh, name, dtype, strategy) for strategy in STRATEGIES}
 
 
 @functools.cache
-def outcome(name: str, dtype: torch.dtype, world_size: int) -> list[dict[str, Run]] | Exception:
-    try:
-        with one_thread():
-            alone = train_in_one_process(name, dtype, world_size)
-        return [{**runs, "one process": alone} for runs in run_ranks(train_every_way, world_size, name, dtype, timeout=150)]
-    except Exception as error:  # every case of the table reports it, but the training runs once
-        return error
-
-
 def runs_of_ranks(name: str, dtype: torch.dtype, world_size: int) -> list[dict[str, Run]]:
-    runs = outcome(name, dtype, world_size)
-    if isinstance(runs, Exception):
-        raise runs
-    return runs
+    return run_ranks(train_every_way, world_size, name, dtype, timeout=150)
 
 
 MODELS = [pytest.param(name, torch.float64, id=f"{name}-float64") for name in SUBJECTS]
 MODELS += [pytest.param(name, torch.float32, id=f"{name}-float32") for name in ("mlp", "gpt", "gpt2")]
-WORLDS = [(*model.values, n) for model in MODELS for n in (1, 2, 3, 4) if ways(*model.values, n)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reference", ["ddp", "one process"])
-@pytest.mark.parametrize(
-    ("name", "dtype", "world_size", "strategy"), [(*world, way) for world in WORLDS for way in ways(*world)], ids=str
-)
-def test_training_equals_the_reference(name, dtype, world_size, strategy, reference):
-    allowed = tolerance(SUBJECTS[name], dtype)
-    for_all = runs_of_ranks(name, dtype, world_size)
-    expected = for_all[0][reference]  # rank 0, because under DDP each rank has running statistics of its own
-    for rank, runs in enumerate(for_all):
-        assert_close(runs[strategy], expected, allowed, f"{strategy} on rank {rank} against {reference}")
+@pytest.mark.parametrize(("name", "dtype"), MODELS)
+def test_two_ranks_equal_ddp_to_the_bit_with_every_strategy(name, dtype):
+    # Why two: dividing by two is exact, and a + b = b + a, so nothing can round differently.
+    for rank, runs in enumerate(runs_of_ranks(name, dtype, 2)):
+        ddp = runs_of_ranks(name, dtype, 2)[0]["ddp"]  # under DDP each rank has running statistics of its own
+        for strategy in STRATEGIES:
+            assert_close(runs[strategy], ddp, 0.0, f"{strategy} on rank {rank}")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "dtype", "world_size", "strategy"),
-    [(*world, way) for world in WORLDS if world[2] <= 2 for way in ways(*world)],
-    ids=str,
-)
-def test_one_and_two_ranks_equal_ddp_to_the_bit(name, dtype, world_size, strategy):
-    # Why only one and two: dividing by one or two is exact, and a + b = b + a, so nothing can round
-    # differently. With three ranks DDP divides before it adds; with four it adds in the order of a
-    # ring.
-    runs = runs_of_ranks(name, dtype, world_size)[0]
-    assert_same_bits(runs[strategy], runs["ddp"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "dtype", "world_size"), WORLDS, ids=str)
-def test_strategies_and_ranks_agree_to_the_bit(name, dtype, world_size):
-    # Every reduction adds in the order of ranks. So over one mesh a strategy changes on which rank
-    # numbers are, and not the numbers.
-    for_all = runs_of_ranks(name, dtype, world_size)
-    for runs in for_all:
-        for strategy, run in runs.items():
-            if strategy in STRATEGIES:
-                assert_same_bits(run, for_all[0]["full_shard"])
-            elif strategy.startswith(GRID):
-                assert_same_bits(run, for_all[0][f"{GRID}full_shard"])
+@pytest.mark.parametrize(("name", "dtype"), MODELS)
+def test_four_ranks_on_either_mesh_equal_ddp_which_adds_in_another_order(name, dtype):
+    for rank, runs in enumerate(runs_of_ranks(name, dtype, 4)):
+        ddp = runs_of_ranks(name, dtype, 4)[0]["ddp"]
+        for mesh in runs.keys() - {"ddp"}:
+            assert_close(runs[mesh], ddp, tolerance(SUBJECTS[name], dtype), f"{mesh} on rank {rank}")
 
 
 @pytest.mark.slow
@@ -238,48 +159,3 @@ def assert_close(run: Run, expected: Run, allowed: float, where: str) -> None:
         assert found.keys() == wanted.keys()
         for key in wanted:
             close(found[key], wanted[key], msg=lambda text, key=key, what=what: f"{what} {key}, {where}: {text}")
-
-
-def assert_same_bits(run: Run, expected: Run) -> None:
-    assert run.losses == expected.losses
-    for what in ("grads", "params", "buffers"):
-        found, wanted = getattr(run, what), getattr(expected, what)
-        assert found.keys() == wanted.keys()
-        different = [key for key in wanted if not torch.equal(found[key], wanted[key])]
-        assert not different, f"{what} differ in {different}"
-
-
-def three_steps(mesh: fs.Mesh, name: str, dropout: float) -> Any:
-    """Train three steps; return this rank's losses, gradients and shards, without gathering them."""
-    if dropout:
-        torch.manual_seed(mesh.rank)
-    subject = SUBJECTS[name]
-    apply, params, buffers = fs.make_functional(subject.build(dropout), mutable=True)
-    plan = fs.make_plan(params, mesh, units=subject.units)
-    sharded = fs.fully_shard(apply, plan, mesh)
-
-    def loss_fn(shards: Any, buffers: Any, batch: Any) -> Any:
-        output, buffers = sharded(shards, buffers, **batch["inputs"])
-        return subject.loss(output, batch), buffers
-
-    step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.AdamW, lr=1e-2), plan, mesh, mutable=True)
-    state, losses, grads = step.init(fs.shard(params, plan, mesh), buffers), [], []
-    for i in range(3):
-        batch = batch_of_rank(mesh, name, torch.float32, i)
-        (loss, _), grad = fs.value_and_grad(loss_fn, has_aux=True)(state.shards, state.buffers, batch)
-        state, metrics = step(state, batch)
-        losses += [loss.item(), metrics["loss"].item()]
-        grads.append(grad)
-    return losses, {"grads": grads, "shards": state.shards, "buffers": state.buffers}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "shape"), [(3, None), (4, HYBRID)], ids=["3", "2x2"])
-@pytest.mark.parametrize("name", ["gpt", "convnet"])
-def test_a_simulated_run_with_dropout_equals_one_on_processes_to_the_bit(name, world_size, shape):
-    real = run_ranks(three_steps, world_size, name, 0.3, shape=shape)
-    simulated = run_simulated(three_steps, world_size, name, 0.3, shape=shape)
-    for (losses, tensors), (real_losses, real_tensors) in zip(simulated, real, strict=True):
-        assert losses == real_losses
-        torch.testing.assert_close(tensors, real_tensors, rtol=0, atol=0)
-    assert len({tuple(losses) for losses, _ in real}) == world_size  # every rank drops other activations

@@ -10,7 +10,7 @@ from torch import nn
 from torch.func import grad, vmap
 
 import funcshard as fs
-from tests.ranks import run_simulated
+from tests.ranks import run_ranks, run_simulated
 
 WIDTH = 6
 UNITS = ["0", "1", "2"]
@@ -52,6 +52,11 @@ STREAMS = pytest.mark.parametrize("each_its_own", [False, True], ids=["one strea
 @STREAMS
 def test_computing_again_draws_the_same_numbers_and_leaves_the_stream_where_it_was(each_its_own):
     same_bits(*(run_simulated(train, 2, each_its_own, remat) for remat in (False, True)))
+
+
+@pytest.mark.slow
+def test_processes_draw_the_numbers_of_simulated_ranks():
+    same_bits(run_ranks(train, 3, True, False), run_simulated(train, 3, True, False))
 
 
 def masks(mesh, each_its_own):
