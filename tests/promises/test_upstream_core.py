@@ -35,6 +35,7 @@ ROWS = pairwise(
     {"optimizer": list(OPTIMIZERS), "strategy": STRATEGIES, "schedule": PREFETCH, "offload": (False, True)},
     lambda row: row["strategy"] != "no_shard" or row["schedule"] == PREFETCH[0],
 )
+WAY = ("strategy", "schedule", "offload")
 NESTED, SHARED, EXPERTS = "NestedWrappedModule", "TransformerWithSharedParams", "MixtureOfExperts"
 MODELS = (NESTED, "AlwaysWrapNestedWrappedModule", SHARED, EXPERTS)
 CPU = torch.device("cpu")
@@ -108,13 +109,18 @@ class Sharded:
 
 
 def train(mesh: fs.Mesh, name: str, row: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
-    options = {key: row[key] for key in ("strategy", "schedule", "offload")}
-    sharded, (cls, settings) = Sharded(mesh, name, **options), OPTIMIZERS[row["optimizer"]]
+    sharded, (cls, settings) = Sharded(mesh, name, **{key: row[key] for key in WAY}), OPTIMIZERS[row["optimizer"]]
     (step, state), losses = sharded.step(cls, **settings), []
     for _ in range(STEPS):
-        state, metrics = step(state, sharded.batch)
+        with fs.record_events() as events:
+            state, metrics = step(state, sharded.batch)
+        assert of_units(events) == fs.predict_events(sharded.plan, sharded.run.schedule), row
         losses.append(metrics["loss"].item())
     return losses, fs.gather(state.shards, sharded.plan, mesh)
+
+
+def of_units(events: Iterable[fs.Event]) -> tuple[fs.Event, ...]:
+    return tuple(event for event in events if event.unit is not None)  # the reduction of the loss belongs to no unit
 
 
 def copies(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -154,7 +160,7 @@ def train_every_way(mesh: fs.Mesh, name: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_training_equals_ddp_to_the_bit(name):
+def test_training_equals_ddp_to_the_bit_and_communicates_as_predicted(name):
     first, second = run_ranks(train_every_way, 2, name, timeout=200)
     # Experts are each rank's own.
     assert differences(first, second) == ({"module.2.weight", "module.2.bias"} if name == EXPERTS else set())
@@ -169,8 +175,8 @@ def one_step_in_float16(mesh: fs.Mesh) -> None:
         dist.all_reduce(lower.grad)
         value.grad = lower.grad.float() / mesh.world_size
     torch.optim.SGD(module.parameters(), lr=0.01).step()
-    for strategy, schedule, offload in itertools.product(STRATEGIES, PREFETCH, (False, True)):
-        sharded = Sharded(mesh, NESTED, strategy=strategy, schedule=schedule, offload=offload, precision=FP16)
+    for row in ROWS:
+        sharded = Sharded(mesh, NESTED, **{key: row[key] for key in WAY}, precision=FP16)
         loss, grads, events = sharded.gradient()
         optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.01)
         shards, _ = optimizer.step(grads, optimizer.init(sharded.shards), sharded.shards)
@@ -178,7 +184,7 @@ def one_step_in_float16(mesh: fs.Mesh) -> None:
         assert ({event.dtype for event in events}, loss.dtype) == ({"float16"}, torch.float16)
         assert torch.equal(loss, wanted_loss)
         assert {grad.dtype for unit in grads.values() for grad in unit.values()} == {torch.float32}
-        assert differences(params, copies(module)) == set(), (strategy, schedule, offload)
+        assert differences(params, copies(module)) == set(), row
         assert differences(params, start) == start.keys()
 
 
@@ -253,27 +259,15 @@ def once_each(mesh: fs.Mesh, **options: Any) -> None:
             state = state._replace(shards=fs.from_state_dict(state_dict, sharded.plan, mesh))
         with fs.record_events() as events:
             state, _ = step(state, sharded.batch)
-        of_units = [event for event in events if event.unit is not None]  # the reduction of the loss belongs to no unit
-        assert tuple(of_units) == fs.predict_events(sharded.plan, sharded.run.schedule)
-        kinds = {kind: sorted(e.unit for e in of_units if e.kind == kind) for kind in ("reduce_scatter", "all_gather")}
+        sent = of_units(events)
+        assert sent == fs.predict_events(sharded.plan, sharded.run.schedule)
+        kinds = {kind: sorted(e.unit for e in sent if e.kind == kind) for kind in ("reduce_scatter", "all_gather")}
         # Gathered twice, except for the root, which comes first.
         assert kinds == {"reduce_scatter": sorted(units), "all_gather": sorted([*units, *units[1:]])}
 
 
 def test_each_unit_is_gathered_again_and_reduced_once_a_backward_also_after_a_state_dict():
     run_ranks(on_every_schedule, 2, once_each, (None, CASTS_NOTHING, FP16), timeout=120)
-
-
-def nested_events(mesh: fs.Mesh, **options: Any) -> None:
-    for name in MODELS[:2]:
-        sharded = Sharded(mesh, name, **options)
-        for _ in range(2):
-            *_, events = sharded.gradient()
-        assert tuple(events) == fs.predict_events(sharded.plan, sharded.run.schedule) != ()
-
-
-def test_the_collectives_of_nested_units_are_the_predicted_ones():
-    run_ranks(on_every_schedule, 2, nested_events)
 
 
 class Product(torch.autograd.Function):
