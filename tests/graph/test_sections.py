@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import funcshard as fs
 from benchmarks.fake_ranks import fake_mesh
 from funcshard.graph.sections import sections_of
-from tests.graph.test_traced import CASES, batch_of, made
+from tests.graph.test_traced import CASES, SGD, batch_of, made
 
 ONCE = [
     ("forward", None), ("forward", ""), ("forward", "embed"), ("forward", "blocks.0"), ("forward", "blocks.1"),
@@ -18,19 +20,19 @@ UPDATE = [("update", None), ("update", ""), ("update", "blocks.0"), ("update", "
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("case", "expected"),
+    ("options", "expected"),
     [
-        ("full_shard", ONCE + UPDATE),
-        ("remat, dropout", ONCE + UPDATE),
+        ({}, ONCE + UPDATE),
+        (CASES["remat, dropout"][1], ONCE + UPDATE),
         # No gather starts before the first use of a parameter. TorchOpt updates the first moments of all
         # units, then the second ones, then the parameters.
-        ("no_shard, torchopt", ONCE[1:] + UPDATE + 2 * UPDATE[1:]),
-        ("micro-batches", ONCE + ONCE + UPDATE),
+        (CASES["no_shard, torchopt"][1], ONCE[1:] + UPDATE + 2 * UPDATE[1:]),
+        ({"accumulate": 2, "optimizer": SGD}, ONCE + ONCE + UPDATE),
     ],
+    ids=["full_shard", "remat, dropout", "no_shard, torchopt", "micro-batches"],
 )
-def test_sections_follow_the_units_through_the_step(case: str, expected: list[tuple[str, str | None]]) -> None:
-    ranks, options = CASES[case]
-    mesh = fake_mesh({"shard": ranks})
+def test_sections_follow_the_units_through_the_step(options: dict[str, Any], expected: list[tuple[str, str | None]]) -> None:
+    mesh = fake_mesh({"shard": 2})
     step, state = made(mesh, **options)
     traced = fs.trace(step, state, batch_of(mesh, 0))
     found = list(sections_of(traced.graph.graph))

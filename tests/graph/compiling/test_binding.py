@@ -27,7 +27,7 @@ from tests.ranks import Pool, run_ranks
 
 STEPS = 2
 NO_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs the C++ compiler g++")
-BITS = ["offload, foreach", "micro-batches, reduced once", "remat, dropout", "weights, scaler, mutable"]
+BITS = ["offload, foreach, not donated", "micro-batches, reduced once", "remat, dropout", "weights, scaler, mutable"]
 
 
 def run(mesh: fs.Mesh, take: Any, state: fs.TrainState) -> dict[str, Any]:
@@ -98,8 +98,11 @@ def test_collectives_are_predicted_and_scheduled_and_issued_alike_and_a_merged_g
         assert [event for event in scheduled if event.unit is not None] == predicted
         assert list(scheduled) == seen
         step, state = made(mesh)
-        merged = fs.trace(step, state, batch).changed(merge_gathers).compile(backend="eager")
-        scheduled = schedule(merged, state, batch).events
+        traced = fs.trace(step, state, batch)
+        assert [event for event in traced.events if event.unit is not None] == predicted
+        merged = traced.changed(merge_gathers)
+        assert [event for event in merged.events if event.unit is not None] != predicted
+        scheduled = schedule(merged.compile(backend="eager"), state, batch).events
         assert [event for event in scheduled if event.unit is not None] != predicted
         assert len(scheduled) == len(seen) - 1
 
