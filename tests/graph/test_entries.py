@@ -13,7 +13,7 @@ from torch import nn
 
 import funcshard as fs
 from funcshard.graph.sections import sections_of
-from tests.graph import test_traced
+from tests.graph import test_loading, test_traced
 from tests.graph.test_signatures import messages
 from tests.graph.test_traced import batch_of, made, same, torch_optimizer
 
@@ -75,14 +75,9 @@ def test_passes_files_and_compiled_steps_serve_any_size_too(tmp_path: Path) -> N
     fs.simulate(main, 2)
 
 
-def linear(rest: Any = lambda x: x.square().mean()) -> tuple[Any, Any]:
+def linear(rest: Any = lambda x: x.square().mean()) -> Any:
     """Return a small step on one rank that leaves its state as it is, and the state."""
-    apply, params, buffers = fs.make_functional(nn.Linear(3, 2))
-    plan = fs.make_plan(params, fs.Mesh())
-    sharded = fs.fully_shard(apply, plan, fs.Mesh())
-    optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1)
-    step = fs.make_train_step(lambda s, b, x: rest(sharded(s, b, x)), optimizer, plan, fs.Mesh(), donate=False)
-    return step, step.init(fs.shard(params, plan, fs.Mesh()), buffers)
+    return test_loading.made(fs.Mesh(), lambda f, x: rest(f(x)), donate=False)
 
 
 def numbers(*shape: int) -> torch.Tensor:

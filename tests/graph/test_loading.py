@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch
 from torch import nn
 
 import funcshard as fs
+from tests.commands import Command
 from tests.graph.test_traced import same
 from tests.json_damage import changed_once
 
@@ -23,16 +22,21 @@ BATCH = torch.arange(6.0).view(2, 3)
 LINEAR = fs.make_functional(nn.Linear(3, 2))
 
 
-def made(mesh: fs.Mesh, *, strategy: str = "full_shard", lr: Any = 0.1, momentum: float = 0.0, **options: Any) -> Any:
-    """Return a step and its first state."""
+def with_constant(f: Any, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = (f(x) * torch.tensor([1.0, 2.0])).square().mean()
+    return loss
+
+
+def made(
+    mesh: fs.Mesh, loss: Callable[..., Any] = with_constant, *, strategy: str = "full_shard", lr: Any = 0.1,
+    momentum: float = 0.0, **options: Any,
+) -> Any:  # fmt: skip
+    """Return the step of a linear layer, and its first state; ``loss`` gets the layer and a batch."""
     apply, params, buffers = LINEAR
     plan = fs.make_plan(params, mesh, strategy=strategy)
     sharded = fs.fully_shard(apply, plan, mesh)
-
-    def loss_fn(shards: Any, buffers: Any, x: torch.Tensor) -> torch.Tensor:
-        return (sharded(shards, buffers, x) * torch.tensor([1.0, 2.0])).square().mean()
-
     optimizer = fs.torch_optimizer(torch.optim.SGD, lr=lr, momentum=momentum)
+    loss_fn = lambda shards, _, batch: loss(lambda x: sharded(shards, {}, x), batch)  # noqa: E731
     step = fs.make_train_step(loss_fn, optimizer, plan, mesh, **options)
     return step, step.init(fs.shard(params, plan, mesh), buffers)
 
@@ -77,13 +81,14 @@ def test_a_compiled_step_saves_its_graph_and_a_loaded_one_can_be_compiled(
 
 
 NEW_PROCESS = """
-import sys, torch, funcshard as fs
+import os, torch, funcshard as fs
 torch.set_num_threads(1)
-loaded = fs.load_traced(sys.argv[1], fs.Mesh())
-state = fs.TrainState(**torch.load(sys.argv[2]))
-for batch in torch.load(sys.argv[3]):
+graph, state_file, batches = os.environ["FILES"].split(os.pathsep)
+loaded = fs.load_traced(graph, fs.Mesh())
+state = fs.TrainState(**torch.load(state_file))
+for batch in torch.load(batches):
     state, metrics = loaded(state, batch)
-torch.save((state._asdict(), metrics), sys.argv[2])
+torch.save((state._asdict(), metrics), state_file)
 """
 
 
@@ -93,9 +98,9 @@ def test_a_new_process_without_the_model_takes_the_same_steps(traced: fs.graph.T
     torch.save(state._asdict(), tmp_path / "state.pt")
     batches = [BATCH + number for number in range(3)]
     torch.save(batches, tmp_path / "batches.pt")
-    files = [str(file), str(tmp_path / "state.pt"), str(tmp_path / "batches.pt")]
-    environment = {**os.environ, "PYTHONPATH": str(Path(fs.__file__).parents[1])}
-    subprocess.run([sys.executable, "-c", NEW_PROCESS, *files], check=True, env=environment, timeout=240)
+    files = os.pathsep.join([str(file), str(tmp_path / "state.pt"), str(tmp_path / "batches.pt")])
+    process = Command(["-c", NEW_PROCESS], {**os.environ, "FILES": files})
+    assert process.communicate(timeout=240) == ("", "")
     for batch in batches:
         state, metrics = traced(state, batch)
     assert same(torch.load(tmp_path / "state.pt"), (state._asdict(), metrics))
@@ -247,21 +252,19 @@ def test_a_forged_file_is_refused(file: Path, tmp_path: Path, case: str) -> None
 
 @pytest.mark.slow
 def test_every_small_change_of_a_file_with_a_right_checksum_is_read_or_is_a_value_error(file: Path, tmp_path: Path) -> None:
-    _, facts, graphs = file.read_text().split("\n", 2)
+    _, *texts = file.read_text().split("\n", 2)
+    facts, graphs = map(json.loads, texts)
+    changes = [(data, graphs) for _, data in changed_once(facts, 40)] + [
+        (facts, data) for _, data in changed_once(graphs, 160)
+    ]
     errors = 0
-    for _, (changed_facts, changed_graphs) in changed_twins(json.loads(facts), json.loads(graphs)):
-        text = f"{json.dumps(changed_facts)}\n{json.dumps(changed_graphs)}\n"
+    for change in changes:
+        text = "".join(f"{json.dumps(part)}\n" for part in change)
         try:
             fs.load_traced(forged(file, tmp_path / "forged.json", lambda _, text=text: text), fs.Mesh())
         except ValueError:
             errors += 1
-    assert 500 < errors < 800
-
-
-def changed_twins(facts: Any, graphs: Any) -> Iterator[tuple[str, Any]]:
-    """Yield changes of either part of a file."""
-    yield from ((where, (data, graphs)) for where, data in changed_once(facts, 200))
-    yield from ((where, (facts, data)) for where, data in changed_once(graphs, 600))
+    assert 300 < errors < 500
 
 
 def test_every_flipped_byte_is_seen(file: Path, tmp_path: Path) -> None:

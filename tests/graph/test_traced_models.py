@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # from Dynamo
 WIDTH, STEPS = 6, 2
+FIRST = {"units": ["0"]}
 Tensor = torch.Tensor
 
 
@@ -114,60 +116,69 @@ def plain(mesh: fs.Mesh) -> nn.Module:
 # --- steps ----------------------------------------------------------------------------------------
 
 
-def distance(one: Tensor, other: Tensor) -> Tensor:
-    return (one - other).square().mean()
-
-
-def compiled_distance(one: Tensor, other: Tensor) -> Tensor:
-    found: Tensor = torch.compile(distance, backend="eager")(one, other)
-    return found
+def loss_of(out: Tensor, x: Any) -> Tensor:
+    return (out - 0.5).square().mean()
 
 
 def made(
     mesh: fs.Mesh,
     model: Callable[[fs.Mesh], nn.Module] = plain,
     *,
-    units: Any = ("0",),
-    own: dict[str, Any] | None = None,
     plan: dict[str, Any] | None = None,
+    own: dict[str, Any] | None = None,
     sharded: dict[str, Any] | None = None,
     ignored: tuple[str, ...] = (),
-    weight: bool = False,
-    loss: Callable[[Tensor, Tensor], Tensor] = distance,
+    call: Callable[..., Any] = lambda f, x: f(x),
+    loss: Callable[[Any, Any], Any] = loss_of,
+    weight: Callable[[fs.Mesh, Any], float] | None = None,
+    mutable: bool = False,
     optimizer: Callable[[], Any] = lambda: fs.torch_optimizer(torch.optim.SGD, lr=0.1),
     **options: Any,
 ) -> tuple[Any, fs.TrainState]:
-    """Return the step of a model, and its first state."""
+    """Return the step of a model, and its first state; ``options`` are those of the step."""
     mesh = with_own(mesh, own or {})
     torch.manual_seed(0)
-    apply, params, buffers = fs.make_functional(model(mesh))
+    apply, params, buffers = fs.make_functional(model(mesh), mutable=mutable)
     buffers |= {name: params.pop(name) + mesh.rank for name in ignored}
-    cut = fs.make_plan(params, mesh, units=list(units), **(plan or {}))
+    cut = fs.make_plan(params, mesh, **(plan or {}))
     f = fs.fully_shard(apply, cut, mesh, ignored_params=ignored, **(sharded or {}))
 
-    def loss_fn(shards: Any, buffers: Any, x: Tensor) -> Any:
-        with torch.autocast("cpu", torch.bfloat16, enabled="has_aux" in options):
-            out = f(shards, buffers, x)
-        value = loss(out, x.roll(1, 0))
-        return (value, {"largest": out.amax()}) if "has_aux" in options else (value, mesh.rank + 1.0) if weight else value
+    def loss_fn(shards: Any, buffers: Any, x: Any) -> Any:
+        out, new = call(functools.partial(f, shards, buffers), x), ()
+        if mutable:
+            out, *new = out
+        found = loss(out, x)
+        results = (*(found if isinstance(found, tuple) else (found,)), *([weight(mesh, x)] if weight else ()), *new)
+        return results if len(results) > 1 else found
 
-    step = fs.make_train_step(loss_fn, optimizer(), cut, mesh, weighted=weight, **options)
+    step = fs.make_train_step(loss_fn, optimizer(), cut, mesh, weighted=weight is not None, mutable=mutable, **options)
     return step, step.init(fs.shard(params, cut, mesh), buffers)
 
 
-def run(mesh: fs.Mesh, traced: bool, **options: Any) -> Any:
+def run(mesh: fs.Mesh, batches: list[Any], *, traced: bool, warm: bool = False, **options: Any) -> Any:
+    """Take a step for each batch; return metrics, the last state, the collectives of each step, and the step."""
     step, state = made(mesh, **options)
+    if warm:
+        step(fs.copy(state), batches[0])
     torch.manual_seed(5)
-    take = fs.trace(step, state, batch_of(mesh, 0)) if traced else step
+    take = fs.trace(step, state, batches[0]) if traced else step
     metrics, events = [], []
-    for number in range(STEPS):
+    for batch in batches:
         with fs.record_events() as seen:
-            state, found = take(state, batch_of(mesh, number))
+            state, found = take(state, batch)
         metrics.append(torch.utils._pytree.tree_map(lambda value: torch.as_tensor(value).clone(), found))
         events.append(seen)
-    assert bool(events[-1]) == (mesh.world_size > 1)
-    assert not traced or list(take.events) == events[-1]
-    return metrics, fs.copy(state), events
+    return metrics, fs.copy(state), events, take
+
+
+def check_traced(mesh: fs.Mesh, batches: list[Any], **options: Any) -> Any:
+    """Check that a traced step does what the step does; return it."""
+    eager, traced = (run(mesh, batches, traced=traced, **options) for traced in (False, True))
+    assert same(traced[:2], eager[:2])
+    assert traced[2] == eager[2]
+    assert list(traced[3].events) == eager[2][-1]
+    assert bool(eager[2][-1]) == (mesh.world_size > 1)
+    return traced[3]
 
 
 def compiler(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -186,46 +197,41 @@ def chained() -> Any:
     return torchopt.chain(transform.add_decayed_weights(0.1), transform.scale_by_adam(), rate)
 
 
+def in_autocast(f: Any, x: Tensor) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        return f(x)
+
+
 CUTS = {"up": {"model": 0}, "down.weight": {"model": 1}, "expert": "model"}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "a model axis": ({"model": 2}, {"model": OneAxis, "units": ["up", "expert"], "plan": {"local": CUTS}}),
-    "collectives of the user's, eight bits": (2, {"own": {"shard": EIGHT_BITS}}),
-    "collectives of the user's, all-reduce": ({"replicate": 2}, {"own": {"replicate": {"all_reduce": add}}}),
-    "leaves of one rank, weights": (2, {"plan": {"local": {"0.*": "shard"}}, "weight": True}),
-    "nested, tied over units, frozen, dtypes, empty": (
-        2,
-        {"model": Tied, "units": [["first", "last"], "middle", "middle.0"]},
-    ),
-    "checkpoints of torch and of ours": (2, {"model": Recomputed, "units": ["layers.*"]}),
-    "parameters outside the plan, hooks, aux, autocast": (
-        2,
-        {
-            "ignored": ("2.weight", "2.bias"),
-            "has_aux": True,
-            "on_grads": lambda unit, grads: {name: grad.clamp(-0.1, 0.1) for name, grad in grads.items()},
-        },
-    ),
-    "compiled units, compiled loss": (
-        1,
-        {"sharded": {"compiler": compiler}, "loss": compiled_distance},
-    ),
-    "a chain of TorchOpt with a schedule": (1, {"optimizer": chained}),
-    "weighted micro-batches, reduced once": (2, {"weight": True, "accumulate": 2, "reduce": "once"}),
-}
+    "a model axis": ({"model": 2}, {"model": OneAxis, "plan": {"units": ["up", "expert"], "local": CUTS}}),
+    "collectives of the user's, eight bits": (2, {"own": {"shard": EIGHT_BITS}, "plan": FIRST}),
+    "collectives of the user's, all-reduce": ({"replicate": 2}, {"own": {"replicate": {"all_reduce": add}}, "plan": FIRST}),
+    "leaves of one rank, weights": (2, {
+        "plan": {**FIRST, "local": {"0.*": "shard"}}, "weight": lambda mesh, _: mesh.rank + 1.0,
+    }),
+    "nested, tied over units, frozen, dtypes, empty": (2, {
+        "model": Tied, "plan": {"units": [["first", "last"], "middle", "middle.0"]},
+    }),
+    "checkpoints of torch and of ours": (2, {"model": Recomputed, "plan": {"units": ["layers.*"]}}),
+    "parameters outside the plan, hooks, aux, autocast": (2, {
+        "ignored": ("2.weight", "2.bias"), "plan": FIRST, "has_aux": True, "call": in_autocast,
+        "loss": lambda out, x: (loss_of(out, x), {"largest": out.amax()}),
+        "on_grads": lambda unit, grads: {name: grad.clamp(-0.1, 0.1) for name, grad in grads.items()},
+    }),
+    "compiled units, compiled loss": (1, {
+        "sharded": {"compiler": compiler}, "plan": FIRST,
+        "loss": lambda out, x: torch.compile(loss_of, backend="eager")(out, x),
+    }),
+    "a chain of TorchOpt with a schedule": (1, {"optimizer": chained, "plan": FIRST}),
+}  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_traced_step_has_the_bits_and_the_collectives_of_the_step(case: str) -> None:
     ranks, options = CASES[case]
-
-    def main(mesh: fs.Mesh) -> None:
-        eager, traced = (run(mesh, traced, **options) for traced in (False, True))
-        assert same(traced[0], eager[0])
-        assert same(traced[1], eager[1])
-        assert traced[2] == eager[2]
-
-    fs.simulate(main, ranks)
+    fs.simulate(lambda mesh: check_traced(mesh, [batch_of(mesh, number) for number in range(STEPS)], **options), ranks)
 
 
 # --- DTensors -------------------------------------------------------------------------------------

@@ -98,25 +98,20 @@ def test_an_example_that_is_wrong_or_warns_is_seen():
     assert "UserWarning: careful" in run_examples("warning", ">>> import warnings\n>>> warnings.warn('careful')\n")[1]
 
 
-@pytest.mark.parametrize("name", [*PUBLIC, "funcshard.wrap.Policy"])
-def test_public_name_stands_in_the_reference(name):
+def test_the_reference_names_every_public_name_with_its_signature():
     text = (ROOT / "docs" / "names.md").read_text()
-    short = name.removeprefix("funcshard.")
-    assert re.search(rf"`(fs\.|funcshard\.)?{re.escape(short)}\b", text), f"docs/names.md does not name {short}"
-
-
-@pytest.mark.parametrize("name", funcshard.__all__)
-def test_reference_gives_the_signature(name):
-    value = getattr(funcshard, name)
-    if inspect.isclass(value) or inspect.ismodule(value):
-        return
-    text = (ROOT / "docs" / "names.md").read_text()
-    found = re.search(rf"`fs\.{name}\((.*?)\)`", text)
-    assert found, f"docs/names.md does not give the signature of {name}"
-    signature = inspect.signature(value)
-    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
-    real = str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
-    assert ast.dump(ast.parse(f"def f({found[1]}): ...")) == ast.dump(ast.parse(f"def f{real}: ..."))
+    short = [name.removeprefix("funcshard.") for name in (*PUBLIC, "funcshard.wrap.Policy")]
+    assert [name for name in short if not re.search(rf"`(fs\.|funcshard\.)?{re.escape(name)}\b", text)] == []
+    for name in funcshard.__all__:
+        value = getattr(funcshard, name)
+        if inspect.isclass(value) or inspect.ismodule(value):
+            continue
+        found = re.search(rf"`fs\.{name}\((.*?)\)`", text)
+        assert found, f"docs/names.md does not give the signature of {name}"
+        signature = inspect.signature(value)
+        bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+        real = str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+        assert ast.dump(ast.parse(f"def f({found[1]}): ...")) == ast.dump(ast.parse(f"def f{real}: ...")), name
 
 
 def test_the_contributors_page_shows_the_wings_from_the_ground_up():

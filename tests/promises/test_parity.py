@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import funcshard as fs
@@ -54,10 +57,12 @@ class Run(NamedTuple):
     buffers: dict[str, torch.Tensor]
 
 
-def train_sharded(mesh: fs.Mesh, name: str, dtype: torch.dtype, strategy: str) -> Run:
+def train_sharded(mesh: fs.Mesh, name: str, dtype: torch.dtype, strategy: str = "full_shard") -> Run:
     subject = SUBJECTS[name]
-    mutable = subject.batch_statistics
-    apply, params, buffers = fs.make_functional(subject.build().to(dtype), mutable=mutable)
+    mutable, module = subject.batch_statistics, subject.build().to(dtype)
+    # The sizes of the linear layer of "convnet" are odd, so all of it is repeated.
+    assert "tensor" not in mesh.shape or (divided(module, mesh) > 0) == (name != "convnet")
+    apply, params, buffers = fs.make_functional(module, mutable=mutable)
     plan = fs.make_plan(params, mesh, units=subject.units, strategy=strategy)
     sharded = fs.fully_shard(apply, plan, mesh)
 
@@ -73,7 +78,7 @@ def train_sharded(mesh: fs.Mesh, name: str, dtype: torch.dtype, strategy: str) -
     for i in range(steps_of(name)):
         state, metrics = step(state, batch_of_rank(mesh, name, dtype, i))
         losses.append(metrics["loss"].item())
-    return Run(losses, fs.gather(grads, plan, mesh), fs.gather(state.shards, plan, mesh), state.buffers)
+    return Run(losses, *(copies(fs.gather(tree, plan, mesh).items()) for tree in (grads, state.shards)), state.buffers)
 
 
 def train_ddp(mesh: fs.Mesh, name: str, dtype: torch.dtype) -> Run:
@@ -91,16 +96,15 @@ def train_ddp(mesh: fs.Mesh, name: str, dtype: torch.dtype) -> Run:
     return Run(losses, grads, copies(module.module.named_parameters()), copies(module.module.named_buffers()))
 
 
-def whole_batch(name: str, dtype: torch.dtype, step: int, world_size: int) -> Any:
-    return cast(SUBJECTS[name].make_batch(SAMPLES * world_size, step), dtype)
-
-
 def batch_of_rank(mesh: fs.Mesh, name: str, dtype: torch.dtype, step: int) -> Any:
-    return part(whole_batch(name, dtype, step, mesh.world_size), mesh.rank, mesh.world_size)
+    """Return the samples of this rank: the same ones along the tensor axis."""
+    (rows, columns), at = (mesh.shape["replicate"], mesh.shape["shard"]), mesh.position
+    whole = cast(SUBJECTS[name].make_batch(SAMPLES * rows * columns, step), dtype)
+    return part(whole, at["replicate"] * columns + at["shard"], rows * columns)
 
 
 def copies(named: Iterable[tuple[str, Any]]) -> dict[str, torch.Tensor]:
-    return {key: value.detach().clone() for key, value in named}
+    return {key: (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone() for key, x in named}
 
 
 def train_every_way(mesh: fs.Mesh, name: str, dtype: torch.dtype) -> dict[str, Run]:
@@ -108,7 +112,7 @@ def train_every_way(mesh: fs.Mesh, name: str, dtype: torch.dtype) -> dict[str, R
     runs = {"ddp": train_ddp(mesh, name, dtype)}
     if mesh.world_size == 4:
         grid = fs.init_mesh(HYBRID, device="cpu")
-        return runs | {str(each.shape): train_sharded(each, name, dtype, "full_shard") for each in (mesh, grid)}
+        return runs | {str(each.shape): train_sharded(each, name, dtype) for each in (mesh, grid)}
     return runs | {strategy: train_sharded(mesh, name, dtype, strategy) for strategy in STRATEGIES}
 
 
@@ -138,6 +142,37 @@ def test_four_ranks_on_either_mesh_equal_ddp_which_adds_in_another_order(name, d
         ddp = runs_of_ranks(name, dtype, 4)[0]["ddp"]
         for mesh in runs.keys() - {"ddp"}:
             assert_close(runs[mesh], ddp, tolerance(SUBJECTS[name], dtype), f"{mesh} on rank {rank}")
+
+
+def divided(module: nn.Module, mesh: fs.Mesh) -> int:
+    """Cut every linear layer and embedding whose sizes two ranks divide; return the number of cuts.
+
+    Tied parameters stay whole, because torch's styles would untie them. Outputs are whole too, so
+    that this works in any architecture.
+    """
+    uses = [id(p) for _, p in module.named_parameters(remove_duplicate=False)]
+    styles: dict[str, Any] = {}
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Linear | nn.Embedding) and name and uses.count(id(layer.weight)) == 1:
+            rows, columns = layer.weight.shape
+            if isinstance(layer, nn.Embedding):
+                if columns % 2 == 0:
+                    styles[name] = ColwiseParallel(output_layouts=Replicate())
+            elif rows % 2 == 0 and len(styles) % 2:
+                styles[name] = ColwiseParallel(output_layouts=Replicate())
+            elif columns % 2 == 0:
+                styles[name] = RowwiseParallel(input_layouts=Replicate())
+    assert mesh.device_mesh is not None
+    parallelize_module(module, mesh.device_mesh["tensor"], styles)
+    return sum(isinstance(p, DTensor) for p in module.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_a_model_that_torch_divides_over_two_ranks_equals_ddp_of_the_whole_one(name):
+    for rank, run in enumerate(run_ranks(train_sharded, 4, name, torch.float64, shape={"shard": 2, "tensor": 2})):
+        ddp = runs_of_ranks(name, torch.float64, 2)[0]["ddp"]
+        assert_close(run, ddp, tolerance(SUBJECTS[name], torch.float64), f"rank {rank}")
 
 
 @pytest.mark.slow

@@ -45,42 +45,27 @@ def test_every_tensor_that_the_library_makes_names_its_device_and_its_dtype() ->
 
 
 @contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Any:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+def setting(set_to: Callable[[Any], None], value: Any, before: Any) -> Any:
+    set_to(value)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        set_to(before)
 
 
-@contextlib.contextmanager
-def default_device(device: str) -> Any:
-    torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
+def dtype(chosen: torch.dtype) -> Any:
+    return setting(torch.set_default_dtype, chosen, torch.float32)
 
 
-@contextlib.contextmanager
-def deterministic() -> Any:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
+NOTHING = contextlib.nullcontext
 # Of each: what holds for the whole process, and what for one thread, and so for one simulated rank.
 SURROUNDINGS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-    "with torch.device('meta')": (contextlib.nullcontext, lambda: torch.device("meta")),
-    "set_default_device('meta')": (contextlib.nullcontext, lambda: default_device("meta")),
-    "set_default_dtype(float64)": (lambda: default_dtype(torch.float64), contextlib.nullcontext),
-    "set_default_dtype(bfloat16)": (lambda: default_dtype(torch.bfloat16), contextlib.nullcontext),
-    "deterministic algorithms": (deterministic, contextlib.nullcontext),
+    "with torch.device('meta')": (NOTHING, lambda: torch.device("meta")),
+    "set_default_device('meta')": (NOTHING, lambda: setting(torch.set_default_device, "meta", None)),
+    "set_default_dtype(float64)": (lambda: dtype(torch.float64), NOTHING),
+    "set_default_dtype(bfloat16)": (lambda: dtype(torch.bfloat16), NOTHING),
+    "deterministic algorithms": (lambda: setting(torch.use_deterministic_algorithms, True, False), NOTHING),
 }
-NONE = (contextlib.nullcontext, contextlib.nullcontext)
 
 
 def life(mesh: fs.Mesh, folder: Path) -> Any:
@@ -138,7 +123,7 @@ def run(folder: Path, in_process: Callable[[], Any], in_rank: Callable[[], Any])
 def test_surroundings_change_no_result_on_simulated_ranks(
     surroundings: tuple[Callable[[], Any], Callable[[], Any]], tmp_path: Path
 ) -> None:
-    plain, other = run(tmp_path / "plain", *NONE), run(tmp_path / "other", *surroundings)
+    plain, other = run(tmp_path / "plain", NOTHING, NOTHING), run(tmp_path / "other", *surroundings)
     for one, two in zip(plain, other, strict=True):
         assert same(without_counters(one), without_counters(two))
 

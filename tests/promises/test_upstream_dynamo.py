@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch import nn
 
 import funcshard as fs
 from tests.graph.test_traced import same
+from tests.graph.test_traced_models import check_traced, run
 from tests.models import SUBJECTS
 from tests.module.test_unit_setup_compiled import Checkpointed, Hidden, Mutating, Shared
 
@@ -22,53 +22,6 @@ pytestmark = [
 ]
 WIDTH = 3
 Tensor = torch.Tensor
-
-
-def made(
-    mesh: fs.Mesh,
-    model: Callable[[], nn.Module],
-    loss: Callable[[Any, Any], Tensor] = lambda out, x: (out - 0.5).square().mean(),
-    weight: Callable[[Any], float] | None = None,
-    plan: dict[str, Any] | None = None,
-    compiler: Any = None,
-    call: Callable[..., Any] = lambda f, x: f(x),
-) -> tuple[Any, fs.TrainState]:
-    """Return the step of a model with SGD, and its first state."""
-    torch.manual_seed(0)
-    apply, params, buffers = fs.make_functional(model(), mutable=True)
-    cut = fs.make_plan(params, mesh, **(plan or {}))
-    sharded = fs.fully_shard(apply, cut, mesh, compiler=compiler)
-
-    def loss_fn(shards: Any, buffers: Any, x: Any) -> Any:
-        out, new = call(functools.partial(sharded, shards, buffers), x)
-        return (loss(out, x), weight(x), new) if weight else (loss(out, x), new)
-
-    optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.05)
-    step = fs.make_train_step(loss_fn, optimizer, cut, mesh, mutable=True, weighted=weight is not None)
-    return step, step.init(fs.shard(params, cut, mesh), buffers)
-
-
-def run(mesh: fs.Mesh, batches: list[Any], *, traced: bool, warm: bool = False, **options: Any) -> Any:
-    """Take a step for each batch; return losses, the last state, the collectives, and the traced step."""
-    step, state = made(mesh, **options)
-    if warm:
-        step(fs.copy(state), batches[0])
-    take = fs.trace(step, state, batches[0]) if traced else step
-    torch.manual_seed(7)
-    losses = []
-    with fs.record_events() as events:
-        for batch in batches:
-            state, metrics = take(state, batch)
-            losses.append(metrics["loss"].clone())
-    return losses, fs.copy(state), list(events), take
-
-
-def check_traced(mesh: fs.Mesh, batches: list[Any], **options: Any) -> Any:
-    """Check that a traced step does what the step does; return it."""
-    eager, traced = (run(mesh, batches, traced=traced, **options) for traced in (False, True))
-    assert same(traced[:2], eager[:2])
-    assert traced[2] == eager[2]
-    return traced[3]
 
 
 def rows(*sizes: int) -> list[Tensor]:
@@ -84,7 +37,7 @@ def test_fifteen_steps_make_one_recording_of_a_module_that_does_more_than_comput
     cls: type[nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("DEBUG", "funcshard.graph"):
-        fs.simulate(lambda mesh: check_traced(mesh, rows(4) * 15, model=cls), 1)
+        fs.simulate(lambda mesh: check_traced(mesh, rows(4) * 15, model=lambda _: cls(), mutable=True), 1)
     assert sum("records" in record.message for record in caplog.records) == 1
 
 
@@ -100,9 +53,9 @@ def test_guards_that_name_module_objects_are_a_thing_of_the_past() -> None:
         graphs.append(graph)
         return graph.forward
 
-    compiler = functools.partial(torch.compile, backend=backend)
+    sharded = {"compiler": functools.partial(torch.compile, backend=backend)}
     with dynamo.config.patch(inline_inbuilt_nn_modules=False):
-        fs.simulate(lambda mesh: run(mesh, rows(4) * 3, traced=False, model=Hidden, compiler=compiler), 1)
+        fs.simulate(lambda mesh: run(mesh, rows(4) * 3, traced=False, model=lambda _: Hidden(), sharded=sharded), 1)
     assert len(graphs) == 1
 
 
@@ -120,14 +73,14 @@ OWN_BATCHES: dict[str, tuple[list[Any], list[Any]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", OWN_BATCHES)
 def test_ranks_with_batches_of_other_shapes_record_their_own_and_communicate_alike(case: str) -> None:
-    def weight(x: Any) -> float:
+    def weight(_: fs.Mesh, x: Any) -> float:
         return float(len(x)) if isinstance(x, Tensor) else 1.0
 
     def call(f: Any, x: Any) -> Any:
         return f(x if isinstance(x, Tensor) else torch.ones(x, WIDTH))
 
     def main(mesh: fs.Mesh) -> Any:
-        model = lambda: nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, 2))  # noqa: E731
+        model = lambda _: nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, 2))  # noqa: E731
         batches = OWN_BATCHES[case][mesh.rank]
         return list(check_traced(mesh, batches, model=model, weight=weight, call=call).events)
 
@@ -138,7 +91,7 @@ def test_ranks_with_batches_of_other_shapes_record_their_own_and_communicate_ali
 def test_ranks_whose_graphs_communicate_differently_raise_and_name_the_ranks() -> None:
     def main(mesh: fs.Mesh) -> None:
         extra = lambda out, x: out.mean() + (fs.psum(out.mean(), mesh) if mesh.rank else 0)  # noqa: E731
-        run(mesh, rows(4), traced=True, model=lambda: nn.Linear(WIDTH, 2), loss=extra)
+        run(mesh, rows(4), traced=True, model=lambda _: nn.Linear(WIDTH, 2), loss=extra)
 
     words = "ranks issue different collectives: .* reduce_scatter .* on rank 0 and all_reduce .* on rank 1"
     with pytest.raises(RuntimeError, match=words):
@@ -152,7 +105,7 @@ def test_a_rank_that_records_slowly_does_not_fail_the_others() -> None:
             time.sleep(0.2 * (mesh.rank == 0))  # Python runs while the step is recorded, and not later
             return out.square().mean()
 
-        return run(mesh, rows(4, 4), traced=True, model=lambda: nn.Linear(WIDTH, 2), loss=slowly)[:2]
+        return run(mesh, rows(4, 4), traced=True, model=lambda _: nn.Linear(WIDTH, 2), loss=slowly)[:2]
 
     first, second = fs.simulate(main, 2)
     assert same(first[0], second[0])
@@ -167,7 +120,7 @@ def test_groups_split_a_step_where_the_plan_says(limit: int, split: list[int]) -
     """Each of four layers has 80 bytes; a group is one gather and one reduction, as in DDP's splits."""
 
     def main(mesh: fs.Mesh) -> None:
-        model = lambda: nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])  # noqa: E731
+        model = lambda _: nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])  # noqa: E731
         plan = {"units": ["0", "1", "2", "3"], "bucket_bytes": limit, "strategy": "shard_grad_op"}
         events = check_traced(mesh, [torch.ones(2, 4)], model=model, plan=plan).events
         assert [event.bytes // 80 for event in events if event.kind == "all_gather"] == split
@@ -199,14 +152,14 @@ def test_forward_in_contexts_that_calls_forward_and_draws_numbers() -> None:
             return f(x, x)
 
     batches = [torch.ones(2, 3, 4), torch.ones(2, 3, 4) / 2]
-    fs.simulate(lambda mesh: check_traced(mesh, batches, model=Attention, call=call), 1)
+    fs.simulate(lambda mesh: check_traced(mesh, batches, model=lambda _: Attention(), call=call), 1)
 
 
 @pytest.mark.slow
 def test_bert_traced_with_gradient_checkpointing() -> None:
     subject = SUBJECTS["bert"]
 
-    def model() -> nn.Module:
+    def model(_: fs.Mesh) -> nn.Module:
         module: Any = subject.build(0.0)
         module.gradient_checkpointing_enable({"use_reentrant": False})
         found: nn.Module = module
