@@ -47,7 +47,7 @@ def test_a_job_trains_as_the_plain_module_to_the_bits_of_its_plain_twin_which_wa
 
 @pytest.mark.slow
 @given(st.builds(Job, **{name: st.sampled_from(values) for name, values in CHOICES.items()}).filter(is_possible))
-@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.filter_too_much])
 def test_any_job_does(tmp_path_factory: pytest.TempPathFactory, job: Job) -> None:
     check(job, tmp_path_factory.mktemp("job"))
 
