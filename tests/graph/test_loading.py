@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -254,9 +255,8 @@ def test_a_forged_file_is_refused(file: Path, tmp_path: Path, case: str) -> None
 def test_every_small_change_of_a_file_with_a_right_checksum_is_read_or_is_a_value_error(file: Path, tmp_path: Path) -> None:
     _, *texts = file.read_text().split("\n", 2)
     facts, graphs = map(json.loads, texts)
-    changes = [(data, graphs) for _, data in changed_once(facts, 40)] + [
-        (facts, data) for _, data in changed_once(graphs, 160)
-    ]
+    changes = [(data, graphs) for _, data in changed_once(facts, 100)]
+    changes += [(facts, data) for _, data in itertools.islice(changed_once(graphs, 600), 0, None, 3)]
     errors = 0
     for change in changes:
         text = "".join(f"{json.dumps(part)}\n" for part in change)
@@ -264,7 +264,7 @@ def test_every_small_change_of_a_file_with_a_right_checksum_is_read_or_is_a_valu
             fs.load_traced(forged(file, tmp_path / "forged.json", lambda _, text=text: text), fs.Mesh())
         except ValueError:
             errors += 1
-    assert 300 < errors < 500
+    assert 200 < errors < 400
 
 
 def test_every_flipped_byte_is_seen(file: Path, tmp_path: Path) -> None:
