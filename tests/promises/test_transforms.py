@@ -229,14 +229,11 @@ def jvp_of_jvp(w):
 
 def jacrev(w):
     """Row i is the sum over ranks of the gradients of the i-th outputs."""
-    if w.tensor > 1:
-        with w.refuses_loops():
-            torch.func.jacrev(lambda s: w.out(s, w.x).mean(0))(w.shards)
-        return
-    found = torch.func.jacrev(lambda s: w.out(s, w.x).mean(0))(w.shards)
-    rows = [w.gathered(tree.map(lambda j, i=i: j[i].contiguous(), found)) for i in range(2)]
-    expected = w.summed(lambda _, x: torch.func.jacrev(lambda p: w.whole(p, x).mean(0))(w.params))
-    close(tree.map(lambda *r: torch.stack(r), *rows), expected)
+    with w.refuses_loops():
+        found = torch.func.jacrev(lambda s: w.out(s, w.x).mean(0))(w.shards)
+        rows = [w.gathered(tree.map(lambda j, i=i: j[i].contiguous(), found)) for i in range(2)]
+        expected = w.summed(lambda _, x: torch.func.jacrev(lambda p: w.whole(p, x).mean(0))(w.params))
+        close(tree.map(lambda *r: torch.stack(r), *rows), expected)
 
 
 def jacfwd(w):
@@ -407,62 +404,44 @@ def linearize(w):
             close(push(w.v), torch.func.jvp(w.whole_loss, (w.params,), (w.tangents,))[1])
 
 
-TRANSFORMS = {
-    function.__name__.replace("_", " "): function
-    for function in (
-        grad, value_and_grad, vjp, jvp_of_parameters, jvp_of_inputs, jvp_of_both, jvp_of_jvp, jacrev, jacfwd,
-        jacfwd_along_the_worlds_basis, jacobians_of_inputs, hvp_forward_over_reverse, hvp_reverse_over_reverse,
-        hvp_reverse_over_forward, hessian, hessian_by_torch, functional_hessian, functional_hvp, psum_of_inputs,
-        vmap_over_inputs, vmap_of_grad, double_backward,
-    )
-}  # fmt: skip
+TRANSFORMS = (
+    grad, value_and_grad, vjp, jvp_of_parameters, jvp_of_inputs, jvp_of_both, jvp_of_jvp, jacrev, jacfwd,
+    jacfwd_along_the_worlds_basis, jacobians_of_inputs, hvp_forward_over_reverse, hvp_reverse_over_reverse,
+    hvp_reverse_over_forward, hessian, hessian_by_torch, functional_hessian, functional_hvp, psum_of_inputs,
+    vmap_over_inputs, vmap_of_grad, double_backward,
+)  # fmt: skip
 
 
-def check(mesh, strategy, form):
+def check(mesh, strategy, form, transforms=TRANSFORMS):
     world = World(mesh, strategy, form)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
-        for name, function in TRANSFORMS.items():
+        for transform in transforms:
             try:
-                function(world)
+                transform(world)
             except Exception as error:
-                error.add_note(f"in transform {name!r}")
+                error.add_note(f"in {transform.__name__}")
                 raise
+
+
+def run_all(run, strategy, world, *args):
+    shape = world if isinstance(world, dict) else None
+    run(check, 4 if shape else world, strategy, *args, shape=shape, timeout=150)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "world", "form"), CASES, ids=lambda x: str(x).replace("'", ""))
 def test_transforms_of_shards_are_those_of_the_whole(strategy, world, form):
-    run_simulated(check, size(world), strategy, form, shape=world if isinstance(world, dict) else None)
-
-
-def size(world):
-    return 4 if isinstance(world, dict) else world
+    run_all(run_simulated, strategy, world, form)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "world", "form"),
-    [
-        ("full_shard", 1, "module"),
-        ("full_shard", 2, "by hand"),
-        ("no_shard", 2, "module"),
-        ("full_shard", 4, "module"),
-        ("shard_grad_op", HYBRID, "by hand"),
-    ],
-    ids=lambda x: str(x).replace("'", ""),
-)
-def test_the_same_on_real_ranks(strategy, world, form):
-    run_ranks(check, size(world), strategy, form, timeout=150, shape=world if isinstance(world, dict) else None)
+def test_the_same_on_real_ranks():
+    run_all(run_ranks, "full_shard", 2, "by hand")
+    run_all(run_ranks, "shard_grad_op", HYBRID, "module")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "world"), [("full_shard", 1), ("no_shard", 2), ("full_shard", 2)])
 def test_linearize_on_real_ranks_works_or_says_why_not(strategy, world):
-    run_ranks(linearized, world, strategy, timeout=150)
-
-
-def linearized(mesh, strategy):
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
-        linearize(World(mesh, strategy, "module"))
+    run_all(run_ranks, strategy, world, "module", (linearize,))
