@@ -149,16 +149,12 @@ def test_a_faster_network_exposes_less_and_a_slow_one_binds():
     assert bound.exposed > fast.exposed > 0
 
 
-def test_on_a_cpu_nothing_overlaps():
+def test_on_a_cpu_nothing_overlaps_and_no_allocator_reserves_memory():
     cpu = load_hardware("cpu")
     report = fs.estimate(profile(None), plan_of(mesh=2), hardware=cpu)
     assert isinstance(cpu, Hardware)
     assert Runtime.on(cpu.device).overlaps is False
     assert report.exposed == pytest.approx(sum(span.seconds for span in report.spans if span.lane != "compute"))
-
-
-def test_a_cpu_has_no_allocator_that_reserves_memory():
-    report = fs.estimate(profile(None), plan_of(mesh=2), hardware="cpu")
     assert report.reserved == (0, 0)
     assert "allocator" not in str(report)
 
@@ -174,11 +170,6 @@ def test_the_peak_of_the_hardware_is_that_of_the_dtype_that_computes():
         assert fs.estimate(each, plan, hardware="h100").peak_flops == peaks[dtype]
 
 
-@pytest.mark.parametrize(("hardware", "source"), [("h100", "calibrated"), ("a100", "extrapolated")])
-def test_reserved_memory_was_measured_on_one_kind_of_gpu(hardware, source):
-    assert fs.estimate(profile(None), plan_of(), hardware=hardware).sources["reserved"] == source
-
-
 @pytest.mark.parametrize(
     ("options", "name", "source"),
     [
@@ -186,10 +177,12 @@ def test_reserved_memory_was_measured_on_one_kind_of_gpu(hardware, source):
         ({}, "budget", "calibrated"),
         ({}, "peak", "traced"),
         ({"runtime": Runtime(communicators=1)}, "peak", "calibrated"),
+        ({}, "reserved", "calibrated"),  # measured on one kind of GPU
+        ({"hardware": "a100"}, "reserved", "extrapolated"),
     ],
 )
 def test_each_number_has_its_source(options, name, source):
-    assert fs.estimate(profile(None), plan_of(), hardware="h100", **options).sources[name] == source
+    assert fs.estimate(profile(None), plan_of(), **{"hardware": "h100", **options}).sources[name] == source
 
 
 def test_a_copy_to_the_host_makes_the_step_time_as_uncertain_as_itself():
@@ -223,6 +216,8 @@ def test_a_budget_is_at_most_the_memory_of_the_device():
     memory = load_hardware("h100").memory
     report = fs.estimate(profile(None), plan_of(), hardware="h100", budget=2 * memory)
     assert (report.budget, report.sources["budget"]) == (memory, "calibrated")
+    assert report.budget == report_of("full_shard").budget
+    assert [report_of("full_shard", budget=1 << bits).fits for bits in (30, 10)] == [True, False]
     assert "Budget: 158.4 GiB is more than the device has, so its memory counts." in str(report)
     assert "more than the device has" not in str(fs.estimate(profile(None), plan_of(), hardware="h100", budget=memory))
     large = dataclasses.replace(load_hardware("h100"), memory=1 << 20)
@@ -246,12 +241,6 @@ def test_without_overlap_the_rank_waits_for_every_collective(apart):
     collectives = [span for span in report.spans if span.lane != "compute"]
     assert "all_reduce" in {span.what for span in collectives}
     assert report.exposed == pytest.approx(sum(span.seconds for span in collectives))
-
-
-def test_the_budget_says_whether_the_step_fits():
-    assert report_of("full_shard", budget=1 << 30).fits
-    assert not report_of("full_shard", budget=1 << 10).fits
-    assert report_of("full_shard").budget == load_hardware("h100").memory
 
 
 @pytest.mark.parametrize("axes", [{"tensor": 8}, {"tensor": 2, "expert": 2}])

@@ -252,10 +252,3 @@ def test_every_number_and_flag_of_a_public_name_is_in_the_table() -> None:
     for function, option in CASES:  # and every case is of an option that exists
         parameters = inspect.signature(public_functions()[function]).parameters
         assert option in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()), (function, option)
-
-
-def test_the_table_would_miss_an_option_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def with_a_new_option(params: Any, rate: "float | None" = None) -> None: ...
-
-    monkeypatch.setattr(fs, "gather", with_a_new_option)
-    assert ("gather", "rate") in numeric_options() - set(CASES)

@@ -102,12 +102,9 @@ class TestPartsOfANode:
         assert times == sorted(times)
         assert times[0] >= times[-1] / 8
 
-    def test_a_stride_inside_a_node_stays_there(self):
-        assert seconds("all_gather", 10**9, 2, stride=4) == seconds("all_gather", 10**9, 2)
-
-    @pytest.mark.parametrize("stride", [8, 16, 64])
-    def test_a_stride_of_whole_nodes_has_one_rank_in_each(self, stride):
-        assert seconds("all_gather", 10**9, 4, stride=stride) == seconds("all_gather", 10**9, 4, stride=8)
+    @pytest.mark.parametrize(("ranks", "stride", "same"), [(2, 4, (2, 1)), *((4, stride, (4, 8)) for stride in (16, 64))])
+    def test_a_stride_inside_a_node_stays_there_and_one_of_whole_nodes_has_one_rank_in_each(self, ranks, stride, same):
+        assert seconds("all_gather", 10**9, ranks, stride=stride) == seconds("all_gather", 10**9, same[0], stride=same[1])
 
 
 class TestExchanges:

@@ -88,13 +88,9 @@ SPACES = {
 
 @pytest.mark.slow
 @settings(
-    max_examples=200,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    derandomize=True,
-    database=None,
+    max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None,
     phases=[Phase.generate],
-)
+)  # fmt: skip
 @given(models, st.sampled_from([*SPACES]), st.lists(st.floats(0, 1), min_size=1, max_size=3))
 def test_the_best_plan_is_that_of_brute_force(model: list[Unit], kind: str, parts: list[float]) -> None:
     found = chain(model)
@@ -104,14 +100,20 @@ def test_the_best_plan_is_that_of_brute_force(model: list[Unit], kind: str, part
     before: Best | None = None
     for part in sorted(parts):
         budget = peaks[int(part * (len(peaks) - 1))]
-        best = auto_plan(found, ranks=ranks, budget=budget, hardware=HARDWARE, units=["*"], space=space)
-        assert isinstance(best, Best)
+        best = best_of(found, ranks=ranks, budget=budget, hardware=HARDWARE, space=space)
         assert best.considered == len(scores)
         assert (best.report.step_time, best.report.peak) == min(each for each in scores if each[1] <= budget)
         if before is not None:
             assert best.report.step_time <= before.report.step_time
             assert best.report.peak >= before.report.peak
         before = best
+
+
+def best_of(found: Profile | list[Unit], **options: Any) -> Best:
+    """Return the best plan of a profile, or of the chain of some units; every module is a unit."""
+    best = auto_plan(found if isinstance(found, Profile) else chain(found), units=["*"], **options)
+    assert isinstance(best, Best)
+    return best
 
 
 MODEL = [Unit(2**20, 2**22, 2**20, 2**18, 10**11)] * 6 + [Unit(2**21, 2**20, 2**18, 2**18, 10**10)]
@@ -145,8 +147,7 @@ def test_all_reduces_beside_the_lane_count_beside_it_in_bounds(
 
     monkeypatch.setattr(Scorer, "score", checked)
     model, space = [Unit(2**26, 2**18, 2**18, 2**18, 10**9)] * 4, Space(remat=1, kept=1)
-    best = auto_plan(chain(model), ranks=16, hardware=hardware, units=["*"], runtime=runtime, space=space)
-    assert isinstance(best, Best)
+    best = best_of(model, ranks=16, hardware=hardware, runtime=runtime, space=space)
     for least, seconds in scored:
         assert least <= seconds * (1 + 1e-9)
     for replicate in (1, 2, 4, 8):
@@ -164,8 +165,7 @@ def test_a_class_of_many_units_goes_in_steps_of_one_unit_which_fill_the_budget()
     scores = {k: estimate(found, plan, remat=names[:k]) for k in (0, *range(4, 25))}
     space = Space(meshes=((1, 2),), strategies=("full_shard",), kept=0)
     for wanted in (0, 4, 5, 11, 20, 22, 23):
-        best = auto_plan(found, ranks=2, budget=scores[wanted].peak, units=["*"], space=space)
-        assert isinstance(best, Best)
+        best = best_of(found, ranks=2, budget=scores[wanted].peak, space=space)
         assert best.considered == len(scores)
         assert best.remat == tuple(names[:wanted])
         assert (best.report.peak, best.report.step_time) == (scores[wanted].peak, scores[wanted].step_time)
@@ -177,11 +177,7 @@ def test_of_different_units_those_are_computed_again_first_that_take_the_least_t
     plan = make_plan(found.forms, 2, units=["*"])
     before = estimate(found, plan).peak
     space = Space(meshes=((1, 2),), strategies=("full_shard",), kept=0)
-    chosen = []
-    for saved in (1, 5, 7):
-        best = auto_plan(found, ranks=2, budget=before - saved * 2**20, units=["*"], space=space)
-        assert isinstance(best, Best)
-        chosen.append(best.remat)
+    chosen = [best_of(found, ranks=2, budget=before - saved * 2**20, space=space).remat for saved in (1, 5, 7)]
     assert chosen == [("u1",), ("u1", "u3", "u2"), ("u1", "u3", "u2", "u0")]
 
 
@@ -190,8 +186,7 @@ def test_one_class_is_offloaded_before_all_are() -> None:
     space = Space(meshes=((1, 8),), strategies=("full_shard",), remat=0, kept=1, offload=(False, True))
     offloaded = {}
     for budget in ("100MiB", "80MiB"):
-        best = auto_plan(chain(model), ranks=8, budget=budget, units=["*"], space=space)
-        assert isinstance(best, Best)
+        best = best_of(model, ranks=8, budget=budget, space=space)
         offloaded[budget] = [unit.name for unit in best.plan.unit_list if unit.offload]
         assert ("offload all 4 u*" in best.text) == (budget == "80MiB")
         assert "offload u4" in best.text
@@ -201,14 +196,10 @@ def test_one_class_is_offloaded_before_all_are() -> None:
 def test_neighbours_hold_units_if_the_network_is_slow_and_memory_is_left() -> None:
     model = [Unit(2**24, 2**16, 2**16, 2**16, 10**10)] * 4
     options = {"meshes": ((1, 64),), "strategies": ("full_shard",), "remat": 0, "kept": 0}
-    found = {}
-    for slices in ((), (8,)):
-        best = auto_plan(chain(model), ranks=64, budget="1GiB", units=["*"], space=Space(**options, slices=slices))
-        assert isinstance(best, Best)
-        found[slices] = best
-    assert "hold by 8 ranks all 4 u*" in found[8,].text
-    assert all(unit.reshard_after_forward == 8 for unit in found[8,].plan.unit_list if unit.name)
-    assert found[8,].report.step_time < found[()].report.step_time
+    freed, held = (best_of(model, ranks=64, budget="1GiB", space=Space(**options, slices=slices)) for slices in ((), (8,)))
+    assert "hold by 8 ranks all 4 u*" in held.text
+    assert all(unit.reshard_after_forward == 8 for unit in held.plan.unit_list if unit.name)
+    assert held.report.step_time < freed.report.step_time
 
 
 def test_of_meshes_over_several_nodes_the_fastest_by_their_estimates_is_chosen() -> None:
@@ -219,20 +210,16 @@ def test_of_meshes_over_several_nodes_the_fastest_by_their_estimates_is_chosen()
         plan = make_plan(found.forms, {"replicate": mesh[0], "shard": mesh[1]}, units=["*"])
         seconds[mesh] = estimate(found, plan, hardware=HARDWARE).step_time
     assert len(set(seconds.values())) == len(seconds)
-    meshes = tuple(seconds)
-    best = auto_plan(found, ranks=32, hardware=HARDWARE, budget="4GiB", units=["*"], space=Space(meshes=meshes, **options))
-    assert isinstance(best, Best)
+    best = best_of(found, ranks=32, hardware=HARDWARE, budget="4GiB", space=Space(meshes=tuple(seconds), **options))
     assert best.report.step_time == pytest.approx(min(seconds.values()))
     for mesh, taken in seconds.items():  # the search itself takes a plan's estimate for its time
-        alone = auto_plan(found, ranks=32, hardware=HARDWARE, units=["*"], space=Space(meshes=(mesh,), **options))
-        assert isinstance(alone, Best)
+        alone = best_of(found, ranks=32, hardware=HARDWARE, space=Space(meshes=(mesh,), **options))
         assert alone.pareto[0].seconds == pytest.approx(taken)
 
 
 def test_the_result_says_all_that_makes_the_plan_again() -> None:
     found = chain(MODEL)
-    best = auto_plan(found, ranks=4, budget="90MiB", units=["*"], space=Space(limits=(1, 2)))
-    assert isinstance(best, Best)
+    best = best_of(found, ranks=4, budget="90MiB", space=Space(limits=(1, 2)))
     again = estimate(best.profile, best.plan, schedule=best.schedule, remat=best.remat, micro_batches=best.micro_batches)
     assert (again.peak, again.step_time) == (best.report.peak, best.report.step_time)
     options = {unit.name: {"strategy": unit.strategy} for unit in best.plan.unit_list}
@@ -260,8 +247,7 @@ def test_micro_batches_and_offload_are_chosen_too() -> None:
     half = [Unit(unit.numel, unit.saved // 2, unit.out // 2, unit.temporary // 2, unit.flops // 2) for unit in MODEL]
     space = Space(remat=0, strategies=("full_shard",), offload=(False, True))
     found = {1: chain(MODEL), 2: chain(half)}
-    large = auto_plan(found, ranks=4, budget="200MiB", units=["*"], space=space)
-    small = auto_plan(found, ranks=4, budget="60MiB", units=["*"], space=space)
+    large, small = (auto_plan(found, ranks=4, budget=size, units=["*"], space=space) for size in ("200MiB", "60MiB"))
     assert isinstance(large, Best)
     assert isinstance(small, Best)
     assert large.micro_batches == 1
@@ -271,8 +257,7 @@ def test_micro_batches_and_offload_are_chosen_too() -> None:
 def test_many_tiny_modules_become_a_group_as_in_a_plan_of_make_plan() -> None:
     apply, params, buffers = fs.make_functional(torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(40))))
     traced = fs.profile(apply, params, buffers, torch.zeros(8, 16))
-    best = auto_plan(traced, ranks=4, units=["*"], space=Space(meshes=((1, 4),), strategies=("full_shard",), kept=1))
-    assert isinstance(best, Best)
+    best = best_of(traced, ranks=4, space=Space(meshes=((1, 4),), strategies=("full_shard",), kept=1))
     assert [*best.plan.units] == [*make_plan(params, 4, units=["*"]).units] == ["0…39"]
     assert estimate(traced, make_plan(params, 4, units=["*"], bucket_bytes=0)).step_time > best.report.step_time
 
@@ -350,18 +335,21 @@ def test_wrong_options_are_refused(options: dict[str, Any], words: str) -> None:
         auto_plan(chain(MODEL), **{"ranks": 4, "units": ["*"], **options})
 
 
-@pytest.mark.parametrize("options", [{"strategies": "full_shard"}, {"slices": 8}, {"limits": 2}])
-def test_a_space_takes_tuples(options: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match=r"must be a tuple of values to try; found .*: write \("):
-        Space(**options)
+TUPLE = r"must be a tuple of values to try; found .*: write \("
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"meshes": (4,)}, {"meshes": ((1, 2, 3),)}, {"strategies": ("half",)}, {"limits": ()}, {"kept": -1}, {"slices": (1,)}],
-)
-def test_wrong_numbers_in_spaces_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="must"):
+    ("options", "error", "words"),
+    [
+        *((options, TypeError, TUPLE) for options in ({"strategies": "full_shard"}, {"slices": 8}, {"limits": 2})),
+        *((options, ValueError, "must") for options in (
+            {"meshes": (4,)}, {"meshes": ((1, 2, 3),)}, {"strategies": ("half",)}, {"limits": ()}, {"kept": -1},
+            {"slices": (1,)},
+        )),
+    ],
+)  # fmt: skip
+def test_wrong_spaces_are_refused(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
         Space(**options)
 
 
@@ -383,8 +371,7 @@ def test_the_best_plan_of_a_traced_model_is_that_of_its_estimates(further: int) 
     plan = make_plan(params, 8, units=[str(i) for i in range(12)])
     scores = {k: estimate(found, plan, remat=[str(i) for i in range(k)]) for k in (0, 4, 8, 12)}
     for budget in ((scores[4].peak + scores[8].peak) // 2, scores[8].peak - 1):
-        best = auto_plan(found, ranks=8, budget=budget, units=["*"], space=space)
-        assert isinstance(best, Best)
+        best = best_of(found, ranks=8, budget=budget, space=space)
         fitting = [each for each in scores.values() if each.peak <= budget]
         fastest = min(fitting, key=lambda each: (each.step_time, each.peak))
         assert (best.report.peak, best.report.step_time) == (fastest.peak, fastest.step_time)
