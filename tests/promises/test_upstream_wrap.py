@@ -215,3 +215,10 @@ def test_an_apply_that_is_sharded_already_is_refused() -> None:
     words = r"was given a function that is sharded already; pass make_functional's apply itself"
     with pytest.raises(TypeError, match=words):
         fs.fully_shard(fs.fully_shard(apply, plan, fs.Mesh()), plan, fs.Mesh())
+
+
+@pytest.mark.parametrize("units", [["0", "0"], ["0", ["0", "1"]], [["0", "1"], "1"]], ids=str)
+def test_a_path_that_is_written_twice_is_an_error(units: list[str]) -> None:
+    _, params, _ = fs.make_functional(nn.Sequential(linear(), linear()))
+    with pytest.raises(ValueError, match=r"units name '[01]' twice, in .* and in .*; remove one of the two"):
+        fs.make_plan(params, 2, units=units)
