@@ -137,14 +137,6 @@ def test_any_choice_of_units_lays_every_leaf_out_once(params: Any, data: st.Data
     assert fs.Plan.from_json(plan.to_json()) == plan
 
 
-def test_offload_is_the_plans_unless_a_unit_overrides_it() -> None:
-    params = {name: zeros(4) for name in "abc"}
-    for of_plan, of_unit in ((False, True), (True, False)):
-        plan = fs.make_plan(params, 2, units={"a": {}, "b": {"offload": of_unit}}, offload=of_plan)
-        assert [(u.name, u.offload) for u in plan.unit_list] == [("", of_plan), ("a", of_plan), ("b", of_unit)]
-        assert fs.Plan.from_json(plan.to_json()) == plan
-
-
 def test_shards_of_offloaded_units_are_refused_unless_they_are_on_the_cpu() -> None:
     mesh, on = fs.Mesh(device=torch.device("meta")), {}  # meta in place of an accelerator
     for offload, device in ((True, "cpu"), (False, "meta")):
