@@ -10,6 +10,7 @@ from torch import nn
 
 import funcshard as fs
 from tests.module.law import outputs_on
+from tests.pairwise import crossed
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 
@@ -26,9 +27,9 @@ def encoder() -> nn.Module:
 
 
 def hooked() -> nn.Module:
-    made = layer()
-    made.register_forward_hook(lambda module, args, out: out * 2)
-    return made
+    net = layer()
+    net.register_forward_hook(lambda module, args, out: out * 2)
+    return net
 
 
 # name -> (module, units)
@@ -44,11 +45,10 @@ MODELS: dict[str, tuple[Any, list[str]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["no_grad", "inference_mode", "frozen"])
-@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
-@pytest.mark.parametrize(("make", "units"), MODELS.values(), ids=MODELS)
-def test_evaluation_gives_the_numbers_of_the_unsharded_model(make, units, padded, how) -> None:
+@crossed(model=MODELS, padded={"": False, "padded": True}, how=["no_grad", "inference_mode", "frozen"])
+def test_evaluation_gives_the_numbers_of_the_unsharded_model(model, padded, how) -> None:
     torch.manual_seed(0)
+    make, units = model
     net = make().eval().requires_grad_(how != "frozen")
     kwargs = {"src_key_padding_mask": padding} if padded else {}
     context = torch.enable_grad if how == "frozen" else getattr(torch, how)

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 
 import funcshard as fs
 from funcshard.plan.wrap import Units
+from tests.core.units import by_hand
 from tests.module.law import Runs, calls_on, outputs_on, plain_call, same_bits, sharded_call
 from tests.ranks import run_ranks
 
@@ -20,27 +21,22 @@ FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.flo
 LOW = fs.MixedPrecision(BF16, FP32, output_dtype=FP32)
 
 
-class Several(nn.Module):
-    """Returns tensors of several kinds, and may count its calls in a buffer."""
+def several(owns: bool, counts: bool) -> nn.Module:
+    """Return a module that returns tensors of several kinds, and may count its calls in a buffer."""
 
-    def __init__(self, owns: bool, counts: bool) -> None:
-        super().__init__()
-        self.counts = counts
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.scale = nn.Parameter(torch.ones(4)) if owns else 1.0
-        self.register_buffer("mean", torch.full((4,), 1 / 3, dtype=FP64))
-
-    def forward(self, x: torch.Tensor) -> dict[str, Any]:
-        h = self.first(x)
-        if self.counts:
-            self.mean = self.mean + 1 / 3
-        out = self.second(h) * self.scale
+    def forward(m: Any, x: torch.Tensor) -> dict[str, Any]:
+        h = m.first(x)
+        m.mean = m.mean + counts / 3
+        out = m.second(h) * m.scale
         return {"out": out, "ids": out.argmax(1), "pair": (h, "text"), "none": None, "inside": h.dtype}
+
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    scale = nn.Parameter(torch.ones(4)) if owns else 1.0
+    return Runs(forward, first=first, second=second, scale=scale, mean=torch.full((4,), 1 / 3, dtype=FP64))
 
 
 def run(*, owns: bool = True, mutable: bool = False, evaluate: bool = False, **precision: Any) -> Any:
-    apply, *rest = fs.make_functional(Several(owns, counts=mutable), mutable=mutable)
+    apply, *rest = fs.make_functional(several(owns, counts=mutable), mutable=mutable)
     options = {"param_dtype": BF16, "reduce_dtype": FP32, "output_dtype": FP32, **precision}
     functional = (apply.eval() if evaluate else apply, *rest)
     (out,) = outputs_on(1, functional, torch.ones(2, 4), ["first", "second"], precision=fs.MixedPrecision(**options))
@@ -101,10 +97,9 @@ def test_a_unit_with_a_precision_of_its_own_casts_its_own_outputs(remat: Any, st
 
 
 def test_a_unit_that_is_written_by_hand_casts_its_outputs() -> None:
-    params = {"w": torch.ones(3)}
-    plan = fs.make_plan(params, 1, precision=LOW)
-    f = fs.unshard(lambda leaves, x: (leaves["w"] * x, leaves["w"].dtype), plan.units[""], fs.Mesh())
-    out, inside = f(fs.shard(params, plan, fs.Mesh())[""], torch.ones(3))
+    inner = lambda leaves, x: (leaves["w"] * x, leaves["w"].dtype)  # noqa: E731
+    _, f, shards = by_hand(fs.Mesh(), {"w": torch.ones(3)}, inner, precision=LOW)
+    out, inside = f(shards[""], torch.ones(3))
     assert (out.dtype, inside) == (FP32, BF16)
 
 

@@ -72,23 +72,19 @@ def test_a_state_is_taken_by_its_own_optimizer_only(maker: str) -> None:
         same_bits((params, state), before)  # nothing has changed
 
 
+def with_leaves(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda state: {**state, "leaves": change(state["leaves"])}
+
+
+LONGER = r"'a\.float32' is not one of torch_optimizer\(AdamW\): its 'exp_avg' must have shape \(12,\); found \(24,\), of an"
 STRANGE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "no state": (lambda state: None, r"step takes \(grads, state, params\), and a state of .*; found NoneType: make"),
     "the leaves alone": (lambda state: state["leaves"], r"holds \['leaves', 'steps'\]; found \['a', 'b'\]: make"),
-    "a unit less": (
-        lambda state: {**state, "leaves": {"a": state["leaves"]["a"]}}, r"must be a tree like the parameters: .*'b'.*; make",
-    ),
-    "a buffer more": (
-        lambda state: {**state, "leaves": {**state["leaves"], "b": {**state["leaves"]["b"], "float16": {}}}}, "'float16'",
-    ),
-    "tensors for dictionaries": (
-        lambda state: {**state, "leaves": {"a": torch.ones(12), "b": torch.ones(12)}}, "like the parameters: .*tensor",
-    ),
-    "a longer entry": (
-        lambda state: {**state, "leaves": tree.map(lambda x: torch.cat([x, x]) if x.ndim else x, state["leaves"])},
-        r"'a\.float32' is not one of torch_optimizer\(AdamW\): its 'exp_avg' must have shape \(12,\); found \(24,\), of an",
-    ),
-}  # fmt: skip
+    "a unit less": (with_leaves(lambda own: {"a": own["a"]}), r"must be a tree like the parameters: .*'b'.*; make"),
+    "a buffer more": (with_leaves(lambda own: {**own, "b": {**own["b"], "float16": {}}}), "'float16'"),
+    "tensors": (with_leaves(lambda own: {"a": torch.ones(12), "b": torch.ones(12)}), "like the parameters: .*tensor"),
+    "a longer entry": (with_leaves(lambda own: tree.map(lambda x: torch.cat([x, x]) if x.ndim else x, own)), LONGER),
+}
 
 
 @pytest.mark.parametrize(("change", "words"), STRANGE.values(), ids=STRANGE)
