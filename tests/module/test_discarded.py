@@ -128,9 +128,6 @@ def test_buffers_cast_by_the_plan_are_compared_in_their_dtype_during_the_call() 
     fs.fully_shard(apply, plan, fs.Mesh())(fs.shard(params, plan, fs.Mesh()), buffers, x)  # warnings are errors here
 
 
-# --- other state ----------------------------------------------------------------------------------
-
-
 class Keeps(Runs):
     """A module whose forward leaves what ``do`` leaves, beside what it had before."""
 

@@ -97,9 +97,6 @@ def test_forward_without_gradients_gathers_each_unit_once_and_leaves_nothing_beh
         assert gathered == ["", "blocks.0", "blocks.1", "blocks.2"]
 
 
-# --- re-entrancy: the function keeps no state between calls --------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_calls_do_not_disturb_each_other():
     def mixed(model, tokens):
@@ -130,9 +127,6 @@ def test_threads_share_one_sharded_function():
 
     ((*outs,),) = outputs_on(1, functional, TOKENS, ["blocks.*"], program=program)
     assert all(torch.equal(out, expected) for out in outs)
-
-
-# --- what users' modules do ----------------------------------------------------------------------------------------------
 
 
 class AuxLoss(Model):
@@ -228,9 +222,6 @@ def test_ranks_that_disagree_whether_the_output_of_a_unit_is_used_get_an_error()
     disagree = lambda model, rank: loss_of(model(TOKENS, use=rank == 0))  # noqa: E731
     with pytest.raises((ValueError, RuntimeError), match=r"different collectives|none can go on"):
         calls_on(2, fs.make_functional(made(Skips)), lambda rank: rank, ["blocks.*"], program=disagree)
-
-
-# --- errors ----------------------------------------------------------------------------------------------------------------
 
 
 class ReadsOutside(Model):

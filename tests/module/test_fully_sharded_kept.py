@@ -63,9 +63,6 @@ def gathers(events):
     return Counter(event.unit for event in events if event.kind == "all_gather")
 
 
-# --- several forwards -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("world", "way"), [*((2, way) for way in WAYS), (GRID, "shard_grad_op")], ids=str)
 def test_two_forwards_before_one_backward_gather_a_unit_that_stays_once(world, way):
     units, options, stays = WAYS[way]
@@ -169,9 +166,6 @@ def test_two_functions_of_one_plan_share_what_stays_gathered(mesh):
     assert gathers(events) == dict.fromkeys(ALL, 1)
 
 
-# --- recomputation --------------------------------------------------------------------------------
-
-
 def around(block, x):
     return checkpoint(block, x, use_reentrant=False)
 
@@ -219,9 +213,6 @@ def test_frozen_units_stay_gathered_if_backward_may_need_them(passes):
         assert gathers(call.events) == {name: 1 if passes or name == "" else 2 for name in ALL}
 
 
-# --- micro-batches --------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("without_garbage_collection")
 @on_ranks(2)
 def test_a_unit_that_stays_over_micro_batches_is_freed_after_the_last(mesh):
@@ -236,9 +227,6 @@ def test_a_unit_that_stays_over_micro_batches_is_freed_after_the_last(mesh):
     options = {**KEPT, "reshard_after_backward": False}
     sharded_call(mesh, functional, batch, ALL[1:], program=program, calls=1, evaluate=evaluate, **options)
     assert alive == [0, BLOCKS, 2, 1, 0, 0]  # before each forward, then as each unit is reduced
-
-
-# --- FSDP2 ----------------------------------------------------------------------------------------
 
 
 def beside_fsdp2(mesh):

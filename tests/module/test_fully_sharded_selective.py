@@ -160,9 +160,6 @@ def test_a_selective_checkpoint_under_remat_changes_no_bit(place):
     check(place, "matrix products", remat=UNITS)
 
 
-# --- other collectives in the region --------------------------------------------------------------
-
-
 def summed(mesh, policy):
     """Return the gradient of a loss whose checkpoint holds an all-reduce, and the number of all-reduces."""
 
@@ -186,9 +183,6 @@ def test_an_all_reduce_in_the_region_runs_again_whatever_the_policy_keeps(policy
     for (result, times), (expected, before) in zip(found, wanted, strict=True):
         same_bits(result, expected)
         assert times == before + 1
-
-
-# --- memory ---------------------------------------------------------------------------------------
 
 
 def kept(place, policy):

@@ -210,20 +210,18 @@ def test_a_module_may_keep_its_mesh_which_no_call_copies(keep: Any, mesh_of: Any
     torch.testing.assert_close(first, second)
 
 
+HOOKS = (
+    "forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook", "state_dict_post_hook",
+    "state_dict_pre_hook", "load_state_dict_pre_hook", "load_state_dict_post_hook",
+)  # fmt: skip
+
+
 def hooking(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Register hooks of every kind, as models do that capture their outputs."""
     note = lambda *args, **kwargs: m.ran.append(1)  # noqa: E731
-    m.handles += [
-        m.lin.register_forward_hook(note),
-        m.lin.register_forward_hook(note, with_kwargs=True, always_call=True),
-        m.lin.register_forward_pre_hook(note, prepend=True),
-        m.lin.register_forward_pre_hook(note, with_kwargs=True),
-        *(
-            getattr(m.lin, f"register_{kind}")(note)
-            for kind in ("full_backward_hook", "full_backward_pre_hook", "state_dict_post_hook", "state_dict_pre_hook",
-                         "load_state_dict_pre_hook", "load_state_dict_post_hook")
-        ),
-    ]  # fmt: skip
+    m.handles += [getattr(m.lin, f"register_{kind}")(note) for kind in HOOKS]
+    m.handles.append(m.lin.register_forward_hook(note, with_kwargs=True, always_call=True))
+    m.handles.append(m.lin.register_forward_pre_hook(note, with_kwargs=True, prepend=True))
     m.lin.register_buffer("late", torch.zeros(()), persistent=False)
     return m.lin(x) * len(m.ran)
 
@@ -282,9 +280,6 @@ def test_a_module_may_keep_objects_that_raise_when_looked_at(name: str) -> None:
         assert torch.equal(call.loss, out.sum())
 
 
-# --- bound methods of functions that captured the module ------------------------------------------
-
-
 def _around(m: nn.Module) -> None:
     old = m.forward
     m.forward = types.MethodType(lambda self, x: old(x) * 2, m)
@@ -321,9 +316,6 @@ def test_a_bound_method_around_the_modules_own_method_runs_on_the_calls_own_modu
     patch(module[0])
     check_own(module)
     check_equal(module, x, ["0", "1"], how={"remat": ["0"]})
-
-
-# --- modules with a pickle of their own -----------------------------------------------------------
 
 
 class MakesChildren(nn.Module):

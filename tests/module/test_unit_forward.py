@@ -78,9 +78,6 @@ def test_a_users_hook_that_reads_a_parameter_of_its_unit_is_told_when_hooks_run(
         check_equal(net, x, ["0"])
 
 
-# --- during a call --------------------------------------------------------------------------------
-
-
 class Base(nn.Linear):
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         return torch.tanh(super().forward(x)) * scale

@@ -115,9 +115,6 @@ def test_the_default_lets_an_input_of_higher_precision_raise_or_promote_and_cast
     assert (out.dtype, out.item()) == expected
 
 
-# --- FSDP2 ----------------------------------------------------------------------------------------
-
-
 def compare(mesh: fs.Mesh) -> None:
     x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)).chunk(mesh.world_size)[mesh.rank]
     devices = init_device_mesh("cpu", (mesh.world_size,))

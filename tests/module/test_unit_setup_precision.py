@@ -42,9 +42,6 @@ def noting(module: nn.Module, name: str, noted: Noted) -> nn.Module:
     return module
 
 
-# --- evaluation ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @crossed(cast=CASTING, full=EVALUATION, strategy=["full_shard", "shard_grad_op", "no_shard"])
 @on_ranks(2)
@@ -94,9 +91,6 @@ def test_a_root_that_owns_nothing_casts_its_inputs_in_evaluation_as_the_precisio
     assert out.dtype == noted[0][1]
 
 
-# --- buffers ---------------------------------------------------------------------------------------------------------------
-
-
 def counting(module: Any, x: torch.Tensor) -> torch.Tensor:
     """Run a module with buffers that calls change: a mean of the inputs in float64, and a count."""
     module.noted.append((module.mean.dtype, module.count.dtype))
@@ -120,9 +114,6 @@ def test_new_buffers_come_back_in_the_dtypes_of_those_that_were_given(dtype):
     assert torch.equal(new["0.mean"], low.lerp(torch.ones(4).to(low), 0.5).double())
     assert new["0.count"] == 1
     same_bits(buffers, before)
-
-
-# --- modules that stay in full precision -----------------------------------------------------------------------------------
 
 
 class BatchNormNet(nn.Module):
