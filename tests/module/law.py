@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import funcshard as fs
+from tests.core.units import same_bits
 from tests.ranks import one_thread, run_simulated
 from tests.storages import Log
 
@@ -163,7 +164,3 @@ def held(mesh: fs.Mesh, log: Log) -> int:
     found = len({ref.cdata for ref in log if not ref.expired()})
     mesh.shard.all_gather_text("")
     return found
-
-
-def same_bits(found: Any, expected: Any) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)

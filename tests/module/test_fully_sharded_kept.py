@@ -8,10 +8,11 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
-from tests.module.law import Runs, calls_on, check_equal, held, same_bits, sharded_call
+from tests.module.law import Runs, calls_on, check_equal, held, same_bits, sharded_call, squares
 from tests.ranks import on_ranks, run_ranks
 from tests.storages import Log, LoggedBlock
 
@@ -230,34 +231,26 @@ def test_a_unit_that_stays_over_micro_batches_is_freed_after_the_last(mesh):
 
 
 def beside_fsdp2(mesh):
-    """Return the gathers of this library, and its gradients beside those of FSDP2.
+    """Check the gathers of this library, and its gradients beside those of FSDP2.
 
     Two forwards before a backward: FSDP2 adds up their gradients before it reduces them. Two
     micro-batches: it reduces those of each.
     """
-    from torch.distributed.fsdp import fully_shard
-
-    results = []
     for forwards, micro_batches, reduce in ((2, 1, "once"), (1, 2, "each")):
         _, net, functional = made(twice=False)  # else the sums of four terms run in another order
-        program = preference if forwards == 2 else lambda model, x: model(x).square().mean()
+        program = preference if forwards == 2 else squares
         evaluate = functools.partial(fs.accumulate, micro_batches=micro_batches, reduce=reduce)
         options = {**KEPT, "reshard_after_backward": False}
         call = sharded_call(mesh, functional, batch, ALL[1:], program=program, calls=1, evaluate=evaluate, **options)
-        for block in net.blocks:
-            fully_shard(block, reshard_after_forward=False)
-        fully_shard(net)
+        for part in (*net.blocks, net):
+            fsdp2(part, reshard_after_forward=False if part is not net else None)
         for number, x in enumerate(batch(mesh.rank).chunk(micro_batches), start=1):
             net.set_reshard_after_backward(number == micro_batches)
             program(net, x).div(micro_batches).backward()
-        theirs = {name: p.grad.full_tensor() for name, p in net.named_parameters()}
-        results.append((gathers(call.events), call.grads, theirs))
-    return results
+        assert gathers(call.events) == dict.fromkeys(ALL, 1)
+        same_bits(call.grads, {name: p.grad.full_tensor() for name, p in net.named_parameters()})
 
 
 @pytest.mark.slow
 def test_the_gradients_are_those_of_fsdp2_to_the_bit():
-    for results in run_ranks(beside_fsdp2, 2):
-        for count, ours, theirs in results:
-            assert count == dict.fromkeys(ALL, 1)
-            same_bits(ours, {name: theirs[name] for name in ours})
+    run_ranks(beside_fsdp2, 2)

@@ -7,10 +7,12 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
-from tests.module.law import Runs, calls_on, check_equal, gathers, outputs_on, plain_call, same_bits, sharded_call
+from tests.module.law import Runs, calls_on, check_equal, gathers, outputs_on, plain_call, same_bits, sharded_call, squares
 from tests.ranks import run_ranks
 
 WIDTH = 4
@@ -169,21 +171,18 @@ def test_a_unit_without_a_forward_runs_by_its_methods_and_is_refused_without_the
 
 
 def beside_fsdp2(mesh):
-    """Return the gradients of a loss of two methods, of FSDP2 and of this library."""
-    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-
+    """Check that the gradients of a loss of two methods are those of FSDP2."""
     net = made("one after another")
     how, evaluate = {"methods": METHODS}, functools.partial(fs.accumulate, micro_batches=1, reduce="once")
     ours = sharded_call(mesh, fs.make_functional(net), batch, ["coder"], how=how, evaluate=evaluate, calls=1).grads
-    fully_shard(net.coder)
-    fully_shard(net)
+    for part in (net.coder, net):
+        fsdp2(part)
     for name in ("encode", "decode"):
         register_fsdp_forward_method(net.coder, name)
-    net(batch(mesh.rank)).square().mean().backward()
-    return ours, {name: p.grad.full_tensor() for name, p in net.named_parameters()}
+    squares(net, batch(mesh.rank)).backward()
+    same_bits(ours, {name: p.grad.full_tensor() for name, p in net.named_parameters()})
 
 
 @pytest.mark.slow
 def test_methods_have_the_gradients_of_register_fsdp_forward_method_to_the_bit():
-    for ours, theirs in run_ranks(beside_fsdp2, 2):
-        same_bits(ours, {name: theirs[name] for name in ours})
+    run_ranks(beside_fsdp2, 2)
