@@ -194,20 +194,17 @@ def test_infinite_values_count_as_written() -> None:
     assert torch.equal(shards[""]["float32"], values.view(-1))
 
 
-def numpys(mesh: fs.Mesh) -> torch.Tensor:
-    return torch.full((2,), float(mesh.rank // 2))  # as numpy's generator would give, seeded by rank
-
-
 @on_ranks({"replicate": 2, "shard": 2})
 def test_ranks_that_make_different_values_get_an_error(mesh: fs.Mesh) -> None:
     words = r"must have the same values on every rank; found 2 different ones, on ranks 0, 1; ranks 2, 3 \({} of \d leaves"
     net = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     params = {"a": torch.zeros(2), "b": torch.zeros(2)}
-    init = lambda unit: {leaf.path: numpys(mesh) if leaf.path == "b" else torch.randn(2) for leaf in unit.leaves}  # noqa: E731
+    numpys = torch.full((2,), float(mesh.rank // 2))  # as numpy's generator would give, seeded by rank
+    init = lambda unit: {leaf.path: numpys if leaf.path == "b" else torch.randn(2) for leaf in unit.leaves}  # noqa: E731
     with pytest.raises(ValueError, match=rf"leaf 'b' of init\(unit\) {words.format(1)} differ\): draw random numbers from"):
         fs.init_shards(init, fs.make_plan(params, mesh, units=["b"]), mesh)
     own = fs.make_plan(params, mesh, units=["b"], local=["b"])
-    assert torch.equal(fs.init_shards(init, own, mesh)["b"]["float32.local"], numpys(mesh))
+    assert torch.equal(fs.init_shards(init, own, mesh)["b"]["float32.local"], numpys)
 
     def reset(module: nn.Module) -> None:
         for name, parameter in module.named_parameters(recurse=False):

@@ -10,6 +10,7 @@ from torch import nn
 
 import funcshard as fs
 from funcshard.module import init_missing
+from tests.core.units import of_module
 from tests.module.test_init import on_meta
 from tests.ranks import on_ranks
 
@@ -104,14 +105,11 @@ def test_ranks_that_are_seeded_apart_are_told(mesh: fs.Mesh) -> None:
 
 
 def test_buffers_that_were_left_on_meta_are_told() -> None:
-    module = on_meta(MODULES["statistics"])
+    module, mesh, x = on_meta(MODULES["statistics"]), fs.Mesh(), torch.ones(4, 2)
     apply, params, buffers = fs.make_functional(module, mutable=True)
-    plan, mesh = fs.make_plan(params, 1), fs.Mesh()
-    sharded = fs.fully_shard(apply, plan, mesh)
-    shards = fs.shard({path: torch.ones(leaf.shape) for path, leaf in params.items()}, plan, mesh)
-    with pytest.raises(
-        ValueError, match=r"found '1.running_mean' on the meta device: compute the buffers with init_buffers"
-    ):
-        sharded(shards, buffers, torch.ones(4, 2))
-    out, _ = sharded(shards, fs.init_buffers(module, mesh), torch.ones(4, 2))
-    assert torch.isfinite(out).all()
+    ones = {path: torch.ones(leaf.shape) for path, leaf in params.items()}
+    _, sharded, shards = of_module(mesh, (apply, ones, buffers))
+    words = r"found '1.running_mean' on the meta device: compute the buffers with init_buffers"
+    with pytest.raises(ValueError, match=words):
+        sharded(shards, buffers, x)
+    assert torch.isfinite(sharded(shards, fs.init_buffers(module, mesh), x)[0]).all()
