@@ -89,14 +89,7 @@ def replaced(name: str, make: Callable[[Path], Any]) -> Harm:
     return change
 
 
-def link_out(path: Path) -> None:
-    """Make a link to a file of the same bytes outside of the folder."""
-    outside = path.parent.parent / f"outside-{path.name}"
-    outside.write_bytes(ORIGINALS[path.name])
-    path.symlink_to(outside)
-
-
-ORIGINALS: dict[str, bytes] = {}  # the files of the checkpoint that is damaged
+LINK = lambda path: path.symlink_to("/dev/zero")  # noqa: E731
 OF_THREE_RANKS = json.loads(fs.make_plan({"w": torch.zeros(3)}, 3).to_json())
 
 CASES: dict[str, tuple[Harm, str]] = {
@@ -104,7 +97,7 @@ CASES: dict[str, tuple[Harm, str]] = {
     **{
         f"{what} in the place of {name}": (replaced(name, make), rf"{name} must be a regular file; found {found}")
         for name in (INDEX, TABLE, TENSORS)
-        for what, make, found in (("a named pipe", os.mkfifo, "a named pipe"), ("a link", link_out, "a link"))
+        for what, make, found in (("a named pipe", os.mkfifo, "a named pipe"), ("a link to a device", LINK, "a link"))
     },
     "a folder in the place of the tensors": (replaced(TENSORS, Path.mkdir), "found a folder"),
     # Text that is none.
@@ -220,8 +213,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(save_restore.secrets, "randbits", lambda _: 0x01234567)
         fs.save(folder / "step-2", state, PLAN, MESH)
-    for name in (INDEX, TABLE, TENSORS):
-        ORIGINALS[name] = (folder / "step-2" / name).read_bytes()
     return folder
 
 

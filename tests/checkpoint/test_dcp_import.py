@@ -163,9 +163,6 @@ def test_other_dtypes_are_converted_on_request_alone(tmp_path: Path) -> None:
         loaded(fs.Mesh(), tmp_path / "x")
 
 
-# --- mistakes and damages -------------------------------------------------------------------------
-
-
 def replaced(name: str, old: bytes, new: bytes) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         data = (folder / name).read_bytes()

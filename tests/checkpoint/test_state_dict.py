@@ -22,15 +22,21 @@ from tests.states import equal
 from tests.storages import Alive
 
 
-class Tied(nn.Module):
+class Net(nn.Module):
+    """Names whose order is neither alphabetic nor that of any units; ties, buffers, a container without parameters."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.emb = nn.Embedding(5, 3)
-        self.norm = nn.BatchNorm1d(3)
-        self.head = nn.Linear(3, 5)
-        self.head.weight = self.emb.weight
-        self.again = self.norm
-        self.register_buffer("cache", torch.ones(2), persistent=False)
+        self.zero = nn.Parameter(torch.zeros(2))
+        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("scratch", torch.zeros(1), persistent=False)
+        self.table = nn.Embedding(5, 4)
+        self.conv = nn.Sequential(nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4))
+        self.again = self.conv[1]
+        self.body = nn.ModuleDict({"z": nn.Linear(4, 4), "a": nn.Linear(4, 4)})
+        self.stats = nn.BatchNorm1d(4, affine=False)
+        self.head = nn.Linear(4, 5)
+        self.head.weight = self.table.weight
 
 
 def frozen() -> nn.Module:
@@ -41,7 +47,7 @@ def frozen() -> nn.Module:
 
 MODULES = {
     "linear": lambda: nn.Linear(3, 5),
-    "tied": Tied,
+    "tied": Net,
     "parametrized": lambda: parametrizations.weight_norm(nn.Linear(3, 4)),
     "batch norm": lambda: nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3)),
     "frozen": frozen,
@@ -114,20 +120,20 @@ def test_state_dicts_and_pieces_are_the_modules_and_lead_back_to_the_shards(
         assert all(torch.equal(loaded[name], leaves[name]) for name in loaded)
 
 
-@pytest.mark.parametrize("present", [["emb.weight"], ["head.weight"], ["emb.weight", "head.weight"]], ids=str)
+@pytest.mark.parametrize("present", [["table.weight"], ["head.weight"], ["table.weight", "head.weight"]], ids=str)
 def test_a_tied_parameter_may_stand_under_any_of_its_names(present: list[str]) -> None:
-    _, params, _ = fs.make_functional(Tied())
+    _, params, _ = fs.make_functional(Net())
     plan = fs.make_plan(params, 1)
     full = fs.to_state_dict(fs.shard(params, plan, fs.Mesh()), plan, fs.Mesh())
     kept = {
-        name: value for name, value in full.items() if name in present or not name.endswith(("emb.weight", "head.weight"))
+        name: value for name, value in full.items() if name in present or not name.endswith(("table.weight", "head.weight"))
     }
     again = fs.from_state_dict(kept, plan, fs.Mesh())
     assert equal(fs.to_state_dict(again, plan, fs.Mesh()), full)
 
 
 def test_two_trees_of_one_module_do_not_mix_their_tied_names() -> None:
-    _, params, _ = fs.make_functional(Tied())
+    _, params, _ = fs.make_functional(Net())
     both = {"student": params, "teacher": {name: value.detach() * 2 for name, value in params.items()}}
     plan = fs.make_plan(both, 1)
     state_dict = fs.to_state_dict(fs.shard(both, plan, fs.Mesh()), plan, fs.Mesh())
@@ -155,15 +161,15 @@ def test_one_flat_buffer_exists_in_full_at_a_time(rank0_only: bool) -> None:
 
 
 def test_a_module_on_meta_takes_the_state_dict_itself() -> None:
-    module = Tied()
+    module = Net()
     apply, params, buffers = fs.make_functional(module)
     plan = fs.make_plan(params, 1)
     shards = fs.shard(params, plan, fs.Mesh())
     state_dict = fs.to_state_dict(shards, plan, fs.Mesh(), buffers=apply.persistent(buffers))
     with torch.device("meta"):
-        other = Tied()
+        other = Net()
     other.load_state_dict(state_dict, strict=True, assign=True)
-    assert other.emb.weight.data_ptr() == other.head.weight.data_ptr() == state_dict["emb.weight"].data_ptr()
+    assert other.table.weight.data_ptr() == other.head.weight.data_ptr() == state_dict["table.weight"].data_ptr()
     assert all(leaf.requires_grad for leaf in other.parameters())
     assert equal(dict(other.state_dict()), dict(module.state_dict()))
 
@@ -175,22 +181,6 @@ def test_pieces_are_not_offloaded() -> None:
 
 
 UNITS = {"none": [], "nested": ["body", "body.z"], "a group": [["body.z", "head"]], "backwards": ["head", "body", "conv"]}
-
-
-class Net(nn.Module):
-    """Names whose order is neither alphabetic nor that of any units; a tie, buffers, a container without parameters."""
-
-    def __init__(self):
-        super().__init__()
-        self.zero = nn.Parameter(torch.zeros(2))
-        self.register_buffer("seen", torch.zeros(1))
-        self.register_buffer("scratch", torch.zeros(1), persistent=False)
-        self.table = nn.Embedding(5, 4)
-        self.conv = nn.Sequential(nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4))
-        self.body = nn.ModuleDict({"z": nn.Linear(4, 4), "a": nn.Linear(4, 4)})
-        self.stats = nn.BatchNorm1d(4, affine=False)
-        self.head = nn.Linear(4, 5)
-        self.head.weight = self.table.weight
 
 
 @pytest.mark.parametrize("units", UNITS)

@@ -26,11 +26,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import funcshard as fs
 from funcshard._utils import default_store
-from funcshard.comm import check_same, desync
+from funcshard.comm import desync
 from funcshard.comm.mesh import neighbours
 from funcshard.comm.shm import rendezvous
 from funcshard.comm.torch_group import TorchGroup
-from funcshard.core import raise_on_every_rank
 from tests.comm.stores import until
 from tests.ranks import run_ranks, suspend
 
@@ -164,31 +163,16 @@ def differ_in_a_known_context(mesh: fs.Mesh, _: Path) -> None:
         mesh.shard.all_reduce(torch.ones(2), label=f"unit {mesh.rank if number == 5 else 0}").wait()
 
 
-def exchange_other_texts(mesh: fs.Mesh, _: Path) -> None:
-    if mesh.rank:
-        raise_on_every_rank(mesh, None)
-    check_same(mesh, "text", "the plan")
-
-
 CASES: dict[str, Case] = {
     "a unit is skipped in training": Case(disagree(TRAIN, SKIP), (*DIFFER, "unit 'blocks.2' on rank")),
-    "a unit is skipped in evaluation":
-        Case(disagree(EVALUATE, [("evaluate", 1, 2)]), (*DIFFER, "unit 'blocks.1' on rank"), SHARED),
     "equal units are swapped in training": Case(disagree(TRAIN, SWAP), (*DIFFER, "unit 'blocks.2' on rank")),
-    "one rank adds up more":
-        Case(disagree(TRAIN, [("add", 1), *TRAIN]), (*DIFFER, r"all_reduce of float32\[1\] on rank"), SHARED),
     "sizes differ": Case(disagree([("add", 2)], [("add", 3)]), (*DIFFER, r"all_reduce of float32\[3\] on rank"), SHARED),
-    "one evaluates and one trains":
-        Case(disagree(TRAIN, EVALUATE), (*DIFFER, r"all_gather of float32\[20\] of buffer"), SHARED),
     "one evaluates and one trains, later":
         Case(disagree(TRAIN, EVALUATE, steps=LATER), (*DIFFER, r"all_gather of float32\[20\] of buffer"), GLOO),
     "labels differ in a context that is known":
         Case(differ_in_a_known_context, (r"number 5 on mesh axis 'shard' is all_reduce of float32\[2\] of unit",), GLOO),
     "labels differ before an exchange of texts":
         Case(exchange_texts_after_others, (r"number 2 on mesh axis 'shard' is all_reduce of float32\[2\] of unit",), GLOO),
-    "texts are exchanged for different purposes":
-        Case(exchange_other_texts, (DIFFER[0], "of a comparison of the plan on rank 0", "of a report of faults on rank 1"),
-             SHARED),
 }  # fmt: skip
 
 # --- a rank is lost -------------------------------------------------------------------------------------

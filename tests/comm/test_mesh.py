@@ -44,9 +44,6 @@ def process_group(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-# --- one rank -------------------------------------------------------------------------------------------
-
-
 def test_one_local_rank_needs_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = fs.Mesh()
     assert (mesh.rank, mesh.world_size, mesh.shape, mesh.axes) == (0, 1, {"replicate": 1, "shard": 1}, ())
@@ -93,8 +90,6 @@ def test_a_device_mesh_that_does_not_name_its_axes_is_an_error(sizes: tuple, nam
     with process_group(0, 1), pytest.raises(ValueError, match=match):
         fs.Mesh.from_device_mesh(init_device_mesh("cpu", sizes, mesh_dim_names=names), names=ours)
 
-
-# --- positions ------------------------------------------------------------------------------------------
 
 DEVICE_MESHES = [
     # sizes and names of a device mesh, our names for them, and the shape of the mesh
@@ -198,9 +193,6 @@ def test_a_job_of_processes_has_named_axes_in_any_order_of_its_device_mesh() -> 
     run_ranks(make_in_several_ways, 4, shape=NAMED)
 
 
-# --- checks between ranks -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("world", [{"shard": 3}, {"replicate": 3}, GRID], ids=["cut", "repeated", "both"])
 def test_every_rank_raises_if_one_text_differs_and_none_waits(world: dict) -> None:
     def main(mesh: fs.Mesh, odd: int) -> str:
@@ -215,9 +207,6 @@ def test_every_rank_raises_if_one_text_differs_and_none_waits(world: dict) -> No
         words = f"the plan must be the same on every rank; {pair}: build it from the same arguments everywhere"
         assert set(fs.simulate(lambda mesh, odd=odd: main(mesh, odd), world)) == {words}
     assert set(fs.simulate(lambda mesh: main(mesh, -1), world)) == {"nothing noticed"}
-
-
-# --- meshes that are copied or changed ------------------------------------------------------------------
 
 
 def test_a_copy_of_a_mesh_is_the_mesh() -> None:

@@ -25,9 +25,6 @@ def test_a_world_of_another_form_is_an_error(world: Any) -> None:
         fs.simulate(lambda mesh: None, world)
 
 
-# --- errors ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("failing", [0, 1, 3])
 @pytest.mark.parametrize("collectives", [0, 1, 5])
 @pytest.mark.parametrize("kind", [KeyError, KeyboardInterrupt])
@@ -78,9 +75,6 @@ def test_a_rank_may_return_early_when_no_rank_waits_for_it() -> None:
     assert fs.simulate(main, GRID) == [-1, -1, 5, 5]
 
 
-# --- collectives ----------------------------------------------------------------------------------------
-
-
 def test_waiting_twice_ends_a_collective_once() -> None:
     ended: list[int] = []
     work = DeferredWork(lambda: ended.append(1))
@@ -126,9 +120,6 @@ def test_a_simulated_mesh_serves_its_rank_while_the_simulation_runs() -> None:
         add_up(mesh)
 
 
-# --- state of threads -----------------------------------------------------------------------------------
-
-
 def draw(mesh: fs.Mesh, seed: int | None = None) -> list[float]:
     if seed is not None:
         torch.manual_seed(seed)
@@ -162,9 +153,6 @@ def test_grad_mode_is_the_callers_until_a_rank_sets_it(enabled: bool) -> None:
     with torch.set_grad_enabled(enabled):
         assert fs.simulate(main, 2) == [(enabled, True), (enabled, False)]
         assert torch.is_grad_enabled() == enabled
-
-
-# --- a world inside a rank ------------------------------------------------------------------------------
 
 
 def test_a_world_inside_a_rank() -> None:

@@ -403,15 +403,6 @@ def test_a_shard_that_its_rank_has_copied_to_the_output_is_not_copied_again(size
         assert all(torch.equal(whole, torch.cat([some(r, LARGE) for r in range(size)])) for whole in (late, *early))
 
 
-def test_the_block_of_a_shard_that_peers_have_copied_is_free_as_soon_as_they_finish() -> None:
-    with ranks() as (first, second):
-        started = [rank.all_gather_shared(some(rank.rank, LARGE)) for rank in (second, first)]
-        assert 2 in second.backend.exchange.contributions
-        finish(started)
-        second.backend.poll()  # receives the release
-        assert 2 not in second.backend.exchange.contributions
-
-
 @pytest.mark.parametrize("holder", [0, 1])
 def test_an_output_that_a_rank_still_holds_is_not_used_again(holder) -> None:
     with ranks() as world:

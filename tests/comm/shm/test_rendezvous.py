@@ -153,9 +153,6 @@ def test_a_rank_that_fails_to_exchange_texts_leaves_nothing_open() -> None:
     assert [str(error) for error in connect_all(2, fail_at_the_second)] == ["the peers are gone"] * 2
 
 
-# --- strangers ------------------------------------------------------------------------------------
-
-
 def call(address: str) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.settimeout(5)
