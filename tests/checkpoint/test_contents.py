@@ -159,7 +159,6 @@ THERE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: (path.mkdir(), (path / "index.json").write_text('{"a": 1}')), "a folder that holds 'index.json'"
     ),
     "a checkpoint of FSDP2": (lambda path: shutil.copytree(DATA / "fsdp2", path), r"a folder that holds '\.metadata'"),
-    "a checkpoint of DDP": (lambda path: shutil.copytree(DATA / "ddp", path), r"a folder that holds '\.metadata'"),
     "one that FSDP2 is writing": (
         lambda path: (path.mkdir(), (path / "__0_0.distcp").write_bytes(b"x")), r"a folder that holds '__0_0\.distcp'"
     ),

@@ -371,8 +371,6 @@ def test_none_comes_back_where_it_was_under_every_plan(what, tmp_path):
             torch.testing.assert_close(leaves, wanted, rtol=0, atol=0)
 
 
-# --- several plans ------------------------------------------------------------------------------
-
 CRITIC = {"head": {"weight": torch.arange(15.0).reshape(3, 5)}, "scale": torch.ones(())}
 
 

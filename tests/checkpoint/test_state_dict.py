@@ -341,8 +341,6 @@ def test_a_rank_that_holds_nothing_of_a_leaf(mesh: fs.Mesh, optimizer: str, worl
     there_and_back(mesh, [("a", (4, 4), ""), ("b", (4,), "")], [], "full_shard", optimizer)
 
 
-# --- faults ---------------------------------------------------------------------------------------
-
 PARAMS = {"a": torch.arange(16.0).view(4, 4), "b": torch.arange(4.0)}
 
 

@@ -28,7 +28,6 @@ import funcshard as fs
 from funcshard._utils import default_store
 from funcshard.comm import desync
 from funcshard.comm.mesh import neighbours
-from funcshard.comm.shm import rendezvous
 from funcshard.comm.torch_group import TorchGroup
 from tests.comm.stores import until
 from tests.ranks import run_ranks, suspend
@@ -373,26 +372,6 @@ def be_slow_at(late: int) -> Callable[[fs.Mesh, Path], list[float]]:
     return program
 
 
-def be_slow_in_the_rendezvous(mesh: fs.Mesh, _: Path) -> list[float]:
-    """Compare no collectives of the rendezvous with those of the axis."""
-    machine, rank = rendezvous._machine, mesh.rank
-
-    def slow() -> str:
-        time.sleep(0.5 if rank == 1 else 0)
-        return machine()
-
-    rendezvous._machine = slow
-    try:
-        mesh = fs.init_mesh(device="cpu", patience=0.1)
-    finally:
-        rendezvous._machine = machine
-    totals = []
-    for i in range(2):
-        time.sleep(0.5 if rank == 0 else 0)  # rank 1 reads the store meanwhile
-        totals.append(fs.psum(torch.tensor(float(i)), mesh).item())
-    return totals
-
-
 def come_late(mesh: fs.Mesh, _: Path) -> float:
     time.sleep(1.0 if mesh.rank == 1 else 0.0)
     return fs.psum(torch.tensor(1.0), fs.init_mesh(device="cpu", patience=0.1)).item()
@@ -409,7 +388,6 @@ SHORT, TOTALS = {"patience": 0.1}, [2.0 * i + 1 for i in range(20)]
 CASES |= {
     "slow while ranks agree": Case(be_slow_at(0), carriers=GLOO, result=TOTALS, options=SHORT),
     "slow while data moves": Case(be_slow_at(15), result=TOTALS, options=SHORT),
-    "slow in the rendezvous": Case(be_slow_in_the_rendezvous, carriers=SHARED, result=[0.0, 2.0]),
     "late to make a mesh": Case(come_late, carriers=SHARED, result=2.0),
     "with other groups before": Case(make_other_groups_before, (), SHARED, LINE, result=[2.0, 2.0]),
 }  # fmt: skip

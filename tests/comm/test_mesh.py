@@ -95,13 +95,10 @@ DEVICE_MESHES = [
     # sizes and names of a device mesh, our names for them, and the shape of the mesh
     ((6,), None, None, {"replicate": 1, "shard": 6}),
     ((2, 3), None, None, {"replicate": 2, "shard": 3}),
-    ((2, 3), ("replicate", "shard"), None, {"replicate": 2, "shard": 3}),
     ((2, 3), ("shard", "replicate"), None, {"shard": 2, "replicate": 3}),
     ((2, 3), ("dp_shard", "tp"), None, {"replicate": 1, "shard": 2, "tp": 3}),
     ((2, 3), ("dp_replicate", "dp_shard"), None, {"replicate": 2, "shard": 3}),
-    ((2, 3), ("dp_shard", "dp_replicate"), None, {"shard": 2, "replicate": 3}),
     ((6, 1), ("replicate", "shard"), None, {"replicate": 6, "shard": 1}),
-    ((2, 2, 2), ("dp_replicate", "dp_shard", "tp"), None, {"replicate": 2, "shard": 2, "tp": 2}),
     ((2, 2, 2), ("dp_replicate", "dp_shard", "tp"), {"tp": "tensor"}, {"replicate": 2, "shard": 2, "tensor": 2}),
     ((2, 2, 2), ("pp", "dp", "tp"), {"dp": "shard"}, {"replicate": 1, "pp": 2, "shard": 2, "tp": 2}),
     ((2, 4), ("dp", "tp"), {"dp": "shard", "tp": "tensor"}, {"replicate": 1, "shard": 2, "tensor": 4}),

@@ -5,10 +5,9 @@ import torch
 from torch.autograd import forward_ad
 
 import funcshard as fs
+from tests.core.units import forward_mode
 
-# The first use of forward-mode AD makes torch import a file that calls a deprecated function of
-# torch.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+pytestmark = forward_mode
 
 X, V = torch.tensor([0.5, 2.0]), torch.tensor([1.0, -1.0])
 

@@ -12,11 +12,10 @@ from torch import nn
 import funcshard as fs
 from funcshard.comm.user_collectives import Collectives
 from funcshard.testing import delayed
+from tests.core.units import forward_mode
 from tests.ranks import on_ranks, run_ranks, run_simulated
 
-# The first use of forward-mode AD makes torch import a file that calls a deprecated function of
-# torch.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+pytestmark = forward_mode
 
 GRID = {"replicate": 2, "shard": 2}
 NAMES = ["0", "2"]
@@ -36,10 +35,6 @@ def inputs(rank: int) -> torch.Tensor:
 
 def gather(shard: torch.Tensor, collectives: Collectives) -> Callable[[], torch.Tensor]:
     return collectives.all_gather(shard).wait
-
-
-def scatter(full: torch.Tensor, collectives: Collectives) -> Callable[[], torch.Tensor]:
-    return collectives.reduce_scatter(full).wait
 
 
 def add(tensor: torch.Tensor, collectives: Collectives) -> Callable[[], torch.Tensor]:
@@ -67,7 +62,6 @@ def gather_backwards(shard: torch.Tensor, collectives: Collectives) -> Callable[
 
 
 OWN: dict[str, dict[str, Any]] = {
-    "as the plain ones": {"shard": {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": add}},
     "rows and backwards": {"shard": {"all_gather": gather_backwards, "reduce_scatter": scatter_in_rows}},
     "on both axes": {
         "shard": {"all_gather": gather, "reduce_scatter": scatter_in_rows, "all_reduce": add},
@@ -105,8 +99,7 @@ def gradient(mesh: fs.Mesh, options: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     ("own", "options", "world"),
     [
-        ("as the plain ones", "full_shard", GRID),
-        ("as the plain ones", "buckets", GRID),
+        ("rows and backwards", "full_shard", GRID),
         ("rows and backwards", "shard_grad_op", GRID),
         ("rows and backwards", "bfloat16", GRID),
         ("rows and backwards", "full_shard", 3),
