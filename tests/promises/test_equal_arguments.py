@@ -21,6 +21,7 @@ class Setup:
 
     def __init__(self, mesh: fs.Mesh) -> None:
         self.mesh = mesh
+        torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         self.apply, self.params, self.buffers = fs.make_functional(net)
         self.plan = fs.make_plan(self.params, mesh, units=["*"])
@@ -160,40 +161,29 @@ def test_arguments_that_may_differ_are_no_alarm(case: str) -> None:
 
 def count_exchanges(mesh: fs.Mesh) -> tuple[list[int], list[int]]:
     """Return how many exchanges of texts each constructor makes, and how many each of three steps."""
-    torch.manual_seed(0)
-    setup = Setup(mesh)
+    setup, counted = Setup(mesh), []
     sharded: Any = setup.sharded()
-    counted: list[str] = []
+    detector = type(mesh.shard.desync)  # type: ignore[attr-defined]
+    inner = detector.all_gather_text
+
+    def counting(self: Any, text: str, label: str = "") -> list[str]:
+        counted.append(label)
+        return inner(self, text, label)
 
     def exchanges(action: Callable[[], Any]) -> int:
         counted.clear()
         action()
         return len(counted)
 
-    detector = mesh.shard.desync  # type: ignore[attr-defined]
-    inner = type(detector).all_gather_text
-
-    def counting(self: Any, text: str, label: str = "") -> list[str]:
-        counted.append(label)
-        return inner(self, text, label)
-
-    type(detector).all_gather_text = counting
-    try:
-        shards = fs.shard(setup.params, setup.plan, mesh)
-        loss_fn = lambda shards, buffers, x: sharded(shards, buffers, x).square().mean()  # noqa: E731
-        optimizer = fs.torch_optimizer(SGD, lr=0.1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(detector, "all_gather_text", counting)
         made = [exchanges(setup.sharded), exchanges(setup.step), exchanges(setup.grad), exchanges(setup.grad)]
         made += [exchanges(lambda: fs.value_and_grad(lambda shards: 0.0, mesh=mesh["shard"])) for _ in range(2)]
-        step = fs.make_train_step(loss_fn, optimizer, setup.plan, mesh, accumulate=2)
-        state = step.init(shards, setup.buffers)
-        run = []
-        for _ in range(3):
-            counted.clear()
-            state, _ = step(state, torch.ones(2, 4))
-            run.append(len(counted))
-        return made, run
-    finally:
-        type(detector).all_gather_text = inner
+        loss_fn = lambda shards, buffers, x: sharded(shards, buffers, x).square().mean()  # noqa: E731
+        step = fs.make_train_step(loss_fn, fs.torch_optimizer(SGD, lr=0.1), setup.plan, mesh, accumulate=2)
+        state = [step.init(fs.shard(setup.params, setup.plan, mesh), setup.buffers)]
+        take = lambda: state.append(step(state.pop(), torch.ones(2, 4))[0])  # noqa: E731
+        return made, [exchanges(take) for _ in range(3)]
 
 
 def test_a_constructor_makes_one_exchange_and_a_step_none() -> None:

@@ -92,23 +92,18 @@ def made(how):
 def recorded(apply, params, buffers, plan, schedule, remat):
     """The collectives of the second step of the library itself, and the schedule that it learned."""
 
-    def rank(mesh):
-        def step(given):
-            sharded = fs.fully_shard(apply, plan, mesh, schedule=given, remat=remat)
-            for _ in range(2):
-                with fs.record_events() as events:
-                    fs.value_and_grad(lambda shards: sharded(shards, buffers, torch.zeros(2, WIDTH)))(shards)
-            return tuple(event for event in events if event.unit is not None), sharded.schedule
+    def step(mesh, given):
+        sharded, shards = fs.fully_shard(apply, plan, mesh, schedule=given, remat=remat), fs.shard(params, plan, mesh)
+        for _ in range(2):
+            with fs.record_events() as events:
+                fs.value_and_grad(lambda shards: sharded(shards, buffers, torch.zeros(2, WIDTH)))(shards)
+        return tuple(event for event in events if event.unit is not None), sharded.schedule
 
-        shards = fs.shard(params, plan, mesh)
-        events, learned = step(None)
-        return (
-            step(dataclasses.replace(schedule, order=learned.order, backward=learned.backward))
-            if schedule
-            else (events, learned)
-        )
-
-    return fs.simulate(rank, plan.mesh_axes)[0]
+    events, learned = fs.simulate(lambda mesh: step(mesh, None), plan.mesh_axes)[0]
+    if schedule is None:
+        return events, learned
+    chosen = dataclasses.replace(schedule, order=learned.order, backward=learned.backward)
+    return fs.simulate(lambda mesh: step(mesh, chosen), plan.mesh_axes)[0]
 
 
 @pytest.mark.slow

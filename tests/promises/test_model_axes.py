@@ -199,69 +199,53 @@ PLANS: dict[str, dict[str, Any]] = {
 GRID, WIDE, *SMALL = MESHES
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world", "options"),
-    [*((WIDE, options) for options in PLANS), (GRID, "full_shard"), (GRID, "no_shard"), *((s, "full_shard") for s in SMALL)],
-)
-def test_the_gradient_is_that_of_the_unsharded_model(world: str, options: str) -> None:
-    losses, wanted = whole_gradient(sizes_of(MESHES[world]), batch_of)
-
-    def main(mesh: fs.Mesh) -> None:
-        setup = Setup(mesh, **PLANS[options])
-        with fs.record_events() as events:
-            loss, grads = fs.value_and_grad(setup.loss)(setup.shards, setup.x)
-        close(loss, losses[setup.key()])
-        setup.check(grads, wanted)
-        ours = tuple(event for event in events if event.unit is not None)
-        recomputed = PLANS[options].get("remat", ())
-        assert ours == fs.predict_events(setup.plan, setup.sharded.schedule, recomputed=recomputed, not_saved=["first"])
-        assert {event.axis for event in events if event.unit is None} <= {"tensor", "expert"}
-
-    fs.simulate(main, MESHES[world])
-
-
-def halves(part: int) -> Any:
-    return lambda at: batch_of(at).chunk(2)[part]
-
-
 def weight_of(replicate: int, shard: int, expert: int) -> float:
     return 1.0 + replicate + 2 * shard + 4 * expert
 
 
+# A mesh, options of the plan, how micro-batches are reduced if there are two of them, and whether losses have weights.
+GRADIENTS = [
+    *((WIDE, options, None, False) for options in PLANS),
+    *((world, "full_shard", None, False) for world in (GRID, *SMALL)),
+    (GRID, "no_shard", None, False),
+    (WIDE, "full_shard", "each", False),
+    (GRID, "full_shard", "once", False),
+    (WIDE, "full_shard", None, True),
+    (GRID, "full_shard", "each", True),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world", "reduce", "weighted"), [(WIDE, "each", False), (GRID, "once", False), (WIDE, None, True), (GRID, "each", True)]
-)
-def test_micro_batches_and_weights_give_the_mean_over_all_ranks(world: str, reduce: Any, weighted: bool) -> None:
-    sizes, weight = sizes_of(MESHES[world]), weight_of if weighted else None
-    batches = [batch_of] if reduce is None else [halves(0), halves(1)]
-    parts = [whole_gradient(sizes, batch, weight) for batch in batches]
-    mean = sum(losses["mean"] for losses, _ in parts) / len(parts)
-    grads = {
-        name: None if g is None else sum(part[name] for _, part in parts) / len(parts) for name, g in parts[0][1].items()
-    }
+@pytest.mark.parametrize(("world", "options", "reduce", "weighted"), GRADIENTS)
+def test_the_gradient_is_that_of_the_unsharded_model(world: str, options: str, reduce: Any, weighted: bool) -> None:
+    sizes, number = sizes_of(MESHES[world]), 2 if reduce else 1
+    batches = [lambda at, i=i: batch_of(at).chunk(number)[i] for i in range(number)]
+    parts = [whole_gradient(sizes, batch, weight_of if weighted else None) for batch in batches]
+    mean = sum(losses["mean"] for losses, _ in parts) / number
+    wanted = {name: None if g is None else sum(part[name] for _, part in parts) / number for name, g in parts[0][1].items()}
 
     def main(mesh: fs.Mesh) -> None:
-        setup = Setup(mesh)
+        setup = Setup(mesh, **PLANS[options])
         own = weight_of(*setup.key())
         loss_fn = (lambda s, x: (setup.loss(s, x), own)) if weighted else setup.loss
-        evaluate = (
-            fs.value_and_grad(loss_fn, weighted=weighted)
-            if reduce is None
-            else fs.accumulate(loss_fn, 2, reduce=reduce, weighted=weighted)
-        )
+        micro = {"micro_batches": 2, "reduce": reduce} if reduce else {}
+        evaluate = functools.partial(fs.accumulate, **micro) if reduce else fs.value_and_grad
         with fs.record_events() as events:
-            loss, found = evaluate(setup.shards, setup.x)
-        setup.check(found, grads)
+            loss, grads = evaluate(loss_fn, weighted=weighted)(setup.shards, setup.x)
+        setup.check(grads, wanted)
         if weighted:
             close(loss[0], mean)
-            assert loss[1] == len(parts) * sum(weight_of(*position_key(r, mesh)) for r in range(mesh.world_size))
+            assert loss[1] == number * sum(weight_of(*position_key(r, mesh)) for r in range(mesh.world_size))
         else:
-            close(loss, sum(losses[setup.key()] for losses, _ in parts) / 2)
-        options = {} if reduce is None else {"micro_batches": 2, "reduce": reduce}
-        predicted = fs.predict_events(setup.plan, setup.sharded.schedule, not_saved=["first"], **options)
+            close(loss, sum(losses[setup.key()] for losses, _ in parts) / number)
+        recomputed = PLANS[options].get("remat", ())
+        predicted = fs.predict_events(
+            setup.plan, setup.sharded.schedule, recomputed=recomputed, not_saved=["first"], **micro
+        )
         assert tuple(event for event in events if event.unit is not None) == predicted
+        assert {event.axis for event in events if event.unit is None} <= (
+            {"tensor", "expert"} if not weighted else set(mesh.shape)
+        )
 
     fs.simulate(main, MESHES[world])
 
@@ -351,26 +335,20 @@ def test_a_leaf_that_is_local_along_a_data_axis_too_has_the_mean_over_the_ranks_
 ) -> None:
     """The objective of such a leaf is the mean over all ranks that lie where it is along the data axes."""
     shape = MESHES[GRID]
+    places = [position(rank, sizes_of(shape), list(shape)) for rank in range(8)]
     data = [axis for axis in axes if axis != "tensor"]
-
-    def value(rank: int) -> float:
-        return 1.0 + sum((i + 1) * position(rank, sizes_of(shape), list(shape))[axis] for i, axis in enumerate(axes))
-
-    # A rank's loss is the square of the sum, along the tensor axis, of value times rank.
-    ps = {}
-    for rank in range(8):
-        at = position(rank, sizes_of(shape), list(shape))
-        ps.setdefault(tuple(at[axis] for axis in axes), torch.tensor(value(rank)).double().requires_grad_())
-
-    def leaf_of(rank: int) -> torch.Tensor:
-        at = position(rank, sizes_of(shape), list(shape))
-        return ps[tuple(at[axis] for axis in axes)]
-
-    losses = [sum(leaf_of(2 * (rank // 2) + t) * (2 * (rank // 2) + t + 1.0) for t in range(2)) ** 2 for rank in range(8)]
+    values = [1.0 + sum((i + 1) * at[axis] for i, axis in enumerate(axes)) for at in places]
     weights = [1.0 + rank // 2 if weighted else 1.0 for rank in range(8)]
+    ps: dict[Any, torch.Tensor] = {}
+    for at, value in zip(places, values, strict=True):
+        ps.setdefault(tuple(at[axis] for axis in axes), torch.tensor(value).double().requires_grad_())
+    leaves = [ps[tuple(at[axis] for axis in axes)] for at in places]
+    # A rank's loss is the square of the sum, along the tensor axis, of value times rank.
+    pairs = [(rank // 2 * 2, rank // 2 * 2 + 1) for rank in range(8)]
+    losses = [sum(leaves[other] * (other + 1.0) for other in pair) ** 2 for pair in pairs]
 
     def main(mesh: fs.Mesh) -> float:
-        params = {"w": torch.full((3,), value(mesh.rank)).double()}
+        params = {"w": torch.full((3,), values[mesh.rank]).double()}
         plan = fs.make_plan(params, mesh, local={"w": axes})
         f = fs.unshard(lambda leaves: leaves["w"][0] * (mesh.rank + 1.0), plan.units[""], mesh)
         loss = lambda shards: fs.psum(f(shards[""]), mesh, axis="tensor") ** 2  # noqa: E731
@@ -378,13 +356,8 @@ def test_a_leaf_that_is_local_along_a_data_axis_too_has_the_mean_over_the_ranks_
         _, grads = fs.value_and_grad(weighing if weighted else loss, weighted=weighted)(fs.shard(params, plan, mesh))
         return fs.gather(grads, plan, mesh)["w"][0].item()
 
-    for rank, found in enumerate(fs.simulate(main, shape)):
-        at = position(rank, sizes_of(shape), list(shape))
-        here = [
-            other
-            for other in range(8)
-            if all(position(other, sizes_of(shape), list(shape))[axis] == at[axis] for axis in data)
-        ]
-        total = sum(weights[other] * losses[other] for other in here) / sum(weights[other] for other in here)
-        (wanted,) = torch.autograd.grad(total, leaf_of(rank), retain_graph=True)
+    for at, leaf, found in zip(places, leaves, fs.simulate(main, shape), strict=True):
+        here = [rank for rank in range(8) if all(places[rank][axis] == at[axis] for axis in data)]
+        total = sum(weights[rank] * losses[rank] for rank in here) / sum(weights[rank] for rank in here)
+        (wanted,) = torch.autograd.grad(total, leaf, retain_graph=True)
         assert found == pytest.approx(wanted.item(), rel=1e-12)

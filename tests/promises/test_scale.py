@@ -15,11 +15,6 @@ from benchmarks.scale_checkpoints import CheckpointScale, measure_checkpoint
 UNITS, FEW, MANY = 8, 8, 16_384
 
 
-@pytest.fixture(scope="module")
-def few() -> Scale:
-    return smallest(FEW)
-
-
 def smallest(ranks: int) -> Scale:
     """Return the measurement of three that holds the fewest bytes.
 
@@ -54,8 +49,11 @@ def without_digits(text: str) -> str:
 
 
 @pytest.mark.slow
-def test_one_rank_of_16384_holds_and_sends_what_one_of_8_does(few: Scale) -> None:
+def test_one_rank_of_16384_holds_and_sends_what_one_of_8_does() -> None:
+    few = smallest(FEW)
     check_runs(few, smallest(MANY))
+    assert few.ranks == FEW
+    assert not dist.is_initialized()
 
 
 def test_the_fingerprint_and_the_shape_of_a_plan_do_not_know_the_number_of_ranks() -> None:
@@ -71,11 +69,3 @@ def test_the_index_of_a_checkpoint_and_the_files_that_a_rank_reads_do_not_grow()
     check_checkpoints(small, measure_checkpoint(UNITS, {"shard": 1024}, {"shard": 768}))
     hybrid = measure_checkpoint(UNITS, {"shard": 1024}, {"replicate": 8, "shard": 96})
     assert hybrid.tables == 9  # a shard of 44 elements lies in shards of 5
-
-
-# --- planted faults -------------------------------------------------------------------------------
-
-
-def test_no_process_group_is_left(few: Scale) -> None:
-    assert few.ranks == FEW
-    assert not dist.is_initialized()

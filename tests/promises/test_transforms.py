@@ -24,14 +24,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated
 
 HYBRID = {"replicate": 2, "shard": 2}
 TENSOR = {"shard": 2, "tensor": 2}
-FORMS = ("module", "by hand")
-# Every strategy on every world in one of the two forms; full_shard on two worlds in both.
 CASES = [
-    (strategy, world, FORMS[(i + j) % 2])
-    for i, strategy in enumerate(("full_shard", "shard_grad_op", "no_shard"))
-    for j, world in enumerate((1, 2, 4, HYBRID))
-] + [("full_shard", 2, "module"), ("full_shard", HYBRID, "module")]
-CASES += [("full_shard", TENSOR, "module"), ("shard_grad_op", TENSOR, "by hand")]
+    *((strategy, world) for strategy in ("full_shard", "shard_grad_op", "no_shard") for world in (1, 2, 4, HYBRID)),
+    ("full_shard", TENSOR),
+    ("shard_grad_op", TENSOR),
+]
 # Along the tensor axis the first layer is cut by rows and the second by columns.
 CUTS = {"0.weight": 0, "0.bias": 0, "2.weight": 1}
 SAMPLES = 8
@@ -67,7 +64,7 @@ X, DX = random(1, SAMPLES, 3), random(2, SAMPLES, 3)
 class World:
     """One rank's shards and functions of the shards, and the same functions of the whole parameters."""
 
-    def __init__(self, mesh, strategy, form):
+    def __init__(self, mesh, strategy):
         self.mesh, self.n, self.tensor = mesh, mesh.world_size, mesh.shape.get("tensor", 1)
         apply, _, _ = fs.make_functional(build(self.tensor, mesh))
         _, self.params, _ = fs.make_functional(build())
@@ -87,20 +84,8 @@ class World:
         )
         self.x, self.dx = self.parts[mesh.rank], tangents[mesh.rank]
         self.c = random(3 + mesh.rank, *self.whole(self.params, self.x).shape)
-        if form == "module":
-            run = fs.fully_shard(apply, self.plan, mesh)
-            self.out = lambda shards, x: run(shards, {}, x)
-        else:
-
-            def linear(leaves, x):
-                return x @ leaves["weight"].T + leaves["bias"]
-
-            def last_linear(leaves, x):
-                return added(x @ leaves["weight"].T, mesh) + leaves["bias"]
-
-            first = fs.reshard(fs.unshard(linear, self.plan.units["0"], mesh))
-            last = fs.reshard(fs.unshard(last_linear, self.plan.units["2"], mesh))
-            self.out = lambda shards, x: last(shards["2"], torch.tanh(first(shards["0"], x)))
+        run = fs.fully_shard(apply, self.plan, mesh)
+        self.out = lambda shards, x: run(shards, {}, x)
 
     def own(self, params, dims=0):
         """Return this rank's parts of whole tensors, which have further dimensions in front."""
@@ -412,8 +397,8 @@ TRANSFORMS = (
 )  # fmt: skip
 
 
-def check(mesh, strategy, form, transforms=TRANSFORMS):
-    world = World(mesh, strategy, form)
+def check(mesh, strategy, transforms=TRANSFORMS):
+    world = World(mesh, strategy)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
         for transform in transforms:
@@ -430,18 +415,18 @@ def run_all(run, strategy, world, *args):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "world", "form"), CASES, ids=lambda x: str(x).replace("'", ""))
-def test_transforms_of_shards_are_those_of_the_whole(strategy, world, form):
-    run_all(run_simulated, strategy, world, form)
+@pytest.mark.parametrize(("strategy", "world"), CASES, ids=lambda x: str(x).replace("'", ""))
+def test_transforms_of_shards_are_those_of_the_whole(strategy, world):
+    run_all(run_simulated, strategy, world)
 
 
 @pytest.mark.slow
 def test_the_same_on_real_ranks():
-    run_all(run_ranks, "full_shard", 2, "by hand")
-    run_all(run_ranks, "shard_grad_op", HYBRID, "module")
+    run_all(run_ranks, "full_shard", 2)
+    run_all(run_ranks, "shard_grad_op", HYBRID)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "world"), [("full_shard", 1), ("no_shard", 2), ("full_shard", 2)])
 def test_linearize_on_real_ranks_works_or_says_why_not(strategy, world):
-    run_all(run_ranks, strategy, world, "module", (linearize,))
+    run_all(run_ranks, strategy, world, (linearize,))

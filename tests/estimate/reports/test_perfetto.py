@@ -15,7 +15,6 @@ import funcshard as fs
 from funcshard.estimate import LANES, Runtime, estimate, profile
 from funcshard.estimate.reports.perfetto import TOTAL, to_perfetto
 from funcshard.estimate.reports.report import Report
-from funcshard.estimate.reports.unit_use import by_unit
 from tests.estimate.made_reports import plan_of, report_of
 
 REPORTS = {
@@ -43,20 +42,6 @@ def test_the_maximum_of_the_memory_counter_is_the_peak_to_the_byte(name: str, tm
     for category, size in report.by_category.items():
         assert size in [value for _, value in counters[f"{TOTAL}: {category}"]]
     assert set(counters) == {TOTAL, *(f"{TOTAL}: {name}" for moment in report.timeline for name in moment.memory)}
-
-
-def test_the_trace_of_an_estimated_step_reaches_its_peak(tmp_path: Path) -> None:
-    net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
-    apply, params, buffers = fs.make_functional(net)
-    report = estimate(profile(apply, params, buffers, torch.zeros(8, 64)), fs.make_plan(params, 8, units=list("0123")))
-    events = written(report, tmp_path)["traceEvents"]
-    sizes = [event["args"]["bytes"] for event in events if event["ph"] == "C" and event["name"] == TOTAL]
-    assert max(sizes) == report.peak
-    assert sum(event["ph"] == "X" for event in events) == len(report.spans)
-    rows = [use.title for use in by_unit(report)]
-    assert rows == ["4 × *", "(no unit)"]
-    assert sum(use.traffic for use in by_unit(report)) == sum(report.traffic.values())
-    assert "4 × *" in str(report)
 
 
 def test_counters_that_change_rebuild_every_moment(tmp_path: Path) -> None:

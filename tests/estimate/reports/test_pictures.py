@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,18 +42,14 @@ def test_the_stack_reaches_the_peak_and_starts_at_zero() -> None:
     assert axes.get_legend().get_title().get_text() == "peak 19.4 MiB (dot)\nin the backward of blocks.3\n"
 
 
-@pytest.mark.parametrize(("budget", "text"), [(38, "budget 38.0 MiB"), (80, "↑ budget 80.0 MiB")])
-def test_a_budget_far_above_the_peak_does_not_flatten_the_picture(budget: int, text: str) -> None:
-    (axes,) = draw_memory(dataclasses.replace(REPORT, budget=budget * MIB)).axes
-    assert [each.get_text() for each in axes.texts] == [text]
-    assert len(axes.lines) == (2 if budget == 38 else 1)
-    assert axes.get_ylim()[1] == pytest.approx(1.15 * (38 if budget == 38 else REPORT.peak / MIB))
-
-
-def test_a_report_without_a_budget_has_no_budget_line() -> None:
-    (axes,) = draw_memory(dataclasses.replace(REPORT, budget=None)).axes
-    assert not axes.texts
-    assert len(axes.lines) == 1  # the dot
+@pytest.mark.parametrize(
+    ("budget", "texts", "top"), [(38, ["budget 38.0 MiB"], 38), (80, ["↑ budget 80.0 MiB"], None), (None, [], None)]
+)
+def test_a_budget_far_above_the_peak_does_not_flatten_the_picture(budget: Any, texts: list[str], top: Any) -> None:
+    (axes,) = draw_memory(dataclasses.replace(REPORT, budget=budget and budget * MIB)).axes
+    assert [text.get_text() for text in axes.texts] == texts
+    assert len(axes.lines) == (2 if top else 1)  # the dot, and the budget
+    assert axes.get_ylim()[1] == pytest.approx(1.15 * (top or REPORT.peak / MIB))
 
 
 def test_each_lane_has_its_spans() -> None:
