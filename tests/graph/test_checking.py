@@ -21,7 +21,6 @@ def step_graph() -> StepGraph:
 
 
 def pair(graph: fx.Graph, kind: str, number: int = 0) -> tuple[fx.Node, fx.Node]:
-    """Return the start and the wait of a collective."""
     return [(start, wait) for start, (wait,) in starts_and_waits(graph) if collective_of(start) == kind][number]
 
 

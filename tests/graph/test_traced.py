@@ -51,7 +51,6 @@ def made(
     optimizer: Callable[[fs.Plan, fs.Mesh], Any] = lambda plan, mesh: fs.torch_optimizer(ADAMW, lr=1e-2),
     **options: Any,
 ) -> tuple[Any, fs.TrainState]:
-    """Return a step and its first state."""
     torch.manual_seed(0)
     apply, params, buffers = fs.make_functional(Net(dropout, mutable), mutable=mutable)
     cut = fs.make_plan(params, mesh, units=["embed", "blocks.*"], **(plan or {}))

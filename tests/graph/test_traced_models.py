@@ -1,4 +1,7 @@
-"""Traced steps of models with model axes, collectives of the user's, checkpoints and odd leaves."""
+"""Traced steps of models with model axes, collectives of the user's, checkpoints and odd leaves.
+
+promises/test_tensor_parallel.py traces the collectives of DTensors.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,12 @@ import torch
 import torch.nn.functional as F
 import torchopt
 from torch import nn
-from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
 
 import funcshard as fs
 from funcshard._utils import recording_graph
 from tests.comm.test_user_collectives import EIGHT_BITS, add, with_own
 from tests.graph.test_traced import same
-from tests.promises import test_tensor_parallel as dtensors
-from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # from Dynamo
 WIDTH, STEPS = 6, 2
@@ -172,7 +172,6 @@ def run(mesh: fs.Mesh, batches: list[Any], *, traced: bool, warm: bool = False, 
 
 
 def check_traced(mesh: fs.Mesh, batches: list[Any], **options: Any) -> Any:
-    """Check that a traced step does what the step does; return it."""
     eager, traced = (run(mesh, batches, traced=traced, **options) for traced in (False, True))
     assert same(traced[:2], eager[:2])
     assert traced[2] == eager[2]
@@ -232,33 +231,3 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 def test_a_traced_step_has_the_bits_and_the_collectives_of_the_step(case: str) -> None:
     ranks, options = CASES[case]
     fs.simulate(lambda mesh: check_traced(mesh, [batch_of(mesh, number) for number in range(STEPS)], **options), ranks)
-
-
-# --- DTensors -------------------------------------------------------------------------------------
-
-
-def _with_dtensors(mesh: fs.Mesh) -> Any:
-    model = dtensors.parallelized(dtensors.build(torch.float32), mesh.device_mesh["tensor"])  # type: ignore[index]
-    apply, params, buffers = fs.make_functional(model)
-    plan = fs.make_plan(params, mesh, units=["blocks.*"])
-    sharded = fs.fully_shard(apply, plan, mesh)
-
-    def loss_fn(shards: Any, buffers: Any, batch: Tensor) -> Tensor:
-        return dtensors.loss_of(sharded(shards, buffers, batch[:, :-1]), batch)
-
-    optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1)
-    step = fs.make_train_step(loss_fn, optimizer, plan, mesh, max_norm=1.0, donate=False)
-    first, batches = step.init(fs.shard(params, plan, mesh), buffers), dtensors.batches()
-    with loss_parallel():
-        found = []
-        for take in (step, fs.trace(step, first, batches[0])):
-            state = first
-            for batch in batches:
-                state, metrics = take(state, batch)
-            found.append((metrics, state))
-    assert same(*found)
-
-
-@pytest.mark.slow
-def test_collectives_of_dtensors_are_operations_of_the_graph() -> None:
-    run_ranks(_with_dtensors, 2, shape={"tensor": 2})

@@ -76,26 +76,6 @@ def test_every_recipe_runs_on_processes():
     run_ranks(check_all, 4, shape={"shard": 2, "tensor": 2}, timeout=120)
 
 
-WRONG = {
-    "tensor_parallel": ("psum", lambda x, mesh, axis: x),
-    "sequence_parallel": ("psum_scatter", lambda x, mesh, axis, dim, tiled: x.chunk(2, dim)[mesh.position[axis]]),
-    "vocabulary_parallel": ("psum", lambda x, mesh, axis: x),
-    "expert_parallel": (
-        "all_to_all",
-        lambda x, *_, split_dim, concat_dim, **__: torch.cat(x.chunk(2, split_dim), concat_dim),
-    ),
-    "context_parallel": ("ppermute", lambda x, *_, axis: x),
-    "pipeline": ("ppermute", lambda x, *_, axis: x),
-}
-
-
-@pytest.mark.parametrize("recipe", WRONG)
-def test_a_recipe_without_its_collective_is_seen(recipe, monkeypatch):
-    monkeypatch.setattr(fs, *WRONG[recipe])
-    with pytest.raises(AssertionError, match="not close"):
-        run_simulated(check, 2, recipe, shape={AXIS_OF[recipe]: 2})
-
-
 def test_a_leaf_that_is_cut_but_not_declared_is_an_error():
     def main(mesh):
         whole = {"w": torch.arange(4.0), "b": torch.zeros(2)}
@@ -105,24 +85,6 @@ def test_a_leaf_that_is_cut_but_not_declared_is_an_error():
     words = r"leaf 'w' of params must have the same values on every rank; .*make_plan\(local={'w': 'tensor'}\) if it differs"
     with pytest.raises(ValueError, match=words):
         fs.simulate(main, {"shard": 2, "tensor": 2})
-
-
-def test_a_pipeline_with_an_if_is_an_error_that_names_both_collectives():
-    def main(mesh):
-        first = fs.axis_index(mesh, axis="stage") == 0
-        plan = fs.make_plan({"w": torch.ones(2)}, mesh)
-        f = fs.unshard(lambda leaves: leaves["w"], plan.units[""], mesh)
-
-        def loss_fn(shards):
-            x = f(shards[""])
-            received = fs.ppermute(x, mesh, [(0, 1)], axis="stage")
-            return (x if first else received).sum()  # the first stage's backward does not reach the ppermute
-
-        fs.value_and_grad(loss_fn)(fs.shard({"w": torch.ones(2)}, plan, mesh))
-
-    words = "different collectives: .* 'stage' is all_reduce .* on rank 0 and .* ppermute .* on rank 1"
-    with pytest.raises(RuntimeError, match=words):
-        fs.simulate(main, {"stage": 2})
 
 
 def bytes_of_collectives(mesh):

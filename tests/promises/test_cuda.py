@@ -40,14 +40,9 @@ def trained(mesh: fs.Mesh, **options: Any) -> tuple[list[float], dict[str, torch
     apply, params, buffers = fs.make_functional(made())
     plan = fs.make_plan(params, mesh, units=UNITS, **options)
     sharded = fs.fully_shard(apply, plan, mesh)
-    step = fs.make_train_step(
-        lambda shards, b, x: sharded(shards, b, x).square().mean(),
-        fs.torch_optimizer(torch.optim.AdamW, lr=0.01),
-        plan,
-        mesh,
-    )
-    state = step.init(fs.shard(params, plan, mesh), buffers)
-    losses = []
+    loss_fn = lambda shards, b, x: sharded(shards, b, x).square().mean()  # noqa: E731
+    step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.AdamW, lr=0.01), plan, mesh)
+    state, losses = step.init(fs.shard(params, plan, mesh), buffers), []
     for _ in range(3):
         state, metrics = step(state, batch(mesh.rank).to(mesh.device))
         losses.append(float(metrics["loss"]))
@@ -64,22 +59,10 @@ WAYS = {
 }
 
 
-@contextlib.contextmanager
-def exact() -> Iterator[None]:
-    """Multiply in float32 and not in TF32, whose mantissa has ten bits."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_on_cuda_is_the_cpus(way: str, world_size: int) -> None:
-    with exact():
-        on_cuda = fs.simulate(lambda mesh: trained(mesh, **WAYS[way]), world_size, device=CUDA)
+    on_cuda = fs.simulate(lambda mesh: trained(mesh, **WAYS[way]), world_size, device=CUDA)
     on_cpu = fs.simulate(lambda mesh: trained(mesh, **WAYS[way]), world_size)
     torch.testing.assert_close(on_cuda, on_cpu, rtol=1e-4, atol=1e-5)
 
@@ -102,8 +85,7 @@ def test_wherever_the_module_is_its_shards_are_on_the_meshs_device(where: str) -
     out = fs.fully_shard(apply, plan, mesh)(shards, {}, batch(0).to(CUDA))
     assert out.device == CUDA
     if not where.startswith("meta"):
-        with exact():
-            torch.testing.assert_close(out.cpu(), made()(batch(0)), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(out.cpu(), made()(batch(0)), rtol=1e-4, atol=1e-5)
 
 
 @contextlib.contextmanager
@@ -191,8 +173,7 @@ def on_nccl(rank: int, body: Callable[[fs.Mesh], None], directory: str) -> None:
 
 def equal_to_the_cpus(mesh: fs.Mesh) -> None:
     for options in WAYS.values():
-        with exact():
-            losses, params = trained(mesh, **options)
+        losses, params = trained(mesh, **options)
         wanted = fs.simulate(lambda cpu, options=options: trained(cpu, **options), 2)[mesh.rank]
         torch.testing.assert_close((losses, params), wanted, rtol=1e-4, atol=1e-5)
 

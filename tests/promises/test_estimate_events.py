@@ -33,8 +33,6 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks, which checkpoints may hold."""
-
     def __init__(self, how=""):
         super().__init__()
         self.first, self.last, self.how = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2), how

@@ -143,7 +143,6 @@ def test_states_of_zero_are_those_of_the_paper_and_of_deepspeeds_estimator():
 
 
 def table(heading: str) -> list[list[str]]:
-    """The rows of the first table after a heading of the page."""
     text = PAGE.read_text(encoding="utf-8").partition(heading)[2]
     lines = text.partition("\n| --- ")[2].splitlines()[1:]
     count = next(i for i, line in enumerate(lines) if not line.startswith("|"))

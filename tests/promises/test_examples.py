@@ -132,14 +132,6 @@ def test_a_llama_on_four_processes_in_two_dimensions_has_the_losses_of_one_rank(
 
 
 @pytest.mark.slow
-def test_a_llama_on_simulated_ranks_trains_as_on_one_rank():
-    train = load(TWO_DIMENSIONS).train
-    alone = train(fs.Mesh(), 3, 8, torch.float64)
-    for losses in run_simulated(train, 4, 3, 8, torch.float64, shape={"replicate": 2, "shard": 2}):
-        torch.testing.assert_close(losses, alone, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.slow
 def test_two_dimensions_says_that_simulated_ranks_have_no_tensor_axis(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["two_dimensions.py", "--simulate", "4"])
     with pytest.raises(SystemExit):

@@ -101,7 +101,6 @@ SCRIPTS: dict[str, Any] = {"gpt": CharGPT, "dit": DiT}
 
 
 def rate(step: int) -> float:
-    """Return the learning rate: warm-up, then half a cosine."""
     return 1e-3 * min((step + 1) / 5, 0.55 + 0.45 * math.cos(math.pi * step / STEPS))
 
 

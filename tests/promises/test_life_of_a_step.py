@@ -89,7 +89,6 @@ def traced():
 
 
 def listed(title):
-    """The files in the table below a heading of the page."""
     section = PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
     return re.findall(r"^\| `([\w/]+\.py)` \|", section, re.MULTILINE)
 

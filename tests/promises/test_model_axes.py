@@ -132,8 +132,6 @@ def whole_gradient(sizes: dict[str, int], batch: Any, weight: Any = None) -> tup
 
 
 class Setup:
-    """One rank's functions of the shards."""
-
     def __init__(
         self, mesh: fs.Mesh, *, strategy: str = "full_shard", remat: Any = (), schedule: dict[str, Any] | None = None,
         dtype: torch.dtype = torch.float64, **options: Any,

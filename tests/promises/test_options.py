@@ -183,7 +183,6 @@ CASES = [(function, option) for function, rules in RULES.items() for option in r
 
 
 def call(world: World, function: str, option: str, value: Any) -> None:
-    """Make the right call with another value of one option."""
     called, arguments, options = RIGHT_CALLS[function](world)
     values = BESIDE.get((function, option), {}) | {option: value}
     names = list(inspect.signature(called).parameters)[: len(arguments)]

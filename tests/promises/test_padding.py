@@ -60,7 +60,6 @@ class Setting:
         return tree
 
     def filled(self, tree: Any) -> Any:
-        """Return a tree of shards without its padding."""
         return {
             unit.name: {
                 buffer.key: optree.tree_map(
@@ -199,8 +198,6 @@ def test_adam_without_eps_leaves_nan_on_the_padding_and_nowhere_else() -> None:
 
 
 class Operations(TorchDispatchMode):
-    """Write down the names of operations."""
-
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []

@@ -25,7 +25,6 @@ def random(seed, *shape):
 
 
 def setup(mesh, seed):
-    """Return a plan, and the shards and the loss of a model."""
     torch.manual_seed(seed)
     apply, params, _ = fs.make_functional(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double())
     plan = fs.make_plan(params, mesh, units=["0", "2"])

@@ -29,7 +29,6 @@ def own_heap(scale: Scale) -> int:
 
 
 def check_runs(few: Scale, many: Scale) -> None:
-    """Raise ``AssertionError`` if one rank of many does more for a step than one of few."""
     assert (many.step, many.construction) == (few.step, few.construction), "messages grow with the number of ranks"
     assert without_digits(many.plan) == without_digits(few.plan), "plans grow with the number of ranks"
     before, now = own_heap(few), own_heap(many)
@@ -37,7 +36,6 @@ def check_runs(few: Scale, many: Scale) -> None:
 
 
 def check_checkpoints(few: CheckpointScale, many: CheckpointScale) -> None:
-    """Raise ``AssertionError`` if the index of many ranks is larger than that of few."""
     digits = 4 * (3 * UNITS + 4)  # four more digits for each number of ranks
     assert many.index <= few.index + digits, f"the index grows with the number of ranks: {few.index} to {many.index} bytes"
     assert many.table <= few.table, "tables grow with the number of ranks"

@@ -95,7 +95,6 @@ def life(mesh: fs.Mesh, folder: Path) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two results have the same bits, dtypes and devices."""
     pairs = zip(optree.tree_leaves(one), optree.tree_leaves(other), strict=True)
     return all(
         a.dtype == b.dtype and a.device == b.device and torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b

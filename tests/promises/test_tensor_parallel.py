@@ -137,7 +137,7 @@ def train_fsdp2(mesh: fs.Mesh, dtype: torch.dtype, **options: Any) -> dict[str, 
 
 
 def train(
-    mesh: fs.Mesh, dtype: torch.dtype, model: Model | None = None, remat: tuple[str, ...] = (), **options: Any
+    mesh: fs.Mesh, dtype: torch.dtype, model: Model | None = None, *, remat: Any = (), traced: bool = False, **options: Any
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     model = parallelized(model or build(dtype), mesh.device_mesh["tensor"])
     apply, params, buffers = fs.make_functional(model)
@@ -150,8 +150,9 @@ def train(
     step = fs.make_train_step(loss_fn, fs.torch_optimizer(torch.optim.AdamW, **ADAMW), plan, mesh)
     state, losses = step.init(fs.shard(params, plan, mesh), buffers), []
     with loss_parallel(), fs.record_events() as events:
+        take = fs.trace(step, state, rows(mesh, batches()[0])) if traced else step
         for batch in batches():
-            state, metrics = step(state, rows(mesh, batch))
+            state, metrics = take(state, rows(mesh, batch))
             losses.append(metrics["loss"].item())
     if not remat:
         of_units = [event for event in events if event.unit is not None]
@@ -262,9 +263,11 @@ def on_two_ranks(mesh: fs.Mesh) -> list[float]:
     assert difference(initialised(mesh), whole(dict(build(torch.float32).named_parameters()))) == 0
     assert with_buffers(mesh) == (2 * 3 * WIDTH * 2.0 * (1 + 2), [2 * 3 * 2.0 * (1 + 2)] * WIDTH, [2.0])
     _, reference = train_unsharded(torch.float64)
-    return [
-        difference(train(mesh, torch.float64, strategy=strategy)[1], reference) for strategy in ("full_shard", "no_shard")
-    ]
+    kept, (losses, repeated) = (train(mesh, torch.float64, strategy=how) for how in ("full_shard", "no_shard"))
+    # Collectives of DTensors are operations of the graph.
+    traced = train(mesh, torch.float64, strategy="no_shard", traced=True)
+    assert (traced[0], difference(traced[1], repeated)) == (losses, 0.0)
+    return [difference(kept[1], reference), difference(repeated, reference)]
 
 
 @pytest.mark.slow

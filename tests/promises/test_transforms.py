@@ -110,7 +110,6 @@ class World:
         return functools.reduce(lambda a, b: tree.map(torch.add, a, b), [function(r, x) for r, x in enumerate(self.parts)])
 
     def gathered(self, shards):
-        """Return whole tensors, also along the tensor axis."""
         found = fs.gather(shards, self.plan, self.mesh)
         if self.tensor == 1:
             return found
@@ -193,7 +192,6 @@ def jvp_of_parameters(w):
 
 
 def jvp_of_inputs(w):
-    """The derivative of this rank's output along the tangent of its own inputs."""
     found = torch.func.jvp(lambda x: w.out(w.shards, x), (w.x,), (w.dx,))
     close(found, torch.func.jvp(lambda x: w.whole(w.params, x), (w.x,), (w.dx,)))
 
@@ -247,7 +245,6 @@ def jacfwd_along_the_worlds_basis(w):
 
 
 def jacobians_of_inputs(w):
-    """Derivatives with respect to inputs are this rank's own."""
     for transform in (torch.func.jacrev, torch.func.jacfwd, torch.func.hessian):
         ours, plain = lambda x: w.out(w.shards, x).sum(0), lambda x: w.whole(w.params, x).sum(0)
         with w.refuses_loops():

@@ -93,7 +93,6 @@ class Sharded:
         return self.module.get_loss(batch, self.run(shards, buffers, *batch))
 
     def step(self, cls: Any = torch.optim.SGD, **options: Any) -> tuple[Any, fs.TrainState]:
-        """Return a training step, and its first state."""
         optimizer = fs.torch_optimizer(cls, **options or {"lr": 0.01, "momentum": 0.9})
         step = fs.make_train_step(self.loss, optimizer, self.plan, self.mesh)
         return step, step.init(self.shards, self.buffers)

@@ -157,7 +157,6 @@ EMBEDDED = {
 
 
 def moved(compute: torch.dtype, reduced: torch.dtype) -> set[tuple[str, str]]:
-    """Return what is communicated in which dtype."""
     dtypes = (("all_gather", compute), ("reduce_scatter", reduced))
     return {(kind, str(dtype).removeprefix("torch.")) for kind, dtype in dtypes}
 

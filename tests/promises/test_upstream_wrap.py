@@ -24,8 +24,6 @@ def batch_norms() -> nn.Module:
 
 
 class Container(nn.ModuleDict):
-    """A module of a class that a policy can choose."""
-
     def __init__(self, **parts: nn.Module) -> None:
         super().__init__(parts)
 

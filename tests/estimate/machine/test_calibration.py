@@ -15,13 +15,6 @@ HERE = Source("a test")
 TINY = Reference(width=16, heads=2, layers=1, batch=2, length=8, vocabulary=11)
 
 
-@pytest.fixture(scope="module")
-def measured():
-    """The description of ranks that are threads of this process, which start at once."""
-    found = fs.simulate(lambda mesh: measure(mesh, (1 << 10, 1 << 16), 0.001, TINY, passes=1), world_size=2)
-    return _describe(found, 2, shared_memory=True)
-
-
 @pytest.mark.slow
 def test_it_measures_in_processes_and_writes_a_file_that_loads(tmp_path):
     path, lines = tmp_path / "here.json", []
@@ -33,33 +26,26 @@ def test_it_measures_in_processes_and_writes_a_file_that_loads(tmp_path):
         assert collective_time(hardware, kind, 1 << 20, 2).source == "calibrated"
 
 
-@pytest.mark.slow
-def test_measured_figures_name_the_command_and_the_day(measured):
+def test_every_figure_is_measured_and_names_the_command_and_the_day():
+    # Ranks that are threads of this process, which start at once.
+    figures = fs.simulate(lambda mesh: measure(mesh, (1 << 10, 1 << 16), 0.001, TINY, passes=1), world_size=2)
+    measured = _describe(figures, 2, shared_memory=True)
     data = json.loads(measured.to_json())
-    names = ("memory_bandwidth", "kernel_overhead", "flops_efficiency", "memory_efficiency", "optimizer_efficiency")
-    for each in (*data["node"], *data["flops"].values(), *(data[name] for name in names)):
-        assert each["source"].startswith("measured by python -m funcshard calibrate on ")
-        assert each["source"].count("-") >= 3  # the day
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_collective_is_measured(measured, kind):
-    found = collective_time(measured, kind, 1 << 20, 2)
-    assert 1e-6 < found.seconds < 10  # a system call takes 1e-6 s or so
-    assert found.source == "calibrated"
-    assert collective_time(measured, kind, 1 << 20, 4).source == "extrapolated"
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-def test_computations_are_measured(measured, dtype):
-    seconds = 10**9 / measured.flops[dtype]  # without the efficiency, which is low in a tiny step
-    assert 1e-4 < seconds < 60  # between 10 TFLOP/s and 17 MFLOP/s
-    assert compute_time(measured, 10**9, 0, dtype).source == "calibrated"
-
-
-def test_efficiencies_are_shares_of_the_peaks(measured):
-    for name in ("flops_efficiency", "memory_efficiency", "optimizer_efficiency"):
-        assert 0 < getattr(measured, name) <= 1
+    efficiencies = ("flops_efficiency", "memory_efficiency", "optimizer_efficiency")
+    figures = [data[name] for name in ("memory_bandwidth", "kernel_overhead", *efficiencies)]
+    for figure in (*data["node"], *data["flops"].values(), *figures):
+        assert figure["source"].startswith("measured by python -m funcshard calibrate on ")
+        assert figure["source"].count("-") >= 3  # the day
+    for kind in KINDS:
+        found = collective_time(measured, kind, 1 << 20, 2)
+        assert 1e-6 < found.seconds < 10  # a system call takes 1e-6 s or so
+        assert found.source == "calibrated"
+        assert collective_time(measured, kind, 1 << 20, 4).source == "extrapolated"
+    for dtype in ("float32", "float64", "bfloat16"):
+        seconds = 10**9 / measured.flops[dtype]  # without the efficiency, which is low in a tiny step
+        assert 1e-4 < seconds < 60  # between 10 TFLOP/s and 17 MFLOP/s
+        assert compute_time(measured, 10**9, 0, dtype).source == "calibrated"
+    assert all(0 < getattr(measured, name) <= 1 for name in efficiencies)
 
 
 def test_efficiencies_come_from_the_step():

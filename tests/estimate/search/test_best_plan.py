@@ -119,19 +119,6 @@ def best_of(found: Profile | list[Unit], **options: Any) -> Best:
 MODEL = [Unit(2**20, 2**22, 2**20, 2**18, 10**11)] * 6 + [Unit(2**21, 2**20, 2**18, 2**18, 10**10)]
 
 
-@pytest.mark.slow
-def test_a_larger_budget_gives_no_slower_plan_and_a_smaller_one_no_higher_peak() -> None:
-    found = chain(MODEL)
-    results = [auto_plan(found, ranks=4, budget=size * 2**20, units=["*"]) for size in range(40, 160, 10)]
-    best = [each for each in results if isinstance(each, Best)]
-    assert 3 < len(best) < len(results)
-    assert not any(isinstance(each, Best) for each in results[: len(results) - len(best)])
-    for smaller, larger in itertools.pairwise(best):
-        assert larger.report.step_time <= smaller.report.step_time
-        assert smaller.report.peak <= larger.report.peak
-    assert len({each.report.peak for each in best}) > 2
-
-
 @pytest.mark.parametrize("runtime", [Runtime.fsdp1(), Runtime.fsdp2()])
 @pytest.mark.parametrize("hardware", ["h100-8x100gbps", "h100-8x400gbps"])
 def test_all_reduces_beside_the_lane_count_beside_it_in_bounds(

@@ -20,8 +20,6 @@ KEYS = {"all": HEADS, "grouped": HEADS // 2}
 
 
 class Attention(nn.Module):
-    """Attention with a learned bias, or without one."""
-
     def __init__(self, *, keys: str = "all", bias: str = "", remat: bool = False, **options: Any) -> None:
         super().__init__()
         self.q, self.k = nn.Linear(16, HEADS * SIZE), nn.Linear(16, KEYS[keys] * SIZE)

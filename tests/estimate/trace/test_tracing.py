@@ -41,8 +41,6 @@ class RoutedExperts(nn.Module):
 
 
 class AllExperts(RoutedExperts):
-    """Modules of one kind that all read the same tensor, so their gradients of it are added."""
-
     def forward(self, x):
         return x + sum(expert(x) for expert in self.experts)
 
@@ -82,7 +80,6 @@ class Stack(nn.Module):
 
 
 def made(run, **parts):
-    """Return a module of modules, or of lists of modules, with a forward that is a function."""
     return Runs(run, **{name: nn.ModuleList(part) if isinstance(part, list) else part for name, part in parts.items()})
 
 
@@ -91,8 +88,6 @@ def linear(inputs=16, outputs=16):
 
 
 def two_at_once():
-    """A checkpoint around two layers."""
-
     def run(net, x):
         for i in range(0, 4, 2):
             x = checkpoint(lambda y, i=i: net.layers[i + 1](net.layers[i](y)), x, use_reentrant=False)
@@ -109,8 +104,6 @@ def tied():
 
 
 def shared():
-    """One layer that runs three times."""
-
     def run(net, x):
         for _ in range(3):
             x = net.layers[0](x)
@@ -120,8 +113,6 @@ def shared():
 
 
 class Twice(nn.Module):
-    """A layer that calls a module inside it twice."""
-
     def __init__(self, number):
         super().__init__()
         self.layer = Layer(number)
@@ -146,8 +137,6 @@ class Checkpoints(nn.Module):
 
 
 class InPlace(nn.Module):
-    """A layer that writes to its input."""
-
     def __init__(self, number):
         super().__init__()
         self.linear, self.act = nn.Linear(16, 16), nn.ReLU(inplace=True)
@@ -329,8 +318,6 @@ class Repeats(nn.Module):
 
 
 class HasDepth(Repeats):
-    """A module with an attribute that its class has too."""
-
     depth = 1
 
 
@@ -346,8 +333,6 @@ class Settings:
 
 
 class Two(nn.Module):
-    """A module of two inputs."""
-
     def __init__(self):
         super().__init__()
         self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)

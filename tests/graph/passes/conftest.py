@@ -19,5 +19,4 @@ def full_shard() -> Any:
 
 @pytest.fixture(scope="session")
 def shard_grad_op() -> Any:
-    """Return the same step with another strategy."""
     return fs.trace(*made(strategy="shard_grad_op"), torch.randn(16, 64))

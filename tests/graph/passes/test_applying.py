@@ -14,7 +14,7 @@ from tests.graph.test_memory import measured
 from tests.graph.test_traced import ADAMW, BFLOAT16, HYBRID, batch_of, made, same, torch_optimizer
 from tests.ranks import run_ranks
 
-STEPS = 5
+STEPS = 3
 Pass = Callable[[Any], Any]
 
 PASSES: dict[str, Pass] = {
