@@ -34,6 +34,7 @@ TREES: dict[str, tuple[Any, set[str]]] = {
     "a module beside plain tensors": ({"base": marked(frozen=False), "a": plain()}, {"base.w", "a"}),
     "plain tensors": ({"a": plain(), "b": plain(dtype=torch.int64), "c": plain(dtype=torch.complex64)}, {"a", "c"}),
     "plain tensors, one of which requires a gradient": ({"a": plain(True), "b": plain()}, {"a"}),
+    "frozen nn.Parameters": ({"a": parameter(False), "b": parameter(False)}, set()),
     "nn.Parameters": ({"a": parameter(True), "b": parameter(False)}, {"a"}),
     "copies of a frozen module's params": ({"w": marked(frozen=True)["w"].to(torch.float64)}, {"w"}),
     "a module frozen after make_functional": ({"w": marked(frozen=False)["w"].requires_grad_(False)}, set()),
