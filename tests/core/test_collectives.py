@@ -72,6 +72,7 @@ def test_tensors_without_elements_or_dimensions_are_tensors(mesh: fs.Mesh, world
     n, x, none = len(ranks), torch.tensor(float(mesh.rank)), torch.zeros(0, len(ranks), 2)
     ring, every = [(i, (i + 1) % n) for i in range(n)], torch.tensor([float(rank) for rank in ranks])
     assert torch.equal(fs.psum(x, **along), every.sum())
+    assert torch.equal(fs.pmean(x, **along), every.mean())
     assert torch.equal(fs.pmax(x, **along), every.max())
     assert torch.equal(fs.all_gather(x, **along), every)
     assert torch.equal(fs.all_gather(x, dim=-1, **along), every)
