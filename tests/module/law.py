@@ -80,10 +80,8 @@ def sharded_call(
     """Take the gradient of a sharded module ``calls`` times; return what the last one gave.
 
     Arguments:
-        mesh: the mesh.
         functional: what ``make_functional`` returned.
         x: the input of every rank, or a function from a rank to its input.
-        units: the units.
         program: the loss of a model and an input.
         calls: number of calls; the first learns the order of units.
         evaluate: makes a loss function one that returns loss and gradients.

@@ -122,10 +122,11 @@ def test_where_versions_and_values_cannot_be_read_the_call_is_silent() -> None:
 
 
 def test_buffers_cast_by_the_plan_are_compared_in_their_dtype_during_the_call() -> None:
-    apply, params, buffers = fs.make_functional(own(lambda module, x: None))
-    buffers["seen"] = torch.full((3,), 1 / 3)  # not a number in bfloat16
-    plan = fs.make_plan(params, 1, precision=fs.MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16))
-    fs.fully_shard(apply, plan, fs.Mesh())(fs.shard(params, plan, fs.Mesh()), buffers, x)  # warnings are errors here
+    functional = fs.make_functional(own(lambda module, x: None))
+    buffers = {**functional[2], "seen": torch.full((3,), 1 / 3)}  # not a number in bfloat16
+    precision = fs.MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)
+    _, sharded, shards = of_module(fs.Mesh(), functional, precision=precision)
+    sharded(shards, buffers, x)  # warnings are errors here
 
 
 class Keeps(Runs):

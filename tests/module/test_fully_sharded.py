@@ -277,11 +277,6 @@ def test_a_tie_that_is_told_to_the_plan_is_taken():
     assert list(plan.units) == ["", "blocks.0"]
 
 
-def linear(cls, number, width):
-    torch.manual_seed(0)
-    return cls(*(nn.Linear(width, width) for _ in range(number)))
-
-
 class HalfFrozen(nn.Sequential):
     """A model whose first unit runs in inference mode, like an encoder that is not trained."""
 
@@ -300,7 +295,8 @@ class HalfFrozen(nn.Sequential):
 def test_units_in_inference_mode_do_not_change_the_gradients_of_other_units(run, strategy, bucket_bytes):
     # The second time, the all-gather of the next unit starts in inference mode. Processes share memory of this size.
     x = torch.linspace(-1, 1, 200).view(2, 100)
-    check_equal(linear(HalfFrozen, 3, 100), x, ["*"], run=run, strategy=strategy, bucket_bytes=bucket_bytes)
+    net = HalfFrozen(*(nn.Linear(100, 100) for _ in range(3)))
+    check_equal(net, x, ["*"], run=run, strategy=strategy, bucket_bytes=bucket_bytes)
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
@@ -311,16 +307,13 @@ def test_one_tensor_that_is_the_gradient_of_two_units_is_reduced_for_each(world,
     check_equal(net, lambda rank: torch.tensor(rank + 1.0), ["*"], world, strategy=strategy)
 
 
-class Force(nn.Sequential):
-    """A module that differentiates its own units by its input: the negative gradient of an energy."""
-
-    def forward(self, x):
-        return -torch.func.grad(lambda x: self[1](torch.tanh(self[0](x))).square().sum())(x)
-
-
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 def test_a_module_may_use_a_transform_inside_its_forward(strategy):
-    check_equal(linear(Force, 2, 4), torch.linspace(-1, 1, 4), ["*"], strategy=strategy)
+    def force(net, x):  # the negative gradient of an energy
+        return -torch.func.grad(lambda x: net.last(torch.tanh(net.first(x))).square().sum())(x)
+
+    net = Runs(force, first=nn.Linear(4, 4), last=nn.Linear(4, 4))
+    check_equal(net, torch.linspace(-1, 1, 4), ["*"], strategy=strategy)
 
 
 def test_a_parameter_that_forward_freezes_outside_its_unit_is_told():

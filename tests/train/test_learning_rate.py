@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -45,16 +46,6 @@ def test_rates_are_those_that_the_scheduler_gives_an_optimizer(make: Any, option
     assert [schedule(step) for step in range(11)] == expected
 
 
-class Scalar:
-    """A number of another library, such as JAX's arrays are."""
-
-    def __init__(self, value: float) -> None:
-        self.value = value
-
-    def __float__(self) -> float:
-        return self.value
-
-
 def falling(step: int) -> float:
     return 0.1 / (1 + step)
 
@@ -62,7 +53,7 @@ def falling(step: int) -> float:
 RATES = {
     "a number": (0.1, [0.1, 0.1, 0.1]),
     "a function": (falling, [0.1, 0.05, 0.1 / 3]),
-    "numbers of another library": (lambda step: Scalar(falling(step)), [0.1, 0.05, 0.1 / 3]),
+    "other numbers": (lambda step: Decimal(falling(step)), [0.1, 0.05, 0.1 / 3]),
     "a scheduler of torch": (fs.torch_schedule(schedulers.StepLR, lr=0.5, step_size=1), [0.5, 0.05, 0.5 * 0.1 * 0.1]),
 }
 

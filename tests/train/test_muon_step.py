@@ -176,14 +176,11 @@ def test_momentum_is_of_matrices_and_adamws_state_of_the_rest(mesh: fs.Mesh) -> 
     plan = fs.make_plan(tensors, mesh, units=["blocks.*"])
     optimizer, shards = fs.muon(plan, mesh, matrices=["blocks.*"]), fs.shard(tensors, plan, mesh)
     _, state = optimizer.step(fs.copy(shards), optimizer.init(shards), shards)
-    momentum, adamw = (sum(leaf.numel() for leaf in tree.leaves(part)) for part in (state["momentum"], averages_of(state)))
+    averages = [own["exp_avg"] for each in state["adamw"]["leaves"].values() for own in each.values()]
+    momentum, adamw = (sum(leaf.numel() for leaf in tree.leaves(part)) for part in (state["momentum"], averages))
     counts = fs.psum(torch.tensor([momentum, adamw]), mesh).tolist()
     matrices = sum(leaf.numel() for path, leaf in tensors.items() if path.startswith("blocks.") and not path.endswith(".b"))
     assert counts == [matrices, sum(leaf.numel() for leaf in tensors.values()) - matrices]
-
-
-def averages_of(state: Any) -> list[torch.Tensor]:
-    return [own["exp_avg"] for each in state["adamw"]["leaves"].values() for own in each.values()]
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
