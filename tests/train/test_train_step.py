@@ -123,10 +123,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_step_that_cannot_be_or_returns_something_else_is_refused(options: dict[str, Any], words: str) -> None:
     params, mesh = {"w": torch.ones(2)}, fs.Mesh()
     plan = fs.make_plan(params, mesh)
-    given = {"loss_fn": lambda s, b, x: s[""]["float32"].sum(), "optimizer": ADAMW, "plan": plan, "mesh": mesh, **options}
+    call = {"loss_fn": lambda s, b, x: s[""]["float32"].sum(), "optimizer": ADAMW, "plan": plan, "mesh": mesh, **options}
 
     def one_step() -> None:
-        train = fs.make_train_step(**given)
+        train = fs.make_train_step(**call)
         train(train.init(fs.shard(params, plan, mesh), {}), None)
 
     with pytest.raises(TypeError, match=words):

@@ -68,8 +68,8 @@ def test_losses_of_low_precision_or_of_one_element_are_averaged_in_float32(mesh:
     batch = torch.tensor(LOW) if weights is None else (torch.tensor(LOW), torch.tensor(weights))
     expected = sum(map(operator.mul, LOW, weights or [1.0] * 8)) / sum(weights or [1.0] * 8)
     one_element = lambda loss: loss.to(dtype).view(1, 1)  # noqa: E731
-    found = losses(mesh, batch, one_element, accumulate=8, weighted=weights is not None)
-    assert found == (pytest.approx(expected, rel=2e-7, abs=0),) * 2
+    metrics = losses(mesh, batch, one_element, accumulate=8, weighted=weights is not None)
+    assert metrics == (pytest.approx(expected, rel=2e-7, abs=0),) * 2
 
 
 @on_ranks(2)
