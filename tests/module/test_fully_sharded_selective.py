@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import funcshard as fs
 from tests.core.units import by_hand, recorded
 from tests.module.law import calls_on, check_equal, plain_call, same_bits, sharded_call
+from tests.pairwise import crossed
 from tests.ranks import on_ranks, run_ranks, run_simulated
 from tests.storages import Alive, Log
 
@@ -136,12 +137,9 @@ def check(place, policy, *, remat=(), **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-@pytest.mark.parametrize("place", PLACES)
-def test_every_policy_in_every_place_changes_no_bit_and_no_collective(place, strategy):
-    # A policy sees the operations of forward, gathers among them; full_shard has the most of them.
-    for policy in POLICIES if strategy == "full_shard" else FEW:
-        check(place, policy, strategy=strategy)
+@crossed(place=list(PLACES), strategy=["full_shard", "shard_grad_op", "no_shard"], policy=list(POLICIES))
+def test_every_policy_in_every_place_changes_no_bit_and_no_collective(place, strategy, policy):
+    check(place, policy, strategy=strategy)
 
 
 def wrapped(mesh, policy):

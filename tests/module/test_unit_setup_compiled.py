@@ -291,13 +291,12 @@ class Hidden(nn.Module):
         return self.net(x) * self.counter + self.hidden(x)
 
 
-MODULES = [Mutating, Shared, Checkpointed, Hidden]
+MODULES = {Mutating: "full_shard", Shared: "shard_grad_op", Checkpointed: "full_shard", Hidden: "shard_grad_op"}
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the forward of Sequential set attributes")
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-@pytest.mark.parametrize("cls", MODULES)
+@pytest.mark.parametrize(("cls", "strategy"), MODULES.items())
 def test_a_module_that_does_more_than_compute_is_compiled_once(cls, strategy):
     apply, params, buffers = fs.make_functional(nn.Sequential(made(cls), nn.Tanh(), made(cls)), mutable=True)
     backend, x = Backend(), torch.randn(4, 3)

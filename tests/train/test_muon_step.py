@@ -99,8 +99,8 @@ def on_shards(mesh: fs.Mesh, case: Case, steps: int) -> tuple[Tensors, Tensors]:
 CASES: dict[str, Case] = {
     **{
         f"{name} sizes on {world}": Case(world, sizes)
-        for name, sizes in {"even": EVEN, "odd": ODD}.items()
-        for world in (*({"shard": n} for n in (1, 2, 3, 4)), {"replicate": 2, "shard": 2})
+        for name, sizes, worlds in (("even", EVEN, (4,)), ("odd", ODD, (1, 2, 3, 4)))
+        for world in (*({"shard": n} for n in worlds), {"replicate": 2, "shard": 2})
     },
     "no momentum look-ahead": Case({"shard": 3}, options={**MUON, "nesterov": False}),
     "rms": Case({"shard": 3}, options={**MUON, "adjust_lr_fn": "match_rms_adamw"}),
