@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import re
@@ -128,33 +127,6 @@ def test_any_reader_of_safetensors_opens_the_file_of_a_rank(mesh: fs.Mesh, tmp_p
         assert (stored["half"].shape, stored["scalar"].item()) == ((2, 3), True)
         assert stored["odd"].dtype == torch.uint8
         assert torch.equal(stored["odd"].view(torch.complex128), odd)  # the format has no such dtype
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
-@pytest.mark.parametrize("poor", [0, 1])
-def test_a_disk_that_is_full_is_said_on_every_rank_and_the_checkpoint_before_stays(
-    poor: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, plan, pwrite = tmp_path / "last", fs.make_plan({"w": torch.zeros(20_000)}, 2), os.pwrite
-
-    def save(mesh: fs.Mesh, value: float) -> None:
-        fs.save(path, {"shards": fs.shard({"w": torch.full((20_000,), value)}, plan, mesh), "step": value}, plan, mesh)
-
-    def full(file: int, *data: Any) -> int:
-        if os.readlink(f"/proc/self/fd/{file}").endswith(f"-{poor}.safetensors"):
-            raise OSError(errno.EFBIG, "File too large")
-        return pwrite(file, *data)
-
-    def main(mesh: fs.Mesh) -> None:
-        words = rf"checkpoint {path} is not saved: rank {poor}: cannot write {path}/\w*-{poor}\.safetensors: File too large$"
-        with pytest.raises(OSError, match=f"^{words}"):
-            save(mesh, 2.0)
-
-    fs.simulate(lambda mesh: save(mesh, 1.0), 2)
-    monkeypatch.setattr(os, "pwrite", full)
-    fs.simulate(main, 2)
-    assert fs.restore(path).values == {"step": 1.0}
-    assert [each.name for each in tmp_path.iterdir()] == ["last"]
 
 
 def test_a_rank_that_never_writes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,25 +276,6 @@ def test_a_checkpoint_names_the_classes_of_this_library_as_its_users_do(tmp_path
     assert '"funcshard:TrainState"' in text
     assert '"funcshard:ScalerState"' in text
     assert re.findall(r'"funcshard\.[\w.]*:\w+"', text) == []
-
-
-LOCAL = {"every rank's own": ["e"], "replicate": {"e": "replicate"}, "shard": {"e": "shard"}}
-
-
-@pytest.mark.parametrize("local", LOCAL.values(), ids=LOCAL)
-@on_ranks({"replicate": 2, "shard": 2})
-def test_leaves_that_differ_between_ranks_come_back_to_the_ranks_that_had_them(
-    mesh: fs.Mesh, local: Any, tmp_path: Path
-) -> None:
-    differs = ("replicate", "shard") if isinstance(local, list) else (local["e"],)
-    value = sum(mesh.position[axis] * scale for axis, scale in (("replicate", 10.0), ("shard", 1.0)) if axis in differs)
-    params = {"e": torch.arange(5.0) + 100 * value, "w": torch.arange(3.0)}
-    plan = fs.make_plan(params, mesh, local=local)
-    shards = fs.shard(params, plan, mesh)
-    fs.save(tmp_path / "state", {"params": shards}, plan, mesh)
-    restored = fs.restore(tmp_path / "state", plan, mesh)["params"]
-    assert equal(restored, shards)
-    assert equal(fs.gather(restored, plan, mesh), params)
 
 
 @on_ranks(2)

@@ -55,6 +55,7 @@ def save_on_small_disks(folder: Path) -> list[str]:
 def test_a_disk_without_room_for_another_file_ends_a_save_at_once_and_keeps_what_was_there(tmp_path: Path) -> None:
     *failed, last = in_nursery(save_on_small_disks, tmp_path, limit=200.0)
     assert last == "saved"
+    assert any(": cannot write " in text for text in failed)
     for text in failed:
         assert text.startswith(f"checkpoint {tmp_path / 'step'} is not saved: ")
         assert "No space left on device" in text
