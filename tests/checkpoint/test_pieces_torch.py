@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -149,45 +148,3 @@ def both_ways(mesh: fs.Mesh, folder: Path) -> None:
 @pytest.mark.slow
 def test_whole_tensors_pass_to_fsdp2_and_back(tmp_path: Path) -> None:
     run_ranks(both_ways, 4, tmp_path, shape=SHAPE, timeout=180)
-
-
-class Tied(nn.Module):
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.emb = nn.Embedding(5, 3)
-        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
-        self.norm = nn.BatchNorm1d(3)
-        self.head = nn.Linear(3, 5)
-        self.head.weight = self.emb.weight
-
-
-def of_blocks(seed: int) -> nn.Module:
-    module = Tied(seed)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in module.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(module, mesh=mesh)
-
-
-def fsdp2_both_ways(mesh: fs.Mesh) -> None:
-    wanted = dict(Tied(7).state_dict())
-    apply, params, buffers = fs.make_functional(Tied())
-    plan = fs.make_plan(params, mesh, units=["blocks.*"])
-    kept = {name: wanted[name] for name in apply.persistent(buffers)}
-    theirs, full = of_blocks(7), StateDictOptions(full_state_dict=True)
-    assert any(hasattr(value, "full_tensor") for value in theirs.state_dict().values())
-    for form in (get_model_state_dict(theirs, options=full), theirs.state_dict(), get_model_state_dict(theirs)):
-        shards = fs.from_state_dict(form, plan, mesh)
-        assert same(fs.to_state_dict(shards, plan, mesh, buffers=kept), wanted)
-    for of_rank_0 in (False, True):
-        form = {"rank0_only": of_rank_0, "offload": of_rank_0}
-        state_dict = fs.to_state_dict(shards, plan, mesh, buffers=kept, **form)
-        theirs = of_blocks(0)
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=of_rank_0)
-        set_model_state_dict(theirs, state_dict, options=options)
-        assert same(get_model_state_dict(theirs, options=full), wanted)
-
-
-def test_state_dicts_pass_to_fsdp2_and_back() -> None:
-    run_ranks(fsdp2_both_ways, 2)

@@ -126,8 +126,6 @@ def test_the_function_is_in_evaluation_mode_as_hugging_faces_is(choose: Any, tmp
     assert not torch.equal(dropped, theirs.eval()(IDS).logits)
 
 
-# --- dtypes, classes, names -----------------------------------------------------------------------
-
 DTYPES: dict[str, tuple[str, torch.dtype | None, set[torch.dtype]]] = {
     "that of the config": ("Llama", None, {torch.bfloat16}),
     "another on request": ("Llama", torch.float32, {torch.float32}),
@@ -255,8 +253,6 @@ def test_a_module_on_meta_of_any_kind_is_filled(tmp_path: Path) -> None:
     assert meta.norm.running_mean.is_meta
 
 
-# --- adapters -------------------------------------------------------------------------------------
-
 TARGETS = {"target_modules": ["k_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
 ADAPTERS: dict[str, Any] = {
     "LoRA": peft.LoraConfig(**TARGETS),
@@ -359,9 +355,6 @@ def test_adapters_that_need_values_under_them_are_said(name: str, tmp_path: Path
     fs.simulate(main, 2)
 
 
-# --- memory ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_no_rank_holds_the_whole_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -382,9 +375,6 @@ def test_no_rank_holds_the_whole_model(tmp_path: Path) -> None:
     for load, write in fs.simulate(main, 4):  # a quarter, a converted leaf, and the scratch memory of checksums
         assert load <= whole / 4 + layer + 1_200_000 < 0.6 * whole
         assert write <= 3 * layer < 0.6 * whole
-
-
-# --- mistakes -------------------------------------------------------------------------------------
 
 
 def changed_config(**changes: Any) -> Callable[[Path], None]:

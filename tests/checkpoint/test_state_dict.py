@@ -120,13 +120,23 @@ def test_state_dicts_and_pieces_are_the_modules_and_lead_back_to_the_shards(
         assert all(torch.equal(loaded[name], leaves[name]) for name in loaded)
 
 
+class Spread(torch.Tensor):
+    """A tensor that has ``full_tensor``, by which a DTensor is recognised."""
+
+    def full_tensor(self) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+
 @pytest.mark.parametrize("present", [["table.weight"], ["head.weight"], ["table.weight", "head.weight"]], ids=str)
-def test_a_tied_parameter_may_stand_under_any_of_its_names(present: list[str]) -> None:
+@pytest.mark.parametrize("form", [torch.clone, lambda value: value.as_subclass(Spread)], ids=["tensors", "spread tensors"])
+def test_a_tied_parameter_may_stand_under_any_of_its_names(form: Any, present: list[str]) -> None:
     _, params, _ = fs.make_functional(Net())
     plan = fs.make_plan(params, 1)
     full = fs.to_state_dict(fs.shard(params, plan, fs.Mesh()), plan, fs.Mesh())
     kept = {
-        name: value for name, value in full.items() if name in present or not name.endswith(("table.weight", "head.weight"))
+        name: form(value)
+        for name, value in full.items()
+        if name in present or not name.endswith(("table.weight", "head.weight"))
     }
     again = fs.from_state_dict(kept, plan, fs.Mesh())
     assert equal(fs.to_state_dict(again, plan, fs.Mesh()), full)

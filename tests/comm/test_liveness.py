@@ -84,9 +84,6 @@ def told_within(own: Heart, seconds: float, give_up: float) -> str:
     return message
 
 
-# --- who is given up ----------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [(), (0.2,)])
 def test_a_rank_is_given_up_once_its_beat_has_stayed_the_same_for_long(every, store) -> None:
@@ -182,9 +179,6 @@ def test_of_many_ranks_some_are_read_in_each_look(store) -> None:
     assert set(asked) == set(range(1, 200))
 
 
-# --- the thread of a heart ----------------------------------------------------------------------------
-
-
 def test_a_heart_may_be_stopped_in_the_middle_of_any_of_its_calls(store) -> None:
     """Python collects garbage between any two instructions, and a heart in it is stopped there."""
     own, thread = heart_and_thread(store)
@@ -269,9 +263,6 @@ def test_a_mesh_that_is_made_during_a_beat_does_not_end_the_heart(store) -> None
     assert until(lambda: b"all_gather of unit 'x'" in store.get("0"))  # the latest of the new mesh
     assert thread.is_alive()
     assert [found() for found, _ in own._pulse.detectors] == [last, *made]
-
-
-# --- a store that fails, or is silent, or gone --------------------------------------------------------
 
 
 def test_a_call_that_fails_once_is_made_again() -> None:

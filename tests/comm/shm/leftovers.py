@@ -1,31 +1,17 @@
-"""What a test may leave behind: open files, named files in memory, and mappings of memory."""
+"""What a test may leave behind: open files, and mappings of memory."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import os
-import time
 
-__all__ = ["left_since", "memory_in_use", "named_files", "open_files"]
+__all__ = ["memory_in_use", "open_files"]
 
 
 def open_files() -> int:
     gc.collect()  # else the garbage of an earlier test may close some between two counts
     return len(os.listdir("/proc/self/fd"))
-
-
-def named_files() -> set[str]:
-    """Return the named files in memory, of all processes."""
-    return set(os.listdir("/dev/shm"))
-
-
-def left_since(before: set[str], seconds: float = 20.0) -> set[str]:
-    """Return the new named files that stay: other processes make some for a moment."""
-    end = time.monotonic() + seconds
-    while (left := named_files() - before) and time.monotonic() < end:
-        time.sleep(0.05)
-    return left
 
 
 def memory_in_use() -> set[tuple[str, int]]:
