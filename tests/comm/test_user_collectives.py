@@ -216,7 +216,6 @@ WRONG: dict[str, tuple[dict[str, Any], Any, str]] = {
               rf"{GIVE} a tensor of shape \(30,\) and torch\.float32; found \(15,\) and torch\.float32"),
     "dtype": ({"all_gather": lambda t, c: lambda: torch.zeros(30, dtype=torch.bfloat16)}, ValueError,
               rf"{GIVE} .* found \(30,\) and torch\.bfloat16: cast it back"),
-    "nothing": ({"all_gather": lambda t, c: lambda: None}, ValueError, rf"{GIVE} .* found NoneType"),
     "reduce_scatter": ({"reduce_scatter": lambda t, c: lambda: t}, ValueError,
                        r"reduce_scatter of with_coll.* must give a tensor of shape .* found"),
     "parts": ({"all_gather": lambda t, c: c.all_to_all(t[:1]).wait}, ValueError,

@@ -134,8 +134,6 @@ def run_some(world: list[Rank], kind: str = "all_gather", n: int = 8, salt: int 
     return run(world, kind, [some(rank.rank, n, salt) for rank in world])
 
 
-# --- results --------------------------------------------------------------------------------------
-
 DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.bool,
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64, torch.complex128,
@@ -226,9 +224,6 @@ def test_parts_are_added_up_as_if_they_were_one(sizes, size) -> None:
         assert torch.equal(torch.cat(finish(started)), sum_in_order(fulls))
         # only the slices of a rank's peers are in shared memory, not its own
         assert all(len(block.memory) < LARGE * 4 for rank in world for block in rank.backend.blocks.pool._free)
-
-
-# --- messages -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [errno.EAGAIN, errno.ETOOMANYREFS, errno.ENOBUFS])
@@ -326,8 +321,6 @@ def test_a_shared_and_a_plain_all_gather_of_one_number_read_nothing_wrong(kinds,
                 assert torch.equal(out if whole is None else whole, torch.cat([some(0), some(1)]))
         assert errors == 1
 
-
-# --- memory that is used again ----------------------------------------------------------------------
 
 ORDERS = [(0, 1), (2, 1, 0), (1, 0, 2)]
 # What each rank starts in every step, and how many blocks of a rank are enough for all steps.
@@ -482,9 +475,6 @@ def test_worlds_made_and_dropped_leave_nothing_behind() -> None:
         gc.enable()
 
 
-# --- reductions, which are read early ---------------------------------------------------------------
-
-
 def test_a_reduction_is_read_and_its_memory_freed_once_every_rank_has_contributed() -> None:
     with ranks() as world:
         for salt in range(20):
@@ -568,9 +558,6 @@ def test_an_interrupted_reduction_raises_and_returns_no_wrong_sum(monkeypatch) -
             run_some(world)  # another collective works
         del started
         run_some(world, "reduce_scatter", LARGE)
-
-
-# --- processes ------------------------------------------------------------------------------------
 
 
 def go_on_after_errors(mesh: fs.Mesh, shared_memory: bool) -> tuple[list[float], int]:
