@@ -11,6 +11,7 @@ from torch import fx
 
 import funcshard as fs
 from funcshard.graph.checking import check_graph
+from funcshard.graph.effects import communicates
 from funcshard.graph.step_graph import StepGraph, collective_of, starts_and_waits
 from tests.graph.test_memory import made
 
@@ -120,3 +121,11 @@ def test_a_pass_may_change_the_order_of_collectives_if_all_ranks_do(step_graph: 
     broken = step_graph.copy()
     reorder_two_gathers(broken.graph)
     check_graph(broken.graph, before=step_graph.graph, keeps_order=False)
+
+
+def test_collectives_of_torch_communicate_and_arithmetic_does_not() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    total = graph.call_function(torch.ops._c10d_functional.all_reduce.default, (x, "sum", "0"))
+    twice = graph.call_function(torch.ops.aten.add.Tensor, (total, total))
+    assert [communicates(node) for node in (x, total, twice)] == [False, True, False]

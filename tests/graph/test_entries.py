@@ -13,7 +13,7 @@ import funcshard as fs
 from funcshard.graph.sections import sections_of
 from tests.graph import test_loading, test_traced
 from tests.graph.test_signatures import messages
-from tests.graph.test_traced import batch_of, made, same, torch_optimizer
+from tests.graph.test_traced import batch_of, made, same, steps, torch_optimizer
 
 SIZES = (4, 6, 10, 4)
 NAMES = "b, ..."
@@ -29,15 +29,8 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def run(mesh: fs.Mesh, take: Any, state: Any, sizes: tuple[int, ...] = SIZES) -> Any:
-    """Return all that some steps give: state, metrics and events. Ranks have batches of other sizes."""
-    torch.manual_seed(5)
-    found = []
-    with fs.record_events() as events:
-        for number, size in enumerate(sizes):
-            state, metrics = take(state, batch_of(mesh, number, size + 2 * mesh.rank))
-            found.append(fs.copy(metrics))
-    return fs.copy(state), found, [str(event) for event in events]
+def run(mesh: fs.Mesh, take: Any, state: Any) -> Any:
+    return steps(mesh, take, state, [size + 2 * mesh.rank for size in SIZES])
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -11,26 +12,21 @@ from torch import nn
 import funcshard as fs
 from benchmarks.fake_ranks import fake_mesh
 from benchmarks.storages import Storages
+from tests.module.law import Runs
 
 SHARD = {"shard": 4}
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x
+def residual(*blocks: nn.Module) -> nn.Module:
+    return Runs(lambda net, x: functools.reduce(lambda x, block: x + block(x), net.blocks, x), blocks=nn.ModuleList(blocks))
 
 
 def made(
     *, shape: dict[str, int] = SHARD, step_options: dict[str, Any] | None = None, **options: Any
 ) -> tuple[Any, fs.TrainState]:
     mesh = fake_mesh(shape)
-    apply, params, buffers = fs.make_functional(Net())
+    blocks = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))
+    apply, params, buffers = fs.make_functional(residual(*blocks))
     plan = fs.make_plan(params, mesh, units=["blocks.*"], **options)
     sharded = fs.fully_shard(apply, plan, mesh)
     optimizer = fs.torch_optimizer(torch.optim.AdamW, lr=1e-3, fused=True)

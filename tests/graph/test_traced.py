@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torchopt
 from torch import nn
 
 import funcshard as fs
-from funcshard.graph.step_graph import starts_and_waits
+from funcshard.graph.step_graph import StepGraph, collective_of, starts_and_waits
 
 ADAMW = torch.optim.AdamW
 BFLOAT16 = fs.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -70,20 +70,16 @@ def batch_of(mesh: fs.Mesh, step: int, size: int = 4) -> torch.Tensor:
     return torch.randint(0, 16, (size, 6), generator=torch.Generator().manual_seed(100 * mesh.rank + step))
 
 
-def run(mesh: fs.Mesh, traced: bool | Path, **options: Any) -> dict[str, Any]:
-    """Take some steps with the step itself, with its graph, or with a graph from a file."""
-    step, state = made(mesh, **options)
+def steps(mesh: fs.Mesh, take: Any, state: Any, sizes: Sequence[int] = (4,) * STEPS) -> tuple[Any, Any, Any]:
+    """Return what steps on batches of some sizes give: metrics, the last state, and the collectives of each step."""
     torch.manual_seed(5)
-    take: Any = fs.trace(step, state, batch_of(mesh, 0)) if traced is True else step
-    if isinstance(traced, Path):
-        take = fs.load_traced(traced, mesh, step=step)
     metrics, events = [], []
-    for number in range(STEPS):
+    for number, size in enumerate(sizes):
         with fs.record_events() as seen:
-            state, found = take(state, batch_of(mesh, number))
-        metrics.append({name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in found.items()})
+            state, found = take(state, batch_of(mesh, number, size))
+        metrics.append(fs.copy(found))
         events.append(seen)
-    return {"metrics": metrics, "events": events, "state": fs.copy(state), "traced": take}
+    return metrics, fs.copy(state), events
 
 
 def same(one: Any, other: Any) -> bool:
@@ -157,24 +153,21 @@ def test_a_traced_step_has_the_bits_and_the_collectives_of_the_step(case: str, t
     ranks, options = CASES[case]
 
     def main(mesh: fs.Mesh) -> tuple[str, str]:
-        eager, traced = run(mesh, False, **options), run(mesh, True, **options)
-        assert same(traced["metrics"], eager["metrics"])
-        assert same(traced["state"], eager["state"])
-        assert traced["events"] == eager["events"]
+        eager = steps(mesh, *made(mesh, **options))
+        own, state = made(mesh, **options)
+        step = fs.trace(own, state, batch_of(mesh, 0))
+        assert same(steps(mesh, step, state), eager)
         if case == "scaler, skipped steps":
-            assert Counter(bool(metrics["found_inf"]) for metrics in eager["metrics"]) == {True: 2, False: 3}
-        step = traced["traced"]
-        assert list(step.events) == eager["events"][-1]
+            assert Counter(bool(metrics["found_inf"]) for metrics in eager[0]) == {True: 2, False: 3}
+        assert list(step.events) == eager[2][-1]
         waits = [waits for _, waits in starts_and_waits(step.graph.graph)]
         assert all(len(each) == 1 for each in waits), "a collective is waited for once"
         if case in LOADED:
             step.save(tmp_path / "step.json", per_rank=case in RANKS_DIFFER)
-            loaded = run(mesh, tmp_path / "step.json", **options)
-            assert all(same(loaded[what], eager[what]) for what in ("metrics", "state"))
-            assert loaded["events"] == eager["events"]
-            assert str(loaded["traced"]) == str(step)
-            assert loaded["traced"].fingerprint() == step.fingerprint()
-            assert loaded["traced"].memory() == step.memory()
+            own, state = made(mesh, **options)
+            loaded = fs.load_traced(tmp_path / "step.json", mesh, step=own)
+            assert same(steps(mesh, loaded, state), eager)
+            assert (str(loaded), loaded.fingerprint(), loaded.memory()) == (str(step), step.fingerprint(), step.memory())
         return str(step), step.fingerprint()
 
     texts, fingerprints = zip(*fs.simulate(main, ranks), strict=True)
@@ -205,9 +198,10 @@ def test_a_number_of_python_in_the_state_is_a_constant_and_changes_make_recordin
         return updates, {"rate": state["rate"] / 2}
 
     def main(mesh: fs.Mesh) -> None:
-        results = [run(mesh, traced, optimizer=lambda plan, mesh: (init, update)) for traced in (False, True)]
-        assert same(results[0]["state"], results[1]["state"])
-        assert results[1]["state"].opt_state == {"rate": 0.5 / 2**STEPS}
+        (step, state), (own, first) = (made(mesh, optimizer=lambda plan, mesh: (init, update)) for _ in range(2))
+        traced = steps(mesh, fs.trace(own, first, batch_of(mesh, 0)), first)
+        assert same(traced, steps(mesh, step, state))
+        assert traced[1].opt_state == {"rate": 0.5 / 2**STEPS}
 
     fs.simulate(main, 1)
 
@@ -245,3 +239,28 @@ def test_a_forward_derivative_that_torch_cannot_record_is_named_as_the_cause() -
 
     with pytest.raises(ValueError, match=r"cannot record this torch.func.jvp: .* as for LayerNorm"):
         fs.simulate(main, 1)
+
+
+def returning_the_data_of_its_all_reduce(step_graph: StepGraph) -> StepGraph:
+    """Return a graph whose local loss is the copy that the all-reduce of the loss reads."""
+    new = step_graph.copy()
+    start = next(node for node in new.graph.nodes if collective_of(node) == "all_reduce")
+    (data,) = start.all_input_nodes
+    (loss,) = data.all_input_nodes
+    (output,) = new.graph.find_nodes(op="output")
+    output.replace_input_with(loss, data)
+    return new
+
+
+@pytest.mark.slow
+def test_a_collective_does_not_overwrite_data_that_is_read_later() -> None:
+    def main(mesh: fs.Mesh) -> None:
+        step, state = made(mesh)
+        batch = batch_of(mesh, 0)
+        changed = fs.trace(step, state, batch).changed(returning_the_data_of_its_all_reduce)
+        _, found = changed(fs.copy(state), batch)
+        _, expected = step(state, batch)
+        assert found["local_loss"].equal(expected["local_loss"])
+        assert not found["local_loss"].equal(found["loss"]), "batches of ranks differ"
+
+    fs.simulate(main, 2)

@@ -14,18 +14,18 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.dry.device import missing
+from benchmarks.dry.allowed import ALLOWED
+from benchmarks.dry.cases import QUICK
+from benchmarks.dry.device import missing, prepare
+from benchmarks.dry.faults import FAULTS
 from tests.ranks import forking
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "can run dry")
+pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing() or "can run dry"), pytest.mark.slow]
+PLANTED = [name for name, fault in FAULTS.items() if fault.quick]
 
 
 def _run(file: Path) -> None:
-    from benchmarks.dry.device import prepare
-
     prepare()
-    from benchmarks.dry.cases import QUICK
-    from benchmarks.dry.faults import FAULTS
     from benchmarks.dry.running import run_all
     from benchmarks.gpu_parts import peaks
     from benchmarks.memory_truth import Case
@@ -33,9 +33,7 @@ def _run(file: Path) -> None:
     torch.set_num_threads(1)
     part = file.with_suffix(".part")
     memory = {"peaks": peaks(Case("gpt", "full_shard", mixed=True, device="cuda"))}
-    part.write_text(
-        json.dumps({**run_all(list(QUICK), [name for name, fault in FAULTS.items() if fault.quick]), "memory": memory})
-    )
+    part.write_text(json.dumps({**run_all(list(QUICK), PLANTED), "memory": memory}))
     part.rename(file)
 
 
@@ -59,20 +57,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> dict[st
     return found
 
 
-def cases() -> list[str]:
-    from benchmarks.dry.cases import QUICK
-
-    return list(QUICK)
-
-
-def faults() -> list[str]:
-    from benchmarks.dry.faults import FAULTS
-
-    return [name for name, fault in FAULTS.items() if fault.quick]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", QUICK)
 def test_no_device_is_wrong_no_wait_of_the_host_is_unknown_and_no_accesses_are_unordered(
     results: dict[str, Any], case: str
 ) -> None:
@@ -80,10 +65,8 @@ def test_no_device_is_wrong_no_wait_of_the_host_is_unknown_and_no_accesses_are_u
     assert results[case]["accesses"] or case == "composed by hand, simulated", "streams were recorded"
 
 
-@pytest.mark.parametrize("fault", faults())
+@pytest.mark.parametrize("fault", PLANTED)
 def test_a_planted_fault_is_found(results: dict[str, Any], fault: str) -> None:
-    from benchmarks.dry.faults import FAULTS
-
     found = results[f"fault: {fault}"]["found"]
     assert any(FAULTS[fault].words in each for each in found), found
 
@@ -95,8 +78,6 @@ def test_a_step_on_cuda_takes_the_estimated_memory(results: dict[str, Any]) -> N
 
 def test_each_allowed_wait_is_met_or_belongs_to_another_case(results: dict[str, Any]) -> None:
     # A site that was renamed would allow nothing, and one that no longer waits should go.
-    from benchmarks.dry.allowed import ALLOWED
-
     met = {each.split(" in ", 1)[1].partition(": ")[0] for result in results.values() for each in result.get("waits", [])}
     assert met <= ALLOWED.keys()
     rest = {"core/gradients.py:<dictcomp>", "train/scaler.py:<dictcomp>", "train/scaler.py:unscale"}

@@ -23,6 +23,7 @@ from funcshard.demo import decoder
 from funcshard.estimate import Profile, estimate, profile
 from funcshard.estimate.search.best_plan import Best, auto_plan
 
+pytestmark = pytest.mark.slow
 MARGIN = 2.0
 WORK, IDLE = [{"name": str(number), "sizes": [number, 2.5]} for number in range(5000)], 0.008
 UNITS = ["embed", "blocks.*", "norm", "head"]
@@ -95,7 +96,6 @@ def largest() -> Profile:
     return found
 
 
-@pytest.mark.slow
 def test_six_layers_of_deepseek_v3_with_all_experts_take_their_part_of_8_seconds(largest: Profile) -> None:
     # Why six of 61 layers: one block is traced, for any number of layers, and all 61 take half a
     # minute to make.
@@ -112,7 +112,6 @@ def test_405b_on_16384_ranks_is_profiled_planned_and_estimated_in_3_seconds_and_
     assert largest.tokens == 4096  # the fixture holds the limit
 
 
-@pytest.mark.slow
 def test_the_best_plan_of_405b_is_found_in_5_seconds(largest: Profile) -> None:
     with within(5):
         best = auto_plan(largest, ranks=1024, budget="80GiB", units=UNITS)
@@ -120,7 +119,6 @@ def test_the_best_plan_of_405b_is_found_in_5_seconds(largest: Profile) -> None:
     assert best.considered > 1000
 
 
-@pytest.mark.slow
 def test_1000_plans_of_405b_are_estimated_in_15_seconds(largest: Profile) -> None:
     found = largest
     with within(1.5):  # a tenth of the plans, in a tenth of the time

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import funcshard as fs
+from tests.module.law import Runs
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "funcshard"
@@ -38,30 +39,24 @@ class Walk:
                 self.files.append(file)
 
 
-class Probed(nn.Module):
-    """Four layers; the walks record the third one's forward, and the way back through it."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-
-    def forward(self, x, walks):
-        x = self.layers[1](self.layers[0](x))
-        if walks:
-            x.register_hook(walks["Back through one unit"].stop)
-            walks["Forward of one unit"].start()
-        x = self.layers[2](x)
-        if walks:
-            walks["Forward of one unit"].stop()
-            x.register_hook(walks["Back through one unit"].start)
-        return self.layers[3](x)
+def probed(net, x, walks):
+    """Run four layers; the walks record the third one's forward, and the way back through it."""
+    x = net.layers[1](net.layers[0](x))
+    if walks:
+        x.register_hook(walks["Back through one unit"].stop)
+        walks["Forward of one unit"].start()
+    x = net.layers[2](x)
+    if walks:
+        walks["Forward of one unit"].stop()
+        x.register_hook(walks["Back through one unit"].start)
+    return net.layers[3](x)
 
 
 @pytest.fixture(scope="module")
 def traced():
     """The files of each walk of rank 0 of two, after two steps in which the schedule is learned."""
     walks = {title: Walk() for title in MOST_FILES}
-    apply, params, buffers = fs.make_functional(Probed())
+    apply, params, buffers = fs.make_functional(Runs(probed, layers=nn.ModuleList(nn.Linear(8, 8) for _ in range(4))))
 
     def main(mesh):
         plan = fs.make_plan(params, mesh, units=["layers.*"])

@@ -9,26 +9,19 @@ import torch
 from torch import nn
 
 import funcshard as fs
+from tests.module.law import Runs
 
-RANK = 2
 
-
-class Adapted(nn.Module):
-    """A frozen linear layer plus the trainable product of two thin ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(5, 5).requires_grad_(False)
-        self.a, self.b = nn.Linear(5, RANK, bias=False), nn.Linear(RANK, 5, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + self.b(self.a(x))
+def adapted() -> nn.Module:
+    """Return a frozen linear layer plus the trainable product of two thin ones."""
+    thin = {"a": nn.Linear(5, 2, bias=False), "b": nn.Linear(2, 5, bias=False)}
+    return Runs(lambda net, x: net.base(x) + net.b(net.a(x)), base=nn.Linear(5, 5).requires_grad_(False), **thin)
 
 
 def planned(mesh: Any) -> tuple[Any, Any, fs.Plan]:
     """Return function, parameters and plan of two adapted layers on a frozen one, which the root owns."""
     first = nn.Linear(5, 5).requires_grad_(False)
-    apply, params, _ = fs.make_functional(nn.Sequential(first, nn.Sequential(Adapted(), Adapted())))
+    apply, params, _ = fs.make_functional(nn.Sequential(first, nn.Sequential(adapted(), adapted())))
     return apply, params, fs.make_plan(params, mesh, units=["1.*"])
 
 

@@ -80,12 +80,7 @@ FACTOR = Rule("must be a finite number above 1", (1.0, 0.5, math.inf, *NEVER), N
 PART = Rule("must be a finite number above 0 and below 1", (0.0, 1, 2.0, *NEVER), NO_NUMBERS, (0.5, np.float32(0.5)))
 SCALE = Rule("must be a finite number, at least 1.175", (0.0, 1e-40, 1e39, math.inf, *NEVER), NO_NUMBERS, (1, 2.0**16))
 RANKS = Rule("must be (a number|whole numbers) of ranks", (0, -1, 2.0, math.nan, True, "2", None), (), (1, np.int64(1)))
-SHAPE = Rule(
-    "axes must be whole numbers of ranks",
-    ({"shard": 0}, {"shard": 1.0}, {"shard": True}, {"shard": -1}),
-    (),
-    ({"shard": 1},),
-)
+SHAPE = Rule("axes must be whole numbers of ranks", tuple({"shard": n} for n in (0, 1.0, True, -1)), (), ({"shard": 1},))
 SIZE = Rule(
     "must be (a whole number|a number) of bytes", (0, -1, 1.5, math.nan, math.inf, "5", "1.5GB", "-1GB", "0MB"),
     (True, None, [1]), (1, "5GB", "1 KB", np.int64(9)),

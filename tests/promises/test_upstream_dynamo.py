@@ -14,6 +14,7 @@ import funcshard as fs
 from tests.graph.test_traced import same
 from tests.graph.test_traced_models import check_traced, run
 from tests.models import SUBJECTS
+from tests.module.law import Runs
 from tests.module.test_unit_setup_compiled import Checkpointed, Hidden, Mutating, Shared
 
 pytestmark = [
@@ -132,17 +133,11 @@ def test_groups_split_a_step_where_the_plan_says(limit: int, split: list[int]) -
 # --- what models do -------------------------------------------------------------------------------
 
 
-class Attention(nn.Module):
-    """Calls forward of a module itself, draws noise, and chooses between numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.attention = nn.LayerNorm(4), nn.MultiheadAttention(4, 2, batch_first=True)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        x = self.norm(x + y)
-        x, _ = self.attention.forward(x, x, x)
-        return x + torch.where(x < 0.5, 0.3, 0.6) + torch.randn(4) * torch.rand(4)
+def attention(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Call forward of a module itself, draw noise, and choose between numbers."""
+    x = net.norm(x + y)
+    x, _ = net.attention.forward(x, x, x)
+    return x + torch.where(x < 0.5, 0.3, 0.6) + torch.randn(4) * torch.rand(4)
 
 
 @pytest.mark.slow
@@ -151,8 +146,11 @@ def test_forward_in_contexts_that_calls_forward_and_draws_numbers() -> None:
         with torch.no_grad(), torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
             return f(x, x)
 
+    def model(_: fs.Mesh) -> nn.Module:
+        return Runs(attention, norm=nn.LayerNorm(4), attention=nn.MultiheadAttention(4, 2, batch_first=True))
+
     batches = [torch.ones(2, 3, 4), torch.ones(2, 3, 4) / 2]
-    fs.simulate(lambda mesh: check_traced(mesh, batches, model=lambda _: Attention(), call=call), 1)
+    fs.simulate(lambda mesh: check_traced(mesh, batches, model=model, call=call), 1)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import funcshard as fs
+from tests.module.law import Runs
 from tests.promises.test_upstream_core import CPU, SHARED, STRATEGIES, Sharded
 from tests.ranks import run_ranks, run_simulated
 
@@ -69,38 +70,24 @@ def test_submodules_of_different_precision_see_what_pytorch_gives_them():
     run_ranks(run_all_theirs, 2, timeout=120)
 
 
-class Second(nn.Module):
-    def __init__(self, seen: Seen) -> None:
-        super().__init__()
-        self.l, self.seen = nn.Linear(10, 10), seen
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        self.seen |= {"second x": x.dtype, "second y": y.dtype}
-        return self.l(x)
-
-
-class Both(nn.Module):
-    """A model that creates one of the inputs of its submodule itself."""
-
-    def __init__(self, seen: Seen) -> None:
-        super().__init__()
-        self.l1, self.l2, self.seen = nn.Linear(10, 10), Second(seen), seen
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen["model"] = x.dtype
-        return self.l2(self.l1(x), torch.ones(2, 10))
-
-
 @pytest.mark.parametrize("dtype", [FP16, BF16])
 @pytest.mark.parametrize(("asked", "second_y"), [(False, FP32), (True, None)], ids=["as it is", "cast by request"])
 def test_what_a_model_makes_itself_is_no_input_of_it(dtype, asked, second_y):
     def main(mesh: fs.Mesh) -> None:
-        seen = Seen()
-        model = Both(seen)
+        seen: dict[str, torch.dtype] = {}
+
+        def second(net: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            seen.update({"second x": x.dtype, "second y": y.dtype})
+            return net.l(x)
+
+        def whole(net: Any, x: torch.Tensor) -> torch.Tensor:
+            seen["model"] = x.dtype
+            return net.l2(net.l1(x), torch.ones(2, 10))
+
+        model = Runs(whole, l1=nn.Linear(10, 10), l2=Runs(second, l=nn.Linear(10, 10)))
         apply, params, buffers = fs.make_functional(model)
-        precision = fs.MixedPrecision(dtype)
         units = overridden(model, {"l2": fs.MixedPrecision(dtype, cast_forward_inputs=asked)})
-        plan = fs.make_plan(params, mesh, units=units, precision=precision)
+        plan = fs.make_plan(params, mesh, units=units, precision=fs.MixedPrecision(dtype))
         fs.fully_shard(apply, plan, mesh)(fs.shard(params, plan, mesh), buffers, torch.zeros(2, 10))
         assert seen == {"model": dtype, "second x": dtype, "second y": second_y or dtype}
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 import funcshard as fs
 from funcshard.estimate.trace import Run
 from funcshard.estimate.trace.tape import Alloc, Save
+from tests.module.law import Runs
 
 
 def chain():
@@ -43,24 +44,18 @@ def test_a_dtensor_is_refused():
         dist.destroy_process_group()
 
 
-class GraphLayer(nn.Module):
-    """A layer that averages over neighbours by a sparse matrix, which it makes or is passed."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x, adjacency=None):
-        if adjacency is None:
-            adjacency = torch.sparse_coo_tensor(torch.arange(4).repeat(2, 1), torch.ones(4), (4, 4), check_invariants=False)
-        return torch.sparse.mm(adjacency, self.linear(x))
+def average(net, x, adjacency=None):
+    """Average over neighbours by a sparse matrix, which the layer makes or is passed."""
+    if adjacency is None:
+        adjacency = torch.sparse_coo_tensor(torch.arange(4).repeat(2, 1), torch.ones(4), (4, 4), check_invariants=False)
+    return torch.sparse.mm(adjacency, net.linear(x))
 
 
 @pytest.mark.filterwarnings("ignore:no FLOPs are counted")
 def test_a_sparse_tensor_takes_the_memory_of_its_parts():
     adjacency = torch.eye(4).to_sparse()
     parts = 2 * 4 * 8 + 4 * 4  # indices and values
-    apply, params, buffers = fs.make_functional(GraphLayer())
+    apply, params, buffers = fs.make_functional(Runs(average, linear=nn.Linear(8, 8)))
     made = fs.profile(apply, params, buffers, torch.zeros(4, 8))
     passed = fs.profile(apply, params, buffers, torch.zeros(4, 8), adjacency)
     assert passed.inputs - made.inputs == parts

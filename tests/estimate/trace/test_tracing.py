@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import funcshard as fs
 from funcshard.demo.gpt import GPT, GPTConfig
 from funcshard.estimate.trace.program import Run, make_program
+from funcshard.estimate.trace.stubs import Form
 from funcshard.estimate.trace.tape import Alloc, Call, Free, Grad, Op, Save
 from funcshard.estimate.trace.tracing import trace_model
 from tests.module.law import Runs
@@ -497,34 +498,20 @@ def test_modules_that_read_equal_values_are_traced_once(name, number):
     assert len(trace(ALIKE[name](), torch.zeros(8, 4, 16)).folds) == number
 
 
-SEEN = []
-
-
-class Scaled(nn.Linear):
-    """A unit that notes the dtype of an input which its caller made."""
-
-    def forward(self, x, scale):
-        SEEN.append(scale.dtype)
-        return super().forward(x) * scale.to(x.dtype)
-
-
-class Scales(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.unit = Scaled(4, 4)
-
-    def forward(self, x):
-        return self.unit(x, torch.ones(4))
-
-
 @pytest.mark.parametrize("cast", [False, True])
 def test_a_trace_casts_the_inputs_of_a_unit_where_a_run_does(cast):
-    apply, params, buffers = fs.make_functional(Scales())
+    seen = set()
+
+    def scaled(net, x, scale):  # the caller made the scale
+        seen.add(scale.dtype)
+        return net.linear(x) * scale.to(x.dtype)
+
+    model = Runs(lambda net, x: net.unit(x, torch.ones(4)), unit=Runs(scaled, linear=linear(4, 4)))
+    apply, params, buffers = fs.make_functional(model)
     plan = fs.make_plan(params, 1, units=["unit"], precision=fs.MixedPrecision(torch.bfloat16, cast_forward_inputs=cast))
-    SEEN.clear()
     fs.profile(apply, params, buffers, torch.zeros(2, 4), precision=plan)
     fs.fully_shard(apply, plan, fs.Mesh())(fs.shard(params, plan, fs.Mesh()), buffers, torch.zeros(2, 4))
-    assert set(SEEN) == {torch.bfloat16 if cast else torch.float32}
+    assert seen == {torch.bfloat16 if cast else torch.float32}
 
 
 def test_memory_that_nothing_writes_is_no_work():
@@ -541,19 +528,11 @@ def test_memory_that_nothing_writes_is_no_work():
     assert moved[1] == [4 << 20, *moved[0]]  # zero_ writes once and reads nothing
 
 
-class Grouped(nn.Module):
-    """Products of groups of rows, as a mixture of experts computes them."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(4, 16, 32, dtype=torch.bfloat16))
-
-    def forward(self, x, ends):
-        return F.grouped_mm(x, self.weight, offs=ends)
-
-
 def test_grouped_products_have_the_flops_of_all_their_rows():
-    apply, params, buffers = fs.make_functional(Grouped())
+    weight = nn.Parameter(torch.zeros(4, 16, 32, dtype=torch.bfloat16))
+    # Products of groups of rows, as a mixture of experts computes them.
+    grouped = Runs(lambda net, x, ends: F.grouped_mm(x, net.weight, offs=ends), weight=weight)
+    apply, params, buffers = fs.make_functional(grouped)
     ends = torch.zeros(4, dtype=torch.int32)
     x = torch.zeros(64, 16, dtype=torch.bfloat16, requires_grad=True)
     profile = fs.profile(apply, params, buffers, x, ends, loss=lambda out: (out * out).sum())
@@ -563,11 +542,8 @@ def test_grouped_products_have_the_flops_of_all_their_rows():
 
 
 def test_an_operator_whose_flops_nobody_counts_is_named():
-    class Spectrum(nn.Linear):
-        def forward(self, x):
-            return torch.fft.rfft(super().forward(x)).abs()
-
-    apply, params, buffers = fs.make_functional(Spectrum(8, 8))
+    spectrum = Runs(lambda net, x: torch.fft.rfft(net.linear(x)).abs(), linear=linear(8, 8))
+    apply, params, buffers = fs.make_functional(spectrum)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fs.profile(apply, params, buffers, torch.zeros(2, 8))
@@ -576,19 +552,16 @@ def test_an_operator_whose_flops_nobody_counts_is_named():
     assert "register_flop_formula" in text
 
 
-class Masks(nn.Linear):
-    """A layer that makes a mask only if its positions are not those of one sequence."""
-
-    def forward(self, x):
+def test_a_model_may_decide_by_whole_numbers_that_depend_on_no_input():
+    def masked(net, x):
+        """Make a mask only if the positions are not those of one sequence."""
         positions = torch.arange(x.shape[0])[None]
         starts = torch.diff(positions, prepend=positions[:, :1] - 1) != 1
         if (starts.cumsum(-1)[:, -1] == 0).all():
-            return super().forward(x)
-        return super().forward(x) * (positions[:, :, None] == positions[:, None, :]).sum()
+            return net.linear(x)
+        return net.linear(x) * (positions[:, :, None] == positions[:, None, :]).sum()
 
-
-def test_a_model_may_decide_by_whole_numbers_that_depend_on_no_input():
-    apply, params, buffers = fs.make_functional(Masks(8, 8))
+    apply, params, buffers = fs.make_functional(Runs(masked, linear=linear(8, 8)))
     assert fs.profile(apply, params, buffers, torch.zeros(64, 8)).saved == 0
 
 
@@ -615,3 +588,10 @@ def test_attention_of_a_hugging_face_model_saves_no_mask_where_a_run_makes_none(
     assert loss.requires_grad
     profile = fs.profile(apply, params, buffers, input_ids=tokens, loss=lambda out: out.logits.sum())
     assert profile.on(accelerator=False).saved == sum(size for size, _ in kept.values())
+
+
+@pytest.mark.parametrize(
+    ("stride", "expected"), [((3, 1), (3, 1)), ((1, 2), (1, 2)), ((6, 1), (3, 1))], ids=["rows", "columns", "with gaps"]
+)
+def test_a_gradient_has_the_layout_of_its_tensor_without_gaps(stride: tuple[int, int], expected: tuple[int, int]) -> None:
+    assert Form((2, 3), stride, torch.float32, True).gradient().stride() == expected
