@@ -304,3 +304,30 @@ def low_gradients(mesh: fs.Mesh, offload: bool, dtype: torch.dtype) -> None:
 def test_gradients_stay_in_low_precision_on_request_and_optimizers_take_them(offload, dtype):
     for world_size in (1, 2):
         run_simulated(low_gradients, world_size, offload, dtype)
+
+
+@pytest.mark.parametrize(
+    "precision", [fs.MixedPrecision(FP16, FP32), fs.MixedPrecision(reduce_dtype=FP16)], ids=["fp32", "fp16"]
+)
+def test_gradients_add_up_in_the_dtype_of_the_reduction_under_plain_autograd_and_over_micro_batches(precision):
+    apply, params, buffers = fs.make_functional(nn.Linear(WIDTH, WIDTH, bias=False))
+
+    def gradient(rank: int, number: int) -> torch.Tensor:
+        local = params["weight"].detach().to(precision.param_dtype or FP32).requires_grad_()
+        loss = nn.functional.linear(batch_of(number, rank, FP32).to(local.dtype), local).square().sum() * 0.5
+        return torch.autograd.grad(loss, local)[0].to(precision.reduce_dtype)
+
+    def main(mesh: fs.Mesh) -> None:
+        plan = fs.make_plan(params, mesh, precision=precision)
+        sharded, shards = fs.fully_shard(apply, plan, mesh), fs.shard(params, plan, mesh)
+        whole = lambda grad: fs.gather({"": {"float32": grad}}, plan, mesh)["weight"]  # noqa: E731
+        loss_fn = lambda shards, x: sharded(shards, buffers, x).square().sum()  # noqa: E731
+        both = [batch_of(number, mesh.rank, FP32) for number in range(2)]
+        _, grads = fs.accumulate(loss_fn, 2, reduce="once")(shards, torch.cat(both))
+        own = [gradient(rank, 0) + gradient(rank, 1) for rank in range(2)]
+        assert torch.equal(whole(grads[""]["float32"]), (own[0] + own[1]).float() / 2)
+        leaf = shards[""]["float32"].requires_grad_()
+        (loss_fn(shards, both[0]) * 0.5).backward()
+        assert torch.equal(whole(leaf.grad), (gradient(0, 0) + gradient(1, 0)).float())  # the sum over ranks
+
+    run_simulated(main, 2)
