@@ -41,7 +41,7 @@ def test_each_upstream_test_has_one_row():
 def test_a_row_names_tests_that_exist_or_is_open_with_what_is_missing():
     beside = {name: text for rows in ROWS.values() for name, text in rows}
     assert [name for name, text in beside.items() if "::" not in text and "**open**: " not in text] == []
-    defined = {file: names_in(ROOT / "tests" / file) for file, _ in NAMED}
+    defined = {file: names_in(ROOT / "tests" / file) for file in dict(NAMED)}
     assert [f"{file}::{name}" for file, name in NAMED if name not in defined[file]] == []
 
 
