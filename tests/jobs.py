@@ -155,9 +155,10 @@ class Job:
         """Whether ``predict_events`` covers the job: its docstring names what it leaves out."""
         if not self.remat or self.strategy == "no_shard":
             return True
-        # Of units inside a recomputed one, some run several times in "nested". In "convnet" a precision
-        # makes units of BatchNorm, of which each has a gather too few in the prediction.
-        return self.model != "nested" and (self.model != "convnet" or self.precision is None)
+        # Of units inside a recomputed one, some run several times in "nested". BatchNorm's, which a
+        # precision makes, are in one group with units outside.
+        joined = self.model == "convnet" and self.precision is not None and self.bucket_bytes == 1 << 20
+        return self.model != "nested" and not joined
 
     @property
     def plain(self) -> Job:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from funcshard._utils import check_count, dtype_name, dtype_of
+from funcshard._utils import check_count, dtype_name, dtype_of, tree
 from funcshard.plan.cast import ChooseCast, cast_of
 from funcshard.plan.events import Event
 from funcshard.plan.execution_order import BackwardOrder, ForwardOrder
@@ -163,7 +163,7 @@ def predict_step(
     spared = frozenset(not_saved)
     # It raises for unknown names.
     make_schedule(plan, [*sorted(spared), *(name for names in checkpoints for name in names)])
-    by_last = {names[-1]: names for names in checkpoints if names}
+    by_last = {names[-1]: names for names in _outermost(plan, checkpoints) if names}
 
     collectives = _Collectives(plan, cast)
     step_items: list[Event | Reached] = []
@@ -234,6 +234,7 @@ class _Backward:
         self, collectives: _Collectives, schedule: Schedule, spared: frozenset[str], kept: set[str]
     ) -> None:
         self._collectives = collectives
+        self._names = tuple(dict.fromkeys(schedule.order))
         self._units = units = collectives.units
         self._gathers = gathers = collectives.gathers
         self._kept = kept
@@ -259,26 +260,63 @@ class _Backward:
             recomputed: the units of each checkpoint, by the last of them.
             reductions: the reductions of this backward.
         """
+        around = {name: _outer_units(self._units, name, self._names) for name in self._names}
+        inner_units: dict[str, list[str]] = {}  # of recomputed units
+        for name, outer_units in around.items() if recomputed else ():
+            for outer in recomputed.keys() & outer_units:
+                inner_units.setdefault(outer, []).append(name)
+        entered: set[str] = set()  # units around which backward needed before the units inside
         gathered_units: set[str] = set()  # units gathered for the use that backward is at
         yield from self._begin()
         for moment, (moment_kind, name) in enumerate(self._expected):
+            # Note: a checkpoint computes its unit again before backward needs the units inside, and
+            # inside it backward needs a unit when it reaches the output.
+            inside = False
+            for outer in [*around[name], name]:
+                inside = inside or outer in inner_units
+                reached = outer in entered or outer in gathered_units
+                if inside and not reached and (outer != name or outer in inner_units):
+                    entered.add(outer)
+                    yield Reached("need", outer)
+                    yield from self._enter(
+                        outer, recomputed.get(outer, ()), inner_units.get(outer, ())
+                    )
             checkpoint = recomputed.get(name, ())
-            yield Reached("need" if moment_kind == "gather" else "reduce", name)
-            if moment_kind == "gather" and moment in self._again:
-                gathered_units.add(name)
-                yield from self._need(moment)
-                yield from self._recomputation(checkpoint[:-1])
             if moment_kind == "gather":
+                if name in entered:
+                    continue
+                yield Reached("need", name)
+                if moment in self._again:
+                    gathered_units.add(name)
+                    yield from self._need(moment)
+                    yield from self._recomputation(checkpoint[:-1])
                 continue
-            if checkpoint and name not in gathered_units:
-                yield from self._recomputation(checkpoint)
-                yield from (
-                    self._prefetch(moment)
-                    if self._early and self._units[name].reshard_after_forward
-                    else ()
-                )
+            yield Reached("reduce", name)
+            if checkpoint and name not in gathered_units | entered:
+                yield from self._recompute_all(moment, checkpoint)
             gathered_units.discard(name)
             yield from self._reduce(name, moment, reductions)
+
+    def _enter(
+        self, outer: str, checkpoint: Sequence[str], inner_units: Sequence[str]
+    ) -> Iterator[Event]:
+        """Yield what backward does when it reaches the output of a unit with others inside."""
+        if outer in self._again.values():
+            yield from self._need_of(outer)
+            yield from self._recomputation([*checkpoint[:-1], *inner_units])
+        elif checkpoint:
+            reduce_moment = self._expected.index(("reduce", outer))
+            yield from self._recompute_all(reduce_moment, [*checkpoint, *inner_units])
+
+    def _need_of(self, name: str) -> Iterator[Event]:
+        """Yield what backward does where it needs a unit that forward calls once."""
+        for use in [moment for moment, unit_name in self._again.items() if unit_name == name]:
+            yield from self._need(use)
+
+    def _recompute_all(self, moment: int, names: Sequence[str]) -> Iterator[Event]:
+        yield from self._recomputation(names)
+        if self._early and self._units[names[0]].reshard_after_forward:
+            yield from self._prefetch(moment)
 
     def followed(
         self, reached: Sequence[Reached], reductions: _Reductions
@@ -336,6 +374,24 @@ class _Backward:
     def _recomputation(self, names: Sequence[str]) -> Iterator[Event]:
         for name in names:
             yield from self._gathers(name) if name not in self._kept else ()
+
+
+def _outer_units(units: Mapping[str, UnitPlan], name: str, candidates: Iterable[str]) -> list[str]:
+    """Return the candidates that a unit is inside of, from the outside inwards."""
+    unit_of = {path: outer for outer in candidates if outer != name for path in units[outer].paths}
+    chains = [
+        [unit_of[node] for node in tree.upwards(path) if node in unit_of]
+        for path in units[name].paths
+    ]
+    return [outer for outer in reversed(chains[0]) if all(outer in chain for chain in chains)]
+
+
+def _outermost(plan: Plan, checkpoints: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return the units of each checkpoint, without those inside another of them."""
+    return [
+        tuple(name for name in names if not _outer_units(plan.units, name, names))
+        for names in checkpoints
+    ]
 
 
 def _after(moments: Sequence[int], moment: int) -> int:
