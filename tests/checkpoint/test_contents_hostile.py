@@ -160,6 +160,9 @@ CASES: dict[str, tuple[Harm, str]] = {
         put(INDEX, "outline", value=["shards", "every unit", [["nothing", "float32", ["tensor", "whole"]]]]),
         "name buffers of the plan",
     ),
+    "shards in shards": (
+        put(INDEX, "outline", value=["shards", "list", [["", "float32", ["shards", "list", []]]]]), "must be a value, a"
+    ),
     "shards of an unknown form": (put(INDEX, "outline", value=["shards", "heap", []]), "must be a value, a tensor|a shards"),
     "a rank's value that is not there": (put(INDEX, "outline", value=["rank", 7]), "has 1 PerRank values"),
     "a negative number of a rank's value": (put(INDEX, "outline", value=["rank", -1]), "the number of a PerRank must be"),
@@ -170,7 +173,12 @@ CASES: dict[str, tuple[Harm, str]] = {
     "a tensor of an unknown kind": (put(INDEX, "stored", "whole", 0, value="global"), "the kind of 'whole' must be"),
     "a tensor of too few facts": (put(INDEX, "stored", "whole", value=["whole"]), "must be a list of 6"),
     "a token that names another folder": (put(INDEX, "save", value="../12345"), "save must be 8 hexadecimal digits"),
+    "a namedtuple with too few fields": (
+        put(INDEX, "outline", value=["namedtuple", [], "funcshard:TrainState", [["value", 1]]]), "must have a key or a f",
+    ),
+    "a turn of a text": (put(INDEX, "stored", "shards.float32", 5, value="1"), "must be a whole number"),
     # Tables.
+    "a tensor at -1": (put(TABLE, "places", "whole", 0, value=-1), "must be a whole number from 0"),
     **{
         f"a table without {part}": (without(TABLE, part), NO_TABLE)
         for part in ("save", "own", "stored", "size", "header", "places")

@@ -1,4 +1,4 @@
-"""``replan`` to another plan and back is exact, and training continues as if uninterrupted."""
+"""``replan`` to another plan and back is exact, and says what it cannot cut anew."""
 
 from __future__ import annotations
 
@@ -13,24 +13,17 @@ from tests.states import MESHES, OPTIMIZERS, PARAMS, equal, make_plan, train
 FIRST = "4 ranks, every layer"
 
 
-def run(which: str, optimizer: str, steps: int, states: list[Any] | None = None) -> tuple[list[Any], list[float]]:
-    """Train as the simulated ranks of a plan; return each rank's state, and the losses."""
-    plan = make_plan(which)
-    work = lambda mesh: train(mesh, plan, OPTIMIZERS[optimizer](), steps, states and states[mesh.rank])  # noqa: E731
-    results = fs.simulate(work, MESHES[which][0])
-    return [state for state, _ in results], results[0][1]
-
-
 @pytest.fixture(scope="module", params=OPTIMIZERS)
-def trained(request: pytest.FixtureRequest) -> tuple[str, list[Any]]:
-    return request.param, run(FIRST, request.param, 2)[0]
+def trained(request: pytest.FixtureRequest) -> list[Any]:
+    """Return the states of four ranks after two steps."""
+    plan, optimizer = make_plan(FIRST), OPTIMIZERS[request.param]
+    return fs.simulate(lambda mesh: train(mesh, plan, optimizer(), 2)[0], MESHES[FIRST][0])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", MESHES)
-def test_there_and_back_is_the_same_to_the_bit(which: str, trained: tuple[str, list[Any]]) -> None:
-    _, states = trained
-    old, new = make_plan(FIRST), make_plan(which)
+def test_there_and_back_is_the_same_to_the_bit(which: str, trained: list[Any]) -> None:
+    states, old, new = trained, make_plan(FIRST), make_plan(which)
     there = fs.replan(states, old, new)
     assert len(there) == new.world_size
     back = fs.replan(there, new, old)
@@ -39,16 +32,6 @@ def test_there_and_back_is_the_same_to_the_bit(which: str, trained: tuple[str, l
         assert equal(back[rank], {**states[rank], "own": own})
     for rank, state in enumerate(there):
         assert equal(state["own"], states[rank % 4]["own"])
-
-
-@pytest.mark.slow
-def test_training_goes_on_as_that_of_a_run_without_a_break(trained: tuple[str, list[Any]]) -> None:
-    (optimizer, states), which = trained, "2 x 2 ranks"
-    new, losses = run(which, optimizer, 3, fs.replan(states, make_plan(FIRST), make_plan(which)))
-    whole, expected = run(which, optimizer, 5)
-    torch.testing.assert_close(losses, expected[2:], rtol=1e-5, atol=1e-6)
-    for state, other in zip(new, whole, strict=True):
-        torch.testing.assert_close(state["train"].shards, other["train"].shards, rtol=1e-4, atol=1e-6)
 
 
 GRIDS = ({"replicate": 2, "shard": 2}, {"replicate": 3, "shard": 2})

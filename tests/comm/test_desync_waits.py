@@ -74,9 +74,6 @@ class Case(NamedTuple):
     options: Mapping[str, float] = {"patience": PATIENCE}  # nobody changes it
 
 
-# --- ranks issue different collectives ----------------------------------------------------------------
-
-
 class Blocks(nn.Module):
     """Units of one size, which run in the order that the caller passes."""
 
@@ -174,8 +171,6 @@ CASES: dict[str, Case] = {
         Case(exchange_texts_after_others, (r"number 2 on mesh axis 'shard' is all_reduce of float32\[2\] of unit",), GLOO),
 }  # fmt: skip
 
-# --- a rank is lost -------------------------------------------------------------------------------------
-
 
 def be_killed_when_the_other_waits(mesh: fs.Mesh, _: Path) -> None:
     for _ in range(15):
@@ -254,8 +249,6 @@ CASES |= {
     "a rank with a living child is killed":
         Case(lose(1, "killed"), ("the process of rank 1 has ended", LAST_SEEN), lost=1, **GIVEN_UP),
 }  # fmt: skip
-
-# --- ranks wait for each other elsewhere, or make different meshes --------------------------------------
 
 # Two meshes of each rank: one where ranks 0 and 3 go on, and one where ranks 1 and 2 do.
 MESHES: dict[str, Callable[[fs.Mesh, fs.Mesh], fs.Mesh]] = {
@@ -357,8 +350,6 @@ CASES |= {
         different("the shape of Mesh.reshaped must be the same on every rank; rank 0 has",
                   lambda mesh: mesh.reshaped(PAIR), lambda mesh: mesh.reshaped({"tensor": 2, "shard": 1})),
 }  # fmt: skip
-
-# --- ranks that are slow are waited for -----------------------------------------------------------------
 
 
 def be_slow_at(late: int) -> Callable[[fs.Mesh, Path], list[float]]:

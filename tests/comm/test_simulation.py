@@ -290,18 +290,14 @@ def test_a_rank_that_fails_inside_jvp_leaves_no_level_open(failing):
     check_outside()
 
 
-def linearized(mesh):
-    out, push = torch.func.linearize(torch.sin, X)
-    torch.testing.assert_close((out, push(V)), (X.sin(), X.cos() * V))
-
-
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")  # torch.func.linearize's
-def test_one_simulated_rank_may_linearize():
-    fs.simulate(linearized, 1)
+def test_one_simulated_rank_may_linearize_and_several_are_told_what_to_call():
+    def main(mesh):
+        out, push = torch.func.linearize(torch.sin, X)
+        torch.testing.assert_close((out, push(V)), (X.sin(), X.cos() * V))
+
+    fs.simulate(main, 1)
     check_outside()
-
-
-def test_several_simulated_ranks_are_told_what_to_call_in_place_of_linearize():
     with pytest.raises(RuntimeError) as caught:
-        fs.simulate(linearized, 2)
+        fs.simulate(main, 2)
     assert any("which the simulated ranks share: call torch.func.jvp" in note for note in caught.value.__notes__)

@@ -17,7 +17,7 @@ import torch
 import torch.multiprocessing  # registers how tensors are pickled for other processes
 
 from funcshard.comm.shm import pool as pools
-from funcshard.comm.shm.pool import Pool, map_block, private_block, shared_block, tracked_view
+from funcshard.comm.shm.pool import Pool, fits, map_block, private_block, shared_block, tracked_view
 from tests.comm.shm.leftovers import open_files
 
 needs_memfd = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memfd_create")
@@ -105,8 +105,6 @@ SIZES = {
     "the one that fits best": ([3 << 12, 2 << 12, 5 << 12], 2 << 12, 2, 0),
     "the smallest that is large enough": ([2 << 12, 5 << 12, 3 << 12], 9000, 3, 0),
     "none is large enough": ([2 << 12, 3 << 12], 13_000, None, 2),
-    "one is twice too large": ([1 << 20], 1 << 18, None, 0),
-    "one is a little larger": ([1 << 20], (1 << 19) + 4, 1, 0),
 }
 
 
@@ -121,6 +119,12 @@ def test_which_block_is_taken(name, make) -> None:
     block, found = pool.take(size)
     assert (block.number, found) == (taken or len(sizes) + 1, dropped)
     assert taken is None or block is blocks[taken - 1]
+
+
+def test_a_block_serves_sizes_above_half_of_its_own() -> None:
+    block = private_block(1 << 20)  # at two ranks a unit's gradients take half of this, and must not take it
+    sizes = ((1 << 19) - 4, 1 << 19, (1 << 19) + 4, 1 << 20, (1 << 20) + 4)
+    assert [fits(block, size) for size in sizes] == [False, False, True, True, False]
 
 
 @pytest.mark.parametrize("make", KINDS)
