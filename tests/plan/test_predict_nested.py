@@ -73,3 +73,22 @@ def test_units_on_demand_are_not_gathered_ahead_and_the_others_are(mesh, setting
     assert found[:6] == (["0", "2", "1", "4", "3", "5"] if ahead else units)
     assert sorted(found[6:]) in (units[1:], units)
     assert "ahead, on demand 1, 3" in str(sharded.schedule)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", [True, ["1", "2"]], ids=["each unit", "outer units"])
+@pytest.mark.parametrize("order", [(None, 0, 1), (0, 1, None), (0, None, 1, None)], ids=str)
+@on_ranks(2)
+def test_units_inside_recomputed_units_are_gathered_once_more(mesh, order, remat):
+    def outer():
+        return Calls(order, linear(), Calls((None, 0), linear()))
+
+    for settings in SETTINGS:
+        net = nn.Sequential(linear(), outer(), outer())
+        units = ["0", "1", "1.parts.*", "1.parts.1.parts.0", "2", "2.parts.*", "2.parts.1.parts.0"]
+        _, sharded, shards = of_module(mesh, net, units, schedule=settings, how={"remat": remat})
+        grad = fs.value_and_grad(lambda s: sharded(s, {}, torch.ones(2, 3)).square().mean())
+        names = [name for name in sharded.plan.units if name] if remat is True else remat
+        for _ in range(3):
+            _, events = recorded(grad, shards)
+        assert events == fs.predict_events(sharded.plan, sharded.schedule, recomputed=names), settings
