@@ -129,9 +129,9 @@ def export_dcp(path: str | os.PathLike[str], to: str | os.PathLike[str]) -> Path
     One process calls it, without a mesh. FSDP2 and DDP read the result with
     ``torch.distributed.checkpoint.load``, on any number of ranks. The parameters and the optimizer
     state of the only ``TrainState`` have the names of torch's ``get_state_dict``:
-    ``model.PARAMETER`` and ``optim.state.PARAMETER.KEY``. Other trees of shards and tensors have
-    their names in the state. Numbers, texts and ``PerRank`` values are left out, and so are an
-    optimizer's options, which the state doesn't hold: pass
+    ``model.PARAMETER``, a tied one under each of its names, and ``optim.state.PARAMETER.KEY``.
+    Other trees of shards and tensors have their names in the state. Numbers, texts and ``PerRank``
+    values are left out, and so are an optimizer's options, which the state doesn't hold: pass
     ``DefaultLoadPlanner(allow_partial_load=True)`` to load an optimizer's state dict.
 
     Arguments:
@@ -185,6 +185,9 @@ def write_dcp(path: Path, folder: Path, watch: Watch = unwatched) -> Path:
     )
 
     leaves = stored_leaves(contents)
+    for spec in any_plan(contents.plan).leaves:  # a state dict of torch has every name of a tied one
+        names = [f"model.{name}" for name in (spec.path, *spec.aliases)]
+        leaves |= {name: leaves[names[0]] for name in names if names[0] in leaves}
     listed = {
         name: md.TensorStorageMetadata(md.TensorProperties(leaf.dtype), torch.Size(leaf.shape), [])
         for name, leaf in leaves.items()

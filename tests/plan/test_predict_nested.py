@@ -87,7 +87,7 @@ def test_units_inside_recomputed_units_are_gathered_once_more(mesh, order, remat
         net = nn.Sequential(linear(), outer(), outer())
         units = ["0", "1", "1.parts.*", "1.parts.1.parts.0", "2", "2.parts.*", "2.parts.1.parts.0"]
         _, sharded, shards = of_module(mesh, net, units, schedule=settings, how={"remat": remat})
-        grad = fs.value_and_grad(lambda s: sharded(s, {}, torch.ones(2, 3)).square().mean())
+        grad = fs.value_and_grad(lambda s, sharded=sharded: sharded(s, {}, torch.ones(2, 3)).square().mean())
         names = [name for name in sharded.plan.units if name] if remat is True else remat
         for _ in range(3):
             _, events = recorded(grad, shards)
