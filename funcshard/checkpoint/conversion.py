@@ -185,7 +185,8 @@ def write_dcp(path: Path, folder: Path, watch: Watch = unwatched) -> Path:
     )
 
     leaves = stored_leaves(contents)
-    for spec in any_plan(contents.plan).leaves:  # a state dict of torch has every name of a tied one
+    # Why aliases: a state dict of torch has a tied parameter under each of its names.
+    for spec in any_plan(contents.plan).leaves:
         names = [f"model.{name}" for name in (spec.path, *spec.aliases)]
         leaves |= {name: leaves[names[0]] for name in names if names[0] in leaves}
     listed = {

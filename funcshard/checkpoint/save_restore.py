@@ -303,7 +303,7 @@ def restore(
     _check_plans(plan, mesh, {"the options of restore": f"cast={cast!r}"})
     for attempt in range(TRIES):
         fault: Exception | None = None
-        state, read_save = None, ""
+        state, read_save = None, save_at(path)
         try:
             contents = read_contents(path)
             read_save = contents.save

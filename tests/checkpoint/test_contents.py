@@ -45,8 +45,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for module in (contents, save_restore):  # which try for seconds, as another save may replace what is damaged
-        monkeypatch.setattr(module, "TRIES", 2)
+    for module in (contents, save_restore):  # they wait if another save replaces what they read
+        monkeypatch.setattr(module, "pause", lambda attempt: pytest.fail("it waits for another save"))
     shutil.copytree(saved, tmp_path / "copy")
     return tmp_path / "copy"
 
