@@ -206,7 +206,12 @@ class Heart:
         )
         self._last_question = current_time
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                # Why: its traceback holds this frame, and this frame would hold it. The heart would
+                # beat on, after its rank has left, until Python looks for such garbage.
+                del error
         return answer  # type: ignore[return-value]
 
     def find_lost(
@@ -401,7 +406,7 @@ def _call(pulse: _Pulse, call: Callable[[Any], Any]) -> tuple[Any, Exception | N
                 return None, RuntimeError(pulse.fault)
             return call(pulse.store), None
         except Exception as caught:
-            error = caught
+            error = caught.with_traceback(None)  # else it and this frame hold each other
             if attempt or not isinstance(error, RuntimeError):
                 break
             # A connection may have been cut, such as by a router that forgets those that are idle.

@@ -366,3 +366,21 @@ def test_a_text_that_a_cut_connection_loses_is_an_error() -> None:
     part = StorePart(SimpleNamespace(ask=lambda call: call(cut)), "job")  # type: ignore[arg-type]
     with pytest.raises(dist.DistNetworkError):
         part.set("rank", "text")
+
+
+def raises(store: Any) -> None:
+    raise ValueError("no such key")
+
+
+@pytest.mark.usefixtures("without_garbage_collection")
+@pytest.mark.parametrize("call", [raises, lambda store: time.sleep(0.1)], ids=["an error", "silence"])
+def test_a_heart_without_an_answer_says_farewell_when_it_goes(
+    call: Callable[[Any], None], store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Heart(0, store)
+    monkeypatch.setattr(liveness, "_ANSWER", 0.02)
+    with contextlib.suppress(RuntimeError, ValueError):
+        own.ask(call)
+    monkeypatch.undo()
+    del own
+    assert until(lambda: b"farewell" in store.get("0"))
