@@ -6,6 +6,7 @@ What ranks are told is in test_desync_waits.py.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -194,3 +195,13 @@ def test_simulated_ranks_that_part_onto_different_axes_raise_at_once() -> None:
     assert "rank 1 waits in all_reduce of float32[3] (number" in message
     assert "mesh axis 'shard'), which ranks 0 have joined" in message
     assert "mesh axis 'replicate'), which ranks 1 have joined" in message
+
+
+@pytest.mark.usefixtures("without_garbage_collection")
+def test_a_journal_that_has_looked_for_a_circle_goes_with_its_rank() -> None:
+    ranks = parted()
+    for rank in ranks:
+        rank.look()
+    journals = [weakref.ref(rank.journal) for rank in ranks]
+    del rank, ranks
+    assert [journal() for journal in journals] == [None] * 4
