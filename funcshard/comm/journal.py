@@ -347,9 +347,9 @@ class Journal:
             return False
 
         visit(self.rank, own)
-        # Why: it refers to itself and to this journal, whose signs of life would go on after its rank
+        # Why: it refers to itself and to this journal. The signs of life would go on after the rank
         # has left, until Python looks for such garbage.
-        del visit
+        visit = None  # type: ignore[assignment]
         self._seen.update(
             {rank: note for rank, note in notes.items() if note is not None and not note.ended}
         )
