@@ -163,9 +163,8 @@ def predict_step(
     spared = frozenset(not_saved)
     # It raises for unknown names.
     make_schedule(plan, [*sorted(spared), *(name for names in checkpoints for name in names)])
-    by_last = {names[-1]: names for names in _outermost(plan, checkpoints) if names}
-
     collectives = _Collectives(plan, cast)
+    by_last = {names[-1]: names for names in _outermost(collectives.units, checkpoints) if names}
     step_items: list[Event | Reached] = []
     kept: set[str] = set()  # the units that stay gathered now
     for batch_index in range(micro_batches):
@@ -260,9 +259,9 @@ class _Backward:
             recomputed: the units of each checkpoint, by the last of them.
             reductions: the reductions of this backward.
         """
-        around = {name: _outer_units(self._units, name, self._names) for name in self._names}
+        around = _outer_units(self._units, self._names) if recomputed else {}
         inner_units: dict[str, list[str]] = {}  # of recomputed units
-        for name, outer_units in around.items() if recomputed else ():
+        for name, outer_units in around.items():
             for outer in recomputed.keys() & outer_units:
                 inner_units.setdefault(outer, []).append(name)
         entered: set[str] = set()  # units around which backward needed before the units inside
@@ -272,7 +271,7 @@ class _Backward:
             # Note: a checkpoint computes its unit again before backward needs the units inside, and
             # inside it backward needs a unit when it reaches the output.
             inside = False
-            for outer in [*around[name], name]:
+            for outer in [*around.get(name, ()), name]:
                 inside = inside or outer in inner_units
                 reached = outer in entered or outer in gathered_units
                 if inside and not reached and (outer != name or outer in inner_units):
@@ -376,20 +375,28 @@ class _Backward:
             yield from self._gathers(name) if name not in self._kept else ()
 
 
-def _outer_units(units: Mapping[str, UnitPlan], name: str, candidates: Iterable[str]) -> list[str]:
-    """Return the candidates that a unit is inside of, from the outside inwards."""
-    unit_of = {path: outer for outer in candidates if outer != name for path in units[outer].paths}
-    chains = [
-        [unit_of[node] for node in tree.upwards(path) if node in unit_of]
-        for path in units[name].paths
-    ]
-    return [outer for outer in reversed(chains[0]) if all(outer in chain for chain in chains)]
+def _outer_units(units: Mapping[str, UnitPlan], names: Iterable[str]) -> dict[str, list[str]]:
+    """Return, for each of these units, those that it is inside of, from the outside inwards."""
+    names = [*names]
+    unit_of = {path: name for name in names for path in units[name].paths}
+    outer_units: dict[str, list[str]] = {}
+    for name in names:
+        chains = [
+            [unit_of[node] for node in tree.upwards(path) if unit_of.get(node, name) != name]
+            for path in units[name].paths
+        ]
+        outer_units[name] = [
+            outer for outer in reversed(chains[0]) if all(outer in chain for chain in chains)
+        ]
+    return outer_units
 
 
-def _outermost(plan: Plan, checkpoints: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+def _outermost(
+    units: Mapping[str, UnitPlan], checkpoints: Sequence[tuple[str, ...]]
+) -> list[tuple[str, ...]]:
     """Return the units of each checkpoint, without those inside another of them."""
     return [
-        tuple(name for name in names if not _outer_units(plan.units, name, names))
+        tuple(name for name, outer in _outer_units(units, names).items() if not outer)
         for names in checkpoints
     ]
 
