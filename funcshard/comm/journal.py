@@ -326,34 +326,41 @@ class Journal:
         notes: dict[int, _Note | None] = {self.rank: own}
         path: dict[int, _Note] = {}
         done: set[int] = set()
-
-        def visit(rank: int, note: _Note) -> bool:
-            path[rank] = note
-            for other_rank in self._some(note.wait.ranks, notes) if len(path) < _LONGEST else ():
-                rank_note = self._read(other_rank, notes) if other_rank != rank else None
-                if rank_note is None or other_rank in done or not rank_note.lacks(note.wait):
-                    continue
-                if other_rank in path:
-                    if failed:
-                        continue
-                    return True
-                if rank_note.ended and (failed or self._ended_meanwhile(other_rank, rank_note)):
-                    path[other_rank] = rank_note
-                    return True
-                if visit(other_rank, rank_note):
-                    return True
-            del path[rank]
-            done.add(rank)
-            return False
-
-        visit(self.rank, own)
-        # Why: it refers to itself and to this journal. The signs of life would go on after the rank
-        # has left, until Python looks for such garbage.
-        visit = None  # type: ignore[assignment]
+        self._visit(self.rank, own, path, done, notes, failed)
         self._seen.update(
             {rank: note for rank, note in notes.items() if note is not None and not note.ended}
         )
         return path
+
+    # Why no function inside: it would refer to itself and to this journal, and the signs of life
+    # would go on after the rank has left, until Python looks for such garbage.
+    def _visit(
+        self,
+        rank: int,
+        note: _Note,
+        path: dict[int, _Note],
+        done: set[int],
+        notes: dict[int, _Note | None],
+        failed: bool,
+    ) -> bool:
+        """Return whether a circle is found with a rank as the next in the path."""
+        path[rank] = note
+        for other_rank in self._some(note.wait.ranks, notes) if len(path) < _LONGEST else ():
+            rank_note = self._read(other_rank, notes) if other_rank != rank else None
+            if rank_note is None or other_rank in done or not rank_note.lacks(note.wait):
+                continue
+            if other_rank in path:
+                if failed:
+                    continue
+                return True
+            if rank_note.ended and (failed or self._ended_meanwhile(other_rank, rank_note)):
+                path[other_rank] = rank_note
+                return True
+            if self._visit(other_rank, rank_note, path, done, notes, failed):
+                return True
+        del path[rank]
+        done.add(rank)
+        return False
 
     def _some(self, ranks: Sequence[int], notes: Mapping[int, object]) -> Sequence[int]:
         """Return the ranks of a collective; of many some, and others at the next look.
