@@ -162,16 +162,36 @@ def describe(
             node with unhashable metadata.
         ValueError: two leaves have the same dotted path, or containers are nested too deeply.
     """
-    leaf_values: list[Any] = []
-    paths: list[str] = []
-    leaf_types: set[type] = set()  # the types of leaves; a type of nodes is never one of leaves too
+    walk = _Walk(check)
+    structure = walk.visit(tree, above, depth)
+    paths = walk.paths
+    if len(set(paths)) != len(paths):
+        twice = next(p for p, uses in Counter(paths).items() if uses > 1)
+        raise ValueError(
+            f"two leaves of the tree have the path {twice!r}; paths join keys with dots, and every "
+            "leaf needs a path of its own: rename one of the keys"
+        )
+    return structure, walk.leaf_values, paths
 
-    def visit(node: Any, path: str, depth: int) -> Structure:
-        if type(node) in leaf_types or optree.tree_is_leaf(node):
-            leaf_types.add(type(node))
-            leaf_values.append(node)
-            paths.append(path)
-            return len(leaf_values) - 1
+
+# Why no function inside of describe: it would refer to itself and to the leaves, which would stay
+# in memory until Python looks for such garbage.
+class _Walk:
+    """A walk of ``describe``: the leaves and paths that it has met, and the check of containers."""
+
+    def __init__(self, check: Any) -> None:
+        self.check = check
+        self.leaf_values: list[Any] = []
+        self.paths: list[str] = []
+        # The types of leaves; a type of nodes is never one of leaves too.
+        self.leaf_types: set[type] = set()
+
+    def visit(self, node: Any, path: str, depth: int) -> Structure:
+        if type(node) in self.leaf_types or optree.tree_is_leaf(node):
+            self.leaf_types.add(type(node))
+            self.leaf_values.append(node)
+            self.paths.append(path)
+            return len(self.leaf_values) - 1
         if node is None:
             return None
         if depth == DEEPEST:
@@ -179,22 +199,13 @@ def describe(
         level = optree.tree_flatten_one_level(node)
         children, metadata, entries = level[0], level[1], level[2]
         node_kind, meta = _kind(node, metadata, path)
-        if check is not None:
-            check(node_kind, meta, entries, path)
+        if self.check is not None:
+            self.check(node_kind, meta, entries, path)
         inner = []
         # Why no comprehension: it would take a second frame of Python's bounded stack.
         for child, entry in zip(children, entries, strict=True):
-            inner.append(visit(child, f"{path}.{entry}" if path else str(entry), depth + 1))
+            inner.append(self.visit(child, f"{path}.{entry}" if path else str(entry), depth + 1))
         return (node_kind, meta, tuple(inner))
-
-    structure = visit(tree, above, depth)
-    if len(set(paths)) != len(paths):
-        twice = next(p for p, uses in Counter(paths).items() if uses > 1)
-        raise ValueError(
-            f"two leaves of the tree have the path {twice!r}; paths join keys with dots, and every "
-            "leaf needs a path of its own: rename one of the keys"
-        )
-    return structure, leaf_values, paths
 
 
 def too_deep(path: str, what: str) -> str:
