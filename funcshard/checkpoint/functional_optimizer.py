@@ -33,23 +33,31 @@ def partition_state(state: Any, plan: Plan) -> tuple[dict[str, ByBuffer], dict[s
     """
     per_shard: dict[str, ByBuffer] = {}
     others: dict[str, Any] = {}
-
-    def visit(node: Any, path: str) -> None:
-        values = _by_buffer(node, plan)
-        if values is not None:
-            per_shard[path] = values
-        elif _is_container(node):
-            for key, child in _children(node):
-                visit(child, join(path, key))
-        elif node is not None:
-            others[path] = node
-
-    visit(state, "")
+    _partition(state, "", plan, per_shard, others)
     return per_shard, others
 
 
+# Why no function inside: it would refer to itself and to the state, which would stay in memory
+# until Python looks for such garbage.
+def _partition(
+    node: Any, path: str, plan: Plan, per_shard: dict[str, ByBuffer], others: dict[str, Any]
+) -> None:
+    values = _by_buffer(node, plan)
+    if values is not None:
+        per_shard[path] = values
+    elif _is_container(node):
+        for key, child in _children(node):
+            _partition(child, join(path, key), plan, per_shard, others)
+    elif node is not None:
+        others[path] = node
+
+
 def combine_state(
-    like: Any, plan: Plan, per_shard: Callable[[str], ByBuffer], others: Mapping[str, Any]
+    like: Any,
+    plan: Plan,
+    per_shard: Callable[[str], ByBuffer],
+    others: Mapping[str, Any],
+    path: str = "",
 ) -> Any:
     """Put values of shards and other leaves into a state; the inverse of ``partition_state``.
 
@@ -58,25 +66,25 @@ def combine_state(
         plan: the plan of the shards.
         per_shard: a function from the path of a node to the values of its shards.
         others: other leaves by path; a leaf that is missing here is taken from ``like``.
+        path: the path of ``like`` in the whole state.
     """
-
-    def visit(node: Any, path: str) -> Any:
-        if _by_buffer(node, plan) is not None:
-            values = per_shard(path)
-            if not isinstance(node, list):
-                return values
-            return [
-                values[unit.name][buffer.key]
-                for unit, buffer in buffers_in_tree_order(plan, trainable_only=True)
-            ]
-        if not _is_container(node):
-            return others.get(path, node)
-        children = [visit(child, join(path, key)) for key, child in _children(node)]
-        if isinstance(node, tuple):
-            return type(node)(*children) if hasattr(node, "_fields") else tuple(children)
-        return children if isinstance(node, list) else dict(zip(node, children, strict=True))
-
-    return visit(like, "")
+    if _by_buffer(like, plan) is not None:
+        values = per_shard(path)
+        if not isinstance(like, list):
+            return values
+        return [
+            values[unit.name][buffer.key]
+            for unit, buffer in buffers_in_tree_order(plan, trainable_only=True)
+        ]
+    if not _is_container(like):
+        return others.get(path, like)
+    children = [
+        combine_state(child, plan, per_shard, others, join(path, key))
+        for key, child in _children(like)
+    ]
+    if isinstance(like, tuple):
+        return type(like)(*children) if hasattr(like, "_fields") else tuple(children)
+    return children if isinstance(like, list) else dict(zip(like, children, strict=True))
 
 
 def _by_buffer(node: Any, plan: Plan) -> ByBuffer | None:

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import weakref
 from collections import OrderedDict, defaultdict, deque
 from typing import Any, NamedTuple
 
@@ -81,15 +80,6 @@ def test_leaves_come_in_the_order_of_describe_and_are_put_back() -> None:
     leaves, put_back = tree.flatten(TREES["nested"])
     assert leaves == tree.leaves(TREES["nested"]) == tree.describe(TREES["nested"])[1]
     assert put_back(leaves) == TREES["nested"]
-
-
-@pytest.mark.usefixtures("without_garbage_collection")
-def test_leaves_are_free_once_nobody_has_the_tree() -> None:
-    leaf = Leaf()
-    reference = weakref.ref(leaf)
-    tree.describe({"a": [leaf]})
-    del leaf
-    assert reference() is None
 
 
 def test_leaves_up_to_stops_at_the_leaves_of_the_first_tree() -> None:
