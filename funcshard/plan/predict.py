@@ -76,8 +76,10 @@ def predict_events(
     Three kinds of units that forward calls several times are not covered: only some of the calls
     have gradients or are in a checkpoint; one checkpoint holds several of the calls; or one call is
     inside another.
-    Nor are units inside a recomputed unit covered, if forward calls them several times, or if a
-    group joins them with units outside of it.
+    Nor are units inside a recomputed unit covered, if forward calls them several times, if a group
+    joins them with units outside of it, or if they are recomputed themselves and the outer unit
+    only adds their output to something, as a block with residuals does: backward reaches them
+    before the outer unit runs again, which stops before them.
 
     Arguments:
         plan: the plan.
