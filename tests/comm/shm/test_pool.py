@@ -81,7 +81,7 @@ def clear_on_a_thread(pool: Pool) -> None:
     thread.join()
 
 
-# Why each end makes its tensor: where Dynamo has hooked calls, a caller holds its arguments until the end.
+# Why each end makes its tensor: a caller may hold its arguments until the call ends, as where other tests have compiled.
 @pytest.mark.parametrize("end", [make_a_cycle, clear_on_a_thread])
 def test_memory_comes_back_from_garbage_and_from_another_thread(end) -> None:
     pool = Pool(private_block)
