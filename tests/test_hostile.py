@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 import os
 import time
-import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
 import pytest
-import torch
 
 import funcshard as fs
 from tests.hostile import report
 from tests.hostile.blame import outcome_of
 from tests.hostile.campaign import FULL, Campaign
-from tests.hostile.damage import DAMAGES, damage
 from tests.hostile.nursery import check_nothing_left, in_nursery, needs_linux, open_files, spawn, wait_all
 from tests.hostile.pauses import Pauses
 
@@ -115,34 +112,6 @@ def test_a_hang_a_child_and_a_file_that_are_left_are_seen(tmp_path: Path) -> Non
 def test_a_nursery_that_hangs_is_ended() -> None:
     with pytest.raises(TimeoutError, match=r"sleep has not returned within 0\.2 s"):
         in_nursery(time.sleep, 60, limit=0.2)
-
-
-@pytest.mark.parametrize("name", DAMAGES)
-def test_each_damage_changes_a_folder(name: str, tmp_path: Path) -> None:
-    def contents(folder: Path) -> dict[str, bytes | None]:
-        files = {path.name: path for path in folder.iterdir()}
-        return {name: p.read_bytes() if p.is_file() and not p.is_symlink() else None for name, p in files.items()}
-
-    changed = []
-    for seed in range(10):
-        folder = tmp_path / str(seed)
-        folder.mkdir()
-        (folder / "a.json").write_text('{"a": [1, 2], "b": {"c": 3}}')
-        (folder / "b.bin").write_bytes(bytes(range(50)))
-        before = contents(folder)
-        assert damage(Random(seed), folder, name).startswith(f"{name}: ")
-        changed.append(contents(folder) != before)
-    assert any(changed)
-
-
-def test_memory_that_this_library_keeps_is_measured() -> None:
-    tracemalloc.start(1)
-    try:
-        kept = fs.make_plan({"w": torch.zeros(3)}, 1)
-        ours = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, f"{Path(fs.__file__).parent}/*")])
-    finally:
-        tracemalloc.stop()
-    assert sum(each.size for each in ours.statistics("filename")) > 1000, kept
 
 
 def test_the_counts_of_a_campaign_become_the_table_of_the_page() -> None:

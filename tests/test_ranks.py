@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 import warnings
 from multiprocessing.connection import wait
@@ -15,7 +14,7 @@ import torch
 
 import funcshard as fs
 from tests import ranks
-from tests.ranks import Pool, run_ranks, run_simulated
+from tests.ranks import run_ranks, run_simulated
 
 
 def add_up_ranks(mesh: fs.Mesh, offset: int) -> tuple[int, int, int]:
@@ -58,10 +57,6 @@ def end_on_rank_1(mesh: fs.Mesh) -> str:
     return "nothing happened"
 
 
-def mesh_shape(mesh: fs.Mesh) -> tuple[int, dict[str, int], int, int]:
-    return mesh.rank, mesh.shape, mesh.replicate.rank, mesh.shard.rank
-
-
 def random_and_threads(mesh: fs.Mesh) -> tuple[float, int]:
     return torch.rand(()).item(), torch.get_num_threads()
 
@@ -71,13 +66,6 @@ def random_and_threads(mesh: fs.Mesh) -> tuple[float, int]:
 def test_every_rank_runs_and_its_result_comes_back_in_order(run, world_size):
     total = sum(range(10, 10 + world_size))
     assert run(add_up_ranks, world_size, 10) == [(rank, world_size, total) for rank in range(world_size)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("run", [run_ranks, run_simulated])
-def test_shape_makes_a_mesh_of_two_axes(run):
-    shape = {"replicate": 2, "shard": 2}
-    assert run(mesh_shape, 4, shape=shape) == [(rank, shape, rank // 2, rank % 2) for rank in range(4)]
 
 
 @pytest.mark.parametrize("run", [run_ranks, run_simulated])
@@ -147,22 +135,3 @@ def test_a_process_that_ends_is_named_and_replaced_and_leaves_the_others_results
     assert second is None
     assert "nothing happened" not in first
     assert run_ranks(add_up_ranks, 2, 0) == [(0, 2, 1), (1, 2, 1)]
-
-
-@pytest.mark.slow
-def test_two_pools_run_at_the_same_time():
-    other, results = Pool(), {}
-
-    def use(number: int) -> None:
-        run = (run_ranks, other.run)[number]
-        results[number] = [run(add_up_ranks, 2, 100 * number) for _ in range(20)]
-
-    threads = [threading.Thread(target=use, args=(number,)) for number in range(2)]
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        other.close()
-    assert results == {n: [[(0, 2, 200 * n + 1), (1, 2, 200 * n + 1)]] * 20 for n in range(2)}
