@@ -96,27 +96,34 @@ def muon(
     check_fits(plan, mesh)
     if adamw is not None and not isinstance(adamw, Mapping):
         raise TypeError(
-            f'adamw must be a dictionary of options of torch.optim.AdamW, as {{"lr": 3e-4}}; found {type(adamw).__name__}'
+            'adamw must be a dictionary of options of torch.optim.AdamW, as {"lr": 3e-4}; found '
+            f"{type(adamw).__name__}"
         )
     check_options(torch.optim.Muon, [options])
     _with_defaults(options_at(options, 0))
     owners = assign_owners(plan, matrices)
     layout = ParamGroupLayout(dict.fromkeys(owners.of, 0), 1, mesh.shard.rank)
-    others = dict(adamw or {})
-    rest_step = grouped_step(
-        torch.optim.AdamW, others, others.pop("groups", ()), plan, mesh, left_out=layout.group_of
-    )
-    numels = {
-        (unit.name, buffer.key): sum(leaf_range.numel for leaf_range in layout.ranges(buffer))
-        for unit, buffer in trainable_buffers(plan)
-    }
+    adamw_options = dict(adamw or {})
+    adamw_groups = adamw_options.pop("groups", ())
     parts = {m.leaf.path: m.buffer.part(m.leaf, mesh.shard.rank) for m in owners.matrices}
-    slices = {path: part.in_shard for path, part in parts.items() if part.numel}
-    there = tuple(owners.all_to_all(stage, mesh.position, back=False) for stage in owners.stages)
-    back = tuple(
-        owners.all_to_all(stage, mesh.position, back=True) for stage in reversed(owners.stages)
+    stages, position = owners.stages, mesh.position
+    step = MuonStep(
+        options=options,
+        plan=plan,
+        mesh=mesh,
+        owners=owners,
+        layout=layout,
+        adamw=grouped_step(
+            torch.optim.AdamW, adamw_options, adamw_groups, plan, mesh, left_out=owners.of
+        ),
+        numels={
+            (unit.name, buffer.key): sum(leaf_range.numel for leaf_range in layout.ranges(buffer))
+            for unit, buffer in trainable_buffers(plan)
+        },
+        slices={path: part.in_shard for path, part in parts.items() if part.numel},
+        there=[owners.all_to_all(stage, position, back=False) for stage in stages],
+        back=[owners.all_to_all(stage, position, back=True) for stage in reversed(stages)],
     )
-    step = MuonStep(options, plan, mesh, owners, layout, rest_step, numels, slices, there, back)
     return TorchOptimizer(step.init, step)
 
 
@@ -145,18 +152,17 @@ class MuonStep:
     adamw: TorchStep
     numels: Mapping[tuple[str, str], int]
     slices: Mapping[str, slice]
-    there: tuple[AllToAll, ...]
-    back: tuple[AllToAll, ...]
+    there: Sequence[AllToAll]
+    back: Sequence[AllToAll]
 
     def init(self, params: Any) -> Any:
         """Return the state before the first step."""
         check_shards(self.plan, params)
         momentum: dict[str, dict[str, torch.Tensor]] = {name: {} for name in params}
-        for unit, buffer in trainable_buffers(self.plan):
-            shard = params[unit.name][buffer.key]
-            momentum[unit.name][buffer.key] = shard.new_zeros(self.numels[unit.name, buffer.key])
-        rest_states = tree.map(lambda _: {}, momentum)
-        return {"steps": 0, "momentum": momentum, "adamw": {"steps": 0, "leaves": rest_states}}
+        for (unit_name, key), numel in self.numels.items():
+            momentum[unit_name][key] = params[unit_name][key].new_zeros(numel)
+        leaf_states = tree.map(lambda _: {}, momentum)
+        return {"steps": 0, "momentum": momentum, "adamw": {"steps": 0, "leaves": leaf_states}}
 
     def __call__(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         """Update ``params`` and ``state``, which are donated, by one step, and return them."""
@@ -166,22 +172,20 @@ class MuonStep:
         params, adamw_state = self.adamw(grads, state["adamw"], params)
         updates = self._update_momentum(grads, state["momentum"], options)
         updates = self._bring_to_owners(updates)
-        owned = {
-            matrix.leaf.path: _orthogonalise(
-                updates[matrix.leaf.path].view(matrix.shape()), options
-            )
-            for matrix in self.owners.matrices
-            if matrix.place().items() <= self.mesh.position.items()
-        }
-        updates = self._bring_back(owned)
+        for matrix in self.owners.matrices:
+            if matrix.place().items() <= self.mesh.position.items():
+                update = updates[matrix.leaf.path].view(matrix.shape())
+                updates[matrix.leaf.path] = _orthogonalise(update, options)
+        updates = self._bring_back(updates)
         for matrix in self.owners.matrices:
             path, grad = matrix.leaf.path, grads[matrix.unit][matrix.buffer.key]
             if path not in updates or grad is None:
                 continue  # as torch.optim.Muon leaves a parameter without a gradient as it is
-            target = params[matrix.unit][matrix.buffer.key][self.slices[path]]
-            target.mul_(1 - options["lr"] * options["weight_decay"])
-            rate = _adjusted_lr(options["lr"], options["adjust_lr_fn"], matrix.leaf.whole_shape)
-            target.add_(updates[path].reshape(-1).to(target.device), alpha=-rate)
+            param_slice = params[matrix.unit][matrix.buffer.key][self.slices[path]]
+            param_slice.mul_(1 - options["lr"] * options["weight_decay"])
+            adjusted_lr = _adjusted_lr(options, matrix.leaf.whole_shape)
+            update = updates[path].reshape(-1).to(param_slice.device)
+            param_slice.add_(update, alpha=-adjusted_lr)
         momentum, state["momentum"] = state["momentum"], DONATED_STATE
         return params, {"steps": state["steps"] + 1, "momentum": momentum, "adamw": adamw_state}
 
@@ -204,24 +208,24 @@ class MuonStep:
 
     def _options_at(self, steps: int) -> dict[str, Any]:
         options = _with_defaults(options_at(self.options, steps))
-        recording = current_recording()
-        if recording is not None:
+        graph_recording = current_recording()
+        if graph_recording is not None:
             for name, schedule in schedules_in(self.options).items():
-                options[name] = recording.number(schedule, steps)
-        return {
-            name: value.item() if isinstance(value, torch.Tensor) else value
-            for name, value in options.items()
-        }
+                options[name] = graph_recording.number(schedule, steps)
+        for name, value in options.items():
+            if isinstance(value, torch.Tensor):
+                options[name] = value.item()
+        return options
 
     def _check_state(self, state: Any) -> None:
         """Raise ``ValueError`` unless ``state`` is one of this optimizer."""
         check_form(state, {"steps", "momentum", "adamw"}, "muon")
         check_not_donated(state["momentum"])
-        for (unit, key), numel in self.numels.items():
-            average = state["momentum"].get(unit, {}).get(key)
+        for (unit_name, key), numel in self.numels.items():
+            average = state["momentum"].get(unit_name, {}).get(key)
             if getattr(average, "shape", None) != (numel,):
                 raise ValueError(
-                    f"muon's momentum of buffer {key!r} of unit {unit or '(root)'!r} must have "
+                    f"muon's momentum of buffer {key!r} of unit {unit_name or '(root)'!r} must have "
                     f"shape ({numel},), the elements of matrices in this shard; found {outline(average)}, of "
                     f"another plan, number of ranks or choice of matrices: {NEW_STATE}"
                 )
@@ -241,7 +245,9 @@ class MuonStep:
             else:
                 grad = self.layout.pick(grad, buffer).to(average.dtype)
                 average.lerp_(grad, 1 - options["momentum"])
-                update = grad.lerp(average, options["momentum"]) if options["nesterov"] else average
+                update = average
+                if options["nesterov"]:
+                    update = grad.lerp(average, options["momentum"])
             update, end = update.to(self.mesh.device, torch.bfloat16), 0
             for leaf in buffer.leaves:
                 if leaf.path in self.slices:
@@ -254,48 +260,54 @@ class MuonStep:
         """Return the updates that this rank owns, given the parts that lie in its shards."""
         for stage in self.there:
             sent = [updates.pop(part.path) for part in stage.sent]
-            slices: dict[str, list[torch.Tensor]] = {}
-            for part, received in zip(stage.received, self._exchange(stage, sent), strict=True):
-                slices.setdefault(part.path, []).append(received.view(part.shape))
-            dims = {part.path: part.dim for part in stage.received}
-            updates |= {path: torch.cat(slices[path], dim) for path, dim in dims.items()}
+            received = self._exchange(stage, sent)
+            # Note: parts come in the order of the ranks that send them, which is their order in
+            # the matrix.
+            parts_by_matrix: dict[tuple[str, int], list[torch.Tensor]] = {}
+            for part, update in zip(stage.received, received, strict=True):
+                parts_by_matrix.setdefault((part.path, part.dim), []).append(update)
+            for (path, dim), parts in parts_by_matrix.items():
+                updates[path] = torch.cat(parts, dim)
         return updates
 
     def _bring_back(self, updates: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the parts of updates that lie in this rank's shards; undoes the above."""
         for stage in self.back:
-            owned = {part.path: updates[part.path] for part in stage.sent}
             sent = []
             for part in stage.sent:
-                update = owned[part.path] if len(part.shape) > 1 else owned[part.path].reshape(-1)
+                update = updates[part.path]
+                if len(part.shape) == 1:  # elements of a flat shard
+                    update = update.reshape(-1)
                 sent.append(update.narrow(part.dim, part.begin, part.shape[part.dim]))
-            updates = {path: updates[path] for path in updates.keys() - owned}
-            for part, received in zip(stage.received, self._exchange(stage, sent), strict=True):
-                updates[part.path] = received.view(part.shape)
+            for path in {part.path for part in stage.sent}:
+                del updates[path]
+            for part, update in zip(stage.received, self._exchange(stage, sent), strict=True):
+                updates[part.path] = update
         return updates
 
     def _exchange(self, stage: AllToAll, sent: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Run one all-to-all; return the parts that this rank receives, each as a flat tensor."""
+        """Run one all-to-all; return the parts that this rank receives."""
         flat = [part.reshape(-1) for part in sent]
-        if stage.event is None:
-            return flat  # every rank sends to itself only
-        nothing = torch.empty(0, dtype=torch.bfloat16, device=self.mesh.device)
-        full = torch.cat(flat) if flat else nothing
-        out = full.new_empty(sum(stage.receive_sizes))
-        if recording():
-            emit(stage.event)
-        in_graph(self.mesh.groups[stage.axis], stage.axis).all_to_all(
-            out, full, stage.receive_sizes, stage.send_sizes, label="matrices"
-        ).wait()
-        return out.split([part.numel for part in stage.received])
+        if stage.event is not None:
+            nothing = torch.empty(0, dtype=torch.bfloat16, device=self.mesh.device)
+            full = torch.cat(flat or [nothing])
+            out = full.new_empty(sum(stage.receive_sizes))
+            if recording():
+                emit(stage.event)
+            in_graph(self.mesh.groups[stage.axis], stage.axis).all_to_all(
+                out, full, stage.receive_sizes, stage.send_sizes, label="matrices"
+            ).wait()
+            flat = out.split([part.numel for part in stage.received])
+        # Without an event every rank sends to itself only.
+        return [update.view(part.shape) for update, part in zip(flat, stage.received, strict=True)]
 
 
 def _with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return Muon's options with its defaults; ``torch.optim.Muon`` checks them."""
-    (group,) = torch.optim.Muon(
-        [torch.nn.Parameter(torch.empty(1, 1, dtype=torch.float32, device="cpu"))], **options
-    ).param_groups
-    return {key: value for key, value in group.items() if key != "params"}
+    matrix = torch.nn.Parameter(torch.empty(1, 1, dtype=torch.float32, device="cpu"))
+    (group,) = torch.optim.Muon([matrix], **options).param_groups
+    del group["params"]
+    return group
 
 
 def _orthogonalise(update: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
@@ -303,19 +315,20 @@ def _orthogonalise(update: torch.Tensor, options: Mapping[str, Any]) -> torch.Te
 
     The iteration is Newton–Schulz; ``options`` holds its coefficients and number of iterations.
     """
+    if update.size(0) > update.size(1):  # the products of a wide matrix are the smaller ones
+        return _orthogonalise(update.T, options).T
     a, b, c = options["ns_coefficients"]
-    tall = update.size(0) > update.size(1)
-    x = update.T if tall else update
-    x = x / x.norm().clamp(min=options["eps"])
+    x = update / update.norm().clamp(min=options["eps"])
     for _ in range(options["ns_steps"]):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
+    return x
 
 
-def _adjusted_lr(lr: float, rule: str | None, shape: tuple[int, ...]) -> float:
+def _adjusted_lr(options: Mapping[str, Any], shape: tuple[int, ...]) -> float:
     """Return the learning rate for a matrix of ``shape``, adjusted as ``torch.optim.Muon`` does."""
     rows, columns = shape
-    if rule == "match_rms_adamw":
+    lr: float = options["lr"]
+    if options["adjust_lr_fn"] == "match_rms_adamw":
         return lr * 0.2 * math.sqrt(max(rows, columns))
     return lr * math.sqrt(max(1, rows / columns))
