@@ -113,8 +113,9 @@ def torch_optimizer(
     """
     if elementwise is not None:
         check_flag("elementwise", elementwise)
-    is_known = isinstance(cls, type) and issubclass(cls, ELEMENTWISE)
-    if not (is_known if elementwise is None else elementwise):
+    else:
+        elementwise = isinstance(cls, type) and issubclass(cls, ELEMENTWISE)
+    if not elementwise:
         raise refusal(cls)
     if not check_groups(groups):
         check_options(cls, [options])
@@ -145,17 +146,25 @@ def grouped_step(
     layout = ParamGroupLayout(group_of, len(group_options), mesh.shard.rank)
     all_options = (dict(options), *group_options[1:])
     check_options(cls, all_options)
-    members = {*group_of.values()}
+    used_groups = {*group_of.values()}
     ranges: dict[str, dict[str, _ShardRanges]] = {unit.name: {} for unit in plan.unit_list}
     for unit, buffer in trainable_buffers(plan):
-        own_ranges = layout.ranges(buffer)
+        group_ranges = layout.ranges(buffer)
         # Why empty ranges: a group without elements in this shard still counts its steps. Its
         # scalars are the same as on other ranks, and the state has one form on every rank.
-        absent = members - {leaf_range.group for leaf_range in own_ranges}
-        empty = [GroupRange(group, 0, 0) for group in sorted(absent)]
-        ranges[unit.name][buffer.key] = _ShardRanges(buffer.shard_numel, (*own_ranges, *empty))
-    known = learn_entries(cls, all_options, members)
-    return TorchStep(cls, all_options, known, plan, layout, ranges)
+        absent_groups = used_groups - {group_range.group for group_range in group_ranges}
+        empty_ranges = [GroupRange(group, 0, 0) for group in sorted(absent_groups)]
+        ranges[unit.name][buffer.key] = _ShardRanges(
+            buffer.shard_numel, (*group_ranges, *empty_ranges)
+        )
+    return TorchStep(
+        cls=cls,
+        options=all_options,
+        known=learn_entries(cls, all_options, used_groups),
+        plan=plan,
+        layout=layout,
+        ranges=ranges,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,33 +195,29 @@ class TorchStep:
         leaves, unflatten = tree.flatten(params)
         leaf_states = subtrees(params, state["leaves"], f"a state of {self.title}", NEW_STATE)
         views = self._views(grads, leaves, params)
-        groups = None if self.layout is None else self.layout.count
-        sizes: list[tuple[int, ...]] = [
-            leaf.shape if groups is None else (leaf_views[-1].stop if leaf_views else 0,)
-            for leaf, leaf_views in zip(leaves, views, strict=True)
-        ]
-        check_entries(self.known, leaf_states, sizes, groups, params, self.title)
+        num_groups: int | None = None
+        sizes: list[tuple[int, ...]] = [leaf.shape for leaf in leaves]
+        if self.layout is not None:
+            num_groups = self.layout.count
+            # The entries of a leaf leave out its elements of no group.
+            sizes = [(sum(view.parameter.numel() for view in leaf_views),) for leaf_views in views]
+        check_entries(self.known, leaf_states, sizes, num_groups, params, self.title)
         members: list[list[torch.nn.Parameter]] = [[] for _ in self.options]
         for leaf_views in views:
             for view in leaf_views:
                 members[view.group].append(view.parameter)
         optimizer = self._optimizer(members, state["steps"])
         for leaf_views, leaf_state in zip(views, leaf_states, strict=True):
-            view_states = _split_state(leaf_state, leaf_views, groups)
+            view_states = _split_state(leaf_state, leaf_views, num_groups)
             for view, view_state in zip(leaf_views, view_states, strict=True):
                 if view_state:  # a class may have made the state of the first step already
                     optimizer.state[view.parameter] = view_state
         with with_plain_factories():
             optimizer.step()
-        new_states = [
-            _merge_state(
-                leaf_state,
-                leaf_views,
-                [optimizer.state.pop(view.parameter, {}) for view in leaf_views],
-                groups,
-            )
-            for leaf_views, leaf_state in zip(views, leaf_states, strict=True)
-        ]
+        new_states = []
+        for leaf_views, leaf_state in zip(views, leaf_states, strict=True):
+            view_states = [optimizer.state.pop(view.parameter, {}) for view in leaf_views]
+            new_states.append(_merge_state(leaf_state, leaf_views, view_states, num_groups))
         state["leaves"] = DONATED_STATE
         state_after = {"steps": state["steps"] + 1, "leaves": unflatten(new_states)}
         return unflatten(donate(leaves)), state_after
@@ -230,10 +235,10 @@ class TorchStep:
     @property
     def schedules(self) -> dict[str, Schedule]:
         """The options that are functions of the number of steps, such as ``"groups[0].lr"``."""
-        rate_schedules = schedules_in(self.options[0])
+        option_schedules = schedules_in(self.options[0])
         for group_index, options in enumerate(self.options[1:]):
-            rate_schedules |= schedules_in(options, f"groups[{group_index}].")
-        return rate_schedules
+            option_schedules |= schedules_in(options, f"groups[{group_index}].")
+        return option_schedules
 
     def param_groups(self, steps: int, paths: Sequence[str]) -> list[dict[str, Any]]:
         """Return the options of each group as ``torch.optim`` writes them, with the group's paths.
@@ -256,34 +261,34 @@ class TorchStep:
         leaf_ranges: list[_ShardRanges | None] = [None] * len(leaves)
         if self.ranges is not None:
             leaf_ranges = subtrees(params, self.ranges, "the optimizer's plan", _MAKE_WITH_PLAN)
-        views = []
-        for index, (leaf, grad, ranges) in enumerate(
-            zip(leaves, leaf_grads, leaf_ranges, strict=True)
-        ):
-            leaf = leaf.detach()
+        views: list[list[_View]] = []
+        for leaf, grad, ranges in zip(leaves, leaf_grads, leaf_ranges, strict=True):
             if ranges is not None and leaf.shape != (ranges.numel,):
                 raise ValueError(
-                    f"shard {tree.describe(params)[2][index]!r} must have shape ({ranges.numel},), "
+                    f"shard {tree.paths(params)[len(views)]!r} must have shape ({ranges.numel},), "
                     f"as in the optimizer's plan; found {outline(leaf)}: {_MAKE_WITH_PLAN}"
                 )
             if grad is not None and getattr(grad, "shape", None) != leaf.shape:
                 raise ValueError(
-                    f"the gradient of leaf {tree.describe(params)[2][index]!r} must have its shape, "
+                    f"the gradient of leaf {tree.paths(params)[len(views)]!r} must have its shape, "
                     f"{tuple(leaf.shape)}; found {outline(grad)}: {_PASS_GRADIENTS}"
                 )
-            views.append(_views_of(leaf, grad, ranges))
+            views.append(_views_of(leaf.detach(), grad, ranges))
         return views
 
     def _optimizer(
         self, members: Sequence[Sequence[torch.nn.Parameter]], steps: int
     ) -> torch.optim.Optimizer:
         """Return an instance of the class over each group's members, with this step's options."""
-        recording = current_recording()
-        options_now, *further = [options_at(options, steps) for options in self.options]
+        common_options, *overrides = [options_at(options, steps) for options in self.options]
         groups: Any = [
-            {"params": group, **more} for group, more in zip(members, ({}, *further), strict=True)
+            {"params": group_members, **group_options}
+            for group_members, group_options in zip(members, [{}, *overrides], strict=True)
         ]
-        optimizer = self.cls(groups if further or not members[0] else members[0], **options_now)
+        if not overrides and members[0]:
+            groups = members[0]  # what a class without groups of its own expects
+        optimizer = self.cls(groups, **common_options)
+        recording = current_recording()
         if recording is not None:
             for group, group_options in zip(optimizer.param_groups, self.options, strict=True):
                 for name, schedule in schedules_in({**self.options[0], **group_options}).items():
@@ -323,12 +328,15 @@ def schedules_in(options: Mapping[str, Any], prefix: str = "") -> dict[str, Sche
 
 def options_at(options: Mapping[str, Any], steps: int) -> dict[str, Any]:
     """Return options with the values that schedules have after a number of steps."""
-    # Why not now: a graph that fs.trace records asks the schedules each time it runs.
-    at = steps if current_recording() is None else 0
-    return {
-        name: Schedule(name, value)(at) if callable(value) else plain_number(value)
-        for name, value in options.items()
-    }
+    if current_recording() is not None:
+        steps = 0  # a graph that fs.trace records asks the schedules each time it runs
+    values = dict(options)
+    for name, value in options.items():
+        if callable(value):
+            values[name] = Schedule(name, value)(steps)
+        else:
+            values[name] = plain_number(value)
+    return values
 
 
 class _ShardRanges(NamedTuple):
@@ -349,66 +357,67 @@ class _View(NamedTuple):
     Attributes:
         parameter: the view, with its part of the gradient.
         group: number of its group.
-        start: index of its first element in the flat tensors of the leaf's state.
-        stop: index after its last element there.
+        in_state: where its elements lie in the flat tensors of the leaf's state.
     """
 
     parameter: torch.nn.Parameter
     group: int
-    start: int
-    stop: int
+    in_state: slice
 
 
 def _views_of(
     leaf: torch.Tensor, grad: torch.Tensor | None, ranges: _ShardRanges | None
 ) -> list[_View]:
     """Return a view of each range of a leaf; of the whole leaf without ranges."""
-    grad = None if grad is None else grad.to(leaf.dtype)  # it may be of lower precision
+    if grad is not None:
+        grad = grad.to(leaf.dtype)  # it may be of lower precision
     if ranges is None:
         parameter = torch.nn.Parameter(leaf)
         parameter.grad = grad
-        return [_View(parameter, 0, 0, leaf.numel())]
-    views, done = [], 0
+        return [_View(parameter, 0, slice(None))]
+    views, stop_in_state = [], 0
     for group, start, stop in ranges.ranges:
         parameter = torch.nn.Parameter(leaf[start:stop])
-        parameter.grad = None if grad is None else grad[start:stop]
-        views.append(_View(parameter, group, done, done := done + stop - start))
+        if grad is not None:
+            parameter.grad = grad[start:stop]
+        start_in_state, stop_in_state = stop_in_state, stop_in_state + stop - start
+        views.append(_View(parameter, group, slice(start_in_state, stop_in_state)))
     return views
 
 
 def _split_state(
-    leaf_state: Mapping[str, Any], views: Sequence[_View], groups: int | None
+    leaf_state: Mapping[str, Any], views: Sequence[_View], num_groups: int | None
 ) -> list[dict[str, Any]]:
     """Return the state of each view, given its leaf's state; ``_merge_state`` is the inverse.
 
     A group without a scalar that another group has begins from scratch, as its views have no state.
     """
-    if groups is None:
+    if num_groups is None:
         return [dict(leaf_state)]
     states: list[dict[str, Any]] = [{} for _ in views]
-    fresh: list[dict[str, Any]] = []
+    fresh_states: list[dict[str, Any]] = []
     for name, value in leaf_state.items():
         if isinstance(value, torch.Tensor) and value.ndim:
             for state, view in zip(states, views, strict=True):
-                state[name] = value[view.start : view.stop]
+                state[name] = value[view.in_state]
             continue
         scalars = value if isinstance(value, tuple) else (value,)
-        begun = any(scalar is not None for scalar in scalars)
+        has_begun = any(scalar is not None for scalar in scalars)
         for group, scalar in enumerate(scalars):
-            members = [
+            group_states = [
                 state for state, view in zip(states, views, strict=True) if view.group == group
             ]
-            if scalar is None and begun:
-                fresh += members
+            if scalar is None and has_begun:
+                fresh_states += group_states
                 continue
-            copies = [scalar] * len(members)
-            if isinstance(scalar, torch.Tensor) and len(members) > 1:
+            copies = [scalar] * len(group_states)
+            if isinstance(scalar, torch.Tensor) and len(group_states) > 1:
                 # The class counts steps in place, once for each view, so two views cannot share a
                 # scalar.
-                copies[:-1] = scalar.expand(len(members) - 1).clone().unbind()
-            for state, copy in zip(members, copies, strict=True):
-                state[name] = copy
-    for state in fresh:
+                copies[:-1] = scalar.expand(len(group_states) - 1).clone().unbind()
+            for state, scalar_copy in zip(group_states, copies, strict=True):
+                state[name] = scalar_copy
+    for state in fresh_states:
         state.clear()
     return states
 
@@ -417,13 +426,13 @@ def _merge_state(
     leaf_state: Mapping[str, Any],
     views: Sequence[_View],
     states: list[dict[str, Any]],
-    groups: int | None,
+    num_groups: int | None,
 ) -> dict[str, Any]:
     """Return the state of a leaf, given the states of its views after the step.
 
     The flat tensors of ``leaf_state``, which the step has updated in place, are reused.
     """
-    if groups is None:
+    if num_groups is None:
         return states[0]
     merged: dict[str, Any] = {}
     for name in dict.fromkeys(name for state in states for name in state):
@@ -431,15 +440,17 @@ def _merge_state(
         first = next((value for value in values if value is not None), None)
         if not isinstance(first, torch.Tensor) or not first.ndim:
             # The last view of a group has the scalar itself, the others have copies.
-            of_group = dict(zip((view.group for view in views), values, strict=True))
-            scalars = tuple(of_group.get(group) for group in range(groups))
-            merged[name] = scalars if groups > 1 else scalars[0]
+            scalar_of = {view.group: value for view, value in zip(views, values, strict=True)}
+            scalars = tuple(scalar_of.get(group) for group in range(num_groups))
+            merged[name] = scalars if num_groups > 1 else scalars[0]
             continue
-        flat = leaf_state[name] if name in leaf_state else first.new_zeros(views[-1].stop)
+        flat = leaf_state.get(name)
+        if flat is None:
+            flat = first.new_zeros(views[-1].in_state.stop)
         for view, value in zip(views, values, strict=True):
-            target = flat[view.start : view.stop]
-            if value is not None and address(value) != address(target):
-                target.copy_(value)
+            flat_slice = flat[view.in_state]
+            if value is not None and address(value) != address(flat_slice):
+                flat_slice.copy_(value)
         merged[name] = flat
     return merged
 
@@ -459,9 +470,11 @@ def apply_optimizer(optimizer: Any, grads: Any, state: Any, params: Any) -> tupl
         return optimizer.step(grads, state, params)
     _, update = optimizer
     accepted = inspect.signature(update).parameters
-    extra: dict[str, Any] = {"inplace": False} if "inplace" in accepted else {}
+    keywords: dict[str, Any] = {}
+    if "inplace" in accepted:  # TorchOpt's would write into the gradients
+        keywords["inplace"] = False
     if "params" in accepted:
-        updates, state = update(grads, state, params=params, **extra)
+        updates, state = update(grads, state, params=params, **keywords)
     else:
-        updates, state = update(grads, state, params, **extra)
+        updates, state = update(grads, state, params, **keywords)
     return tree.map(lambda leaf, change: leaf + change.to(leaf.dtype), params, updates), state
