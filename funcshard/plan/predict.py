@@ -25,7 +25,7 @@ from funcshard.plan.reduce_choice import (
     check_reduce_units,
     unit_mode,
 )
-from funcshard.plan.schedule import Schedule, check_schedule, make_schedule
+from funcshard.plan.schedule import Schedule, check_schedule, make_schedule, unit_names
 from funcshard.plan.unit_plan import BufferPlan, UnitPlan
 
 
@@ -115,271 +115,253 @@ def predict_events(
         [('all_gather', ''), ('all_gather', 'b'),
          ('all_gather', 'b'), ('reduce_scatter', 'b'), ('reduce_scatter', '')]
     """
-    step = predict_step(
-        plan, order, not_saved=not_saved, recomputed=recomputed, micro_batches=micro_batches, reduce=reduce, cast=cast,
+    step = _Step(
+        plan,
+        order,
+        not_saved=not_saved,
+        recomputed=recomputed,
+        micro_batches=micro_batches,
+        reduce=reduce,
+        cast=cast,
         forwards=forwards,
-    )  # fmt: skip
-    return tuple(step_item for step_item in step if isinstance(step_item, Event))
+    )
+    return tuple(item for item in step.run() if isinstance(item, Event))
 
 
 def predict_step(
     plan: Plan,
-    order: Sequence[str] | Schedule | None = None,
+    schedule: Schedule,
+    reached: Sequence[Reached],
     *,
-    not_saved: Iterable[str] = (),
-    recomputed: Iterable[str | tuple[str, ...]] = (),
-    micro_batches: int = 1,
-    reduce: Reduce = "each",
-    cast: ChooseCast | None = None,
-    forwards: int = 1,
-    reached: Sequence[Reached] | None = None,
+    not_saved: Iterable[str],
+    micro_batches: int,
+    reduce: Reduce,
 ) -> list[Event | Reached]:
-    """Return the events of ``predict_events`` and the places in the step at which they start.
+    """Return the events of a step whose backward is known, and the places at which they start.
 
     Further arguments and errors are those of ``predict_events``.
 
     Arguments:
-        reached: the places of one backward after its start, if they are known; then ``recomputed``
-            does not matter. By default they follow from the schedule.
+        reached: the places of one backward after its start.
     """
-    check_plan(plan)
-    micro_batches = check_reduce(micro_batches, reduce)
-    check_reduce_units(reduce, plan.units)
-    forwards = check_count(
-        "forwards",
-        forwards,
-        of="forwards",
-        remedy="pass 1 if the loss function calls the model once",
-    )
-    for option, given_names in (("not_saved", not_saved), ("recomputed", recomputed)):
-        if isinstance(given_names, str):
-            raise TypeError(
-                f"{option} must be a list of unit names; found the text {given_names!r}: pass [{given_names!r}]"
-            )
-    schedule = order if isinstance(order, Schedule) else make_schedule(plan, order)
-    check_schedule(schedule, plan)
-    checkpoints = [
-        (checkpoint_units,) if isinstance(checkpoint_units, str) else tuple(checkpoint_units)
-        for checkpoint_units in recomputed
-    ]
-    spared = frozenset(not_saved)
-    # It raises for unknown names.
-    make_schedule(plan, [*sorted(spared), *(name for names in checkpoints for name in names)])
-    collectives = _Collectives(plan, cast)
-    by_last = {names[-1]: names for names in _outermost(collectives.units, checkpoints) if names}
-    step_items: list[Event | Reached] = []
-    kept: set[str] = set()  # the units that stay gathered now
-    for batch_index in range(micro_batches):
-        last = batch_index == micro_batches - 1
-        reductions = _Reductions(collectives, schedule, reduce, last=last, forwards=forwards)
-        for _ in range(forwards):
-            step_items += _forward(collectives, schedule, spared, kept)
-        for _ in range(forwards):
-            backward = _Backward(collectives, schedule, spared, kept)
-            step_items += (
-                backward.expected(by_last, reductions)
-                if reached is None
-                else backward.followed(reached, reductions)
-            )
-        step_items += reductions.late
-        kept = {name for name in kept if not collectives.units[name].reshard_after_backward}
-    return step_items
+    step = _Step(plan, schedule, not_saved=not_saved, micro_batches=micro_batches, reduce=reduce)
+    return list(step.run(reached))
 
 
-class _Collectives:
-    """The collectives of units, worked out once for each.
+class _Step:
+    """One step: its arguments, what follows from them, and the state of the micro-batch that runs.
 
-    Arguments:
-        plan: the plan.
-        cast: as in ``predict_events``.
-
-    Attributes:
-        units: the plan's units by name.
-        gathers: a function from a unit's name to its all-gathers.
-        reductions: a function from a unit's name to the reductions of each buffer's gradient.
-    """
-
-    def __init__(self, plan: Plan, cast: ChooseCast | None) -> None:
-        self.units = units = plan.units
-        self.gathers = functools.cache(lambda name: _gathers(units[name], cast))
-        self.reductions = functools.cache(lambda name: _reductions(units[name]))
-
-
-def _forward(
-    collectives: _Collectives, schedule: Schedule, spared: frozenset[str], kept: set[str]
-) -> Iterator[Event | Reached]:
-    units, gathers = collectives.units, collectives.gathers
-    order = ForwardOrder(schedule)
-    for name in schedule.order:
-        yield Reached("forward", name)
-        stays = not units[name].reshard_after_forward
-        yield from gathers(name) if order.gather(name) and name not in kept else ()
-        order.call(name, stays=stays)
-        if stays and (collectives.reductions(name) or name not in spared):
-            kept.add(name)
-        for ahead in order.prefetch():
-            yield from gathers(ahead) if ahead not in kept else ()
-
-
-class _Backward:
-    """The gathers of one backward.
-
-    Arguments:
-        collectives: the collectives of units.
-        schedule: the schedule.
-        spared: units whose backward needs none of their parameters.
-        kept: the units that stay gathered.
+    A *moment* of backward is an index into the schedule's ``backward_order``. A *use* is the moment
+    of a gather that happens.
     """
 
     def __init__(
-        self, collectives: _Collectives, schedule: Schedule, spared: frozenset[str], kept: set[str]
+        self,
+        plan: Plan,
+        order: Sequence[str] | Schedule | None,
+        *,
+        not_saved: Iterable[str],
+        recomputed: Iterable[str | tuple[str, ...]] = (),
+        micro_batches: int,
+        reduce: Reduce,
+        cast: ChooseCast | None = None,
+        forwards: int = 1,
     ) -> None:
-        self._collectives = collectives
-        self._names = tuple(dict.fromkeys(schedule.order))
-        self._units = units = collectives.units
-        self._gathers = gathers = collectives.gathers
-        self._kept = kept
-        self._early, self._late = (schedule.backward_prefetch == when for when in ("pre", "post"))
-        self._expected = schedule.backward_order()
-        self._again = {
+        check_plan(plan)
+        self._units = units = plan.units
+        self._micro_batches = check_reduce(micro_batches, reduce)
+        check_reduce_units(reduce, units)
+        remedy = "pass 1 if the loss function calls the model once"
+        self._forwards = check_count("forwards", forwards, of="forwards", remedy=remedy)
+        schedule = order if isinstance(order, Schedule) else make_schedule(plan, order)
+        check_schedule(schedule, plan)
+        self._schedule = schedule
+        self._moments = schedule.backward_order()
+        self._early = schedule.backward_prefetch == "pre"
+        self._late = schedule.backward_prefetch == "post"
+        self._spared = unit_names(plan, "not_saved", not_saved)
+        # Why caches: forward and backward may come to a unit many times.
+        self._gathers = functools.cache(
+            lambda name: _gathers(units[name], units[name].mesh_shape[1], cast)
+        )
+        self._reductions = functools.cache(
+            lambda name: _reductions(units[name], unit_mode(reduce, name))
+        )
+        self._uses = {
             moment: name
-            for moment, (moment_kind, name) in enumerate(self._expected)
-            if moment_kind == "gather"
+            for moment, (event, name) in enumerate(self._moments)
+            if event == "gather"
             and units[name].reshard_after_forward
-            and name not in spared
-            and gathers(name)
+            and name not in self._spared
+            and self._gathers(name)
         }
-        self._order = BackwardOrder(schedule, self._again)
-        self._order.expect([(moment, moment) for moment in self._again])
+        self._kept: set[str] = set()  # the units that stay gathered now
+        # The units of each checkpoint by the last of them, without those inside another of them.
+        self._checkpoints: dict[str, list[str]] = {}
+        if isinstance(recomputed, str):
+            unit_names(plan, "recomputed", recomputed)
+        for names in recomputed:
+            names = unit_names(plan, "recomputed", (names,) if isinstance(names, str) else names)
+            outermost = [name for name, outer in _outer_units(units, names).items() if not outer]
+            if outermost:
+                self._checkpoints[outermost[-1]] = outermost
+        self._outer: dict[str, list[str]] = {}
+        self._inner: dict[str, list[str]] = {}  # the units inside each recomputed unit
+        if self._checkpoints:
+            self._outer = _outer_units(units, schedule.order)
+        for name, outer_units in self._outer.items():
+            for outer in self._checkpoints.keys() & outer_units:
+                self._inner.setdefault(outer, []).append(name)
 
-    def expected(
-        self, recomputed: Mapping[str, tuple[str, ...]], reductions: _Reductions
-    ) -> Iterator[Event | Reached]:
-        """Yield what backward does if it follows the schedule.
+    def run(self, reached: Sequence[Reached] | None = None) -> Iterator[Event | Reached]:
+        """Yield what the step does; with the places of a backward, if they are known."""
+        for batch_index in range(self._micro_batches):
+            self._last = batch_index == self._micro_batches - 1
+            # How many gradients of each unit are still to come.
+            self._awaited = Counter(
+                name for event, name in self._moments * self._forwards if event == "reduce"
+            )
+            # Reductions along further mesh axes, which follow when the next unit's reduction along
+            # the first axis has started.
+            self._late_reductions: Sequence[Event] = ()
+            for _ in range(self._forwards):
+                yield from self._forward()
+            for _ in range(self._forwards):
+                yield Reached("backward", "")
+                self._order = BackwardOrder(self._schedule, self._uses)
+                self._order.expect([(use, use) for use in self._uses])
+                if self._early:
+                    yield from self._prefetch(-1, most=1)
+                yield from self._expected() if reached is None else self._followed(reached)
+            yield from self._late_reductions
+            self._kept = {
+                name for name in self._kept if not self._units[name].reshard_after_backward
+            }
 
-        Arguments:
-            recomputed: the units of each checkpoint, by the last of them.
-            reductions: the reductions of this backward.
-        """
-        around = _outer_units(self._units, self._names) if recomputed else {}
-        inner_units: dict[str, list[str]] = {}  # of recomputed units
-        for name, outer_units in around.items():
-            for outer in recomputed.keys() & outer_units:
-                inner_units.setdefault(outer, []).append(name)
+    def _forward(self) -> Iterator[Event | Reached]:
+        order = ForwardOrder(self._schedule)
+        for name in self._schedule.order:
+            yield Reached("forward", name)
+            # Note: the order has to know of kept units too; only their collectives do not happen.
+            if order.gather(name) and name not in self._kept:
+                yield from self._gathers(name)
+            stays = not self._units[name].reshard_after_forward
+            order.call(name, stays=stays)
+            if stays and (self._reductions(name) or name not in self._spared):
+                self._kept.add(name)
+            yield from self._recompute(order.prefetch())
+
+    def _expected(self) -> Iterator[Event]:
+        """Yield what backward does if it follows the schedule."""
         entered: set[str] = set()  # units around which backward needed before the units inside
-        gathered_units: set[str] = set()  # units gathered for the use that backward is at
-        yield from self._begin()
-        for moment, (moment_kind, name) in enumerate(self._expected):
+        gathered: set[str] = set()  # units gathered for the use that backward is at
+        for moment, (event, name) in enumerate(self._moments):
             # Note: a checkpoint computes its unit again before backward needs the units inside, and
             # inside it backward needs a unit when it reaches the output.
             inside = False
-            for outer in [*around.get(name, ()), name]:
-                inside = inside or outer in inner_units
-                reached = outer in entered or outer in gathered_units
-                if inside and not reached and (outer != name or outer in inner_units):
+            for outer in [*self._outer.get(name, ()), name]:
+                inside = inside or outer in self._inner
+                reached = outer in entered or outer in gathered
+                if inside and not reached and (outer != name or outer in self._inner):
                     entered.add(outer)
-                    yield Reached("need", outer)
-                    yield from self._enter(
-                        outer, recomputed.get(outer, ()), inner_units.get(outer, ())
-                    )
-            checkpoint = recomputed.get(name, ())
-            if moment_kind == "gather":
-                if name in entered:
-                    continue
-                yield Reached("need", name)
-                if moment in self._again:
-                    gathered_units.add(name)
-                    yield from self._need(moment)
-                    yield from self._recomputation(checkpoint[:-1])
-                continue
-            yield Reached("reduce", name)
-            if checkpoint and name not in gathered_units | entered:
-                yield from self._recompute_all(moment, checkpoint)
-            gathered_units.discard(name)
-            yield from self._reduce(name, moment, reductions)
+                    yield from self._enter(outer)
+            checkpoint = self._checkpoints.get(name, [])
+            if event == "reduce":
+                # A checkpoint runs again even if backward needs none of the unit's own leaves.
+                if checkpoint and name not in gathered and name not in entered:
+                    yield from self._recompute_all(moment, checkpoint)
+                gathered.discard(name)
+                yield from self._reduce(name, moment)
+            elif moment in self._uses and name not in entered:
+                gathered.add(name)
+                yield from self._need(moment)
+                yield from self._recompute(checkpoint[:-1])
 
-    def _enter(
-        self, outer: str, checkpoint: Sequence[str], inner_units: Sequence[str]
-    ) -> Iterator[Event]:
+    def _enter(self, outer: str) -> Iterator[Event]:
         """Yield what backward does when it reaches the output of a unit with others inside."""
-        if outer in self._again.values():
-            yield from self._need_of(outer)
-            yield from self._recomputation([*checkpoint[:-1], *inner_units])
-        elif checkpoint:
-            reduce_moment = self._expected.index(("reduce", outer))
-            yield from self._recompute_all(reduce_moment, [*checkpoint, *inner_units])
-
-    def _need_of(self, name: str) -> Iterator[Event]:
-        """Yield what backward does where it needs a unit that forward calls once."""
-        for use in [moment for moment, unit_name in self._again.items() if unit_name == name]:
+        checkpoint = self._checkpoints.get(outer, [])
+        inner_units = self._inner.get(outer, [])
+        uses = [use for use, name in self._uses.items() if name == outer]
+        for use in uses:
             yield from self._need(use)
+        if uses:
+            yield from self._recompute(checkpoint[:-1] + inner_units)
+        elif checkpoint:
+            moment = self._moments.index(("reduce", outer))
+            yield from self._recompute_all(moment, checkpoint + inner_units)
 
-    def _recompute_all(self, moment: int, names: Sequence[str]) -> Iterator[Event]:
-        yield from self._recomputation(names)
-        if self._early and self._units[names[0]].reshard_after_forward:
-            yield from self._prefetch(moment)
-
-    def followed(
-        self, reached: Sequence[Reached], reductions: _Reductions
-    ) -> Iterator[Event | Reached]:
+    def _followed(self, reached: Sequence[Reached]) -> Iterator[Event | Reached]:
         """Yield what backward does at known places; it gathers ahead as the schedule says."""
         ends: dict[str, list[int]] = {}  # by unit: the moments at which its calls are reduced
-        for moment, (place_kind, name) in enumerate(self._expected):
-            if place_kind == "reduce":
+        for moment, (event, name) in enumerate(self._moments):
+            if event == "reduce":
                 ends.setdefault(name, []).append(moment)
+        # The call that a use is of: the one whose gradients are complete next.
         uses = {
-            end: moment
-            for moment, name in self._again.items()
-            for end in [_after(ends.get(name, ()), moment)]
+            next((end for end in ends.get(name, ()) if end > use), -1): use
+            for use, name in self._uses.items()
         }
-        yield from self._begin()
         for place in reached:
             yield place
-            place_kind, name = place
-            moments_left = ends.get(name, [])
-            moment = moments_left[0] if moments_left else -1
-            if place_kind == "reduce":
-                del moments_left[:1]
-                yield from self._reduce(name, moment, reductions)
-            elif place_kind == "leave":
-                del moments_left[:1]
-            elif place_kind == "need" and moment in uses:
+            event, name = place
+            unit_ends = ends.get(name, [])
+            moment = unit_ends[0] if unit_ends else -1
+            if event == "reduce":
+                del unit_ends[:1]
+                yield from self._reduce(name, moment)
+            elif event == "leave":
+                del unit_ends[:1]
+            elif event == "need" and moment in uses:
                 yield from self._need(uses.pop(moment))
-            elif place_kind == "again" or self._units[name].reshard_after_forward:
-                yield from self._recomputation([name])
-
-    def _begin(self) -> Iterator[Event | Reached]:
-        yield Reached("backward", "")
-        if self._early:
-            yield from self._prefetch(-1, most=1)
+            # A second need of a call is that of a checkpoint.
+            elif event == "again" or self._units[name].reshard_after_forward:
+                yield from self._recompute([name])
 
     def _need(self, use: int) -> Iterator[Event]:
-        yield from self._gathers_of(use) if self._order.gather(use) else ()
+        if self._order.gather(use):
+            yield from self._gathers_of(use)
         self._order.reach(use)
-        yield from self._prefetch(use) if self._early else ()
+        if self._early:
+            yield from self._prefetch(use)
 
-    def _reduce(self, name: str, moment: int, reductions: _Reductions) -> Iterator[Event]:
-        unit = self._units[name]
-        if self._late and unit.reshard_after_forward and self._collectives.reductions(name):
+    def _reduce(self, name: str, moment: int) -> Iterator[Event]:
+        """Yield what starts when a gradient of a unit has come."""
+        reductions = self._reductions(name)
+        if self._late and self._units[name].reshard_after_forward and reductions:
             yield from self._prefetch(moment)
-        yield from reductions.add(name)
-
-    def _gathers_of(self, use: int) -> Sequence[Event]:
-        unit = self._units[self._again[use]]
-        return _gathers_of_slices(unit) if unit.post_forward_ranks else self._gathers(unit.name)
+        self._awaited[name] -= 1
+        for mode, events in reductions:
+            if mode == "once" and (self._awaited[name] > 0 or not self._last):
+                continue
+            yield from events[:1]
+            yield from self._late_reductions
+            self._late_reductions = events[1:] if mode != "shard_each" or self._last else ()
 
     def _prefetch(self, moment: int, most: int | None = None) -> Iterator[Event]:
         for use in self._order.prefetch(moment, most=most):
             yield from self._gathers_of(use)
 
-    def _recomputation(self, names: Sequence[str]) -> Iterator[Event]:
+    def _gathers_of(self, use: int) -> Sequence[Event]:
+        unit = self._units[self._uses[use]]
+        if unit.post_forward_ranks:
+            # Why no cast: the slices that ranks keep after forward are of the gathered buffer.
+            return _gathers(unit, unit.post_forward_ranks)
+        return self._gathers(unit.name)
+
+    def _recompute(self, names: Iterable[str]) -> Iterator[Event]:
         for name in names:
-            yield from self._gathers(name) if name not in self._kept else ()
+            if name not in self._kept:
+                yield from self._gathers(name)
+
+    def _recompute_all(self, moment: int, names: Sequence[str]) -> Iterator[Event]:
+        yield from self._recompute(names)
+        if self._early and self._units[names[0]].reshard_after_forward:
+            yield from self._prefetch(moment)
 
 
 def _outer_units(units: Mapping[str, UnitPlan], names: Iterable[str]) -> dict[str, list[str]]:
     """Return, for each of these units, those that it is inside of, from the outside inwards."""
-    names = [*names]
+    names = dict.fromkeys(names)
     unit_of = {path: name for name in names for path in units[name].paths}
     outer_units: dict[str, list[str]] = {}
     for name in names:
@@ -387,154 +369,76 @@ def _outer_units(units: Mapping[str, UnitPlan], names: Iterable[str]) -> dict[st
             [unit_of[node] for node in tree.upwards(path) if unit_of.get(node, name) != name]
             for path in units[name].paths
         ]
+        # A group is inside a unit that holds all of its modules.
         outer_units[name] = [
             outer for outer in reversed(chains[0]) if all(outer in chain for chain in chains)
         ]
     return outer_units
 
 
-def _outermost(
-    units: Mapping[str, UnitPlan], checkpoints: Sequence[tuple[str, ...]]
-) -> list[tuple[str, ...]]:
-    """Return the units of each checkpoint, without those inside another of them."""
-    return [
-        tuple(name for name, outer in _outer_units(units, names).items() if not outer)
-        for names in checkpoints
-    ]
-
-
-def _after(moments: Sequence[int], moment: int) -> int:
-    return next((later_moment for later_moment in moments if later_moment > moment), -1)
-
-
-class _Reductions:
-    """The reductions of one backward.
-
-    Arguments:
-        collectives: the collectives of units.
-        schedule: the schedule, which says in which order gradients come.
-        reduce: when the gradients of each unit are reduced.
-        last: whether this is the backward of the last micro-batch.
-        forwards: how many forwards the backward is of.
-
-    Attributes:
-        late: reductions over further mesh axes, which follow when the next reduction over the first
-            axis has started.
-    """
-
-    def __init__(
-        self,
-        collectives: _Collectives,
-        schedule: Schedule,
-        reduce: Reduce,
-        *,
-        last: bool,
-        forwards: int,
-    ) -> None:
-        self.late: Sequence[Event] = []
-        self._collectives = collectives
-        self._reduce = reduce
-        self._last = last
-        # How many gradients of each unit are still to come.
-        self._awaited = Counter(
-            name
-            for moment_kind, name in schedule.backward_order() * forwards
-            if moment_kind == "reduce"
+def _gathers(unit: UnitPlan, ranks: int, cast: ChooseCast | None = None) -> list[Event]:
+    """The all-gathers of a unit from so many ranks of the shard axis."""
+    events: list[Event] = []
+    if ranks == 1 or not unit.sharded:
+        return events
+    for buffer in unit.buffers:
+        if not buffer.numel or "shard" in buffer.local:
+            continue
+        dtype, numel = unit.gathered_dtype(buffer), buffer.padded_numel
+        pair = cast_of(cast, unit, buffer)
+        if pair is not None:
+            # What the pair sends for a shard, only the pair knows.
+            leaf_dtype = dtype_of(buffer.dtype)
+            shard = torch.zeros(buffer.shard_numel, dtype=leaf_dtype, device="cpu")
+            sent = pair.pre_all_gather(shard)
+            dtype, numel = sent.dtype, sent.numel() * ranks
+        events.append(
+            Event(
+                kind="all_gather",
+                unit=unit.name,
+                buffer=buffer.key,
+                dtype=dtype_name(dtype),
+                bytes=numel * dtype.itemsize,
+                axis="shard",
+                ranks=ranks,
+            )
         )
-
-    def add(self, name: str) -> Iterator[Event]:
-        """Yield the reductions that start when the gradient of a unit has come."""
-        self._awaited[name] -= 1
-        for reduction in self._collectives.reductions(name):
-            mode = self._mode(name, reduction)
-            if mode == "once" and (self._awaited[name] > 0 or not self._last):
-                continue
-            yield from reduction[:1]
-            yield from self.late
-            self.late = reduction[1:] if mode != "shard_each" or self._last else ()
-
-    def _mode(self, name: str, reduction: Sequence[Event]) -> str:
-        """Return when the gradient of a buffer is reduced."""
-        mode = unit_mode(self._reduce, name)
-        if mode != "shard_each":
-            return mode
-        cut = bool(reduction) and reduction[0].kind == "reduce_scatter"
-        return buffer_mode(mode, cut=cut, repeated=len(reduction) > cut)
-
-
-def _gathers(unit: UnitPlan, cast: ChooseCast | None) -> list[Event]:
-    """The all-gathers of a unit."""
-    ranks = unit.mesh_shape[1]
-    events = []
-    if unit.sharded and ranks > 1:
-        for buffer in unit.buffers:
-            if buffer.numel and "shard" not in buffer.local:
-                pair = cast_of(cast, unit, buffer)
-                dtype, numel = unit.gathered_dtype(buffer), buffer.shard_numel
-                if pair is not None:
-                    sent = pair.pre_all_gather(
-                        torch.zeros(numel, dtype=dtype_of(buffer.dtype), device="cpu")
-                    )
-                    dtype, numel = sent.dtype, sent.numel()
-                events.append(
-                    _event("all_gather", unit, buffer, dtype, numel * ranks, "shard", ranks)
-                )
     return events
 
 
-def _gathers_of_slices(unit: UnitPlan) -> list[Event]:
-    """The all-gathers in backward of a unit that some ranks hold together after forward."""
-    ranks = unit.post_forward_ranks
-    assert ranks is not None, f"unit {unit.name}: nothing is cut into slices"
-    return [
-        _event(
-            "all_gather",
-            unit,
-            buffer,
-            unit.gathered_dtype(buffer),
-            buffer.padded_numel,
-            "shard",
-            ranks,
-        )
-        for buffer in unit.buffers
-        if buffer.numel and "shard" not in buffer.local
-    ]
-
-
-def _reductions(unit: UnitPlan) -> list[list[Event]]:
-    """The reductions of each buffer that gets a gradient."""
+def _reductions(unit: UnitPlan, unit_choice: str) -> list[tuple[str, list[Event]]]:
+    """The reductions of each buffer that gets a gradient, and when they happen."""
+    reductions = []
     # Why reversed: backward reaches a unit's buffers last to first.
-    buffers = [buffer for buffer in reversed(unit.buffers) if buffer.trainable and buffer.numel]
-    return [_reduction(unit, buffer) for buffer in buffers]
+    for buffer in reversed(unit.buffers):
+        if buffer.trainable and buffer.numel:
+            events = _reduction(unit, buffer)
+            cut = [event.kind for event in events].count("reduce_scatter")
+            mode = buffer_mode(unit_choice, cut=cut > 0, repeated=len(events) > cut)
+            reductions.append((mode, events))
+    return reductions
 
 
 def _reduction(unit: UnitPlan, buffer: BufferPlan) -> list[Event]:
     """The reductions of one buffer's gradient."""
-    shard = unit.mesh_shape[1]
-    dtype = unit.reduced_dtype(buffer)
+    dtype, mesh_axes = unit.reduced_dtype(buffer), unit.mesh_axes
     events = []
-    if shard > 1 and "shard" not in buffer.local:
-        reduction_kind = "reduce_scatter" if unit.sharded else "all_reduce"
+    # Why shard first: what travels along the other axes is then a shard.
+    for axis in dict.fromkeys(("shard", "replicate", *mesh_axes)):
+        if mesh_axes[axis] == 1 or axis in buffer.local:
+            continue
+        reduction_kind, numel = "all_reduce", buffer.shard_numel
+        if axis == "shard" and unit.sharded:
+            reduction_kind, numel = "reduce_scatter", buffer.padded_numel
         events.append(
-            _event(reduction_kind, unit, buffer, dtype, buffer.padded_numel, "shard", shard)
-        )
-    for axis, ranks in (("replicate", unit.mesh_shape[0]), *unit.model_axes):
-        if ranks > 1 and axis not in buffer.local:
-            events.append(
-                _event("all_reduce", unit, buffer, dtype, buffer.shard_numel, axis, ranks)
+            Event(
+                kind=reduction_kind,
+                unit=unit.name,
+                buffer=buffer.key,
+                dtype=dtype_name(dtype),
+                bytes=numel * dtype.itemsize,
+                axis=axis,
+                ranks=mesh_axes[axis],
             )
+        )
     return events
-
-
-def _event(
-    kind: str,
-    unit: UnitPlan,
-    buffer: BufferPlan,
-    dtype: torch.dtype,
-    numel: int,
-    axis: str,
-    ranks: int,
-) -> Event:
-    return Event(
-        kind, unit.name, buffer.key, dtype_name(dtype), numel * dtype.itemsize, axis, ranks
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,31 +57,28 @@ class Schedule(Shown):
         )
 
     def _parts(self) -> list[Table]:
+        prefetch = "on" if self.forward_prefetch else "off"
         title = (
-            f"Schedule of {len(self.order)} units: forward prefetch "
-            f"{'on' if self.forward_prefetch else 'off'}, backward prefetch "
+            f"Schedule of {len(self.order)} units: forward prefetch {prefetch}, backward prefetch "
             f"{self.backward_prefetch or 'off'}, at most {self.limit} ahead"
         )
-        title += f", on demand {', '.join(self.on_demand)}" if self.on_demand else ""
-        ahead = [*self.order[1:], ""] if self.forward_prefetch else [""] * len(self.order)
-        # Why counted: backward reaches the last call of a unit first.
-        needs = _counted(
-            [name for moment_kind, name in self.backward_order() if moment_kind == "gather"]
-        )
-        then = dict(itertools.pairwise(needs)) if self.backward_prefetch else {}
-        backward_ahead = [
-            then.get(call, ("", 0))[0] for call in reversed(_counted(self.order[::-1]))
-        ]
-        ahead, backward_ahead = (
-            [n if n not in self.on_demand else "" for n in column]
-            for column in (ahead, backward_ahead)
-        )
-        rows = [
-            [str(i), name or "(root)", forward_ahead, earlier]
-            for i, (name, forward_ahead, earlier) in enumerate(
-                zip(self.order, ahead, backward_ahead, strict=True)
-            )
-        ]
+        if self.on_demand:
+            title += f", on demand {', '.join(self.on_demand)}"
+        forward_ahead = [*self.order[1:], ""]
+        # Why numbered: a unit may be called several times, and backward reaches its last call
+        # first.
+        needs = _calls([name for event, name in self.backward_order() if event == "gather"])
+        after = dict(itertools.pairwise(needs))
+        calls = reversed(_calls(self.order[::-1]))
+        backward_ahead = [after.get(call, ("", 0))[0] for call in calls]
+        rows = []
+        columns = zip(self.order, forward_ahead, backward_ahead, strict=True)
+        for i, (name, next_unit, earlier_unit) in enumerate(columns):
+            if not self.forward_prefetch or next_unit in self.on_demand:
+                next_unit = ""
+            if not self.backward_prefetch or earlier_unit in self.on_demand:
+                earlier_unit = ""
+            rows.append([str(i), name or "(root)", next_unit, earlier_unit])
         if len(rows) > _MOST_ROWS:
             rows[_MOST_ROWS // 2 : -_MOST_ROWS // 2] = [["…"] * 4]
         header = ["position", "unit", "forward gathers next", "backward gathers next"]
@@ -91,18 +88,17 @@ class Schedule(Shown):
         """Return what backward reaches, in order; see ``backward``."""
         if self.backward is not None:
             return self.backward
-        return tuple(
-            (moment_kind, name) for name in self.order[::-1] for moment_kind in ("gather", "reduce")
-        )
+        return tuple((event, name) for name in self.order[::-1] for event in ("gather", "reduce"))
 
 
-def _counted(names: Sequence[str]) -> list[tuple[str, int]]:
-    seen = Counter[str]()
-    counted_calls = []
+def _calls(names: Sequence[str]) -> list[tuple[str, int]]:
+    """Return units as they are called, each with the number of its calls before."""
+    counts = Counter[str]()
+    calls = []
     for name in names:
-        counted_calls.append((name, seen[name]))
-        seen[name] += 1
-    return counted_calls
+        calls.append((name, counts[name]))
+        counts[name] += 1
+    return calls
 
 
 def make_schedule(
@@ -144,26 +140,19 @@ def make_schedule(
     ``torch.distributed.fsdp.FullyShardedDataParallel``.
     """
     check_plan(plan)
-    for option, given_names in (("order", order), ("on_demand", on_demand)):
-        if isinstance(given_names, str):
-            raise TypeError(
-                f"{option} must be a list of unit names; found the text {given_names!r}: pass [{given_names!r}]"
-            )
     units = plan.units
-    names = (
-        [name for name in units if name != ""]
-        if order is None
-        else [name for name in order if name != ""]
+    # Why without the root: it is gathered first, wherever the order names it.
+    names = unit_names(plan, "order", units if order is None else order)
+    called = tuple(name for name in names if name)
+    spared = unit_names(plan, "on_demand", on_demand)
+    root = ("",) * ("" in units)
+    return Schedule(
+        order=root + called,
+        forward_prefetch=forward_prefetch,
+        backward_prefetch=backward_prefetch,
+        limit=limit,
+        on_demand=tuple(sorted(spared)),
     )
-    spared = tuple(sorted(on_demand))
-    for name in (*names, *spared):
-        if name not in units:
-            raise ValueError(
-                f"the plan has no unit {name!r} to put in order; its units are "
-                f"{[n for n in units if n][:6]}"
-            )
-    root = [""] if "" in units else []
-    return Schedule((*root, *names), forward_prefetch, backward_prefetch, limit, spared)
 
 
 def check_schedule(schedule: Any, plan: Plan) -> None:
@@ -173,11 +162,27 @@ def check_schedule(schedule: Any, plan: Plan) -> None:
             "schedule must be a funcshard.Schedule, or None to learn the order; found "
             f"{schedule!r}: make it with make_schedule(plan, order)"
         )
-    named = (*schedule.order, *schedule.on_demand, *(name for _, name in schedule.backward or ()))
-    units = plan.units
-    unknown = next((name for name in named if name not in units), None)
-    if unknown is not None:
-        raise ValueError(
-            f"the schedule must name units of the plan; found {unknown!r}; the plan's units are "
-            f"{[n for n in units if n][:6]}: make the schedule with make_schedule(plan, order)"
+    backward_units = [name for _, name in schedule.backward or ()]
+    named_units = [*schedule.order, *schedule.on_demand, *backward_units]
+    _check_known("the schedule", named_units, plan.units)
+
+
+def unit_names(plan: Plan, option: str, names: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of units that an option holds; raise unless the plan has these units."""
+    if isinstance(names, str):
+        raise TypeError(
+            f"{option} must be a list of unit names; found the text {names!r}: pass [{names!r}]"
         )
+    listed_names = tuple(names)
+    # A plan without a leaf outside of its units has no root, and naming it does no harm.
+    _check_known(option, listed_names, {"": None, **plan.units})
+    return listed_names
+
+
+def _check_known(option: str, names: Iterable[str], units: Collection[str]) -> None:
+    for name in names:
+        if name not in units:
+            raise ValueError(
+                f"{option} must name units of the plan; found {name!r}; its units are "
+                f"{[known for known in units if known][:6]}: list(plan.units) names them in order"
+            )

@@ -84,9 +84,9 @@ CASES += [
 CASES += [
     ("predict_events", "params instead of a plan", TypeError("plan must be the Plan that make_plan returned"),
      lambda mesh: fs.predict_events(PARAMS)),
-    ("predict_events", "a unit that the plan lacks", ValueError("the plan has no unit '9'"),
+    ("predict_events", "a unit that the plan lacks", ValueError("order must name units of the plan; found '9'"),
      lambda s: fs.predict_events(s.plan, ["9"])),
-    ("predict_events Schedule", "the schedule of another plan", ValueError("found '4'; the plan's units are"),
+    ("predict_events Schedule", "the schedule of another plan", ValueError("the schedule must name units of the plan; found '4'"),
      lambda s: fs.predict_events(s.plan, fs.make_schedule(plan(s.mesh, units=["4"])))),
 ]  # fmt: skip
 
