@@ -81,7 +81,7 @@ def measure_checkpoint(units: int, old: Mapping[str, int], new: Mapping[str, int
 
     def needed() -> None:
         saved = Saved(flat.spec, [], flat.shared, plans[0], lambda out, source, name, begin: ranks.add(source))
-        unflatten_state(saved, plans[1], rank, lambda *_: cpu)
+        unflatten_state(saved, plans[1], rank, cpu)
 
     seconds.timed("restore planning", needed)
     # Why in memory: the disk's time is none of a rank's.

@@ -57,10 +57,9 @@ def run_in_shard(
     return part.in_shard, Run(part.begin, part.numel, within)
 
 
-def flat_run(buffer: BufferPlan, shard_index: int) -> Run:
-    """Return a whole shard, without its padding, as a run of its flat buffer."""
-    begin = shard_index * buffer.shard_numel if buffer.shards > 1 else 0
-    return Run(begin, buffer.filled(shard_index), Box((0,), (buffer.numel,)))
+def as_leaf(buffer: BufferPlan) -> LeafSpec:
+    """Return a flat buffer, without its padding, as a leaf of itself."""
+    return LeafSpec(buffer.leaves[0].path, (buffer.numel,), offset=0, index=0)
 
 
 def copy_axes(buffer: BufferPlan, axes: Mapping[str, int]) -> dict[str, int]:
@@ -98,39 +97,30 @@ def leaf_sources(
         target: the elements to find.
     """
     target_boxes = target.boxes()
-    ways = {cut.axis: cut.ranks for cut in leaf.cuts}
-    for way_index in range(math.prod(ways.values())):
-        at = {**position, **position_of(way_index, ways)}
-        within = Box(slice_offsets(leaf.shape, leaf.cuts, at), leaf.shape)
-        spans = [
-            _span(shared, within)
-            for box in target_boxes
-            if (shared := box.overlap(within)) is not None
-        ]
-        if spans:
-            begin, end = min(low for low, _ in spans), max(high for _, high in spans)
-            yield from flat_sources(buffer, axes, at, Run(begin, end - begin, within), leaf.offset)
-
-
-def flat_sources(
-    buffer: BufferPlan,
-    axes: Mapping[str, int],
-    position: Mapping[str, int],
-    target: Run,
-    offset: int = 0,
-) -> Iterator[Source]:
-    """Yield the parts of a run, which begins at ``offset`` in its flat buffer, in the shards."""
-    if not target.numel:
-        return
-    if buffer.shards == 1:
-        yield Source(rank_at(position, axes), offset + target.begin, target)
-        return
-    size, end = buffer.shard_numel, target.begin + target.numel
-    for shard in range((offset + target.begin) // size, (offset + end - 1) // size + 1):
-        low, high = max(target.begin, shard * size - offset), min(end, (shard + 1) * size - offset)
-        rank = rank_at({**position, "shard": shard}, axes)
-        run = Run(low, high - low, target.within)
-        yield Source(rank, offset + low - shard * size, run)
+    slice_counts = {cut.axis: cut.ranks for cut in leaf.cuts}
+    for slice_index in range(math.prod(slice_counts.values())):
+        slice_position = {**position, **position_of(slice_index, slice_counts)}
+        within = Box(slice_offsets(leaf.shape, leaf.cuts, slice_position), leaf.shape)
+        overlaps = filter(None, (box.overlap(within) for box in target_boxes))
+        spans = [_span(overlap, within) for overlap in overlaps]
+        if not spans:
+            continue
+        # Note: the run may hold elements between the spans that no one asked for. One longer read
+        # is cheaper than many short ones, and copy_run leaves these elements out.
+        begin, end = min(low for low, _ in spans), max(high for _, high in spans)
+        if buffer.shards == 1:
+            rank = rank_at(slice_position, axes)
+            yield Source(rank, leaf.offset + begin, Run(begin, end - begin, within))
+            continue
+        shard_numel = buffer.shard_numel
+        first_shard, last_shard = (
+            (leaf.offset + index) // shard_numel for index in (begin, end - 1)
+        )
+        for shard_index in range(first_shard, last_shard + 1):
+            shard_begin = shard_index * shard_numel - leaf.offset  # counts in the leaf
+            low, high = max(begin, shard_begin), min(end, shard_begin + shard_numel)
+            rank = rank_at({**slice_position, "shard": shard_index}, axes)
+            yield Source(rank, low - shard_begin, Run(low, high - low, within))
 
 
 def old_position(

@@ -33,7 +33,6 @@ from funcshard.checkpoint.folders import LOCK, TRIES, begin_save, check_replacea
 from funcshard.checkpoint.stored_state import (
     FlatState,
     Plans,
-    Stored,
     check_replicated,
     replicated_summary,
 )
@@ -41,7 +40,7 @@ from funcshard.checkpoint.unflatten_state import Saved, unflatten_state
 from funcshard.checkpoint.writer import Writer, WriterThread, thread_name
 from funcshard.comm import Mesh, all_gather_texts, check_all_same, find_lost_rank
 from funcshard.core import check_fits, check_mesh, raise_on_every_rank
-from funcshard.plan import Plan, UnitPlan
+from funcshard.plan import Plan
 
 _log = logging.getLogger("funcshard.checkpoint")
 
@@ -333,11 +332,6 @@ def _described(contents: Contents) -> Contents:
 
 
 def _read_state(contents: Contents, plan: Plans, mesh: Mesh, cast: bool) -> Any:
-    cpu = torch.device("cpu")
-
-    def device_of(stored: Stored, unit: UnitPlan | None) -> torch.device:
-        return cpu if not stored.on_mesh or (unit and unit.offload) else mesh.device
-
     if _keys(contents.plan) != _keys(plan):
         raise ValueError(
             f"the checkpoint {contents.path} was saved under {_keys(contents.plan)}; found "
@@ -349,7 +343,7 @@ def _read_state(contents: Contents, plan: Plans, mesh: Mesh, cast: bool) -> Any:
     contents.check_whole()
     with contents.reader() as reader:
         saved = Saved(contents.outline, own.own, stored, contents.plan, reader.read, title)
-        return unflatten_state(saved, plan, mesh.rank, device_of, cast=cast)
+        return unflatten_state(saved, plan, mesh.rank, mesh.device, cast=cast)
 
 
 def _check_plans(

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,10 +17,8 @@ from funcshard.checkpoint.flatten_state import flatten_state
 from funcshard.checkpoint.resharding import (
     Run,
     Source,
-    copy_axes,
+    as_leaf,
     copy_run,
-    flat_run,
-    flat_sources,
     leaf_sources,
     old_position,
     run_in_shard,
@@ -33,10 +30,10 @@ from funcshard.checkpoint.stored_state import (
     Plans,
     Stored,
     TreeSpec,
-    buffers_in_tree_order,
     by_entry,
     check_replicated,
     find_class,
+    name_in,
     replicated_summary,
 )
 from funcshard.core import can_cast
@@ -51,9 +48,6 @@ from funcshard.plan import (
     own_axes,
     position_of,
 )
-
-DeviceOf = Callable[[Stored, UnitPlan | None], torch.device]
-"""A function from a tensor, and its unit if it is a shard, to the tensor's device."""
 
 Read = Callable[[torch.Tensor, int, str, int], Any]
 """A function that fills a 1-D tensor from a rank's stored tensor: ``(out, rank, name, begin)``."""
@@ -81,7 +75,7 @@ class Saved:
 
 
 def unflatten_state(
-    saved: Saved, plans: Plans, rank: int, device_of: DeviceOf, *, cast: bool | None = None
+    saved: Saved, plans: Plans, rank: int, device: torch.device, *, cast: bool | None = None
 ) -> Any:
     """Make one rank's state; the inverse of ``flatten_state``.
 
@@ -89,7 +83,7 @@ def unflatten_state(
         saved: the flattened state.
         plans: the plans to cut the trees of shards by, with the keys of ``saved.plans``.
         rank: this rank. A local leaf comes from its index modulo the old sizes of its mesh axes.
-        device_of: the device of each tensor.
+        device: the device of the mesh. Shards of offloaded units are on the CPU.
         cast: whether shards get the dtypes of ``plans`` if they had those of the plans that cut
             them. ``None`` is an error for them that doesn't propose it.
 
@@ -97,11 +91,11 @@ def unflatten_state(
         ValueError: the plan is of another model, or it puts leaves into one buffer that disagree on
             a value which a buffer has once.
     """
-    pairs = zip(by_entry(saved.spec, plans), by_entry(saved.spec, saved.plans), strict=True)
+    entries, old_entries = by_entry(saved.spec, plans), by_entry(saved.spec, saved.plans)
     try:
         nodes = [
-            _Unflattener(saved, plan, old_plan, rank, device_of, cast).node(node)
-            for (_, node, plan), (_, _, old_plan) in pairs
+            _Unflattener(saved, plan, old_plan, rank, device, cast).node(node)
+            for (_, node, plan), (_, _, old_plan) in zip(entries, old_entries, strict=True)
         ]
     # A file whose PerRank values lie inside each other; flatten_state writes none.
     except RecursionError:
@@ -117,34 +111,34 @@ class _Home(NamedTuple):
     Attributes:
         unit: the unit of the old buffer.
         buffer: the old buffer.
-        leaves: the leaves under the new plan and under the old one; those of a new buffer that has
-            the leaves of the old one are ``None``.
+        leaves: the leaves under the new plan, each with its leaf under the old one.
     """
 
     unit: UnitPlan
     buffer: BufferPlan
-    leaves: list[tuple[LeafSpec, LeafSpec]] | None
+    leaves: list[tuple[LeafSpec, LeafSpec]]
 
     @property
     def key(self) -> tuple[str, str]:
         return self.unit.name, self.buffer.key
 
-    def first(self, buffer: BufferPlan) -> LeafSpec:
-        """Return the first leaf, under the new plan."""
-        return buffer.leaves[0] if self.leaves is None else self.leaves[0][0]
+    @property
+    def path(self) -> str:
+        """The path of the first leaf, for errors."""
+        return self.leaves[0][0].path
 
 
 class _Move(NamedTuple):
     """A run of this rank's shard, and where its elements are in the old shards.
 
     Attributes:
-        leaf: the leaf, or the first one of a whole buffer, for errors.
+        path: the leaf's path, for errors.
         in_shard: the place of the run in the shard.
         target: the run.
         sources: the runs that hold its elements.
     """
 
-    leaf: LeafSpec
+    path: str
     in_shard: slice
     target: Run
     sources: list[Source]
@@ -156,15 +150,16 @@ class _Unflattener:
     plan: Plan
     old_plan: Plan
     rank: int
-    device_of: DeviceOf
+    device: torch.device
     cast: bool | None
     axes: Mapping[str, int] = field(init=False)
     old_axes: Mapping[str, int] = field(init=False)
     position: Mapping[str, int] = field(init=False)
-    old_buffers: Mapping[tuple[str, str], tuple[UnitPlan, BufferPlan]] = field(init=False)
-    old_leaves: dict[str, tuple[UnitPlan, BufferPlan, LeafSpec]] = field(default_factory=dict)
+    old_buffers: dict[tuple[str, str], tuple[UnitPlan, BufferPlan]] = field(init=False)
+    old_leaves: dict[str, tuple[UnitPlan, BufferPlan, LeafSpec]] = field(init=False)
+    unplanned: dict[tuple[str, str], str] = field(init=False)
     homes: dict[tuple[str, str], list[_Home]] = field(default_factory=dict)
-    moves: dict[tuple[int, int], list[_Move]] = field(default_factory=dict)
+    moves: dict[tuple[int, ...], list[_Move]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.axes, self.old_axes = self.plan.mesh_axes, self.old_plan.mesh_axes
@@ -173,6 +168,21 @@ class _Unflattener:
             (unit.name, buffer.key): (unit, buffer)
             for unit in self.old_plan.unit_list
             for buffer in unit.buffers
+        }
+        by_name = {
+            name: (unit, buffer, old_leaf)
+            for unit, buffer in self.old_buffers.values()
+            for old_leaf in buffer.leaves
+            for name in (old_leaf.path, *old_leaf.aliases)
+        }
+        # Note: a tied parameter may have been stored under any of its names.
+        old_names = {leaf.path: name_in(by_name, leaf) for leaf in self.plan.leaves}
+        self.old_leaves = {path: by_name[name] for path, name in old_names.items() if name}
+        planned = {old_leaf.path for _, _, old_leaf in self.old_leaves.values()}
+        self.unplanned = {
+            (unit.name, buffer.key): old_leaf.path
+            for unit, buffer, old_leaf in by_name.values()
+            if old_leaf.path not in planned
         }
 
     def node(self, spec: TreeSpec) -> Any:
@@ -196,68 +206,56 @@ class _Unflattener:
 
     def _whole(self, name: str) -> torch.Tensor:
         stored = self.saved.stored[name]
-        device = self.device_of(stored, None)
+        device = self._device_of(stored)
         out = torch.empty(stored.shape, dtype=dtype_of(stored.dtype), device=device)
-        source = self.rank % self.old_plan.world_size if stored.kind == "rank" else 0
-        self.saved.read(out.view(-1), source, name, 0)
+        source_rank = self.rank % self.old_plan.world_size if stored.kind == "rank" else 0
+        self.saved.read(out.view(-1), source_rank, name, 0)
         return out
+
+    def _device_of(self, stored: Stored) -> torch.device:
+        return self.device if stored.on_mesh else torch.device("cpu")
 
     # --- trees of shards --------------------------------------------------------------------------
 
     def _shards(self, form: str, nodes: Mapping[tuple[str, str], TreeSpec]) -> Any:
-        by_buffer = self._by_buffer(nodes)
-        if form in ("list", "tuple"):
-            pairs = [
-                (unit, buffer)
-                for unit, buffer in buffers_in_tree_order(self.plan, trainable_only=False)
-                if (unit.name, buffer.key) in by_buffer
-            ]
-            flat = [by_buffer[unit.name, buffer.key] for unit, buffer in pairs]
-            return flat if form == "list" else tuple(flat)
+        """Return a tree of shards from the nodes of the old buffers, by unit and key."""
         shards: dict[str, Any] = {}
         for unit in self.plan.unit_list:
-            keys = [(unit.name, b.key) for b in unit.buffers if (unit.name, b.key) in by_buffer]
-            if keys or form == "every unit":
-                old_nodes = [nodes[home.key] for pair in keys for home in self.homes[pair]]
-                is_none = bool(keys) and all(node == NO_UNIT for node in old_nodes)
-                shards[unit.name] = None if is_none else {pair[1]: by_buffer[pair] for pair in keys}
-        return shards
-
-    def _by_buffer(self, nodes: Mapping[tuple[str, str], TreeSpec]) -> dict[tuple[str, str], Any]:
-        """Return the value of each buffer, by unit and key, from the nodes of the old buffers."""
-        by_buffer: dict[tuple[str, str], Any] = {}
-        whole_keys: set[tuple[str, str]] = set()
-        taken_paths: set[str] = set()
-        for unit in self.plan.unit_list:
+            unit_shards, unit_specs = {}, []
             for buffer in unit.buffers:
                 homes = self._homes(unit, buffer)
-                keys = [home.key for home in homes]
-                present = [key in nodes for key in keys]
-                if not any(present):
+                # Why not every buffer: gradients and optimizer states lack the frozen ones.
+                absent_paths = [home.path for home in homes if home.key not in nodes]
+                if len(absent_paths) == len(homes):
                     continue
-                if not all(present):
-                    stored_path = homes[present.index(True)].first(buffer).path
-                    absent_path = homes[present.index(False)].first(buffer).path
+                if absent_paths:
+                    stored_path = next(home.path for home in homes if home.key in nodes)
                     raise ValueError(
-                        f"the plan puts leaves {stored_path!r} and {absent_path!r} into one buffer, and "
-                        "a tree of shards in the state holds the first but not the second: the "
-                        "state is of another model, or other leaves were trainable; make the plan "
-                        "as it was made then"
+                        f"the plan puts leaves {stored_path!r} and {absent_paths[0]!r} into one "
+                        "buffer, and a tree of shards in the state holds the first but not the "
+                        "second: the state is of another model, or other leaves were trainable; "
+                        "make the plan as it was made then"
                     )
-                for home in homes:
-                    if home.leaves is None:
-                        whole_keys.add(home.key)
-                    taken_paths.update(old_leaf.path for _, old_leaf in home.leaves or ())
-                specs = [nodes[key] for key in keys]
-                by_buffer[unit.name, buffer.key] = self._below(specs, homes, unit, buffer)
-        for key in sorted(nodes.keys() - whole_keys):
-            for old_leaf in self.old_buffers[key][1].leaves:
-                if old_leaf.path not in taken_paths:
-                    raise ValueError(
-                        f"leaf {old_leaf.path!r} of the state is not in the plan: the plan is of "
-                        "another model"
-                    )
-        return by_buffer
+                specs = [nodes[home.key] for home in homes]
+                unit_shards[buffer.key] = self._below(specs, homes, unit, buffer)
+                unit_specs += specs
+            if unit_specs and all(spec == NO_UNIT for spec in unit_specs):
+                shards[unit.name] = None
+            elif unit_specs or form == "every unit":
+                shards[unit.name] = unit_shards
+        if lost_keys := sorted(nodes.keys() & self.unplanned.keys()):
+            raise ValueError(
+                f"leaf {self.unplanned[lost_keys[0]]!r} of the state is not in the plan: the plan "
+                "is of another model"
+            )
+        if form not in ("list", "tuple"):
+            return shards
+        flat = [
+            unit_shards[key]
+            for _, unit_shards in sorted(shards.items())
+            for key in sorted(unit_shards or ())
+        ]
+        return flat if form == "list" else tuple(flat)
 
     def _homes(self, unit: UnitPlan, buffer: BufferPlan) -> list[_Home]:
         """Return the old buffers that hold the leaves of a buffer."""
@@ -266,15 +264,20 @@ class _Unflattener:
             return self.homes[key]
         old_unit, old_buffer = self.old_buffers.get(key, (unit, None))
         if old_buffer is not None and self._is_same(buffer, old_buffer):
-            self.homes[key] = [_Home(old_unit, old_buffer, None)]
+            # Note: one run in place of one for each leaf.
+            whole = as_leaf(buffer)
+            self.homes[key] = [_Home(old_unit, old_buffer, [(whole, whole)])]
             return self.homes[key]
         by_buffer: dict[tuple[str, str], _Home] = {}
         for leaf in buffer.leaves:
-            old_unit, old_buffer, old_leaf = self._old_leaf(leaf)
+            if leaf.path not in self.old_leaves:
+                raise ValueError(
+                    f"leaf {leaf.path!r} of the plan is not in {self.saved.title}: the plan is of "
+                    "another model"
+                )
+            old_unit, old_buffer, old_leaf = self.old_leaves[leaf.path]
             home = _Home(old_unit, old_buffer, [])
-            pairs = by_buffer.setdefault(home.key, home).leaves
-            assert pairs is not None
-            pairs.append((leaf, old_leaf))
+            by_buffer.setdefault(home.key, home).leaves.append((leaf, old_leaf))
         self.homes[key] = list(by_buffer.values())
         return self.homes[key]
 
@@ -283,36 +286,20 @@ class _Unflattener:
         same_axes = all(self.axes[axis] == self.old_axes.get(axis, 1) for axis in buffer.local)
         return (old.leaves, old.local, same_axes) == (buffer.leaves, buffer.local, True)
 
-    def _old_leaf(self, leaf: LeafSpec) -> tuple[UnitPlan, BufferPlan, LeafSpec]:
-        if not self.old_leaves:
-            self.old_leaves = {
-                name: (unit, buffer, old_leaf)
-                for unit, buffer in self.old_buffers.values()
-                for old_leaf in buffer.leaves
-                for name in (old_leaf.path, *old_leaf.aliases)
-            }
-        for name in (leaf.path, *leaf.aliases):
-            if name in self.old_leaves:
-                return self.old_leaves[name]
-        raise ValueError(
-            f"leaf {leaf.path!r} of the plan is not in {self.saved.title}: the plan is of another "
-            "model"
-        )
-
     def _below(
         self, specs: Sequence[TreeSpec], homes: list[_Home], unit: UnitPlan, buffer: BufferPlan
     ) -> Any:
         """Return the node below one buffer from those below the old buffers of its leaves."""
-        first, paths = specs[0], [home.first(buffer).path for home in homes]
-        for path, other_spec in zip(paths[1:], specs[1:], strict=True):
+        first, first_path = specs[0], homes[0].path
+        for home, other_spec in zip(homes[1:], specs[1:], strict=True):
             if _form(other_spec) != _form(first):
                 raise ValueError(
-                    f"the plan puts leaves {paths[0]!r} and {path!r} into one buffer of unit "
+                    f"the plan puts leaves {first_path!r} and {home.path!r} into one buffer of unit "
                     f"{unit.title!r}, and the state holds values of different structure for them: "
                     "keep them in separate units"
                 )
             if other_spec is not None and other_spec[0] == "value" and other_spec != first:
-                raise _disagreement(unit.title, paths[0], path, first[1], other_spec[1])
+                raise _disagreement(unit.title, first_path, home.path, first[1], other_spec[1])
         if first is None or first[0] in ("value", "rank"):
             return self.node(first)
         if first[0] == "tensor":
@@ -339,14 +326,16 @@ class _Unflattener:
         if first.kind != "shard":
             values = [self._whole(name) for name in names]
             for home, other_value in zip(homes[1:], values[1:], strict=True):
-                leaves = homes[0].first(buffer), home.first(buffer)
-                _check_equal(unit, *leaves, values[0], other_value)
+                _check_equal(unit, homes[0].path, home.path, values[0], other_value)
             return values[0]
-        device = self.device_of(first, unit)
+        device = self._device_of(first)
+        pinned = unit.offload and device.type == "cuda"
         shard = torch.empty(
-            buffer.shard_numel, dtype=dtype_of(first.dtype), device=device,
-            pin_memory=device.type == "cpu" and self.device_of(first, None).type == "cuda",
-        )  # fmt: skip
+            buffer.shard_numel,
+            dtype=dtype_of(first.dtype),
+            device="cpu" if unit.offload else device,
+            pin_memory=pinned,
+        )
         dtype = self._dtype_of(shard, homes[0], buffer)
         self._fill(shard, names, homes, buffer)
         if (filled := buffer.filled(self.position["shard"])) < shard.numel():
@@ -377,36 +366,29 @@ class _Unflattener:
     ) -> None:
         """Read the elements of all leaves that lie in this rank's shard of a buffer."""
         for name, home in zip(names, homes, strict=True):
-            copies = math.prod(copy_axes(home.buffer, self.old_axes).values())
-            key = (id(home), self.saved.stored[name].turn % copies)
+            turn = turn_of(self.saved.stored[name].turn, home.buffer, self.old_axes)
+            key = (id(home), *turn.values())
             # Note: an optimizer's trees have the runs of the parameters.
             if key not in self.moves:
-                self.moves[key] = list(self._moves(name, home, buffer))
+                self.moves[key] = list(self._moves(name, turn, home, buffer))
             for move in self.moves[key]:
                 self._copy(shard[move.in_shard], name, move)
 
-    def _moves(self, name: str, home: _Home, buffer: BufferPlan) -> Iterator[_Move]:
-        if home.leaves is None:  # the same flat buffer: one run in place of one for each leaf
-            start = self._old_start(name, home.buffer, buffer.local)
-            target = flat_run(buffer, self.position["shard"])
-            sources = flat_sources(home.buffer, self.old_axes, start, target)
-            yield _Move(buffer.leaves[0], slice(target.numel), target, list(sources))
-            return
+    def _moves(
+        self, name: str, turn: Mapping[str, int], home: _Home, buffer: BufferPlan
+    ) -> Iterator[_Move]:
         for leaf, old_leaf in home.leaves:
             _check_same_leaf(name, leaf, buffer, old_leaf, home.buffer)
             in_shard, target = run_in_shard(buffer, leaf, self.position)
             if target.numel:
-                start = self._old_start(name, home.buffer, own_axes(buffer.local, leaf.cuts))
+                own = own_axes(buffer.local, leaf.cuts)
+                start = {
+                    **dict.fromkeys(self.old_axes, 0),
+                    **turn,
+                    **old_position(own, self.position, self.axes, self.old_axes),
+                }
                 sources = leaf_sources(home.buffer, old_leaf, self.old_axes, start, target)
-                yield _Move(leaf, in_shard, target, list(sources))
-
-    def _old_start(self, name: str, old: BufferPlan, own: Sequence[str]) -> dict[str, int]:
-        """Return the old position to read from, along all axes but those that cut the buffer."""
-        return {
-            **dict.fromkeys(self.old_axes, 0),
-            **turn_of(self.saved.stored[name].turn, old, self.old_axes),
-            **old_position(own, self.position, self.axes, self.old_axes),
-        }
+                yield _Move(leaf.path, in_shard, target, list(sources))
 
     def _copy(self, out: torch.Tensor, name: str, move: _Move) -> None:
         target, copied_numel = move.target, 0
@@ -422,7 +404,7 @@ class _Unflattener:
         if copied_numel != out.numel():
             raise ValueError(
                 f"{self.saved.title} holds {copied_numel} of {out.numel()} needed elements of "
-                f"{move.leaf.path!r}"
+                f"{move.path!r}"
             )
 
 
@@ -479,7 +461,7 @@ def _form(spec: TreeSpec) -> Any:
 
 
 def _check_equal(
-    unit: UnitPlan, leaf: LeafSpec, other_leaf: LeafSpec, value: torch.Tensor, other: torch.Tensor
+    unit: UnitPlan, path: str, other_path: str, value: torch.Tensor, other: torch.Tensor
 ) -> None:
     """Raise ``ValueError`` if two leaves disagree on what their buffer has once, as a ``step``."""
     if value.shape != other.shape:
@@ -491,7 +473,7 @@ def _check_equal(
         texts = _shown(value, at), _shown(other, at)
     else:
         return
-    raise _disagreement(unit.title, leaf.path, other_leaf.path, *texts)
+    raise _disagreement(unit.title, path, other_path, *texts)
 
 
 def _shown(tensor: torch.Tensor, at: int) -> str:
@@ -574,10 +556,6 @@ def replan(states: Sequence[Any], old: Plan, new: Plan) -> list[Any]:
     device = _device_of(states)
     flat = [flatten_state(state, old, rank, device.type) for rank, state in enumerate(states)]
     check_replicated([replicated_summary(rank_flat) for rank_flat in flat])
-    cpu = torch.device("cpu")
-
-    def device_of(stored: Stored, unit: UnitPlan | None) -> torch.device:
-        return cpu if not stored.on_mesh or (unit and unit.offload) else device
 
     def read(out: torch.Tensor, rank: int, name: str, begin: int) -> None:
         out.copy_(flat[rank].tensors[name][begin : begin + out.numel()])
@@ -585,7 +563,7 @@ def replan(states: Sequence[Any], old: Plan, new: Plan) -> list[Any]:
     def replanned(rank: int) -> Any:
         own = flat[rank % old.world_size]
         saved = Saved(flat[0].spec, own.rank_specs, flat[0].shared | own.stored, old, read)
-        return unflatten_state(saved, new, rank, device_of)
+        return unflatten_state(saved, new, rank, device)
 
     return [replanned(rank) for rank in range(new.world_size)]
 
