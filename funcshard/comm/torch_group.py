@@ -14,7 +14,6 @@ from __future__ import annotations
 import atexit
 import datetime
 import logging
-import struct
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -140,17 +139,7 @@ class TorchGroup:
                 heart=heart,
                 give_up=give_up,
             )
-            try:
-                sockets = connect(
-                    rank, len(ranks), rendezvous.all_gather_text, wanted=shared_memory
-                )
-            except (OSError, struct.error) as error:
-                raise RuntimeError(
-                    f"rank {dist.get_rank()} cannot reach the ranks {ranks} of {where} through the "
-                    "memory of their machine: one of them has ended, or another process of this "
-                    "user disturbs them; read the log of the rank that failed first, or pass "
-                    f"shared_memory=False to init_mesh. Communication ended with: {error}"
-                ) from error
+            sockets = connect(rank, len(ranks), rendezvous.all_gather_text, wanted=shared_memory)
         desync = DesyncDetector(
             axis,
             ranks,

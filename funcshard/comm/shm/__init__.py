@@ -4,7 +4,8 @@ The rest of the library uses ``SharedMemoryBackend`` as one of several ways to r
 the CPU, so a first reading can skip this wing. In reading order:
 
 - ``pool``: blocks of memory, private or shared, that are used again.
-- ``rendezvous``: sockets between the processes of one machine, which prove that they are ranks.
+- ``rendezvous``: sockets between the processes of one machine, which show tokens to prove that they
+  are ranks.
 - ``transport``: the messages that ranks send through these sockets.
 - ``exchange``: the protocol: the order of writes, messages and reads, and the reuse of memory.
 - ``backend``: the collectives.
