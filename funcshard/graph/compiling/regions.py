@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from funcshard._utils import operator_name, tree, writes_inputs
+from funcshard.graph.effects import written_by
 from funcshard.graph.sections import sections_of
 from funcshard.graph.step_graph import collective_of
 from funcshard.graph.storages import GraphStorages
@@ -157,8 +158,9 @@ class _Cutter:
 
     def _add(self, node: fx.Node, stretch: int) -> None:
         self.stretch[node], self.above[node] = stretch, node
-        if writes(node) and isinstance(node.meta.get("val"), torch.Tensor):
-            self.found.views[node] = node.all_input_nodes[0]
+        if written_by(node) and isinstance(node.meta.get("val"), torch.Tensor):
+            # Note: not the first input, which is another tensor where the call has out=.
+            self.found.views[node] = written_by(node)[0]
         for input_node in node.all_input_nodes:
             base = self.found.behind(input_node)
             if self.stretch.get(base) == stretch:

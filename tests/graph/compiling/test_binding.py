@@ -125,6 +125,24 @@ def counting(compile_calls: list[int]) -> Callable[..., Any]:
     return backend
 
 
+def test_a_result_in_out_is_read_by_later_regions() -> None:
+    apply, params, buffers = fs.make_functional(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    mesh = fs.Mesh()
+    plan = fs.make_plan(params, mesh, units=["0", "1"])
+    sharded = fs.fully_shard(apply, plan, mesh)
+
+    def loss_fn(shards: Any, buffers: Any, x: torch.Tensor) -> torch.Tensor:
+        scale = torch.mul(x, 3.0, out=torch.empty_like(x))
+        return (sharded(shards, buffers, x) * scale + scale.exp()).square().mean()
+
+    optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1)
+    step = fs.make_train_step(loss_fn, optimizer, plan, mesh, donate=False)
+    state = step.init(fs.shard(params, plan, mesh), buffers)
+    compiled = fs.trace(step, state, torch.rand(2, 3)).compile(backend="eager")
+    batch = torch.rand(2, 3)
+    assert same(compiled(state, batch), step(state, batch))
+
+
 def test_regions_whose_inputs_differ_are_compiled_apart() -> None:
     x = torch.zeros(2, 3)
     inputs = [x, x.t(), torch.zeros(3, 2), x.double(), torch.zeros(4, 3)[2:], torch.zeros(3)]
