@@ -2,18 +2,12 @@
 
 Read in this order:
 
-- ``checks``: the modules that ``make_functional`` refuses.
-- ``walking``: one walk over modules and tensors.
-- ``template``: a copy of a tree without its tensors.
+- ``checks``: modules that cannot be functions, and functions that are taken for modules.
+- ``copying``: copies of module trees, and of what their attributes refer to.
 - ``skeleton``: a module tree without its tensors, from which every call gets its own module
   objects.
-- ``rebinding``: copies of functions that captured modules.
-- ``remedies``: errors for code that takes a function for a module.
-- ``unchanged``: calls that leave the caller's parameters as they were.
+- ``changes``: changes of a module or its parameters that its function cannot keep.
 - ``functional``: ``make_functional``, which turns a module into a function.
-- ``digests``: the digest of a value that a module keeps.
-- ``discarded``: warnings for a function that throws changes of buffers or other state away.
-- ``late_changes``: a warning for a module that was changed after it had been copied.
 - ``placeholder``: the tensor that a module holds for a parameter outside its unit's forward.
 - ``unit_forward``: how a unit's module runs during a call.
 - ``call_precision``: the dtypes of units, of other modules and of buffers in a call.

@@ -1,23 +1,25 @@
-"""The modules that ``make_functional`` refuses, because their functions would be wrong."""
+"""What is refused: modules that cannot be functions, and functions that are taken for modules."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from funcshard._utils import callers_level, check_plain, is_compiled_in_place
-from funcshard.module.walking import ModuleTree
+from funcshard._utils import absent, callers_level, check_plain, is_compiled_in_place
+
+Modules = Sequence[tuple[str, nn.Module]]  # path and module
+Tensors = Mapping[str, torch.Tensor]
 
 _EXCHANGES = "which exchanges its parameters or gradients by itself"
 _IN_PLACE = "fs.fully_shard takes its place"
 _COMPILE = "pass compiler=torch.compile to fully_shard, which compiles the forward of each unit"
 
 
-def check_module(tree: ModuleTree) -> None:
-    """Raise unless the function of a module can be made, of which ``tree`` is the tree.
+def check_module(modules: Modules, parameters: Tensors, buffers: Tensors) -> None:
+    """Raise unless the function of a tree of modules and tensors can be made.
 
     Raises:
         TypeError: DistributedDataParallel or FSDP runs one of its modules; ``torch.compile``,
@@ -26,13 +28,14 @@ def check_module(tree: ModuleTree) -> None:
         ValueError: a lazy module has not been initialised; a module writes to its parameter in
             forward.
     """
-    for path, m in tree.modules:
+    for path, m in modules:
         reason = _why_refused(m)
         if reason is not None:
             raise TypeError(f"module {path or '(root)'!r} {reason}")
-    _check_tensors(tree)
-    _check_max_norm(tree)
-    _warn_of_compiled(tree)
+    _check_tensors("parameter", parameters)
+    _check_tensors("buffer", buffers)
+    _check_max_norm(modules)
+    _warn_of_compiled(modules)
 
 
 def _why_refused(m: nn.Module) -> str | None:
@@ -63,36 +66,35 @@ def _why_refused(m: nn.Module) -> str | None:
     return None
 
 
-def _check_tensors(tree: ModuleTree) -> None:
-    for kind, tensors in (("parameter", tree.parameters), ("buffer", tree.buffers)):
-        for name, tensor in tensors.items():
-            if type(tensor) in (nn.Parameter, torch.Tensor):
-                continue  # only for speed
-            if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
-                raise ValueError(
-                    f"{name!r} of a lazy module has no shape yet; run the module once on a sample "
-                    "input first"
-                )
-            check_plain(tensor, f"{kind} {name!r}")
-
-
-def _check_max_norm(tree: ModuleTree) -> None:
-    for name, m in tree.modules:
-        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm is not None:
-            weight = f"{name}.weight".removeprefix(".")
+def _check_tensors(noun: str, tensors: Tensors) -> None:
+    for name, tensor in tensors.items():
+        if type(tensor) in (nn.Parameter, torch.Tensor):
+            continue  # only for speed
+        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
             raise ValueError(
-                f"module {name or '(root)'!r} ({type(m).__name__}) has max_norm={m.max_norm}, so "
+                f"{name!r} of a lazy module has no shape yet; run the module once on a sample "
+                "input first"
+            )
+        check_plain(tensor, f"{noun} {name!r}")
+
+
+def _check_max_norm(modules: Modules) -> None:
+    for path, m in modules:
+        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm is not None:
+            weight = f"{path}.weight".removeprefix(".")
+            raise ValueError(
+                f"module {path or '(root)'!r} ({type(m).__name__}) has max_norm={m.max_norm}, so "
                 f"its forward writes to its parameter {weight!r}, and a pure function cannot keep "
                 "that change: set the module's max_norm to None, and rescale the weight between "
                 "steps, or in forward by torch.nn.utils.parametrize"
             )
 
 
-def _warn_of_compiled(tree: ModuleTree) -> None:
-    name = next((name for name, m in tree.modules if is_compiled_in_place(m)), None)
-    if name is not None:
+def _warn_of_compiled(modules: Modules) -> None:
+    path = next((path for path, m in modules if is_compiled_in_place(m)), None)
+    if path is not None:
         warnings.warn(
-            f"module {name or '(root)'!r} was compiled in place, and make_functional uses its "
+            f"module {path or '(root)'!r} was compiled in place, and make_functional uses its "
             f"uncompiled forward: {_COMPILE}, or apply torch.compile to the function that "
             "make_functional returns",
             stacklevel=callers_level(),
@@ -101,7 +103,8 @@ def _warn_of_compiled(tree: ModuleTree) -> None:
 
 def check_plan_names(parameters: Collection[str], planned: Collection[str]) -> None:
     """Raise ``ValueError`` unless the plan holds the parameters of the module, and no others."""
-    missing, unexpected = sorted({*parameters} - {*planned}), sorted({*planned} - {*parameters})
+    missing = sorted({*parameters} - {*planned})
+    unexpected = sorted({*planned} - {*parameters})
     if missing or unexpected:
         raise ValueError(
             f"the plan was made for another module; it lacks {missing[:3] or 'nothing'} of this "
@@ -109,3 +112,76 @@ def check_plan_names(parameters: Collection[str], planned: Collection[str]) -> N
             "the params of this module's make_functional, or name parameters that it should lack "
             "in ignored_params"
         )
+
+
+# --- functions that are taken for modules ---------------------------------------------------------
+
+
+_CASTS = ("to", "cuda", "cpu", "half", "bfloat16", "float", "double")
+_HOOK_METHODS = (
+    "register_forward_hook",
+    "register_forward_pre_hook",
+    "register_full_backward_hook",
+)
+_BEFORE = "the function has no parameters of its own: make_functional returned them as params"
+_HOOKS = "register hooks on the module before make_functional"
+_APPLY = {
+    "parameters": _BEFORE,
+    "named_parameters": _BEFORE,
+    "state_dict": f"{_BEFORE}; call fs.to_state_dict(shards, plan, mesh) with shards",
+    "load_state_dict": "call fs.from_state_dict(state_dict, plan, mesh), or load the module before make_functional",
+    "requires_grad_": "call it on the module before make_functional",
+    **dict.fromkeys(_HOOK_METHODS, _HOOKS),
+    **dict.fromkeys(_CASTS, "call module.to(...) before make_functional"),
+}
+_SHARDS = "the parameters are the shards, which every call takes"
+_CHECKPOINTING = "pass remat=True to fully_shard, or the names of units"
+_SYNC = "pass accumulate= to make_train_step, or call fs.accumulate"
+_SHARDED = {
+    "eval": "call fully_shard(apply.eval(), plan, mesh), which takes the same shards",
+    "train": "call fully_shard(apply.train(), plan, mesh), which takes the same shards",
+    "parameters": _SHARDS,
+    "named_parameters": _SHARDS,
+    "zero_grad": "leave it out; value_and_grad returns new gradients each time",
+    "state_dict": "call fs.to_state_dict(shards, plan, mesh)",
+    "load_state_dict": "call shards = fs.from_state_dict(state_dict, plan, mesh)",
+    "requires_grad_": "freeze parameters of the module before make_functional",
+    **dict.fromkeys(_HOOK_METHODS, _HOOKS),
+    "module": "the module is no part of it: fs.to_state_dict(shards, plan, mesh) is for module.load_state_dict",
+    "compile": "pass compiler=torch.compile to fully_shard",
+    "no_sync": _SYNC,
+    "set_requires_gradient_sync": _SYNC,
+    "clip_grad_norm_": "pass max_norm= to make_train_step, or call fs.clip_by_global_norm",
+    "unshard": "fs.gather(shards, plan, mesh) returns the whole parameters",
+    "save_pretrained": "call fs.save_pretrained(folder, apply, shards, plan, mesh)",
+    "gradient_checkpointing_enable": _CHECKPOINTING,
+    "activation_checkpointing_enable": _CHECKPOINTING,
+    **dict.fromkeys(
+        _CASTS,
+        "shards live where the mesh is: pass device= to init_mesh, and dtypes to "
+        "make_plan(precision=)",
+    ),
+}
+
+
+# By the function of the library that returned a function: what to do for the attributes of modules,
+# and how to run a method of the module.
+_ADVICE = {
+    "make_functional": (_APPLY, "apply.method({!r})"),
+    "fully_shard": (_SHARDED, "fs.fully_shard(apply.method({!r}), plan, mesh)"),
+}
+
+
+def absent_attribute(maker: str, name: str, cls: type | None) -> AttributeError:
+    """Return the error for an attribute that a function lacks, with what to do.
+
+    Arguments:
+        maker: the function of the library that returned the function.
+        name: the attribute.
+        cls: the module's class, if it is known.
+    """
+    advice, call = _ADVICE[maker]
+    is_method = callable(getattr(cls, name, None)) and not hasattr(nn.Module, name)
+    if is_method and name not in advice and not name.startswith("_"):
+        advice = {name: f"it is a method of the module, whose function is {call.format(name)}"}
+    return absent(f"a function of {maker}", name, advice)

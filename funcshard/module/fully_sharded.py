@@ -39,13 +39,12 @@ from funcshard.module.call_precision import (
     effective_unit,
     forward_in_full_precision,
 )
-from funcshard.module.checks import check_plan_names
+from funcshard.module.checks import absent_attribute, check_plan_names
 from funcshard.module.fast_path import leave_fast_path, without_fast_path
 from funcshard.module.functional import Functional
 from funcshard.module.ignored import check_ignored, take_ignored
 from funcshard.module.methods import read_methods
 from funcshard.module.placeholder import placeholder
-from funcshard.module.remedies import absent_of_sharded
 from funcshard.module.skeleton import Skeleton
 from funcshard.module.unit_forward import (
     UnitCall,
@@ -354,7 +353,8 @@ class FullyShard:
                 check_order(self.mesh, "no unit", call.prefetcher)
             learner.learn(call.prefetcher)
             _begin_backward_with(out, call.prefetcher)
-        apply.look(modules, call_buffers, buffers, kwargs)
+        mode = apply.method_name, apply.training
+        apply.discarded.look(mode, modules, call_buffers, buffers, kwargs)
         if apply.mutable:
             return out[0], self.precision.restore_buffers(out[1], buffers)
         return out
@@ -366,7 +366,7 @@ class FullyShard:
 
         def __getattr__(self, name: str) -> Any:
             cls = None if name in self.__slots__ else type(self.apply.skeleton.template)
-            raise absent_of_sharded(name, cls)
+            raise absent_attribute("fully_shard", name, cls)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShard:
         return self  # as for a Python function: its results do not depend on what it keeps

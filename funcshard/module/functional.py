@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +19,9 @@ from funcshard._utils import (
     recording_or_transforming,
     without_collection,
 )
-from funcshard.module.discarded import DiscardedChanges, DiscardedState
-from funcshard.module.late_changes import LateChanges
-from funcshard.module.remedies import absent_of_apply
-from funcshard.module.skeleton import Skeleton, make_skeleton
-from funcshard.module.unchanged import unchanged
-
-Tensors = dict[str, torch.Tensor]
+from funcshard.module.changes import DiscardedChanges, LateChanges, unchanged
+from funcshard.module.checks import absent_attribute
+from funcshard.module.skeleton import Skeleton, Tensors, make_skeleton
 
 
 def make_functional(
@@ -81,34 +77,33 @@ def make_functional(
     call has its own module objects, so calls cannot disturb each other.
     """
     if not isinstance(module, nn.Module):
-        kind, remedy = type(module).__name__, "unshard shards a function of your own"
+        title, remedy = type(module).__name__, "unshard shards a function of your own"
         if isinstance(module, type) and issubclass(module, nn.Module):
-            kind = f"the class {module.__name__}"
+            title = f"the class {module.__name__}"
             remedy = f"make a module of it, as in {module.__name__}(...)"
         elif isinstance(module, Functional):
-            kind, remedy = "a function that make_functional returned", "pass it to fully_shard"
-        raise TypeError(f"make_functional takes a torch.nn.Module; found {kind}: {remedy}")
+            title, remedy = "a function that make_functional returned", "pass it to fully_shard"
+        raise TypeError(f"make_functional takes a torch.nn.Module; found {title}: {remedy}")
     check_flag("mutable", mutable)
     with without_collection():
         skeleton, params, buffers = make_skeleton(module)
         for name, names in skeleton.parameters.items():
+            param: Any = params[name]
             # Why these attributes: make_plan reads from them all names of a tied parameter, the
             # classes of the modules that contain a parameter, and the order of the module's state
             # dict. The second one also says that the parameter is frozen unless it requires a
             # gradient.
             if len(names) > 1:
-                params[name].funcshard_paths = names  # type: ignore[attr-defined]
-            params[name].funcshard_modules = {alias: skeleton.classes(alias) for alias in names}  # type: ignore[attr-defined]
-            params[name].funcshard_names = skeleton.state_names  # type: ignore[attr-defined]
-    discarded = None if mutable else DiscardedChanges.of(skeleton)
-    late_changes = LateChanges.of(module)
-    return (
-        Functional(
-            skeleton, mutable, discarded, DiscardedState(skeleton), late_changes=late_changes
-        ),
-        params,
-        buffers,
+                param.funcshard_paths = names
+            param.funcshard_modules = {alias: skeleton.classes(alias) for alias in names}
+            param.funcshard_names = skeleton.state_names
+    apply = Functional(
+        skeleton=skeleton,
+        mutable=mutable,
+        discarded=DiscardedChanges.of(skeleton, mutable=mutable),
+        late_changes=LateChanges.of(module),
     )
+    return apply, params, buffers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,11 +113,10 @@ class Functional:
     Attributes:
         skeleton: the module without its tensors.
         mutable: whether calls also return the new buffers.
-        discarded: warns when a call throws changes of buffers away; ``None`` if that cannot happen.
-        state: warns when a call throws other state of its modules away.
+        discarded: warns when a call throws changes of its modules away.
+        late_changes: warns if the module was changed later; ``None`` in another process.
         method_name: the method that a call runs, or a function of the module.
         training: the training flag of every module; ``None`` keeps the flag that each module had.
-        late_changes: warns if the module was changed later; ``None`` in another process.
 
     Example:
         >>> import torch, funcshard as fs
@@ -133,11 +127,10 @@ class Functional:
 
     skeleton: Skeleton
     mutable: bool
-    discarded: DiscardedChanges | None
-    state: DiscardedState
+    discarded: DiscardedChanges
+    late_changes: LateChanges | None
     method_name: str | Callable[..., Any] = "forward"
     training: bool | None = None
-    late_changes: LateChanges | None = None
 
     def __call__(
         self,
@@ -152,12 +145,13 @@ class Functional:
         self.check_names("params", params, self.skeleton.parameters)
         call_buffers = self.copies(buffers)
         modules = self.skeleton.instantiate(params, call_buffers, training=self.training)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # Dynamo cannot trace what undoes changes
             out = self.run(modules[0], args, kwargs)
         else:
             with unchanged(params):
                 out = self.run(modules[0], args, kwargs)
-        self.look(modules, call_buffers, buffers, kwargs)
+        mode = self.method_name, self.training
+        self.discarded.look(mode, modules, call_buffers, buffers, kwargs)
         return out
 
     def __repr__(self) -> str:
@@ -174,7 +168,7 @@ class Functional:
         def __getattr__(self, name: str) -> Any:
             # Note: while the function is unpickled, it has none of its own attributes.
             cls = None if name in self.__slots__ else type(self.skeleton.template)
-            raise absent_of_apply(name, cls)
+            raise absent_attribute("make_functional", name, cls)
 
     def method(self, name: str | Callable[..., Any]) -> Functional:
         """Return the function that runs another method, with the same parameters and buffers.
@@ -242,7 +236,7 @@ class Functional:
         """Return the buffers in the module's state dict, under all names that they have there."""
         self.check_names("buffers", buffers, self.skeleton.buffers)
         names = self.skeleton.buffers
-        saved = self.skeleton.persistent
+        saved = set(self.skeleton.state_names)
         return {name: buffers[first] for first in buffers for name in names[first] if name in saved}
 
     def copies(self, buffers: Mapping[str, torch.Tensor]) -> Tensors:
@@ -263,27 +257,6 @@ class Functional:
         # Why copies: a checkpoint that runs a part of forward again in backward writes into the
         # call's buffers again.
         return out, _copies({name: after[name].detach() for name in self.skeleton.buffers})
-
-    def look(
-        self,
-        modules: Sequence[nn.Module],
-        call_buffers: Mapping[str, torch.Tensor],
-        buffers: Mapping[str, torch.Tensor],
-        kwargs: Mapping[str, Any],
-    ) -> None:
-        """Warn if a call throws changes of its modules away.
-
-        Arguments:
-            modules: those of the call, after it.
-            call_buffers: the call's copies of the buffers, with which it began.
-            buffers: those of the caller.
-            kwargs: the call's keyword arguments.
-        """
-        if self.discarded is not None:
-            self.discarded.look(modules, call_buffers, buffers, self.training)
-        state = self.state
-        if state.filled or (self.method_name, self.training, *kwargs) not in state.kinds:
-            state.look(modules, self.method_name, self.training, kwargs)
 
     @staticmethod
     def check_names(kind: str, tensors: Any, expected: Mapping[str, Any]) -> None:

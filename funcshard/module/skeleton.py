@@ -18,7 +18,6 @@ tables. The reasons:
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -39,36 +38,28 @@ from funcshard._utils import (
 )
 from funcshard.comm import Mesh
 from funcshard.module.checks import check_module
-from funcshard.module.rebinding import Rebinding, Rebindings, copied, rebind, references
-from funcshard.module.template import (
+from funcshard.module.copying import (
     TABLES,
     TORCH_ATTRIBUTES,
     TORCH_CONTAINERS,
+    References,
     attributes_to_follow,
-    graph_attributes,
+    copied,
     is_immutable,
     make_template,
-    may_refer,
 )
-from funcshard.module.walking import ModuleTree, walk
 
+Tensors = dict[str, torch.Tensor]
+Names = dict[str, tuple[str, ...]]
 Entry = TypeVar("Entry", str, int)
 
 # Why the modules of a call share these of torch's tables: an empty dictionary for each would double
 # the time of a call. The tables that say how a hook is called have the numbers of hooks as keys,
 # and these are unique. The others are about state dicts, for which a call has no use. No call
 # shares a table with another call.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SHARED_TABLES = tuple(
-    (key, kind)
-    for key, kind in TORCH_CONTAINERS.items()
-    if key
-    not in (
-        *TABLES,
-        "_forward_hooks",
-        "_forward_pre_hooks",
-        "_backward_hooks",
-        "_backward_pre_hooks",
-    )
+    (key, kind) for key, kind in TORCH_CONTAINERS.items() if key not in (*TABLES, *_HOOKS)
 )
 
 
@@ -77,6 +68,7 @@ class ModuleSpec:
     """One module of a skeleton.
 
     Attributes:
+        path: its path, or its first path if it is shared.
         cls: its class.
         attributes: its attributes, except for the three tables below and torch's empty tables.
         parameters: key in its parameter table -> name of the parameter in the model.
@@ -84,6 +76,7 @@ class ModuleSpec:
         children: key in its module table -> index of the child in ``Skeleton.specs``.
     """
 
+    path: str
     cls: type[nn.Module]
     attributes: dict[str, Any]
     parameters: dict[str, str | None]
@@ -96,43 +89,40 @@ class Skeleton:
     """A module tree without its tensors; ``instantiate`` builds the tree of one call.
 
     Attributes:
-        template: a copy of the module tree in which empty tensors replace parameters and buffers;
-            it never runs.
-        specs: the modules of the tree, each once, parents first.
-        module_indices: id of each module of the template -> its index in ``specs``.
-        tensor_names: id of each empty tensor of the template -> name of the parameter or buffer.
+        modules: the template, a copy of the modules that never runs: each once, parents first.
+        stand_ins: the empty tensor that the template holds for each parameter and buffer.
+        specs: the same modules as data.
         copied_attributes: (index of a module, name of an attribute) for the attributes that are
             copied for each call, because the call could change them or because they lead to a
             module or tensor of the tree.
         hook_tables: the same for tables of hooks that are functions; a call copies the table alone.
+        references: what the copied attributes refer to besides modules and tensors of the tree.
+        large: large tensors in copied attributes, whose copies share memory until they are written.
         parameters: name of each parameter -> all names under which the tree holds it, its own
             first.
-        frozen: the parameters that required no gradient when the skeleton was made.
         shapes: name of each parameter -> its shape.
+        frozen: the parameters that required no gradient when the skeleton was made.
         buffers: name of each buffer -> all names under which the tree holds it, its own first.
-        persistent: those names of buffers that the module's state dict contains.
         state_names: the names of the module's state dict, in its order.
-        rebindings: the functions in copied attributes that captured modules or tensors of the tree,
-            and their bound methods.
-        shared: the objects in copied attributes that all calls share.
-        large: large tensors in copied attributes, whose copies share memory until they are written.
     """
 
-    template: nn.Module
+    modules: tuple[nn.Module, ...]
+    stand_ins: Tensors
     specs: tuple[ModuleSpec, ...]
-    module_indices: dict[int, int]
-    tensor_names: dict[int, str]
     copied_attributes: tuple[tuple[int, str], ...]
-    parameters: dict[str, tuple[str, ...]]
-    frozen: frozenset[str]
+    hook_tables: tuple[tuple[int, str], ...]
+    references: References
+    large: tuple[torch.Tensor, ...]
+    parameters: Names
     shapes: dict[str, tuple[int, ...]]
-    buffers: dict[str, tuple[str, ...]]
-    persistent: frozenset[str]
+    frozen: frozenset[str]
+    buffers: Names
     state_names: tuple[str, ...]
-    hook_tables: tuple[tuple[int, str], ...] = ()
-    rebindings: Rebindings = ()
-    shared: tuple[Any, ...] = ()
-    large: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def template(self) -> nn.Module:
+        """The root module of the template."""
+        return self.modules[0]
 
     def instantiate(
         self,
@@ -162,54 +152,44 @@ class Skeleton:
             state["_backward_hooks"] = OrderedDict()
             state["_backward_pre_hooks"] = OrderedDict()
             state.update(spec.attributes)
-            own_parameters, own_buffers, children = spec.parameters, spec.buffers, spec.children
-            state["_parameters"] = (
-                {k: v if v is None else parameters[v] for k, v in own_parameters.items()}
-                if own_parameters
-                else {}
-            )
-            state["_buffers"] = (
-                {k: v if v is None else buffers[v] for k, v in own_buffers.items()}
-                if own_buffers
-                else {}
-            )
-            state["_modules"] = (
-                {k: v if v is None else modules[v] for k, v in children.items()} if children else {}
-            )
+            state["_parameters"] = own_parameters = {}
+            state["_buffers"] = own_buffers = {}
+            state["_modules"] = children = {}
+            # Why loops: a comprehension is a call of its own in Python 3.11, and most tables are
+            # empty.
+            for key, name in spec.parameters.items():
+                own_parameters[key] = None if name is None else parameters[name]
+            for key, name in spec.buffers.items():
+                own_buffers[key] = None if name is None else buffers[name]
+            for key, index in spec.children.items():
+                children[key] = None if index is None else modules[index]
             if training is not None:
                 state["training"] = training
             set_state(module, "__dict__", state)
         for index, name in self.hook_tables:
             modules[index].__dict__[name] = self.specs[index].attributes[name].copy()
         if self.copied_attributes:
-            # Why this memo: deepcopy follows an attribute to the template's modules and empty
-            # tensors, and the memo makes the copy refer to the call's modules and tensors instead.
-            memo: dict[int, Any] = {
-                old: modules[index] for old, index in self.module_indices.items()
-            }
-            memo.update(
-                (old, parameters[name] if name in parameters else buffers[name])
-                for old, name in self.tensor_names.items()
-            )
-            memo.update((id(value), value) for value in self.shared)
-            if self.large and not recording_or_transforming():
-                memo.update((id(tensor), late_copy(tensor)) for tensor in self.large)
-            # An attribute may be the handle of a hook, which refers to the hook's table.
-            memo.update(
-                (id(self.specs[i].attributes[k]), modules[i].__dict__[k])
-                for i, k in self.hook_tables
-            )
-            memo, functions = rebind(self.rebindings, memo)
-            for index, name in self.copied_attributes:
-                modules[index].__dict__[name] = copied(self.specs[index].attributes[name], memo)
-            for rebinding, function in functions:
-                rebinding.fill(function, memo)
+            self._copy_attributes(modules, {**buffers, **parameters})
         return modules
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Why: the ids of a copy's modules and tensors are others.
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return _restored, (values | {"module_indices": {}, "tensor_names": {}},)
+    def _copy_attributes(
+        self, modules: list[nn.Module], tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Give the modules of a call their own copies of attributes."""
+        # Why this memo: deepcopy follows an attribute to the template's modules and empty tensors,
+        # and the memo makes the copy refer to the call's modules and tensors instead.
+        memo: dict[int, Any] = dict(zip(map(id, self.modules), modules, strict=True))
+        memo.update((id(stand_in), tensors[name]) for name, stand_in in self.stand_ins.items())
+        if self.large and not recording_or_transforming():
+            memo.update((id(tensor), late_copy(tensor)) for tensor in self.large)
+        # An attribute may be the handle of a hook, which refers to the hook's table.
+        memo.update(
+            (id(self.specs[index].attributes[key]), modules[index].__dict__[key])
+            for index, key in self.hook_tables
+        )
+        with self.references.in_memo(memo) as memo:
+            for index, key in self.copied_attributes:
+                modules[index].__dict__[key] = copied(self.specs[index].attributes[key], memo)
 
     def find(self, path: str) -> int | None:
         """Return the index of the module at a dotted ``path``; ``None`` if no module is there."""
@@ -220,17 +200,7 @@ class Skeleton:
 
     def paths(self) -> dict[str, int]:
         """Return the index of every module by its path, or its first path if it is shared."""
-        first_paths: dict[int, str] = {}
-
-        def visit(index: int, path: str) -> None:
-            if index not in first_paths:
-                first_paths[index] = path
-                for key, child in self.specs[index].children.items():
-                    if child is not None:
-                        visit(child, f"{path}.{key}" if path else key)
-
-        visit(0, "")
-        return {path: index for index, path in first_paths.items()}
+        return {spec.path: index for index, spec in enumerate(self.specs)}
 
     def classes(self, name: str) -> tuple[type[nn.Module], ...]:
         """Return the classes of the modules that contain a parameter or buffer, the root first."""
@@ -238,9 +208,7 @@ class Skeleton:
         return tuple([self.specs[index].cls for index in reversed(indices) if index is not None])
 
 
-def make_skeleton(
-    module: nn.Module,
-) -> tuple[Skeleton, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def make_skeleton(module: nn.Module) -> tuple[Skeleton, Tensors, Tensors]:
     """Split ``module`` into a skeleton, its parameters and its buffers.
 
     None of them shares memory with ``module``.
@@ -253,119 +221,117 @@ def make_skeleton(
         TypeError: an attribute refers to a module of the tree in a way that copying does not
             follow.
     """
-    modules = walk(module)
-    check_module(modules)
-    template, tensor_names = make_template(modules)
-    indices = {id(m): index for index, m in enumerate(template)}
-    specs = tuple([_spec(m, tensor_names, indices) for m in template])
-    attributes = [
-        (index, key, value)
-        for index, m in enumerate(template)
-        for key, value in attributes_to_follow(m)
-    ]
-    # Why not torch's own: a hook may refer to any module that its user likes.
-    own_attributes = [
-        (index, key, value)
+    modules = list(module.named_modules())
+    parameters, parameter_names = _by_name(module.named_parameters(remove_duplicate=False))
+    buffers, buffer_names = _by_name(module.named_buffers(remove_duplicate=False))
+    check_module(modules, parameters, buffers)
+    template, stand_ins = make_template([m for _, m in modules], {**parameters, **buffers})
+    module_indices = {id(m): index for index, m in enumerate(template)}
+    tensor_names = {id(stand_in): name for name, stand_in in stand_ins.items()}
+    specs = tuple(
+        [
+            _spec(path, m, tensor_names, module_indices)
+            for (path, _), m in zip(modules, template, strict=True)
+        ]
+    )
+    hook_tables: list[tuple[int, str]] = []
+    copied_attributes: list[tuple[int, str]] = []
+    attributes: list[tuple[int, str, Any]] = []
+    for index, m in enumerate(template):
+        for key, value in attributes_to_follow(m):
+            # Why torch's by themselves: a hook may refer to any module that its user likes.
+            if key not in TORCH_CONTAINERS:
+                attributes.append((index, key, value))
+            elif _is_plain_table(value):
+                hook_tables.append((index, key))
+            else:
+                copied_attributes.append((index, key))
+    references = References.of(
+        [value for _, _, value in attributes], module_indices.keys() | tensor_names.keys()
+    )
+    functions = {id(capture.function) for capture in references.captures}
+    copied_attributes += [
+        (index, key)
         for index, key, value in attributes
-        if key not in TORCH_ATTRIBUTES and key not in graph_attributes(specs[index].cls)
+        if id(value) in functions or _needs_copy(specs[index].cls, value)
     ]
-    rebindings, shared = references(
-        (value for _, _, value in own_attributes if may_refer(value)),
-        indices.keys() | tensor_names.keys(),
-    )
-    rebound = {id(r.function) for r in rebindings if isinstance(r, Rebinding)}
     every = list(module.named_modules(remove_duplicate=False))
-    in_state_dict = state_names(module, every, {type(m) for _, m in modules.modules})
-    buffer_names = {name for names in modules.buffer_names.values() for name in names}
-    parameters = modules.parameters
     skeleton = Skeleton(
-        template=template[0],
+        modules=tuple(template),
+        stand_ins=stand_ins,
         specs=specs,
-        module_indices=indices,
-        tensor_names=tensor_names,
-        copied_attributes=tuple(
-            [
-                (index, key)
-                for index, key, value in attributes
-                if id(value) in rebound or _needs_copy(specs[index].cls, key, value)
-            ]
-        ),
-        hook_tables=tuple(
-            [(index, key) for index, key, value in attributes if _is_plain_table(key, value)]
-        ),
-        parameters=modules.parameter_names,
-        frozen=frozenset([name for name, p in parameters.items() if not p.requires_grad]),
+        copied_attributes=tuple(copied_attributes),
+        hook_tables=tuple(hook_tables),
+        references=references,
+        large=_large_tensors(value for _, _, value in attributes),
+        parameters=parameter_names,
         shapes={name: tuple(parameter.shape) for name, parameter in parameters.items()},
-        buffers=modules.buffer_names,
-        persistent=frozenset(buffer_names & {*in_state_dict}),
-        state_names=in_state_dict,
-        rebindings=rebindings,
-        shared=shared,
-        large=_large_tensors(value for _, _, value in own_attributes),
+        frozen=frozenset([name for name, p in parameters.items() if not p.requires_grad]),
+        buffers=buffer_names,
+        state_names=state_names(module, every, {type(m) for _, m in modules}),
     )
-    _check_copies(skeleton, modules, own_attributes)
-    copies = {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in parameters.items()}
-    return skeleton, copies, {n: b.detach().clone() for n, b in modules.buffers.items()}
+    new_parameters = {
+        name: parameter.detach().clone().requires_grad_(parameter.requires_grad)
+        for name, parameter in parameters.items()
+    }
+    new_buffers = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+    if attributes:
+        originals = [*parameters.values(), *[m for _, m in modules], *template]
+        trial = skeleton.instantiate(new_parameters, new_buffers)
+        _check_copies(trial, attributes, specs, {*map(id, originals)})
+    return skeleton, new_parameters, new_buffers
+
+
+def _by_name(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[Tensors, Names]:
+    """Return the tensors by their first names, and all names of each."""
+    first_names: dict[int, str] = {}
+    by_name: Tensors = {}
+    all_names: Names = {}
+    for name, tensor in tensors:
+        first_name = first_names.setdefault(id(tensor), name)
+        by_name[first_name] = tensor
+        all_names[first_name] = (*all_names.get(first_name, ()), name)
+    return by_name, all_names
 
 
 def _spec(
-    m: nn.Module, tensor_names: Mapping[int, str], module_indices: Mapping[int, int]
+    path: str, m: nn.Module, tensor_names: Mapping[int, str], module_indices: Mapping[int, int]
 ) -> ModuleSpec:
     """Return a module of a template as data."""
-    parameters, buffers, children = [m.__dict__[key] for key in TABLES]
     return ModuleSpec(
+        path=path,
         cls=class_for_calls(m),
         attributes={
             key: value
             for key, value in m.__dict__.items()
             if key not in TABLES and (key not in TORCH_CONTAINERS or value)
         },
-        parameters={key: _look_up(value, tensor_names) for key, value in parameters.items()},
-        buffers={key: _look_up(value, tensor_names) for key, value in buffers.items()},
-        children={key: _look_up(value, module_indices) for key, value in children.items()},
+        parameters=_looked_up(m._parameters, tensor_names),
+        buffers=_looked_up(m._buffers, tensor_names),
+        children=_looked_up(m._modules, module_indices),
     )
 
 
-def _look_up(value: Any, by_id: Mapping[int, Entry]) -> Entry | None:
-    """Return what represents an entry of a table, which may be ``None``."""
-    return None if value is None else by_id[id(value)]
+def _looked_up(table: Mapping[str, Any], by_id: Mapping[int, Entry]) -> dict[str, Entry | None]:
+    """Return a table with what represents its entries, which may be ``None``."""
+    return {key: None if value is None else by_id[id(value)] for key, value in table.items()}
 
 
-def _restored(values: dict[str, Any]) -> Skeleton:
-    """Return a skeleton that was pickled."""
-    unique = [m for _, m in walk(values["template"]).modules]
-    module_indices = {id(m): index for index, m in enumerate(unique)}
-    tensor_names = {}
-    for spec, m in zip(values["specs"], unique, strict=True):
-        for tensors, names in ((m._parameters, spec.parameters), (m._buffers, spec.buffers)):
-            tensor_names.update(
-                {id(tensors[key]): name for key, name in names.items() if name is not None}
-            )
-    return Skeleton(**values | {"module_indices": module_indices, "tensor_names": tensor_names})
-
-
-def _needs_copy(cls: type[nn.Module], key: str, value: Any) -> bool:
+def _needs_copy(cls: type[nn.Module], value: Any) -> bool:
     """Return whether each call needs its own copy of an attribute of a module of class ``cls``."""
-    if key in graph_attributes(cls):
+    if is_immutable(value):
         return False
-    if key in TORCH_CONTAINERS:
-        return not _is_plain_table(key, value)
-    if issubclass(cls, fx.GraphModule):
-        # Why fewer copies: the code of a graph assigns no attribute, so calls can share them. The
-        # exceptions are one that refers to a module of the tree, and a tensor to which the graph
-        # may write.
-        kinds = (nn.Module, torch.Tensor)
-        return not is_immutable(value) and any(
-            isinstance(inner, kinds) for inner in reachable(value)
-        )
-    return not is_immutable(value)
+    if not issubclass(cls, fx.GraphModule):
+        return True
+    # Why fewer copies: the code of a graph assigns no attribute, so calls can share them. The
+    # exceptions are one that refers to a module of the tree, and a tensor to which the graph may
+    # write.
+    return any(isinstance(inner, (nn.Module, torch.Tensor)) for inner in reachable(value))
 
 
-def _is_plain_table(key: str, value: Any) -> bool:
-    """Return whether an attribute is one of torch's tables, and holds no object with a state."""
-    if key not in TORCH_CONTAINERS:
-        return False
-    return all(map(is_immutable, value.values() if isinstance(value, dict) else value))
+def _is_plain_table(table: Any) -> bool:
+    """Return whether one of torch's tables holds no object with a state."""
+    return all(map(is_immutable, table.values() if isinstance(table, dict) else table))
 
 
 def _large_tensors(values: Iterable[Any]) -> tuple[torch.Tensor, ...]:
@@ -396,35 +362,26 @@ def _large_tensors(values: Iterable[Any]) -> tuple[torch.Tensor, ...]:
 
 
 def _check_copies(
-    skeleton: Skeleton, modules: ModuleTree, attributes: list[tuple[int, str, Any]]
+    modules: list[nn.Module],
+    attributes: list[tuple[int, str, Any]],
+    specs: tuple[ModuleSpec, ...],
+    foreign: set[int],
 ) -> None:
-    """Raise if an attribute copied for a call would still lead to a module outside the call.
+    """Raise if an attribute of a call's modules still leads to a module outside the call.
 
     Arguments:
-        skeleton: the skeleton.
-        modules: the modules that it was made of.
+        modules: the modules of a call.
         attributes: index of a module, name and value of the attributes to look at.
+        specs: the modules as data.
+        foreign: ids of the objects outside the call.
     """
-    if not attributes:
-        return
-    foreign = {*skeleton.module_indices, *map(id, modules.parameters.values())}
-    foreign |= {id(m) for _, m in modules.modules}
-    memo: dict[int, Any] = dict.fromkeys(skeleton.module_indices, nn.Identity())
-    memo |= dict.fromkeys(skeleton.tensor_names, torch.empty(0, dtype=torch.float32, device="cpu"))
-    memo.update((id(value), value) for value in skeleton.shared)
-    memo, functions = rebind(skeleton.rebindings, memo)
-    for rebinding, function in functions:
-        rebinding.fill(function, memo)
     for index, key, value in attributes:
-        if isinstance(value, Mesh):
-            continue
-        trial = copied(value, memo)
-        if not any(id(inner) in foreign for inner in reachable(trial)):
-            continue
-        paths = {module_index: path for path, module_index in skeleton.paths().items()}
-        raise TypeError(
-            f"attribute {key!r} of module {paths[index] or '(root)'!r} refers to a module or "
-            "parameter of the model in a way that copying does not follow (a global variable, a "
-            "weak reference), so calls would always use that module's own parameters; store the "
-            "module itself, or bind a method, as in types.MethodType(function, module)"
-        )
+        trial = modules[index].__dict__[key]
+        if not isinstance(value, Mesh) and any(id(inner) in foreign for inner in reachable(trial)):
+            raise TypeError(
+                f"attribute {key!r} of module {specs[index].path or '(root)'!r} refers to a module "
+                "or parameter of the model in a way that copying does not follow (a global "
+                "variable, a weak reference), so calls would always use that module's own "
+                "parameters; store the module itself, or bind a method, as in "
+                "types.MethodType(function, module)"
+            )

@@ -81,9 +81,7 @@ def kinds_of(skeleton: Any, form: Callable[[str], Hashable], marked: Collection[
 
     @functools.cache
     def owners() -> dict[int, nn.Module]:
-        return {
-            skeleton.module_indices[id(module)]: module for module in skeleton.template.modules()
-        }
+        return dict(enumerate(skeleton.modules))
 
     differing: dict[int, dict[str, Hashable]] = {}
     for group in groups.values():

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 import funcshard as fs
-from funcshard.module.digests import digest
+from funcshard.module.changes import digest
 from tests.core.units import of_module
 from tests.module.law import Runs, outputs_on
 from tests.strange_objects import Raises

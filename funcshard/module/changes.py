@@ -1,0 +1,448 @@
+"""Changes that the function of a module cannot keep: it undoes them, raises, or warns.
+
+- ``unchanged`` undoes what a call does to the parameters of its caller.
+- ``DiscardedChanges`` warns of what calls throw away. A buffer may hold statistics of BatchNorm.
+  Other state is in attributes of modules: a counter, a ``torch.Generator``, the offset of positions
+  that a model keeps between two calls of ``forward``.
+- ``LateChanges`` warns of a module that was changed after ``make_functional`` had copied it.
+
+Values may be objects of users, which may raise, or lie about their length, or compare to arrays. So
+``digest`` looks at the values of plain types and at the attributes of objects, and calls none of
+their methods.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import operator
+import types
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from funcshard._utils import byte_view, callers_level, recording_or_transforming, version
+from funcshard.module.copying import TORCH_ATTRIBUTES
+from funcshard.module.skeleton import ModuleSpec, Skeleton
+
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, range, slice})
+_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
+_MAX_OBJECTS = 10_000  # inside one value
+_MAX_BYTES = 2**16  # of a tensor that are read one by one
+_MAX_KINDS = 8  # of calls that are looked at
+_MISSING = object()
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+# --- parameters of the caller ---------------------------------------------------------------------
+
+
+@contextmanager
+def unchanged(params: Tensors) -> Iterator[None]:
+    """Undo what the block does to parameters: frozen flags, gradients and attributes.
+
+    Arguments:
+        params: the parameters by name.
+
+    Raises:
+        RuntimeError: the block wrote values to a parameter, which only a copy of it could undo.
+    """
+    tensors = list(params.values())
+    # Why only leaves: torch warns if you ask for the grad of others.
+    leaves = [tensor for tensor in tensors if tensor.is_leaf]
+    # Note: every call pays for these lines, so they loop in C.
+    flags_and_grads = list(map(_flag_and_grad, leaves))
+    attributes_before = [vars(tensor).copy() for tensor in tensors]
+    versions_before = _versions(tensors)
+    try:
+        yield
+    finally:
+        for tensor, (trainable, grad) in zip(leaves, flags_and_grads, strict=True):
+            if tensor.requires_grad is not trainable:
+                tensor.requires_grad_(trainable)
+            if tensor.grad is not grad:
+                tensor.grad = grad
+        for tensor, before in zip(tensors, attributes_before, strict=True):
+            after = vars(tensor)
+            same = len(after) == len(before) and all(
+                map(operator.is_, after.values(), before.values())
+            )
+            if not same:
+                after.clear()
+                after.update(before)
+    versions_after = _versions(tensors)
+    if versions_after != versions_before:
+        versions = zip(params, versions_before, versions_after, strict=True)
+        name = next(name for name, before, after in versions if before != after)
+        raise RuntimeError(
+            f"forward wrote to its parameter {name!r}, which belongs to the caller: compute with a "
+            "copy, or keep values that change in a buffer and pass mutable=True"
+        )
+
+
+_flag_and_grad = operator.attrgetter("requires_grad", "grad")
+
+
+def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    try:
+        return list(map(version, tensors))
+    except RuntimeError:  # there is one of inference mode, which has no version
+        return [-1 if tensor.is_inference() else version(tensor) for tensor in tensors]
+
+
+# --- changes that calls throw away ----------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class DiscardedChanges:
+    """Looks for what calls change in their modules and do not return.
+
+    It warns once of buffers and once of other state. The object belongs to one function of
+    ``make_functional``, and to all functions made from it.
+
+    Other state is an attribute that a later call of the module would read: one that the module had
+    when the function was made, and that has another value after a call. ``None`` and empty
+    containers may also be caches that a call fills; these are state if two calls leave other values
+    there. An attribute that the module did not have is none: forward looks whether it is there.
+    Only the first call of each kind is looked at, and the one after it: a look takes about as long
+    as making the modules of a call.
+
+    Attributes:
+        skeleton: the module.
+        buffers: (index of a module, key in its buffer table, name) of each buffer to watch.
+        compared: the training flags of the calls after which the values of all buffers were
+            compared.
+        kinds: the kinds of calls of which no more attributes are looked at, if nothing is
+            ``filled``. A kind is a mode, and the names of the call's keyword arguments.
+        filled: mode of a call -> what it left in place of ``None`` and empty containers, by module
+            and attribute, until the next call in that mode.
+        warned: whether the warning of attributes was given.
+    """
+
+    skeleton: Skeleton
+    buffers: Sequence[tuple[int, str, str]]
+    compared: set[bool | None] = field(default_factory=set)
+    kinds: set[Any] = field(default_factory=set)
+    filled: dict[Any, dict[tuple[int, str], bytes | None]] = field(default_factory=dict)
+    warned: bool = False
+
+    @classmethod
+    def of(cls, skeleton: Skeleton, *, mutable: bool) -> DiscardedChanges:
+        """Return the object for a function; with ``mutable``, calls return the new buffers."""
+        saved_names = set(skeleton.state_names)
+        # Why only those of the state dict: others hold values that a forward may compute again at
+        # any time.
+        buffers = [
+            (index, key, name)
+            for index, spec in enumerate(skeleton.specs)
+            for key, name in spec.buffers.items()
+            if name is not None and not saved_names.isdisjoint(skeleton.buffers[name])
+        ]
+        return cls(skeleton, [] if mutable else buffers)
+
+    def look(
+        self,
+        mode: tuple[str | Callable[..., Any], bool | None],
+        modules: Sequence[nn.Module],
+        call_buffers: Tensors,
+        caller_buffers: Tensors,
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        """Warn if a call changed a buffer, or left other state in its modules.
+
+        Where values of tensors cannot be read, as under a transform, nothing is done.
+
+        Arguments:
+            mode: the method that ran, or a function of the module, and the training flag.
+            modules: those of the call, after it.
+            call_buffers: the call's copies of the buffers, with which it began.
+            caller_buffers: those that the call was given.
+            kwargs: the call's keyword arguments.
+        """
+        method, training = mode
+        call_kind = (*mode, *kwargs)
+        looks_at_attributes = self.filled or call_kind not in self.kinds
+        # Note: a function of the module is the place where state may last.
+        if looks_at_attributes and (self.warned or callable(method)):
+            self.kinds.add(call_kind)
+            looks_at_attributes = False
+        if not (self.buffers or looks_at_attributes) or torch.compiler.is_compiling():
+            return
+        if recording_or_transforming():
+            return
+        if self.buffers and not torch.is_inference_mode_enabled():
+            self._look_at_buffers(training, modules, call_buffers, caller_buffers)
+        if looks_at_attributes:
+            self._look_at_attributes(mode, call_kind, modules)
+
+    def _look_at_buffers(
+        self,
+        training: bool | None,
+        modules: Sequence[nn.Module],
+        call_buffers: Tensors,
+        caller_buffers: Tensors,
+    ) -> None:
+        # Why compare all values once: F.batch_norm changes its statistics without counting it in
+        # their versions. BatchNorm also counts its batches, which the versions show.
+        all_values = training not in self.compared
+        self.compared.add(training)
+        changed = []
+        for index, key, name in self.buffers:
+            after, before = modules[index]._buffers.get(key), call_buffers[name]
+            suspicious = all_values or after is not before or version(before) != 0
+            if suspicious and _differ(after, caller_buffers[name], before.dtype):
+                changed.append(name)
+        if changed:
+            self.buffers = []
+            self._warn(
+                f"changed buffers of the module ({_some(changed)}), and the call threw the changes "
+                "away: use make_functional(module, mutable=True), whose calls return the new "
+                "buffers, or apply.eval() if the module should not change them"
+            )
+
+    def _look_at_attributes(
+        self, mode: tuple[Any, bool | None], call_kind: Any, modules: Sequence[nn.Module]
+    ) -> None:
+        changed = [
+            (index, name)
+            for (index, name), before in self.filled.pop(mode, {}).items()
+            if digest(vars(modules[index]).get(name)) != before
+        ]
+        if call_kind not in self.kinds and len(self.kinds) < _MAX_KINDS:
+            self.kinds.add(call_kind)
+            filled = {}
+            for index, (spec, module) in enumerate(zip(self.skeleton.specs, modules, strict=True)):
+                for name, old, new in _changes(spec, module, modules):
+                    if _was_unset(old, new):
+                        filled[index, name] = digest(new)
+                    else:
+                        changed.append((index, name))
+            # Why forward alone: methods such as generate leave their caches behind.
+            if filled and mode[0] == "forward":
+                self.filled[mode] = filled
+        if changed:
+            self.warned = True
+            specs = self.skeleton.specs
+            paths = [
+                f"{specs[index].path}.{name}".removeprefix(".")
+                for index, name in dict.fromkeys(changed)
+            ]
+            self._warn(
+                f"set attributes of the module ({_some(paths)}), and the call threw them away: the "
+                "next call begins with the attributes that the module had in make_functional. Run "
+                "what shares them in one call, with apply.method(function), or keep them in "
+                "buffers, with mutable=True"
+            )
+
+    def _warn(self, change: str) -> None:
+        title = self.skeleton.specs[0].cls.__name__
+        warnings.warn(
+            f"the forward of {title} {change}; this warning comes once for each function",
+            stacklevel=callers_level(),
+        )
+
+
+def _differ(after: torch.Tensor | None, before: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether a buffer has other bits than the one given to the call, cast to ``dtype``."""
+    if after is None or after.shape != before.shape:
+        return True
+    if after.is_meta or {after.layout, before.layout} != {torch.strided}:
+        return False
+    return not torch.equal(byte_view(after.to(dtype)), byte_view(before.to(dtype)))
+
+
+def _changes(
+    spec: ModuleSpec, module: nn.Module, modules: Sequence[nn.Module]
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield name, old and new value of each attribute of a module that a call changed."""
+    for name, child in module._modules.items():
+        index = spec.children.get(name)
+        if child is not None and (index is None or modules[index] is not child):
+            yield name, child, child
+    for name, new in module.__dict__.items():
+        old = spec.attributes.get(name, _MISSING)
+        if (
+            old is new
+            or name in TORCH_ATTRIBUTES
+            or name == "forward"
+            or name.startswith("_funcshard")
+        ):
+            continue
+        # Why: a hook of torch's old spectral_norm, prune or weight_norm computes it in each call.
+        if f"{name}_orig" in spec.parameters or f"{name}_g" in spec.parameters:
+            continue
+        if old is _MISSING:  # the class may have a value for all of its objects
+            old = inspect.getattr_static(spec.cls, name, _MISSING)
+        if old is _MISSING:
+            continue
+        digests = {digest(old), digest(new)}
+        if len(digests) == 2 and None not in digests:
+            yield name, old, new
+
+
+def _was_unset(old: Any, new: Any) -> bool:
+    """Return whether a call only filled in what was ``None`` or empty, in ``old`` or inside it.
+
+    Classifiers of Hugging Face set ``config.problem_type`` by the labels of each call.
+    """
+    if _is_unset(old):
+        return True
+    before, after = getattr(old, "__dict__", None), getattr(new, "__dict__", None)
+    if type(old) is not type(new) or not isinstance(before, dict) or not isinstance(after, dict):
+        return False
+    changed = [
+        name for name in after if name not in before or digest(before[name]) != digest(after[name])
+    ]
+    return bool(changed) and all(_is_unset(before.get(name)) for name in changed)
+
+
+def _is_unset(value: Any) -> bool:
+    return value is None or (isinstance(value, (dict, list, set, tuple, deque)) and not value)
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return the first of some names, for a message."""
+    more = [f"{len(names) - 3} more"] if len(names) > 3 else []
+    return ", ".join([*map(repr, names[:3]), *more])
+
+
+# --- changes after the copy -----------------------------------------------------------------------
+
+
+_WRITTEN = "its parameters were written, as load_state_dict and optimizers do"
+_TRAINING = "train() or eval() was called"
+
+
+@dataclass(slots=True, eq=False)
+class LateChanges:
+    """The state of a module when ``make_functional`` copied it; ``look`` compares, once.
+
+    Later changes reach neither the function nor its parameters: a loaded state dict, frozen
+    parameters, another mode. The function's first ``fully_shard`` compares, so steps and calls take
+    no longer. Changes after that are no mistake: the module may be a reference, or the one that
+    trained weights are loaded into. Hooks aren't compared: modules of Hugging Face install some in
+    their calls.
+
+    Attributes:
+        module: the module.
+        before: what each kind of change would change, by the kind in a few words.
+        looked: whether it was compared.
+    """
+
+    module: weakref.ref[nn.Module]
+    before: dict[str, list[int]]
+    looked: bool = False
+
+    @classmethod
+    def of(cls, module: nn.Module) -> LateChanges:
+        """Return the object for a module."""
+        return cls(weakref.ref(module), _state(module))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # the module stays in its process
+
+    def look(self) -> None:
+        """Warn if the module is not as it was; do nothing the second time."""
+        module = self.module()
+        if self.looked or module is None:
+            return
+        self.looked = True
+        before, after = self.before, _state(module)
+        if len(after[_TRAINING]) != len(before[_TRAINING]):
+            return  # it has other modules, as with adapters
+        if any(parameter.is_meta for parameter in module.parameters()):
+            after[_WRITTEN] = before[_WRITTEN]  # the values were dropped, to free memory
+        changes = [change for change, numbers in after.items() if numbers != before[change]]
+        if changes:
+            warnings.warn(
+                f"{type(module).__name__} was changed after make_functional had copied it: "
+                f"{', and '.join(changes)}. Neither apply nor params see that: change the module "
+                "first, or call make_functional again; for values alone call from_state_dict, for "
+                "another mode pass apply.eval() or apply.train()",
+                stacklevel=callers_level(),
+            )
+
+
+def _state(module: nn.Module) -> dict[str, list[int]]:
+    """Return numbers that a change of the module would change, by the kind of change."""
+    parameters = list(module.parameters())
+    return {
+        # Note: tensors of inference mode have no version.
+        _WRITTEN: [version(tensor) for tensor in parameters if not tensor.is_inference()],
+        "parameters were frozen or unfrozen": [tensor.requires_grad for tensor in parameters],
+        _TRAINING: [m.training for m in module.modules()],
+    }
+
+
+# --- digests --------------------------------------------------------------------------------------
+
+
+class _Unknown(Exception):  # noqa: N818
+    """A value that has no digest."""
+
+
+def digest(value: Any) -> bytes | None:
+    """Return the digest of a value, or ``None`` if it has none; other digests are other values.
+
+    Functions have none, and neither have values that refer to modules or parameters: copies of
+    them differ in each call.
+    """
+    state = hashlib.blake2b(digest_size=16)
+    try:
+        _feed(value, state.update, {})
+    except Exception:  # whatever a user's object raises
+        return None
+    return state.digest()
+
+
+def _feed(value: Any, update: Callable[[bytes], None], seen: dict[int, Any]) -> None:
+    cls = type(value)
+    if cls in _PLAIN or isinstance(value, _OF_TORCH):
+        update(f"{cls.__name__} {value!r};".encode())
+        return
+    unknown = (nn.Module, nn.Parameter, types.FunctionType, types.MethodType)
+    if isinstance(value, unknown) or len(seen) > _MAX_OBJECTS:
+        raise _Unknown
+    update(f"{cls.__module__}.{cls.__qualname__}:".encode())
+    if id(value) in seen:
+        update(b"again;")
+        return
+    seen[id(value)] = value  # which keeps the number from another object
+    if isinstance(value, type):
+        update(f"{value.__module__}.{value.__qualname__};".encode())
+    elif isinstance(value, torch.Tensor):
+        _feed_tensor(value, update)
+    elif isinstance(value, torch.Generator):
+        _feed_tensor(value.get_state(), update)
+    elif isinstance(value, (list, tuple, deque)):
+        # Why the iterators of built-in classes: an object of a user may iterate in its own way.
+        base = next(base for base in (list, tuple, deque) if isinstance(value, base))
+        for item in base.__iter__(value):  # type: ignore[arg-type]
+            _feed(item, update, seen)
+    elif isinstance(value, dict):
+        _feed([*dict.items(value)], update, seen)
+    elif isinstance(value, (set, frozenset)):
+        update(repr(sorted([digest(item) or b"" for item in value])).encode())
+    else:
+        _feed(object.__getattribute__(value, "__dict__"), update, seen)
+    update(b";")
+
+
+def _feed_tensor(value: torch.Tensor, update: Callable[[bytes], None]) -> None:
+    update(f"{value.dtype} {tuple(value.shape)} {value.device} ".encode())
+    if value.is_meta or value.layout != torch.strided or type(value) is not torch.Tensor:
+        return
+    data = byte_view(value.detach())
+    if data.numel() > _MAX_BYTES:
+        # Why two sums: bytes that change places leave the first one as it was.
+        update(f"{int(data.sum())} {int(data[::2].sum())}".encode())
+        data = data[:: data.numel() // _MAX_BYTES]
+    update(bytes(data.tolist()))

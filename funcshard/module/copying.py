@@ -1,0 +1,329 @@
+"""Copies of module trees and of what their attributes refer to.
+
+``make_template`` copies a whole tree, with empty tensors in place of its tensors, and every call
+copies attributes of that template. Both use ``copy.deepcopy``, with a memo for what it doesn't
+copy: modules and tensors that have a copy already, graphs of ``torch.fx``, tensors with a graph,
+and functions that captured modules.
+
+A module may hold a plain function whose closure or defaults refer to modules of the tree, such as a
+``forward`` that was wrapped in another function. ``copy.deepcopy`` returns such a function itself,
+and of a bound method it copies the object but not the function. ``References`` finds these
+functions and methods, and makes copies of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import enum
+import pathlib
+import re
+import types
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from funcshard._utils import reachable
+from funcshard.comm import Mesh
+
+TABLES = ("_parameters", "_buffers", "_modules")
+TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__)  # hooks, tables, the training flag
+TORCH_CONTAINERS = {
+    key: type(value) for key, value in nn.Module().__dict__.items() if isinstance(value, dict | set)
+}
+# The graph and its code.
+_GRAPH_ATTRIBUTES = frozenset(fx.GraphModule({}, fx.Graph()).__dict__) - TORCH_ATTRIBUTES
+
+# --- attributes -----------------------------------------------------------------------------------
+
+_PLAIN = frozenset({type(None), bool, int, float, str})
+_IMMUTABLE = (
+    *_PLAIN, complex, bytes, range, slice, type, enum.Enum, pathlib.PurePath, re.Pattern,
+    types.FunctionType, types.BuiltinFunctionType, types.ModuleType,
+    torch.dtype, torch.device, torch.layout, torch.memory_format, Mesh, DeviceMesh,
+)  # fmt: skip
+
+
+def attributes_to_follow(module: nn.Module) -> list[tuple[str, Any]]:
+    """Return the attributes that may refer to something, without the tables of the tree.
+
+    The graph of a module of ``torch.fx`` is left out: no call changes it.
+    """
+    left_out = {*TABLES, "_compiled_call_impl", *graph_attributes(type(module))}
+    return [
+        (key, value)
+        for key, value in module.__dict__.items()
+        if type(value) not in _PLAIN
+        and (key not in TORCH_CONTAINERS or value)
+        and key not in left_out
+    ]
+
+
+def graph_attributes(cls: type[nn.Module]) -> frozenset[str]:
+    """Return the attributes that describe the graph of a module that ``torch.fx`` made."""
+    if issubclass(cls, fx.GraphModule):
+        return _GRAPH_ATTRIBUTES
+    return frozenset()
+
+
+def is_immutable(value: Any) -> bool:
+    """Return whether no call can change ``value``, so that all calls may share it."""
+    if type(value) in _PLAIN:
+        return True  # only for speed
+    # Why the iterators of built-in classes: an object of a user may iterate in its own way, or
+    # raise.
+    if isinstance(value, tuple):
+        return all(map(is_immutable, tuple.__iter__(value)))
+    if isinstance(value, frozenset):
+        return all(map(is_immutable, frozenset.__iter__(value)))
+    # Why by class: isinstance of a DeviceMesh reads an attribute of the object in torch 2.12.
+    if issubclass(type(value), _IMMUTABLE):
+        return True
+    if dataclasses.is_dataclass(value) and type(value).__dataclass_params__.frozen:  # type: ignore[union-attr]
+        return all(is_immutable(getattr(value, field.name)) for field in dataclasses.fields(value))
+    return False
+
+
+# --- functions that captured modules --------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Capture:
+    """A function that captured modules or tensors of the tree.
+
+    Attributes:
+        function: the function.
+        cells: positions of the cells of its closure that lead to the tree; its copies share the
+            other cells.
+        defaults: whether default values of its arguments lead there.
+    """
+
+    function: types.FunctionType
+    cells: tuple[int, ...]
+    defaults: bool
+
+    def empty_copy(self) -> types.FunctionType:
+        """Return a copy whose cells are empty where they lead to the tree."""
+        old = self.function
+        closure = list(old.__closure__ or ())
+        for cell_index in self.cells:
+            closure[cell_index] = types.CellType()
+        new = types.FunctionType(
+            old.__code__, old.__globals__, old.__name__, old.__defaults__, tuple(closure)
+        )
+        new.__kwdefaults__, new.__qualname__ = old.__kwdefaults__, old.__qualname__
+        new.__dict__.update(old.__dict__)
+        return new
+
+    def fill(self, new: types.FunctionType, memo: dict[int, Any]) -> None:
+        """Give a copy what the function captured, copied: the contents of cells, and defaults."""
+        old_closure, new_closure = self.function.__closure__ or (), new.__closure__ or ()
+        for cell_index in self.cells:
+            contents = old_closure[cell_index].cell_contents
+            new_closure[cell_index].cell_contents = copied(contents, memo)
+        if self.defaults:
+            new.__defaults__ = copied(self.function.__defaults__, memo)
+            new.__kwdefaults__ = copied(self.function.__kwdefaults__, memo)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class References:
+    """What attributes refer to that ``copy.deepcopy`` would copy in another way, or not at all.
+
+    Attributes:
+        captures: the functions that captured a part of the tree.
+        methods: the bound methods of such functions, and of other callables that lead to the tree.
+        shared: the objects that aren't copied: DeviceMeshes, which represent connections between
+            ranks, and functions of ``torch.jit``, which have no state and cannot be copied.
+    """
+
+    captures: tuple[Capture, ...]
+    methods: tuple[types.MethodType, ...]
+    shared: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, attributes: Iterable[Any], parts: Collection[int]) -> References:
+        """Return the references of attributes; ``parts`` are the ids of the tree's objects."""
+        captures: dict[int, Capture] = {}
+        methods: list[types.MethodType] = []
+        shared: list[Any] = []
+        values = {
+            id(value): value
+            for value in attributes
+            if isinstance(value, types.FunctionType) or not is_immutable(value)
+        }
+        reached = {id(item): item for value in values.values() for item in reachable(value)}
+        for item in reached.values():
+            if issubclass(type(item), (DeviceMesh, torch.jit.ScriptFunction)):
+                shared.append(item)
+            elif isinstance(item, types.MethodType):
+                methods.append(item)
+            elif isinstance(item, types.FunctionType):
+                closure = enumerate(item.__closure__ or ())
+                cells = tuple(cell_index for cell_index, cell in closure if _leads(cell, parts))
+                defaults = any(_leads(d, parts) for d in (item.__defaults__, item.__kwdefaults__))
+                if cells or defaults:
+                    captures[id(item)] = Capture(item, cells, defaults)
+        # Note: a method of another function leads to the tree by its object alone, and deepcopy
+        # follows that.
+        rebound = [
+            method
+            for method in methods
+            if id(method.__func__) in captures
+            or (not isinstance(method.__func__, types.FunctionType) and _leads(method, parts))
+        ]
+        return cls(tuple(captures.values()), tuple(rebound), tuple(shared))
+
+    @contextlib.contextmanager
+    def in_memo(self, memo: dict[int, Any]) -> Iterator[dict[int, Any]]:
+        """Yield a memo for ``copied`` that holds copies of the functions, which the end fills."""
+        memo.update((id(value), value) for value in self.shared)
+        functions = [(capture, capture.empty_copy()) for capture in self.captures]
+        memo.update((id(capture.function), function) for capture, function in functions)
+        if self.methods:
+            memo = _MethodsToo(memo, self.methods)
+        yield memo
+        # Why only now: what a function captured may refer to objects that hold the function.
+        for capture, function in functions:
+            capture.fill(function, memo)
+
+
+def _leads(value: Any, parts: Collection[int]) -> bool:
+    return value is not None and any(id(item) in parts for item in reachable(value))
+
+
+class _MethodsToo(dict[int, Any]):
+    """A memo of ``copy.deepcopy`` that copies bound methods when they are asked for.
+
+    Not before, because the object that a method is bound to may have no copy yet.
+    """
+
+    def __init__(self, memo: dict[int, Any], methods: Iterable[types.MethodType]) -> None:
+        super().__init__(memo)
+        self.methods = {id(method): method for method in methods}
+
+    def get(self, key: int, default: Any = None) -> Any:
+        if key not in self and key in self.methods:
+            method = self.methods[key]
+            function, owner = copied(method.__func__, self), copied(method.__self__, self)
+            self[key] = types.MethodType(function, owner)
+        return super().get(key, default)
+
+
+def copied(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a deep copy of ``value`` under ``memo``, which may hold copies of functions too."""
+    # Why here: new versions of Python copy a function without a look at the memo.
+    if isinstance(value, types.FunctionType) and id(value) in memo:
+        return memo[id(value)]
+    return copy.deepcopy(value, memo)
+
+
+# --- the template ---------------------------------------------------------------------------------
+
+
+def make_template(
+    modules: Sequence[nn.Module], tensors: Mapping[str, torch.Tensor]
+) -> tuple[list[nn.Module], dict[str, torch.Tensor]]:
+    """Copy a module tree, with empty tensors in place of its tensors.
+
+    Arguments:
+        modules: the modules of the tree, each once, parents first.
+        tensors: its parameters and buffers, each once.
+
+    Returns:
+        The modules of the copy, in the same order, and its empty tensors by name.
+    """
+    empty = torch.empty(0, device="meta", dtype=torch.float32)
+    stand_ins: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        stand_ins[name] = empty.detach()
+        if isinstance(tensor, nn.Parameter):
+            stand_ins[name] = nn.Parameter(empty, requires_grad=False)
+    memo: dict[int, Any] = {id(tensors[name]): stand_in for name, stand_in in stand_ins.items()}
+    parts = {*map(id, modules), *memo}
+    attributes: list[Any] = []
+    for m in modules:
+        # Why not by deepcopy: a module has a dozen empty tables of hooks, which take most of its
+        # time.
+        for key, kind in TORCH_CONTAINERS.items():
+            table = m.__dict__.get(key)
+            if type(table) is kind and not table:
+                memo[id(table)] = kind()
+        for key, value in attributes_to_follow(m):
+            if not is_immutable(value):
+                # Why a clone: an earlier forward may have kept a tensor that has a graph, which
+                # deepcopy refuses.
+                memo.update(
+                    (id(inner), inner.detach().clone())
+                    for inner in reachable(value)
+                    if isinstance(inner, torch.Tensor) and inner.grad_fn is not None
+                )
+            # Why not torch's own: a hook may refer to any module that its user likes.
+            if key not in TORCH_CONTAINERS:
+                attributes.append(value)
+    references = References.of(attributes, parts)
+    with references.in_memo(memo) as memo:
+        _copy_by_attributes(modules, memo)
+        root = copy.deepcopy(modules[0], memo)
+    copies = list(root.modules())
+    if references.captures:
+        # Why again: deepcopy of a module copies its attributes without ``copied``.
+        for m in copies:
+            functions = [(k, v) for k, v in vars(m).items() if isinstance(v, types.FunctionType)]
+            m.__dict__.update((key, copied(value, memo)) for key, value in functions)
+    return copies, stand_ins
+
+
+def _copy_by_attributes(modules: Sequence[nn.Module], memo: dict[int, Any]) -> None:
+    """Put copies of modules of ``torch.fx``, and of those with another pickle, into ``memo``.
+
+    ``GraphModule.__deepcopy__`` loses attributes and compiles the graph again. The copies share the
+    graph, which no call changes. A pickle may make other children and other tensors, as that of
+    e3nn's modules does.
+    """
+    originals: list[nn.Module] = []
+    for m in modules:
+        cls = type(m)
+        if isinstance(m, fx.GraphModule):
+            # Why a class of its own: when the module's graph is edited, the forward of its class is
+            # replaced.
+            names = {key: getattr(cls, key) for key in ("forward", "__module__", "__qualname__")}
+            memo[id(m)] = object.__new__(type(cls.__name__, (cls,), names))
+            originals.append(m)
+        elif _has_own_pickle(cls) and _can_copy_attributes(m, memo | {id(m): m for m in modules}):
+            memo[id(m)] = object.__new__(cls)
+            originals.append(m)
+    for m in originals:
+        shared = graph_attributes(type(m))
+        memo[id(m)].__dict__.update(
+            {
+                key: value if key in shared else copy.deepcopy(value, memo)
+                for key, value in m.__dict__.items()
+            }
+        )
+
+
+def _can_copy_attributes(module: nn.Module, memo: dict[int, Any]) -> bool:
+    """Return whether all attributes can be copied; a pickle may leave out others, or make them."""
+    attributes = {key: value for key, value in module.__dict__.items() if key not in TABLES}
+    if any(issubclass(type(value), weakref.ref) for value in reachable([*attributes.values()])):
+        return False  # copies refer to the same object, as that of nn.LSTM to its weights
+    try:
+        copy.deepcopy(attributes, memo)
+    except Exception:  # of any kind: it is the code of any object
+        return False
+    return True
+
+
+def _has_own_pickle(cls: type[nn.Module]) -> bool:
+    """Return whether a class says by its pickle alone how its modules are copied."""
+    return not hasattr(cls, "__deepcopy__") and (
+        cls.__getstate__ is not nn.Module.__getstate__
+        or cls.__setstate__ is not nn.Module.__setstate__
+    )
