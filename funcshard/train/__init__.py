@@ -3,9 +3,8 @@
 Read the files in this order:
 
 - ``train_step``: ``make_train_step``, which calls everything below.
-- ``train_state``: ``TrainState``, the state between two steps, and ``copy``.
+- ``train_state``: ``TrainState``, the state between two steps, and its copies.
 - ``metering``: ``make_meter``, the numbers of a step for a log.
-- ``choice``: one of two trees, for steps that may be skipped in a graph.
 - ``clipping``: ``global_norm`` and ``clip_by_global_norm`` of sharded gradients.
 - ``scaler``: ``GradScaler``, loss scaling for float16.
 - ``step_checks``: whether a loss function and a scaler fit a step.

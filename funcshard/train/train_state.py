@@ -1,7 +1,11 @@
-"""``TrainState``: the state of training between two steps; and ``copy``, which copies any state."""
+"""``TrainState``: the state of training between two steps; and ``copy``, which copies any state.
+
+``choose_tree`` returns one of two states, for graphs, in which Python cannot branch.
+"""
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -84,13 +88,40 @@ def copy(state: T) -> T:
     Source: ``jnp.copy``, for arguments of ``jax.jit(donate_argnums=...)`` that are to be kept.
     """
 
-    def of_leaf(leaf: Any) -> Any:
+    def copy_leaf(leaf: Any) -> Any:
         check_not_donated(leaf)
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        new = leaf.detach().clone()
+        new_leaf = leaf.detach().clone()
         if leaf.device.type == "cpu" and torch.cuda.is_available() and leaf.is_pinned():
-            new = new.pin_memory()  # as the shards of offloaded units are
-        return new.requires_grad_(leaf.requires_grad)
+            new_leaf = new_leaf.pin_memory()  # as the shards of offloaded units are
+        return new_leaf.requires_grad_(leaf.requires_grad)
 
-    return tree.map(of_leaf, state)
+    return tree.map(copy_leaf, state)
+
+
+def choose_tree(is_first: torch.Tensor, first: T, second: T) -> T:
+    """Return the tree ``first`` where ``is_first`` is true, and ``second`` where it is not.
+
+    Arguments:
+        is_first: a boolean scalar.
+        first: a tree of tensors and whole numbers.
+        second: a tree of the same form.
+    """
+    # Why once: the host waits for each copy to the CPU, and for each number.
+    flag_on = functools.cache(is_first.to)
+    flag_number = functools.cache(lambda: is_first.to(torch.int64).item())
+
+    def choose(first_leaf: Any, second_leaf: Any) -> Any:
+        if first_leaf is second_leaf:
+            return second_leaf
+        if isinstance(second_leaf, torch.Tensor):
+            return torch.where(flag_on(second_leaf.device), first_leaf, second_leaf)
+        return second_leaf + (first_leaf - second_leaf) * flag_number()
+
+    return tree.map(choose, first, second)
+
+
+def same_form(first: Any, second: Any) -> bool:
+    """Return whether two trees differ in their leaves only."""
+    return bool(tree.flatten_with_form(first)[1] == tree.flatten_with_form(second)[1])

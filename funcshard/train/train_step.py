@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import torch
 
@@ -43,22 +43,20 @@ from funcshard.core import (
     loss_value,
 )
 from funcshard.plan import AXES, Plan, Reduce, check_reduce, check_reduce_units, position_of
-from funcshard.train.choice import choose_tree, same_form
 from funcshard.train.clipping import clip_by_global_norm, global_norm
 from funcshard.train.optimizer_pair import TorchOptimizer, check_optimizer
 from funcshard.train.optimizers import apply_optimizer
-from funcshard.train.scaler import GradScaler, ScalerState
+from funcshard.train.param_groups import trainable_buffers
+from funcshard.train.scaler import GradScaler
 from funcshard.train.step_checks import (
     check_loss_fn,
     check_scaler,
     found_as_state,
     texts_of_optimizer,
 )
-from funcshard.train.train_state import TrainState, copy
+from funcshard.train.train_state import TrainState, choose_tree, copy, same_form
 
 _log = logging.getLogger("funcshard.train")
-
-T = TypeVar("T")
 
 _REMEDIES = {
     "zero_grad": "leave it out; each call computes new gradients",
@@ -180,76 +178,46 @@ def make_train_step(
     """
     check_fits(plan, mesh)
     function = _gradient_function(loss_fn, mesh, gradient)
+    options = function.options
     check_loss_fn(function.loss_fn)
     check_optimizer(optimizer, plan)
-    options, micro_batches = function.options, function.micro_batches
-    has_aux, weighted = options.has_aux, options.weighted
     check_scaler(scaler)
     check_reduce_units(options.reduce, plan.units)
-    for name, flag in {"mutable": mutable, "donate": donate}.items():
-        check_flag(name, flag)
+    check_flag("mutable", mutable)
+    check_flag("donate", donate)
     if max_norm is not None:
         remedy = "pass math.inf for the norm alone"
         check_number(
             "max_norm", max_norm, above=0, infinite=True, none="for no clipping", remedy=remedy
         )
-    if not any(buffer.trainable for unit in plan.unit_list for buffer in unit.buffers):
+    if not trainable_buffers(plan):
         raise ValueError(
             "a training step needs a trainable leaf; found none in the plan: set requires_grad on "
             "the module's parameters before make_functional, or on its params before make_plan"
         )
     compared = {
-        "has_aux": has_aux, "mutable": mutable, "max_norm": max_norm, "accumulate": micro_batches or 1,
-        "reduce": options.reduce, "weighted": weighted, "divisor": options.divisor, "scaler": scaler, "donate": donate,
+        "has_aux": options.has_aux, "mutable": mutable, "max_norm": max_norm,
+        "accumulate": function.micro_batches or 1, "reduce": options.reduce,
+        "weighted": options.weighted, "divisor": options.divisor, "scaler": scaler, "donate": donate,
     }  # fmt: skip
-    texts = texts_of_optimizer(optimizer) | {
-        name: text_of(value) for name, value in compared.items()
-    }
-    check_all_same(mesh, {"the plan": plan.fingerprint(), **texts}, "make_train_step")
-    inner = dataclasses.replace(options, mesh=mesh, has_aux=True)
-
-    def evaluate(
-        shards: Shards, buffers: dict[str, torch.Tensor], batch: Any, scaling: ScalerState | None
-    ) -> tuple[tuple[Any, ...], Shards]:
-        """Return losses, weights, buffers and aux, and the gradient; losses and gradient scaled."""
-        current_buffers = buffers
-        own_weight = 0.0
-        own_total: Any = 0.0
-
-        def loss_and_rest(shards: Shards, batch: Any) -> Any:
-            nonlocal current_buffers, own_weight, own_total
-            results = _named_results(
-                function.loss_fn(shards, current_buffers, batch), has_aux, mutable, weighted
-            )
-            # A batch of weight zero is no data, so running statistics must not see it either.
-            weight = check_weight(results["weight"]) if weighted else 1.0
-            if mutable and weight > 0:
-                _check_names(results["new_buffers"], current_buffers)
-                current_buffers = tree.map(detached, results["new_buffers"])
-            if scaler is not None and scaling is not None:
-                results["loss"] = scaler.scale(results["loss"], scaling)
-            if not weighted:
-                return results["loss"], results.get("aux")
-            own_weight += weight
-            if weight > 0:  # a loss of weight zero may be NaN
-                own_total = own_total + loss_value(results["loss"]) * weight
-            return results["loss"], weight, results.get("aux")
-
-        if micro_batches is None:
-            run = gradient_function(loss_and_rest, inner)
-        else:
-            run = accumulating_function(loss_and_rest, micro_batches, inner)
-        result, grads = run(shards, batch)
-        loss, weight, aux = result if weighted else (result[0], None, result[1])
-        own_loss = loss
-        if weighted:
-            own_loss = own_total / own_weight if own_weight > 0 else torch.zeros_like(loss)
-        return (loss, own_loss, weight, own_weight, current_buffers, aux), grads
-
-    hooked = options.on_grads is not None or options.on_reduce_scattered is not None
-    owns_grads = options.divisor is None and not hooked and _divides_all_gradients(plan)
-    parts = has_aux, mutable, max_norm, scaler, donate, owns_grads
-    return TrainStep(evaluate, optimizer, plan, mesh, *parts, getattr(optimizer[1], "rate", None))
+    texts = {"the plan": plan.fingerprint(), **texts_of_optimizer(optimizer)}
+    texts |= {name: text_of(value) for name, value in compared.items()}
+    check_all_same(mesh, texts, "make_train_step")
+    hooks = (options.on_grads, options.on_reduce_scattered)
+    return TrainStep(
+        function=function,
+        options=dataclasses.replace(options, mesh=mesh, has_aux=True),
+        optimizer=optimizer,
+        plan=plan,
+        mesh=mesh,
+        has_aux=options.has_aux,
+        mutable=mutable,
+        max_norm=max_norm,
+        scaler=scaler,
+        donate=donate,
+        owns_grads=hooks == (None, None) and options.divisor is None and _divides_all(plan),
+        rate=getattr(optimizer[1], "rate", None),
+    )
 
 
 def _gradient_function(loss_fn: Any, mesh: Mesh, keywords: GradientKeywords) -> GradientFunction:
@@ -268,12 +236,12 @@ def _gradient_function(loss_fn: Any, mesh: Mesh, keywords: GradientKeywords) -> 
                 f"{mesh.shape}: leave mesh= out of value_and_grad or accumulate"
             )
         return loss_fn
-    own_options = {name: value for name, value in keywords.items() if name != "accumulate"}
-    options = GradientOptions(mesh=mesh, **own_options)  # type: ignore[arg-type]
-    count = check_reduce(keywords.get("accumulate", 1), options.reduce, "accumulate")
-    if count == 1:
+    gradient_options = {name: value for name, value in keywords.items() if name != "accumulate"}
+    options = GradientOptions(mesh=mesh, **gradient_options)  # type: ignore[arg-type]
+    micro_batches = check_reduce(keywords.get("accumulate", 1), options.reduce, "accumulate")
+    if micro_batches == 1:
         return gradient_function(loss_fn, options)
-    return accumulating_function(loss_fn, count, options)
+    return accumulating_function(loss_fn, micro_batches, options)
 
 
 def _check_names(new_buffers: Any, buffers: Any) -> None:
@@ -291,25 +259,27 @@ def _check_names(new_buffers: Any, buffers: Any) -> None:
 def _named_results(result: Any, has_aux: bool, mutable: bool, weighted: bool) -> dict[str, Any]:
     """Return the results of a loss function by name."""
     names = ["loss", *["weight"] * weighted, *["new_buffers"] * mutable, *["aux"] * has_aux]
-    if len(names) == 1 and not isinstance(result, tuple):
+    if not isinstance(result, tuple) and names == ["loss"]:
         return {"loss": result}
     if not isinstance(result, tuple) or len(result) != len(names):
-        found_text = f"a tuple of {len(result)}" if isinstance(result, tuple) else outline(result)
+        result_text = outline(result)
+        if isinstance(result, tuple):
+            result_text = f"a tuple of {len(result)}"
         raise TypeError(
             f"with has_aux={has_aux}, mutable={mutable} and weighted={weighted} loss_fn must return "
-            f"({', '.join(names)}); found {found_text}: for (loss, aux) pass has_aux=True, for "
+            f"({', '.join(names)}); found {result_text}: for (loss, aux) pass has_aux=True, for "
             "(loss, new_buffers) mutable=True, for (loss, weight) weighted=True"
         )
     return dict(zip(names, result, strict=True))
 
 
-def _divides_all_gradients(plan: Plan) -> bool:
+def _divides_all(plan: Plan) -> bool:
     """Return whether the mean over ranks divides every gradient, which gives it its own memory.
 
     Autograd returns an undivided gradient, which can share memory with a tensor of the user.
     """
-    local = {axis for unit in plan.unit_list for buffer in unit.buffers for axis in buffer.local}
-    return plan.world_size > 1 and not local.intersection(AXES)
+    local_axes = {axis for _, buffer in trainable_buffers(plan) for axis in buffer.local}
+    return plan.world_size > 1 and not local_axes.intersection(AXES)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -317,13 +287,13 @@ class TrainStep:
     """A training step; made by ``make_train_step``.
 
     Attributes:
-        evaluate: ``evaluate(shards, buffers, batch, scaling)``, the loss function's results and the
-            gradient.
+        function: the loss function, and the number of its micro-batches.
+        options: how its gradients are computed; it always has an aux here.
         optimizer: the pair of functions.
         plan: the plan of the shards.
         mesh: the ranks.
         has_aux: whether the loss function returns an aux.
-        mutable: whether the loss function returns new buffers.
+        mutable: whether it returns new buffers.
         max_norm: the bound of the gradient's norm; ``math.inf`` for the norm alone, ``None`` for
             neither.
         scaler: the loss scaling; ``None`` without.
@@ -334,7 +304,8 @@ class TrainStep:
         warned: whether the step has said that ``torch.compile`` compiles nothing of it.
     """
 
-    evaluate: Callable[..., tuple[Any, Any]]
+    function: GradientFunction
+    options: GradientOptions
     optimizer: Any
     plan: Plan
     mesh: Mesh
@@ -368,10 +339,11 @@ class TrainStep:
     def init(self, shards: Shards, buffers: dict[str, torch.Tensor]) -> TrainState:
         """Return the state before the first step."""
         check_cut(self.plan, shards)
-        scaling = None if self.scaler is None else self.scaler.init(self.mesh)
-        return TrainState(
-            shards, buffers, self.optimizer[0](_trainable(shards, self.plan)), 0, scaling
-        )
+        opt_state = self.optimizer[0](_trainable(shards, self.plan))
+        state = TrainState(shards, buffers, opt_state, step=0)
+        if self.scaler is not None:
+            state = state._replace(scaler=self.scaler.init(self.mesh))
+        return state
 
     @property
     def schedules(self) -> dict[str, Callable[[int], Any]]:
@@ -386,11 +358,51 @@ class TrainStep:
                 f"TrainState of step.init, or of the step before; found {found_as_state(state)}"
             )
         if (state.scaler is None) != (self.scaler is None):
-            scaling = "None" if self.scaler is None else "scaler.init(mesh)"
             raise ValueError(
                 "step and state must both have a scaler, or neither; found one of them alone: set "
-                f"it with state._replace(scaler={scaling})"
+                "it with state._replace(scaler=scaler.init(mesh)), or remove it with scaler=None"
             )
+
+    def _evaluate(self, state: TrainState, batch: Any) -> tuple[tuple[Any, ...], Shards]:
+        """Return losses, weights, buffers and aux, and the gradient; losses and gradient scaled."""
+        function, weighted = self.function, self.options.weighted
+        buffers = state.buffers
+        local_weight = 0.0
+        local_total: Any = 0.0
+
+        def loss_and_rest(shards: Shards, batch: Any) -> Any:
+            nonlocal buffers, local_weight, local_total
+            result = function.loss_fn(shards, buffers, batch)
+            results = _named_results(result, self.has_aux, self.mutable, weighted)
+            loss, aux, weight = results["loss"], results.get("aux"), 1.0
+            if weighted:
+                weight = check_weight(results["weight"])
+            # A batch of weight zero is no data, so running statistics must not see it either.
+            if self.mutable and weight > 0:
+                _check_names(results["new_buffers"], buffers)
+                buffers = tree.map(detached, results["new_buffers"])
+            if self.scaler is not None and state.scaler is not None:
+                loss = self.scaler.scale(loss, state.scaler)
+            if not weighted:
+                return loss, aux
+            local_weight += weight
+            if weight > 0:  # a loss of weight zero may be NaN
+                local_total = local_total + loss_value(loss) * weight
+            return loss, weight, aux
+
+        if function.micro_batches is None:
+            run = gradient_function(loss_and_rest, self.options)
+        else:
+            run = accumulating_function(loss_and_rest, function.micro_batches, self.options)
+        result, grads = run(state.shards, batch)
+        if not weighted:
+            loss, aux = result
+            return (loss, loss, None, local_weight, buffers, aux), grads
+        loss, weight, aux = result
+        local_loss = torch.zeros_like(loss)
+        if local_weight > 0:
+            local_loss = local_total / local_weight
+        return (loss, local_loss, weight, local_weight, buffers, aux), grads
 
     @untraced_with_warning(
         "torch.compile compiles nothing of a training step, whose collectives run between graphs: "
@@ -403,9 +415,9 @@ class TrainStep:
         _log.debug("step %d begins", state.step + 1)
         plan, mesh = self.plan, self.mesh
         scaler, scaling = self.scaler, state.scaler
-        results, grads = self.evaluate(state.shards, state.buffers, batch, scaling)
-        loss, own_loss, weight, own_weight, buffers, aux = results
-        loss, own_loss = loss_value(loss), loss_value(own_loss)
+        results, grads = self._evaluate(state, batch)
+        loss, local_loss, weight, local_weight, buffers, aux = results
+        loss, local_loss = loss_value(loss), loss_value(local_loss)
         recording = current_recording()
         if recording is not None:
             recording.updates = True
@@ -414,23 +426,23 @@ class TrainStep:
             metrics["lr"] = self.rate
         if callable(self.rate):
             steps = state.opt_state["steps"]
-            # Why by name: a file of graphs has the names of schedules.
-            metrics["lr"] = (
-                self.rate(steps) if recording is None else recording.number(self.rate, steps)
-            )
+            if recording is None:
+                metrics["lr"] = self.rate(steps)
+            else:  # by name: a file of graphs has the names of schedules
+                metrics["lr"] = recording.number(self.rate, steps)
         if scaler is not None and scaling is not None:
-            loss, own_loss = (each / scaling.scale.to(each.device) for each in (loss, own_loss))
+            loss = loss / scaling.scale.to(loss.device)
+            local_loss = local_loss / scaling.scale.to(local_loss.device)
             grads, metrics["found_inf"] = scaler.unscale(
                 grads, scaling, mesh, donate=self.owns_grads, plan=plan
             )
             metrics["scale"] = scaling.scale
             scaling = scaler.update(scaling, metrics["found_inf"])
-        metrics |= (
-            {"loss": all_reduce_flat(loss.detach().clone(), mesh) / mesh.world_size}
-            if weight is None
-            else {"loss": loss, "weight": weight}
-        )
-        metrics["local_loss"] = own_loss
+        if weight is not None:
+            metrics |= {"loss": loss, "weight": weight}
+        else:
+            metrics["loss"] = all_reduce_flat(loss.detach().clone(), mesh) / mesh.world_size
+        metrics["local_loss"] = local_loss
         if self.max_norm is not None:
             if not isinstance(self.max_norm, torch.Tensor) and math.isinf(self.max_norm):
                 metrics["grad_norm"] = global_norm(grads, plan, mesh)
@@ -441,28 +453,29 @@ class TrainStep:
                 )
         if self.has_aux:
             metrics["aux"] = aux
-        recorded = recording is not None
         # The weight is the world's sum, so every rank returns here.
-        if weight is not None and not recorded and not _has_data(weight):
+        if weight is not None and recording is None and not _has_data(weight):
             return state, metrics
         if self.mutable:
-            buffers = _broadcast(
-                buffers, mesh, 0 if weight is None else _first_rank_with(own_weight, mesh)
-            )
-        if not recorded and metrics.get("found_inf", False):
+            rank = 0
+            if weight is not None:
+                rank = _first_rank_with(local_weight, mesh)
+            buffers = _broadcast(buffers, mesh, rank)
+        if recording is None and metrics.get("found_inf", False):
             return state._replace(buffers=buffers, scaler=scaling), metrics
-        skips = recorded and (weight is not None or scaler is not None)
+        # Note: in a graph the step is always taken, and ``_chosen`` keeps the old state if need be.
+        may_skip = recording is not None and (weight is not None or scaler is not None)
         with torch.no_grad():
-            trainable, opt_state = _trainable(state.shards, plan), state.opt_state
-            if (skips or not self.donate) and isinstance(self.optimizer, TorchOptimizer):
-                trainable, opt_state = copy((trainable, opt_state))
-            new, opt_state = apply_optimizer(
-                self.optimizer, _trainable(grads, plan), opt_state, trainable
+            params, opt_state = _trainable(state.shards, plan), state.opt_state
+            if (may_skip or not self.donate) and isinstance(self.optimizer, TorchOptimizer):
+                params, opt_state = copy((params, opt_state))
+            params, opt_state = apply_optimizer(
+                self.optimizer, _trainable(grads, plan), opt_state, params
             )
         _log.debug("step %d ends", state.step + 1)
-        shards = {name: {**state.shards[name], **new.get(name, {})} for name in state.shards}
+        shards = {name: {**state.shards[name], **params.get(name, {})} for name in state.shards}
         state_after = TrainState(shards, buffers, opt_state, state.step + 1, scaling)
-        if skips:
+        if may_skip:
             state_after = self._chosen(state, state_after, weight, metrics.get("found_inf"))
         return state_after, metrics
 
@@ -483,14 +496,16 @@ class TrainStep:
         """
         recording = current_recording()
         assert recording is not None, "a step that runs returns early"
-        # The optimizer made its state, and a skipped step has none.
         if not same_form(before, after):
+            # The optimizer made its state in this step, and a skipped step would have none.
             recording.replayable = False
             return after
         if found_inf is not None:
-            kept = choose_tree(found_inf, before, after)
-            after = kept._replace(buffers=after.buffers, scaler=after.scaler)
-        return after if weight is None else choose_tree(weight <= 0, before, after)
+            chosen = choose_tree(found_inf, before, after)
+            after = chosen._replace(buffers=after.buffers, scaler=after.scaler)
+        if weight is not None:
+            after = choose_tree(weight <= 0, before, after)
+        return after
 
 
 def _trainable(shards: Shards, plan: Plan) -> Shards:
@@ -510,11 +525,9 @@ def _has_data(weight: torch.Tensor) -> bool:
 
 def _first_rank_with(weight: float, mesh: Mesh) -> int:
     """Return the first rank whose ``weight`` is not zero; at least one rank's must not be."""
-    has_data = at_own_rank(
-        torch.full((), 1.0 if weight > 0 else 0.0, dtype=torch.float32, device=mesh.device), mesh
-    )
-    first: int = all_reduce_flat(has_data, mesh).argmax().item()  # type: ignore[assignment]
-    return first
+    has_data = torch.full((), float(weight > 0), dtype=torch.float32, device=mesh.device)
+    data_by_rank = all_reduce_flat(at_own_rank(has_data, mesh), mesh)
+    return int(data_by_rank.argmax().item())
 
 
 def _broadcast(buffers: dict[str, torch.Tensor], mesh: Mesh, rank: int) -> dict[str, torch.Tensor]:
@@ -525,15 +538,11 @@ def _broadcast(buffers: dict[str, torch.Tensor], mesh: Mesh, rank: int) -> dict[
     """
     flat, unflatten = tree.flatten(buffers)
     copies = [buffer.contiguous().clone() for buffer in flat]
-    src = position_of(rank, mesh.shape)
+    parts = [local_part(buffer) if is_dtensor(buffer) else buffer for buffer in copies]
+    source = position_of(rank, mesh.shape)
     for axis in ("shard", "replicate"):
         if mesh.groups[axis].size > 1:
             group = in_graph(mesh.groups[axis], axis)
-            for work in [group.broadcast(_part(buffer), src[axis]) for buffer in copies]:
+            for work in [group.broadcast(part, source[axis]) for part in parts]:
                 work.wait()
     return unflatten(copies)
-
-
-def _part(buffer: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor, and any other tensor itself."""
-    return local_part(buffer) if is_dtensor(buffer) else buffer
