@@ -49,24 +49,22 @@ def _nodes_at(structure: Structure, paths: Set[str]) -> dict[str, list[Structure
     """Return the nodes at each path: several if keys have dots, or are one text, as 1 and "1"."""
     nodes: dict[str, list[Structure]] = {path: [] for path in paths}
     above = {node for path in paths for node in tree.upwards(path.rpartition(".")[0])}
-
-    def visit(node: Structure, path: str) -> None:
+    waiting = [(structure, "")]
+    while waiting:
+        node, path = waiting.pop()
         if path in nodes:
             nodes[path].append(node)
         if path not in above or not isinstance(node, tuple):
-            return
+            continue
+        children = []
         for key, child in zip(_keys_of(node), node[2], strict=True):
-            child_path = f"{path}.{key}" if path else key
-            # Paths that end inside a key with dots: each is a dictionary of the rest of the key.
-            end = child_path.find(".", len(path) + 1)
-            while end >= 0:
-                if child_path[:end] in nodes:
-                    rest = ("dict", (child_path[end + 1 :],), (child,))
-                    nodes[child_path[:end]].append(rest)
-                end = child_path.find(".", end + 1)
-            visit(child, child_path)
-
-    visit(structure, "")
+            # A key with dots is a path of nested dictionaries, each of which has one key. At the
+            # root a dot in front is no end of a path, because the path "" is the root itself.
+            dot = key.find(".", int(not path))
+            if dot >= 0:
+                key, child = key[:dot], ("dict", (key[dot + 1 :],), (child,))
+            children.append((child, f"{path}.{key}" if path else key))
+        waiting += reversed(children)
     return nodes
 
 
