@@ -10,7 +10,7 @@ import contextlib
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,33 +52,31 @@ def record_sized_graph(
     # Why: asking for the address of a tensor without data is an error then, as in record_graph.
     with config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
         mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
-    pairs = list(zip(examples, names, strict=True))
     fakes = [
         _fake(mode, tensor, size_names, f"input{input_index}")
-        for input_index, (tensor, size_names) in enumerate(pairs)
+        for input_index, (tensor, size_names) in enumerate(zip(examples, names, strict=True))
     ]
-    dims = [
-        (input_index, dim, name)
-        for input_index, size_names in enumerate(names)
-        for dim, name in enumerate(size_names)
-        if name is not None
-    ]
+    # Note: before the recording, in which a symbol may turn out to have one value only.
     symbols = [
-        (_expression(fakes[input_index].shape[dim]), name) for input_index, dim, name in dims
+        (_expression(size), name)
+        for fake, size_names in zip(fakes, names, strict=True)
+        for size, name in zip(fake.shape, size_names, strict=False)
+        if name is not None
     ]
     with mode:
         graph, constants = record_graph(function, fakes, tracing_mode="real")
-    strides = [
-        pair
-        for fake, (tensor, size_names) in zip(fakes, pairs, strict=True)
-        if any(size_names)
-        for pair in _strides(fake, tensor)
-    ]
     placeholders = graph.find_nodes(op="placeholder")
-    _compute_sizes_first(
-        graph,
-        {_expression(fakes[n].shape[dim]): (placeholders[n], dim) for n, dim, _ in reversed(dims)},
-    )
+    sizes: dict[Any, tuple[fx.Node, int]] = {}
+    strides: list[tuple[Any, int]] = []  # of tensors that are not contiguous
+    for input_index, (fake, size_names) in enumerate(zip(fakes, names, strict=True)):
+        example = examples[input_index]
+        for dim, name in enumerate(size_names):
+            if name is not None:
+                size = _expression(fake.shape[dim])
+                sizes.setdefault(size, (placeholders[input_index], dim))
+        if any(size_names) and not example.is_contiguous():
+            strides += zip(map(_expression, fake.stride()), example.stride(), strict=True)
+    _compute_sizes_first(graph, sizes)
     return graph, constants, _conditions(env, symbols, strides)
 
 
@@ -115,16 +113,6 @@ def _expression(size: Any) -> Any:
 # --- conditions -----------------------------------------------------------------------------------
 
 
-def _strides(fake: torch.Tensor, tensor: torch.Tensor) -> list[tuple[Any, int]]:
-    """Return the strides of a tensor as symbols and as numbers; none for a contiguous one."""
-    if tensor.is_contiguous():
-        return []
-    return [
-        (_expression(fake_stride), real_stride)
-        for fake_stride, real_stride in zip(fake.stride(), tensor.stride(), strict=True)
-    ]
-
-
 def _conditions(
     env: Any, symbols: Sequence[tuple[Any, str]], strides: Sequence[tuple[Any, int]]
 ) -> list[tuple[str, str]]:
@@ -142,11 +130,7 @@ def _conditions(
         for symbol, name in symbols
         if symbol.is_Symbol
     }
-    known_values = named | {
-        symbol: sympy.Integer(stride)
-        for symbol, stride in strides
-        if symbol.is_Symbol and symbol not in named
-    }
+    known_values = {symbol: sympy.Integer(n) for symbol, n in strides if symbol.is_Symbol} | named
     places: dict[str, str] = {}  # the place of each condition, by its text
     for symbol, name in symbols:  # a size of 0 or 1 is no symbol
         if symbol.is_Integer:
@@ -176,19 +160,15 @@ def _is_bound(expression: Any) -> bool:
 
     if not isinstance(expression, sympy.Rel) or isinstance(expression, sympy.Eq | sympy.Ne):
         return False
-    left_side, right_side = expression.args
-    return (left_side.is_Symbol and right_side.is_Integer) or (
-        left_side.is_Integer and right_side.is_Symbol
-    )
+    kinds = {(side.is_Symbol, side.is_Integer) for side in expression.args}
+    return kinds == {(True, False), (False, True)}
 
 
 def _place(frame: Any) -> str:
     """Return where Python code asked for a size."""
-    return (
-        f"{os.path.basename(frame.filename)}, line {frame.lineno}"
-        if hasattr(frame, "filename")
-        else str(frame or "torch")
-    )
+    if hasattr(frame, "filename"):
+        return f"{os.path.basename(frame.filename)}, line {frame.lineno}"
+    return str(frame or "torch")
 
 
 def _text(expression: Any) -> str:
@@ -214,58 +194,65 @@ def _compute_sizes_first(graph: fx.Graph, sizes: Mapping[Any, tuple[fx.Node, int
     import sympy
 
     size_nodes: dict[Any, fx.Node] = {}
+    symbols = {size for size in sizes if isinstance(size, sympy.Symbol)}
     first = next(node for node in graph.nodes if node.op != "placeholder")
-
-    def add(target: Any, *args: Any) -> fx.Node:
-        return graph.call_function(target, args)
-
-    def built(expression: Any) -> fx.Node | int:
-        if expression.is_Integer:
-            return int(expression)
-        if expression not in size_nodes:
-            size_nodes[expression] = made(expression)
-        return size_nodes[expression]
-
-    def joined(target: Any, parts: Iterable[Any]) -> Any:
-        joined_node, *other_nodes = [built(part) for part in parts]
-        for other_node in other_nodes:
-            joined_node = add(target, joined_node, other_node)
-        return joined_node
-
-    def made(expression: Any) -> Any:
-        if expression in sizes:
-            return add(torch.ops.aten.sym_size.int, *sizes[expression])
-        name = type(expression).__name__
-        if name in ("Add", "Mul"):
-            return joined(operator.add if name == "Add" else operator.mul, expression.args)
-        if name in ("FloorDiv", "CleanDiv", "Mod", "PythonMod"):
-            target = operator.mod if name.endswith("Mod") else operator.floordiv
-            return joined(target, expression.args)
-        if name == "Pow" and expression.args[1].is_Integer and int(expression.args[1]) > 1:
-            return joined(operator.mul, [expression.args[0]] * int(expression.args[1]))
-        raise LookupError(name)
-
     for node in list(graph.nodes):
         value = node.meta.get("val")
         if node.op != "call_function" or not isinstance(value, torch.SymInt):
             continue
         expression = value.node.expr
-        if not expression.free_symbols <= {
-            size for size in sizes if isinstance(size, sympy.Symbol)
-        }:
+        if not expression.free_symbols <= symbols:
             continue
+        # LookupError: a function of sizes that is rare, which stays where it is.
         with graph.inserting_before(first), contextlib.suppress(LookupError):
-            size_node = built(expression)
-            node.replace_all_uses_with(size_node) if isinstance(size_node, fx.Node) else put_number(
-                node, size_node
-            )
+            size_node = _size_node(graph, expression, sizes, size_nodes)
+            if isinstance(size_node, fx.Node):
+                node.replace_all_uses_with(size_node)
+            else:
+                put_number(node, size_node)
             if node is first:
                 first = node.next
             graph.erase_node(node)
 
 
+_TARGETS = {
+    "Add": operator.add,
+    "Mul": operator.mul,
+    "FloorDiv": operator.floordiv,
+    "CleanDiv": operator.floordiv,
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
+}
+
+
+def _size_node(
+    graph: fx.Graph,
+    expression: Any,
+    sizes: Mapping[Any, tuple[fx.Node, int]],
+    size_nodes: dict[Any, fx.Node],
+) -> fx.Node | int:
+    """Return the node that computes an expression of sizes; ``size_nodes`` keeps all of them."""
+    if expression.is_Integer:
+        return int(expression)
+    if expression in size_nodes:
+        return size_nodes[expression]
+    if expression in sizes:
+        node: Any = graph.call_function(torch.ops.aten.sym_size.int, sizes[expression])
+    else:
+        name, args = type(expression).__name__, expression.args
+        if name == "Pow" and args[1].is_Integer and int(args[1]) > 1:
+            name, args = "Mul", [args[0]] * int(args[1])
+        target = _TARGETS[name]
+        node, *other_nodes = [_size_node(graph, arg, sizes, size_nodes) for arg in args]
+        for other_node in other_nodes:
+            node = graph.call_function(target, (node, other_node))
+    size_nodes[expression] = node
+    return node
+
+
 def put_number(node: fx.Node, number: Any) -> None:
     """Let the users of a node use a number in its place."""
     for user in list(node.users):
-        user.args = fx.node.map_arg(user.args, lambda each: number if each is node else each)
-        user.kwargs = fx.node.map_arg(user.kwargs, lambda each: number if each is node else each)
+        user.args, user.kwargs = fx.node.map_arg(
+            (user.args, user.kwargs), lambda argument: number if argument is node else argument
+        )
