@@ -13,7 +13,14 @@ from typing import NoReturn
 import funcshard as fs
 from funcshard._utils import tree
 from funcshard.checkpoint import export_parameters, write_dcp
-from funcshard.demo.arguments import add_mesh, add_sizes, at_least, check_mesh, gpt_config
+from funcshard.demo.arguments import (
+    add_mesh,
+    add_number,
+    add_sizes,
+    at_least,
+    check_mesh,
+    gpt_config,
+)
 from funcshard.demo.calibrate_command import add_calibrate, calibrate_command
 from funcshard.demo.display import mebibytes
 from funcshard.demo.launch import launch, world_size
@@ -64,20 +71,8 @@ def _parser() -> argparse.ArgumentParser:
         add_train,
         ranks="processes to start; under torchrun, this process joins torchrun's world instead",
     )
-    add_train.add_argument(
-        "--steps",
-        type=at_least(0),
-        default=120,
-        metavar="N",
-        help="training steps (default: %(default)s)",
-    )
-    add_train.add_argument(
-        "--batch",
-        type=at_least(1, 1_048_576),
-        default=2,
-        metavar="N",
-        help="sequences a rank and step (default: %(default)s)",
-    )
+    add_number(add_train, "--steps", 120, "training steps", least=0)
+    add_number(add_train, "--batch", 2, "sequences a rank and step", most=2**20)
     add_train.add_argument(
         "--lr",
         type=_positive,
@@ -96,9 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         "--text", metavar="PATH", help="file or folder to train on (default: the standard library's .py files)",
     )  # fmt: skip
     add_train.add_argument(
-        "--out",
-        metavar="DIR",
-        help="folder for the result (default: runs/STRATEGY)",
+        "--out", metavar="DIR", help="folder for the result (default: runs/STRATEGY)"
     )
     add_train.add_argument(
         "--save-every", type=at_least(1), default=0, metavar="N",
@@ -111,22 +104,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_sizes(add_train)
     add_train.set_defaults(units=["blocks.*"])
-    of_plan = commands.add_parser(
+    add_plan_command = commands.add_parser(
         "plan",
         help="print the plan for a model and a number of ranks, and estimate its step; starts no process",
         description="Print how a model would be sharded and, with --hardware, which memory, time and traffic a training "
         "step would take. No parameters are allocated and no process is started.",
     )
-    add_plan(of_plan)
-    add_sizes(of_plan)
-    add_calibrate(
-        commands.add_parser(
-            "calibrate",
-            help="measure this machine, and write a hardware file for plan --hardware; takes about half a minute",
-            description="Measure FLOP/s, memory bandwidth and collectives of this machine's CPUs, and write them to a file "
-            "for plan --hardware. It takes about half a minute, on an otherwise idle machine.",
-        )
+    add_plan(add_plan_command)
+    add_sizes(add_plan_command)
+    add_calibrate_command = commands.add_parser(
+        "calibrate",
+        help="measure this machine, and write a hardware file for plan --hardware; takes about half a minute",
+        description="Measure FLOP/s, memory bandwidth and collectives of this machine's CPUs, and write them to a file "
+        "for plan --hardware. It takes about half a minute, on an otherwise idle machine.",
     )
+    add_calibrate(add_calibrate_command)
     add_inspect = commands.add_parser(
         "inspect",
         help="print the contents of a checkpoint, or of every checkpoint in a folder",
@@ -185,22 +177,22 @@ def _inspect(options: argparse.Namespace) -> int:
     path = Path(options.path)
     if options.to_dcp or options.to_safetensors or options.to_hf:
         return _convert(path, options)
-    inside: list[Path] = []
+    folders: list[Path] = []
     if path.is_dir() and not (path / "index.json").exists():
-        inside = [folder for folder in path.iterdir() if folder.is_dir()]
-    if not any((folder / "index.json").exists() for folder in inside):
+        folders = [folder for folder in path.iterdir() if folder.is_dir()]
+    if not any((folder / "index.json").exists() for folder in folders):
         print(_contents(path, options.check))  # or the error that there is no checkpoint
         return 0
-    code = 0
-    for folder in sorted(inside, key=lambda folder: tree.natural_key(folder.name)):
+    exit_code = 0
+    for folder in sorted(folders, key=lambda folder: tree.natural_key(folder.name)):
         try:
             print(_contents(folder, options.check), end="\n\n")
         except (OSError, ValueError) as error:
             print(f"Not complete: {error}\n")
             # A save that was killed leaves a folder without an index, which is no fault.
             if (folder / "index.json").exists():
-                code = 1
-    return code
+                exit_code = 1
+    return exit_code
 
 
 def _contents(path: Path, check: bool) -> fs.Contents:
@@ -220,14 +212,15 @@ def _convert(path: Path, options: argparse.Namespace) -> int:
         with mebibytes("Converting") as watch:
             folder = write_dcp(path, Path(options.to_dcp), watch)
         print(f"Wrote {folder}")
-    for to, config in ((options.to_safetensors, None), (options.to_hf, options.config)):
-        if to:
-            model = Path(config) if config else None
-            with mebibytes("Converting") as watch:
-                files = export_parameters(
-                    path, Path(to), tree=options.tree, config=model, watch=watch
-                )
-            print("\n".join(f"Wrote {file}" for file in files))
+    for target, config in ((options.to_safetensors, None), (options.to_hf, options.config)):
+        if not target:
+            continue
+        config_folder = Path(config) if config else None
+        with mebibytes("Converting") as watch:
+            files = export_parameters(
+                path, Path(target), tree=options.tree, config=config_folder, watch=watch
+            )
+        print("\n".join(f"Wrote {file}" for file in files))
     return 0
 
 
@@ -241,12 +234,12 @@ def _seed(text: str) -> int:
 
 def _positive(text: str) -> float:
     try:
-        float_value = float(text)
+        rate = float(text)
     except ValueError:
-        float_value = 0.0
-    if not 0 < float_value < float("inf"):
+        rate = 0.0
+    if not 0 < rate < float("inf"):
         raise argparse.ArgumentTypeError(f"must be a positive number; found {text!r}")
-    return float_value
+    return rate
 
 
 _COMMANDS = {

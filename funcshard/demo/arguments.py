@@ -21,17 +21,30 @@ def at_least(least: int, most: int = MOST) -> Callable[[str], int]:
     """
 
     def parse(text: str) -> int:
-        integer_value = int(text) if re.fullmatch(r"[+-]?\d{1,30}", text) else None
-        shown = text if len(text) < 40 else f"{text[:40]}…"
-        if integer_value is None or integer_value < least:
+        number = int(text) if re.fullmatch(r"[+-]?\d{1,30}", text) else None
+        shown_text = text if len(text) < 40 else f"{text[:40]}…"
+        if number is None or number < least:
             raise argparse.ArgumentTypeError(
-                f"must be a whole number, at least {least}; found {shown!r}"
+                f"must be a whole number, at least {least}; found {shown_text!r}"
             )
-        if integer_value > most:
-            raise argparse.ArgumentTypeError(f"must be at most {most:,}; found {shown!r}")
-        return integer_value
+        if number > most:
+            raise argparse.ArgumentTypeError(f"must be at most {most:,}; found {shown_text!r}")
+        return number
 
     return parse
+
+
+def add_number(
+    group: Any, name: str, default: int, meaning: str, *, least: int = 1, most: int = MOST
+) -> None:
+    """Add an option that is a whole number, such as ``--steps``."""
+    group.add_argument(
+        name,
+        type=at_least(least, most),
+        default=default,
+        metavar="N",
+        help=f"{meaning} (default: %(default)s)",
+    )
 
 
 def add_mesh(parser: argparse.ArgumentParser, ranks: str, units: str = "blocks.*") -> None:
@@ -42,16 +55,8 @@ def add_mesh(parser: argparse.ArgumentParser, ranks: str, units: str = "blocks.*
         ranks: help for ``--ranks``.
         units: the default of ``--units``, as text.
     """
-    parser.add_argument(
-        "--ranks", type=at_least(1), default=2, metavar="N", help=f"{ranks} (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--replicate",
-        type=at_least(1),
-        default=1,
-        metavar="N",
-        help="size of the replicate axis; divides the ranks (default: %(default)s)",
-    )
+    add_number(parser, "--ranks", 2, ranks)
+    add_number(parser, "--replicate", 1, "size of the replicate axis; divides the ranks")
     parser.add_argument(
         "--strategy",
         choices=STRATEGIES,
@@ -66,20 +71,11 @@ def add_mesh(parser: argparse.ArgumentParser, ranks: str, units: str = "blocks.*
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:
     """Add the sizes of the demo's GPT; see ``gpt_config``."""
-    group, defaults = parser.add_argument_group("sizes of the GPT"), GPTConfig()
-    for name, most, meaning in (
-        ("width", 1_048_576, "size of a token's vector"),
-        ("layers", 10_000, "number of blocks"),
-        ("heads", 1_048_576, "attention heads a block"),
-        ("context", 16_777_216, "longest sequence, bytes"),
-    ):
-        group.add_argument(
-            f"--{name}",
-            type=at_least(1, most),
-            default=getattr(defaults, name),
-            metavar="N",
-            help=f"{meaning} (default: %(default)s)",
-        )
+    group, sizes = parser.add_argument_group("sizes of the GPT"), GPTConfig()
+    add_number(group, "--width", sizes.width, "size of a token's vector", most=2**20)
+    add_number(group, "--layers", sizes.layers, "number of blocks", most=10_000)
+    add_number(group, "--heads", sizes.heads, "attention heads a block", most=2**20)
+    add_number(group, "--context", sizes.context, "longest sequence, bytes", most=2**24)
 
 
 def gpt_config(options: argparse.Namespace) -> GPTConfig:
@@ -103,13 +99,12 @@ def import_callable(option: str, spec: str) -> Callable[..., Any]:
         spec: its value.
     """
     try:
-        imported_value = pkgutil.resolve_name(spec)
+        function: Callable[..., Any] = pkgutil.resolve_name(spec)
     except (AttributeError, ImportError, ValueError) as error:
         raise ValueError(
             f"{option} must be MODULE:CALLABLE, such as my_package.models:make_model; found "
             f"{spec}: {error}"
         ) from error
-    if not callable(imported_value):
-        raise ValueError(f"{option} {spec} must be callable; found {type(imported_value).__name__}")
-    function: Callable[..., Any] = imported_value
+    if not callable(function):
+        raise ValueError(f"{option} {spec} must be callable; found {type(function).__name__}")
     return function

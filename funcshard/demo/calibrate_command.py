@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from funcshard._utils import table
+from funcshard._utils import Table, table
 from funcshard.demo.arguments import at_least
 from funcshard.demo.machine_limits import check_fits
 from funcshard.estimate import Hardware, calibrate
@@ -56,4 +56,4 @@ def _summary(hardware: Hardware) -> str:
         ]
         for link in hardware.node
     ]
-    return table.as_text(f"Hardware {hardware.name}", ["figure", "measured"], rows)
+    return str(Table(f"Hardware {hardware.name}", ["figure", "measured"], rows))

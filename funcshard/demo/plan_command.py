@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import funcshard as fs
-from funcshard._utils import did_you_mean, read_regular
+from funcshard._utils import did_you_mean, outline, read_regular
 from funcshard.demo.arguments import (
     add_mesh,
+    add_number,
     at_least,
     check_mesh,
     gpt_config,
@@ -92,13 +93,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "--budget", metavar="SIZE",
         help="memory of a rank, such as 80GiB; a higher peak gives exit code 1 (default: the memory of the hardware)",
     )  # fmt: skip
-    group.add_argument(
-        "--batch",
-        type=at_least(1),
-        default=1,
-        metavar="N",
-        help="samples of a rank in one step (default: %(default)s)",
-    )
+    add_number(group, "--batch", 1, "samples of a rank in one step")
     group.add_argument(
         "--seq", type=at_least(1), metavar="N",
         help=f"tokens of a sample (default: the context of the model, at most {_LONGEST}; {_OTHERS} for a MODULE:CALLABLE)",
@@ -196,10 +191,14 @@ def _shown(options: argparse.Namespace, model: nn.Module) -> list[Any]:
     )
     if not options.hardware:
         return [plan]
-    other_plan = _other(options.compare, plan) if options.compare else None
+    compared_plan = None
+    if options.compare:
+        compared_plan = _compared(options.compare, plan)
     estimate = _Estimate(options, model, apply, params, buffers)
-    shown: list[Any]
-    if options.auto:
+    if not options.auto:
+        report: Report | Infeasible = estimate(plan)
+        shown: list[Any] = [plan, report]
+    else:
         best_plan = fs.auto_plan(
             estimate.profile(precision), ranks=options.ranks, units=units, hardware=estimate.hardware,
             optimizer=options.optimizer, budget=options.budget,
@@ -208,24 +207,19 @@ def _shown(options: argparse.Namespace, model: nn.Module) -> list[Any]:
         shown = [best_plan]
         if not isinstance(best_plan, Infeasible):
             shown += [best_plan.plan, report]
-    else:
-        report = estimate(plan)
-        shown = [plan, report]
-    if other_plan is not None:
-        shown.append(fs.compare(estimate(other_plan), report))
+    if compared_plan is not None:
+        shown.append(fs.compare(estimate(compared_plan), report))
     return shown
 
 
 def _model(options: argparse.Namespace) -> nn.Module:
     spec = options.model
-    make: Callable[[], Any]
-    if spec is None:
-        make = functools.partial(GPT, gpt_config(options))
-    elif ":" in spec:
-        make = import_callable("--model", spec)
-    elif spec in DECODERS:
+    make: Callable[[], Any] = functools.partial(GPT, gpt_config(options))
+    if spec in DECODERS:
         make = functools.partial(decoder, spec)
-    else:
+    elif spec is not None and ":" in spec:
+        make = import_callable("--model", spec)
+    elif spec is not None:
         remedy = did_you_mean(
             spec, DECODERS, otherwise="pass one of these, or a function of your own"
         )
@@ -273,24 +267,19 @@ class _Estimate:
 
     def profile(self, precision: fs.Plan | fs.MixedPrecision | None) -> Profile:
         """Return the trace of the model in a precision, or in that of a plan."""
-        dtypes = (
-            tuple(unit.precision for unit in precision.unit_list)
-            if isinstance(precision, fs.Plan)
-            else precision
-        )
+        dtypes: Any = precision
+        if isinstance(precision, fs.Plan):
+            dtypes = tuple(unit.precision for unit in precision.unit_list)
         if dtypes not in self.profiles:
             try:
                 self.profiles[dtypes] = fs.profile(
-                    *self.functional,
-                    *self.inputs,
-                    loss=self.loss,
-                    targets=self.targets,
-                    precision=precision,
-                )
+                    *self.functional, *self.inputs,
+                    loss=self.loss, targets=self.targets, precision=precision,
+                )  # fmt: skip
             except Exception as error:  # any error of the user's own model
-                first = str(error).partition("\n")[0]
+                first_line = str(error).partition("\n")[0]
                 raise ValueError(
-                    f"the model failed on its inputs: {type(error).__name__}: {first}"
+                    f"the model failed on its inputs: {type(error).__name__}: {first_line}"
                 ) from error
         return self.profiles[dtypes]
 
@@ -303,12 +292,9 @@ class _Estimate:
 
 def _cross_entropy(logits: Any, targets: torch.Tensor) -> torch.Tensor:
     if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != targets.shape:
-        logits_text = (
-            list(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
-        )
         raise ValueError(
             "the model must return logits [batch, seq, vocabulary] for tokens of shape "
-            f"{list(targets.shape)}; found {logits_text}: give --inputs, and let the model return its "
+            f"{list(targets.shape)}; found {outline(logits)}: give --inputs, and let the model return its "
             "loss"
         )
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
@@ -318,37 +304,30 @@ def _listed(model: nn.Module) -> list[str]:
     """Return the names of the modules in the outermost lists of a model, which are its layers."""
     units: list[str] = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not any(
-            name.startswith(f"{unit}.") for unit in units
+        if isinstance(module, nn.ModuleList) and not name.startswith(
+            tuple(f"{unit}." for unit in units)
         ):
             units += [
-                f"{name}.{child}"
-                for child, below in module.named_children()
-                if next(below.parameters(), None) is not None
+                f"{name}.{child_name}"
+                for child_name, child in module.named_children()
+                if any(True for _ in child.parameters())
             ]
     return units
 
 
-def _other(path: str, plan: fs.Plan) -> fs.Plan:
+def _compared(path: str, plan: fs.Plan) -> fs.Plan:
     """Return the plan in a file; raise unless it is of the same model as ``plan``."""
     read_plan = _read(path)
-    own_shapes, there = (
-        {leaf.path: leaf.whole_shape for leaf in compared_plan.leaves}
-        for compared_plan in (plan, read_plan)
-    )
-    name = next(
-        (name for name in {**own_shapes, **there} if own_shapes.get(name) != there.get(name)), None
-    )
-    if name is not None:
-        shapes = [
-            list(leaf_shapes[name]) if name in leaf_shapes else "missing"
-            for leaf_shapes in (there, own_shapes)
-        ]
-        raise ValueError(
-            f"--compare must be a plan of the same model; found {path}: {name!r} is {shapes[0]} "
-            f"there and {shapes[1]} here; pass the options of the model with which that plan was "
-            "made"
-        )
+    shapes_here = {leaf.path: list(leaf.whole_shape) for leaf in plan.leaves}
+    shapes_there = {leaf.path: list(leaf.whole_shape) for leaf in read_plan.leaves}
+    for name in {**shapes_here, **shapes_there}:
+        here, there = (shapes.get(name, "missing") for shapes in (shapes_here, shapes_there))
+        if here != there:
+            raise ValueError(
+                f"--compare must be a plan of the same model; found {path}: {name!r} is {there} "
+                f"there and {here} here; pass the options of the model with which that plan was "
+                "made"
+            )
     return read_plan
 
 
@@ -356,26 +335,22 @@ def _read(path: str) -> fs.Plan:
     try:
         return fs.Plan.from_json(read_regular(path).decode())
     except OSError as error:
-        file_text = f"{path}, which cannot be read ({error.strerror})"
+        reason = f"which cannot be read ({error.strerror})"
     except ValueError as error:
-        file_text = f"{path}, which holds no plan ({error})"
+        reason = f"which holds no plan ({error})"
     raise ValueError(
-        f"--compare must be a file with a plan; found {file_text}: write one with python -m funcshard "
-        "plan --json > other.json"
+        f"--compare must be a file with a plan; found {path}, {reason}: write one with python -m "
+        "funcshard plan --json > other.json"
     )
 
 
 def _write_page(path: Path, shown: list[Any]) -> None:
-    parts = [each._repr_html_() for each in shown]
+    parts = [item._repr_html_() for item in shown]
     if importlib.util.find_spec("matplotlib") is not None:
-        pictures = [draw_holdings(plan) for plan in shown if isinstance(plan, fs.Plan)]
-        pictures += [
-            draw(each)
-            for each in shown
-            if isinstance(each, Report)
-            for draw in (draw_memory, draw_timeline)
-        ]
-        parts += [_image(figure) for figure in pictures]
+        for plan in [item for item in shown if isinstance(item, fs.Plan)]:
+            parts.append(_image(draw_holdings(plan)))
+        for report in [item for item in shown if isinstance(item, Report)]:
+            parts += [_image(draw_memory(report)), _image(draw_timeline(report))]
     style = "body{font-family:sans-serif;margin:24px;max-width:1200px} img{max-width:100%} body>*{margin-bottom:24px}"
     page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>funcshard plan</title><style>{style}</style>'
     body = "".join(f"<div>{part}</div>" for part in parts)
