@@ -28,7 +28,13 @@ from funcshard.core import (
     start_reduce,
 )
 from funcshard.plan import AXES, Box, BufferPlan, Plan, own_axes, rank_at, slice_offsets
-from funcshard.train.sample_sums import OnSampleGrads, UnitBuffer, model_axes, sum_of_samples
+from funcshard.train.sample_sums import (
+    OnSampleGrads,
+    UnitBuffer,
+    buffers_of,
+    model_axes,
+    sum_of_samples,
+)
 
 
 def per_sample_grad(
@@ -114,14 +120,13 @@ def per_sample_grad(
     check_callable("per_sample_grad", loss_fn)
     _check_options(max_norm, noise_multiplier, generator, batch_size, chunk_size)
     check_mesh(plan, mesh)
-    buffers = [
-        unit_buffer for unit in plan.unit_list for unit_buffer in UnitBuffer.all_of(unit, mesh)
-    ]
-    for unit_buffer in buffers:
-        if unit_buffer.buffer.trainable and any(axis in AXES for axis in unit_buffer.buffer.local):
+    buffers = [entry for unit in plan.unit_list for entry in buffers_of(unit, mesh)]
+    trained = [entry for entry in buffers if entry.buffer.trainable]
+    for unit, buffer, _ in trained:
+        if any(axis in AXES for axis in buffer.local):
             raise ValueError(
-                f"per_sample_grad adds up the samples of all ranks; unit {unit_buffer.unit.title!r} has "
-                f"trainable leaves that are local to a rank, {unit_buffer.buffer.leaves[0].path!r} first: "
+                f"per_sample_grad adds up the samples of all ranks; unit {unit.title!r} has "
+                f"trainable leaves that are local to a rank, {buffer.leaves[0].path!r} first: "
                 "freeze them, or make the plan without local, or local along model axes only"
             )
 
@@ -134,14 +139,13 @@ def per_sample_grad(
                 "the function takes (shards, *rest, batch), the batch as its last positional "
                 "argument"
             )
-        *first, batch = rest
+        *arguments, batch = rest
         check_shards(plan, shards, mesh)
         if noise_multiplier and generator is not None:
             state = hashlib.sha256(generator.get_state().numpy().tobytes()).hexdigest()[:16]
             check_same(mesh, state, "the state of per_sample_grad's generator")
-        call = lambda local, sample: loss_fn(local, *first, sample, **kwargs)  # noqa: E731
         losses, norms, sums = sum_of_samples(
-            call,
+            lambda traced, sample: loss_fn(traced, *arguments, sample, **kwargs),
             shards,
             batch,
             buffers,
@@ -150,47 +154,47 @@ def per_sample_grad(
             chunk_size=chunk_size,
             on_grads=on_grads,
         )
-        trained = [unit_buffer for unit_buffer in buffers if unit_buffer.buffer.trainable]
+        # Note: popped, so that each sum is freed once it is reduced.
         pending = [
-            start_reduce(sums.pop(0), _over_data_axes(unit_buffer, mesh), donated=True)
-            for unit_buffer in trained
+            start_reduce(sums.pop(0), _over_data_axes(entry, mesh), donated=True)
+            for entry in trained
         ]
         divisor = batch_size
         if divisor is None:
-            divisor = max(
-                psum(
-                    torch.full((), float(len(losses)), dtype=torch.float32, device=mesh.device),
-                    mesh,
-                ).item(),
-                1.0,
-            )
+            count = float(len(losses))
+            own_count = torch.full((), count, dtype=torch.float32, device=mesh.device)
+            divisor = max(psum(own_count, mesh).item(), 1.0)
         result: dict[str, dict[str, Any]] = {
             unit.name: {buffer.key: None for buffer in unit.buffers} for unit in plan.unit_list
         }
-        for unit_buffer in trained:
+        for entry in trained:
             grad = pending.pop(0).finish()
             if noise_multiplier and generator is not None and max_norm is not None:
-                grad += _noise(unit_buffer, grad, noise_multiplier * max_norm, generator, mesh)
-            result[unit_buffer.unit.name][unit_buffer.buffer.key] = grad.div_(divisor)
+                deviation = noise_multiplier * max_norm
+                grad += _noise(entry.buffer, grad, deviation, generator, mesh)
+            result[entry.unit.name][entry.buffer.key] = grad.div_(divisor)
         return (losses, norms), result
 
     return run
 
 
 def _noise(
-    each: UnitBuffer, grad: torch.Tensor, deviation: float, generator: torch.Generator, mesh: Mesh
+    buffer: BufferPlan,
+    grad: torch.Tensor,
+    deviation: float,
+    generator: torch.Generator,
+    mesh: Mesh,
 ) -> torch.Tensor:
     """Return this rank's shard of the noise for a buffer, with zeros on the padding."""
     # Why every rank draws noise for the whole buffer: an element's noise then does not depend
     # on how many ranks share the buffer.
-    buffer = each.buffer
-    whole_noise = torch.zeros(buffer.padded_numel, dtype=grad.dtype, device=generator.device)
+    noise = torch.zeros(buffer.padded_numel, dtype=grad.dtype, device=generator.device)
     if buffer.local:
-        _draw_slices(buffer, whole_noise, deviation, generator, mesh)
+        _draw_slices(buffer, noise, deviation, generator, mesh)
     else:
-        whole_noise[: buffer.numel].normal_(0.0, deviation, generator=generator)
-    shard = mesh.shard.rank if buffer.shards > 1 else 0
-    return whole_noise.view(buffer.shards, -1)[shard].to(grad.device)
+        noise[: buffer.numel].normal_(0.0, deviation, generator=generator)
+    shard_rank = mesh.shard.rank if buffer.shards > 1 else 0
+    return noise.view(buffer.shards, -1)[shard_rank].to(grad.device)
 
 
 def _draw_slices(
@@ -198,22 +202,24 @@ def _draw_slices(
 ) -> None:
     """Draw noise for the whole tensors of local leaves; put this rank's slices into ``out``."""
     for leaf in buffer.leaves:
-        own_sizes = {axis: mesh.shape.get(axis, 1) for axis in own_axes(buffer.local, leaf.cuts)}
-        drawn = out.new_empty(math.prod(own_sizes.values()), *leaf.whole_shape).normal_(
-            0.0, deviation, generator=generator
-        )
-        mine = drawn[rank_at({axis: mesh.position.get(axis, 0) for axis in own_sizes}, own_sizes)]
+        # Ranks along these axes have leaves of their own, each of which gets a draw.
+        axes = {axis: mesh.shape.get(axis, 1) for axis in own_axes(buffer.local, leaf.cuts)}
+        copies = out.new_empty(math.prod(axes.values()), *leaf.whole_shape)
+        copies.normal_(0.0, deviation, generator=generator)
+        whole_noise = copies[rank_at({axis: mesh.position.get(axis, 0) for axis in axes}, axes)]
         within = Box(slice_offsets(leaf.shape, leaf.cuts, mesh.position), leaf.shape)
-        out[leaf.offset : leaf.offset + leaf.numel] = mine[within.slices].reshape(-1)
+        leaf_noise = whole_noise[within.slices].reshape(-1)
+        out[leaf.offset : leaf.offset + leaf.numel] = leaf_noise
 
 
-def _over_data_axes(each: UnitBuffer, mesh: Mesh) -> BufferComm:
+def _over_data_axes(entry: UnitBuffer, mesh: Mesh) -> BufferComm:
     """Return the communication of a sum that ranks along model axes agree on already."""
     axes = model_axes(mesh)
     if not axes:
-        return each.comm
-    topology = Topology(mesh, each.unit.sharded, tuple(dict.fromkeys((*each.buffer.local, *axes))))
-    return dataclasses.replace(each.comm, topology=topology)
+        return entry.comm
+    local_axes = tuple(dict.fromkeys((*entry.buffer.local, *axes)))
+    topology = Topology(mesh, entry.unit.sharded, local_axes)
+    return dataclasses.replace(entry.comm, topology=topology)
 
 
 def _check_options(

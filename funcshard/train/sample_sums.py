@@ -8,8 +8,7 @@ them once more.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,19 +33,18 @@ OnSampleGrads = Callable[[str, dict[str, torch.Tensor]], None]
 Grads = list[torch.Tensor]  # ``[samples, *shape]`` of each leaf of a buffer
 
 
-@dataclass(frozen=True, slots=True)
-class UnitBuffer:
+class UnitBuffer(NamedTuple):
     """One flat buffer of a unit, and how it is gathered and reduced."""
 
     unit: UnitPlan
     buffer: BufferPlan
     comm: BufferComm
 
-    @classmethod
-    def all_of(cls, unit: UnitPlan, mesh: Mesh) -> list[UnitBuffer]:
-        """Return the flat buffers of a unit, frozen ones included."""
-        comms = unshard(lambda leaves: leaves, unit, mesh).comms
-        return [cls(unit, buffer, comm) for buffer, comm in zip(unit.buffers, comms, strict=True)]
+
+def buffers_of(unit: UnitPlan, mesh: Mesh) -> list[UnitBuffer]:
+    """Return the flat buffers of a unit, frozen ones included."""
+    comms = unshard(lambda leaves: leaves, unit, mesh).comms
+    return [UnitBuffer(unit, *pair) for pair in zip(unit.buffers, comms, strict=True)]
 
 
 class _Gathered(NamedTuple):
@@ -95,48 +93,39 @@ def sum_of_samples(
     samples, unflatten_sample = tree.flatten(batch)
     count = _count(samples)
     _check_samples(count, chunk_size, mesh)
-    gathered = []
-    traced = {name: dict(shard) for name, shard in shards.items()}
-    for source in buffers:
-        unit_name, key = source.unit.name, source.buffer.key
-        shard = shards[unit_name][key].detach()
-        whole = start_gather(shard, source.comm, read_only=True).finish()
-        # No gradient reaches a shard that is only gathered, because its unit gets gathered leaves.
-        # A loss that requires a gradient outside of torch.func.grad uses it in another way.
-        shard = shard.detach().requires_grad_(source.buffer.trainable)
-        leaves = views(whole, source.buffer)
-        traced[unit_name][key] = shard
-        gathered.append(_Gathered(source, shard, whole, leaves, version(whole)))
-    to_train = [entry for entry in gathered if entry.source.buffer.trainable]
-    trained = [entry.source for entry in to_train]
+    gathered = [_gather(source, shards) for source in buffers]
+    traced_shards = {name: dict(unit_shards) for name, unit_shards in shards.items()}
+    for entry in gathered:
+        traced_shards[entry.source.unit.name][entry.source.buffer.key] = entry.shard
+    trained = [entry for entry in gathered if entry.source.buffer.trainable]
     depends = not trained  # whether a gradient leaves the loss
 
-    def loss_of(leaves: list[list[torch.Tensor]], sample: list[torch.Tensor]) -> torch.Tensor:
+    def loss_of(
+        trained_leaves: list[list[torch.Tensor]], sample: list[torch.Tensor]
+    ) -> torch.Tensor:
         nonlocal depends
-        trained_leaves = iter(leaves)
-        parts = [
-            next(trained_leaves) if entry.source.buffer.trainable else entry.leaves
-            for entry in gathered
+        remaining = iter(trained_leaves)
+        leaves = [
+            next(remaining) if entry.source.buffer.trainable else entry.leaves for entry in gathered
         ]
-        with activate(GradReducer([entry.shard for entry in gathered], gathered=parts)):
-            loss = call(traced, unflatten_sample(sample))
+        with activate(GradReducer([entry.shard for entry in gathered], gathered=leaves)):
+            loss = call(traced_shards, unflatten_sample(sample))
         depends = depends or getattr(loss, "requires_grad", False)
         return loss
 
     of_samples = torch.vmap(torch.func.grad_and_value(loss_of), (None, 0), randomness="different")
     # The sums have the dtype of the shards, also in a unit that computes in a narrower dtype.
-    sums = [torch.zeros_like(entry.whole, dtype=entry.shard.dtype) for entry in to_train]
+    sums = [torch.zeros_like(entry.whole, dtype=entry.shard.dtype) for entry in trained]
     losses: list[torch.Tensor] = []
     norms: list[torch.Tensor] = []
-    for begin, end in _chunks(count, chunk_size):
+    for begin in range(0, count, chunk_size or max(count, 1)):
+        chunk = [sample[begin : begin + (chunk_size or count)] for sample in samples]
         with torch.enable_grad():
-            grads, values = of_samples(
-                [entry.leaves for entry in to_train], [sample[begin:end] for sample in samples]
-            )
+            grads, chunk_losses = of_samples([entry.leaves for entry in trained], chunk)
         for entry in gathered:
             if version(entry.whole) != entry.writes:
                 raise modified_leaf(entry.source.unit, entry.source.buffer)
-        _check_direct(trained, [entry.shard for entry in to_train], values)
+        _check_direct(trained, chunk_losses)
         if not depends:
             raise ValueError(
                 "loss_fn must return a loss that depends on a trainable shard of its argument; "
@@ -145,17 +134,33 @@ def sum_of_samples(
                 "the shards that loss_fn is called with"
             )
         grads = [
-            _own(_over_model_axes(buffer_grads, unit_buffer, mesh))
-            for unit_buffer, buffer_grads in zip(trained, grads, strict=True)
+            _over_model_axes(buffer_grads, entry.source, mesh)
+            for entry, buffer_grads in zip(trained, grads, strict=True)
         ]
         if on_grads is not None:
-            _show(trained, grads, on_grads)
-        losses.append(values.detach())
+            _call_hook(trained, grads, on_grads)
+        losses.append(chunk_losses.detach())
         norms.append(_norms(grads, trained, mesh))
         _add(sums, grads, trained, norms[-1], max_norm)
         del grads  # so that the gradients of only one chunk exist at a time
-    nothing = [torch.zeros(0, device=sums[0].device if sums else None, dtype=torch.float32)]
+    # A rank may have no samples.
+    nothing = [torch.zeros(0, device=mesh.device, dtype=torch.float32)]
     return torch.cat(losses or nothing), torch.cat(norms or nothing), sums
+
+
+def _gather(source: UnitBuffer, shards: Shards) -> _Gathered:
+    shard = shards[source.unit.name][source.buffer.key].detach()
+    whole = start_gather(shard, source.comm, read_only=True).finish()
+    # No gradient reaches a shard that is only gathered, because its unit gets gathered leaves.
+    # A loss that requires a gradient outside of torch.func.grad uses it in another way.
+    shard = shard.detach().requires_grad_(source.buffer.trainable)
+    return _Gathered(
+        source=source,
+        shard=shard,
+        whole=whole,
+        leaves=views(whole, source.buffer),
+        writes=version(whole),
+    )
 
 
 def model_axes(mesh: Mesh) -> list[str]:
@@ -163,53 +168,52 @@ def model_axes(mesh: Mesh) -> list[str]:
     return [axis for axis, _ in mesh.axes if axis not in AXES]
 
 
-def _own(grads: Grads) -> Grads:
-    """Return gradients that on_grads may write to, and that reshape without a copy."""
-    return [grad.detach().contiguous() for grad in grads]
+def _over_model_axes(grads: Grads, source: UnitBuffer, mesh: Mesh) -> Grads:
+    """Return the gradients of samples from those of each rank's loss; may overwrite these.
 
-
-def _over_model_axes(grads: Grads, each: UnitBuffer, mesh: Mesh) -> Grads:
-    """Return the gradients of samples from those of each rank's loss; may overwrite these."""
+    They are contiguous, so that hooks may write to them and that they reshape without a copy.
+    """
+    grads = [grad.detach().contiguous() for grad in grads]
     axes = model_axes(mesh)
     if not axes:
         return grads
-    shared = [axis for axis in axes if axis not in each.buffer.local]
-    if shared:
+    shared_axes = [axis for axis in axes if axis not in source.buffer.local]
+    if shared_axes:
         flat = torch.cat([grad.flatten(1) for grad in grads], 1)
-        flat = all_reduce_flat(
-            flat, mesh, local=tuple(axis for axis in mesh.groups if axis not in shared)
-        )
-        parts = flat.split([leaf.numel for leaf in each.buffer.leaves], 1)
+        other_axes = tuple(axis for axis in mesh.groups if axis not in shared_axes)
+        flat = all_reduce_flat(flat, mesh, local=other_axes)
+        parts = flat.split([leaf.numel for leaf in source.buffer.leaves], 1)
         grads = [part.reshape(grad.shape) for part, grad in zip(parts, grads, strict=True)]
-    ranks = math.prod(mesh.groups[axis].size for axis in axes)
-    return [grad / ranks for grad in grads]
+    num_ranks = math.prod(mesh.groups[axis].size for axis in axes)
+    return [grad / num_ranks for grad in grads]
 
 
-def _show(trained: Sequence[UnitBuffer], grads: Sequence[Grads], on_grads: OnSampleGrads) -> None:
+def _call_hook(
+    trained: Sequence[_Gathered], grads: Sequence[Grads], on_grads: OnSampleGrads
+) -> None:
     """Call ``on_grads`` for each unit with the gradients of one chunk."""
+    by_unit: dict[str, dict[str, torch.Tensor]] = {}
+    for entry, buffer_grads in zip(trained, grads, strict=True):
+        by_path = by_unit.setdefault(entry.source.unit.name, {})
+        for leaf, grad in zip(entry.source.buffer.leaves, buffer_grads, strict=True):
+            by_path[leaf.path] = grad
     with torch.no_grad():
-        shown: dict[str, dict[str, torch.Tensor]] = {}
-        for unit_buffer, buffer_grads in zip(trained, grads, strict=True):
-            paths = [leaf.path for leaf in unit_buffer.buffer.leaves]
-            shown.setdefault(unit_buffer.unit.name, {}).update(
-                zip(paths, buffer_grads, strict=True)
-            )
-        for unit, by_path in shown.items():
-            on_grads(unit, by_path)
+        for unit_name, by_path in by_unit.items():
+            on_grads(unit_name, by_path)
 
 
-def _norms(grads: Sequence[Grads], trained: Sequence[UnitBuffer], mesh: Mesh) -> torch.Tensor:
+def _norms(grads: Sequence[Grads], trained: Sequence[_Gathered], mesh: Mesh) -> torch.Tensor:
     """Return the norm of each sample's gradient over all buffers, in float32 or wider."""
     by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
-    for unit_buffer, buffer_grads in zip(trained, grads, strict=True):
-        along = tuple(axis for axis in model_axes(mesh) if axis in unit_buffer.buffer.local)
-        by_axes.setdefault(along, []).append(_norm(buffer_grads))
+    for entry, buffer_grads in zip(trained, grads, strict=True):
+        local_axes = tuple(axis for axis in model_axes(mesh) if axis in entry.source.buffer.local)
+        by_axes.setdefault(local_axes, []).append(_norm(buffer_grads))
     norms = []
-    for along, buffer_norms in by_axes.items():
+    for local_axes, buffer_norms in by_axes.items():
         norm = torch.linalg.vector_norm(torch.stack(buffer_norms), dim=0)
-        if along:  # the rest of these buffers lies on the ranks along these axes
-            local = tuple(axis for axis in mesh.groups if axis not in along)
-            norm = all_reduce_flat(norm.square(), mesh, local=local).sqrt()
+        if local_axes:  # the rest of these buffers lies on the ranks along these axes
+            other_axes = tuple(axis for axis in mesh.groups if axis not in local_axes)
+            norm = all_reduce_flat(norm.square(), mesh, local=other_axes).sqrt()
         norms.append(norm)
     return torch.linalg.vector_norm(torch.stack(norms), dim=0)
 
@@ -220,15 +224,14 @@ def _norm(grads: Grads) -> torch.Tensor:
     rows = [grad.reshape(len(grad), -1) for grad in grads if grad.numel()]
     if not rows:
         return grads[0].new_zeros(len(grads[0]), dtype=wide.to_real())
-    return torch.linalg.vector_norm(
-        torch.stack([norm_of_rows(row, 2.0, wide) for row in rows]), dim=0
-    )
+    leaf_norms = [norm_of_rows(row, 2.0, wide) for row in rows]
+    return torch.linalg.vector_norm(torch.stack(leaf_norms), dim=0)
 
 
 def _add(
     sums: Sequence[torch.Tensor],
     grads: Sequence[Grads],
-    trained: Sequence[UnitBuffer],
+    trained: Sequence[_Gathered],
     norms: torch.Tensor,
     max_norm: float | None,
 ) -> None:
@@ -241,28 +244,23 @@ def _add(
         norms: the norm of each sample.
         max_norm: the bound.
     """
-    scale = torch.ones_like(norms) if max_norm is None else (max_norm / norms).clamp(max=1.0)
-    for total, buffer_grads, unit_buffer in zip(sums, grads, trained, strict=True):
-        weights = scale.to(total)
-        for leaf, grad in zip(unit_buffer.buffer.leaves, buffer_grads, strict=True):
+    scale = torch.ones_like(norms)
+    if max_norm is not None:
+        scale = (max_norm / norms).clamp(max=1.0)
+    for buffer_sum, buffer_grads, entry in zip(sums, grads, trained, strict=True):
+        weights = scale.to(buffer_sum)
+        for leaf, grad in zip(entry.source.buffer.leaves, buffer_grads, strict=True):
             if leaf.numel:
-                rows = grad.reshape(len(grad), -1).to(total.dtype)
-                total.narrow(0, leaf.offset, leaf.numel).addmv_(rows.t(), weights)
-
-
-def _chunks(count: int, size: int | None) -> Iterator[tuple[int, int]]:
-    size = size or max(count, 1)
-    return ((begin, min(begin + size, count)) for begin in range(0, count, size))
+                rows = grad.reshape(len(grad), -1).to(buffer_sum.dtype)
+                buffer_sum.narrow(0, leaf.offset, leaf.numel).addmv_(rows.t(), weights)
 
 
 def _count(samples: list[Any]) -> int:
     """Return the number of samples, the one size of dim 0 of the batch's tensors."""
-    sizes = {
-        sample.shape[0]
-        if isinstance(sample, torch.Tensor) and sample.ndim
-        else type(sample).__name__
-        for sample in samples
-    }
+    sizes: set[int | str] = set()
+    for sample in samples:
+        is_tensor = isinstance(sample, torch.Tensor) and sample.ndim > 0
+        sizes.add(sample.shape[0] if is_tensor else type(sample).__name__)
     size = next(iter(sizes), None)
     if len(sizes) != 1 or not isinstance(size, int):
         raise ValueError(
@@ -278,35 +276,33 @@ def _check_samples(count: int, chunk_size: int | None, mesh: Mesh) -> None:
     axes = model_axes(mesh)
     if not axes:
         return
-    counts_by_rank = all_gather_texts(
-        mesh, f"{count} in chunks of {chunk_size}" if chunk_size else str(count), "samples"
-    )
-    first: dict[tuple[int, ...], int] = {}
-    for rank, rank_text in enumerate(counts_by_rank):
+    count_text = f"{count} in chunks of {chunk_size}" if chunk_size else str(count)
+    first_ranks: dict[tuple[int, ...], int] = {}
+    counts_by_rank = all_gather_texts(mesh, count_text, "samples")
+    for rank, rank_count in enumerate(counts_by_rank):
         position = position_of(rank, mesh.shape)
-        peer = first.setdefault(tuple(position[axis] for axis in AXES), rank)
-        if rank_text != counts_by_rank[peer]:
+        peer = first_ranks.setdefault(tuple(position[axis] for axis in AXES), rank)
+        if rank_count != counts_by_rank[peer]:
             raise ValueError(
                 f"ranks along {' and '.join(map(repr, axes))} must pass the same samples, whose "
-                f"losses they compute together; found {counts_by_rank[peer]} on rank {peer} and {rank_text} on "
+                f"losses they compute together; found {counts_by_rank[peer]} on rank {peer} and {rank_count} on "
                 f"rank {rank}: split the batch along the data axes only"
             )
 
 
-def _check_direct(
-    trained: Sequence[UnitBuffer], shards: Sequence[torch.Tensor], losses: torch.Tensor
-) -> None:
+def _check_direct(trained: Sequence[_Gathered], losses: torch.Tensor) -> None:
     """Raise ``ValueError`` if a gradient reaches a shard other than by gathering its unit."""
     if not losses.requires_grad:
         return
+    shards = [entry.shard for entry in trained]
     grads = torch.autograd.grad(
         losses, shards, torch.ones_like(losses), allow_unused=True, retain_graph=True
     )
-    for unit_buffer, grad in zip(trained, grads, strict=True):
+    for entry, grad in zip(trained, grads, strict=True):
         if grad is not None and grad.any():
             raise ValueError(
                 "per_sample_grad differentiates gathered units only; a gradient reached the shard "
-                f"{unit_buffer.buffer.key!r} of unit {unit_buffer.unit.title!r} by another way, such as a "
+                f"{entry.source.buffer.key!r} of unit {entry.source.unit.title!r} by another way, such as a "
                 "penalty on the shard itself or remat around the unit: leave these out of "
                 "loss_fn, and add a penalty's gradient to the result"
             )
