@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from funcshard._utils.table import as_text
+from funcshard._utils.table import Table as TextTable
 
 __all__ = ["progress", "show"]
 
@@ -18,7 +18,7 @@ RICH = importlib.util.find_spec("rich") is not None
 def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print one table."""
     if not (RICH and sys.stdout.isatty()):
-        print(f"\n{as_text(title, header, rows)}")
+        print(f"\n{TextTable(title, header, rows)}")
         return
     from rich.console import Console
     from rich.table import Table

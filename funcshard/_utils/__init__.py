@@ -7,7 +7,7 @@
 - ``regular_files``: open files, and no pipes. ``file_data``: check the data that they hold.
   ``dtypes``: dtypes by name. ``codec``: data classes as JSON and back, by their type hints.
 - ``cutting``: cut the parts of units out of such a structure.
-- ``table``: aligned text tables and HTML tables. ``shown``: objects that show themselves as such.
+- ``table``: tables as text and as HTML, and objects that show themselves as such.
 - ``donation``: makes the old tensors raise after a step has updated them in place.
 - ``tensors``: find, map and cast the tensors in any Python structure; refuse special classes.
 - ``options``: check the numbers, counts and flags that users pass. ``remedies``: the ends of errors
@@ -54,8 +54,8 @@ from funcshard._utils.page_cache import release_pages
 from funcshard._utils.random_state import RandomState
 from funcshard._utils.regular_files import open_regular, read_regular, regular_size
 from funcshard._utils.remedies import absent, is_tree_of_shards, module_remedy, outline
-from funcshard._utils.shown import Bullets, Part, Shown, Table
 from funcshard._utils.stored_trees import check_structure
+from funcshard._utils.table import Bullets, Part, Shown, Table
 from funcshard._utils.tensors import (
     byte_memory,
     byte_view,

@@ -1,34 +1,34 @@
-"""Tables of strings as aligned text or as HTML, and the format of the numbers in them."""
+"""Tables and lists of strings as aligned text or as HTML, and the format of the numbers in them.
+
+``Shown`` is the base of objects that show themselves, as text when printed and as HTML in a
+notebook. Such an object is a list of parts: tables, lists and sentences.
+"""
 
 from __future__ import annotations
 
-import html as _html
-from collections.abc import Callable, Sequence
-from typing import Any
+import abc
+import html
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 _STYLE = "border-collapse:collapse;font-variant-numeric:tabular-nums"
 _CELL = "padding:2px 10px;border-bottom:1px solid rgba(128,128,128,.25)"
+_CAPTION = "caption-side:top;text-align:left;padding:4px 10px"
+_BESIDE = "display:inline-block;vertical-align:top;margin:0 24px 12px 0"
 
 
-def as_text(
-    title: str,
-    header: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    total: Sequence[str] | None = None,
-) -> str:
-    """Return an aligned text table.
+class Table(NamedTuple):
+    """A table; columns of numbers are aligned right, all others and the first column left.
 
-    Columns of numbers are aligned right, all other columns and the first column left.
-
-    Arguments:
-        title: the line above the table.
+    Attributes:
+        title: the line above it.
         header: the names of the columns.
         rows: the rows, each with one string a column.
         total: a last row, separated from the rest by a line.
 
     Example:
-        >>> from funcshard._utils import table
-        >>> print(table.as_text("Fruit", ["kind", "n"], [["apple", "2"], ["fig", "10"]]))
+        >>> from funcshard._utils import Table
+        >>> print(Table("Fruit", ["kind", "n"], [["apple", "2"], ["fig", "10"]]))
         Fruit
         ─────────
         kind    n
@@ -37,44 +37,116 @@ def as_text(
         fig    10
         ─────────
     """
-    body = [list(row) for row in rows] + ([list(total)] if total else [])
-    right = _numeric(header, rows)
-    widths = [max(len(row[i]) for row in [list(header), *body]) for i in range(len(header))]
 
-    def line(row: Sequence[str]) -> str:
-        cells = (
-            c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True)
-        )
-        return "  ".join(cells).rstrip()
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    total: Sequence[str] | None = None
 
-    rule = "─" * (sum(widths) + 2 * (len(widths) - 1))
-    lines = [title, rule, line(header), rule, *(line(row) for row in rows), rule]
-    if total:
-        lines.append(line(total))
-    return "\n".join(lines)
+    def __str__(self) -> str:
+        last_rows = [self.total] if self.total else []
+        columns = [*zip(self.header, *self.rows, *last_rows, strict=True)]
+        widths = [max(map(len, column)) for column in columns]
+        aligns = [str.rjust if is_numeric else str.ljust for is_numeric in self._numeric()]
+
+        def line(row: Sequence[str]) -> str:
+            cells = zip(aligns, row, widths, strict=True)
+            return "  ".join(align(cell, width) for align, cell, width in cells).rstrip()
+
+        rule = "─" * (sum(widths) + 2 * (len(widths) - 1))
+        body = [*map(line, self.rows), rule, *map(line, last_rows)]
+        return "\n".join([self.title, rule, line(self.header), rule, *body])
+
+    def _repr_html_(self) -> str:
+        aligns = ["right" if is_numeric else "left" for is_numeric in self._numeric()]
+
+        def line(row: Sequence[str], tag: str, weight: str) -> str:
+            style = f"{_CELL};font-weight:{weight};text-align"
+            cells = [
+                f'<{tag} style="{style}:{align}">{html.escape(cell)}</{tag}>'
+                for cell, align in zip(row, aligns, strict=True)
+            ]
+            return f"<tr>{''.join(cells)}</tr>"
+
+        caption = f'<caption style="{_CAPTION}">{html.escape(self.title)}</caption>'
+        head = f"<thead>{line(self.header, 'th', '600')}</thead>"
+        rows = "".join(line(row, "td", "normal") for row in self.rows)
+        body = f"<tbody>{rows}</tbody>"
+        if self.total:
+            body += f"<tfoot>{line(self.total, 'td', '600')}</tfoot>"
+        return f'<table style="{_STYLE}">{caption}{head}{body}</table>'
+
+    def _numeric(self) -> list[bool]:
+        """Return whether each column holds numbers; an empty cell or a dash counts as one."""
+        if not self.rows:
+            return [False] * len(self.header)
+        _, *columns = zip(*self.rows, strict=True)
+        return [False] + [
+            all(cell.lstrip("+−")[:1].isdigit() or cell in ("", "-") for cell in column)
+            for column in columns
+        ]
 
 
-def as_html(
-    title: str,
-    header: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    total: Sequence[str] | None = None,
-) -> str:
-    """Return the table of ``as_text`` as escaped HTML with inline styles, for a notebook."""
-    right = _numeric(header, rows)
+class Bullets(NamedTuple):
+    """A list of lines under a heading."""
 
-    def line(row: Sequence[str], tag: str, weight: str = "normal") -> str:
-        cells = (
-            f'<{tag} style="{_CELL};text-align:{"right" if r else "left"};font-weight:{weight}">{_html.escape(c)}</{tag}>'
-            for c, r in zip(row, right, strict=True)
-        )
-        return f"<tr>{''.join(cells)}</tr>"
+    heading: str
+    lines: Sequence[str]
 
-    body = "".join(line(row, "td") for row in rows)
-    foot = f"<tfoot>{line(total, 'td', '600')}</tfoot>" if total else ""
-    caption = f'<caption style="caption-side:top;text-align:left;padding:4px 10px">{_html.escape(title)}</caption>'
-    head = f"<thead>{line(header, 'th', '600')}</thead>"
-    return f'<table style="{_STYLE}">{caption}{head}<tbody>{body}</tbody>{foot}</table>'
+    def __str__(self) -> str:
+        return "\n".join([self.heading, *(f"  - {line}" for line in self.lines)])
+
+    def _repr_html_(self) -> str:
+        items = "".join(f"<li>{html.escape(line)}</li>" for line in self.lines)
+        return f"<p><b>{html.escape(self.heading)}</b></p><ul>{items}</ul>"
+
+
+Part = Table | Bullets | str
+
+
+class Shown(abc.ABC):
+    """Base of classes that show themselves; ``_parts`` returns the tables, lists and sentences.
+
+    Example:
+        >>> from funcshard._utils import Shown, Table
+        >>> class Fruit(Shown):
+        ...     def _parts(self):
+        ...         return [Table("Fruit", ["kind", "n"], [["apple", "2"]]), "One kind."]
+        >>> print(Fruit())
+        Fruit
+        ────────
+        kind   n
+        ────────
+        apple  2
+        ────────
+        <BLANKLINE>
+        One kind.
+    """
+
+    __slots__ = ()
+
+    @abc.abstractmethod
+    def _parts(self) -> Iterable[Part]:
+        """Return the parts in order."""
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(str, self._parts()))
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """Return the parts as escaped HTML; several tables are side by side if they fit."""
+        parts = list(self._parts())
+        has_tables = sum(isinstance(part, Table) for part in parts) > 1
+        page = ""
+        for part in parts:
+            if isinstance(part, str):
+                page += f"<p>{html.escape(part)}</p>"
+            elif isinstance(part, Table) and has_tables:
+                page += f'<div style="{_BESIDE}">{part._repr_html_()}</div>'
+            else:
+                page += part._repr_html_()
+        return page
 
 
 def count(number: int) -> str:
@@ -85,21 +157,21 @@ def count(number: int) -> str:
 def size(number: int) -> str:
     """Return a number of bytes as text in the largest unit that fits: ``1.5 MiB``."""
     value, unit = float(number), "B"
-    for bigger in ("KiB", "MiB", "GiB", "TiB"):
+    for larger_unit in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1024:
             break
-        value, unit = value / 1024, bigger
+        value, unit = value / 1024, larger_unit
     return f"{number} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
 def duration(seconds: float) -> str:
     """Return a duration as text in the unit that keeps it short: ``12.5 ms``, ``3.20 s``."""
-    value = abs(seconds)
-    if value >= 0.9995:
+    length = abs(seconds)
+    if length >= 0.9995:
         return f"{seconds:,.2f} s"
-    return (
-        f"{seconds * 1e3:.1f} ms" if value >= 0.9995e-3 or value == 0 else f"{seconds * 1e6:.1f} µs"
-    )
+    if length >= 0.9995e-3 or length == 0:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds * 1e6:.1f} µs"
 
 
 def share(part: float, whole: float) -> str:
@@ -109,15 +181,6 @@ def share(part: float, whole: float) -> str:
 
 def signed(number: float, text: Callable[[Any], str]) -> str:
     """Return a difference as text with its sign, such as ``+1.5 MiB``; a dash for none."""
-    return "-" if number == 0 else f"{'+' if number > 0 else '−'}{text(abs(number))}"
-
-
-def _numeric(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[bool]:
-    """Return, for each column, whether it holds numbers; an empty cell or a dash counts as one."""
-
-    def numbers(i: int) -> bool:
-        return bool(rows) and all(
-            row[i].lstrip("+−")[:1].isdigit() or row[i] in ("", "-") for row in rows
-        )
-
-    return [i > 0 and numbers(i) for i in range(len(header))]
+    if number == 0:
+        return "-"
+    return f"{'+' if number > 0 else '−'}{text(abs(number))}"

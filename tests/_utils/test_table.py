@@ -1,26 +1,42 @@
-"""Tables as text and as HTML, and the format of numbers in them."""
+"""Tables as text and as HTML, the format of numbers in them, and objects that show themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import pytest
 
-from funcshard._utils import table
+from funcshard._utils import Bullets, Part, Shown, Table, table
+
+FRUIT = Table("Fruit", ["kind", "n"], [["fig", "2"]], ["all", "2"])
+LIST = Bullets("Sorts", ["a <b>", "c"])
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Show(Shown):
+    parts: tuple[Part, ...]
+
+    def _parts(self) -> Iterable[Part]:
+        return self.parts
 
 
 def test_numbers_are_aligned_right_and_words_left_without_blanks_at_the_end() -> None:
     rows = [["a", "1", "word"], ["long", "1,234", ""]]
-    text = table.as_text("Title", ["name", "n", "more"], rows, total=["total", "1,235", ""])
+    text = str(Table("Title", ["name", "n", "more"], rows, total=["total", "1,235", ""]))
     rule = "─" * 18
     words = ["name       n  more", rule, "a          1  word", "long   1,234", rule, "total  1,235"]
     assert text.splitlines() == ["Title", rule, *words]
 
 
 def test_the_total_is_optional() -> None:
-    assert table.as_text("t", ["a"], [["x"]]).splitlines()[-1] == "─"
-    assert "<tfoot>" not in table.as_html("t", ["a"], [["x"]])
-    assert "<tfoot>" in table.as_html("t", ["a"], [["x"]], total=["y"])
+    assert str(Table("t", ["a"], [["x"]])).splitlines()[-1] == "─"
+    assert "<tfoot>" not in Table("t", ["a"], [["x"]])._repr_html_()
+    assert "<tfoot>" in Table("t", ["a"], [["x"]], total=["y"])._repr_html_()
 
 
 def test_html_is_escaped_everywhere() -> None:
-    text = table.as_html("<i>", ["<b>"], [["a&b"]], total=['"q"'])
+    text = Table("<i>", ["<b>"], [["a&b"]], total=['"q"'])._repr_html_()
     assert "&lt;i&gt;" in text
     assert "&lt;b&gt;" in text
     assert "a&amp;b" in text
@@ -59,5 +75,28 @@ def test_shares_and_differences_are_written_with_a_dash_for_nothing() -> None:
 
 
 def test_differences_are_numbers_in_a_table() -> None:
-    text = table.as_text("t", ["a", "by"], [["x", "+10 B"], ["y", "−1 B"], ["z", "-"]])
+    text = str(Table("t", ["a", "by"], [["x", "+10 B"], ["y", "−1 B"], ["z", "-"]]))
     assert text.splitlines()[4:7] == ["x  +10 B", "y   −1 B", "z      -"]
+
+
+def test_an_empty_line_is_between_the_parts_of_the_text() -> None:
+    shown = Show(("Few.", FRUIT, LIST))
+    assert str(shown) == repr(shown)
+    first, table, bullets = str(shown).split("\n\n")
+    assert first == "Few."
+    assert table.splitlines()[0] == "Fruit"
+    assert table.splitlines()[-1].split() == ["all", "2"]
+    assert bullets.splitlines() == ["Sorts", "  - a <b>", "  - c"]
+
+
+@pytest.mark.parametrize(("parts", "beside"), [((FRUIT,), 0), ((FRUIT, "x"), 0), ((FRUIT, FRUIT, LIST), 2)])
+def test_tables_stand_side_by_side_in_html_if_there_are_several(parts: tuple[Part, ...], beside: int) -> None:
+    html = Show(parts)._repr_html_()
+    assert html.count("inline-block") == beside
+    assert html.count("<table") == sum(isinstance(part, Table) for part in parts)
+    assert html.count("<tfoot>") == html.count("<table")
+
+
+def test_html_is_escaped_in_sentences_and_lists() -> None:
+    html = Show(("1 < 2", LIST))._repr_html_()
+    assert html == "<p>1 &lt; 2</p><p><b>Sorts</b></p><ul><li>a &lt;b&gt;</li><li>c</li></ul>"

@@ -14,7 +14,7 @@ from benchmarks.memory_gloo import measure_ranks
 from benchmarks.memory_models import MODELS
 from benchmarks.memory_truth import CASES, Case, Setup, measure, prepare
 from benchmarks.storages import Storages
-from funcshard._utils.table import as_text
+from funcshard._utils import Table
 from funcshard.estimate import OPTIMIZERS, OptimizerMemory, Runtime, profile
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "memory_truth.json"
@@ -70,7 +70,7 @@ def check(names):
     """Compare cases; on an error above 0.4 % show all such cases."""
     found = compare(Simulate(), names, measured={name: each["peak"] for name, each in MEASURED["cases"].items()})
     bad = sorted((each for each in found if abs(each.error) > MOST), key=lambda each: -abs(each.error))
-    text = as_text("peaks in bytes", ["case", "measured", "simulated", "error"], rows(bad))
+    text = str(Table("peaks in bytes", ["case", "measured", "simulated", "error"], rows(bad)))
     assert not bad, f"{len(bad)} of {len(found)} cases:\n{text}"
     return found
 
