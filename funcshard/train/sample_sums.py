@@ -179,7 +179,7 @@ def _over_model_axes(grads: Grads, source: UnitBuffer, mesh: Mesh) -> Grads:
         return grads
     shared_axes = [axis for axis in axes if axis not in source.buffer.local]
     if shared_axes:
-        flat = torch.cat([grad.flatten(1) for grad in grads], 1)
+        flat = torch.cat([grad.reshape(len(grad), -1) for grad in grads], 1)
         other_axes = tuple(axis for axis in mesh.groups if axis not in shared_axes)
         flat = all_reduce_flat(flat, mesh, local=other_axes)
         parts = flat.split([leaf.numel for leaf in source.buffer.leaves], 1)

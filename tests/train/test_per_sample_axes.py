@@ -119,3 +119,14 @@ def test_per_sample_mistakes_along_model_axes_are_said(mesh: fs.Mesh) -> None:
     words = r"has trainable leaves that are local to a rank, 'w' first.*or local along model axes only"
     with pytest.raises(ValueError, match=words):
         fs.per_sample_grad(loss_fn, own, mesh)
+
+
+@on_ranks({"shard": 1, "tensor": 2})
+def test_a_parameter_without_dimensions_has_a_gradient_along_a_model_axis(mesh: fs.Mesh) -> None:
+    params = {"scale": torch.tensor(2.0)}
+    plan = fs.make_plan(params, mesh)
+    scaled = fs.unshard(lambda leaves, x: leaves["scale"] * x, plan.units[""], mesh)
+    run = fs.per_sample_grad(lambda shards, x: scaled(shards[""], x), plan, mesh)
+    (_, norms), grads = run(fs.shard(params, plan, mesh), torch.tensor([1.0, 3.0]))
+    assert norms.tolist() == [1.0, 3.0]
+    assert fs.gather(grads, plan, mesh)["scale"].item() == 2.0
