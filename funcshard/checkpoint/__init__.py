@@ -7,7 +7,6 @@ Read the files in this order:
 - ``optimizer_state``: ``optimizer_to_state_dict``, optimizer state by name.
 - ``optimizer_loading``: its inverse, ``optimizer_from_state_dict``.
 - ``optimizer_message``: the state dict of one rank, described to all other ranks.
-- ``optimizer_checks``: whether such a state is one of this optimizer, and the same on all ranks.
 - ``functional_optimizer``: the state of an ``(init, update)`` pair, as TorchOpt and Optax make it.
 - ``save_restore``: ``save``, ``Saving`` and ``restore``, which call the files below.
 - ``stored_state``: the parts of a flattened state, as plain data; ``PerRank``.

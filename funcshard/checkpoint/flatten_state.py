@@ -37,9 +37,10 @@ from funcshard.checkpoint.stored_state import (
     buffers_in_tree_order,
     by_entry,
     find_class,
+    fits_shard,
     join,
 )
-from funcshard.plan import BufferPlan, Plan, UnitPlan, dtype_name, dtype_of, position_of
+from funcshard.plan import BufferPlan, Plan, UnitPlan, dtype_name, position_of
 from funcshard.train import TrainState
 
 
@@ -308,7 +309,7 @@ class _Flattener:
             )
         if not isinstance(value, torch.Tensor):
             return self._leaf(value, name)
-        if _fits(value, buffer):
+        if fits_shard(value, buffer):
             return self._shard(value, name, join(top, "*", suffix), unit, buffer)
         if (
             value.ndim == 1
@@ -405,24 +406,12 @@ def _is_buffer_key(key: Any) -> bool:
     return isinstance(getattr(torch, name or "-", None), torch.dtype) and known_marks
 
 
-def _fits(value: Any, buffer: BufferPlan) -> bool:
-    """Return whether ``value`` has the size of a shard of ``buffer``.
-
-    A counter has one element too: an integer tensor of one element is a shard only if it has the
-    buffer's dtype.
-    """
-    if not isinstance(value, torch.Tensor) or value.shape != (buffer.shard_numel,):
-        return False
-    floats = value.is_floating_point() or value.is_complex()
-    return value.numel() != 1 or floats or value.dtype == dtype_of(buffer.dtype)
-
-
 def _all_fit(values: Sequence[Any], buffers: Sequence[BufferPlan]) -> bool:
     """Return whether values are shards of ``buffers`` or ``None``, but not all ``None``."""
     pairs = [
         (value, buffer) for value, buffer in zip(values, buffers, strict=True) if value is not None
     ]
-    return bool(pairs) and all(_fits(value, buffer) for value, buffer in pairs)
+    return bool(pairs) and all(fits_shard(value, buffer) for value, buffer in pairs)
 
 
 def _entries(kind: str, meta: Any, number: int, path: str) -> list[Any]:

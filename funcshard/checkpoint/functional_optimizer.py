@@ -2,12 +2,12 @@
 
 Such a state is any nest of tuples, namedtuples, lists and dictionaries. Some of its nodes hold one
 value for each shard; its other leaves, such as a count of steps, are of no parameter.
-``partition_state`` separates the two, and ``combine_state`` is the inverse.
+``partition_state`` separates the two, and ``map_state`` puts new ones in their places.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -33,58 +33,49 @@ def partition_state(state: Any, plan: Plan) -> tuple[dict[str, ByBuffer], dict[s
     """
     per_shard: dict[str, ByBuffer] = {}
     others: dict[str, Any] = {}
-    _partition(state, "", plan, per_shard, others)
-    return per_shard, others
+    map_state(state, plan, per_shard.setdefault, others.setdefault)
+    return per_shard, {path: value for path, value in others.items() if value is not None}
 
 
-# Why no function inside: it would refer to itself and to the state, which would stay in memory
-# until Python looks for such garbage.
-def _partition(
-    node: Any, path: str, plan: Plan, per_shard: dict[str, ByBuffer], others: dict[str, Any]
-) -> None:
-    values = _by_buffer(node, plan)
-    if values is not None:
-        per_shard[path] = values
-    elif _is_container(node):
-        for key, child in _children(node):
-            _partition(child, join(path, key), plan, per_shard, others)
-    elif node is not None:
-        others[path] = node
-
-
-def combine_state(
-    like: Any,
+def map_state(
+    node: Any,
     plan: Plan,
-    per_shard: Callable[[str], ByBuffer],
-    others: Mapping[str, Any],
+    per_shard: Callable[[str, ByBuffer], ByBuffer],
+    other: Callable[[str, Any], Any],
     path: str = "",
 ) -> Any:
-    """Put values of shards and other leaves into a state; the inverse of ``partition_state``.
+    """Return a functional optimizer's state with new values of shards and other leaves.
 
     Arguments:
-        like: a state of the same structure, such as ``init`` returns.
+        node: the state, or a part of it.
         plan: the plan of the shards.
-        per_shard: a function from the path of a node to the values of its shards.
-        others: other leaves by path; a leaf that is missing here is taken from ``like``.
-        path: the path of ``like`` in the whole state.
+        per_shard: a function from the path of a node, and its values of shards, to the new values.
+        other: a function from the path of another leaf, and the leaf, to the new leaf.
+        path: the path of ``node`` in the whole state.
     """
-    if _by_buffer(like, plan) is not None:
-        values = per_shard(path)
-        if not isinstance(like, list):
+    values = _by_buffer(node, plan)
+    if values is not None:
+        values = per_shard(path, values)
+        if not isinstance(node, list):
             return values
-        return [
-            values[unit.name][buffer.key]
-            for unit, buffer in buffers_in_tree_order(plan, trainable_only=True)
-        ]
-    if not _is_container(like):
-        return others.get(path, like)
-    children = [
-        combine_state(child, plan, per_shard, others, join(path, key))
-        for key, child in _children(like)
+        order = buffers_in_tree_order(plan, trainable_only=True)
+        return [values[unit.name][buffer.key] for unit, buffer in order]
+    if not isinstance(node, list | tuple | Mapping):
+        return other(path, node)
+    # Why keys of tuples too: a path names a field of a namedtuple, and the index of any other item.
+    keys: Iterable[Any] = getattr(node, "_fields", range(len(node)))
+    children: Iterable[Any] = node
+    if isinstance(node, Mapping):
+        keys, children = node.keys(), node.values()
+    new_children = [
+        map_state(child, plan, per_shard, other, join(path, key))
+        for key, child in zip(keys, children, strict=True)
     ]
-    if isinstance(like, tuple):
-        return type(like)(*children) if hasattr(like, "_fields") else tuple(children)
-    return children if isinstance(like, list) else dict(zip(like, children, strict=True))
+    if isinstance(node, Mapping):
+        return dict(zip(keys, new_children, strict=True))
+    if hasattr(node, "_fields"):
+        return type(node)(*new_children)
+    return new_children if isinstance(node, list) else tuple(new_children)
 
 
 def _by_buffer(node: Any, plan: Plan) -> ByBuffer | None:
@@ -93,29 +84,16 @@ def _by_buffer(node: Any, plan: Plan) -> ByBuffer | None:
     Such a node is a dictionary like the shards, or, in TorchOpt's states, a list of tensors in the
     order of the tree's leaves.
     """
-    if isinstance(node, Mapping) and node and node.keys() == {unit.name for unit in plan.unit_list}:
-        return (
-            node
-            if all(buffer.key in node[unit.name] for unit, buffer in trainable_buffers(plan))
-            else None
-        )
-    if type(node) is list and node and all(isinstance(leaf, torch.Tensor) for leaf in node):
+    if isinstance(node, Mapping):
+        like_shards = node and node.keys() == plan.units.keys()
+        buffers = trainable_buffers(plan)
+        if like_shards and all(buffer.key in node[unit.name] for unit, buffer in buffers):
+            return node
+    elif type(node) is list and node and all(isinstance(leaf, torch.Tensor) for leaf in node):
         order = buffers_in_tree_order(plan, trainable_only=True)
         if len(order) == len(node):
-            state_by_unit: dict[str, dict[str, Any]] = {unit.name: {} for unit in plan.unit_list}
+            shard_values: dict[str, dict[str, Any]] = {name: {} for name in plan.units}
             for (unit, buffer), leaf in zip(order, node, strict=True):
-                state_by_unit[unit.name][buffer.key] = leaf
-            return state_by_unit
+                shard_values[unit.name][buffer.key] = leaf
+            return shard_values
     return None
-
-
-def _is_container(node: Any) -> bool:
-    return isinstance(node, list | tuple | Mapping)
-
-
-def _children(node: Any) -> list[tuple[str, Any]]:
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return list(zip(node._fields, node, strict=True))
-    if isinstance(node, Mapping):
-        return [(str(key), child) for key, child in node.items()]
-    return [(str(i), child) for i, child in enumerate(node)]

@@ -8,39 +8,38 @@ initial state, and state of leaves that the plan does not train is left out.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from funcshard._utils import check_count
-from funcshard.checkpoint.functional_optimizer import ByBuffer, combine_state, partition_state
-from funcshard.checkpoint.optimizer_checks import LeafState, add_checksums, check_names
+from funcshard.checkpoint.functional_optimizer import ByBuffer, map_state, partition_state
 from funcshard.checkpoint.optimizer_message import broadcast_text, decode_state, encode_state
-from funcshard.checkpoint.pieces import Piece
+from funcshard.checkpoint.optimizer_state import LeafState, group_layout
+from funcshard.checkpoint.pieces import Piece, as_pieces
 from funcshard.checkpoint.state_dict import (
     check_flags,
     check_no_local_leaf,
     find_leaves,
+    is_full,
     shard_from_leaves,
-    shard_from_rank,
 )
-from funcshard.checkpoint.stored_state import name_in
+from funcshard.checkpoint.stored_state import fits_shard, name_in
 from funcshard.comm import Mesh
 from funcshard.core import LeafChecksums, check_mesh, check_source, raise_on_every_rank, zero_shard
-from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_name
+from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_name, own_axes
 from funcshard.train import (
+    KnownEntries,
     MuonStep,
     ParamGroupLayout,
     TorchOptimizer,
     check_optimizer,
+    learn_entries,
     trainable_buffers,
 )
-
-# A function from a buffer, and the full tensors or pieces of its leaves, to this rank's shard.
-_Cut = Callable[[UnitPlan, BufferPlan, Mesh, Mapping[str, Any], str], torch.Tensor]
 
 
 def optimizer_from_state_dict(
@@ -116,128 +115,298 @@ def optimizer_from_state_dict(
         },
     )
     if src is not None:
-        return _from_rank(state_dict, optimizer, plan, mesh, src, strict, steps)
+        check_source(src, mesh)
+        check_no_local_leaf(plan)
     checksums = LeafChecksums(
         mesh, "the optimizer's state dict", "load the same file on every rank, or pass src=0"
     )
-    state, fault = None, None
-    try:
-        check_optimizer(optimizer, plan)
-        by_path, options = _by_path(state_dict, plan, strict)
-        if check:
-            add_checksums(checksums, by_path, {**options, "steps": steps}, plan)
-        state = _state_on_shards(
-            by_path, options, optimizer, plan, mesh, steps, shard_from_leaves, strict
-        )
-    except Exception as error:  # of any kind, because other ranks wait
-        fault = error
-    checksums.compare(fault)
-    return state
-
-
-def _from_rank(
-    state_dict: Mapping[str, Any],
-    optimizer: Any,
-    plan: Plan,
-    mesh: Mesh,
-    src: int,
-    strict: bool,
-    steps: int | None,
-) -> Any:
-    """Return this rank's optimizer state from the state dict of rank ``src``."""
-    check_source(src, mesh)
-    check_no_local_leaf(plan)
     by_path: dict[str, LeafState] = {}
     options: dict[str, Any] = {}
-    state_text, fault = "", None
+    state, state_text, fault = None, "", None
+    loading = _Loading(plan=plan, mesh=mesh, src=src, strict=strict, steps=steps)
     try:
         check_optimizer(optimizer, plan)
-        if mesh.rank == src:
+        if src in (None, mesh.rank):
             by_path, options = _by_path(state_dict, plan, strict)
-            options = {} if isinstance(optimizer, TorchOptimizer) else options  # it has its own
+        if src is None and check:
+            _add_checksums(checksums, by_path, {**options, "steps": steps}, plan)
+        if isinstance(optimizer, TorchOptimizer):
+            options = {}  # it has its own
+        if src is None:
+            state = loading.state(by_path, options, optimizer)
+        elif src == mesh.rank:
             state_text = encode_state(by_path, options, plan)
     except Exception as error:  # of any kind, because other ranks wait
         fault = error
+    if src is None:
+        checksums.compare(fault)
+        return state
     # Why every rank learns of a fault: it would wait for a broadcast that never starts.
     raise_on_every_rank(mesh, fault)
     state_text = broadcast_text(state_text, src, mesh)
-    if mesh.rank != src:
+    if src != mesh.rank:
         by_path, options = decode_state(state_text, mesh.device)
     # From here on every rank has the same names, shapes and scalars, so every rank does the same.
-    return _state_on_shards(
-        by_path,
-        options,
-        optimizer,
-        plan,
-        mesh,
-        steps,
-        functools.partial(shard_from_rank, src),
-        strict,
-    )
-
-
-def _state_on_shards(
-    by_path: dict[str, LeafState],
-    options: Mapping[str, Any],
-    optimizer: Any,
-    plan: Plan,
-    mesh: Mesh,
-    steps: int | None,
-    cut: _Cut,
-    strict: bool,
-) -> Any:
-    """Return this rank's optimizer state from the state of each leaf."""
-    if isinstance(optimizer, TorchOptimizer):
-        return _torch_state(by_path, optimizer.step, plan, mesh, steps, cut, strict)
-    init = optimizer[0]
-    like = init(_zero_shards(plan, mesh))
-    if not by_path:
-        return like
-    names = sorted({name for leaf_state in by_path.values() for name in leaf_state})
-    by_name = {
-        name: _by_buffer(
-            {
-                p: {name: leaf_state[name]}
-                for p, leaf_state in by_path.items()
-                if name in leaf_state
-            },
-            None,
-            plan,
-            mesh,
-            cut,
-            strict,
-        )
-        for name in names
-    }
-    initial, _ = partition_state(like, plan)
-
-    def per_shard(path: str) -> ByBuffer:
-        if path not in by_name:
-            raise ValueError(
-                f"the optimizer's state dict must hold {path!r}; found {names}: the state dict is "
-                "of another optimizer"
-            )
-        unit_states: dict[str, dict[str, Any]] = {unit: {} for unit in by_name[path]}
-        for unit, buffer in trainable_buffers(plan):
-            leaf_tensors, first = (
-                by_name[path][unit.name][buffer.key],
-                initial[path][unit.name][buffer.key],
-            )
-            value = unit_states[unit.name][buffer.key] = leaf_tensors.get(path, first)
-            for leaf in buffer.leaves if not strict and path in leaf_tensors else ():
-                if (
-                    path not in by_path.get(leaf.path, {})
-                    and isinstance(value, torch.Tensor)
-                    and value.ndim
-                ):
-                    part = buffer.part(leaf, mesh.shard.rank)
-                    value[part.in_shard] = first[part.in_shard]
-        return unit_states
-
-    return combine_state(like, plan, per_shard, options)
+    return loading.state(by_path, options, optimizer)
 
 
 # --- to an optimizer's state ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loading:
+    """The way from the state of each leaf to the state of this rank's shards.
+
+    Attributes:
+        plan: the plan of the shards.
+        mesh: the ranks.
+        src: the rank that has the full tensors of leaves; ``None`` if every rank has them.
+        strict: ``False`` leaves a shard without any state as the optimizer's ``init`` does.
+        steps: number of steps taken, or ``None`` for that of the state.
+    """
+
+    plan: Plan
+    mesh: Mesh
+    src: int | None
+    strict: bool
+    steps: int | None
+
+    def state(
+        self, by_path: dict[str, LeafState], options: Mapping[str, Any], optimizer: Any
+    ) -> Any:
+        """Return the state of an optimizer from the state of each leaf."""
+        if not isinstance(optimizer, TorchOptimizer):
+            return self.pair_state(by_path, options, optimizer[0])
+        if isinstance(optimizer.step, MuonStep):
+            return self.muon_state(by_path, optimizer.step)
+        return self.torch_state(by_path, optimizer.step)
+
+    def torch_state(self, by_path: dict[str, LeafState], step: Any) -> dict[str, Any]:
+        """Return the state of a ``torch.optim`` class."""
+        _check_names(by_path, step)
+        flat_names = _elementwise_names(by_path, self.plan)
+        layout = group_layout(step.layout, self.plan, self.mesh)
+        leaves = self.by_buffer(by_path, layout, flat_names, step.options)
+        return {"steps": self.steps_taken(by_path, step.options), "leaves": leaves}
+
+    def muon_state(self, by_path: dict[str, LeafState], step: MuonStep) -> dict[str, Any]:
+        """Return the state of ``muon``: momentum of its matrices, and AdamW's of other leaves."""
+        _check_names(by_path, step)
+        is_matrix = step.layout.group_of.__contains__
+        matrices = {path: state for path, state in by_path.items() if is_matrix(path)}
+        others = {path: state for path, state in by_path.items() if not is_matrix(path)}
+        steps = self.steps_taken(by_path, [step.options, *step.adamw.options])
+        adamw = self.torch_state(others, step.adamw) | {"steps": steps}
+        momentum = step.init(self.zero_shards())["momentum"]
+        if any(matrices.values()):
+            # Why strict: momentum is zeros before the first step, so leaves without it need no
+            # care.
+            strictly = dataclasses.replace(self, strict=True)
+            leaves = strictly.by_buffer(matrices, step.layout, {"momentum_buffer"})
+            momentum = {
+                unit: {key: shard_state["momentum_buffer"] for key, shard_state in shards.items()}
+                for unit, shards in leaves.items()
+            }
+        return {"steps": steps, "momentum": momentum, "adamw": adamw}
+
+    def pair_state(
+        self, by_path: dict[str, LeafState], options: Mapping[str, Any], init: Callable[[Any], Any]
+    ) -> Any:
+        """Return the state of an ``(init, update)`` pair."""
+        like = init(self.zero_shards())
+        if not by_path:
+            return like
+        initial, _ = partition_state(like, self.plan)
+        names = sorted({name for leaf_state in by_path.values() for name in leaf_state})
+        if lost_names := [name for name in initial if name not in names]:
+            raise ValueError(
+                f"the optimizer's state dict must hold {lost_names[0]!r}; found {names}: the state "
+                "dict is of another optimizer"
+            )
+        layout = group_layout(None, self.plan, self.mesh)
+        loaded: dict[str, ByBuffer] = {}
+        for name in sorted(initial):
+            with_name = {
+                path: {name: leaf_state[name]}
+                for path, leaf_state in by_path.items()
+                if name in leaf_state
+            }
+            # Why init's values tell: a count of steps has the shape of a leaf without dimensions.
+            is_flat = any(
+                fits_shard(initial[name][unit.name][buffer.key], buffer)
+                for unit, buffer in trainable_buffers(self.plan)
+            )
+            states = self.by_buffer(with_name, layout, {name} if is_flat else set())
+            loaded[name] = self._with_initial(name, states, initial[name], with_name)
+        return map_state(like, self.plan, lambda path, _: loaded[path], options.get)
+
+    def _with_initial(
+        self, name: str, states: ByBuffer, initial: ByBuffer, with_name: Mapping[str, LeafState]
+    ) -> ByBuffer:
+        """Return an entry of each shard, with the initial values of leaves that lack it."""
+        shard_values: dict[str, dict[str, Any]] = {unit: {} for unit in states}
+        for unit, buffer in trainable_buffers(self.plan):
+            shard_state, first = states[unit.name][buffer.key], initial[unit.name][buffer.key]
+            value = shard_values[unit.name][buffer.key] = shard_state.get(name, first)
+            if self.strict or not isinstance(value, torch.Tensor) or not value.ndim:
+                continue
+            for leaf in buffer.leaves:
+                if leaf.path not in with_name:
+                    in_shard = buffer.part(leaf, self.mesh.shard.rank).in_shard
+                    value[in_shard] = first[in_shard]
+        return shard_values
+
+    def by_buffer(
+        self,
+        by_path: dict[str, LeafState],
+        layout: ParamGroupLayout,
+        flat_names: Set[str],
+        group_options: Sequence[Mapping[str, Any]] = (),
+    ) -> dict[str, dict[str, LeafState]]:
+        """Return the state of each trainable shard: flat tensors, and scalars.
+
+        Arguments:
+            by_path: the state of each leaf.
+            layout: where the parameter groups lie in the shards.
+            flat_names: the entries that have a value for each element of a leaf.
+            group_options: the options of each parameter group.
+        """
+        # Why: fused kernels need scalars on the device of the shard.
+        on_device = any(group.get("fused") or group.get("capturable") for group in group_options)
+        # Why: with dampening, momentum of zeros is not the same as no state yet.
+        dampened = any(group.get("dampening") for group in group_options)
+        states: dict[str, dict[str, LeafState]] = {name: {} for name in self.plan.units}
+        names = dict.fromkeys(name for leaf_state in by_path.values() for name in leaf_state)
+        for unit, buffer in trainable_buffers(self.plan):
+            shard_state = states[unit.name][buffer.key] = {}
+            paths = [leaf.path for leaf in buffer.leaves if leaf.path in layout.group_of]
+            begun_paths = [path for path in paths if by_path.get(path)]
+            new_paths = [path for path in paths if not by_path.get(path) and not self.strict]
+            if new_paths and not begun_paths:
+                continue  # the optimizer makes the state in its next step
+            if new_paths and (dampened or not names.keys() <= flat_names):
+                # Why one group: dampening applies to a whole shard, whatever the groups of leaves.
+                group_of = dict.fromkeys(paths, 0) if dampened else layout.group_of
+                _check_groups(begun_paths, new_paths, group_of)
+            new_groups = {layout.group_of[path] for path in new_paths}
+            device = torch.device("cpu") if unit.offload else self.mesh.device
+            for name in names:
+                values = {
+                    leaf.path: by_path[leaf.path][name]
+                    for leaf in buffer.leaves
+                    if name in by_path.get(leaf.path, {})
+                }
+                if name in flat_names:
+                    flat = self.flat_tensor(name, values, unit, buffer)
+                    shard_state[name] = layout.pick(flat, buffer)
+                    continue
+                scalars = _scalars(name, values, layout, by_path, new_groups)
+                scalars = [_copied(scalar, device if on_device else None) for scalar in scalars]
+                shard_state[name] = tuple(scalars) if layout.count > 1 else scalars[0]
+        return states
+
+    def flat_tensor(
+        self, name: str, values: dict[str, Any], unit: UnitPlan, buffer: BufferPlan
+    ) -> torch.Tensor:
+        """Return this rank's shard of an entry, in the entry's own dtype."""
+        tensor = next(iter(values.values()), None)
+        if pieces := as_pieces(tensor):
+            tensor = pieces[0].tensor
+        if isinstance(tensor, torch.Tensor):
+            buffer = dataclasses.replace(buffer, dtype=dtype_name(tensor.dtype))
+        where = f"{name!r} of the optimizer's state dict"
+        return shard_from_leaves(unit, buffer, self.mesh, values, where, src=self.src)
+
+    def steps_taken(
+        self, by_path: dict[str, LeafState], group_options: Sequence[Mapping[str, Any]]
+    ) -> int:
+        """Return ``steps`` if given, else the largest ``step`` of a leaf."""
+        if self.steps is not None:
+            return self.steps
+        counts = [float(state["step"]) for state in by_path.values() if "step" in state]
+        if counts:
+            return int(max(counts))
+        schedules = [value for group in group_options for value in group.values()]
+        if by_path and any(map(callable, schedules)):
+            raise ValueError(
+                "an option of this optimizer is a function of the number of steps taken, which this "
+                "state dict does not hold: pass steps=, such as the step of the TrainState that it "
+                "belongs to"
+            )
+        return 0
+
+    def zero_shards(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return trainable shards for an optimizer's ``init``."""
+        shards: dict[str, dict[str, torch.Tensor]] = {name: {} for name in self.plan.units}
+        for unit, buffer in trainable_buffers(self.plan):
+            shards[unit.name][buffer.key] = zero_shard(unit, buffer, self.mesh)
+        return shards
+
+
+def _elementwise_names(by_path: Mapping[str, LeafState], plan: Plan) -> set[str]:
+    """Return the entries of ``torch.optim`` that have a value for each element of a leaf."""
+    shapes = {leaf.path: leaf.whole_shape for leaf in plan.leaves}
+    names = set()
+    for path, leaf_state in by_path.items():
+        for name, value in leaf_state.items():
+            # Why names: for a parameter without dimensions, scalars have its shape too.
+            is_scalar = shapes[path] == () and name in ("step", "mu_product", "eta", "mu")
+            has_shape = isinstance(value, torch.Tensor) and value.shape == shapes[path]
+            if isinstance(value, Piece | list | tuple) or (has_shape and not is_scalar):
+                names.add(name)
+    return names
+
+
+def _check_groups(
+    begun_paths: Sequence[str], new_paths: Sequence[str], group_of: Mapping[str, int]
+) -> None:
+    """Raise if a leaf that begins from scratch shares buffer and group with one that has state."""
+    begun_groups = {group_of[path]: path for path in reversed(begun_paths)}
+    for path in new_paths:
+        if group_of[path] in begun_groups:
+            raise ValueError(
+                f"leaf {path!r} has no state and begins anew, but it shares a flat buffer and a "
+                f"parameter group with {begun_groups[group_of[path]]!r}, which has state: they "
+                "would share one count of steps, and dampening would apply to both: give it a unit "
+                "of its own in make_plan, or, without dampening, a group of its own, as in "
+                f'groups=[{{"paths": [{path!r}]}}]'
+            )
+
+
+def _scalars(
+    name: str,
+    values: dict[str, Any],
+    layout: ParamGroupLayout,
+    by_path: dict[str, LeafState],
+    new_groups: set[int],
+) -> list[Any]:
+    """Return the scalar of each parameter group; its leaves in one buffer must have the same.
+
+    ``new_groups`` are those whose leaves in this buffer begin from scratch; they have no scalar.
+    """
+    first_scalars: dict[int, tuple[str, Any]] = {}
+    for path, value in values.items():
+        first_path, first = first_scalars.setdefault(layout.group_of[path], (path, value))
+        if float(value) != float(first):
+            raise ValueError(
+                f"{name!r} must be the same for all leaves of a flat buffer that have the same "
+                f"options; found {float(first)} for {first_path!r} and {float(value)} for {path!r}: "
+                "give one a group of its own, in groups="
+            )
+    # Why leaves elsewhere count: a shard also keeps the scalars of groups that it has no leaf of,
+    # and the leaves of another shard have the same ones.
+    for path, leaf_state in by_path.items():
+        group = layout.group_of.get(path)
+        if name in leaf_state and group is not None and group not in new_groups:
+            first_scalars.setdefault(group, (path, leaf_state[name]))
+    return [first_scalars.get(group, ("", None))[1] for group in range(layout.count)]
+
+
+def _copied(value: Any, device: torch.device | None) -> Any:
+    return value.detach().to(device, copy=True) if isinstance(value, torch.Tensor) else value
+
+
+# --- from a state dict ----------------------------------------------------------------------------
 
 
 def _by_path(
@@ -316,222 +485,62 @@ def _unflattened(flat: Mapping[str, Any], leaves: Sequence[LeafSpec]) -> dict[st
     return {"state": parts["state"], "param_groups": [options]}
 
 
-def _torch_state(
-    by_path: dict[str, LeafState],
-    step: Any,
+# --- checks ---------------------------------------------------------------------------------------
+
+
+def _add_checksums(
+    checksums: LeafChecksums,
+    by_path: Mapping[str, LeafState],
+    others: Mapping[str, Any],
     plan: Plan,
-    mesh: Mesh,
-    steps: int | None,
-    cut: _Cut,
-    strict: bool,
-) -> dict[str, Any]:
-    """Return the state of ``torch_optimizer`` or ``muon``."""
-    check_names(by_path, step)
-    if isinstance(step, MuonStep):
-        matrices = {
-            path: leaf_state for path, leaf_state in by_path.items() if path in step.layout.group_of
-        }
-        others = {
-            path: leaf_state
-            for path, leaf_state in by_path.items()
-            if path not in step.layout.group_of
-        }
-        adamw = _torch_state(others, step.adamw, plan, mesh, steps, cut, strict)
-        steps = _steps(by_path, [step.options, *step.adamw.options], steps)
-        state = {
-            **step.init(_zero_shards(plan, mesh)),
-            "steps": steps,
-            "adamw": {**adamw, "steps": steps},
-        }
-        if any(matrices.values()):
-            # Why strict: momentum is zeros before the first step, so leaves without it need no
-            # care.
-            leaves = _by_buffer(matrices, step.layout, plan, mesh, cut, strict=True)
-            state["momentum"] = {
-                u: {k: leaf_state["momentum_buffer"] for k, leaf_state in buffer_states.items()}
-                for u, buffer_states in leaves.items()
-            }
-        return state
-    on_device = any(options.get("fused") or options.get("capturable") for options in step.options)
-    dampened = any(options.get("dampening") for options in step.options)
-    leaves = _by_buffer(by_path, step.layout, plan, mesh, cut, strict, on_device, dampened)
-    return {"steps": _steps(by_path, step.options, steps), "leaves": leaves}
-
-
-def _by_buffer(
-    by_path: dict[str, LeafState],
-    layout: ParamGroupLayout | None,
-    plan: Plan,
-    mesh: Mesh,
-    cut: _Cut,
-    strict: bool,
-    on_device: bool = False,
-    dampened: bool = False,
-) -> dict[str, dict[str, LeafState]]:
-    """Return the state of each trainable shard: flat tensors, and scalars.
-
-    Arguments:
-        by_path: the state of each leaf.
-        layout: where the parameter groups lie in the shards; ``None`` for one group.
-        plan: the plan.
-        mesh: the ranks.
-        cut: returns this rank's shard of a buffer.
-        strict: ``False`` leaves a buffer without any state as the optimizer's ``init`` does.
-        on_device: whether scalars are on the device of the shard, as fused kernels need them.
-        dampened: whether zeros are not the same as no state yet.
-    """
-    states_by_unit: dict[str, dict[str, LeafState]] = {unit.name: {} for unit in plan.unit_list}
-    shapes = {leaf.path: leaf.whole_shape for leaf in plan.leaves}
-    names = dict.fromkeys(name for leaf_state in by_path.values() for name in leaf_state)
-    elementwise = {
-        name: any(
-            _is_elementwise(name, leaf_state[name], shapes[path])
-            for path, leaf_state in by_path.items()
-            if name in leaf_state
-        )
-        for name in names
-    }
-    for unit, buffer in trainable_buffers(plan):
-        buffer_state = states_by_unit[unit.name][buffer.key] = {}
-        device = None
-        if on_device:
-            device = torch.device("cpu") if unit.offload else mesh.device
-        members = [
-            leaf.path for leaf in buffer.leaves if layout is None or leaf.path in layout.group_of
-        ]
-        begun = [path for path in members if by_path.get(path)]
-        anew = [path for path in members if not by_path.get(path) and not strict]
-        if anew and not begun:
-            continue  # the optimizer makes the state in its next step
-        if anew and (dampened or not all(elementwise.values())):
-            _check_groups(begun, anew, None if dampened else layout)
-        without = {_group(path, layout) for path in anew}
-        for name in names:
-            values = {
-                leaf.path: by_path[leaf.path][name]
-                for leaf in buffer.leaves
-                if name in by_path.get(leaf.path, {})
-            }
-            if elementwise[name]:
-                value = _flat_tensor(name, values, unit, buffer, mesh, cut)
-                buffer_state[name] = value if layout is None else layout.pick(value, buffer).clone()
-            else:
-                buffer_state[name] = _scalars(name, values, layout, by_path, without, device)
-    return states_by_unit
-
-
-def _group(path: str, layout: ParamGroupLayout | None) -> int:
-    """Return the number of a leaf's parameter group."""
-    return 0 if layout is None else layout.group_of[path]
-
-
-def _check_groups(
-    begun: Sequence[str], anew: Sequence[str], layout: ParamGroupLayout | None
 ) -> None:
-    """Raise if a leaf that begins from scratch shares buffer and group with one that has state."""
-    for path in anew:
-        peer = next((peer for peer in begun if _group(peer, layout) == _group(path, layout)), None)
-        if peer is not None:
-            raise ValueError(
-                f"leaf {path!r} has no state and begins anew, but it shares a flat buffer and a "
-                f"parameter group with {peer!r}, which has state: they would share one count of "
-                "steps, and dampening would apply to both: give it a unit of its own in "
-                "make_plan, or, without dampening, a group of its own, as in "
-                f'groups=[{{"paths": [{path!r}]}}]'
+    """Add the full tensors and scalars of a state dict, which must be the same on every rank."""
+
+    def add(name: str, value: Any, local: tuple[str, ...]) -> None:
+        if is_full(value):
+            checksums.add(name, value, local)
+        elif isinstance(value, int | float):
+            checksums.add(
+                name, torch.tensor(float(value), dtype=torch.float64, device="cpu"), local
             )
 
-
-def _flat_tensor(
-    name: str, values: dict[str, Any], unit: UnitPlan, buffer: BufferPlan, mesh: Mesh, cut: _Cut
-) -> torch.Tensor:
-    """Return this rank's shard of an entry, in the entry's own dtype."""
-    first = next(iter(values.values()), None)
-    first = first[0] if isinstance(first, Sequence) and not isinstance(first, Piece) else first
-    tensor = first.tensor if isinstance(first, Piece) else first
-    dtype = dtype_name(tensor.dtype) if isinstance(tensor, torch.Tensor) else buffer.dtype
-    return cut(
-        unit,
-        dataclasses.replace(buffer, dtype=dtype),
-        mesh,
-        values,
-        f"{name!r} of the optimizer's state dict",
-    )
+    for _, buffer in trainable_buffers(plan):
+        for leaf in buffer.leaves:
+            for name, value in by_path.get(leaf.path, {}).items():
+                add(f"{leaf.path}.{name}", value, own_axes(buffer.local, leaf.cuts))
+    for name, value in others.items():
+        add(name, value, ())
 
 
-def _scalars(
-    name: str,
-    values: dict[str, Any],
-    layout: ParamGroupLayout | None,
-    by_path: dict[str, LeafState],
-    without: set[int],
-    device: torch.device | None,
-) -> Any:
-    """Return the scalar of each parameter group; its leaves in one buffer must have the same.
-
-    ``without`` are the groups whose leaves in this buffer begin from scratch; they have no scalar.
-    """
-    first_scalars: dict[int, tuple[str, Any]] = {}
-    # Why leaves elsewhere count: a shard also keeps the scalars of groups that it has no leaf of,
-    # and the leaves of another shard have the same ones.
-    elsewhere = {
-        path: leaf_state[name]
-        for path, leaf_state in by_path.items()
-        if name in leaf_state and path not in values and _group(path, layout) not in without
-    }
-    for path, value in [*values.items(), *elsewhere.items()]:
-        group = _group(path, layout)
-        first_path, first = first_scalars.setdefault(group, (path, value))
-        if path in values and float(value) != float(first):
-            raise ValueError(
-                f"{name!r} must be the same for all leaves of a flat buffer that have the same "
-                f"options; found {float(first)} for {first_path!r} and {float(value)} for {path!r}: "
-                "give one a group of its own, in groups="
-            )
-    count = 1 if layout is None else layout.count
-    scalars = tuple(
-        _copied(first_scalars[group][1], device) if group in first_scalars else None
-        for group in range(count)
-    )
-    return scalars if count > 1 else scalars[0]
-
-
-def _copied(value: Any, device: torch.device | None) -> Any:
-    return value.detach().to(device, copy=True) if isinstance(value, torch.Tensor) else value
-
-
-def _is_elementwise(name: str, value: Any, shape: tuple[int, ...]) -> bool:
-    """Return whether a leaf's entry has a value for each element of the leaf."""
-    if isinstance(value, Piece | list | tuple):
-        return True
-    if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape:
-        return False
-    # Why names: for a parameter without dimensions, scalars have its shape too. These are
-    # torch.optim's.
-    return shape != () or name not in ("step", "mu_product", "eta", "mu")
-
-
-def _steps(
-    by_path: dict[str, LeafState], options: Sequence[Mapping[str, Any]], steps: int | None
-) -> int:
-    """Return the number of steps taken: ``steps`` if given, else the largest ``step`` of a leaf."""
-    if steps is not None:
-        return steps
-    counts = [float(leaf_state["step"]) for leaf_state in by_path.values() if "step" in leaf_state]
-    if counts:
-        return int(max(counts))
-    if by_path and any(
-        callable(value) for group_options in options for value in group_options.values()
-    ):
-        raise ValueError(
-            "an option of this optimizer is a function of the number of steps taken, which this "
-            "state dict does not hold: pass steps=, such as the step of the TrainState that it "
-            "belongs to"
+def _check_names(by_path: dict[str, LeafState], step: Any) -> None:
+    """Raise ``ValueError`` unless the state of each leaf has the names that the optimizer keeps."""
+    if isinstance(step, MuonStep):
+        known_entries = KnownEntries({"momentum_buffer": True}, exact=True)
+        of_group = dict.fromkeys(range(step.layout.count), known_entries)
+    elif step.known is not None and step.cls.__module__.startswith("torch.optim."):
+        known_entries = step.known
+        of_group = {
+            n: learn_entries(step.cls, step.options, [n]) or known_entries
+            for n in range(len(step.options))
+        }
+    else:
+        return  # a class of the user's own may keep other names for other leaves
+    for path, leaf_state in by_path.items():
+        group = 0 if step.layout is None else step.layout.group_of.get(path)
+        if (
+            group is None or not leaf_state
+        ):  # some optimizers keep no state of a leaf that got no gradient
+            continue
+        missing_names = sorted(of_group[group].flat.keys() - leaf_state.keys())
+        unexpected = sorted(
+            name
+            for name in leaf_state.keys() - known_entries.flat.keys()
+            if known_entries.exact and leaf_state[name] is not None
         )
-    return 0
-
-
-def _zero_shards(plan: Plan, mesh: Mesh) -> dict[str, dict[str, torch.Tensor]]:
-    return {
-        unit.name: {b.key: zero_shard(unit, b, mesh) for b in unit.buffers if b.trainable}
-        for unit in plan.unit_list
-    }
+        if missing_names or unexpected:
+            raise ValueError(
+                f"the optimizer's state dict must hold {sorted(of_group[group].flat) or 'nothing'} "
+                f"of leaf {path!r}, as this optimizer keeps; found {sorted(leaf_state)}: it is of another "
+                "optimizer, or of other options; make the optimizer as it was made then, or begin "
+                "with its init"
+            )

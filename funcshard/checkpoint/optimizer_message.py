@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from funcshard.checkpoint.optimizer_checks import LeafState
+from funcshard._utils import byte_view
+from funcshard.checkpoint.optimizer_state import LeafState
 from funcshard.checkpoint.state_dict import is_full
 from funcshard.comm import Mesh
 from funcshard.core import broadcast
@@ -51,33 +52,30 @@ def decode_state(text: str, device: torch.device) -> tuple[dict[str, LeafState],
     return by_path, {name: _decode(value, device) for name, value in others.items()}
 
 
-def _encode(value: Any, what: str, shape: tuple[int, ...] | None) -> list[Any]:
+def _encode(value: Any, what: str, shape: tuple[int, ...] | None) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
-        return [value]
+        return value
     if not is_full(value):
         raise ValueError(
             "with src the optimizer's state dict must hold full tensors and numbers; found "
             f"{type(value).__name__} for {what}: leave src out, and pass every rank's state dict"
         )
-    if shape is not None and shape != () and value.ndim:
-        return [dtype_name(value.dtype), list(value.shape)]
-    # Scalars, and all tensors of a leaf without dimensions.
-    values = torch.view_as_real(value) if value.is_complex() else value
-    return [dtype_name(value.dtype), list(value.shape), values.tolist(), value.device.type == "cpu"]
+    # Why bytes: they are exact for every dtype. All tensors of a leaf without dimensions are sent,
+    # because nothing tells their scalars from values of elements.
+    data = None
+    if shape is None or shape == () or not value.ndim:
+        data = byte_view(value.reshape(-1).cpu()).tolist()
+    return [dtype_name(value.dtype), list(value.shape), data, value.device.type == "cpu"]
 
 
-def _decode(encoded: list[Any], device: torch.device) -> Any:
-    if len(encoded) == 1:
-        return encoded[0]
-    dtype, shape = dtype_of(encoded[0]), encoded[1]
-    if len(encoded) == 2:
+def _decode(encoded: Any, device: torch.device) -> Any:
+    if not isinstance(encoded, list):
+        return encoded
+    dtype, shape, data, on_cpu = dtype_of(encoded[0]), *encoded[1:]
+    if data is None:
         return torch.empty(shape, dtype=dtype, device="meta")
-    place = torch.device("cpu") if encoded[3] else device
-    if dtype.is_complex:
-        return torch.view_as_complex(
-            torch.tensor(encoded[2], dtype=dtype.to_real(), device=place)
-        ).reshape(shape)
-    return torch.tensor(encoded[2], dtype=dtype, device=place).reshape(shape)
+    device = torch.device("cpu") if on_cpu else device
+    return torch.tensor(data, dtype=torch.uint8, device=device).view(dtype).reshape(shape)
 
 
 def broadcast_text(text: str, src: int, mesh: Mesh) -> str:

@@ -7,6 +7,7 @@ its own dictionary. The inverse of ``optimizer_to_state_dict`` is in ``optimizer
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,24 +15,26 @@ import torch
 
 from funcshard._utils import check_not_donated
 from funcshard.checkpoint.functional_optimizer import ByBuffer, partition_state
-from funcshard.checkpoint.optimizer_checks import LeafState, check_opt_state
 from funcshard.checkpoint.state_dict import (
     check_flags,
     check_no_local_leaf,
     kept_copy,
     leaves_for_this_rank,
 )
+from funcshard.checkpoint.stored_state import fits_shard
 from funcshard.comm import Mesh
 from funcshard.core import check_mesh
-from funcshard.plan import BufferPlan, LeafSpec, Plan
+from funcshard.plan import BufferPlan, Plan, UnitPlan
 from funcshard.train import (
     MuonStep,
     ParamGroupLayout,
     TorchOptimizer,
-    TorchStep,
     check_optimizer,
     trainable_buffers,
 )
+
+LeafState = dict[str, Any]
+"""The state of one parameter: ``{"exp_avg": tensor, "step": tensor, ...}``."""
 
 
 def optimizer_to_state_dict(
@@ -101,151 +104,162 @@ def optimizer_to_state_dict(
     if rank0_only:
         check_no_local_leaf(plan)
     check_optimizer(optimizer, plan)
-    check_opt_state(opt_state, optimizer, plan)
-    entries, param_groups = _entries_and_groups(opt_state, optimizer, plan)
-    states_by_path: dict[str, LeafState] = {path: {} for path in _trainable_paths(plan)}
+    entries, param_groups = _entries_and_groups(opt_state, optimizer, plan, mesh)
+    states_by_path: dict[str, LeafState] = {path: {} for path in trainable_paths(plan)}
     # Leaves of groups that take their first step next, and have no state yet.
-    anew: set[str] = set()
+    new_paths: set[str] = set()
     for entry in entries:
-        for unit, buffer in trainable_buffers(plan):
-            value = entry.values[unit.name].get(buffer.key)
-            if isinstance(value, torch.Tensor) and entry.is_flat(value, buffer):
-                flat = value if entry.layout is None else entry.layout.spread(value, buffer)
-                for leaf, part in leaves_for_this_rank(
-                    flat, unit, buffer, mesh, rank0_only, offload, sharded
-                ):
-                    if entry.has(leaf):
-                        states_by_path[leaf.path][entry.name] = part
-            elif isinstance(value, torch.Tensor) and value.ndim == 1 and value.numel() > 1:
-                raise ValueError(
-                    f"the entry {entry.name!r} of unit {unit.title!r} must have "
-                    f"{buffer.shard_numel} elements, as the shard has under the plan; found "
-                    f"{value.numel()}: pass the plan that the state was made with"
-                )
-            elif value is not None:
-                for leaf in filter(entry.has, buffer.leaves):
-                    scalar = value[entry.group(leaf)] if isinstance(value, tuple) else value
-                    if (
-                        scalar is None
-                        and isinstance(value, tuple)
-                        and any(state_value is not None for state_value in value)
-                    ):
-                        anew.add(leaf.path)
-                    states_by_path[leaf.path][entry.name] = (
-                        kept_copy(scalar, offload) if isinstance(scalar, torch.Tensor) else scalar
-                    )
+        unit, buffer, value, group_of = entry.unit, entry.buffer, entry.value, entry.layout.group_of
+        if isinstance(value, torch.Tensor) and entry.is_flat(value):
+            flat = entry.layout.spread(value, buffer)
+            for leaf, leaf_value in leaves_for_this_rank(
+                flat, unit, buffer, mesh, rank0_only, offload, sharded
+            ):
+                if leaf.path in group_of:
+                    states_by_path[leaf.path][entry.name] = leaf_value
+            continue
+        if isinstance(value, torch.Tensor) and value.ndim == 1 and value.numel() > 1:
+            raise ValueError(
+                f"the entry {entry.name!r} of unit {unit.title!r} must have {buffer.shard_numel} "
+                f"elements, as the shard has under the plan; found {value.numel()}: pass the plan "
+                "that the state was made with"
+            )
+        # Note: with several parameter groups, the leaves of each have their own scalar.
+        scalars = value if isinstance(value, tuple) else (value,) * entry.layout.count
+        for leaf in buffer.leaves:
+            if value is None or leaf.path not in group_of:
+                continue
+            scalar = scalars[group_of[leaf.path]]
+            if scalar is None and any(other is not None for other in scalars):
+                new_paths.add(leaf.path)
+            if isinstance(scalar, torch.Tensor):
+                scalar = kept_copy(scalar, offload)
+            states_by_path[leaf.path][entry.name] = scalar
     if rank0_only and mesh.rank:
         return {}
-    state_dict = {
-        "state": plan.in_order(
-            {
-                path: leaf_state
-                for path, leaf_state in states_by_path.items()
-                if leaf_state and path not in anew
-            }
-        ),
-        "param_groups": param_groups,
+    leaf_states = {
+        path: leaf_state
+        for path, leaf_state in states_by_path.items()
+        if leaf_state and path not in new_paths
     }
+    state_dict = {"state": plan.in_order(leaf_states), "param_groups": param_groups}
     return _flattened(state_dict) if flatten else state_dict
 
 
 # --- from an optimizer's state --------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
-    """A named entry of the state of every parameter, such as ``exp_avg`` or ``step``.
+    """A named entry of the state of one shard, such as ``exp_avg`` or ``step``.
 
     Attributes:
         name: its name.
-        values: by buffer, a flat tensor that is cut like the shard, or a scalar, or a tuple with a
-            scalar for each parameter group.
-        layout: where the parameter groups lie in the shards; ``None`` for one group with all
-            leaves.
+        unit: the unit of the shard.
+        buffer: the buffer of the shard.
+        value: a flat tensor that is cut like the shard, or a scalar, or a tuple with a scalar for
+            each parameter group. ``None`` if the shard has no such entry.
+        layout: where the parameter groups lie in the shards.
     """
 
     name: str
-    values: ByBuffer
-    layout: ParamGroupLayout | None = None
+    unit: UnitPlan
+    buffer: BufferPlan
+    value: Any
+    layout: ParamGroupLayout
 
-    def is_flat(self, value: torch.Tensor, buffer: BufferPlan) -> bool:
+    def is_flat(self, value: torch.Tensor) -> bool:
         """Return whether ``value`` is a flat tensor, and not a scalar."""
-        return value.ndim == 1 and (self.layout is not None or value.numel() == buffer.shard_numel)
-
-    def has(self, leaf: LeafSpec) -> bool:
-        """Return whether the entry is part of the state of ``leaf``."""
-        return self.layout is None or leaf.path in self.layout.group_of
-
-    def group(self, leaf: LeafSpec) -> int:
-        """Return the number of the parameter group of ``leaf``."""
-        return 0 if self.layout is None else self.layout.group_of[leaf.path]
+        group_ranges = self.layout.ranges(self.buffer)
+        return fits_shard(value, self.buffer, sum(part.numel for part in group_ranges))
 
 
 def _entries_and_groups(
-    opt_state: Any, optimizer: Any, plan: Plan
+    opt_state: Any, optimizer: Any, plan: Plan, mesh: Mesh
 ) -> tuple[list[_Entry], list[dict[str, Any]]]:
     """Return the entries of an optimizer's state, and its parameter groups."""
-    paths = _trainable_paths(plan)
+    paths = trainable_paths(plan)
     if not isinstance(optimizer, TorchOptimizer):
         per_shard, others = partition_state(opt_state, plan)
-        return [_Entry(path, values) for path, values in per_shard.items()], [
-            {**others, "params": paths}
-        ]
+        layout = group_layout(None, plan, mesh)
+        return _entries(per_shard, layout, plan), [{**others, "params": paths}]
     step: Any = optimizer.step
-    required_keys = (
-        {"steps", "momentum", "adamw"} if isinstance(step, MuonStep) else {"steps", "leaves"}
-    )
-    if missing_keys := required_keys - opt_state.keys():
-        raise ValueError(
-            f"opt_state must be a state of the optimizer, which has {sorted(required_keys)}; found no "
-            f"{sorted(missing_keys)}: pass state.opt_state, or what optimizer.init returned"
-        )
-    check_not_donated(opt_state.get("momentum", opt_state.get("leaves")))
+    _check_opt_state(opt_state, step, plan)
+    steps = opt_state["steps"]
+    entries: list[_Entry] = []
+    param_groups: list[dict[str, Any]] = []
     if isinstance(step, MuonStep):
-        momentum = _Entry("momentum_buffer", opt_state["momentum"], step.layout)
-        adamw = _torch_entries(opt_state["adamw"], step.adamw, plan)
-        return [momentum, *adamw], [
-            *step.param_groups(opt_state["steps"]),
-            *step.adamw.param_groups(opt_state["steps"], paths),
-        ]
-    return _torch_entries(opt_state, step, plan), step.param_groups(opt_state["steps"], paths)
+        entries = _entries({"momentum_buffer": opt_state["momentum"]}, step.layout, plan)
+        param_groups = step.param_groups(steps)
+        step, opt_state = step.adamw, opt_state["adamw"]
+    by_name: dict[str, dict[str, dict[str, Any]]] = {}
+    for unit, buffer in trainable_buffers(plan):
+        for name, value in opt_state["leaves"][unit.name][buffer.key].items():
+            shard_values = by_name.setdefault(name, {name: {} for name in plan.units})
+            shard_values[unit.name][buffer.key] = value
+    entries += _entries(by_name, group_layout(step.layout, plan, mesh), plan)
+    return entries, param_groups + step.param_groups(steps, paths)
 
 
-def _torch_entries(opt_state: Any, step: TorchStep, plan: Plan) -> list[_Entry]:
-    leaves = {unit.name: {} for unit in plan.unit_list} | opt_state["leaves"]
-    names = dict.fromkeys(
-        name for unit, buffer in trainable_buffers(plan) for name in leaves[unit.name][buffer.key]
-    )
+def _entries(by_name: Mapping[str, ByBuffer], layout: ParamGroupLayout, plan: Plan) -> list[_Entry]:
     return [
         _Entry(
-            name,
-            {
-                unit: {key: buffer_state.get(name) for key, buffer_state in buffer_states.items()}
-                for unit, buffer_states in leaves.items()
-            },
-            step.layout,
+            name=name,
+            unit=unit,
+            buffer=buffer,
+            value=shard_values[unit.name].get(buffer.key),
+            layout=layout,
         )
-        for name in names
+        for name, shard_values in by_name.items()
+        for unit, buffer in trainable_buffers(plan)
     ]
+
+
+def _check_opt_state(opt_state: Any, step: Any, plan: Plan) -> None:
+    """Raise unless ``opt_state`` is a state of an optimizer of ``torch.optim`` under the plan."""
+    if not isinstance(opt_state, Mapping):
+        raise TypeError(
+            f"opt_state must be the optimizer's own state; found {type(opt_state).__name__}: pass "
+            "state.opt_state of a TrainState"
+        )
+    required_keys = {"steps", "leaves"}
+    if isinstance(step, MuonStep):
+        required_keys = {"steps", "momentum", "adamw"}
+    if missing_keys := required_keys - opt_state.keys():
+        raise ValueError(
+            f"opt_state must be a state of the optimizer, which has {sorted(required_keys)}; found "
+            f"no {sorted(missing_keys)}: pass state.opt_state, or what optimizer.init returned"
+        )
+    leaves = opt_state.get("leaves", opt_state.get("momentum"))
+    check_not_donated(leaves)
+    if isinstance(leaves, Mapping) and not leaves.keys() <= plan.units.keys():
+        raise ValueError(
+            f"opt_state must hold the units of the plan, {list(plan.units)[:6]}; found "
+            f"{list(leaves)[:6]}: pass the plan that the state was made with"
+        )
 
 
 def _flattened(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a state dict as one flat dictionary; the inverse is in ``optimizer_loading``."""
-    state = {
-        f"state.{path}.{name}": v
+    flat = {
+        f"state.{path}.{name}": value
         for path, leaf_state in state_dict["state"].items()
-        for name, v in leaf_state.items()
+        for name, value in leaf_state.items()
     }
-    options = {
-        f"param_groups.{path}.{key}": value
-        for group in state_dict["param_groups"]
-        for path in group["params"]
-        for key, value in group.items()
-        if key != "params"
-    }
-    return {**state, **options}
+    for group in state_dict["param_groups"]:
+        options = {key: value for key, value in group.items() if key != "params"}
+        for path in group["params"]:
+            flat.update((f"param_groups.{path}.{key}", value) for key, value in options.items())
+    return flat
 
 
-def _trainable_paths(plan: Plan) -> list[str]:
+def trainable_paths(plan: Plan) -> list[str]:
+    """Return the paths of the leaves that have optimizer state, in the order of the tree."""
     leaves = [leaf for _, buffer in trainable_buffers(plan) for leaf in buffer.leaves]
     return [leaf.path for leaf in sorted(leaves, key=lambda leaf: leaf.index)]
+
+
+def group_layout(layout: ParamGroupLayout | None, plan: Plan, mesh: Mesh) -> ParamGroupLayout:
+    """Return where parameter groups lie in this rank's shards; ``None`` is one group of all."""
+    one_group = dict.fromkeys(trainable_paths(plan), 0)
+    return layout or ParamGroupLayout(one_group, 1, mesh.shard.rank)

@@ -17,7 +17,7 @@ from torch import nn
 
 from funcshard._utils import callers_level, check_flag, is_tree_of_shards
 from funcshard.checkpoint.pieces import as_pieces, check_pieces, copy_pieces, own_pieces
-from funcshard.checkpoint.stored_state import name_in
+from funcshard.checkpoint.stored_state import by_buffer, each_leaf, name_in
 from funcshard.comm import Mesh
 from funcshard.core import (
     LeafChecksums,
@@ -118,12 +118,9 @@ def to_state_dict(
             ):
                 named.update(dict.fromkeys((leaf.path, *leaf.aliases), value))
     if buffers is not None and not (rank0_only and mesh.rank):
-        named.update(
-            {
-                name: kept_copy(value, offload) if offload else value
-                for name, value in buffers.items()
-            }
-        )
+        named.update(buffers)
+        if offload:
+            named.update((name, kept_copy(value, offload)) for name, value in buffers.items())
     return plan.in_order(named)
 
 
@@ -185,39 +182,39 @@ def from_state_dict(
         {"the options of from_state_dict": f"src={src!r}, check={check!r}, cast={cast!r}"},
     )
     if src is not None:
-        return _from_rank(state_dict, plan, mesh, src, cast)
+        check_source(src, mesh)
+        check_no_local_leaf(plan)
     where = "the state dict"
     checksums = LeafChecksums(mesh, where, "load the same file on every rank, or pass src=0")
     leaf_values: dict[str, Any] = {}
     fault: Exception | None = None
     try:
-        leaf_values = find_leaves(state_dict, plan.leaves)
-        _warn_of_unknown(state_dict, plan)
-        for buffer in (buffer for unit in plan.unit_list for buffer in unit.buffers):
-            for leaf in buffer.leaves:
-                _check_value(leaf_values[leaf.path], leaf, buffer, mesh, where, cast)
-                if check and is_full(leaf_values[leaf.path]):
-                    checksums.add(
-                        leaf.path, leaf_values[leaf.path], own_axes(buffer.local, leaf.cuts)
+        if src in (None, mesh.rank):
+            leaf_values = find_leaves(state_dict, plan.leaves)
+            _warn_of_unknown(state_dict, plan)
+            for _, buffer, leaf in each_leaf(plan):
+                value = leaf_values[leaf.path]
+                if src is not None and not is_full(value):
+                    raise ValueError(
+                        f"with src the state dict must hold full tensors, and {leaf.path!r} is "
+                        f"none; found {type(value).__name__}: leave src out, and pass every "
+                        "rank's state dict"
                     )
+                _check_value(value, leaf, buffer, mesh, where, cast)
+                if src is None and check and is_full(value):
+                    checksums.add(leaf.path, value, own_axes(buffer.local, leaf.cuts))
     except Exception as error:  # of any kind, because other ranks wait
         fault = error
-    # Why before the leaves are cut: to cut a DTensor, all ranks gather it.
-    checksums.compare(fault)
-    return {
-        unit.name: {
-            buffer.key: shard_from_leaves(
-                unit,
-                buffer,
-                mesh,
-                {leaf.path: leaf_values[leaf.path] for leaf in buffer.leaves},
-                where,
-                cast,
-            )
-            for buffer in unit.buffers
-        }
-        for unit in plan.unit_list
-    }
+    # Why before the leaves are cut: ranks gather DTensors and broadcast buffers together, and a
+    # rank with a fault would leave the others waiting there.
+    if src is None:
+        checksums.compare(fault)
+    else:
+        raise_on_every_rank(mesh, fault)
+    return by_buffer(
+        plan,
+        lambda unit, buffer: shard_from_leaves(unit, buffer, mesh, leaf_values, where, cast, src),
+    )
 
 
 def check_flags(**flags: Any) -> None:
@@ -269,16 +266,8 @@ def check_no_local_leaf(plan: Plan) -> None:
 
 def find_local_leaf(plan: Plan) -> str | None:
     """Return the path of the first leaf that is local to ranks and no slice, if there is one."""
-    return next(
-        (
-            leaf.path
-            for u in plan.unit_list
-            for b in u.buffers
-            for leaf in b.leaves
-            if own_axes(b.local, leaf.cuts)
-        ),
-        None,
-    )
+    leaves = each_leaf(plan)
+    return next((leaf.path for _, b, leaf in leaves if own_axes(b.local, leaf.cuts)), None)
 
 
 # --- one flat tensor, cut like a buffer, to leaves ------------------------------------------------
@@ -296,11 +285,12 @@ def leaves_for_this_rank(
     """Return the leaves, or pieces of them, that this rank gets of a flat tensor."""
     if sharded:
         return list(own_pieces(flat, buffer, mesh))
-    cut = {each.axis for leaf in buffer.leaves for each in leaf.cuts}
-    if rank0_only and any(
-        group.rank for axis, group in mesh.groups.items() if axis != "shard" and axis not in cut
-    ):
-        return []  # rank 0 gathers from the ranks along its own shard axis, and from those with slices of its leaves
+    # Note: rank 0 gathers from the ranks along its own shard axis, and from those with slices of
+    # its leaves. So for each leaf, only ranks that are the first along all other axes take part.
+    not_first = {axis for axis, group in mesh.groups.items() if rank0_only and group.rank}
+    slice_axes = {leaf_cut.axis for leaf in buffer.leaves for leaf_cut in leaf.cuts}
+    if not_first - slice_axes - {"shard"}:
+        return []
     full = all_gather_flat(
         flat,
         mesh,
@@ -311,15 +301,12 @@ def leaves_for_this_rank(
     )
     rank_leaves = []
     for leaf, view in zip(buffer.leaves, views(full, buffer), strict=True):
-        axes = {each.axis for each in leaf.cuts}
-        if rank0_only and any(
-            group.rank for axis, group in mesh.groups.items() if axis not in axes
-        ):
+        if not_first - {leaf_cut.axis for leaf_cut in leaf.cuts}:
             continue
         value = join_slices(view, leaf, mesh, first_only=rank0_only)
         if value is not None:
             rank_leaves.append((leaf, kept_copy(value, offload)))
-        del value
+        del value  # before the slices of the next leaf are joined
     return rank_leaves
 
 
@@ -339,6 +326,7 @@ def shard_from_leaves(
     leaves: Mapping[str, Any],
     where: str,
     cast: bool | None = None,
+    src: int | None = None,
 ) -> torch.Tensor:
     """Return this rank's shard of one buffer; a leaf that is not given becomes zeros.
 
@@ -349,20 +337,32 @@ def shard_from_leaves(
         leaves: full tensors, DTensors, or pieces, by path.
         where: the words for the source of the leaves in an error message.
         cast: as in ``check_leaf``.
+        src: the rank that broadcasts its full tensors; every rank has to call then. On other ranks
+            they may be on the meta device or missing.
     """
-    local = zero_shard(unit, buffer, mesh)
+    if src is not None:
+        sliced_leaves = []
+        for leaf in buffer.leaves:
+            value = leaves.get(leaf.path)
+            if value is None:
+                dtype = dtype_of(buffer.dtype)
+                value = torch.zeros(leaf.whole_shape, dtype=dtype, device=mesh.device)
+            check_leaf(value, leaf, buffer, where, meta=True, whole=True, cast=cast)
+            sliced_leaves.append(slice_from_rank(src, value.to(dtype_of(buffer.dtype)), leaf, mesh))
+        return cut_from_rank(src, unit, buffer, sliced_leaves, mesh)
+    shard = zero_shard(unit, buffer, mesh)
     for leaf in buffer.leaves:
         if leaf.path not in leaves:
             continue
         value = leaves[leaf.path]
         _check_value(value, leaf, buffer, mesh, where, cast)
         if (pieces := as_pieces(value)) is not None:
-            copy_pieces(
-                local[buffer.part(leaf, mesh.shard.rank).in_shard], pieces, leaf, buffer, mesh
-            )
+            in_shard = buffer.part(leaf, mesh.shard.rank).in_shard
+            copy_pieces(shard[in_shard], pieces, leaf, buffer, mesh)
         else:
-            put_whole(local, value if is_full(value) else value.full_tensor(), leaf, buffer, mesh)
-    return local
+            whole = value if is_full(value) else value.full_tensor()
+            put_whole(shard, whole, leaf, buffer, mesh)
+    return shard
 
 
 def is_full(value: Any) -> bool:
@@ -482,68 +482,3 @@ def _warn_of_unknown(state_dict: Mapping[str, Any], plan: Plan) -> None:
             "module; else delete them from the state dict",
             stacklevel=callers_level(),
         )
-
-
-def _from_rank(
-    state_dict: Mapping[str, Any], plan: Plan, mesh: Mesh, src: int, cast: bool
-) -> Shards:
-    """Return this rank's shards of the state dict of rank ``src``."""
-    check_source(src, mesh)
-    check_no_local_leaf(plan)
-    where = "the state dict"
-    leaves: Mapping[str, Any] = {}
-    fault: Exception | None = None
-    if mesh.rank == src:
-        try:
-            leaves = find_leaves(state_dict, plan.leaves)
-            _warn_of_unknown(state_dict, plan)
-            for buffer in (buffer for unit in plan.unit_list for buffer in unit.buffers):
-                for leaf in buffer.leaves:
-                    if not is_full(leaves[leaf.path]):
-                        raise ValueError(
-                            f"with src the state dict must hold full tensors, and {leaf.path!r} is "
-                            f"none; found {type(leaves[leaf.path]).__name__}: leave src out, and "
-                            "pass every rank's state dict"
-                        )
-                    check_leaf(leaves[leaf.path], leaf, buffer, where, whole=True, cast=cast)
-        except Exception as error:  # of any kind, because other ranks wait
-            fault = error
-    # Why every rank learns of a fault: it would wait for a broadcast that never starts.
-    raise_on_every_rank(mesh, fault)
-    return {
-        unit.name: {
-            buffer.key: shard_from_rank(src, unit, buffer, mesh, leaves, where, cast)
-            for buffer in unit.buffers
-        }
-        for unit in plan.unit_list
-    }
-
-
-def shard_from_rank(
-    src: int,
-    unit: UnitPlan,
-    buffer: BufferPlan,
-    mesh: Mesh,
-    leaves: Mapping[str, Any],
-    where: str,
-    cast: bool | None = None,
-) -> torch.Tensor:
-    """Return this rank's shard of full leaves that rank ``src`` has; a missing leaf is zeros.
-
-    Arguments:
-        src: the rank.
-        unit: the buffer's unit.
-        buffer: the buffer.
-        mesh: the ranks.
-        leaves: full tensors by path; on other ranks they may be on the meta device or missing.
-        where: the words for the source of the leaves in an error message.
-        cast: as in ``check_leaf``.
-    """
-    leaf_values = []
-    for leaf in buffer.leaves:
-        value = leaves.get(leaf.path)
-        if value is None:
-            value = torch.zeros(leaf.whole_shape, dtype=dtype_of(buffer.dtype), device=mesh.device)
-        check_leaf(value, leaf, buffer, where, meta=True, whole=True, cast=cast)
-        leaf_values.append(slice_from_rank(src, value.to(dtype_of(buffer.dtype)), leaf, mesh))
-    return cut_from_rank(src, unit, buffer, leaf_values, mesh)

@@ -10,14 +10,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from funcshard._utils import loaded_class, public_class_name
-from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan
+from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of
+
+T = TypeVar("T")
 
 TreeSpec = Any
 """A state without its tensors, as JSON. Each node is one of these:
@@ -217,6 +219,22 @@ def find_class(name: str) -> type:
 # --- plans ----------------------------------------------------------------------------------------
 
 
+def each_leaf(plan: Plan) -> Iterator[tuple[UnitPlan, BufferPlan, LeafSpec]]:
+    """Yield every leaf of a plan, with its unit and its flat buffer."""
+    for unit in plan.unit_list:
+        for buffer in unit.buffers:
+            for leaf in buffer.leaves:
+                yield unit, buffer, leaf
+
+
+def by_buffer(plan: Plan, value_of: Callable[[UnitPlan, BufferPlan], T]) -> dict[str, dict[str, T]]:
+    """Return a tree of shards with a value for every flat buffer."""
+    return {
+        unit.name: {buffer.key: value_of(unit, buffer) for buffer in unit.buffers}
+        for unit in plan.unit_list
+    }
+
+
 def any_plan(plans: Plans) -> Plan:
     """Return one of the plans, for what they share: mesh axes and ranks."""
     return plans if isinstance(plans, Plan) else next(iter(plans.values()))
@@ -285,3 +303,16 @@ def buffers_in_tree_order(plan: Plan, *, trainable_only: bool) -> list[tuple[Uni
         if buffer.trainable or not trainable_only
     ]
     return sorted(pairs, key=lambda pair: (pair[0].name, pair[1].key))
+
+
+def fits_shard(value: Any, buffer: BufferPlan, numel: int | None = None) -> bool:
+    """Return whether ``value`` is a flat tensor of ``numel`` elements, by default a shard's number.
+
+    A counter has one element too: an integer tensor of one element is a shard only if it has the
+    buffer's dtype.
+    """
+    shard_numel = buffer.shard_numel if numel is None else numel
+    if not isinstance(value, torch.Tensor) or value.shape != (shard_numel,):
+        return False
+    has_fractions = value.is_floating_point() or value.is_complex()
+    return shard_numel != 1 or has_fractions or value.dtype == dtype_of(buffer.dtype)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchopt
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -280,3 +281,21 @@ def test_a_state_dict_of_another_class_is_refused(saver: str) -> None:
         )
         with pytest.raises(ValueError, match=words):
             fs.optimizer_from_state_dict(saved(saver), pair_of(taker, plan, mesh), plan, mesh)
+
+
+SCALARS = {
+    "beside an empty leaf": {"a": torch.ones(()), "b": torch.ones(0)},
+    "alone": {"a": torch.ones(())},
+    "in a unit of its own": {"a": {"w": torch.ones(())}, "b": {"w": torch.ones(3)}},
+}
+
+
+@pytest.mark.parametrize("where", SCALARS)
+def test_a_leaf_without_dimensions_does_not_make_a_count_of_steps_elementwise(where: str) -> None:
+    params, mesh, optimizer = SCALARS[where], fs.Mesh(), torchopt.adam(0.1)
+    plan = fs.make_plan(params, mesh, units=["b"] if where == "in a unit of its own" else [])
+    shards = fs.shard(params, plan, mesh)
+    _, state = optimizer.update(fs.copy(shards), optimizer.init(shards), params=shards, inplace=False)
+    by_name = fs.optimizer_to_state_dict(state, optimizer, plan, mesh)
+    again = fs.optimizer_from_state_dict(by_name, optimizer, plan, mesh)
+    torch.testing.assert_close(tree.leaves(again), tree.leaves(state), rtol=0, atol=0)
