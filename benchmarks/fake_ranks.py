@@ -29,7 +29,7 @@ class _Holding:
 
 
 @dataclass(frozen=True, slots=True)
-class FakeGroup:
+class FakeGroup(Group):
     """One rank of a group, without the others, whose data counts as equal to that of this rank.
 
     Attributes:
@@ -47,9 +47,6 @@ class FakeGroup:
 
     def subgroup(self, global_ranks: Sequence[int], axis: str) -> Group:
         return FakeGroup(self.rank % len(global_ranks), len(global_ranks), self.gloo)
-
-    def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        return like.new_empty(numel)
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
         out.view(self.size, -1).copy_(shard.reshape(1, -1).expand(self.size, -1))

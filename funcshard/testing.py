@@ -7,12 +7,21 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from funcshard._utils import check_number, cuda_sleep
-from funcshard.comm import AllGatherWork, CustomGroup, Group, Mesh, Work, WrappedGroup, remade
+from funcshard.comm import (
+    AllGatherWork,
+    CustomGroup,
+    DeferredWork,
+    Group,
+    Mesh,
+    Op,
+    Work,
+    WrappedGroup,
+    remade,
+)
 
 __all__ = ["KINDS", "DelayedGroup", "delayed"]
 
@@ -92,97 +101,38 @@ class DelayedGroup(WrappedGroup):
     def subgroup(self, global_ranks: Sequence[int], axis: str) -> Group:
         return DelayedGroup(self.inner.subgroup(global_ranks, axis), self.kind, self.seconds)
 
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
-        return self._start("all_gather", torch.empty_like, label, out, shard)
+    def start(self, op: Op) -> Work:
+        if op.kind != self.kind:
+            return self.inner.start(op)
+        out = op.out
+        with torch.no_grad():
+            # The slow collective writes here in place of ``out``, which may be its input too.
+            hidden = torch.empty_like(out) if op.data is not None else out.clone()
+            out.fill_(float("nan") if out.is_floating_point() or out.is_complex() else 0)
+        work = self.inner.start(op._replace(out=hidden))
+        sleep = _sleep(out.device, self.seconds)
+
+        def finish() -> None:
+            work.wait()
+            sleep()
+            with torch.no_grad():
+                out.copy_(hidden)
+
+        return DeferredWork(finish)
 
     def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
         work = self.inner.all_gather_shared(shard, label=label)
         if self.kind != "all_gather":
             return work
         # There is no output to fill with NaN: the caller gets a tensor only from ``wait``.
-        return _SlowAllGatherWork(work, _sleep(shard.device, self.seconds))
+        sleep = _sleep(shard.device, self.seconds)
 
-    def reduce_scatter(
-        self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = ""
-    ) -> Work:
-        return self._start("reduce_scatter", torch.empty_like, label, out, parts)
+        def finish() -> torch.Tensor:
+            gathered = work.wait()
+            sleep()
+            return gathered
 
-    def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:
-        return self._start("all_reduce", torch.clone, label, tensor)
-
-    def broadcast(self, tensor: torch.Tensor, src: int, *, label: str = "") -> Work:
-        return self._start("broadcast", torch.clone, label, tensor, src)
-
-    def all_to_all(
-        self,
-        out: torch.Tensor,
-        full: torch.Tensor,
-        out_sizes: Sequence[int],
-        sizes: Sequence[int],
-        *,
-        label: str = "",
-    ) -> Work:
-        return self._start("all_to_all", torch.empty_like, label, out, full, out_sizes, sizes)
-
-    def _start(
-        self,
-        kind: str,
-        like: Callable[[torch.Tensor], torch.Tensor],
-        label: str,
-        out: torch.Tensor,
-        *rest: Any,
-    ) -> Work:
-        """Start a collective that writes to ``out``, late if it is of the slow kind.
-
-        Arguments:
-            kind: of collective; the name of its method.
-            like: makes the tensor that a slow collective writes to in place of ``out``.
-            label: names the collective in errors.
-            out: its output, which may be its input too.
-            rest: its other arguments.
-        """
-        collective: Callable[..., Work] = getattr(self.inner, kind)
-        if kind != self.kind:
-            return collective(out, *rest, label=label)
-        with torch.no_grad():
-            hidden = like(out)
-            out.fill_(float("nan") if out.is_floating_point() or out.is_complex() else 0)
-        work = collective(hidden, *rest, label=label)
-        return _SlowWork(work, out, hidden, _sleep(out.device, self.seconds))
-
-
-@dataclass(slots=True)
-class _SlowWork:
-    """The work of a slow collective; the first ``wait`` copies its result to ``out``."""
-
-    work: Work
-    out: torch.Tensor
-    hidden: torch.Tensor | None
-    sleep: Callable[[], None]
-
-    def wait(self) -> None:
-        if self.hidden is None:
-            return
-        self.work.wait()
-        self.sleep()
-        with torch.no_grad():
-            self.out.copy_(self.hidden)
-        self.hidden = None
-
-
-@dataclass(slots=True)
-class _SlowAllGatherWork:
-    """The work of a slow ``all_gather_shared``; the first ``wait`` sleeps."""
-
-    work: AllGatherWork
-    sleep: Callable[[], None] | None
-
-    def wait(self) -> torch.Tensor:
-        out = self.work.wait()
-        if self.sleep is not None:
-            self.sleep()
-            self.sleep = None
-        return out
+        return DeferredWork(finish)
 
 
 def _sleep(device: torch.device, seconds: float) -> Callable[[], None]:

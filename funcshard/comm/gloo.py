@@ -12,7 +12,6 @@ itself never adds, so tensors of a dtype that gloo does not know (float8, int16)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from funcshard.comm.desync import DesyncDetector
-from funcshard.comm.group import DeferredWork, Work, sum_in_rank_order
+from funcshard.comm.group import DeferredWork, Op, Work, sum_in_rank_order
 
 # Largest output of an all-gather, in bytes, that is gathered by one all-to-all. Up to this size,
 # starting one operation per rank costs more than copying the shard for every rank.
@@ -52,7 +51,8 @@ class Gloo:
     reductions: Any
     desync: DesyncDetector
 
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, number: int) -> Work:
+    def all_gather(self, op: Op, number: int) -> Work:
+        out, shard = op.out, op.data
         if out.numel() * out.element_size() <= _SMALL:
             copies = shard.detach().repeat(self.size, *[1] * (shard.dim() - 1))
             work = dist.all_to_all_single(
@@ -64,7 +64,8 @@ class Gloo:
         works = [self._start_broadcast(part, src, self.group) for src, part in enumerate(slices)]
         return self._work(works, number)
 
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, number: int) -> Work:
+    def reduce_scatter(self, op: Op, number: int) -> Work:
+        out, full = op.out.view(-1), op.data
         # Why the first and the last rank leave out their own slice: it lies at an end of ``full``,
         # so the rest is contiguous, and they need not send the slice to themselves.
         ends = (slice(len(out), None), slice(None, -len(out)))
@@ -92,8 +93,8 @@ class Gloo:
 
         return DeferredWork(finish)
 
-    def all_reduce(self, tensor: torch.Tensor, number: int) -> Work:
-        flat = tensor.view(-1)
+    def all_reduce(self, op: Op, number: int) -> Work:
+        flat = op.out.view(-1)
         parts = flat.tensor_split(self.size)  # sizes may differ by one, or be zero
         own_part = parts[self.rank]
         received = flat.new_empty(self.size * own_part.numel())
@@ -121,20 +122,14 @@ class Gloo:
 
         return DeferredWork(finish)
 
-    def broadcast(self, tensor: torch.Tensor, src: int, number: int) -> Work:
-        return self._work([self._start_broadcast(tensor, src, self.group)], number)
+    def broadcast(self, op: Op, number: int) -> Work:
+        return self._work([self._start_broadcast(op.out, op.src, self.group)], number)
 
-    def all_to_all(
-        self,
-        out: torch.Tensor,
-        full: torch.Tensor,
-        out_sizes: Sequence[int],
-        sizes: Sequence[int],
-        number: int,
-    ) -> Work:
+    def all_to_all(self, op: Op, number: int) -> Work:
+        out, full = op.out, op.data
         # gloo's elements per element of ours
         width = 1 if out.dtype in _DTYPES else out.element_size()
-        receive, send = ([width * size for size in rank_sizes] for rank_sizes in (out_sizes, sizes))
+        receive, send = ([width * size for size in sizes] for sizes in (op.out_sizes, op.sizes))
         work = dist.all_to_all_single(
             _as_known(out), _as_known(full), receive, send, group=self.group, async_op=True
         )

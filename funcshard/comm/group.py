@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -32,29 +32,72 @@ class AllGatherWork(Protocol):
         """Return the gathered tensor once it is ready; every call returns the same tensor."""
 
 
-class Group(Protocol):
-    """Ranks that communicate: a process group, an axis of a simulation, or one local rank."""
+class Op(NamedTuple):
+    """A collective, as the methods of ``Group`` pass it to ``Group.start``.
 
-    @property
-    def rank(self) -> int:
-        """Position of this rank in the group."""
+    Attributes:
+        kind: name of the method.
+        label: the purpose of the collective.
+        out: the tensor that gets the result.
+        data: what is sent: a tensor, or the parts of a reduce-scatter; ``None`` if it is ``out``.
+        src: the rank that sends, of a broadcast.
+        out_sizes, sizes: those of an all-to-all.
+    """
 
-    @property
-    def size(self) -> int:
-        """Number of ranks in the group."""
+    kind: str
+    label: str
+    out: torch.Tensor
+    data: Any = None
+    src: int = 0
+    out_sizes: Sequence[int] = ()
+    sizes: Sequence[int] = ()
 
-    @property
-    def global_rank(self) -> int:
-        """Number of this rank in the whole job or simulation, the same in each of its groups."""
+
+class Group:
+    """Ranks that communicate: a process group, an axis of a simulation, or one local rank.
+
+    A kind of group defines ``start``, which takes every collective but the two that have no output
+    yet: ``all_gather_shared`` and ``all_gather_text``.
+
+    Attributes:
+        rank: position of this rank in the group.
+        size: number of ranks in the group.
+        global_rank: number of this rank in the whole job or simulation, the same in each of its
+            groups.
+    """
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:  # at run time they would be default values of a data class's fields
+
+        @property
+        def rank(self) -> int: ...
+
+        @property
+        def size(self) -> int: ...
+
+        @property
+        def global_rank(self) -> int: ...
+
+    def start(self, op: Op) -> Work:
+        """Start a collective."""
+        raise NotImplementedError
 
     def subgroup(self, global_ranks: Sequence[int], axis: str) -> Group:
         """Return the group of these ranks; each of them, and no other rank, has to call this."""
+        raise NotImplementedError
+
+    def all_gather_text(self, text: str, *, label: str = "") -> list[str]:
+        """Return every rank's ``text``, in order of ranks; waits for all of them."""
+        raise NotImplementedError
 
     def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """Return an empty 1-D tensor to communicate with, of the dtype and device of ``like``."""
+        return like.new_empty(numel)
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
         """Concatenate every rank's contiguous ``shard`` into ``out``, along dim 0 in rank order."""
+        return self.start(Op("all_gather", label, out, shard))
 
     def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
         """Concatenate every rank's contiguous ``shard``, along its last dim, in new memory.
@@ -62,6 +105,7 @@ class Group(Protocol):
         Several ranks may share that memory, so no rank may write to it. Each may read it for as
         long as it likes.
         """
+        return all_gather_last(self, shard, label=label)
 
     def reduce_scatter(
         self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = ""
@@ -71,12 +115,15 @@ class Group(Protocol):
         Several parts are copied, and converted to the dtype of ``out``. A single part is not
         copied. The group may read it until ``wait`` returns, so it must not change before then.
         """
+        return self.start(Op("reduce_scatter", label, out, parts))
 
     def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:
         """Replace the contiguous ``tensor`` by the sum of every rank's."""
+        return self.start(Op("all_reduce", label, tensor))
 
     def broadcast(self, tensor: torch.Tensor, src: int, *, label: str = "") -> Work:
         """Replace the contiguous ``tensor`` by that of rank ``src``."""
+        return self.start(Op("broadcast", label, tensor, None, src))
 
     def all_to_all(
         self,
@@ -92,22 +139,25 @@ class Group(Protocol):
         Slices lie in the order of ranks. Rank i is sent ``sizes[i]`` elements, and sends
         ``out_sizes[i]`` elements.
         """
-
-    def all_gather_text(self, text: str, *, label: str = "") -> list[str]:
-        """Return every rank's ``text``, in order of ranks; waits for all of them."""
+        return self.start(Op("all_to_all", label, out, full, 0, out_sizes, sizes))
 
 
 @dataclass(slots=True, eq=False)
 class DeferredWork:
-    """A ``Work`` whose first ``wait`` calls ``finish``; without ``finish`` it is done already."""
+    """A collective whose first ``wait`` calls ``finish``; every ``wait`` returns its result.
 
-    finish: Callable[[], object] | None = None
+    Without ``finish`` it is done already.
+    """
 
-    def wait(self) -> None:
-        """Call ``finish``, unless an earlier ``wait`` has done so."""
+    finish: Callable[[], Any] | None = None
+    result: Any = None
+
+    def wait(self) -> Any:
+        """Return the result of ``finish``, which an earlier ``wait`` may have called."""
         if self.finish is not None:
-            self.finish()
+            self.result = self.finish()
             self.finish = None
+        return self.result
 
 
 # The work of a collective that has nothing left to do.
@@ -144,32 +194,22 @@ def all_gather_private(
     return PrivateAllGatherWork(out, group.all_gather(out, shard, label=label))
 
 
-@dataclass(slots=True, eq=False)
-class _LastDimWork:
-    """An all-gather along dim 0 of which the caller wants the last dim; see ``all_gather_last``."""
-
-    work: AllGatherWork
-    size: int
-    out: torch.Tensor | None = None
-
-    def wait(self) -> torch.Tensor:
-        if self.out is None:
-            gathered_rows = self.work.wait()
-            gathered_rows = gathered_rows.view(
-                self.size, gathered_rows.shape[0] // self.size, *gathered_rows.shape[1:]
-            )
-            self.out = gathered_rows.movedim(0, -2).flatten(-2)
-        return self.out
-
-
 def all_gather_last(group: Group, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
     """Start an all-gather along the last dim of ``shard`` into new memory of this rank's own."""
     work = all_gather_private(group, shard, label=label)
-    return work if shard.ndim == 1 else _LastDimWork(work, group.size)
+    if shard.ndim == 1:
+        return work
+    size, shape = group.size, shard.shape
+
+    def finish() -> torch.Tensor:
+        rows = work.wait().view(size, *shape)
+        return rows.movedim(0, -2).flatten(-2)
+
+    return DeferredWork(finish)
 
 
 @dataclass(frozen=True, slots=True)
-class LocalGroup:
+class LocalGroup(Group):
     """A group of one rank, whose collectives only copy."""
 
     rank: int = 0
@@ -179,38 +219,11 @@ class LocalGroup:
     def subgroup(self, global_ranks: Sequence[int], axis: str) -> Group:
         return self
 
-    def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        return like.new_empty(numel)
-
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
-        out.copy_(shard)
-        return DONE
-
-    def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
-        return all_gather_last(self, shard, label=label)
-
-    def reduce_scatter(
-        self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = ""
-    ) -> Work:
-        out.copy_(concatenate(parts).view_as(out))
-        return DONE
-
-    def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:
-        return DONE
-
-    def broadcast(self, tensor: torch.Tensor, src: int, *, label: str = "") -> Work:
-        return DONE
-
-    def all_to_all(
-        self,
-        out: torch.Tensor,
-        full: torch.Tensor,
-        out_sizes: Sequence[int],
-        sizes: Sequence[int],
-        *,
-        label: str = "",
-    ) -> Work:
-        out.copy_(full)
+    def start(self, op: Op) -> Work:
+        if op.kind == "reduce_scatter":
+            op.out.copy_(concatenate(op.data).view_as(op.out))
+        elif op.data is not None:
+            op.out.copy_(op.data)
         return DONE
 
     def all_gather_text(self, text: str, *, label: str = "") -> list[str]:

@@ -9,14 +9,12 @@ torch's work object keeps the tensors alive, so ``record_stream`` is not needed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from funcshard.comm.group import Work
+from funcshard.comm.group import Op, Work
 
 # torch 2.13 renames both functions; torch 2.11 has the old names only.
 gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -27,8 +25,8 @@ scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 class Native:
     """The collectives of one rank in one group, over the backend's own.
 
-    Each method is as in ``Group``, and takes the number of the collective as the methods of
-    ``Gloo`` do. The backend counts by itself, and ignores it.
+    Each method is as in ``Group``, and takes the number of the collective as those of ``Gloo`` do.
+    The backend counts by itself, and ignores it.
 
     Attributes:
         group: the process group.
@@ -39,30 +37,26 @@ class Native:
     group: Any
     reductions: Any
 
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, number: int) -> Work:
-        return _StreamWork(gather_single(out, shard, group=self.group, async_op=True))
+    def all_gather(self, op: Op, number: int) -> Work:
+        return _StreamWork(gather_single(op.out, op.data, group=self.group, async_op=True))
 
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, number: int) -> Work:
-        return _StreamWork(scatter_single(out, full, group=self.reductions, async_op=True))
-
-    def all_reduce(self, tensor: torch.Tensor, number: int) -> Work:
-        return _StreamWork(dist.all_reduce(tensor, group=self.reductions, async_op=True))
-
-    def broadcast(self, tensor: torch.Tensor, src: int, number: int) -> Work:
-        return _StreamWork(dist.broadcast(tensor, group=self.group, group_src=src, async_op=True))
-
-    def all_to_all(
-        self,
-        out: torch.Tensor,
-        full: torch.Tensor,
-        out_sizes: Sequence[int],
-        sizes: Sequence[int],
-        number: int,
-    ) -> Work:
+    def reduce_scatter(self, op: Op, number: int) -> Work:
         return _StreamWork(
-            dist.all_to_all_single(
-                out, full, list(out_sizes), list(sizes), group=self.group, async_op=True
-            )
+            scatter_single(op.out.view(-1), op.data, group=self.reductions, async_op=True)
+        )
+
+    def all_reduce(self, op: Op, number: int) -> Work:
+        return _StreamWork(dist.all_reduce(op.out, group=self.reductions, async_op=True))
+
+    def broadcast(self, op: Op, number: int) -> Work:
+        return _StreamWork(
+            dist.broadcast(op.out, group=self.group, group_src=op.src, async_op=True)
+        )
+
+    def all_to_all(self, op: Op, number: int) -> Work:
+        sizes = [*op.out_sizes], [*op.sizes]
+        return _StreamWork(
+            dist.all_to_all_single(op.out, op.data, *sizes, group=self.group, async_op=True)
         )
 
 

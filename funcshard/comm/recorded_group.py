@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from funcshard.comm.group import AllGatherWork, DeferredWork, Group, Work, all_gather_last
+from funcshard.comm.group import AllGatherWork, DeferredWork, Group, Op, Work, all_gather_last
 from funcshard.comm.step_recording import current_recording
 from funcshard.comm.user_collectives import CustomGroup
 from funcshard.comm.wrapped_group import WrappedGroup
@@ -123,40 +123,30 @@ class RecordedGroup(WrappedGroup):
     def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         return like.new_empty(numel)
 
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
-        return _into(out, torch.ops.funcshard.all_gather(shard, False, *self._where(label)))
+    def start(self, op: Op) -> Work:
+        operations, where, out = torch.ops.funcshard, self._where(op.label), op.out
+        if op.kind == "all_gather":
+            pending = operations.all_gather(op.data, False, *where)
+        elif op.kind == "reduce_scatter":
+            pending = operations.reduce_scatter(list(op.data), out.dtype, *where)
+        elif op.kind == "all_reduce":
+            pending = operations.all_reduce(out, *where)
+        elif op.kind == "broadcast":
+            pending = operations.broadcast(out, op.src, *where)
+        else:
+            pending = operations.all_to_all(op.data, list(op.out_sizes), list(op.sizes), *where)
+
+        def finish() -> None:
+            with torch.no_grad():
+                out.copy_(operations.wait(pending).view(out.shape))
+
+        return DeferredWork(finish)
 
     def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
         if shard.ndim > 1:  # the operation gathers along dim 0
             return all_gather_last(self, shard, label=label)
-        return _Gather(torch.ops.funcshard.all_gather(shard, True, *self._where(label)))
-
-    def reduce_scatter(
-        self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = ""
-    ) -> Work:
-        return _into(
-            out, torch.ops.funcshard.reduce_scatter(list(parts), out.dtype, *self._where(label))
-        )
-
-    def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:
-        return _into(tensor, torch.ops.funcshard.all_reduce(tensor, *self._where(label)))
-
-    def broadcast(self, tensor: torch.Tensor, src: int, *, label: str = "") -> Work:
-        return _into(tensor, torch.ops.funcshard.broadcast(tensor, src, *self._where(label)))
-
-    def all_to_all(
-        self,
-        out: torch.Tensor,
-        full: torch.Tensor,
-        out_sizes: Sequence[int],
-        sizes: Sequence[int],
-        *,
-        label: str = "",
-    ) -> Work:
-        where = self._where(label)
-        return _into(
-            out, torch.ops.funcshard.all_to_all(full, list(out_sizes), list(sizes), *where)
-        )
+        pending = torch.ops.funcshard.all_gather(shard, True, *self._where(label))
+        return DeferredWork(lambda: torch.ops.funcshard.wait(pending))
 
     def all_gather_text(self, text: str, *, label: str = "") -> list[str]:
         # Why: ranks that trace one step exchange nothing. Each compares with itself, and a run of
@@ -168,26 +158,3 @@ class RecordedGroup(WrappedGroup):
         assert recording is not None, "a RecordedGroup lives as long as the recording"
         recording.start()
         return self.unit, self.buffer, self.axis, self.size, label
-
-
-def _into(out: torch.Tensor, pending: torch.Tensor) -> Work:
-    """Return a collective that writes its result into ``out``."""
-
-    def finish() -> None:
-        with torch.no_grad():
-            out.copy_(torch.ops.funcshard.wait(pending).view(out.shape))
-
-    return DeferredWork(finish)
-
-
-@dataclass(slots=True, eq=False)
-class _Gather:
-    """A recorded all-gather; ``wait`` always returns the same tensor."""
-
-    pending: torch.Tensor
-    out: torch.Tensor | None = None
-
-    def wait(self) -> torch.Tensor:
-        if self.out is None:
-            self.out = torch.ops.funcshard.wait(self.pending)
-        return self.out

@@ -29,12 +29,11 @@ from funcshard._utils import (
 )
 from funcshard.comm.group import (
     DONE,
-    AllGatherWork,
     DeferredWork,
     Group,
     LocalGroup,
+    Op,
     Work,
-    all_gather_last,
     concatenate,
     sum_in_rank_order,
 )
@@ -249,38 +248,34 @@ class _World:
             self._left.add(rank)
             self._pass_turn(rank)
 
-    def join(
-        self, ranks: tuple[int, ...], position: int, what: _What, arguments: Any
-    ) -> _Collective:
+    def join(self, ranks: tuple[int, ...], position: int, joined: _Collective) -> _Collective:
         """Join the next collective of a group, and return it; the last rank to join runs it.
 
         Arguments:
             ranks: the ranks of the group.
             position: of the joining rank in the group.
-            what: the collective that the rank issues.
-            arguments: the arguments that the rank passes to the collective.
+            joined: the collective as the rank issues it; the first one is that of all ranks.
 
         Raises:
             RuntimeError: another rank of the group has issued something else.
         """
-        meeting_index = self._counts[ranks, position] = self._counts.get((ranks, position), 0) + 1
-        collective = self._open.setdefault(
-            (ranks, meeting_index), _Collective(what, ranks, meeting_index, {})
-        )
-        if collective.what != what:
+        number = self._counts[ranks, position] = self._counts.get((ranks, position), 0) + 1
+        collective = self._open.setdefault((ranks, number), joined)
+        if collective.title != joined.title:
             first = next(iter(collective.arguments))
-            (low, first_name), (high, another) = sorted(
-                [(ranks[first], str(collective.what)), (ranks[position], str(what))]
+            (low, low_title), (high, high_title) = sorted(
+                [(ranks[first], collective.title), (ranks[position], joined.title)]
             )
             raise RuntimeError(
-                f"ranks issue different collectives: number {meeting_index} on mesh axis {what.axis!r} is "
-                f"{first_name} on rank {low} and {another} on rank {high}; every rank has to issue the "
-                "same ones in the same order"
+                f"ranks issue different collectives: number {number} on mesh axis {joined.axis!r} "
+                f"is {low_title} on rank {low} and {high_title} on rank {high}; every rank has to "
+                "issue the same ones in the same order"
             )
-        collective.arguments[position] = arguments
+        collective.number = number
+        collective.arguments |= joined.arguments
         if len(collective.arguments) == len(ranks):
-            del self._open[ranks, meeting_index]
-            collective.run()
+            del self._open[ranks, number]
+            collective.run_once()
         return collective
 
     def check_used_by(self, rank: int) -> None:
@@ -347,62 +342,45 @@ class _World:
         return f"simulated ranks wait for each other and none can go on: {'; '.join(lines)}; {rule}"
 
 
-@dataclass(frozen=True, slots=True)
-class _What:
-    """A collective as one rank issues it; equal on two ranks that issue the same.
-
-    Attributes:
-        kind: of collective.
-        axis: name of the mesh axis.
-        signature: dtypes and shapes of the tensors, and the label.
-        run: runs the collective, given the arguments of every rank in order of ranks.
-    """
-
-    kind: str
-    axis: str
-    signature: str
-    run: Callable[[list[Any]], None]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _What) and str(self) == str(other)
-
-    def __hash__(self) -> int:
-        return hash(str(self))
-
-    def __str__(self) -> str:
-        return f"{self.kind} of {self.signature}"
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Collective:
     """A collective that at least one rank has joined.
 
     Attributes:
-        what: as the first rank issued it.
+        title: its kind, with dtypes and shapes of the tensors, and the label; equal on ranks that
+            issue the same.
+        axis: name of the mesh axis.
         ranks: the ranks of the group.
-        number: of the collective, in the group.
+        run: runs the collective, given the arguments of every rank in order of ranks.
         arguments: those of each rank that has joined, by position in the group.
+        number: of the collective, in the group.
         done: whether it has run.
     """
 
-    what: _What
+    title: str
+    axis: str
     ranks: tuple[int, ...]
-    number: int
+    run: Callable[[list[Any]], None]
     arguments: dict[int, Any]
+    number: int = 0
     done: bool = False
 
-    def run(self) -> None:
-        self.what.run([self.arguments[position] for position in range(len(self.ranks))])
+    def run_once(self) -> None:
+        with torch.no_grad():
+            self.run([self.arguments[position] for position in range(len(self.ranks))])
         self.done = True
         self.arguments.clear()
 
     def describe(self) -> str:
         joined = ", ".join(str(self.ranks[position]) for position in sorted(self.arguments))
-        return f"{self.what} (number {self.number} on mesh axis {self.what.axis!r}), which ranks {joined} have joined"
+        return (
+            f"{self.title} (number {self.number} on mesh axis {self.axis!r}), which ranks {joined} "
+            "have joined"
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class _SimulatedGroup:
+class _SimulatedGroup(Group):
     """A group of simulated ranks.
 
     Attributes:
@@ -430,123 +408,86 @@ class _SimulatedGroup:
             self.world, tuple(global_ranks), global_ranks.index(self.global_rank), axis
         )
 
-    def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        return like.new_empty(numel)
-
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
-        def run(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-            for target, _ in pairs:
-                for part, (_, source) in zip(target.chunk(self.size), pairs, strict=True):
-                    part.copy_(source)
-
-        return self._join("all_gather", run, (out, shard), label) if out.numel() else DONE
-
-    def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
-        return all_gather_last(self, shard, label=label)
-
-    def reduce_scatter(
-        self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = ""
-    ) -> Work:
-        def run(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-            for rank, (target, _) in enumerate(pairs):
-                sum_in_rank_order(
-                    target,
-                    [
-                        whole_tensor.chunk(self.size)[rank].view_as(target)
-                        for _, whole_tensor in pairs
-                    ],
-                )
-
-        return (
-            self._join("reduce_scatter", run, (out, concatenate(parts).to(out.dtype)), label)
-            if out.numel()
-            else DONE
-        )
-
-    def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:
-        def run(tensors: list[tuple[torch.Tensor]]) -> None:
-            total = torch.empty_like(tensors[0][0])
-            sum_in_rank_order(total, [rank_tensor for (rank_tensor,) in tensors])
-            for (rank_tensor,) in tensors:
-                rank_tensor.copy_(total)
-
-        return self._join("all_reduce", run, (tensor,), label) if tensor.numel() else DONE
-
-    def broadcast(self, tensor: torch.Tensor, src: int, *, label: str = "") -> Work:
-        def run(tensors: list[tuple[torch.Tensor]]) -> None:
-            for (rank_tensor,) in tensors:
-                rank_tensor.copy_(tensors[src][0])
-
-        return (
-            self._join(f"broadcast from rank {src}", run, (tensor,), label)
-            if tensor.numel()
-            else DONE
-        )
-
-    def all_to_all(
-        self,
-        out: torch.Tensor,
-        full: torch.Tensor,
-        out_sizes: Sequence[int],
-        sizes: Sequence[int],
-        *,
-        label: str = "",
-    ) -> Work:
-        def run(arguments: list[tuple[tuple[Any, ...]]]) -> None:
-            for rank, ((target, _, target_sizes, _),) in enumerate(arguments):
-                sources = [
-                    whole_tensor.split(list(splits))[rank]
-                    for ((_, whole_tensor, _, splits),) in arguments
-                ]
-                for part, source in zip(target.split(list(target_sizes)), sources, strict=True):
-                    part.copy_(source)
-
-        # Why one tuple: ``_join`` puts the shapes of tensors into the signature, which has to be
-        # the same on every rank, and these shapes differ.
-        return self._join(
-            "all_to_all",
-            run,
-            ((out, full, out_sizes, sizes),),
-            label,
-            str(out.dtype).removeprefix("torch."),
-        )
+    def start(self, op: Op) -> Work:
+        title, tensors = op.kind, [op.out, op.data]
+        if op.kind == "all_to_all":  # its shapes differ between ranks
+            return self._join(f"all_to_all of {_dtype(op.out)}", _all_to_all, op, op.label)
+        if not op.out.numel():
+            return DONE
+        if op.kind == "reduce_scatter":
+            full = concatenate(op.data).to(op.out.dtype)
+            op, tensors = op._replace(data=full), [op.out, full]
+        elif op.kind == "broadcast":
+            title = f"broadcast from rank {op.src}"
+        shapes = [
+            f"{_dtype(tensor)}{list(tensor.shape)}" for tensor in tensors if tensor is not None
+        ]
+        return self._join(f"{title} of {', '.join(shapes)}", _RUN[op.kind], op, op.label)
 
     def all_gather_text(self, text: str, *, label: str = "") -> list[str]:
         texts: list[str] = []
 
         def run(all_texts: list[tuple[list[str], str]]) -> None:
-            for target, _ in all_texts:
-                target.extend(source for _, source in all_texts)
+            for rank_texts, _ in all_texts:
+                rank_texts.extend(rank_text for _, rank_text in all_texts)
 
-        self._join("all_gather_text", run, (texts, text), label).wait()
+        self._join("all_gather_text of text", run, (texts, text), label).wait()
         return texts
 
     def _join(
-        self,
-        kind: str,
-        run: Callable[[list[Any]], None],
-        arguments: tuple[Any, ...],
-        label: str = "",
-        of: str = "text",
+        self, title: str, run: Callable[[list[Any]], None], arguments: Any, label: str
     ) -> Work:
-        """Join the group's next collective; ``run`` takes the arguments of all ranks.
-
-        ``of`` says what is communicated if no argument is a tensor.
-        """
-        tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
-        signature = (
-            ", ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in tensors)
-            or of
+        """Join the group's next collective; ``run`` takes the arguments of all ranks."""
+        self.world.check_used_by(self.global_rank)
+        joined = _Collective(
+            title=f"{title} of {label}" if label else title,
+            axis=self.axis,
+            ranks=self.ranks,
+            run=run,
+            arguments={self.rank: arguments},
         )
-        signature += f" of {label}" if label else ""
+        collective = self.world.join(self.ranks, self.rank, joined)
+        return DeferredWork(lambda: self.world.wait(self.global_rank, collective))
 
-        def no_grad(items: list[Any]) -> None:
-            with torch.no_grad():
-                run(items)
 
-        rank = self.ranks[self.rank]
-        self.world.check_used_by(rank)
-        collective = self.world.join(
-            self.ranks, self.rank, _What(kind, self.axis, signature, no_grad), arguments
-        )
-        return DeferredWork(lambda: self.world.wait(rank, collective))
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _all_gather(ops: list[Op]) -> None:
+    for op in ops:
+        for part, source in zip(op.out.chunk(len(ops)), ops, strict=True):
+            part.copy_(source.data)
+
+
+def _reduce_scatter(ops: list[Op]) -> None:
+    for rank, op in enumerate(ops):
+        slices = [source.data.chunk(len(ops))[rank].view_as(op.out) for source in ops]
+        sum_in_rank_order(op.out, slices)
+
+
+def _all_reduce(ops: list[Op]) -> None:
+    total = torch.empty_like(ops[0].out)
+    sum_in_rank_order(total, [op.out for op in ops])
+    for op in ops:
+        op.out.copy_(total)
+
+
+def _broadcast(ops: list[Op]) -> None:
+    for op in ops:
+        op.out.copy_(ops[op.src].out)
+
+
+def _all_to_all(ops: list[Op]) -> None:
+    for rank, op in enumerate(ops):
+        sources = [source.data.split(list(source.sizes))[rank] for source in ops]
+        for part, source_part in zip(op.out.split(list(op.out_sizes)), sources, strict=True):
+            part.copy_(source_part)
+
+
+_RUN: dict[str, Callable[[list[Op]], None]] = {
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_reduce": _all_reduce,
+    "broadcast": _broadcast,
+}

@@ -26,7 +26,15 @@ from funcshard._utils import default_store, group_timeout, new_group
 from funcshard.comm.connecting import LostError, watched
 from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.gloo import Gloo
-from funcshard.comm.group import DONE, AllGatherWork, Work, all_gather_last, concatenate
+from funcshard.comm.group import (
+    DONE,
+    AllGatherWork,
+    Group,
+    Op,
+    Work,
+    all_gather_last,
+    concatenate,
+)
 from funcshard.comm.journal import Journal, Unused
 from funcshard.comm.liveness import GIVE_UP, Heart
 from funcshard.comm.meeting import name_of
@@ -44,7 +52,7 @@ _LAST = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class TorchGroup:
+class TorchGroup(Group):
     """The ranks of one ``torch.distributed`` process group.
 
     Attributes:
@@ -198,80 +206,45 @@ class TorchGroup:
             return like.new_empty(numel)
         return self.pool.tensor(numel, like.dtype)
 
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Work:
-        if not out.numel():
+    def start(self, op: Op) -> Work:
+        kind, out, needs = op.kind, op.out, None
+        carrier: Gloo | Native | SharedMemoryBackend = self.shm or self.backend
+        recorded = out
+        if kind == "all_to_all":
+            # A rank that neither sends nor receives has to call this too. Sizes differ between
+            # ranks, so they are not recorded.
+            carrier, recorded = self.backend, out[:0]
+            if not all(op.out_sizes):
+                needs = [rank for rank, size in enumerate(op.out_sizes) if size]
+        elif not out.numel():
             return DONE
-        return self._carrier.all_gather(out, shard, self._record("all_gather", label, out))
+        elif kind == "broadcast":
+            kind = f"broadcast from rank {op.src}"
+            needs = [op.src] if self.shm is None else None
+        elif kind == "reduce_scatter":
+            recorded = out.reshape(1, -1).expand(self.size, -1)
+        checks_itself = carrier is self.shm
+        number = self.desync.record(
+            kind, op.label, recorded, self_checking=checks_itself, needs=needs
+        )
+        if kind == "reduce_scatter" and not checks_itself:
+            full = op.data[0]
+            if len(op.data) > 1:
+                full = concatenate(op.data, self.empty(self.size * out.numel(), out))
+            op = op._replace(data=full)
+        start: Callable[[Op, int], Work] = getattr(carrier, op.kind)
+        return start(op, number)
 
     def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
         # The choice depends only on facts that are the same on every rank, such as sizes.
         if self.shm is None or shard.device.type != "cpu" or shard.nbytes * self.size < _POOLED:
             return all_gather_last(self, shard, label=label)
-        collective_index = self._record(
-            "all_gather", label, shard.reshape(1, -1).expand(self.size, -1)
-        )
-        return self.shm.all_gather_shared(shard, collective_index)
-
-    def reduce_scatter(
-        self, out: torch.Tensor, parts: Sequence[torch.Tensor], *, label: str = ""
-    ) -> Work:
-        if not out.numel():
-            return DONE
-        collective_index = self._record(
-            "reduce_scatter", label, out.reshape(1, -1).expand(self.size, -1)
-        )
-        if self.shm is not None:
-            return self.shm.reduce_scatter(out, parts, collective_index)
-        full = (
-            parts[0]
-            if len(parts) == 1
-            else concatenate(parts, self.empty(self.size * out.numel(), out))
-        )
-        return self.backend.reduce_scatter(out.view(-1), full, collective_index)
-
-    def all_reduce(self, tensor: torch.Tensor, *, label: str = "") -> Work:
-        if not tensor.numel():
-            return DONE
-        return self._carrier.all_reduce(tensor, self._record("all_reduce", label, tensor))
-
-    def broadcast(self, tensor: torch.Tensor, src: int, *, label: str = "") -> Work:
-        if not tensor.numel():
-            return DONE
-        needs = None if self.shm is not None else [src]
-        return self._carrier.broadcast(
-            tensor, src, self._record(f"broadcast from rank {src}", label, tensor, needs)
-        )
-
-    def all_to_all(
-        self,
-        out: torch.Tensor,
-        full: torch.Tensor,
-        out_sizes: Sequence[int],
-        sizes: Sequence[int],
-        *,
-        label: str = "",
-    ) -> Work:
-        # A rank that neither sends nor receives has to call this too. Sizes differ between ranks,
-        # so they are not recorded.
-        needs = None if all(out_sizes) else [rank for rank, size in enumerate(out_sizes) if size]
-        collective_index = self.desync.record("all_to_all", label, out[:0], needs=needs)
-        return self.backend.all_to_all(out, full, out_sizes, sizes, collective_index)
+        recorded = shard.reshape(1, -1).expand(self.size, -1)
+        number = self.desync.record("all_gather", label, recorded, self_checking=True)
+        return self.shm.all_gather_shared(shard, number)
 
     def all_gather_text(self, text: str, *, label: str = "") -> list[str]:
         return self.desync.all_gather_text(text, label)
-
-    @property
-    def _carrier(self) -> Gloo | Native | SharedMemoryBackend:
-        """The backend for collectives that shared memory can do."""
-        return self.shm or self.backend
-
-    def _record(
-        self, kind: str, label: str, tensor: torch.Tensor, needs: Sequence[int] | None = None
-    ) -> int:
-        """Record a collective that ``_carrier`` is about to start, and return its number."""
-        return self.desync.record(
-            kind, label, tensor, self_checking=self.shm is not None, needs=needs
-        )
 
 
 # Why this dictionary: torch's groups take no attributes. It holds one journal for the default group

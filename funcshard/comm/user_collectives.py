@@ -14,26 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from funcshard.comm.group import AllGatherWork, DeferredWork, Group, LocalGroup, Work
+from funcshard.comm.group import PrivateAllGatherWork as Pending
 from funcshard.comm.mesh import Mesh, remade
 from funcshard.comm.wrapped_group import WrappedGroup
-
-
-@dataclass(frozen=True, slots=True)
-class Pending:
-    """A plain collective that has been started; ``wait`` returns its result.
-
-    Attributes:
-        out: memory for the result.
-        work: the collective.
-    """
-
-    out: torch.Tensor
-    work: Work
-
-    def wait(self) -> torch.Tensor:
-        """Return the result once it is ready; may be called again."""
-        self.work.wait()
-        return self.out
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,9 +220,8 @@ class CustomGroup(WrappedGroup):
     def start_all_gather(self, shard: torch.Tensor, label: str) -> AllGatherWork:
         """Start to gather a unit's shard ``[n]`` with the user's function, which must be given."""
         assert self.own_all_gather is not None, "core looks before it calls this"
-        return _OwnWork(
-            self._start("all_gather", self.own_all_gather, shard, self.size * len(shard), label)
-        )
+        numel = self.size * len(shard)
+        return DeferredWork(self._start("all_gather", self.own_all_gather, shard, numel, label))
 
     def start_reduce_scatter(
         self, out: torch.Tensor, parts: Sequence[torch.Tensor], label: str
@@ -298,16 +280,3 @@ class CustomGroup(WrappedGroup):
 def _copy(out: torch.Tensor, found: torch.Tensor) -> None:
     with torch.no_grad():
         out.view(-1).copy_(found)
-
-
-@dataclass(slots=True, eq=False)
-class _OwnWork:
-    """An all-gather by the user's function; ``wait`` always returns the same tensor."""
-
-    finish: Callable[[], torch.Tensor]
-    out: torch.Tensor | None = None
-
-    def wait(self) -> torch.Tensor:
-        if self.out is None:
-            self.out = self.finish()
-        return self.out

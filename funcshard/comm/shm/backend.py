@@ -22,12 +22,21 @@ from __future__ import annotations
 
 import socket
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 
 from funcshard._utils import recording_or_transforming
-from funcshard.comm import DesyncDetector, Work, concatenate, slice_parts, sum_in_rank_order
+from funcshard.comm import (
+    AllGatherWork,
+    DeferredWork,
+    DesyncDetector,
+    Op,
+    Work,
+    concatenate,
+    slice_parts,
+    sum_in_rank_order,
+)
 from funcshard.comm.shm.exchange import Arrival, Exchange
 from funcshard.comm.shm.pool import Block, tracked_view
 from funcshard.comm.shm.transport import IN_OUTPUT
@@ -72,8 +81,9 @@ class SharedMemoryBackend:
         # The number of a shared output, once for each tensor gone.
         self._freed_tensors: list[int] = []
 
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, number: int) -> Work:
+    def all_gather(self, op: Op, number: int) -> Work:
         """See ``Group``."""
+        out, shard = op.out, op.data
         key, exchange = self._contribute(number, 0, shard), self.exchange
 
         def read() -> None:
@@ -84,7 +94,7 @@ class SharedMemoryBackend:
 
         return _CollectiveWork(self, key, read)
 
-    def all_gather_shared(self, shard: torch.Tensor, number: int) -> _SharedOutputWork:
+    def all_gather_shared(self, shard: torch.Tensor, number: int) -> AllGatherWork:
         """See ``Group``."""
         key, shard, exchange = self._begin(number), shard.detach(), self.exchange
         shape, dtype = shard.shape, shard.dtype
@@ -114,16 +124,17 @@ class SharedMemoryBackend:
         work = _CollectiveWork(
             self, key, lambda: gathered.append(self._read_output(number, shape, dtype))
         )
-        return _SharedOutputWork(work, gathered)
 
-    def reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], number: int) -> Work:
+        def finish() -> torch.Tensor:
+            work.wait()
+            return gathered.pop()
+
+        return DeferredWork(finish)
+
+    def reduce_scatter(self, op: Op, number: int) -> Work:
         """See ``Group``."""
-        key, own_output, rank, exchange = (
-            self._begin(number),
-            out.view(-1),
-            self._rank,
-            self.exchange,
-        )
+        own_output, rank, exchange = op.out.view(-1), self._rank, self.exchange
+        key = self._begin(number)
         n = own_output.numel()
         numel = n * (self._size - 1)
         block, offset = self.blocks.reserve(numel * own_output.itemsize)
@@ -135,7 +146,7 @@ class SharedMemoryBackend:
             (written[rank * n :], (rank + 1) * n),
         ):
             if len(target):
-                concatenate(slice_parts(parts, begin, begin + len(target)), target)
+                concatenate(slice_parts(op.data, begin, begin + len(target)), target)
         exchange.contributions[key] = (block, offset)
         exchange.announce(key, offset, block)
 
@@ -154,13 +165,13 @@ class SharedMemoryBackend:
 
         work = _CollectiveWork(self, key, read, adds_in_place=True)
         # An inference tensor cannot be written to outside inference mode.
-        if not out.is_inference():
+        if not op.out.is_inference():
             self._early.append(weakref.ref(work))
         return work
 
-    def all_reduce(self, tensor: torch.Tensor, number: int) -> Work:
+    def all_reduce(self, op: Op, number: int) -> Work:
         """See ``Group``."""
-        flat, exchange = tensor.view(-1), self.exchange
+        flat, exchange = op.out.view(-1), self.exchange
         key = self._contribute(number, 0, flat)
         if self._size <= _FEW_RANKS or flat.numel() * flat.element_size() <= _SMALL_BYTES:
 
@@ -187,8 +198,9 @@ class SharedMemoryBackend:
 
         return _CollectiveWork(self, key, read_in_two_phases)
 
-    def broadcast(self, tensor: torch.Tensor, src: int, number: int) -> Work:
+    def broadcast(self, op: Op, number: int) -> Work:
         """See ``Group``."""
+        tensor, src = op.out, op.src
         if src == self._rank:
             return _CollectiveWork(self, self._contribute(number, 0, tensor), lambda: None)
         key, exchange = self._begin(number), self.exchange
@@ -367,25 +379,6 @@ class _CollectiveWork:
     def __del__(self) -> None:
         if self._read is not None:
             self._backend.abandon(self._key >> 1)
-
-
-class _SharedOutputWork:
-    """An ``all_gather_shared`` that has been started.
-
-    Arguments:
-        work: the collective.
-        gathered: the list to which the collective appends the gathered tensor when it is waited
-            for.
-    """
-
-    __slots__ = ("_gathered", "_work")
-
-    def __init__(self, work: _CollectiveWork, gathered: list[torch.Tensor]) -> None:
-        self._work, self._gathered = work, gathered
-
-    def wait(self) -> torch.Tensor:
-        self._work.wait()
-        return self._gathered[-1]
 
 
 def _slices(gathered: torch.Tensor, shape: torch.Size, size: int) -> torch.Tensor:

@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import funcshard as fs
 from funcshard._utils import default_store
 from funcshard.comm.desync import DesyncDetector
+from funcshard.comm.group import Op
 from funcshard.comm.shm import transport
 from funcshard.comm.shm.backend import SharedMemoryBackend
 from tests.collective_oracle import sum_in_order
@@ -50,9 +51,12 @@ class Rank:
     def record(self, kind: str, tensor: torch.Tensor) -> int:
         return self.desync.record(kind, "", tensor, self_checking=True)
 
+    def start(self, kind: str, recorded: torch.Tensor, *args: Any) -> Any:
+        return getattr(self.backend, kind)(Op(kind, "", *args), self.record(kind, recorded))
+
     def all_gather(self, shard: torch.Tensor) -> tuple[Any, torch.Tensor]:
         out = shard.detach().new_zeros((self.size * shard.shape[0], *shard.shape[1:]))
-        return self.backend.all_gather(out, shard, self.record("all_gather", out)), out
+        return self.start("all_gather", out, out, shard), out
 
     def all_gather_shared(self, shard: torch.Tensor) -> tuple[Any, torch.Tensor]:
         number = self.record("all_gather", shard.detach().reshape(1, -1).expand(self.size, -1))
@@ -60,16 +64,16 @@ class Rank:
 
     def reduce_scatter(self, full: torch.Tensor) -> tuple[Any, torch.Tensor]:
         out = full.detach().new_zeros((full.shape[0] // self.size, *full.shape[1:]))
-        return self.backend.reduce_scatter(out, [full.detach().reshape(-1)], self.record("reduce_scatter", full)), out
+        return self.start("reduce_scatter", full, out, [full.detach().reshape(-1)]), out
 
     def all_reduce(self, tensor: torch.Tensor) -> tuple[Any, torch.Tensor]:
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
-        return self.backend.all_reduce(total, self.record("all_reduce", total)), total
+        return self.start("all_reduce", total, total), total
 
     def broadcast(self, tensor: torch.Tensor) -> tuple[Any, torch.Tensor]:
         """Broadcast from the last rank."""
         out = tensor.detach().clone(memory_format=torch.contiguous_format)
-        return self.backend.broadcast(out, self.size - 1, self.record("broadcast", out)), out
+        return self.start("broadcast", out, out, None, self.size - 1), out
 
 
 # The result of each collective on a rank, from the tensors of all ranks.
@@ -218,7 +222,7 @@ def test_parts_are_added_up_as_if_they_were_one(sizes, size) -> None:
         started = []
         for rank, full in zip(world, fulls, strict=True):
             out, parts = torch.empty(LARGE // size), list(full.clone().split([*sizes, LARGE - sum(sizes)]))
-            started.append((rank.backend.reduce_scatter(out, parts, rank.record("reduce_scatter", full)), out))
+            started.append((rank.start("reduce_scatter", full, out, parts), out))
             for part in parts:
                 part.zero_()  # its owner may do so now
         assert torch.equal(torch.cat(finish(started)), sum_in_order(fulls))

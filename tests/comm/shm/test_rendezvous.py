@@ -267,7 +267,7 @@ def test_a_limit_to_the_size_of_files_rules_out_shared_memory(monkeypatch) -> No
 def carriers_with_one_unwilling(mesh: fs.Mesh, unwilling: int) -> tuple[list[str], float]:
     mesh = fs.init_mesh(device="cpu", shared_memory=mesh.rank != unwilling)
     grid = mesh.reshaped({"replicate": 2, "shard": 2})
-    carriers = [type(group._carrier).__name__ for group in (mesh.shard, grid.shard, grid.replicate)]
+    carriers = [type(group.shm or group.backend).__name__ for group in (mesh.shard, grid.shard, grid.replicate)]
     return carriers, fs.psum(torch.tensor(float(mesh.rank)), mesh).item() + fs.psum(torch.tensor(1.0), grid).item()
 
 
