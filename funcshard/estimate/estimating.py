@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable
 
 from funcshard._utils import check_bytes, check_choice, check_count, without_collection
 from funcshard.estimate.machine import (
     Hardware,
-    collective_time,
-    compute_time,
     load_hardware,
-    offload_time,
     reserved_band,
     reserved_how,
     source_of_sum,
-    update_time,
     weakest,
 )
 from funcshard.estimate.reports import Report
-from funcshard.estimate.trace import Profile, Program, Run
+from funcshard.estimate.trace import Profile, Program
 from funcshard.estimate.walk import (
     OPTIMIZERS,
+    HardwareClock,
     OptimizerMemory,
     Runtime,
     Simulation,
@@ -32,7 +26,6 @@ from funcshard.estimate.walk import (
     simulate_step,
 )
 from funcshard.plan import (
-    Event,
     Plan,
     Reduce,
     Schedule,
@@ -228,67 +221,3 @@ def run_step(
         buffers=profile.buffers, inputs=profile.inputs * micro_batches,
     )  # fmt: skip
     return simulation, followed
-
-
-@dataclass(slots=True, eq=False)
-class HardwareClock:
-    """The time of computations and collectives on some hardware; see ``lanes.Clock``.
-
-    Attributes:
-        hardware: the hardware.
-        mesh_axes: size of each mesh axis.
-        copied: the weakest source of copies to the host and back, which have no spans.
-    """
-
-    hardware: Hardware
-    mesh_axes: Mapping[str, int]
-    copied: str = "exact"
-    _known: dict[Any, tuple[float, str]] = field(default_factory=dict)
-    _strides: dict[str, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        stride = 1
-        for axis, size in reversed(list(self.mesh_axes.items())):
-            self._strides[axis] = stride
-            stride *= size
-
-    def compute(self, run: Run) -> tuple[float, str]:
-        known_time = self._known.get(run.work)
-        if known_time is None:
-            times = [
-                compute_time(
-                    self.hardware, work.flops, work.bytes, work.dtype, kernels=work.kernels
-                )
-                for work in run.work
-            ]
-            source = source_of_sum((timed_work.seconds, timed_work.source) for timed_work in times)
-            known_time = self._known[run.work] = (
-                math.fsum(timed_work.seconds for timed_work in times),
-                source,
-            )
-        return known_time
-
-    def collective(self, event: Event) -> tuple[float, str]:
-        key = (event.kind, event.bytes, event.axis, event.ranks)
-        known_time = self._known.get(key)
-        if known_time is None:
-            stride = self._strides.get(event.axis, 1)
-            if event.ranks < self.mesh_axes.get(event.axis, event.ranks):
-                stride = 1  # neighbours on the axis hold the unit together
-            timed = collective_time(
-                self.hardware, event.kind, event.bytes, event.ranks, stride=stride
-            )
-            known_time = self._known[key] = timed.seconds, timed.source
-        return known_time
-
-    def copy(self, nbytes: int) -> tuple[float, str]:
-        known_time = self._known.get(nbytes)
-        if known_time is None:
-            timed = offload_time(self.hardware, nbytes)
-            known_time = self._known[nbytes] = timed.seconds, timed.source
-            self.copied = weakest(self.copied, timed.source)
-        return known_time
-
-    def move(self, nbytes: int) -> tuple[float, str]:
-        timed = update_time(self.hardware, nbytes)
-        return timed.seconds, timed.source

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import funcshard as fs
 from funcshard.demo.gpt import GPT, GPTConfig
 from funcshard.estimate import LANES, Hardware, OptimizerMemory, Runtime, Source, compute_time, load_hardware
-from funcshard.estimate.estimating import HardwareClock
+from funcshard.estimate.walk import HardwareClock
 
 MIXED = fs.MixedPrecision(torch.bfloat16, torch.float32)
 

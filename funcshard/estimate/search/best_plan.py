@@ -16,12 +16,13 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from funcshard._utils import Part, Shown, Table, check_count, table
-from funcshard.estimate.estimating import HardwareClock, budget_on, estimate, optimizer_memory
+from funcshard.estimate.estimating import budget_on, estimate, optimizer_memory
 from funcshard.estimate.machine import Hardware, load_hardware
 from funcshard.estimate.reports import Report, left_text
 from funcshard.estimate.search.infeasible import Infeasible, changes_to_fit
@@ -30,12 +31,11 @@ from funcshard.estimate.search.space import (
     MOST_RUNGS,
     Candidate,
     Space,
-    UnitClass,
     ladders,
     unit_classes,
 )
 from funcshard.estimate.trace import Profile
-from funcshard.estimate.walk import OptimizerMemory, Runtime, check_runtime
+from funcshard.estimate.walk import HardwareClock, OptimizerMemory, Runtime, check_runtime
 from funcshard.plan import Plan, Schedule, make_plan
 
 Profiles = Profile | Sequence[Profile] | Mapping[int, Profile | Sequence[Profile]]
@@ -193,111 +193,120 @@ def auto_plan(
     _, limit = budget_on(machine, budget)
     runtime = Runtime.on(machine.device) if runtime is None else runtime
     profiles = [
-        (number, each.on(accelerator=runtime.accelerator)) for number, each in _profiles(profile)
+        (count, each.on(accelerator=runtime.accelerator)) for count, each in _profiles(profile)
     ]
     first = profiles[0][1]
     make = {"units": units, "local": local}
     single = make_plan(first.forms, 1, ties=first.ties, precision=first.precision, **make)
     clock = HardwareClock(machine, single.mesh_axes)
     classes = unit_classes(single, first.program(single), lambda run: clock.compute(run)[0])
-    scorer = Scorer(profiles, make, classes, machine, optimizer_memory(optimizer), runtime)
-    search_result = _search(scorer, space, ranks, limit)
-    if (
-        search_result.best is not None
-        and _report(scorer, search_result.best, optimizer, limit).peak
-        != search_result.scores[search_result.best].peak
-    ):
+    scorer = Scorer(
+        profiles=profiles,
+        make=make,
+        classes=classes,
+        hardware=machine,
+        optimizer=optimizer_memory(optimizer),
+        runtime=runtime,
+    )
+    result = _search(scorer, space, ranks, limit)
+    report = _report(scorer, result.candidate, optimizer, budget)
+    if result.fits and report.peak != result.scores[result.candidate].peak:
         # The programs of some remat sets were spliced, and units that look equal are not.
         scorer = dataclasses.replace(scorer, exact=True, _programs={}, _seconds={})
-        search_result = _search(scorer, space, ranks, limit)
-    if search_result.best is None:
-        lean = search_result.lean
-        report = _report(scorer, lean, optimizer, budget)
-        changes = changes_to_fit(
-            scorer.profiles[lean.profile][1], report.plan, budget=budget, hardware=machine, optimizer=optimizer,
-            schedule=report.schedule, remat=scorer.remat(lean), micro_batches=scorer.profiles[lean.profile][0],
-            runtime=runtime, local=local,
-        )  # fmt: skip
-        return Infeasible(
-            limit, report, described(lean, classes, scorer), search_result.considered, changes
+        result = _search(scorer, space, ranks, limit)
+        report = _report(scorer, result.candidate, optimizer, budget)
+    text, remat = described(result.candidate, scorer), scorer.remat(result.candidate)
+    micro_batches, best_profile = scorer.profiles[result.candidate.profile]
+    if result.fits:
+        return Best(
+            plan=report.plan,
+            schedule=report.schedule,
+            remat=remat,
+            micro_batches=micro_batches,
+            profile=best_profile,
+            report=report,
+            text=text,
+            considered=result.considered,
+            pareto=tuple(_pareto(result.scores, scorer)),
         )
-    report = _report(scorer, search_result.best, optimizer, budget)
-    micro_batches, best_profile = scorer.profiles[search_result.best.profile]
-    return Best(
-        plan=report.plan,
+    changes = changes_to_fit(
+        best_profile,
+        report.plan,
+        budget=budget,
+        hardware=machine,
+        optimizer=optimizer,
         schedule=report.schedule,
-        remat=scorer.remat(search_result.best),
+        remat=remat,
         micro_batches=micro_batches,
-        profile=best_profile,
-        report=report,
-        text=described(search_result.best, classes, scorer),
-        considered=search_result.considered,
-        pareto=tuple(_pareto(search_result.scores, classes, scorer)),
+        runtime=runtime,
     )
+    return Infeasible(limit, report, text, result.considered, changes)
 
 
 @dataclass(slots=True)
-class _Found:
-    """The result of a search: ``best``, if a plan fits; ``lean`` has the lowest peak of some."""
+class _Result:
+    """The candidate that a search found: the best one, or the leanest of some if none fits."""
 
-    best: Candidate | None
-    lean: Candidate
+    candidate: Candidate
+    fits: bool
     scores: dict[Candidate, Score]
     considered: int
 
 
-def _search(scorer: Scorer, space: Space, ranks: int, budget: int) -> _Found:
+def _search(scorer: Scorer, space: Space, ranks: int, budget: int) -> _Result:
     """Return the candidate of least time, peak and position among those that fit."""
     all_ladders = list(
         ladders(space, ranks, scorer.classes, len(scorer.profiles), splices=scorer.splices())
     )
     assert all_ladders, "a space has at least one plan"
-    fixed = [scorer.fixed(each.first) for each in all_ladders]
+    fixed = [scorer.fixed(ladder.first) for ladder in all_ladders]
     least = [
-        scorer.least_seconds(each.first, fixed_part)
-        for each, fixed_part in zip(all_ladders, fixed, strict=True)
+        scorer.least_seconds(ladder.first, fixed_part)
+        for ladder, fixed_part in zip(all_ladders, fixed, strict=True)
     ]
     scores: dict[Candidate, Score] = {}
     best: tuple[float, int, int, int] | None = None
-    winner: Candidate | None = None
 
-    def score(ladder: int, rung: int) -> Score:
-        candidate = all_ladders[ladder].rung(rung)
+    def score(ladder_index: int, rung: int) -> Score:
+        candidate = all_ladders[ladder_index].rung(rung)
         if candidate not in scores:
             scores[candidate] = scorer.score(candidate)
         return scores[candidate]
 
-    def ends(ladder: int, rung: int) -> bool:
+    def too_slow(seconds: float) -> bool:
+        return best is not None and seconds > best[0]
+
+    def ends(ladder_index: int, rung: int) -> bool:
         """Return whether a rung fits, or is too slow as all that are above it."""
-        rung_score = score(ladder, rung)
-        return rung_score.peak <= budget or (best is not None and rung_score.seconds > best[0])
+        seconds, peak = score(ladder_index, rung)
+        return peak <= budget or too_slow(seconds)
 
     for i in sorted(range(len(all_ladders)), key=least.__getitem__):
-        if best is not None and least[i] > best[0]:
+        if too_slow(least[i]):
             break
         if fixed[i].held > budget:
             continue
         rungs = range(len(all_ladders[i].counts))
         if len(rungs) > MOST_RUNGS:
             # Why the first one before: most ladders end there, as slower than the best plan.
-            steps = rungs[:-1]
-            first = (
-                0
-                if ends(i, 0)
-                else bisect.bisect_left(steps, True, 1, key=functools.partial(ends, i))
-            )
+            first = 0
+            if not ends(i, 0):
+                first = bisect.bisect_left(rungs[:-1], True, 1, key=functools.partial(ends, i))
             rungs = rungs[first : first + 1]
         for rung in rungs:
-            rung_score = score(i, rung)
-            if best is not None and rung_score.seconds > best[0]:
+            seconds, peak = score(i, rung)
+            if too_slow(seconds):
                 break
-            if rung_score.peak <= budget and (best is None or (*rung_score, i, rung) < best):
-                best, winner = (*rung_score, i, rung), all_ladders[i].rung(rung)
-    if winner is None:
-        for i in sorted(range(len(all_ladders)), key=lambda i: fixed[i].held)[:_LEAN]:
-            score(i, len(all_ladders[i].counts) - 1)
-    lean = min(scores, key=lambda each: (scores[each].peak, scores[each].seconds))
-    return _Found(winner, lean, scores, sum(len(each.counts) for each in all_ladders))
+            # Note: the position makes the first one win of plans that are equal in time and peak.
+            if peak <= budget and (best is None or (seconds, peak, i, rung) < best):
+                best = seconds, peak, i, rung
+    considered = sum(len(ladder.counts) for ladder in all_ladders)
+    if best is not None:
+        return _Result(all_ladders[best[2]].rung(best[3]), True, scores, considered)
+    for i in sorted(range(len(all_ladders)), key=lambda i: fixed[i].held)[:_LEAN]:
+        score(i, len(all_ladders[i].counts) - 1)
+    lean = min(scores, key=lambda candidate: (scores[candidate].peak, scores[candidate].seconds))
+    return _Result(lean, False, scores, considered)
 
 
 def _report(
@@ -311,15 +320,19 @@ def _report(
     )  # fmt: skip
 
 
-def _profiles(given: Profiles) -> Iterator[tuple[int, Profile]]:
-    """Yield number of micro-batches and profile, for each profile given."""
-    for count, count_profiles in (
-        dict(given).items() if isinstance(given, Mapping) else [(1, given)]
-    ):
-        profile_list = (
-            list(count_profiles) if isinstance(count_profiles, list | tuple) else [count_profiles]
+def _profiles(profile: Profiles) -> Iterator[tuple[int, Profile]]:
+    """Yield the number of micro-batches and the profile of each way to split the batch."""
+    by_count = profile if isinstance(profile, Mapping) else {1: profile}
+    profile_lists = {
+        count: list(profiles) if isinstance(profiles, list | tuple) else [profiles]
+        for count, profiles in by_count.items()
+    }
+    if not profile_lists or not all(profile_lists.values()):
+        raise ValueError(
+            f"profile must hold at least one Profile; found {profile!r}: pass fs.profile(...)"
         )
-        for single_profile in profile_list:
+    for count, profiles in profile_lists.items():
+        for single_profile in profiles:
             if not isinstance(single_profile, Profile):
                 raise TypeError(
                     "profile must be the Profile that fs.profile returned, a sequence of them, or "
@@ -327,53 +340,37 @@ def _profiles(given: Profiles) -> Iterator[tuple[int, Profile]]:
                     f"{type(single_profile).__name__}"
                 )
             yield check_count("micro-batches", count, of="micro-batches"), single_profile
-        if not profile_list:
-            raise ValueError(
-                "profile must hold at least one Profile; found an empty sequence: pass "
-                "fs.profile(...)"
-            )
-    if isinstance(given, Mapping) and not given:
-        raise ValueError(
-            "profile must hold at least one Profile; found an empty dictionary: pass "
-            "fs.profile(...)"
-        )
 
 
-def _pareto(
-    scores: Mapping[Candidate, Score], classes: Sequence[UnitClass], scorer: Scorer
-) -> Iterator[Point]:
-    least: int | None = None
-    for candidate, score in sorted(scores.items(), key=lambda each: each[1]):
-        if least is None or score.peak < least:
+def _pareto(scores: Mapping[Candidate, Score], scorer: Scorer) -> Iterator[Point]:
+    least = math.inf
+    for candidate, score in sorted(scores.items(), key=lambda item: item[1]):
+        if score.peak < least:
             least = score.peak
-            yield Point(score.seconds, score.peak, described(candidate, classes, scorer))
+            yield Point(score.seconds, score.peak, described(candidate, scorer))
 
 
-def described(candidate: Candidate, classes: Sequence[UnitClass], scorer: Scorer) -> str:
+def described(candidate: Candidate, scorer: Scorer) -> str:
     """Return a candidate as text."""
     replicate, shard = candidate.mesh
     parts = [f"{shard} shards" if replicate == 1 else f"{replicate} × {shard} ranks"]
     micro_batches, profile = scorer.profiles[candidate.profile]
     if len(scorer.profiles) > 1:
         dtype = getattr(profile.precision, "param_dtype", None)
-        parts.append(
-            f"{micro_batches} micro-batches"
-            if dtype is None
-            else f"{micro_batches} micro-batches in {dtype}"
-        )
-    for units, choice in zip(classes, candidate.choices, strict=True):
-        most_units = len(units.names)
+        dtype_text = "" if dtype is None else f" in {dtype}"
+        parts.append(f"{micro_batches} micro-batches{dtype_text}")
+    for units, choice in zip(scorer.classes, candidate.choices, strict=True):
+        unit_count = len(units.names)
         for count, verb in (
-            (most_units * (choice.strategy == "no_shard"), "replicate"),
+            (unit_count * (choice.strategy == "no_shard"), "replicate"),
             (choice.kept, "keep"),
-            ((most_units - choice.kept) * bool(choice.slices), f"hold by {choice.slices} ranks"),
+            ((unit_count - choice.kept) * bool(choice.slices), f"hold by {choice.slices} ranks"),
             (choice.remat, "remat"),
-            (most_units * choice.offload, "offload"),
+            (unit_count * choice.offload, "offload"),
         ):
+            how_many = f"all {unit_count} " if count == unit_count else f"{count} of {unit_count} "
             if count:
-                count_text = (
-                    f"all {most_units} " if count == most_units else f"{count} of {most_units} "
-                )
-                parts.append(f"{verb} {count_text if most_units > 1 else ''}{units.title}")
-    parts += [f"{candidate.limit} gathered ahead"] * (candidate.limit > 1)
+                parts.append(f"{verb} {how_many if unit_count > 1 else ''}{units.title}")
+    if candidate.limit > 1:
+        parts.append(f"{candidate.limit} gathered ahead")
     return ", ".join(parts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,10 @@ from funcshard._utils import Part, Shown, Table, table
 from funcshard.estimate.estimating import estimate
 from funcshard.estimate.machine import Hardware
 from funcshard.estimate.reports import Report, left_text, memory_table, moment_text
+from funcshard.estimate.search.space import on_mesh
 from funcshard.estimate.trace import Profile
 from funcshard.estimate.walk import OptimizerMemory, Runtime
-from funcshard.plan import Plan, Schedule, UnitPlan, make_plan
+from funcshard.plan import Plan, Schedule, UnitPlan
 
 _MORE_RANKS = 6  # doublings
 
@@ -99,7 +100,6 @@ def changes_to_fit(
     remat: Sequence[str] = (),
     micro_batches: int = 1,
     runtime: Runtime | None = None,
-    local: Any = (),
 ) -> tuple[Change, ...]:
     """Return single changes of a plan that save memory, those that make it fit first.
 
@@ -118,7 +118,6 @@ def changes_to_fit(
         remat: names of the units that backward computes again now.
         micro_batches: as in ``estimate``.
         runtime: as in ``estimate``.
-        local: as in ``make_plan``.
 
     Example:
         >>> import torch, funcshard as fs
@@ -137,100 +136,85 @@ def changes_to_fit(
             micro_batches=micro_batches, budget=budget, runtime=runtime,
         )  # fmt: skip
 
-    report_before = estimated(plan)
-    listed_changes = [
-        Change(
-            change_text,
-            report_after.peak - report_before.peak,
-            report_after.step_time - report_before.step_time,
-            report_after.step_time / report_before.step_time - 1
-            if report_before.step_time
-            else 0.0,
-            report_after.fits,
-            report_after,
-        )
-        for change_text, report_after in _changed(profile, plan, remat, optimizer, local, estimated)
-        if report_after.peak < report_before.peak
-    ]
+    before = estimated(plan)
+    changes = []
+    for text, report in _changed(plan, remat, optimizer, estimated):
+        seconds = report.step_time - before.step_time
+        share = seconds / before.step_time if before.step_time else 0.0
+        if report.peak < before.peak:
+            changes.append(
+                Change(
+                    text=text,
+                    peak=report.peak - before.peak,
+                    seconds=seconds,
+                    share=share,
+                    fits=report.fits,
+                    report=report,
+                )
+            )
     return tuple(
         sorted(
-            listed_changes,
-            key=lambda each: (not each.fits, each.seconds if each.fits else each.peak),
+            changes,
+            key=lambda change: (not change.fits, change.seconds if change.fits else change.peak),
         )
     )
 
 
 def _changed(
-    profile: Profile,
-    plan: Plan,
-    remat: Sequence[str],
-    optimizer: Any,
-    local: Any,
-    estimated: Callable[..., Report],
+    plan: Plan, remat: Sequence[str], optimizer: Any, estimated: Callable[..., Report]
 ) -> Iterator[tuple[str, Report]]:
     """Yield changes as text, with the estimate of each."""
-    names = [unit.name for unit in plan.unit_list if unit.name and not unit.members]
-    other_names = [name for name in names if name not in set(remat)]
-    if other_names:
-        count, report = _fewest(
-            len(other_names), lambda count: estimated(plan, [*remat, *other_names[:count]])
+    units, mesh = plan.unit_list, plan.mesh_shape
+    ranks = mesh[0] * mesh[1]
+    modules = [unit.name for unit in units if unit.name and not unit.members]
+    more = [name for name in modules if name not in set(remat)]
+    if more:
+        count, report = _fewest(len(more), lambda count: estimated(plan, [*remat, *more[:count]]))
+        yield f"remat {count} more of the {len(modules)} units", report
+
+    def resharded(mesh: tuple[int, int], names: Collection[str]) -> Report:
+        return estimated(
+            on_mesh(plan, mesh, lambda unit: _freed(unit) if unit.name in names else {})
         )
-        yield f"remat {count} more of the {len(names)} units", report
 
-    def made(
-        mesh: tuple[int, int], change: Callable[[UnitPlan], dict[str, Any]] = lambda unit: {}
-    ) -> Plan:
-        return _remade(profile, plan, mesh, local, change)
-
-    replicate, shard = plan.mesh_shape
     kept = [
-        unit
-        for unit in plan.unit_list
-        if unit.sharded and not unit.reshard_after_forward and unit.name
+        unit.name for unit in units if unit.sharded and not unit.reshard_after_forward and unit.name
     ]
-    if kept and shard > 1:
-        freed = {
-            "strategy": "full_shard",
-            "reshard_after_forward": True,
-            "reshard_after_backward": True,
-        }
-        chosen = [unit.name for unit in kept]
-
-        def resharded(count: int) -> Report:
-            return estimated(
-                made((replicate, shard), lambda unit: freed if unit.name in chosen[:count] else {})
-            )
-
-        count, report = _fewest(len(kept), resharded)
+    if kept and mesh[1] > 1:
+        count, report = _fewest(len(kept), lambda count: resharded(mesh, kept[:count]))
         yield f"reshard {count} more units after forward", report
-    whole_units = [unit for unit in plan.unit_list if not unit.sharded]
-    if whole_units and replicate * shard > 1:
-        sharded = {"strategy": "full_shard", "reshard_after_forward": None}
-        mesh = (replicate, shard) if shard > 1 else (1, replicate)
-        yield (
-            "shard all units",
-            estimated(made(mesh, lambda unit: sharded if not unit.sharded else {})),
-        )
-    if replicate > 1 and shard > 1:
-        yield f"shard over all {replicate * shard} ranks", estimated(made((1, replicate * shard)))
-    if not all(unit.offload for unit in plan.unit_list):
-        yield (
-            "offload shards to the host",
-            estimated(made((replicate, shard), lambda unit: {"offload": True})),
-        )
+    whole_units = [unit.name for unit in units if not unit.sharded]
+    if whole_units and ranks > 1:
+        sharded_mesh = mesh if mesh[1] > 1 else (1, ranks)
+        yield "shard all units", resharded(sharded_mesh, whole_units)
+    if min(mesh) > 1:
+        yield f"shard over all {ranks} ranks", resharded((1, ranks), ())
+    if not all(unit.offload for unit in units):
+        offloaded = on_mesh(plan, mesh, lambda unit: {"offload": True})
+        yield "offload shards to the host", estimated(offloaded)
     if optimizer == "adamw":
         yield "a fused optimizer", estimated(plan, chosen="adamw_fused")
-    ranks = _first(_MORE_RANKS, lambda power: estimated(made((replicate, shard * 2**power))))
-    yield f"{2 ** ranks[0]} times as many ranks", ranks[1]
+    for times in (2**power for power in range(1, _MORE_RANKS + 1)):
+        report = resharded((mesh[0], mesh[1] * times), ())
+        if report.fits:
+            break
+    yield f"{times} times as many ranks", report
+
+
+def _freed(unit: UnitPlan) -> dict[str, Any]:
+    """Return the options with which a unit is sharded, and freed if it is not the root."""
+    return {
+        "strategy": "full_shard",
+        "reshard_after_forward": unit.name != "",
+        "reshard_after_backward": True,
+    }
 
 
 def _fewest(most: int, report: Callable[[int], Report]) -> tuple[int, Report]:
     """Return the least number for which a report fits, by bisection; ``most`` if none does."""
     low, high = 1, most
     fitting_report = report(most)
-    if not fitting_report.fits:
-        return most, fitting_report
-    while low < high:
+    while fitting_report.fits and low < high:
         middle = (low + high) // 2
         middle_report = report(middle)
         if middle_report.fits:
@@ -238,49 +222,3 @@ def _fewest(most: int, report: Callable[[int], Report]) -> tuple[int, Report]:
         else:
             low = middle + 1
     return high, fitting_report
-
-
-def _first(most: int, report: Callable[[int], Report]) -> tuple[int, Report]:
-    """Return the first number from 1 for which a report fits; ``most`` if none does."""
-    for power_index in range(1, most):
-        if (power_report := report(power_index)).fits:
-            return power_index, power_report
-    return most, report(most)
-
-
-def _remade(
-    profile: Profile,
-    plan: Plan,
-    mesh: tuple[int, int],
-    local: Any,
-    change: Callable[[UnitPlan], dict[str, Any]],
-) -> Plan:
-    """Return a plan for another mesh, or with other options of its units."""
-    options: dict[Any, dict[str, Any]] = {}
-    for unit in plan.unit_list:
-        if unit.full_precision:
-            continue
-        unit_options = {
-            "strategy": unit.strategy, "offload": unit.offload, "precision": unit.precision,
-            "reshard_after_forward": unit.reshard_after_forward or None if unit.strategy != "full_shard"
-            else unit.reshard_after_forward,
-            "reshard_after_backward": unit.reshard_after_backward,
-        }  # fmt: skip
-        options[unit.members or unit.name] = {**unit_options, **change(unit)}
-    axes = {"replicate": mesh[0], "shard": mesh[1]}
-    remade_plan = make_plan(
-        profile.forms,
-        axes,
-        units=options,
-        ties=profile.ties,
-        local=local,
-        precision=plan.precision,
-        bucket_bytes=0,
-    )
-    # Only groups of small units have members.
-    names = {unit.members: unit.name for unit in plan.unit_list if unit.members}
-    units = tuple(
-        dataclasses.replace(unit, name=names.get(unit.members, unit.name))
-        for unit in remade_plan.unit_list
-    )
-    return dataclasses.replace(remade_plan, unit_list=units)

@@ -13,13 +13,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from funcshard.estimate.estimating import HardwareClock, run_step
+from funcshard.estimate.estimating import run_step
 from funcshard.estimate.machine import Hardware
-from funcshard.estimate.search.space import Candidate, UnitClass
-from funcshard.estimate.search.splicing import in_pieces, splice
+from funcshard.estimate.search.space import Candidate, UnitClass, on_mesh
+from funcshard.estimate.search.splicing import MARGIN, in_pieces, splice
 from funcshard.estimate.trace import Profile, Program, Run
-from funcshard.estimate.walk import OptimizerMemory, Runtime, sizes_of
-from funcshard.plan import Plan, Schedule, make_plan, make_schedule, predict_events
+from funcshard.estimate.walk import (
+    HardwareClock,
+    OptimizerMemory,
+    Runtime,
+    UnitSizes,
+    sizes_by_unit,
+)
+from funcshard.plan import Plan, Schedule, UnitPlan, make_plan, make_schedule, predict_events
 
 _LESS = 1 - 1e-9  # sums in another order differ in their last digits
 
@@ -46,16 +52,23 @@ class _Mode(NamedTuple):
     offload: bool
     slices: int
 
+    def options(self, unit: UnitPlan) -> dict[str, Any]:
+        """Return the options of a unit as fields of its plan."""
+        # Note: the root stays gathered, because backward would gather it again at once.
+        freed = self.strategy == "full_shard" and unit.name != ""
+        return {
+            "strategy": self.strategy,
+            "offload": self.offload,
+            "reshard_after_forward": freed and (self.slices or True),
+        }
+
 
 class _Base(NamedTuple):
-    """A plan in which all units have the same options, and figures of its units."""
+    """A plan in which all units have the same options, and figures of its units by name."""
 
     plan: Plan
-    resident: Mapping[str, int]  # bytes between steps
-    gathered: Mapping[str, int]  # bytes that stay until backward if the unit is not freed
-    updated: Mapping[str, int]  # bytes that the optimizer updates on the device
-    # Seconds of gathers, reductions, and all-reduces.
-    seconds: Mapping[str, tuple[float, float, float]]
+    sizes: Mapping[str, UnitSizes]
+    seconds: Mapping[str, list[float]]  # of gathers, of reductions, and of all-reduces apart
 
 
 @dataclass(slots=True, eq=False)
@@ -86,12 +99,8 @@ class Scorer:
 
     def plan(self, candidate: Candidate) -> Plan:
         """Return the plan of a candidate."""
-        profile_index, mesh = candidate.profile, candidate.mesh
         modes = self._modes(candidate)
-        plans = {
-            mode: self._base(profile_index, mesh, mode).plan
-            for mode in dict.fromkeys(modes.values())
-        }
+        plans = {mode: self._base(candidate, mode).plan for mode in set(modes.values())}
         first = next(iter(plans.values()))
         units = tuple(
             plans[modes[unit.name]].unit_list[i] for i, unit in enumerate(first.unit_list)
@@ -137,36 +146,37 @@ class Scorer:
     def fixed(self, candidate: Candidate) -> Fixed:
         """Return what all rungs of the candidate's ladder share."""
         micro_batches, profile = self.profiles[candidate.profile]
-        held = profile.buffers + profile.inputs * micro_batches + self.runtime.communicators
-        updated, gathers, reductions, apart = 0, 0.0, 0.0, 0.0
+        optimizer, runtime = self.optimizer, self.runtime
+        held = profile.buffers + profile.inputs * micro_batches + runtime.communicators
+        updated, seconds = 0, [0.0, 0.0, 0.0]
         for name, mode in self._modes(candidate).items():
-            base = self._base(candidate.profile, candidate.mesh, mode)
-            held += base.resident[name] + (
-                base.gathered[name] if mode.strategy == "shard_grad_op" else 0
-            )
-            updated += base.updated[name]
-            gathers += base.seconds[name][0]
-            reductions += base.seconds[name][1]
-            apart += base.seconds[name][2]
-        lane = gathers + reductions if self.runtime.one_lane else max(gathers, reductions)
-        lane = max(lane, apart)
-        states = self.optimizer.states if self.optimizer is not None else 0
-        moved = updated * (3 + 2 * states) if self.optimizer is not None else 0
-        updating = self._clock(candidate.mesh).move(moved)[0] if moved else 0.0
-        return Fixed(held, lane * micro_batches, updating)
+            base = self._base(candidate, mode)
+            sizes = base.sizes[name]
+            if not sizes.offload:
+                states = 0 if optimizer is None else optimizer.states_before
+                held += sizes.shard + states * sizes.trainable_shard
+                updated += sizes.trainable_shard
+            if mode.strategy == "shard_grad_op" and sizes.reduced:  # it stays until backward
+                held += sizes.gathered
+            for lane, unit_seconds in enumerate(base.seconds[name]):
+                seconds[lane] += unit_seconds
+        gathering, reducing, apart = seconds
+        lane = gathering + reducing if runtime.one_lane else max(gathering, reducing)
+        updating = 0.0
+        if optimizer is not None and updated:
+            moved = updated * (3 + 2 * optimizer.states)
+            updating = self._clock(candidate.mesh).move(moved)[0]
+        return Fixed(held, max(lane, apart) * micro_batches, updating)
 
     def least_seconds(self, candidate: Candidate, fixed: Fixed) -> float:
         """Return seconds that no rung of the candidate's ladder goes below; it is the first one."""
-        micro_batches = self.profiles[candidate.profile][0]
-        key = self._key(candidate)
+        micro_batches, key = self.profiles[candidate.profile][0], self._key(candidate)
+        clock = self._clock(candidate.mesh)
         if key not in self._seconds:
             runs = [step for step in self.program(candidate).steps if isinstance(step, Run)]
-            self._seconds[key] = math.fsum(
-                self._clock(candidate.mesh).compute(run)[0] for run in runs
-            )
-        return (
-            max(self._seconds[key] * micro_batches, fixed.communicating) + fixed.updating
-        ) * _LESS
+            self._seconds[key] = math.fsum(clock.compute(run)[0] for run in runs)
+        computing = self._seconds[key] * micro_batches
+        return (max(computing, fixed.communicating) + fixed.updating) * _LESS
 
     # --- shared by candidates --------------------------------------------------------------------
 
@@ -175,11 +185,7 @@ class Scorer:
         key = _, counts = self._key(candidate)
         if key not in self._programs:
             spliced_program = None if self.exact else self._spliced(candidate, counts)
-            self._programs[key] = (
-                spliced_program
-                if spliced_program is not None
-                else self._traced(candidate.profile, counts)
-            )
+            self._programs[key] = spliced_program or self._traced(candidate.profile, counts)
         return self._programs[key]
 
     def _key(self, candidate: Candidate) -> tuple[int, tuple[int, ...]]:
@@ -190,109 +196,54 @@ class Scorer:
         largest = max(
             range(len(counts)), key=lambda i: (self.classes[i].repeated, len(self.classes[i].names))
         )
-        names = self.classes[largest].names
+        names, wanted = self.classes[largest].names, counts[largest]
         middle = len(names) // 2
-        if not self.classes[largest].repeated or counts[largest] == middle:
+        # Why first: splice would return None too, but only after the trace of the middle.
+        borders = (middle, wanted, len(names) - middle, len(names) - wanted)
+        if not self.classes[largest].repeated or wanted == middle or min(borders) <= MARGIN:
             return None
-        other_counts = (*counts[:largest], middle, *counts[largest + 1 :])
-        # Why first: it costs nothing if the counts are too near to an end.
-        if min(middle, counts[largest], len(names) - middle, len(names) - counts[largest]) <= 3:
-            return None
-        return splice(self._traced(candidate.profile, other_counts), names, middle, counts[largest])
+        middle_counts = (*counts[:largest], middle, *counts[largest + 1 :])
+        return splice(self._traced(candidate.profile, middle_counts), names, middle, wanted)
 
-    def _traced(self, number: int, counts: tuple[int, ...]) -> Program:
-        _, profile = self.profiles[number]
+    def _traced(self, profile_index: int, counts: tuple[int, ...]) -> Program:
         names = [
-            name for units, k in zip(self.classes, counts, strict=True) for name in units.again[:k]
+            name
+            for units, count in zip(self.classes, counts, strict=True)
+            for name in units.again[:count]
         ]
-        return profile.program(self._single(number), remat=names)
+        return self.profiles[profile_index][1].program(self._single(profile_index), remat=names)
 
     def _clock(self, mesh: tuple[int, int]) -> HardwareClock:
         if mesh not in self._clocks:
-            self._clocks[mesh] = HardwareClock(
-                self.hardware, {"replicate": mesh[0], "shard": mesh[1]}
-            )
+            axes = {"replicate": mesh[0], "shard": mesh[1]}
+            self._clocks[mesh] = HardwareClock(self.hardware, axes)
         return self._clocks[mesh]
 
-    def _single(self, number: int) -> Plan:
+    def _single(self, profile_index: int) -> Plan:
         """Return the plan for one rank."""
-        if number not in self._singles:
-            profile = self.profiles[number][1]
-            self._singles[number] = make_plan(
+        if profile_index not in self._singles:
+            profile = self.profiles[profile_index][1]
+            self._singles[profile_index] = make_plan(
                 profile.forms, 1, ties=profile.ties, precision=profile.precision, **self.make
             )
-        return self._singles[number]
+        return self._singles[profile_index]
 
-    def _base(self, number: int, mesh: tuple[int, int], mode: _Mode) -> _Base:
+    def _base(self, candidate: Candidate, mode: _Mode) -> _Base:
         """Return the plan in which all units have the same options."""
-        key = (number, mesh, mode)
+        key = (candidate.profile, candidate.mesh, mode)
         if key not in self._bases:
-            self._bases[key] = self._measured(
-                number, _on_mesh(self._single(number), mesh, mode), mesh
-            )
+            plan = on_mesh(self._single(candidate.profile), candidate.mesh, mode.options)
+            self._bases[key] = self._measured(plan, candidate)
         return self._bases[key]
 
-    def _measured(self, number: int, plan: Plan, mesh: tuple[int, int]) -> _Base:
-        states = 0 if self.optimizer is None else self.optimizer.states_before
-        resident: dict[str, int] = {}
-        gathered: dict[str, int] = {}
-        updated: dict[str, int] = {}
+    def _measured(self, plan: Plan, candidate: Candidate) -> _Base:
+        program = self._traced(candidate.profile, (0,) * len(self.classes))
+        clock = self._clock(candidate.mesh)
         seconds = {name: [0.0, 0.0, 0.0] for name in plan.units}
-        known_sizes: dict[Any, tuple[int, int, int]] = {}
-        for unit in plan.unit_list:
-            forms = tuple(
-                (
-                    buffer.key,
-                    buffer.numel,
-                    buffer.dtype,
-                    buffer.trainable,
-                    buffer.shards,
-                    buffer.local,
-                )
-                for buffer in unit.buffers
-            )
-            if (key := (forms, unit.precision, unit.reshard_after_forward)) not in known_sizes:
-                sizes = sizes_of(unit, accelerator=self.runtime.accelerator)
-                device = not sizes.offload
-                held = (sizes.shard + states * sizes.trainable_shard) if device else 0
-                trained = any(buffer.trainable for buffer in sizes.buffers)
-                stays = sum(buffer.gathered for buffer in sizes.buffers) if trained else 0
-                known_sizes[key] = held, stays, sizes.trainable_shard if device else 0
-            resident[unit.name], gathered[unit.name], updated[unit.name] = known_sizes[key]
-        program = self._traced(number, (0,) * len(self.classes))
-        units, clock = plan.units, self._clock(mesh)
-        for event in predict_events(
-            plan, [name for name in program.order if name in units], not_saved=program.not_saved
-        ):
+        order = [name for name in program.order if name in seconds]
+        for event in predict_events(plan, order, not_saved=program.not_saved):
             lane = int(event.kind != "all_gather")
             if self.runtime.replicates_apart and event.kind == "all_reduce":
                 lane = 2
             seconds[event.unit or ""][lane] += clock.collective(event)[0]
-        return _Base(
-            plan,
-            resident,
-            gathered,
-            updated,
-            {name: (a, b, c) for name, (a, b, c) in seconds.items()},
-        )
-
-
-def _on_mesh(plan: Plan, mesh: tuple[int, int], mode: _Mode) -> Plan:
-    """Return the plan that ``make_plan`` makes for another mesh, in a tenth of its time."""
-    shards = 1 if mode.strategy == "no_shard" else mesh[1]
-    units = []
-    for unit in plan.unit_list:
-        buffers = tuple(
-            dataclasses.replace(buffer, shards=1 if "shard" in buffer.local else shards)
-            for buffer in unit.buffers
-        )
-        freed = (
-            (mode.slices or True) if mode.strategy == "full_shard" and unit.name != "" else False
-        )
-        units.append(
-            dataclasses.replace(
-                unit, strategy=mode.strategy, reshard_after_forward=freed, mesh_shape=mesh, buffers=buffers,
-                offload=mode.offload,
-            )
-        )  # fmt: skip
-    return dataclasses.replace(plan, mesh_shape=mesh, unit_list=tuple(units))
+        return _Base(plan, sizes_by_unit(plan, accelerator=self.runtime.accelerator), seconds)

@@ -5,19 +5,19 @@ In reading order:
 - ``step``: the result, as data.
 - ``runtime``: the buffers that funcshard or a peer holds.
 - ``sizes``: the bytes of a unit's buffers. ``ledger``: the memory of a rank, by category.
-- ``lanes``: the clocks of computation and communication.
+- ``lanes``: the seconds of everything, and the clocks of computation and communication.
 - ``simulator``: walks through the program of a model and the collectives of a plan.
-  ``optimizing`` ends the step.
 """
 
 from __future__ import annotations
 
+from funcshard.estimate.walk.lanes import HardwareClock
 from funcshard.estimate.walk.runtime import OPTIMIZERS, OptimizerMemory, Runtime, check_runtime
 from funcshard.estimate.walk.simulator import Simulation, simulate_step
-from funcshard.estimate.walk.sizes import UnitSizes, sizes_of
+from funcshard.estimate.walk.sizes import UnitSizes, sizes_by_unit
 from funcshard.estimate.walk.step import CATEGORIES, LANES, Moment, Span, Step
 
 __all__ = [
-    "CATEGORIES", "LANES", "OPTIMIZERS", "Moment", "OptimizerMemory", "Runtime", "Simulation", "Span", "Step",
-    "UnitSizes", "check_runtime", "simulate_step", "sizes_of",
+    "CATEGORIES", "HardwareClock", "LANES", "OPTIMIZERS", "Moment", "OptimizerMemory", "Runtime", "Simulation", "Span",
+    "Step", "UnitSizes", "check_runtime", "simulate_step", "sizes_by_unit",
 ]  # fmt: skip

@@ -1,29 +1,88 @@
-"""``Lanes``: the clocks of computation and communication, and the spans of a step."""
+"""``HardwareClock`` and ``Lanes``: how long things take, and when they run."""
 
 from __future__ import annotations
 
-from typing import Protocol
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
+from funcshard.estimate.machine import (
+    Hardware,
+    collective_time,
+    compute_time,
+    offload_time,
+    source_of_sum,
+    update_time,
+    weakest,
+)
 from funcshard.estimate.trace import Run
 from funcshard.estimate.walk.runtime import Runtime
 from funcshard.estimate.walk.step import Span
 from funcshard.plan import Event
 
 
-class Clock(Protocol):
-    """The hardware as the simulator asks it: seconds and source of everything that takes time."""
+@dataclass(slots=True, eq=False)
+class HardwareClock:
+    """The time and its source of everything that a step does on some hardware.
+
+    Attributes:
+        hardware: the hardware.
+        mesh_axes: size of each mesh axis.
+        copied: the weakest source of copies to the host and back, which have no spans.
+    """
+
+    hardware: Hardware
+    mesh_axes: Mapping[str, int]
+    copied: str = "exact"
+    _known_times: dict[Any, tuple[float, str]] = field(default_factory=dict)
+    _strides: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        stride = 1
+        # Note: ranks are numbered row by row, so those along the last axis are neighbours.
+        for axis, size in reversed(list(self.mesh_axes.items())):
+            self._strides[axis] = stride
+            stride *= size
 
     def compute(self, run: Run) -> tuple[float, str]:
         """Return the time of a run."""
+        run_time = self._known_times.get(run.work)
+        if run_time is None:
+            hardware = self.hardware
+            times = [
+                compute_time(hardware, work.flops, work.bytes, work.dtype, kernels=work.kernels)
+                for work in run.work
+            ]
+            pairs = [(timed.seconds, timed.source) for timed in times]
+            seconds = math.fsum(timed.seconds for timed in times)
+            run_time = self._known_times[run.work] = seconds, source_of_sum(pairs)
+        return run_time
 
     def collective(self, event: Event) -> tuple[float, str]:
         """Return the time of a collective."""
+        key = (event.kind, event.bytes, event.axis, event.ranks)
+        event_time = self._known_times.get(key)
+        if event_time is None:
+            stride = self._strides.get(event.axis, 1)
+            if event.ranks < self.mesh_axes.get(event.axis, event.ranks):
+                stride = 1  # neighbours on the axis hold the unit together
+            timed = collective_time(
+                self.hardware, event.kind, event.bytes, event.ranks, stride=stride
+            )
+            event_time = self._known_times[key] = timed.seconds, timed.source
+        return event_time
 
-    def copy(self, nbytes: int) -> tuple[float, str]:
-        """Return the time of a copy between device and host."""
+    def copy(self, nbytes: int) -> float:
+        """Return the seconds of a copy between device and host."""
+        timed = offload_time(self.hardware, nbytes)
+        self.copied = weakest(self.copied, timed.source)
+        return timed.seconds
 
     def move(self, nbytes: int) -> tuple[float, str]:
         """Return the time in which the optimizer reads or writes so many bytes."""
+        timed = update_time(self.hardware, nbytes)
+        return timed.seconds, timed.source
 
 
 class Lanes:
@@ -35,17 +94,16 @@ class Lanes:
         spans: everything that ran.
     """
 
-    def __init__(self, clock: Clock, runtime: Runtime) -> None:
+    def __init__(self, clock: HardwareClock, runtime: Runtime) -> None:
         self.now = 0.0
         self.exposed = 0.0
         self.spans: list[Span] = []
         self._clock = clock
         self._runtime = runtime
-        self._gathering = 0.0  # when the lane of gathers is free
-        self._reducing = 0.0  # when the lane of reductions is free
-        self._replicating = 0.0  # when the lane of all-reduces is free, if they have their own
+        # When each lane is free; all-reduces have their own lane, or that of reductions.
+        self._free = {"gather": 0.0, "reduce": 0.0, "replicate": 0.0}
+        # Seconds, source, bytes and FLOPs of runs, by the id of their works.
         # Why the id: a work's hash takes longer than the rest, and most runs share their works.
-        # Costs of runs, by the id of their works.
         self._costs: dict[int, tuple[float, str, int, int]] = {}
 
     def compute(self, run: Run) -> None:
@@ -70,42 +128,27 @@ class Lanes:
 
     def copy(self, lane: str, nbytes: int) -> None:
         """Copy between device and host, before or after a collective of the lane."""
-        seconds = self._clock.copy(nbytes)[0]
-        if lane == "gather":
-            self._gathering += seconds
-        else:
-            self._reducing += seconds
+        self._free[lane] += self._clock.copy(nbytes)
 
     def communicate(self, lane: str, event: Event) -> float:
         """Run a collective on its lane; return when it is over."""
         seconds, source = self._clock.collective(event)
-        runtime, event_kind = self._runtime, event.kind
-        if runtime.replicates_apart and event_kind == "all_reduce":
-            begin = max(self.now, self._reducing, self._replicating)
-            self._replicating = begin + seconds
-            self.spans.append(
-                Span(lane, event_kind, event.unit or "", begin, seconds, event.bytes, 0, source)
-            )
-            if not runtime.overlaps:
-                self.wait(begin + seconds)
-            return 0.0
-        own_lane = self._gathering if lane == "gather" else self._reducing
-        begin = (
-            max(self.now, self._gathering, self._reducing)
-            if runtime.one_lane
-            else max(self.now, own_lane)
-        )
+        runtime, free = self._runtime, self._free
+        apart = runtime.replicates_apart and event.kind == "all_reduce"
+        begin = max(self.now, free[lane])
+        if apart:
+            begin = max(begin, free["replicate"])
+        elif runtime.one_lane:
+            begin = max(begin, free["gather"], free["reduce"])
         end = begin + seconds
-        if lane == "gather":
-            self._gathering = end
-        else:
-            self._reducing = end
+        free["replicate" if apart else lane] = end
         self.spans.append(
-            Span(lane, event_kind, event.unit or "", begin, seconds, event.bytes, 0, source)
+            Span(lane, event.kind, event.unit or "", begin, seconds, event.bytes, 0, source)
         )
         if not runtime.overlaps:
             self.wait(end)
-        return end
+        # Note: all-reduces with their own lane are waited for after backward.
+        return 0.0 if apart else end
 
     def wait(self, moment: float) -> None:
         """Let computation wait for a moment."""
@@ -115,4 +158,4 @@ class Lanes:
 
     def wait_for_all(self) -> None:
         """Let computation wait for all collectives."""
-        self.wait(max(self._reducing, self._gathering, self._replicating))
+        self.wait(max(self._free.values()))

@@ -18,39 +18,29 @@ class Ledger:
 
     Attributes:
         moments: the moments so far, as rows.
-        host: bytes on the host now, and the most so far.
-        total: bytes of all categories now, the host's left out.
+        total: bytes of all categories now.
         peak: most bytes of all categories at a moment so far.
         highest: position of the first moment with so many.
     """
 
-    __slots__ = ("_now", "_tape", "highest", "host", "moments", "peak", "total")
+    __slots__ = ("_now", "_tape", "highest", "moments", "peak", "total")
 
     def __init__(self) -> None:
         self.moments: list[Row] = []
-        self.host = [0, 0]
         self.total = 0
         self.peak = -1
         self.highest = -1
         self._now = [0] * len(CATEGORIES)
         self._tape = 0  # bytes of the categories that the tape knows
 
-    def add(self, category: str, size: int, *, host: bool = False) -> None:
-        """Add bytes to a category; ``free`` is the inverse."""
-        if host:
-            self.host[0] += size
-            self.host[1] = max(self.host)
-        elif size:
-            self._now[_INDEX[category]] += size
-            self.total += size
+    def add(self, category: str, size: int) -> None:
+        """Add bytes to a category."""
+        self._now[_INDEX[category]] += size
+        self.total += size
 
-    def free(self, category: str, size: int, *, host: bool = False) -> None:
-        """Take bytes off a category; the inverse of ``add``."""
-        if host:
-            self.host[0] -= size
-        elif size:
-            self._now[_INDEX[category]] -= size
-            self.total -= size
+    def free(self, category: str, size: int) -> None:
+        """Take bytes off a category."""
+        self.add(category, -size)
 
     def run(self, run: Run, begin: float, end: float) -> None:
         """Keep two moments of a run: its highest memory, at its beginning, and its end.

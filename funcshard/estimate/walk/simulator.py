@@ -20,16 +20,15 @@ the rank has reached its start; a computation waits for the collectives that it 
 from __future__ import annotations
 
 import itertools
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from funcshard.estimate.trace import Mark, Program, Run
-from funcshard.estimate.walk.lanes import Clock, Lanes
+from funcshard.estimate.walk.lanes import HardwareClock, Lanes
 from funcshard.estimate.walk.ledger import Ledger
-from funcshard.estimate.walk.optimizing import optimize
 from funcshard.estimate.walk.runtime import OptimizerMemory, Runtime
-from funcshard.estimate.walk.sizes import BufferSizes, UnitSizes, sizes_of
+from funcshard.estimate.walk.sizes import BufferSizes, UnitSizes, sizes_by_unit
 from funcshard.estimate.walk.step import Span
 from funcshard.plan import (
     Event,
@@ -38,7 +37,6 @@ from funcshard.plan import (
     Reduce,
     UnitPlan,
     buffer_mode,
-    representatives,
     unit_mode,
 )
 
@@ -60,14 +58,14 @@ def simulate_step(
     plan: Plan,
     program: Program,
     predicted: Sequence[Event | Reached],
-    clock: Clock,
+    clock: HardwareClock,
     *,
-    optimizer: OptimizerMemory | None = None,
-    runtime: Runtime | None = None,
-    micro_batches: int = 1,
-    reduce: Reduce = "each",
-    buffers: int = 0,
-    inputs: int = 0,
+    optimizer: OptimizerMemory | None,
+    runtime: Runtime,
+    micro_batches: int,
+    reduce: Reduce,
+    buffers: int,
+    inputs: int,
 ) -> Simulation:
     """Return the memory and the time of one training step on one rank.
 
@@ -83,36 +81,30 @@ def simulate_step(
         buffers: bytes of the model's buffers.
         inputs: bytes of the batch.
     """
-    runtime, lanes = runtime or Runtime(), Lanes(clock, runtime or Runtime())
+    lanes = Lanes(clock, runtime)
     walk = _Walk(
-        plan,
-        lanes,
-        optimizer,
-        runtime,
-        micro_batches,
-        reduce,
-        program.not_saved,
-        plan.units,
+        lanes=lanes,
+        optimizer=optimizer,
+        runtime=runtime,
+        micro_batches=micro_batches,
+        reduce=reduce,
+        not_saved=program.not_saved,
+        units=plan.units,
+        sizes=sizes_by_unit(plan, accelerator=runtime.accelerator),
+        reductions=Counter(place.unit for place in program.reached if place.what == "reduce"),
     )
     walk.start(buffers, inputs)
-    walk.reductions = Counter(
-        unit for place_kind, unit in program.reached if place_kind == "reduce"
-    )
     steps = itertools.chain.from_iterable(itertools.repeat(program.steps, micro_batches))
     walk.run(steps, predicted)
-    optimize(walk)
-    events, ledger = (
-        tuple(step_item for step_item in predicted if isinstance(step_item, Event)),
-        walk.ledger,
-    )
+    walk.end()
     return Simulation(
-        ledger,
-        tuple(lanes.spans),
-        events,
-        lanes.now,
-        lanes.exposed,
-        walk.unit_memory(),
-        ledger.peak,
+        ledger=walk.ledger,
+        spans=tuple(lanes.spans),
+        events=tuple(event for event in predicted if isinstance(event, Event)),
+        step_time=lanes.now,
+        exposed=lanes.exposed,
+        unit_memory=walk.unit_memory(),
+        peak=walk.ledger.peak,
     )
 
 
@@ -135,7 +127,6 @@ class _Reduction:
 
 @dataclass(slots=True, eq=False)
 class _Walk:
-    plan: Plan
     lanes: Lanes
     optimizer: OptimizerMemory | None
     runtime: Runtime
@@ -143,23 +134,23 @@ class _Walk:
     reduce: Reduce
     not_saved: frozenset[str]
     units: Mapping[str, UnitPlan]
+    sizes: Mapping[str, UnitSizes]
+    reductions: Counter[str]  # reductions of one backward, by unit
     ledger: Ledger = field(default_factory=Ledger)
     backwards: int = 0  # number of backwards that have begun
-    sizes: dict[str, UnitSizes] = field(default_factory=dict)
     # A unit that is called several times may be held for several calls at a time.
-    held: dict[str, int] = field(default_factory=dict)  # bytes of the gathered buffers, by unit
-    sent: dict[str, int] = field(default_factory=dict)  # bytes of casts on their way, by unit
-    # When the gathers of a unit are over.
-    ready: dict[str, list[float]] = field(default_factory=dict)
+    held: Counter[str] = field(default_factory=Counter)  # bytes of the gathered buffers, by unit
+    sent: Counter[str] = field(default_factory=Counter)  # bytes of casts on their way, by unit
+    # When the gathers of a unit are over, by unit.
+    ready: defaultdict[str, deque[float]] = field(default_factory=lambda: defaultdict(deque))
     # Whether the rank has waited for the unit that it has reached, or need not.
     arrived: bool = True
     # Reductions still to come in this backward, by unit.
     left: Counter[str] = field(default_factory=Counter)
-    reductions: Counter[str] = field(default_factory=Counter)  # reductions of one backward, by unit
     # Bytes gathered for a forward that runs again, by unit.
-    again: dict[str, int] = field(default_factory=dict)
+    again: Counter[str] = field(default_factory=Counter)
     # Bytes of slices kept after forward, by unit.
-    slices: dict[str, int] = field(default_factory=dict)
+    slices: Counter[str] = field(default_factory=Counter)
     # Buffers that later micro-batches add to.
     summed: set[tuple[str, str]] = field(default_factory=set)
     running: deque[_Reduction] = field(default_factory=deque)
@@ -173,15 +164,14 @@ class _Walk:
 
     def start(self, buffers: int, inputs: int) -> None:
         """Hold what a rank holds between steps."""
-        known_sizes: dict[str, UnitSizes] = {}
-        for name, unit in representatives(self.plan.unit_list).items():
-            if unit.name not in known_sizes:
-                known_sizes[unit.name] = sizes_of(unit, accelerator=self.runtime.accelerator)
-            self.sizes[name] = known_sizes[unit.name]
-        states = 0 if self.optimizer is None else self.optimizer.states_before
+        optimizer = self.optimizer
         for sizes in self.sizes.values():
-            self.ledger.add("shards", sizes.shard, host=sizes.offload)
-            self.ledger.add("optimizer", states * sizes.trainable_shard, host=sizes.offload)
+            # Note: what lies on the host takes no device memory, so nothing counts it.
+            if not sizes.offload:
+                self.ledger.add("shards", sizes.shard)
+                if optimizer is not None:
+                    states = optimizer.states_before
+                    self.ledger.add("optimizer", states * sizes.trainable_shard)
         self.ledger.add("buffers", buffers)
         self.ledger.add("inputs", inputs)
         self.ledger.add("communicators", self.runtime.communicators)
@@ -199,9 +189,7 @@ class _Walk:
                 continue
             self._settle(reached)
             place_kind, unit = reached = step_item
-            if (
-                place_kind == "forward" and self.running
-            ):  # the backward of the micro-batch before is over
+            if place_kind == "forward":  # the backward of the micro-batch before is over
                 self._complete_all()
             self._until(steps, step_item)
             self.arrived = place_kind not in ("forward", "need")
@@ -219,8 +207,8 @@ class _Walk:
         self._complete_all()
         while self.held:
             self._drop(next(iter(self.held)))
-        self.ledger.free("gathered", sum(self.lingering) + self.copied)
-        self.lingering, self.copied = [], 0
+        self.ledger.free("gathered", sum(self.lingering))
+        self._free_copied()
         self.lanes.wait_for_all()
         self.ledger.clear_tape()
         self.note("reduced", "")
@@ -236,9 +224,7 @@ class _Walk:
             elif step == target:
                 return
             elif step.what == "free":
-                size = self.again.pop(step.unit, 0)
-                ledger.free("gathered", size)
-                self.held_changes.append((len(ledger.moments), step.unit, -size))
+                self._change(step.unit, -self.again.pop(step.unit, 0))
             elif step.what == "return":
                 if not step.unit:
                     self._free_copied()
@@ -254,35 +240,33 @@ class _Walk:
             return
         name = event.unit
         # Why ready: the unit may be gathered for its next call, while it is there for this one.
-        ahead = (
-            reached.unit != name or reached.what == "backward" or bool(self.ready.get(reached.unit))
-        )
+        ahead = reached.unit != name or reached.what == "backward" or bool(self.ready[reached.unit])
         if ahead and not self.runtime.accelerator and not self.arrived:
             self._await_unit(reached)
         sizes = self.sizes[name]
         if sizes.uncut:
             self._hold_uncut(name)
-        buffer = sizes.by_key[event.buffer]
+        buffer = sizes.buffers[event.buffer]
         self._hold(name, buffer.gathered)
         if buffer.sent and self.runtime.sent_lives and not self.slices.get(name):
             self.ledger.add("gathered", buffer.sent)
-            self.sent[name] = self.sent.get(name, 0) + buffer.sent
+            self.sent[name] += buffer.sent
         if sizes.offload:
             self.lanes.copy("gather", buffer.shard)
         end = self.lanes.communicate("gather", event)
         if event.buffer == sizes.last_cut:
-            self.ready.setdefault(name, []).append(end)
+            self.ready[name].append(end)
         self.note("gather", name)
 
     def _gather_again(self, event: Event, name: str) -> None:
         """Gather a unit for a forward that a checkpoint runs again, and wait for it at once."""
         sizes = self.sizes[name]
-        buffer = sizes.by_key[event.buffer]
+        buffer = sizes.buffers[event.buffer]
         size = buffer.gathered + (0 if name in self.again else sizes.uncut)
         sent = buffer.sent if self.runtime.sent_lives else 0
-        self.again[name] = self.again.get(name, 0) + size
-        self.held_changes.append((len(self.ledger.moments), name, size))
-        self.ledger.add("gathered", size + sent)
+        self.again[name] += size
+        self._change(name, size)
+        self.ledger.add("gathered", sent)
         if sizes.offload:
             self.lanes.copy("gather", buffer.shard)
         end = self.lanes.communicate("gather", event)
@@ -298,31 +282,32 @@ class _Walk:
 
     def _hold(self, name: str, size: int) -> None:
         """Take a gathered buffer of a unit."""
+        self.held[name] += size
+        self._change(name, size)
+
+    def _change(self, name: str, size: int) -> None:
+        """Add bytes to the gathered buffers of a unit, or take them off."""
         self.ledger.add("gathered", size)
-        self.held[name] = self.held.get(name, 0) + size
         self.held_changes.append((len(self.ledger.moments), name, size))
 
     def _await_unit(self, reached: Reached) -> None:
         """Wait for the gather of the unit that the rank has reached."""
         self.arrived, unit = True, reached.unit
-        ready = self.ready.get(unit)
+        ready = self.ready[unit]
         if ready:
             self.lanes.wait(ready[0])
         if unit in self.sent:
             self.ledger.free("gathered", _take(self.sent, unit, self.sizes[unit].sent))
         if ready:
-            if self.runtime.copies_out:
+            if self.runtime.copies_out and self.held[unit]:
                 self._copy_out(reached)
-            del ready[0]
+            ready.popleft()
 
     def _copy_out(self, reached: Reached) -> None:
         """Copy a gathered buffer into the parameters' own tensors."""
-        size = self.held.get(reached.unit, 0)
-        if not size:
-            return
-        self.ledger.free("gathered", self.copied)
-        self.copied = size
-        self.ledger.add("gathered", size)
+        self._free_copied()
+        self.copied = self.held[reached.unit]
+        self.ledger.add("gathered", self.copied)
         self.note("copy out", reached.unit)
         if reached.what != "forward":
             self._free_copied()
@@ -344,10 +329,10 @@ class _Walk:
         if sizes is None:
             return
         spared = name in self.not_saved
-        if not sizes.stays or (spared and not any(buffer.trainable for buffer in sizes.buffers)):
+        if not sizes.stays or (spared and not sizes.reduced):
             if sizes.slice and not spared:
                 self.ledger.add("gathered", sizes.slice)
-                self.slices[name] = self.slices.get(name, 0) + sizes.slice
+                self.slices[name] += sizes.slice
                 self.note("forward", name)
             self._drop(name)
 
@@ -395,11 +380,9 @@ class _Walk:
 
     def _mode(self, name: str, buffer: BufferSizes) -> str:
         mode = unit_mode(self.reduce, name)
-        return (
-            buffer_mode(mode, cut=buffer.cut, repeated=buffer.repeated)
-            if mode == "shard_each"
-            else mode
-        )
+        if mode != "shard_each":
+            return mode
+        return buffer_mode(mode, cut=buffer.cut, repeated=buffer.repeated)
 
     def _join(self, name: str, buffer: BufferSizes) -> int:
         """Join the gradients of a unit into a buffer that waits for those of later micro-batches.
@@ -407,7 +390,7 @@ class _Walk:
         Returns:
             The bytes of the buffer before its cast, which lives a little longer.
         """
-        cast = buffer.grads if buffer.casts_grads else 0
+        cast = buffer.cast_grads
         self.ledger.add("reduction", buffer.full + cast)
         self.note("join", name)
         if (name, buffer.key) in self.summed:  # it is added to that of the micro-batch before
@@ -417,21 +400,23 @@ class _Walk:
         return cast
 
     def _start(self, name: str, buffer: BufferSizes, *, joined: bool) -> None:
-        """Take the buffers of a reduction; its time follows with its events."""
+        """Take the buffers of a reduction; its time follows with its events.
+
+        ``joined``: the gradients lie in a buffer already, which is sent or reduced in place.
+        """
         if (self.runtime.frees_first or not self.runtime.accelerator) and self.running:
             last = self.running[-1]
             self.lanes.wait(last.end)
             self.ledger.free("reduction", last.full)
             last.full = 0
-        sends = self.runtime.send_buffers or joined
-        full = buffer.full if buffer.cut and sends else 0
-        taken, cast = buffer.reduced + full, buffer.full_before_cast
-        if joined:  # the buffer is sent, or reduced in place, itself
+        sent = buffer.full * (buffer.cut and (self.runtime.send_buffers or joined))
+        taken, cast = buffer.reduced + sent, buffer.full_before_cast
+        if joined:
             taken, cast = taken - buffer.full, 0
         self.ledger.add("reduction", taken + cast)
         self.note("reduce", name)
         self.ledger.free("reduction", cast)
-        self.running.append(_Reduction(name, buffer, full, self.lanes.now))
+        self.running.append(_Reduction(name, buffer, sent, self.lanes.now))
 
     def _reduce(self, event: Event) -> None:
         end = self.lanes.communicate("reduce", event)
@@ -448,21 +433,72 @@ class _Walk:
         self.lanes.wait(reduction.end)
         self.ledger.free("reduction", reduction.full)
         name, buffer = reduction.unit, reduction.buffer
-        host = self.sizes[name].offload
-        if host or buffer.kept != buffer.reduced:
-            self.ledger.add("gradient shards", buffer.kept, host=host)
+        on_host = self.sizes[name].offload
+        kept = 0 if on_host else buffer.kept
+        # Why together on the device: without a cast the gradient is the reduced buffer itself.
+        if on_host or buffer.kept != buffer.reduced:
+            self.ledger.add("gradient shards", kept)
             self.note("reduced", name)
             self.ledger.free("reduction", buffer.reduced)
         else:
             self.ledger.free("reduction", buffer.reduced)
-            self.ledger.add("gradient shards", buffer.kept, host=host)
-        if host:
+            self.ledger.add("gradient shards", kept)
+        if on_host:
             self.lanes.copy("reduce", buffer.reduced)
-        # It is added to the gradient of the micro-batch before.
-        if (name, buffer.key) in self.graded:
+        if (name, buffer.key) in self.graded:  # it is added to that of the micro-batch before
             self.note("accumulate", name)
-            self.ledger.free("gradient shards", buffer.kept, host=host)
+            self.ledger.free("gradient shards", kept)
         self.graded.add((name, buffer.key))
+
+    # --- the end of the step ----------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Clip the gradients, run the optimizer on all shards, and free the gradients."""
+        kept = sum(
+            self.sizes[name].buffers[key].kept
+            for name, key in self.graded
+            if not self.sizes[name].offload
+        )
+        if self.optimizer is not None:
+            self._update(self.optimizer, kept)
+        self.ledger.free("gradient shards", kept)
+        self.note("end", "")
+
+    def _update(self, optimizer: OptimizerMemory, kept: int) -> None:
+        ledger, states = self.ledger, optimizer.states
+        if optimizer.clip:
+            ledger.add("gradient shards", kept)  # clipping makes a second tree of gradients
+            self.note("clip", "")
+            ledger.free("gradient shards", kept)
+            self.note("clip", "")
+        shards = [
+            buffer.shard
+            for unit in self.sizes.values()
+            if not unit.offload
+            for buffer in unit.buffers.values()
+            if buffer.trainable and buffer.shard
+        ]
+        if optimizer.first_step:
+            ledger.add("optimizer", states * sum(shards))
+        copied = 0 if optimizer.donate else (1 + states) * sum(shards)
+        temporaries = self._temporaries(optimizer.temporaries, shards)
+        ledger.add("optimizer", copied)
+        ledger.add("temporaries", temporaries)
+        self.note("optimizer", "")
+        # Why three: the update reads the gradient, and reads and writes the shard.
+        self.lanes.move("optimizer", sum(shards) * (3 + 2 * states))
+        ledger.free("temporaries", temporaries)
+        ledger.free("optimizer", copied)
+
+    def _temporaries(self, temporaries: str, shards: Sequence[int]) -> int:
+        """Return the bytes of the tensors that the optimizer makes and drops."""
+        if temporaries == "none" or not shards:
+            return 0
+        # Note: on the CPU torch loops over the tensors, also for "foreach".
+        if temporaries == "all" or (temporaries == "foreach" and self.runtime.accelerator):
+            return sum(shards)
+        # Why three: the result for the shard before lives while the next one takes two tensors.
+        return max(before + 2 * size for before, size in zip([0, *shards], shards, strict=False))
 
     # --- moments ----------------------------------------------------------------------------------
 
@@ -472,27 +508,24 @@ class _Walk:
 
     def unit_memory(self) -> dict[str, dict[str, int]]:
         """Return the bytes at the peak by unit and category, in categories that belong to units."""
-        states = self.optimizer.states if self.optimizer is not None else 0
-        held: dict[str, int] = {}
+        gathered = Counter[str]()
         for position, name, change in self.held_changes:
             if position > self.ledger.highest:
                 break
-            held[name] = held.get(name, 0) + change
-        bytes_by_unit = {}
+            gathered[name] += change
+        bytes_by_unit: dict[str, dict[str, int]] = {}
         for name, sizes in self.sizes.items():
+            unit_bytes = bytes_by_unit[name] = {}
             if not sizes.offload:
-                bytes_by_unit[name] = {
-                    "shards": sizes.shard,
-                    "optimizer": states * sizes.trainable_shard,
-                }
-            else:
-                bytes_by_unit[name] = {}
-            if held.get(name):
-                bytes_by_unit[name]["gathered"] = held[name]
+                states = 0 if self.optimizer is None else self.optimizer.states
+                unit_bytes["shards"] = sizes.shard
+                unit_bytes["optimizer"] = states * sizes.trainable_shard
+            if gathered[name]:
+                unit_bytes["gathered"] = gathered[name]
         return bytes_by_unit
 
 
-def _take(sizes: dict[str, int], name: str, most: int) -> int:
+def _take(sizes: Counter[str], name: str, most: int) -> int:
     """Take bytes off a unit's, and return how many; the unit is left out when it has none."""
     taken_bytes = sizes.pop(name, 0)
     if taken_bytes > most:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from funcshard.plan import UnitPlan, dtype_of
+from funcshard.plan import BufferPlan, Plan, UnitPlan, dtype_of, representatives
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +13,7 @@ class BufferSizes:
     """Bytes of one flat buffer of a unit on one rank.
 
     Attributes:
-        key: the buffer's key.
+        key: key of the buffer.
         trainable: whether it gets gradients.
         cut: whether ranks hold shards of it, which are gathered.
         repeated: whether ranks along other mesh axes than the one that cuts it hold the same
@@ -25,7 +25,7 @@ class BufferSizes:
         full: the flat gradient that is reduced.
         full_before_cast: the flat gradient before its cast to the dtype of the reduction; 0 without
             its own cast.
-        casts_grads: whether gradients are reduced in another dtype.
+        cast_grads: the gradients of the leaves, if they are reduced in another dtype.
         reduced: the rank's part of the reduced gradient, in the dtype of the reduction.
         kept: the same in the dtype of the shard, as the optimizer gets it.
     """
@@ -40,7 +40,7 @@ class BufferSizes:
     grads: int
     full: int
     full_before_cast: int
-    casts_grads: bool
+    cast_grads: int
     reduced: int
     kept: int
 
@@ -50,7 +50,7 @@ class UnitSizes:
     """Bytes of a unit's buffers on one rank.
 
     Attributes:
-        buffers: the buffers.
+        buffers: the buffers by their keys.
         slice: bytes of the slice that the rank keeps after forward, if several ranks hold the unit.
         offload: whether shards, gradients and optimizer state live on the host.
         stays: whether the unit stays gathered between forward and backward.
@@ -61,10 +61,9 @@ class UnitSizes:
         sent: bytes of the casts of the shards, while they are sent.
         last_cut: key of the buffer that is gathered last; ``""`` if none is gathered.
         reduced: the buffers with gradients, in the order in which backward reaches them.
-        by_key: the buffers by their keys.
     """
 
-    buffers: tuple[BufferSizes, ...]
+    buffers: Mapping[str, BufferSizes]
     slice: int
     offload: bool
     stays: bool
@@ -75,65 +74,70 @@ class UnitSizes:
     sent: int
     last_cut: str
     reduced: tuple[BufferSizes, ...]
-    by_key: Mapping[str, BufferSizes]
+
+
+def sizes_by_unit(plan: Plan, *, accelerator: bool) -> dict[str, UnitSizes]:
+    """Return the sizes of each unit of a plan, by its name.
+
+    Arguments:
+        plan: the plan.
+        accelerator: whether the mesh has another device than the CPU, so that ``offload`` counts.
+    """
+    first_units = representatives(plan.unit_list)
+    distinct_units = {unit.name: unit for unit in first_units.values()}
+    sizes = {name: sizes_of(unit, accelerator=accelerator) for name, unit in distinct_units.items()}
+    return {name: sizes[unit.name] for name, unit in first_units.items()}
 
 
 def sizes_of(unit: UnitPlan, *, accelerator: bool) -> UnitSizes:
-    """Return the sizes of a unit.
-
-    Arguments:
-        unit: the unit.
-        accelerator: whether the mesh has another device than the CPU, so that ``offload`` counts.
-    """
-    buffer_sizes = []
-    keeps = unit.precision is not None and unit.precision.keep_low_precision_grads
-    for buffer in unit.buffers:
-        stored = buffer.itemsize
-        gathered = unit.gathered_dtype(buffer).itemsize
-        reduced = unit.reduced_dtype(buffer).itemsize
-        shard_numel, padded_numel = buffer.shard_numel, buffer.padded_numel
-        cut = buffer.shards > 1
-        cast = unit.gathered_dtype(buffer) != _stored(unit, buffer.key)
-        moved = unit.offload and accelerator
-        trained = buffer.trainable
-        axes = [
-            axis for axis, size in unit.mesh_axes.items() if size > 1 and axis not in buffer.local
-        ]
-        cast_grads = trained and unit.reduced_dtype(buffer) != unit.gathered_dtype(buffer)
-        buffer_sizes.append(
-            BufferSizes(
-                key=buffer.key,
-                trainable=trained,
-                cut=cut,
-                repeated=any(axis != "shard" for axis in axes) or (bool(axes) and not cut),
-                shard=shard_numel * stored,
-                sent=shard_numel * gathered if cut and (cast or moved) else 0,
-                gathered=padded_numel * gathered if cut or cast or moved else 0,
-                grads=buffer.numel * gathered if trained else 0,
-                full=padded_numel * reduced if trained else 0,
-                full_before_cast=padded_numel * gathered if cast_grads and not cut else 0,
-                casts_grads=cast_grads,
-                reduced=shard_numel * reduced if trained else 0,
-                kept=(shard_numel * (reduced if keeps else stored)) if trained else 0,
-            )
-        )
-    gathered_bytes = sum(each.gathered for each in buffer_sizes if each.cut)
+    """Return the sizes of a unit; see ``sizes_by_unit``."""
+    on_host = unit.offload and accelerator
+    buffers = {buffer.key: _buffer_sizes(unit, buffer, on_host) for buffer in unit.buffers}
+    cut_buffers = [sizes for sizes in buffers.values() if sizes.cut]
+    trained_buffers = [sizes for sizes in buffers.values() if sizes.trainable]
+    gathered = sum(sizes.gathered for sizes in buffers.values())
+    gathered_from_shards = sum(sizes.gathered for sizes in cut_buffers)
     ranks = unit.post_forward_ranks
     return UnitSizes(
-        tuple(buffer_sizes),
-        0 if ranks is None else gathered_bytes // ranks,
-        unit.offload and accelerator,
-        not unit.reshard_after_forward,
-        sum(each.shard for each in buffer_sizes),
-        sum(each.shard for each in buffer_sizes if each.trainable),
-        sum(each.gathered for each in buffer_sizes if not each.cut),
-        sum(each.gathered for each in buffer_sizes),
-        sum(each.sent for each in buffer_sizes if each.cut),
-        next((each.key for each in reversed(buffer_sizes) if each.cut), ""),
-        tuple(each for each in reversed(buffer_sizes) if each.trainable and each.grads),
-        {each.key: each for each in buffer_sizes},
+        buffers=buffers,
+        slice=0 if ranks is None else gathered_from_shards // ranks,
+        offload=on_host,
+        stays=not unit.reshard_after_forward,
+        shard=sum(sizes.shard for sizes in buffers.values()),
+        trainable_shard=sum(sizes.shard for sizes in trained_buffers),
+        uncut=gathered - gathered_from_shards,
+        gathered=gathered,
+        sent=sum(sizes.sent for sizes in cut_buffers),
+        last_cut=cut_buffers[-1].key if cut_buffers else "",
+        reduced=tuple(sizes for sizes in reversed(trained_buffers) if sizes.grads),
     )
 
 
-def _stored(unit: UnitPlan, key: str) -> object:
-    return next(dtype_of(buffer.dtype) for buffer in unit.buffers if buffer.key == key)
+def _buffer_sizes(unit: UnitPlan, buffer: BufferPlan, on_host: bool) -> BufferSizes:
+    gathered_dtype, reduced_dtype = unit.gathered_dtype(buffer), unit.reduced_dtype(buffer)
+    gathered_itemsize, reduced_itemsize = gathered_dtype.itemsize, reduced_dtype.itemsize
+    shard_numel, padded_numel = buffer.shard_numel, buffer.padded_numel
+    cut = buffer.shards > 1
+    cast = on_host or gathered_dtype != dtype_of(buffer.dtype)
+    axes = [axis for axis, size in unit.mesh_axes.items() if size > 1 and axis not in buffer.local]
+    trained = int(buffer.trainable)  # a factor: frozen buffers have no gradients
+    grads = trained * buffer.numel * gathered_itemsize
+    casts_grads = reduced_dtype != gathered_dtype
+    reduced = trained * shard_numel * reduced_itemsize
+    keeps_dtype = unit.precision is not None and unit.precision.keep_low_precision_grads
+    return BufferSizes(
+        key=buffer.key,
+        trainable=buffer.trainable,
+        cut=cut,
+        repeated=any(axis != "shard" for axis in axes) or (bool(axes) and not cut),
+        shard=shard_numel * buffer.itemsize,
+        sent=shard_numel * gathered_itemsize * (cut and cast),
+        # Note: without a cast, the leaves of an uncut buffer are views of the shard.
+        gathered=padded_numel * gathered_itemsize * (cut or cast),
+        grads=grads,
+        full=trained * padded_numel * reduced_itemsize,
+        full_before_cast=trained * padded_numel * gathered_itemsize * (casts_grads and not cut),
+        cast_grads=grads * casts_grads,
+        reduced=reduced,
+        kept=reduced if keeps_dtype else trained * shard_numel * buffer.itemsize,
+    )

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 import funcshard as fs
 from funcshard.estimate import Profile, Runtime, compute_time, estimate, load_hardware, profile
-from funcshard.estimate.search import scoring
 from funcshard.estimate.search.best_plan import Best, auto_plan
 from funcshard.estimate.search.infeasible import Infeasible, changes_to_fit
-from funcshard.estimate.search.scoring import Score, Scorer
-from funcshard.estimate.search.space import Candidate, Space
+from funcshard.estimate.search.scoring import Score, Scorer, _Mode
+from funcshard.estimate.search.space import Candidate, Space, on_mesh
 from funcshard.plan import make_plan
 from tests.estimate.chains import Unit, chain
 
@@ -226,7 +225,7 @@ def test_the_plan_of_any_mesh_is_that_of_make_plan() -> None:
             found.forms, {"replicate": mesh[0], "shard": mesh[1]}, units=["*"], strategy=strategy, offload=offload
         )
         single = make_plan(found.forms, 1, units=["*"])
-        assert scoring._on_mesh(single, mesh, scoring._Mode(strategy, offload, 0)) == made
+        assert on_mesh(single, mesh, _Mode(strategy, offload, 0).options) == made
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ PARAMS = {"w": torch.zeros(8), "own": torch.zeros(8)}
 )
 def test_a_buffer_is_repeated_if_ranks_along_other_axes_hold_the_same(mesh: Any, strategy: str, repeated: bool) -> None:
     plan = fs.make_plan(PARAMS, mesh, strategy=strategy)
-    assert [each.repeated for each in sizes_of(plan.units[""], accelerator=False).buffers] == [repeated]
+    assert [each.repeated for each in sizes_of(plan.units[""], accelerator=False).buffers.values()] == [repeated]
 
 
 def test_the_slice_that_stays_after_forward_is_of_buffers_that_are_cut() -> None:
