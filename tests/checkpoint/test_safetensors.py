@@ -377,12 +377,6 @@ def test_what_cannot_be_read_is_said(name: str, tmp_path: Path) -> None:
         fs.import_safetensors(tmp_path, fs.make_plan({"w": torch.zeros(300)}, 1), fs.Mesh())
 
 
-@pytest.mark.parametrize("size", ["GB", "5²GB", ""])
-def test_sizes_are_numbers_or_have_a_unit(size: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"max_shard_size must be a number of bytes, or text such as '500MB'"):
-        written(tmp_path, PARAMS, max_shard_size=size)
-
-
 def test_a_dtype_without_a_place_in_the_format_is_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'z' is of torch\.complex128, which safetensors files cannot hold"):
         written(tmp_path, {"z": torch.zeros(3, dtype=torch.complex128)})

@@ -132,16 +132,6 @@ def test_a_part_of_a_mesh_holds_the_neighbours_along_its_axes(mesh: fs.Mesh) -> 
     assert mesh[tuple(mesh.shape)] == mesh
 
 
-@pytest.mark.parametrize(
-    "axes", ["expert", (), ("shard", "shard"), ("shard", "expert"), 1, None, (["shard"],), {"shard"}], ids=str
-)
-def test_names_that_are_no_axes_are_an_error(axes: Any) -> None:
-    words = f"axis must name one axis of the mesh, or several different ones in a tuple; found {axes!r}: the mesh has "
-    for call in (lambda mesh: mesh[axes], lambda mesh: mesh.names(axes)):
-        with pytest.raises(ValueError, match=re.escape(words)):
-            fs.simulate(call, NAMED)
-
-
 def reshape_again_and_again(mesh: fs.Mesh) -> None:
     shapes = (LINE, GRID, LINE, {"replicate": 4}, NAMED, {"tensor": 2, "shard": 2}, {"tensor": 4},
               {"replicate": 2, "expert": 2}, LINE)  # fmt: skip

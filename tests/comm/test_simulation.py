@@ -22,12 +22,6 @@ def add_up(mesh: fs.Mesh) -> float:
     return fs.psum(torch.ones(1), mesh).item()
 
 
-@pytest.mark.parametrize("world", [0, -1, True, 2.0, {"shard": 0}, {"tensor": 0}, {"a b": 2}, {1: 2}])
-def test_a_world_of_another_form_is_an_error(world: Any) -> None:
-    with pytest.raises(ValueError, match=r"world_size (must be a number|axes must be whole numbers).*; found .*: "):
-        fs.simulate(lambda mesh: None, world)
-
-
 @pytest.mark.parametrize("failing", [0, 1, 3])
 @pytest.mark.parametrize("collectives", [0, 1, 5])
 @pytest.mark.parametrize("kind", [KeyError, KeyboardInterrupt])
@@ -115,12 +109,6 @@ def test_events_are_recorded_for_the_rank_that_records() -> None:
     with fs.record_events() as outside:
         assert fs.simulate(main, 3) == [1, 1, 1]
         assert len(outside) == 3
-
-
-def test_a_simulated_mesh_serves_its_rank_while_the_simulation_runs() -> None:
-    mesh, _ = fs.simulate(lambda mesh: mesh, 2)
-    with pytest.raises(RuntimeError, match="found the mesh of rank 0, and the simulation of rank 0 has ended"):
-        add_up(mesh)
 
 
 def draw(mesh: fs.Mesh, seed: int | None = None) -> list[float]:

@@ -206,15 +206,6 @@ def test_a_fault_of_one_rank_is_raised_on_all_of_them(mesh: fs.Mesh, fault: str,
         fs.shard(params if mesh.rank == failing else good, fs.make_plan(good, mesh), mesh, src=src)
 
 
-@on_ranks(2)
-def test_ranks_that_ask_for_different_things_are_told(mesh: fs.Mesh) -> None:
-    params = {"w": torch.zeros(3)}
-    plan, words = fs.make_plan(params, mesh), "the options of shard must be the same on every rank; rank 0 has src="
-    for option in ({"src": 0}, {"check": False}):
-        with pytest.raises(ValueError, match=words):
-            fs.shard(params, plan, mesh, **(option if mesh.rank else {}))
-
-
 @on_ranks(12)
 def test_many_ranks_with_many_values_make_a_short_message(mesh: fs.Mesh) -> None:
     params = {"w": torch.full((2,), float(mesh.rank))}

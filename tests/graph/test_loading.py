@@ -186,14 +186,6 @@ def test_a_file_holds_changed_graphs_and_loaded_ones_take_changes(traced: fs.gra
 # --- other plans, meshes and versions -------------------------------------------------------------
 
 
-def test_another_plan_is_refused_and_the_difference_is_named(file: Path) -> None:
-    step, _ = made(fs.Mesh(), strategy="no_shard")
-    words = r'differs in `unit_list\[0\].strategy`: recorded "full_shard", found "no_shard"'
-    for options in ({"plan": step.plan}, {"step": step}):
-        with pytest.raises(ValueError, match=words):
-            fs.load_traced(file, fs.Mesh(), **options)  # type: ignore[arg-type]
-
-
 def test_other_meshes_and_files_are_refused_on_every_rank(file: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="recorded on a mesh of 1 replicate × 1 shard; found 1 replicate × 2 shard"):
         fs.simulate(lambda mesh: fs.load_traced(file, mesh), 2)

@@ -211,10 +211,3 @@ def test_an_operation_that_fails_names_the_parameter() -> None:
     with pytest.raises(RuntimeError, match=r"std >= 0\.0") as caught:
         initialised(net, fs.Mesh())
     assert any("while parameter 'w' was drawn in blocks" in note for note in caught.value.__notes__)
-
-
-@on_ranks(2)
-def test_ranks_that_ask_for_different_values_get_an_error(mesh: fs.Mesh) -> None:
-    net = on_meta(lambda: Written(lambda w: w.normal_(0.0, 1.0 + mesh.rank), (9,), torch.float32))
-    with pytest.raises(ValueError, match=r"leaf 'w' of the module after its reset must have the same values on every rank"):
-        initialised(net, mesh)

@@ -265,11 +265,6 @@ def test_a_plan_that_does_not_fit_the_module_is_refused(planned, units, words):
         fs.fully_shard(apply, fs.make_plan(planned(params), fs.Mesh(), units=units), fs.Mesh())
 
 
-def test_a_plain_function_is_refused():
-    with pytest.raises(TypeError, match=r"the apply that make_functional returned; .* unshard and reshard around its un"):
-        fs.fully_shard(loss_of, fs.make_plan({"w": torch.ones(2)}, fs.Mesh()), fs.Mesh())
-
-
 def test_a_tie_that_is_told_to_the_plan_is_taken():
     apply, params, _ = fs.make_functional(made())
     plan = fs.make_plan(without_marks(params), fs.Mesh(), units=["embed", "blocks.0"], ties=apply.ties)

@@ -324,16 +324,3 @@ def refuse_parallel_modules(_mesh: fs.Mesh) -> None:
 
 def test_a_module_that_torch_has_parallelized_already_is_refused() -> None:
     run_ranks(refuse_parallel_modules, 2)
-
-
-def test_wrong_names_are_refused() -> None:
-    apply, params, buffers = fs.make_functional(nn.BatchNorm1d(3))
-    for given, given_buffers, error, words in (
-        ({"weight": params["weight"]}, buffers, ValueError, r"params must .* missing: \['bias'\], unexpected: nothing"),
-        ({**params, "w": 0}, buffers, ValueError, r"missing: nothing, unexpected: \['w'\]: pass the dictionary"),
-        ((params, buffers), buffers, TypeError, r"params must be a dictionary \{name: tensor\}; found tuple"),
-        (params, {}, ValueError, r"buffers must hold .* missing: \['num_batches_tracked', 'running_mean', "),
-        (params, None, TypeError, r"buffers must be a dictionary \{name: tensor\}; found NoneType"),
-    ):
-        with pytest.raises(error, match=words):  # type: ignore[call-overload]
-            apply(given, given_buffers, x)

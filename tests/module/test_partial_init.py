@@ -93,17 +93,6 @@ def test_missing_parameters_begin_as_the_module_says(mesh: fs.Mesh) -> None:
     }  # fmt: skip
 
 
-@on_ranks(2)
-def test_ranks_that_are_seeded_apart_are_told(mesh: fs.Mesh) -> None:
-    module = on_meta(lambda: nn.Linear(2, 3))
-    _, params, _ = fs.make_functional(module)
-    plan = fs.make_plan(params, mesh)
-    shards = fs.shard({path: torch.zeros(leaf.shape) for path, leaf in params.items()}, plan, mesh)
-    torch.manual_seed(mesh.rank)
-    with pytest.raises(ValueError, match=r"that the files lack .* torch.manual_seed\(0\) on every rank"):
-        init_missing(module, plan, mesh, shards, ["weight"])
-
-
 def test_buffers_that_were_left_on_meta_are_told() -> None:
     module, mesh, x = on_meta(MODULES["statistics"]), fs.Mesh(), torch.ones(4, 2)
     apply, params, buffers = fs.make_functional(module, mutable=True)

@@ -76,17 +76,6 @@ def test_every_recipe_runs_on_processes():
     run_ranks(check_all, 4, shape={"shard": 2, "tensor": 2}, timeout=120)
 
 
-def test_a_leaf_that_is_cut_but_not_declared_is_an_error():
-    def main(mesh):
-        whole = {"w": torch.arange(4.0), "b": torch.zeros(2)}
-        mine = page()["part"](whole, {"w": {"tensor": 0}}, mesh)
-        fs.shard(mine, fs.make_plan(mine, mesh), mesh)
-
-    words = r"leaf 'w' of params must have the same values on every rank; .*make_plan\(local={'w': 'tensor'}\) if it differs"
-    with pytest.raises(ValueError, match=words):
-        fs.simulate(main, {"shard": 2, "tensor": 2})
-
-
 def bytes_of_collectives(mesh):
     x, ring = torch.zeros(12, dtype=torch.float32), [(0, 1), (1, 2), (2, 3), (3, 0)]
     calls = {

@@ -127,23 +127,6 @@ class SignSGD(O.Optimizer):
                 p.sub_(p.grad.sign(), alpha=group["lr"])
 
 
-@pytest.mark.parametrize(
-    ("cls", "options", "remedy"),
-    [
-        (O.LBFGS, {}, "choose one of these; elementwise=True would compute something else on shards"),
-        (O.SGD, {"elementwise": False}, ""),
-        (SignSGD, {}, "pass elementwise=True if it is one too"),
-    ],
-)
-def test_an_optimizer_that_is_not_elementwise_is_refused(cls: type[O.Optimizer], options: dict, remedy: str) -> None:
-    words = (
-        r"torch_optimizer takes a class of optimizers that updates each element by itself, because it works on flat "
-        rf"shards; found '{cls.__name__}', known are .*AdamW.*: {remedy}"
-    )
-    with pytest.raises(ValueError, match=words):
-        fs.torch_optimizer(cls, lr=0.1, **options)
-
-
 def test_elementwise_vouches_for_a_class() -> None:
     optimizer = fs.torch_optimizer(SignSGD, elementwise=True, lr=0.5)
     params, grads = {"w": torch.zeros(2)}, {"w": torch.tensor([3.0, -2.0])}

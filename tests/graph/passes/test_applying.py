@@ -91,11 +91,6 @@ def test_each_pass_keeps_the_bits_in_later_recordings_too() -> None:
     fs.simulate(main, 2)
 
 
-def test_a_pass_says_that_it_takes_a_traced_step() -> None:
-    with pytest.raises(TypeError, match=r"update_early takes the traced step that fs\.trace returned; found str"):
-        fs.passes.update_early("a step")  # type: ignore[arg-type]
-
-
 def _on_processes(mesh: fs.Mesh) -> None:
     step, state = made(mesh)
     traced = in_a_row(fs.trace(step, state, batch_of(mesh, 0)))
