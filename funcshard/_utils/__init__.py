@@ -2,28 +2,24 @@
 
 - ``tree``: pytrees, dotted paths, and tree structures as plain data. The only file that knows
   optree.
-- ``stored_trees``: check a structure that a file gives. ``loaded_classes``: find a class that it
-  names, without an import.
+- ``stored_trees``: check a structure that a file gives, and find the classes that it names.
 - ``regular_files``: open files, and no pipes. ``file_data``: check the data that they hold.
-  ``dtypes``: dtypes by name. ``codec``: data classes as JSON and back, by their type hints.
+  ``codec``: data classes as JSON and back, by their type hints.
 - ``cutting``: cut the parts of units out of such a structure.
 - ``table``: tables as text and as HTML, and objects that show themselves as such.
 - ``donation``: makes the old tensors raise after a step has updated them in place.
-- ``tensors``: find, map and cast the tensors in any Python structure; refuse special classes.
-- ``options``: check the numbers, counts and flags that users pass. ``remedies``: the ends of errors
-  for habits of other libraries.
+- ``tensors``: dtypes by name; find, map and cast the tensors in any Python structure.
+- ``options``: check the numbers, counts and flags that users pass, and advise on habits of other
+  libraries.
 - ``compiled_outside``: a warning where ``torch.compile`` has no effect.
 - ``closures``: walk the objects that a function or a value refers to.
-- ``huge_pages``: memory for disks, in pages of 2 MiB.
-- ``page_cache``: pages of files that need not stay in memory.
+- ``pages``: memory for disks in pages of 2 MiB, and pages of files that need not stay in memory.
 - ``garbage``: make many objects without searches for garbage between.
 - ``random_state``: save and restore the state of the random number generators.
 - ``torch_names``: looks up private names of torch, which a release may lack.
 - ``torch_private``: uses of torch's private API. ``torch_operators``: names, arguments and effects
-  of its operators. ``torch_compilers``: its compilers. ``torch_kernels``: its fused kernels.
-  ``torch_copies``: copies of large tensors that share memory until it is written to.
-  ``torch_factories``: the device of tensors that name none.
-  ``torch_symbols``: graphs for any size.
+  of its operators. ``torch_compilers``: its compilers. ``torch_kernels``: a fused kernel,
+  and late copies of large tensors. ``torch_symbols``: graphs for any size.
   ``torch_modules``: names in state dicts, parametrized modules. ``torch_groups``: process groups.
   No other file touches that API.
 """
@@ -36,11 +32,9 @@ from funcshard._utils.codec import decode, encode
 from funcshard._utils.compiled_outside import Warned, untraced_with_warning
 from funcshard._utils.cutting import cutter
 from funcshard._utils.donation import DONATED_STATE, check_not_donated, donate, is_donated
-from funcshard._utils.dtypes import dtype_name, dtype_of, has_numbers
 from funcshard._utils.garbage import without_collection
-from funcshard._utils.huge_pages import io_memory
-from funcshard._utils.loaded_classes import loaded_class, public_class_name
 from funcshard._utils.options import (
+    absent,
     check_bytes,
     check_choice,
     check_count,
@@ -49,25 +43,28 @@ from funcshard._utils.options import (
     check_number,
     check_path,
     did_you_mean,
+    is_tree_of_shards,
+    module_remedy,
+    outline,
 )
-from funcshard._utils.page_cache import release_pages
+from funcshard._utils.pages import io_memory, release_pages
 from funcshard._utils.random_state import RandomState
 from funcshard._utils.regular_files import open_regular, read_regular, regular_size
-from funcshard._utils.remedies import absent, is_tree_of_shards, module_remedy, outline
-from funcshard._utils.stored_trees import check_structure
+from funcshard._utils.stored_trees import check_structure, loaded_class, public_class_name
 from funcshard._utils.table import Bullets, Part, Shown, Table
 from funcshard._utils.tensors import (
     byte_memory,
     byte_view,
     cast_tree,
     check_plain,
+    dtype_name,
+    dtype_of,
+    has_numbers,
     is_dtensor,
     map_tensors,
     tensors_in,
 )
 from funcshard._utils.torch_compilers import Boxed, compile_with, find_backend, inductor
-from funcshard._utils.torch_copies import LARGE, late_copy
-from funcshard._utils.torch_factories import with_plain_factories
 from funcshard._utils.torch_groups import (
     abort_group,
     default_store,
@@ -79,7 +76,7 @@ from funcshard._utils.torch_groups import (
     store_for_thread,
     store_is_gone,
 )
-from funcshard._utils.torch_kernels import unscale_in_place
+from funcshard._utils.torch_kernels import LARGE, late_copy, unscale_in_place
 from funcshard._utils.torch_modules import class_for_calls, forget_parametrized, state_names
 from funcshard._utils.torch_operators import (
     argument_names,

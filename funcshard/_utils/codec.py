@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from funcshard._utils import file_data, tree
-from funcshard._utils.dtypes import dtype_of
+from funcshard._utils.tensors import dtype_of
 
 _NONE = type(None)
 

@@ -1,8 +1,65 @@
-"""Check the structure of a tree that a file gives, before ``tree`` builds anything of it."""
+"""Check what a file says of a tree: its structure and its classes, before ``tree`` builds anything.
+
+A file names a class as ``module:qualname``. Only modules that this process has loaded are searched,
+and only classes on the way: no attribute is computed, so that no ``__getattr__`` imports a module.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
+
+_PACKAGE = __name__.partition(".")[0]
+
+
+def loaded_class(name: Any) -> type | None:
+    """Return the class of a recorded name; ``None`` if no loaded module has a class of that name.
+
+    Example:
+        >>> loaded_class("collections:OrderedDict")
+        <class 'collections.OrderedDict'>
+        >>> loaded_class("os:system"), loaded_class("no_such_module:Thing")
+        (None, None)
+    """
+    if type(name) is not str:
+        return None
+    module, _, qualname = public_class_name(name).partition(":")
+    named_value: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        named_value = _namespace(named_value).get(part)
+        if not _is_class(named_value):
+            return None
+    return named_value
+
+
+def public_class_name(name: str) -> str:
+    """Return the public name of a recorded class of this library, and other names unchanged.
+
+    ``funcshard.train:TrainState`` becomes ``funcshard:TrainState``. Old checkpoints record the
+    classes of this library under the names of files that may have moved since.
+    """
+    module, _, qualname = name.partition(":")
+    is_public = module.partition(".")[0] == _PACKAGE and qualname in _namespace(
+        sys.modules[_PACKAGE]
+    )
+    return f"{_PACKAGE}:{qualname}" if is_public else name
+
+
+def _namespace(owner: Any) -> Mapping[str, Any]:
+    """Return the names that a module or a class itself holds; none for all else."""
+    # Why not vars: the modules of importlib's LazyLoader are imported when any attribute is asked
+    # for, and a metaclass may compute the attributes of its classes.
+    if issubclass(type(owner), ModuleType):
+        class_namespace: Mapping[str, Any] = object.__getattribute__(owner, "__dict__")
+        return class_namespace
+    return type.__dict__["__dict__"].__get__(owner) if _is_class(owner) else {}
+
+
+def _is_class(value: Any) -> bool:
+    # Why not isinstance: it asks an object for its __class__, which may be computed.
+    return issubclass(type(value), type)
 
 
 def check_structure(structure: Any) -> int:
@@ -13,11 +70,11 @@ def check_structure(structure: Any) -> int:
     Raises:
         ValueError: it is no structure, or the numbers of its leaves have gaps.
     """
-    nodes, leaf_numbers = [structure], set[int]()
+    nodes, leaf_indices = [structure], set[int]()
     while nodes:
         node = nodes.pop()
         if type(node) is int and node >= 0:
-            leaf_numbers.add(node)
+            leaf_indices.add(node)
         elif node is not None:
             if not (type(node) is tuple and len(node) == 3 and type(node[2]) is tuple):
                 raise ValueError(
@@ -26,9 +83,9 @@ def check_structure(structure: Any) -> int:
                 )
             _check_container(*node)
             nodes.extend(node[2])
-    if len(leaf_numbers) != max(leaf_numbers, default=-1) + 1:
+    if len(leaf_indices) != max(leaf_indices, default=-1) + 1:
         raise ValueError("the leaves of a tree must be numbered from 0, without gaps")
-    return len(leaf_numbers)
+    return len(leaf_indices)
 
 
 def _check_container(kind: Any, meta: Any, children: tuple[Any, ...]) -> None:
@@ -38,15 +95,14 @@ def _check_container(kind: Any, meta: Any, children: tuple[Any, ...]) -> None:
         raise ValueError(
             f"a tree must name the keys of its containers; found {str(meta)[:40]}"
         ) from None
+    is_right = kind in ("list", "tuple") and meta is None
     if kind in ("dict", "ordered_dict"):
-        right = type(meta) is tuple and len(set(meta)) == len(meta) == len(children)
+        is_right = type(meta) is tuple and len(set(meta)) == len(meta) == len(children)
     elif kind == "custom":
-        right = type(meta) is tuple and len(meta) == 2 and type(meta[0]) is str
-    else:
-        right = (kind == "namedtuple" and type(meta) is str) or (
-            kind in ("list", "tuple") and meta is None
-        )
-    if not right:
+        is_right = type(meta) is tuple and len(meta) == 2 and type(meta[0]) is str
+    elif kind == "namedtuple":
+        is_right = type(meta) is str
+    if not is_right:
         raise ValueError(
             f"a tree must name the keys or the class of each container; found a {str(kind)[:20]!r} "
             f"of {len(children)} children with {str(meta)[:40]}"

@@ -24,8 +24,7 @@ from typing import Any
 
 import optree
 
-from funcshard._utils.loaded_classes import loaded_class
-from funcshard._utils.stored_trees import check_structure
+from funcshard._utils.stored_trees import check_structure, loaded_class
 
 Structure = Any  # int | None | tuple[str, Any, tuple["Structure", ...]]
 

@@ -61,31 +61,33 @@ def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -
     local: list[torch.Tensor] = []
     # The dtype of the local leaves' norm. Why from all local leaves: a rank that counts none of
     # them must send its norm in the same dtype as the ranks that do.
-    dtype = torch.float32
+    local_dtype = torch.float32
     for unit in plan.unit_list:
         for buffer in unit.buffers:
-            leaf = grads[unit.name][buffer.key]
-            if leaf is not None and leaf.numel():
-                if leaf.dtype.itemsize < 2 or not (
-                    leaf.dtype.is_floating_point or leaf.dtype.is_complex
-                ):
-                    raise TypeError(
-                        "a norm needs floating-point or complex numbers of two bytes or more; "
-                        f"found {leaf.dtype} for leaf {buffer.leaves[0].path!r}: pass None for "
-                        f"shard {buffer.key!r} of unit {unit.title!r}, or cast it"
-                    )
-                leaf = _without_padding(leaf, buffer, mesh.shard.rank)
-                if not buffer.local:
-                    (sharded if unit.sharded else unsharded).append(leaf)
-                    continue
-                dtype = torch.promote_types(dtype, leaf.dtype.to_real())
+            grad = grads[unit.name][buffer.key]
+            if grad is None or not grad.numel():
+                continue
+            is_real = grad.dtype.is_floating_point or grad.dtype.is_complex
+            if not is_real or grad.dtype.itemsize < 2:
+                raise TypeError(
+                    "a norm needs floating-point or complex numbers of two bytes or more; "
+                    f"found {grad.dtype} for leaf {buffer.leaves[0].path!r}: pass None for "
+                    f"shard {buffer.key!r} of unit {unit.title!r}, or cast it"
+                )
+            grad = without_padding(grad, buffer, mesh.shard.rank)
+            if buffer.local:
+                local_dtype = torch.promote_types(local_dtype, grad.dtype.to_real())
                 if Topology.of(buffer, unit, mesh).copy == 0:  # only the first copy counts
-                    local.append(leaf)
+                    local.append(grad)
+            elif unit.sharded:
+                sharded.append(grad)
+            else:
+                unsharded.append(grad)
     # Along the shard axis only, because ranks along the replicate axis hold the same shards.
     norms_of_shards = all_gather_flat(_norm(sharded, norm_type, mesh).reshape(1), mesh)
     norms = [norms_of_shards, _norm(unsharded, norm_type, mesh).reshape(1)]
     if any(buffer.local for unit in plan.unit_list for buffer in unit.buffers):
-        norm = _norm(local, norm_type, mesh).to(dtype)
+        norm = _norm(local, norm_type, mesh).to(local_dtype)
         norms.append(psum_world(at_own_rank(norm, mesh), mesh))
     return torch.linalg.vector_norm(torch.cat(norms), norm_type)
 
@@ -141,14 +143,14 @@ def clip_by_global_norm(
     check_flag("donate", donate)
     norm = global_norm(grads, plan, mesh, norm_type)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    # Why once: gradients of offloaded units lie on the CPU, and the host waits for each copy.
     leaves, unflatten = tree.flatten(grads)
+    # Why once: gradients of offloaded units lie on the CPU, and the host waits for each copy.
     scales = {device: scale.to(device) for device in {leaf.device for leaf in leaves}}
     if donate:
-        return unflatten(
-            [leaf.mul_(scales[leaf.device].to(leaf)) for leaf in donated(leaves)]
-        ), norm
-    return unflatten([leaf * scales[leaf.device].to(leaf) for leaf in leaves]), norm
+        clipped = [leaf.mul_(scales[leaf.device].to(leaf)) for leaf in donated(leaves)]
+    else:
+        clipped = [leaf * scales[leaf.device].to(leaf) for leaf in leaves]
+    return unflatten(clipped), norm
 
 
 def _norm(leaves: list[torch.Tensor], norm_type: float, mesh: Mesh) -> torch.Tensor:
@@ -159,24 +161,22 @@ def _norm(leaves: list[torch.Tensor], norm_type: float, mesh: Mesh) -> torch.Ten
     dtype = functools.reduce(
         torch.promote_types, (wide_dtype.to_real() for wide_dtype in wide.values()), torch.float32
     )
-    filled = [leaf for leaf in leaves if leaf.numel()]
-    if not filled:
-        return torch.zeros((), dtype=dtype, device=mesh.device)
-    norms: dict[torch.device, list[torch.Tensor]] = {}
-    for leaf in filled:
-        norm = norm_of_rows(leaf.flatten(), norm_type, wide[leaf.dtype])
-        norms.setdefault(leaf.device, []).append(norm)
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for leaf in leaves:
+        if leaf.numel():
+            norm = norm_of_rows(leaf.flatten(), norm_type, wide[leaf.dtype])
+            by_device.setdefault(leaf.device, []).append(norm)
     # Why one by device: the gradients of offloaded units lie on the CPU, and the host waits for
     # each copy from there.
-    of_devices = [
-        torch.linalg.vector_norm(torch.stack(axis_norm), norm_type).to(mesh.device, dtype)
-        for axis_norm in norms.values()
+    device_norms = [
+        torch.linalg.vector_norm(torch.stack(leaf_norms), norm_type).to(mesh.device, dtype)
+        for leaf_norms in by_device.values()
     ]
-    return (
-        of_devices[0]
-        if len(of_devices) == 1
-        else torch.linalg.vector_norm(torch.stack(of_devices), norm_type)
-    )
+    if not device_norms:
+        return torch.zeros((), dtype=dtype, device=mesh.device)
+    if len(device_norms) == 1:
+        return device_norms[0]
+    return torch.linalg.vector_norm(torch.stack(device_norms), norm_type)
 
 
 def norm_of_rows(x: torch.Tensor, norm_type: float, dtype: torch.dtype) -> torch.Tensor:
@@ -210,7 +210,7 @@ def norm_of_rows(x: torch.Tensor, norm_type: float, dtype: torch.dtype) -> torch
     return torch.linalg.vector_norm(torch.stack([norm, rest_norm]), norm_type, dim=0)
 
 
-def _without_padding(shard: torch.Tensor, buffer: BufferPlan, rank: int) -> torch.Tensor:
+def without_padding(shard: torch.Tensor, buffer: BufferPlan, rank: int) -> torch.Tensor:
     """Return a view of a shard, or of a stack of shards, without the padding at its end.
 
     An optimizer may leave any value in the padding, such as NaN, so no number may depend on it.
@@ -220,5 +220,7 @@ def _without_padding(shard: torch.Tensor, buffer: BufferPlan, rank: int) -> torc
         buffer: the flat buffer.
         rank: index of the rank along the shard axis.
     """
-    filled = buffer.filled(rank)
-    return shard if filled == shard.shape[-1] else shard.narrow(-1, 0, filled)
+    filled_numel = buffer.filled(rank)
+    if filled_numel == shard.shape[-1]:
+        return shard
+    return shard.narrow(-1, 0, filled_numel)

@@ -20,7 +20,6 @@ from funcshard._utils import (
     donate,
     outline,
     tree,
-    with_plain_factories,
 )
 from funcshard.comm import Mesh, current_recording
 from funcshard.core import check_fits
@@ -43,6 +42,7 @@ from funcshard.train.state_checks import (
     check_value,
     learn_entries,
     subtrees,
+    with_plain_factories,
 )
 
 _MAKE_WITH_PLAN = "make the optimizer with the plan of these shards"

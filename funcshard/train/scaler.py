@@ -20,6 +20,7 @@ from funcshard._utils import donate as donated
 from funcshard.comm import Mesh, current_recording
 from funcshard.core import check_cut, check_fits, psum_world
 from funcshard.plan import Plan
+from funcshard.train.clipping import without_padding
 
 
 class ScalerState(NamedTuple):
@@ -155,7 +156,9 @@ class GradScaler:
             ValueError: ``grads`` is no tree of this plan's shards, or the mesh has another shape.
         """
         check_flag("donate", donate)
-        sizes = None if plan is None else _filled(grads, plan, mesh)
+        if plan is not None:
+            check_fits(plan, mesh)
+            check_cut(plan, grads)
         leaves, unflatten = tree.flatten(grads)
         if donate:
             leaves = donated(leaves)
@@ -171,21 +174,21 @@ class GradScaler:
         ):
             # Why not the kernel: a graph can fuse arithmetic, and transforms know no rule for the
             # kernel.
-            new = [leaf.to(dtype) * inverses[leaf.device].to(dtype) for leaf, dtype in wide]
+            unscaled = [leaf.to(dtype) * inverses[leaf.device].to(dtype) for leaf, dtype in wide]
             found_infs: dict[torch.device, torch.Tensor] = {}
-            for leaf in _first(leaves, sizes):
+            for leaf in _without_paddings(unflatten(leaves), plan, mesh):
                 found_inf = leaf.isfinite().all().logical_not().float()
-                found_infs[leaf.device] = torch.maximum(
-                    found_infs.get(leaf.device, found_inf), found_inf
-                )
+                device_inf = found_infs.get(leaf.device, found_inf)
+                found_infs[leaf.device] = torch.maximum(device_inf, found_inf)
         else:
-            new = [leaf.to(dtype, copy=not donate) for leaf, dtype in wide]
-            found_infs = unscale_in_place(_first(new, sizes), inverses)
+            unscaled = [leaf.to(dtype, copy=not donate) for leaf, dtype in wide]
+            parts = _without_paddings(unflatten(unscaled), plan, mesh)
+            found_infs = unscale_in_place(parts, inverses)
         # A scale of zero hides every infinity from the gradients.
-        anywhere = inverse.isfinite().logical_not().float().to(mesh.device)
-        for other_inf in found_infs.values():
-            anywhere = torch.maximum(anywhere, other_inf.to(mesh.device))
-        return unflatten(new), psum_world(anywhere, mesh) > 0
+        any_inf = inverse.isfinite().logical_not().float().to(mesh.device)
+        for found_inf in found_infs.values():
+            any_inf = torch.maximum(any_inf, found_inf.to(mesh.device))
+        return unflatten(unscaled), psum_world(any_inf, mesh) > 0
 
     def update(self, state: ScalerState, found_inf: torch.Tensor) -> ScalerState:
         """Return the state after a step.
@@ -207,21 +210,10 @@ class GradScaler:
         return ScalerState(torch.where(found_inf, smaller, larger), tracker)
 
 
-def _filled(grads: Any, plan: Plan, mesh: Mesh) -> list[int]:
-    """Return the number of elements before the padding of each gradient, in the tree's order."""
-    check_fits(plan, mesh)
-    check_cut(plan, grads)
+def _without_paddings(grads: Any, plan: Plan | None, mesh: Mesh) -> list[torch.Tensor]:
+    """Return views of gradients without the padding at their ends; the gradients without a plan."""
+    if plan is None:
+        return tree.leaves(grads)
+    pairs = [(grads[unit.name][b.key], b) for unit in plan.unit_list for b in unit.buffers]
     rank = mesh.shard.rank
-    # Why None where a gradient is: it is no leaf of the tree.
-    return tree.leaves({
-        unit.name: {b.key: None if grads[unit.name][b.key] is None else b.filled(rank) for b in unit.buffers}
-        for unit in plan.unit_list
-    })  # fmt: skip
-
-
-def _first(leaves: list[torch.Tensor], sizes: list[int] | None) -> list[torch.Tensor]:
-    """Return views of the first elements of each tensor, so many along its last dimension."""
-    if sizes is None:
-        return leaves
-    pairs = zip(leaves, sizes, strict=True)
-    return [leaf if leaf.shape[-1] == size else leaf.narrow(-1, 0, size) for leaf, size in pairs]
+    return [without_padding(grad, buffer, rank) for grad, buffer in pairs if grad is not None]

@@ -9,6 +9,7 @@ tell them apart.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import check_number, outline, tree, with_plain_factories
+from funcshard._utils import check_number, outline, tree
 from funcshard.train.optimizer_pair import ELEMENTWISE
 
 # What to do about a state that does not fit.
@@ -234,3 +235,20 @@ def _tiny() -> torch.nn.Parameter:
     parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.float32, device="cpu"))
     parameter.grad = torch.zeros_like(parameter)
     return parameter
+
+
+def with_plain_factories() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which tensors that name no device are made on the CPU.
+
+    Inside ``with torch.device("meta")`` they are not: the state of an optimizer of torch, which
+    makes its counters in this way, would have no values there.
+
+    Example:
+        >>> import torch
+        >>> with torch.device("meta"), with_plain_factories():
+        ...     torch.zeros(1).device
+        device(type='cpu')
+    """
+    # Why only there: the context costs time for each operation.
+    elsewhere = torch.get_default_device().type != "cpu"
+    return torch.device("cpu") if elsewhere else contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""Memory that a disk reads into and writes from: in huge pages, where the system has them.
+"""Pages of memory: huge ones for disks, and those of mapped files, which a process can give back.
 
 A disk gets a list with the address of each page, and the list has an end: with pages of 4 KiB, a
 read of 4 MiB becomes eight. With huge pages of 2 MiB it is one. Linux gives them where a program
@@ -8,13 +8,17 @@ asks for them, if ``/sys/kernel/mm/transparent_hugepage/enabled`` says ``madvise
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import mmap
+from collections.abc import Callable
 
 import torch
 
 _HUGE_PAGE = 2 << 20  # bytes, on x86, and on ARM with pages of 4 KiB
 _HUGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 _WIPE_ON_FORK = 18  # of Linux 4.14; Python has no name for it
+_DONTNEED: int | None = getattr(mmap, "MADV_DONTNEED", None)
 
 
 def io_memory(size: int) -> memoryview:
@@ -36,3 +40,34 @@ def io_memory(size: int) -> memoryview:
             memory.madvise(_HUGE, begin, size // _HUGE_PAGE * _HUGE_PAGE)
             return memoryview(memory)[begin : begin + size]
     return memoryview(mmap.mmap(-1, size))  # shared with forked processes
+
+
+def release_pages(tensor: torch.Tensor) -> None:
+    """Take the pages of a tensor out of this process's memory, if it lies inside a mapped file.
+
+    The system has them in its page cache, as long as it has nothing better to keep there. Reading
+    the tensor again maps them again.
+
+    Arguments:
+        tensor: a tensor in separate memory, or a view of a mapped file that is never written to,
+            behind the file's first byte.
+
+    Source: Linux manual pages, madvise(2).
+    """
+    storage = tensor.untyped_storage().data_ptr()
+    if tensor.data_ptr() == storage or not tensor.nbytes or _DONTNEED is None:
+        return
+    if (madvise := _madvise()) is not None:
+        begin = max(tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE, storage)
+        madvise(begin, tensor.data_ptr() + tensor.nbytes - begin, _DONTNEED)
+
+
+@functools.cache
+def _madvise() -> Callable[..., int] | None:
+    try:
+        function = ctypes.CDLL(None).madvise
+    except (OSError, AttributeError, TypeError):
+        return None
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    function.restype = ctypes.c_int
+    return function
