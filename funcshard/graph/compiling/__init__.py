@@ -2,16 +2,13 @@
 
 In reading order:
 
-- ``regions``: cuts a graph into regions and ordinary calls.
-- ``region_code``: a region as text and as a module.
+- ``regions``: cuts a graph into regions and ordinary calls; a region as a graph and as text.
 - ``schedule``: the calls of a compiled step as Python code.
-- ``by_size``: compiles a graph for any size for each size that comes.
-- ``binding``: all that together.
+- ``binding``: all that together, and a compiled step for each size that comes.
 """
 
 from __future__ import annotations
 
-from funcshard.graph.compiling.binding import Backend, Compiled, CompilingBind
-from funcshard.graph.compiling.schedule import CompiledRegion
+from funcshard.graph.compiling.binding import Backend, CompilingBind
 
-__all__ = ["Backend", "Compiled", "CompiledRegion", "CompilingBind"]
+__all__ = ["Backend", "CompilingBind"]

@@ -1,28 +1,28 @@
-"""``compiled``: a way to run graphs whose regions are compiled."""
+"""``CompilingBind``: a way to run graphs whose regions are compiled."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import operator
 import threading
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
-from funcshard._utils import Boxed, compile_with, find_backend, inductor
+from funcshard._utils import Boxed, compile_with, find_backend, inductor, put_number
 from funcshard.comm import Mesh
-from funcshard.graph.compiling.by_size import BySize
-from funcshard.graph.compiling.region_code import region_graph, region_text
-from funcshard.graph.compiling.regions import Cut, Region, writes
+from funcshard.graph.compiling.regions import Cut, Region, region_graph, region_text
 from funcshard.graph.compiling.schedule import CompiledRegion, as_function
+from funcshard.graph.conditions import Conditions
+from funcshard.graph.effects import written_by
+from funcshard.graph.filling import filled
 from funcshard.graph.replay import lower
-from funcshard.graph.step_graph import StepGraph
+from funcshard.graph.step_graph import StepGraph, collective_of
 from funcshard.graph.storages import GraphStorages
-from funcshard.plan import Event
 
 _log = logging.getLogger("funcshard.graph")
 # Why one for all: torch's compilers keep state of the process, and simulated ranks are threads.
@@ -42,13 +42,6 @@ class Compiled:
         self.graph = graph
         self._run = as_function(graph, constants)
 
-    @property
-    def events(self) -> tuple[Event, ...]:
-        """The event of each collective that starts, in order."""
-        return tuple(
-            node.meta["event"] for node in self.graph.nodes if node.meta.get("event") is not None
-        )
-
     def __call__(self, *inputs: Any) -> list[Any]:
         return self._run(*inputs)
 
@@ -64,36 +57,52 @@ class CompilingBind:
         if not isinstance(backend, str) and not callable(backend):
             raise TypeError(
                 "compile takes the name of a backend of torch.compile, or a function; found "
-                f"{type(backend).__name__}: "
-                f'pass backend="inductor"'
+                f'{type(backend).__name__}: pass backend="inductor"'
             )
         self.backend = find_backend(backend)
         self._compiled: dict[str, Boxed] = {}
 
-    def __call__(self, step_graph: StepGraph, mesh: Mesh) -> Compiled | BySize:
+    def __call__(self, step_graph: StepGraph, mesh: Mesh) -> Callable[..., list[Any]]:
         """Return a graph as a function that runs on a mesh."""
         if step_graph.sizes:
-            return BySize(step_graph, partial(self._bound, mesh=mesh))
-        return self._bound(step_graph, mesh)
-
-    def _bound(self, step_graph: StepGraph, mesh: Mesh) -> Compiled:
-        cut = Cut.find(step_graph.graph)
-        codes: dict[Region, tuple[fx.Graph, str]] = {}
-        for step in cut.steps:
-            if isinstance(step, Region):
-                graph = region_graph(step, cut)
-                codes[step] = graph, region_text(graph)
-        texts = list(dict.fromkeys(code_text for _, code_text in codes.values()))
+            return self._bind_sizes(step_graph, mesh)
+        cut = Cut(step_graph.graph)
+        graphs = {step: region_graph(step, cut) for step in cut.steps if isinstance(step, Region)}
+        texts = {region: region_text(graph) for region, graph in graphs.items()}
+        graph_by_text = {texts[region]: graph for region, graph in graphs.items()}
+        unique_texts = list(graph_by_text)
         # Why rotated: ranks that compile at once find each other's results in Inductor's cache.
-        begin = len(texts) * mesh.rank // mesh.world_size
-        graphs = {code_text: graph for graph, code_text in codes.values()}
-        for code_text in texts[begin:] + texts[:begin]:
-            self._compile(code_text, graphs[code_text])
-        calls = {
-            region: CompiledRegion(self._compiled[code_text], code_text)
-            for region, (_, code_text) in codes.items()
-        }
+        begin = len(unique_texts) * mesh.rank // mesh.world_size
+        for text in unique_texts[begin:] + unique_texts[:begin]:
+            self._compile(text, graph_by_text[text])
+        calls = {region: CompiledRegion(self._compiled[text]) for region, text in texts.items()}
         return Compiled(_schedule(step_graph, mesh, cut, calls), dict(step_graph.constants))
+
+    def _bind_sizes(self, step_graph: StepGraph, mesh: Mesh) -> Callable[..., list[Any]]:
+        """Return a graph for any size as a function, which is compiled for each size that comes."""
+        dim_of_name: dict[str, tuple[int, int]] = {}  # an input of the graph, and its dim
+        for input_index, leaf_index in enumerate(step_graph.inputs):
+            leaf: Any = step_graph.signature.leaves[leaf_index]
+            for dim, size in enumerate(leaf[0]) if isinstance(leaf, tuple) else ():
+                if isinstance(size, str):
+                    dim_of_name.setdefault(size, (input_index, dim))
+        own_sizes = tuple(step_graph.sizes[name] for name in dim_of_name)
+        # Why at once: compiling takes long, and belongs to the call of ``compile``.
+        run_of_sizes = {own_sizes: self(_with_fixed_sizes(step_graph, step_graph.sizes), mesh)}
+
+        def run(*inputs: Any) -> list[Any]:
+            sizes = tuple([inputs[index].shape[dim] for index, dim in dim_of_name.values()])
+            if sizes not in run_of_sizes:
+                size_of_name = dict(zip(dim_of_name, sizes, strict=True))
+                _log.debug(
+                    "compile compiles a step for %s; it has compiled %d sizes",
+                    size_of_name,
+                    len(run_of_sizes) + 1,
+                )
+                run_of_sizes[sizes] = self(_with_fixed_sizes(step_graph, size_of_name), mesh)
+            return run_of_sizes[sizes](*inputs)
+
+        return run
 
     def _compile(self, text: str, graph: fx.Graph) -> None:
         with _compiling:
@@ -101,18 +110,31 @@ class CompilingBind:
                 return
             start = time.perf_counter()
             module = fx.GraphModule(torch.nn.Module(), graph)
-            like = [node.meta["val"] for node in graph.nodes if node.op == "placeholder"]
-            backend = self.backend
-            self._compiled[text] = (
-                inductor(module, like)
-                if isinstance(backend, str)
-                else compile_with(backend, module, like)
-            )
+            examples = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
+            if isinstance(self.backend, str):
+                self._compiled[text] = inductor(module, examples)
+            else:
+                self._compiled[text] = compile_with(self.backend, module, examples)
             _log.debug(
                 "compile: a region of %d operations took %.1f s",
                 len(graph.nodes),
                 time.perf_counter() - start,
             )
+
+
+def _with_fixed_sizes(step_graph: StepGraph, sizes: Mapping[str, int]) -> StepGraph:
+    """Return a graph for any size as a graph for some sizes, which are numbers in it."""
+    filled_graph = filled(step_graph, sizes)
+    for node in list(filled_graph.graph.nodes):
+        value = node.meta.get("val")
+        is_number = node.op == "call_function" and type(value) in (int, float, bool)
+        if is_number and not collective_of(node):
+            put_number(node, value)
+            filled_graph.graph.erase_node(node)
+    return dataclasses.replace(filled_graph, sizes={}, conditions=Conditions())
+
+
+# --- the calls of a step --------------------------------------------------------------------------
 
 
 def _schedule(
@@ -122,54 +144,49 @@ def _schedule(
     storages = GraphStorages.find(step_graph.graph)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-
-    def value(node: fx.Node) -> fx.Node:
-        if node not in copies:
-            copies[node] = _view(node, cut, graph, value)
-        return copies[node]
-
     for step in cut.steps:
         if isinstance(step, Region):
-            call = graph.call_function(calls[step], ([value(node) for node in step.inputs],))
+            inputs = [_view_in(graph, node, cut, copies) for node in step.inputs]
+            call = graph.call_function(calls[step], (inputs,))
             for output_index, node in enumerate(step.outputs):
                 copies[node] = graph.call_function(operator.getitem, (call, output_index))
                 copies[node].meta["val"] = node.meta["val"]
         else:
-            copies[step] = graph.node_copy(step, value)
+            copies[step] = graph.node_copy(step, lambda node: _view_in(graph, node, cut, copies))
             lower(step, copies[step], step_graph, mesh, storages)
-    (output,) = [node for node in step_graph.graph.nodes if node.op == "output"]
-    graph.output(
-        [
-            value(result_node) if isinstance(result_node, fx.Node) else result_node
-            for result_node in output.args[0]
-        ]
-    )
+    outputs: Any = step_graph.graph.output_node().args[0]
+    graph.output(fx.node.map_arg(outputs, lambda node: _view_in(graph, node, cut, copies)))
     return graph
 
 
-def _view(node: fx.Node, cut: Cut, graph: fx.Graph, value: Callable[[fx.Node], fx.Node]) -> fx.Node:
-    """Return a view for an ordinary call, with as few operations as possible."""
+def _view_in(graph: fx.Graph, node: fx.Node, cut: Cut, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+    """Return the copy of a node, or of a view that takes as few operations as possible."""
+    if node not in copies:
+        copies[node] = _short_view(graph, node, cut, copies)
+    return copies[node]
+
+
+def _short_view(
+    graph: fx.Graph, node: fx.Node, cut: Cut, copies: dict[fx.Node, fx.Node]
+) -> fx.Node:
     base = cut.behind(node)
-    view_value, base_value = node.meta["val"], base.meta["val"]
+    view, whole = node.meta["val"], base.meta["val"]
+    # Note: the result of a split is a tuple, and a view of another dtype needs its own operation.
     if (
-        isinstance(view_value, torch.Tensor)
-        and isinstance(base_value, torch.Tensor)
-        and view_value.dtype == base_value.dtype
+        isinstance(view, torch.Tensor)
+        and isinstance(whole, torch.Tensor)
+        and view.dtype == whole.dtype
     ):
-        if (view_value.shape, view_value.stride(), view_value.storage_offset()) == (
-            base_value.shape,
-            base_value.stride(),
-            base_value.storage_offset(),
-        ):
-            return value(base)
-        if (
-            view_value.is_contiguous()
-            and base_value.is_contiguous()
-            and view_value.numel() == base_value.numel()
-        ):
-            return graph.call_function(
-                torch.ops.aten.view.default, (value(base), list(view_value.shape))
-            )
-    if writes(node):
-        return value(cut.views[node])
-    return graph.node_copy(node, value)
+        if _layout(view) == _layout(whole):
+            return _view_in(graph, base, cut, copies)
+        is_reshaped = view.numel() == whole.numel()
+        if is_reshaped and view.is_contiguous() and whole.is_contiguous():
+            viewed = _view_in(graph, base, cut, copies)
+            return graph.call_function(torch.ops.aten.view.default, (viewed, list(view.shape)))
+    if written_by(node):
+        return _view_in(graph, cut.views[node], cut, copies)
+    return graph.node_copy(node, lambda viewed: _view_in(graph, viewed, cut, copies))
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset()

@@ -3,14 +3,15 @@
 A collective, an operation that draws random numbers, and an operation that no compiler takes stay
 ordinary calls, in order. Between two of them lies a stretch, and another stretch begins with the
 work of another unit. Operations of one stretch that share neither values nor written memory belong
-to different regions. So equal work, such as the update of
-a hundred equal units, becomes equal regions. A view moves no data, so each region takes the memory
-behind a view and makes the view itself. No two inputs of a region share memory.
+to different regions. So equal work, such as the update of a hundred equal units, becomes equal
+regions. A view moves no data, so each region takes the memory behind a view and makes the view
+itself. No two inputs of a region share memory.
 """
 
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,10 +19,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from funcshard._utils import operator_name, tree, writes_inputs
-from funcshard.graph.effects import written_by
+from funcshard._utils import operator_name, tree
+from funcshard.graph.effects import is_view, written_by
 from funcshard.graph.sections import sections_of
-from funcshard.graph.step_graph import collective_of
 from funcshard.graph.storages import GraphStorages
 
 # One fast kernel for many tensors, which a compiler would write less well.
@@ -36,6 +36,7 @@ _SCATTERED = (
     "scatter_add",
     "scatter_reduce",
 )
+_UNCOMPILED_TAGS = {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape}
 _LEAST = 2  # operations; a single one runs as it is
 
 
@@ -54,23 +55,40 @@ class Region:
     outputs: list[fx.Node] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Cut:
     """A graph, cut into regions and ordinary calls.
 
     Attributes:
         steps: regions, and nodes that are ordinary calls, in the order of a run.
-        views: the node that each view views. The result of an operation that writes counts as a
-            view of the tensor that it writes.
+        views: the node that each view views. The result of a compiled operation that writes counts
+            as a view of the tensor that it writes.
     """
 
-    steps: list[Region | fx.Node]
-    views: dict[fx.Node, fx.Node]
-
-    @classmethod
-    def find(cls, graph: fx.Graph) -> Cut:
-        """Return the regions of a graph."""
-        return _Cutter(graph).cut()
+    def __init__(self, graph: fx.Graph) -> None:
+        self.steps: list[Region | fx.Node] = []
+        self.views: dict[fx.Node, fx.Node] = {}
+        self._storages = GraphStorages.find(graph)
+        self._region_of: dict[fx.Node, Region] = {}
+        # The current stretch: calls that run first, and operations to compile, with keys as a set.
+        self._early: list[fx.Node] = []
+        self._compute: dict[fx.Node, None] = {}
+        unit_begins = set(_unit_begins(graph))
+        for node in graph.nodes:
+            if node.op == "output":
+                break
+            if node in unit_begins:
+                self._end_stretch()
+            if (viewed_node := self._viewed(node)) is not None:
+                self.views[node] = viewed_node
+            elif self._is_early(node):
+                self._early.append(node)
+            elif self._is_compiled(node):
+                self._add(node)
+            else:
+                self._end_stretch()
+                self.steps.append(node)
+        self._end_stretch()
+        self._find_outputs(graph)
 
     def behind(self, node: fx.Node) -> fx.Node:
         """Return the node whose memory a node views; itself, if it is no view."""
@@ -78,64 +96,23 @@ class Cut:
             node = self.views[node]
         return node
 
-
-class _Cutter:
-    def __init__(self, graph: fx.Graph) -> None:
-        self.graph, self.storages = graph, GraphStorages.find(graph)
-        self.found = Cut([], {})
-        self.stretch: dict[fx.Node, int] = {}  # of each operation that is compiled
-        self.above: dict[fx.Node, fx.Node] = {}  # union-find over the operations of a region
-
-    def cut(self) -> Cut:
-        early: list[fx.Node] = []
-        compute: list[fx.Node] = []
-        stretches, begins = 0, set(_begins(self.graph))
-        for node in self.graph.nodes:
-            if node.op == "output":
-                break
-            if node in begins:
-                self._end(early, compute)
-                early, compute, stretches = [], [], stretches + 1
-            if (base := self._viewed(node)) is not None:
-                self.found.views[node] = base
-            elif self._is_early(node):
-                early.append(node)
-            elif self._is_compiled(node):
-                compute.append(node)
-                self._add(node, stretches)
-            else:
-                self._end(early, compute)
-                self.found.steps.append(node)
-                early, compute, stretches = [], [], stretches + 1
-        self._end(early, compute)
-        self._find_outputs()
-        return self.found
-
-    def _end(self, early: list[fx.Node], compute: list[fx.Node]) -> None:
-        self.found.steps.extend(early)
-        self.found.steps.extend(self._regions(compute))
-
     def _viewed(self, node: fx.Node) -> fx.Node | None:
         """Return the node that a node views without writing; ``None`` if it is no view."""
-        if node.op != "call_function" or collective_of(node) or writes(node):
+        if not is_view(node, self._storages):
             return None
-        if node.target is operator.getitem:
-            (parent,) = node.all_input_nodes
-            return parent if parent in self.found.views else None
-        own_storages = self.storages.of[node]
-        if not own_storages or any(self.storages.made[storage] is node for storage in own_storages):
+        viewed_node = node.all_input_nodes[0]
+        # Note: a part of an operation's several results has its memory too, and is no view.
+        if node.target is operator.getitem and viewed_node not in self.views:
             return None
-        return node.all_input_nodes[0]
+        return viewed_node
 
     def _is_early(self, node: fx.Node) -> bool:
         """Return whether a node may run at the start of its stretch: it reads no tensor."""
         if node.op != "call_function":
             return True
         if node.target is operator.getitem:
-            return node.args[0] not in self.stretch
-        return _is_number(node) and all(
-            _is_number(input_node) for input_node in node.all_input_nodes
-        )
+            return node.args[0] not in self._region_of
+        return all(map(_is_number, (node, *node.all_input_nodes)))
 
     def _is_compiled(self, node: fx.Node) -> bool:
         """Return whether a compiler takes an operation."""
@@ -149,111 +126,104 @@ class _Cutter:
             or any(scatter_name in name for scatter_name in _SCATTERED)
         ):
             return False
-        if {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape} & set(target.tags):
+        if _UNCOMPILED_TAGS & set(target.tags):
             return False
-        values = [leaf for leaf in tree.leaves(node.meta.get("val")) if leaf is not None]
-        if any(not isinstance(value, torch.Tensor) or value.is_complex() for value in values):
+        results = [leaf for leaf in tree.leaves(node.meta.get("val")) if leaf is not None]
+        if any(not isinstance(leaf, torch.Tensor) or leaf.is_complex() for leaf in results):
             return False
-        return not any(_is_number(input_node) for input_node in node.all_input_nodes)
+        # Note: a compiler would bake a number in, such as the learning rate of this step.
+        return not any(map(_is_number, node.all_input_nodes))
 
-    def _add(self, node: fx.Node, stretch: int) -> None:
-        self.stretch[node], self.above[node] = stretch, node
+    def _add(self, node: fx.Node) -> None:
+        """Add an operation to the stretch, in the region of the operations that it reads."""
+        self._compute[node] = None
+        self._region_of[node] = Region([node])
         if written_by(node) and isinstance(node.meta.get("val"), torch.Tensor):
             # Note: not the first input, which is another tensor where the call has out=.
-            self.found.views[node] = written_by(node)[0]
+            self.views[node] = written_by(node)[0]
         for input_node in node.all_input_nodes:
-            base = self.found.behind(input_node)
-            if self.stretch.get(base) == stretch:
+            base = self.behind(input_node)
+            if base in self._compute:
                 self._join(node, base)
 
-    def _join(self, one: fx.Node, other: fx.Node) -> None:
-        self.above[self._head(one)] = self._head(other)
+    def _join(self, first: fx.Node, second: fx.Node) -> None:
+        """Let the regions of two operations be one."""
+        first_region, second_region = self._region_of[first], self._region_of[second]
+        if first_region is second_region:
+            return
+        # Why the smaller one: a long region that grows node by node is not copied each time.
+        small, large = sorted((first_region, second_region), key=lambda region: len(region.nodes))
+        large.nodes += small.nodes
+        self._region_of.update(dict.fromkeys(small.nodes, large))
 
-    def _head(self, node: fx.Node) -> fx.Node:
-        while (above := self.above[node]) is not node:
-            self.above[node] = self.above[above]
-            node = above
-        return node
-
-    def _regions(self, compute: list[fx.Node]) -> Iterator[Region | fx.Node]:
-        """Yield the regions of a stretch; the operations themselves where a region is too small."""
-        users: dict[int, list[fx.Node]] = {}
-        for node in compute:
-            for storage in self._touched(node):
-                users.setdefault(storage, []).append(node)
-        for storage in {storage for node in compute for storage in self._written(node)}:
-            for first_user, second_user in zip(users[storage], users[storage][1:], strict=False):
-                self._join(first_user, second_user)
-        region_of_node: dict[fx.Node, Region] = {}
-        for node in compute:
-            region_of_node.setdefault(self._head(node), Region()).nodes.append(node)
-        for region in region_of_node.values():
-            self._find_inputs(region)
+    def _end_stretch(self) -> None:
+        """Add the calls and regions of the stretch; a region that is too small as its nodes."""
+        self._join_writers()
+        self.steps += self._early
+        nodes_of: dict[Region, list[fx.Node]] = defaultdict(list)
+        for node in self._compute:
+            nodes_of[self._region_of[node]].append(node)
+        for region, nodes in nodes_of.items():
+            region.nodes = nodes  # in the order of the graph
+            region.inputs = self._inputs(nodes)
             if self._is_worth(region):
-                yield region
+                self.steps.append(region)
             else:
-                for node in region.nodes:
-                    del self.stretch[node]
-                    yield node
+                self.steps += nodes
+                for node in nodes:
+                    del self._region_of[node]
+        self._early, self._compute = [], {}
 
-    def _touched(self, node: fx.Node) -> set[int]:
-        return {
-            storage
-            for touched_node in (node, *node.all_input_nodes)
-            for storage in self.storages.of[touched_node]
-        }
+    def _join_writers(self) -> None:
+        """Let operations of the stretch be in one region if one writes memory that another uses."""
+        users: dict[int, list[fx.Node]] = defaultdict(list)
+        written: set[int] = set()
+        for node in self._compute:
+            used_nodes = (node, *node.all_input_nodes)
+            touched = {storage for used in used_nodes for storage in self._storages.of[used]}
+            for storage in touched:
+                users[storage].append(node)
+            if written_by(node):
+                written |= touched
+        for storage in written:
+            first_user, *further_users = users[storage]
+            for user in further_users:
+                self._join(first_user, user)
 
-    def _written(self, node: fx.Node) -> set[int]:
-        return self._touched(node) if writes(node) else set()
-
-    def _find_inputs(self, region: Region) -> None:
-        inside = set(region.nodes)
-        inputs_behind = (
-            self.found.behind(input_node)
-            for node in region.nodes
-            for input_node in node.all_input_nodes
-            if input_node not in inside
-        )
-        region.inputs = list(
-            dict.fromkeys(input_node for input_node in inputs_behind if input_node not in inside)
-        )
+    def _inputs(self, nodes: list[fx.Node]) -> list[fx.Node]:
+        inside = set(nodes)
+        outside = [n for node in nodes for n in node.all_input_nodes if n not in inside]
+        bases = dict.fromkeys(map(self.behind, outside))
+        return [base for base in bases if base not in inside]
 
     def _is_worth(self, region: Region) -> bool:
-        storages = [storage for node in region.inputs for storage in self.storages.of[node]]
-        alone = len(set(storages)) == len(storages)
-        tensors = all(isinstance(node.meta.get("val"), torch.Tensor) for node in region.inputs)
-        return (
-            alone
-            and tensors
-            and sum(node.target is not operator.getitem for node in region.nodes) >= _LEAST
-        )
+        storages = [storage for node in region.inputs for storage in self._storages.of[node]]
+        if len(set(storages)) < len(storages):
+            return False
+        if not all(isinstance(node.meta.get("val"), torch.Tensor) for node in region.inputs):
+            return False
+        return sum(node.target is not operator.getitem for node in region.nodes) >= _LEAST
 
-    def _find_outputs(self) -> None:
-        region_of = {
-            node: step
-            for step in self.found.steps
-            if isinstance(step, Region)
-            for node in step.nodes
-        }
-        used: dict[fx.Node, None] = {}
-        for node in self.graph.nodes:
-            own_region = region_of.get(node)
-            if own_region is None and node in self.found.views and node not in self.above:
+    def _find_outputs(self, graph: fx.Graph) -> None:
+        used_nodes: set[fx.Node] = set()
+        for node in graph.nodes:
+            region = self._region_of.get(node)
+            if region is None and node in self.views and not written_by(node):
                 continue  # each user makes the view itself
-            for input_node in node.all_input_nodes:
-                base = input_node
-                while base in self.found.views and not (
-                    own_region is not None and region_of.get(base) is own_region
+            for base in node.all_input_nodes:
+                # Note: a write inside the region comes before what it writes to.
+                while base in self.views and (
+                    region is None or self._region_of.get(base) is not region
                 ):
-                    base = self.found.views[base]
-                if base in region_of and region_of[base] is not own_region:
-                    used[base] = None
-        for node, region in region_of.items():
-            if node in used:
+                    base = self.views[base]
+                if self._region_of.get(base) is not region:
+                    used_nodes.add(base)
+        for node, region in self._region_of.items():
+            if node in used_nodes:
                 region.outputs.append(node)
 
 
-def _begins(graph: fx.Graph) -> Iterator[fx.Node]:
+def _unit_begins(graph: fx.Graph) -> Iterator[fx.Node]:
     """Yield where the work of another unit begins, in forward and in backward."""
     unit_before = None
     for section in sections_of(graph):
@@ -263,11 +233,61 @@ def _begins(graph: fx.Graph) -> Iterator[fx.Node]:
             unit_before = section.unit
 
 
-def writes(node: fx.Node) -> bool:
-    """Return whether an operation writes to one of its inputs."""
-    return bool(operator_name(node.target)) and writes_inputs(node.target)
-
-
 def _is_number(node: fx.Node) -> bool:
     value = node.meta.get("val")
     return value is not None and not isinstance(value, torch.Tensor | tuple | list)
+
+
+# --- a region as a graph --------------------------------------------------------------------------
+
+
+def region_graph(region: Region, cut: Cut) -> fx.Graph:
+    """Return a region as a graph from its inputs to the list of its outputs."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for input_index, node in enumerate(region.inputs):
+        copies[node] = graph.placeholder(f"in{input_index}")
+        copies[node].meta["val"] = node.meta["val"]
+    for node in region.nodes:
+        copies[node] = graph.node_copy(node, lambda used: view_in(graph, used, cut, copies))
+    graph.output([copies[node] for node in region.outputs])
+    return graph
+
+
+def view_in(graph: fx.Graph, node: fx.Node, cut: Cut, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+    """Return the copy of a node in another graph, which makes a view if it has none yet."""
+    if node in copies:
+        return copies[node]
+    if written_by(node):  # done by another region, in the memory that the node views
+        return view_in(graph, cut.views[node], cut, copies)
+    copies[node] = graph.node_copy(node, lambda viewed: view_in(graph, viewed, cut, copies))
+    return copies[node]
+
+
+def region_text(graph: fx.Graph) -> str:
+    """Return a region's graph as text: all that a compiled function depends on."""
+    names: dict[fx.Node, str] = {}
+    lines = []
+    for node in graph.nodes:
+        if node.op == "output":
+            lines.append(f"return {_operand(node.args[0], names)}")
+            continue
+        names[node] = f"%{len(names)}"
+        if node.op == "placeholder":
+            value = node.meta["val"]
+            layout = tuple(value.shape), value.stride(), value.storage_offset()
+            lines.append(f"{names[node]} = {(value.dtype, *layout, value.device)}")
+        else:
+            operands = f"{_operand(node.args, names)} {_operand(node.kwargs, names)}"
+            lines.append(f"{names[node]} = {node.target} {operands}")
+    return "\n".join(lines)
+
+
+def _operand(value: Any, names: dict[fx.Node, str]) -> str:
+    if isinstance(value, fx.Node):
+        return names[value]
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(_operand(item, names) for item in value)}]"
+    if isinstance(value, dict):
+        return ", ".join(f"{key}={_operand(item, names)}" for key, item in value.items())
+    return repr(value)

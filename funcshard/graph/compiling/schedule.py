@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from funcshard._utils import operator_name
+from funcshard._utils import Boxed, operator_name
 
 
 class CompiledRegion:
@@ -18,19 +18,18 @@ class CompiledRegion:
 
     Attributes:
         run: the compiled function, from a list of tensors to a sequence of tensors.
-        text: the text of the region.
     """
 
     __name__ = "region"
 
-    def __init__(self, run: Callable[[list[torch.Tensor]], Any], text: str) -> None:
-        self.run, self.text = run, text
+    def __init__(self, run: Boxed) -> None:
+        self.run = run
 
     def __call__(self, inputs: list[torch.Tensor]) -> Any:
         return self.run(inputs)
 
 
-# Methods cost a third of the call of an operator.
+# Why: methods cost a third of the call of an operator.
 _METHODS = {
     "aten::view": "view",
     "aten::t": "t",
@@ -40,7 +39,10 @@ _METHODS = {
 
 
 def as_function(graph: fx.Graph, constants: dict[str, torch.Tensor]) -> Callable[..., list[Any]]:
-    """Return a graph of calls as a function of its placeholders."""
+    """Return a graph of calls as a function of its placeholders.
+
+    Why not a ``fx.GraphModule``: its frame would hold the inputs of a region while the region runs.
+    """
     return _Writer(graph, constants).function()
 
 
@@ -48,60 +50,53 @@ class _Writer:
     def __init__(self, graph: fx.Graph, constants: dict[str, torch.Tensor]) -> None:
         self.graph, self.constants = graph, constants
         self.globals: dict[str, Any] = {"inf": float("inf"), "nan": float("nan")}
-        self.named: dict[int, str] = {}
+        self.global_names: dict[int, str] = {}
         self.names: dict[fx.Node, str] = {}
         self.lines: list[str] = []
 
     def function(self) -> Callable[..., list[Any]]:
-        free = _last_uses(self.graph)
-        inputs = []
+        freed_after = _last_uses(self.graph)
+        parameters = []
         for node_index, node in enumerate(self.graph.nodes):
             name = self.names.setdefault(node, f"v{node_index}")
             if node.op == "placeholder":
-                inputs.append(name)
+                parameters.append(name)
             elif node.op == "output":
-                self.lines.append(
-                    f"return [{', '.join(self._operand(result_node) for result_node in node.args[0])}]"
-                )
+                self.lines.append(f"return {self._operand(node.args[0])}")
                 break
             elif node.op == "get_attr":
                 self.lines.append(f"{name} = {self._global(self.constants[str(node.target)])}")
-            elif isinstance(node.target, CompiledRegion):
-                self._region(node, free)
+            elif _is_region(node):
+                self._call_region(node, freed_after[node])
                 continue
-            elif not (
-                node.target is operator.getitem and isinstance(node.args[0].target, CompiledRegion)
-            ):
+            elif not _is_part(node):
                 self.lines.append(f"{name} = {self._call(node)}")
-            self._free(free[node])
+            self._free(freed_after[node])
         body = "\n".join(f"    {line}" for line in self.lines)
-        code = compile(f"def run({', '.join(inputs)}):\n{body}\n", "<compiled step>", "exec")
+        code = compile(f"def run({', '.join(parameters)}):\n{body}\n", "<compiled step>", "exec")
         exec(code, self.globals)
         run: Callable[..., list[Any]] = self.globals["run"]
         return run
 
-    def _region(self, node: fx.Node, free: dict[fx.Node, list[fx.Node]]) -> None:
-        inputs: Any = node.args[0]
-        self.lines.append(f"box = [{', '.join(self.names[input_node] for input_node in inputs)}]")
-        self._free([freed_node for freed_node in free[node] if freed_node is not node])
+    def _call_region(self, node: fx.Node, freed_nodes: list[fx.Node]) -> None:
+        target: Any = node.target
+        self.lines.append(f"box = {self._operand(node.args[0])}")
+        # Why before the call: the box alone then holds the inputs, so the region can free them.
+        self._free(freed_nodes)
         parts: dict[Any, fx.Node] = {user.args[1]: user for user in node.users}
-        outputs = [parts.get(output_index) for output_index in range(max(parts, default=-1) + 1)]
-        for output_index, part in enumerate(outputs):
-            if part is not None:
-                self.names[part] = f"p{len(self.names)}_{output_index}"
-        left_names = "".join(f"{'_' if part is None else self.names[part]}, " for part in outputs)
-        assert isinstance(node.target, CompiledRegion)
-        self.lines.append(
-            f"{left_names + '= ' if left_names else ''}{self._global(node.target.run)}(box)"
-        )
+        part_names = ["_"] * (max(parts, default=-1) + 1)
+        for part_index, part in parts.items():
+            # Note: the part comes later in the graph, and keeps this name.
+            part_names[part_index] = self.names[part] = f"p{len(self.names)}_{part_index}"
+        assigned = "".join(f"{name}, " for name in part_names)
+        self.lines.append(f"{assigned}{'= ' * bool(parts)}{self._global(target.run)}(box)")
 
     def _call(self, node: fx.Node) -> str:
-        name = operator_name(node.target)
-        if name in _METHODS and not node.kwargs:
-            first, *further_operands = (self._operand(operand_node) for operand_node in node.args)
-            return f"{first}.{_METHODS[name]}({', '.join(further_operands)})"
-        operands = [self._operand(operand_node) for operand_node in node.args]
+        operands = [self._operand(operand) for operand in node.args]
         operands += [f"{key}={self._operand(value)}" for key, value in node.kwargs.items()]
+        method = _METHODS.get(operator_name(node.target))
+        if method and not node.kwargs:
+            return f"{operands[0]}.{method}({', '.join(operands[1:])})"
         if node.target is operator.getitem:
             return f"{operands[0]}[{operands[1]}]"
         return f"{self._global(node.target)}({', '.join(operands)})"
@@ -114,26 +109,34 @@ class _Writer:
         if isinstance(value, fx.Node):
             return self.names[value]
         if isinstance(value, tuple | list):
-            return f"[{', '.join(self._operand(item) for item in value)}]"
+            return f"[{', '.join(map(self._operand, value))}]"
         if value is None or isinstance(value, bool | int | float | str):
             return repr(value)
         return self._global(value)
 
     def _global(self, value: Any) -> str:
-        name = self.named.setdefault(id(value), f"g{len(self.named)}")
+        name = self.global_names.setdefault(id(value), f"g{len(self.global_names)}")
         self.globals[name] = value
         return name
 
 
+def _is_region(node: fx.Node) -> bool:
+    return isinstance(node.target, CompiledRegion)
+
+
+def _is_part(node: fx.Node) -> bool:
+    """Return whether a node is one of the results of a region."""
+    return node.target is operator.getitem and _is_region(node.all_input_nodes[0])
+
+
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """Return the nodes whose values are free after each node."""
-    last_uses: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-    last: dict[fx.Node, fx.Node] = {}
+    last_user: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        last[node] = node
-        for input_node in node.all_input_nodes:
-            last[input_node] = node
-    for node, user in last.items():
-        if node.op != "output" and not isinstance(node.target, CompiledRegion):
-            last_uses[user].append(node)
-    return last_uses
+        last_user |= dict.fromkeys((node, *node.all_input_nodes), node)
+    freed_after: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node, user in last_user.items():
+        # Note: a region's parts have names; the region itself has none.
+        if node.op != "output" and not _is_region(node):
+            freed_after[user].append(node)
+    return freed_after
