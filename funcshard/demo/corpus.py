@@ -54,16 +54,16 @@ def load_corpus(text: str | os.PathLike[str] | None, context: int) -> Corpus:
             raise ValueError(f"--text must be a file or a folder; found none at {root}")
         files = [root] if root.is_file() else _walk(root)
     data = _read(files)
-    end = len(data) - int(HELD_OUT * len(data))
-    train, valid = data[:end], data[end:]
-    if len(valid) < context + 1:
+    num_valid = int(HELD_OUT * len(data))
+    if num_valid < context + 1:
         raise ValueError(
-            f"the text is too short: {title} has {len(data):,} bytes, of which {len(valid):,} are "
+            f"the text is too short: {title} has {len(data):,} bytes, of which {num_valid:,} are "
             f"held out, and a context of {context} needs {context + 1:,}: pass a longer text, or a "
             "smaller --context"
         )
     description = f"{title}, {len(data) / 2**20:.1f} MiB, the last {HELD_OUT:.0%} held out"
-    return Corpus(_tensor(train), _tensor(valid), description)
+    train, valid = torch.frombuffer(data, dtype=torch.uint8).tensor_split([len(data) - num_valid])
+    return Corpus(train, valid, description)
 
 
 def batch(
@@ -100,6 +100,7 @@ def _walk(root: Path, suffix: str = "") -> list[Path]:
     """Return the files under a folder in the order of their paths."""
     files = []
     for folder, below, names in os.walk(root):
+        # Note: os.walk does not enter what is taken out of this list.
         below[:] = [
             name for name in below if not name.startswith(".") and not (suffix and name in _SKIPPED)
         ]
@@ -111,19 +112,14 @@ def _walk(root: Path, suffix: str = "") -> list[Path]:
     return sorted(files)
 
 
-def _read(files: Sequence[Path]) -> bytes:
+def _read(files: Sequence[Path]) -> bytearray:
     """Return the bytes of all files that hold text, or of a single file of any kind."""
-    parts, room = [], MOST_BYTES
+    text = bytearray()
     for path in files:
         if not path.is_file():  # a socket, or a broken link
             continue
         with path.open("rb") as file:
-            data = file.read(room)
-        if len(files) == 1 or b"\0" not in data:
-            parts.append(data)
-            room -= len(data)
-    return b"".join(parts)
-
-
-def _tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            file_bytes = file.read(MOST_BYTES - len(text))
+        if len(files) == 1 or b"\0" not in file_bytes:
+            text += file_bytes
+    return text

@@ -130,19 +130,16 @@ class DecoderConfig:
     @property
     def groups(self) -> int:
         """Number of heads of keys and values."""
-        return self.heads if self.kv_heads is None else self.kv_heads
+        return self.kv_heads or self.heads
 
     @property
     def head_dim(self) -> int:
         """Size of a head; for latent attention the mean of that of a key and that of a value."""
         # Why the mean: 12 · layers · heads · head_dim · length then counts the FLOPs of attention,
         # which come half from keys and half from values.
-        latent = self.latent
-        return (
-            self.dim // self.heads
-            if latent is None
-            else (latent.rotary + latent.plain + latent.value) // 2
-        )
+        if self.latent is None:
+            return self.dim // self.heads
+        return (self.latent.rotary + self.latent.plain + self.latent.value) // 2
 
 
 def _mpt(width: int, layers: int, heads: int) -> GPTConfig:

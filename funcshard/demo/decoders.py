@@ -95,15 +95,15 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm = RMSNorm(config.dim, config.eps)
         self.mlp_norm = RMSNorm(config.dim, config.eps)
-        self.attention: nn.Module
-        self.mlp: nn.Module
         # Why this scale: the blocks add to one sum, whose variance then does not grow with layers.
         std = 0.02 / math.sqrt(2 * config.layers)
-        self.attention = (
-            GroupedAttention(config, std) if config.latent is None else LatentAttention(config, std)
-        )
-        sparse = config.experts is not None and layer >= config.experts.dense_layers
-        self.mlp = Experts(config, std) if sparse else SwiGLU(config.dim, config.hidden, std)
+        attention_class = LatentAttention if config.latent else GroupedAttention
+        self.attention = attention_class(config, std)
+        self.mlp: nn.Module
+        if config.experts is not None and layer >= config.experts.dense_layers:
+            self.mlp = Experts(config, std)
+        else:
+            self.mlp = SwiGLU(config.dim, config.hidden, std)
 
     def forward(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x), turns)
@@ -131,11 +131,9 @@ class GroupedAttention(nn.Module):
 
     def repeated(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x`` with every head repeated, as a copy unless there is one for each query."""
-        return (
-            x
-            if self.repeats == 1
-            else x.unsqueeze(3).expand(-1, -1, -1, self.repeats, -1).flatten(2, 3)
-        )
+        if self.repeats == 1:
+            return x
+        return x.unsqueeze(3).expand(-1, -1, -1, self.repeats, -1).flatten(2, 3)
 
 
 class LatentAttention(nn.Module):
@@ -215,22 +213,23 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(
             SwiGLU(config.dim, sizes.hidden, std) for _ in range(sizes.count)
         )
-        self.shared = SwiGLU(config.dim, sizes.shared * sizes.hidden, std) if sizes.shared else None
+        self.shared = None
+        if sizes.shared:
+            self.shared = SwiGLU(config.dim, sizes.shared * sizes.hidden, std)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         count, per_token = self.sizes.count, self.sizes.per_token
         tokens = x.flatten(0, -2)
         weights, chosen = self.router(tokens)
-        copies, filled = _balanced(chosen, count)
+        copies, is_filled = _balanced(chosen, count)
         token = copies // per_token
         rows = tokens.index_select(0, token).unflatten(0, (count, -1)).unbind()
         outputs = torch.cat(
             [expert(expert_rows) for expert, expert_rows in zip(self.experts, rows, strict=True)]
         )
-        # Why filled: a row that no token fills holds a copy of the first token, and counts nothing.
-        weighted = (
-            outputs * (weights.flatten().index_select(0, copies) * filled).type_as(outputs)[:, None]
-        )
+        # Note: a row that no token fills holds a copy of the first token, and counts nothing.
+        row_weights = weights.flatten().index_select(0, copies) * is_filled
+        weighted = outputs * row_weights.type_as(outputs)[:, None]
         out = weighted.new_zeros(tokens.shape).index_add(0, token, weighted)
         if self.shared is not None:
             out = out + self.shared(tokens)
@@ -243,12 +242,12 @@ class Router(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         assert config.experts is not None, "Block checks this"
-        self.per_token, self.scores = config.experts.per_token, config.experts.scores
+        self.per_token = config.experts.per_token
         self.gate = _Linear(config.dim, config.experts.count)
-        # Why a parameter: published counts include it. Gradients do not reach it.
-        self.bias = (
-            nn.Parameter(torch.zeros(config.experts.count)) if self.scores == "sigmoid" else None
-        )
+        self.bias = None
+        if config.experts.scores == "sigmoid":
+            # Why a parameter: published counts include it. Gradients do not reach it.
+            self.bias = nn.Parameter(torch.zeros(config.experts.count))
 
     def reset_parameters(self) -> None:
         if self.bias is not None:
@@ -256,8 +255,12 @@ class Router(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = self.gate(tokens).float()
-        scores = logits.sigmoid() if self.scores == "sigmoid" else logits.softmax(-1)
-        chosen = (scores if self.bias is None else scores + self.bias).topk(self.per_token).indices
+        if self.bias is None:
+            scores = biased = logits.softmax(-1)
+        else:  # the bias changes the choice alone
+            scores = logits.sigmoid()
+            biased = scores + self.bias
+        chosen = biased.topk(self.per_token).indices
         weights = scores.gather(-1, chosen)
         return weights / weights.sum(-1, keepdim=True), chosen
 
@@ -300,9 +303,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.float()
-        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).type_as(
-            x
-        ) * self.weight
+        mean_square = wide.pow(2).mean(-1, keepdim=True)
+        return (wide * torch.rsqrt(mean_square + self.eps)).type_as(x) * self.weight
 
 
 class _Linear(nn.Linear):

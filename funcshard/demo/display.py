@@ -78,13 +78,14 @@ def show_cursor() -> None:
 
 
 def _lines(title: str, total: int) -> Show:
-    start = last = time.monotonic()
+    start_time = last_time = time.monotonic()
 
     def show(done: int, words: str) -> None:
-        nonlocal last
+        nonlocal last_time
         current_time = time.monotonic()
-        if current_time - last >= EVERY or (done >= total and current_time - start >= BRIEF):
-            last = current_time
+        is_end = done >= total and current_time - start_time >= BRIEF
+        if is_end or current_time - last_time >= EVERY:
+            last_time = current_time
             print(f"{title}  {done}/{total}  {words}".rstrip(), flush=True)
 
     return show
@@ -97,4 +98,6 @@ def _console() -> Any:
     except ImportError:
         return None
     console = Console()
-    return console if console.is_terminal and not console.is_dumb_terminal else None
+    if console.is_terminal and not console.is_dumb_terminal:
+        return console
+    return None

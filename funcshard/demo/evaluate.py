@@ -43,23 +43,19 @@ def validation_loss(
         show: called with the number of batches done.
     """
     inputs, targets = windows(data, count=WINDOWS, context=context)
-    total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     for pass_index in range(passes(mesh, size)):
         # Why weights: every forward contains collectives, so all ranks run the same number of
         # batches. A rank that has no window left repeats the last one with weight zero.
-        mine = (
-            torch.arange(pass_index * size, (pass_index + 1) * size, device="cpu") * mesh.world_size
-            + mesh.rank
-        )
-        weight = (mine < len(inputs)).to(mesh.device)
-        mine = mine.clamp(max=len(inputs) - 1)
-        logits = model(inputs[mine].to(mesh.device))
-        losses = F.cross_entropy(
-            logits.transpose(1, 2), targets[mine].to(mesh.device), reduction="none"
-        ).mean(1)
-        total += torch.stack([(losses * weight).sum(), weight.sum()])
+        first = pass_index * size
+        positions = torch.arange(first, first + size, device="cpu") * mesh.world_size + mesh.rank
+        weights = (positions < len(inputs)).to(mesh.device)
+        positions = positions.clamp(max=len(inputs) - 1)
+        logits = model(inputs[positions].to(mesh.device)).transpose(1, 2)
+        losses = F.cross_entropy(logits, targets[positions].to(mesh.device), reduction="none")
+        totals += torch.stack([(losses.mean(1) * weights).sum(), weights.sum()])
         show(pass_index + 1, "")
-    loss, count = fs.psum(total, mesh).tolist()
+    loss, count = fs.psum(totals, mesh).tolist()
     return loss / count
 
 
@@ -89,12 +85,9 @@ def sample(
     written = list(b"\n")
     for sample_index in range(length):
         logits = model(torch.tensor([written[-context:]], device=mesh.device))[0, -1]
-        chances = (logits.float().cpu() / temperature).softmax(0)
-        written.append(int(torch.multinomial(chances, 1, generator=generator)))
+        probabilities = (logits.float().cpu() / temperature).softmax(0)
+        written.append(int(torch.multinomial(probabilities, 1, generator=generator)))
         show(sample_index + 1, "")
-    return _printable(bytes(written[1:]))
-
-
-def _printable(data: bytes) -> str:
-    decoded_text = data.decode(errors="replace").replace("\ufffd", "·").expandtabs(4)
-    return "".join(c if c.isprintable() or c == "\n" else "·" for c in decoded_text)
+    text = bytes(written[1:]).decode(errors="replace").replace("\ufffd", "·").expandtabs(4)
+    # A terminal would obey control characters.
+    return "".join(c if c.isprintable() or c == "\n" else "·" for c in text)

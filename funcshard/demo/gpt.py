@@ -65,9 +65,8 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts = self.qkv(x).chunk(3, dim=-1)
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
-        return self.out(
-            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        )
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(out.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
@@ -129,11 +128,10 @@ class GPT(nn.Module):
         """Draw weights as GPT-2 does: smaller in the layers that add to the residual stream."""
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)) and not module.weight.is_meta:
-                residual = name.endswith(".out")
-                nn.init.normal_(
-                    module.weight,
-                    std=0.02 / math.sqrt(2 * self.config.layers) if residual else 0.02,
-                )
+                std = 0.02
+                if name.endswith(".out"):
+                    std /= math.sqrt(2 * self.config.layers)
+                nn.init.normal_(module.weight, std=std)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 

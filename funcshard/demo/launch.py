@@ -56,6 +56,11 @@ class Stop:
         self.happened = self.happened or bool(fs.psum(flag, mesh) > 0)
         return self.happened
 
+    @property
+    def exit_code(self) -> int:
+        """What the process returns if the job did not fail."""
+        return STOPPED if self.requested or self.happened else 0
+
 
 def launch(
     job: Callable[..., None], args: tuple[Any, ...] = (), *, ranks: int = 2, replicate: int = 1
@@ -75,10 +80,10 @@ def launch(
     Returns:
         0, or 1 if a rank failed, or 130 if a signal stopped the job before its end.
     """
-    world = world_size(ranks)
-    shape = {"replicate": replicate, "shard": world // replicate}
-    run = _here if _under_torchrun() or ranks == 1 else _spawn
-    return run(job, args, shape)
+    shape = {"replicate": replicate, "shard": world_size(ranks) // replicate}
+    if _under_torchrun() or ranks == 1:
+        return _here(job, args, shape)
+    return _spawn(job, args, shape)
 
 
 def world_size(ranks: int) -> int:
@@ -112,34 +117,30 @@ def _here(job: Callable[..., None], args: tuple[Any, ...], shape: Mapping[str, i
         except Exception as error:
             print(_failure(int(os.environ.get("RANK", "0")), error), file=sys.stderr, flush=True)
             return 1
-    return STOPPED if stop.requested or stop.happened else 0
+    return stop.exit_code
 
 
 def _spawn(job: Callable[..., None], args: tuple[Any, ...], shape: Mapping[str, int]) -> int:
     world = math.prod(shape.values())
     say(f"Starting {world} processes …")
     processes: list[Any] = []
-    requested = False
+    stop = Stop()
 
     def on_signal(again: bool) -> None:
-        nonlocal requested
-        requested = True
-        for process in processes:
-            if process.is_alive():
-                process.terminate()  # a rank handles SIGTERM as a request to stop
+        stop.requested = True
+        _request_stop(processes)
         _announce(again)
 
     with tempfile.TemporaryDirectory(prefix="funcshard-") as folder, _on_signal(on_signal):
         try:
-            method = _start_method(job)
+            start_method = _start_method(job)
             with _masked():
                 processes += torch.multiprocessing.start_processes(
                     _rank, (shape, folder, job, args), world,
-                    join=False, daemon=True, start_method=method,
+                    join=False, daemon=True, start_method=start_method,
                 ).processes  # fmt: skip
-            if requested:  # the signal came before there were ranks
-                for process in processes:
-                    process.terminate()
+            if stop.requested:  # the signal came before there were ranks
+                _request_stop(processes)
             failure = _wait(processes, Path(folder))
         except KeyboardInterrupt:
             show_cursor()
@@ -152,7 +153,15 @@ def _spawn(job: Callable[..., None], args: tuple[Any, ...], shape: Mapping[str, 
         show_cursor()
         print(failure, file=sys.stderr, flush=True)
         return 1
-    return STOPPED if requested or any(process.exitcode == STOPPED for process in processes) else 0
+    stop.happened = any(process.exitcode == STOPPED for process in processes)
+    return stop.exit_code
+
+
+def _request_stop(processes: list[Any]) -> None:
+    """Ask all ranks to stop, which handle SIGTERM as a request."""
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
 
 
 @contextmanager
@@ -218,25 +227,25 @@ def _rank(
             part.write_text(_failure(rank, error))
             part.rename(part.with_suffix(".failure"))
             os._exit(1)
-        sys.exit(STOPPED if stop.requested or stop.happened else 0)
+        sys.exit(stop.exit_code)
 
 
 def _wait(processes: list[Any], folder: Path) -> str:
     """Wait until all ranks have ended, or one has failed; return the text of the failure."""
     while True:
-        codes = [process.exitcode for process in processes]
-        failed = [(rank, code) for rank, code in enumerate(codes) if code not in (None, 0, STOPPED)]
-        if failed or None not in codes:
+        exit_codes = [process.exitcode for process in processes]
+        failed = {r: code for r, code in enumerate(exit_codes) if code not in (None, 0, STOPPED)}
+        if failed or None not in exit_codes:
             break
         multiprocessing.connection.wait([p.sentinel for p in processes if p.exitcode is None])
-    for rank, code in failed:
+    for rank, code in failed.items():
         if code < 0:  # a killed rank writes no file, and ranks that fail because of it do
             hint = " (out of memory?)" if -code == signal.SIGKILL else ""
             name = signal.Signals(-code).name
             return f"funcshard: rank {rank} failed: it was ended by signal {name}{hint}"
-    texts = [path.read_text() for path in sorted(folder.glob("*.failure"))]
-    texts += [f"funcshard: rank {rank} failed with exit code {code}" for rank, code in failed]
-    return texts[0] if failed else ""
+    failures = [path.read_text() for path in sorted(folder.glob("*.failure"))]
+    failures += [f"funcshard: rank {rank} failed with exit code {failed[rank]}" for rank in failed]
+    return failures[0] if failed else ""
 
 
 def _failure(rank: int, error: BaseException) -> str:
@@ -270,8 +279,8 @@ def _on_signal(function: Callable[[bool], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        for number, before in zip(SIGNALS, handlers_before, strict=True):
-            signal.signal(number, before)
+        for number, handler_before in zip(SIGNALS, handlers_before, strict=True):
+            signal.signal(number, handler_before)
 
 
 def _use_loopback() -> None:
@@ -281,4 +290,6 @@ def _use_loopback() -> None:
 
 
 def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

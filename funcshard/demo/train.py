@@ -86,13 +86,13 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
         settings: the settings of the job.
     """
     began = time.perf_counter()
-    first, config, out = mesh.rank == 0, settings.config, Path(settings.out).resolve()
-    tell: Callable[..., None] = say if first else lambda *_: None
+    is_first, config, out = mesh.rank == 0, settings.config, Path(settings.out).resolve()
+    tell: Callable[..., None] = say if is_first else lambda *_: None
     corpus = load_corpus(settings.text, config.context)
     torch.manual_seed(settings.seed)  # every rank draws the same parameters and keeps its shards
     apply, params, buffers = fs.make_functional(GPT(config))
     plan = fs.make_plan(params, mesh, units=settings.units, strategy=settings.strategy)
-    if first:
+    if is_first:
         _introduce(plan, mesh, settings, corpus)
     shards = fs.shard(params, plan, mesh)
     del params
@@ -115,37 +115,36 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
     state, losses = step.init(shards, buffers), []
     del shards  # the step updates them in place
     if settings.resume and (last := fs.latest(settings.checkpoints, thorough=True)) is not None:
-        stored = fs.restore(last, plan, mesh)
-        state, losses = stored["train"], stored["losses"].tolist()
+        restored = fs.restore(last, plan, mesh)
+        state, losses = restored["train"], restored["losses"].tolist()
         tell(f"Resumed from {last}", "bold")
-    begun, saving = state.step, None
+    first_step, saving = state.step, None
 
     def model(inputs: torch.Tensor) -> torch.Tensor:
         return sharded(state.shards, state.buffers, inputs)
 
     def validate(when: str) -> float:
-        title = f"Validation {when}"
-        with progress(title, passes(mesh, settings.batch), quiet=not first) as show:
-            size, context = settings.batch, config.context
-            loss = validation_loss(model, corpus.valid, mesh, size=size, context=context, show=show)
+        title, size = f"Validation {when}", settings.batch
+        with progress(title, passes(mesh, size), quiet=not is_first) as show:
+            loss = validation_loss(
+                model, corpus.valid, mesh, size=size, context=config.context, show=show
+            )
         tell(f"{title}: {loss:.3f} nats per byte ({loss / math.log(2):.3f} bits per byte)", "bold")
         return loss
 
     loss_before = validate("before")
-    started = time.perf_counter()
-    recent: deque[float] = deque([started], maxlen=11)
-    bytes_a_step = settings.batch * config.context * mesh.world_size
+    training_began = time.perf_counter()
+    step_times: deque[float] = deque([training_began], maxlen=11)
+    tokens_per_step = settings.batch * config.context * mesh.world_size
 
     def save(wait: bool) -> fs.Saving:
         """Save a checkpoint after the previous one is complete."""
-        saved_state = {
-            "train": state,
-            "losses": torch.tensor(losses, dtype=torch.float64, device="cpu"),
-        }
+        all_losses = torch.tensor(losses, dtype=torch.float64, device="cpu")
         path = settings.checkpoints / f"step-{state.step}"
-        return fs.save(path, saved_state, plan, mesh, wait=wait, after=saving, keep=2)
+        contents = {"train": state, "losses": all_losses}
+        return fs.save(path, contents, plan, mesh, wait=wait, after=saving, keep=2)
 
-    with progress("Training", settings.steps, quiet=not first, keep=True) as show:
+    with progress("Training", settings.steps, quiet=not is_first, keep=True) as show:
         while state.step < settings.steps and not stop.agreed(mesh):
             inputs, targets = batch(
                 corpus.train,
@@ -157,19 +156,17 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
             )
             state, metrics = step(state, (inputs.to(mesh.device), targets.to(mesh.device)))
             losses.append(metrics["loss"].item())
-            recent.append(time.perf_counter())
-            rate = bytes_a_step * (len(recent) - 1) / (recent[-1] - recent[0])
-            show(
-                state.step,
-                f"loss {sum(losses[-10:]) / len(losses[-10:]):.3f}  {rate:,.0f} tokens/s",
-            )
+            step_times.append(time.perf_counter())
+            recent_loss = sum(losses[-10:]) / len(losses[-10:])
+            rate = tokens_per_step * (len(step_times) - 1) / (step_times[-1] - step_times[0])
+            show(state.step, f"loss {recent_loss:.3f}  {rate:,.0f} tokens/s")
             if settings.save_every and state.step % settings.save_every == 0:
                 saving = save(wait=False)
-    seconds = time.perf_counter() - started
+    seconds = time.perf_counter() - training_began
     if stop.happened:
         tell(f"Stopped after {state.step} of {settings.steps} steps", "bold yellow")
     # Why first: a later failure then loses no steps.
-    if settings.save_every and state.step > begun:
+    if settings.save_every and state.step > first_step:
         if state.step % settings.save_every:
             saving = save(wait=True)
         elif saving is not None:
@@ -177,33 +174,42 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
         tell(f"Saved the checkpoint {settings.checkpoints / f'step-{state.step}'}")
 
     state_dict = fs.to_state_dict(state.shards, plan, mesh)
-    if first:
+    if is_first:
         _write(out / "model.pt", lambda path: torch.save(state_dict, path))
         _write(out / "plan.json", lambda path: path.write_text(plan.to_json() + "\n"))
     loss_after = validate("after") if state.step else loss_before
     length = 60 if stop.happened else 200
-    with progress("Sampling", length, quiet=not first) as show:
+    with progress("Sampling", length, quiet=not is_first) as show:
         sample_text = sample(
             model, mesh, length=length, context=config.context, seed=settings.seed, show=show
         )
-    if first:
-        rate = bytes_a_step * (state.step - begun) / seconds
-        metrics = {
-            "settings": asdict(settings),
-            "mesh": mesh.shape,
-            "plan": plan.fingerprint(),
-            "steps": state.step,
-            "stopped": stop.happened,
-            "validation": {"before": loss_before, "after": loss_after, "unit": "nats per byte"},
-            "losses": losses,
-            "tokens_per_second": rate,
-            "seconds": {"training": seconds, "all": time.perf_counter() - began},
-            "sample": sample_text,
-        }
-        _write(
-            out / "metrics.json", lambda path: path.write_text(json.dumps(metrics, indent=1) + "\n")
-        )
-        _conclude(sample_text, loss_before, loss_after, state.step, seconds, rate, out)
+    if not is_first:
+        return
+    rate = tokens_per_step * (state.step - first_step) / seconds
+    metrics = {
+        "settings": asdict(settings),
+        "mesh": mesh.shape,
+        "plan": plan.fingerprint(),
+        "steps": state.step,
+        "stopped": stop.happened,
+        "validation": {"before": loss_before, "after": loss_after, "unit": "nats per byte"},
+        "losses": losses,
+        "tokens_per_second": rate,
+        "seconds": {"training": seconds, "all": time.perf_counter() - began},
+        "sample": sample_text,
+    }
+    metrics_text = json.dumps(metrics, indent=1) + "\n"
+    _write(out / "metrics.json", lambda path: path.write_text(metrics_text))
+    say("Sample", "bold")
+    for line in sample_text.split("\n"):
+        for begin in range(0, max(1, len(line)), 90):
+            say(f"  │ {line[begin : begin + 90]}".rstrip())
+    say(
+        f"\n{state.step} steps in {seconds:.0f} s, {rate:,.0f} tokens/s; validation loss "
+        f"{loss_before:.3f} → {loss_after:.3f} nats per byte",
+        "bold green" if loss_after < loss_before else "bold",
+    )
+    say(f"Saved model.pt, plan.json and metrics.json in {out}")
 
 
 def _schedule(step: int, settings: Settings) -> float:
@@ -211,38 +217,23 @@ def _schedule(step: int, settings: Settings) -> float:
     warm_up = max(1, settings.steps // 20)
     if step < warm_up:
         return settings.lr * (step + 1) / warm_up
-    done = (step - warm_up) / max(1, settings.steps - warm_up)
-    return settings.lr * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
+    fraction = (step - warm_up) / max(1, settings.steps - warm_up)
+    return settings.lr * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * fraction)))
 
 
 def _introduce(plan: fs.Plan, mesh: fs.Mesh, settings: Settings, corpus: Corpus) -> None:
-    numel, config = sum(leaf.numel for leaf in plan.leaves), settings.config
-    ranks, threads = mesh.world_size, torch.get_num_threads()
+    config, threads = settings.config, torch.get_num_threads()
     say(f"funcshard {fs.__version__}", "bold")
     say(
-        f"Ranks   {ranks} on {mesh.device.type}, {threads} thread{'s' * (threads > 1)} each; "
-        f"{settings.batch} × {config.context} bytes a rank and step"
+        f"Ranks   {mesh.world_size} on {mesh.device.type}, {threads} thread{'s' * (threads > 1)} "
+        f"each; {settings.batch} × {config.context} bytes a rank and step"
     )
     say(
-        f"Model   GPT of {numel:,} parameters: width {config.width}, layers {config.layers}, heads "
-        f"{config.heads}"
+        f"Model   GPT of {sum(leaf.numel for leaf in plan.leaves):,} parameters: width "
+        f"{config.width}, layers {config.layers}, heads {config.heads}"
     )
     say(f"Text    {corpus.description}")
     say(f"\n{plan}\n")
-
-
-def _conclude(
-    text: str, before: float, after: float, steps: int, seconds: float, rate: float, out: Path
-) -> None:
-    say("Sample", "bold")
-    lines = (line[i : i + 90] for line in text.split("\n") for i in range(0, max(1, len(line)), 90))
-    say("\n".join(f"  │ {line}".rstrip() for line in lines))
-    fell = f"validation loss {before:.3f} → {after:.3f} nats per byte"
-    say(
-        f"\n{steps} steps in {seconds:.0f} s, {rate:,.0f} tokens/s; {fell}",
-        "bold green" if after < before else "bold",
-    )
-    say(f"Saved model.pt, plan.json and metrics.json in {out}")
 
 
 def _write(path: Path, write: Any) -> None:

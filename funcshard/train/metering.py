@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -64,9 +65,7 @@ def make_meter(
     if tokens is not None:
         tokens = check_count("tokens", tokens, of="tokens", none="for no count")
     last_step, last_time = check_count("step", step, 0, of="steps"), time.perf_counter()
-    world = 1
-    for axis in AXES:
-        world *= mesh.shape[axis]
+    num_batches = math.prod(mesh.shape[axis] for axis in AXES)
 
     def meter(state: TrainState, metrics: Mapping[str, Any]) -> dict[str, float]:
         nonlocal last_step, last_time
@@ -82,14 +81,16 @@ def make_meter(
             elif isinstance(value, int | float):
                 values[name] = value
         current_time = time.perf_counter()
-        steps, seconds = state.step - last_step, current_time - last_time
+        num_steps, seconds = state.step - last_step, current_time - last_time
         last_step, last_time = state.step, current_time
-        if steps > 0:  # a skipped step does not count
-            values["seconds_per_step"] = seconds / steps
+        if num_steps > 0:  # a skipped step does not count
+            values["seconds_per_step"] = seconds / num_steps
             if tokens is not None:
-                values["tokens_per_second"] = tokens * world * steps / seconds
-        peak = _peak_memory(mesh.device)
-        return values if peak is None else {**values, "peak_memory": peak}
+                values["tokens_per_second"] = tokens * num_batches * num_steps / seconds
+        peak_memory = _peak_memory(mesh.device)
+        if peak_memory is not None:
+            values["peak_memory"] = peak_memory
+        return values
 
     return meter
 
@@ -102,5 +103,5 @@ def _peak_memory(device: torch.device) -> int | None:
         import resource
     except ImportError:  # Windows
         return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts KiB
+    max_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return max_rss if sys.platform == "darwin" else max_rss * 1024  # Linux counts KiB

@@ -18,12 +18,8 @@ from funcshard.plan import Plan
 # Why only these classes: a flat shard keeps nothing of its leaves' shapes. Each of these classes
 # updates an element from that element's own gradient and state, so a flat shard gets the same
 # numbers as the leaves would.
-ELEMENTWISE = tuple(
-    getattr(torch.optim, name)
-    for name in (
-        "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
-    )
-)  # fmt: skip
+_NAMES = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD"
+ELEMENTWISE = tuple(getattr(torch.optim, name) for name in _NAMES.split())
 
 _STATE = "the state is state.opt_state, a value that the step takes and returns"
 _REMEDIES = {
@@ -70,10 +66,10 @@ def refusal(cls: Any) -> Exception:
         remedy = "pass the class itself, and its options by name"
     elif cls.__module__.startswith("torch.optim"):
         remedy = "choose one of these; elementwise=True would compute something else on shards"
-    names = ", ".join(c.__name__ for c in ELEMENTWISE)
-    return (ValueError if callable(cls) else TypeError)(
+    error_type = ValueError if callable(cls) else TypeError
+    return error_type(
         "torch_optimizer takes a class of optimizers that updates each element by itself, because "
-        f"it works on flat shards; found {_title(cls)}, known are {names}: {remedy}"
+        f"it works on flat shards; found {_title(cls)}, known are {', '.join(_NAMES.split())}: {remedy}"
     )
 
 
@@ -84,17 +80,20 @@ def check_optimizer(optimizer: Any, plan: Plan) -> None:
     is_opened = is_pair and hasattr(optimizer[1], "param_groups")
     if isinstance(optimizer, TorchOptimizer):
         own_plan: Plan = getattr(optimizer.step, "plan", None) or plan
-        if [(u.name, u.buffers) for u in own_plan.unit_list] != [
-            (u.name, u.buffers) for u in plan.unit_list
-        ]:
+        # Note: the plans may differ in what concerns no shard, such as precision.
+        own_buffers, buffers = (
+            [(unit.name, unit.buffers) for unit in unit_plans.unit_list]
+            for unit_plans in (own_plan, plan)
+        )
+        if own_buffers != buffers:
             raise ValueError(
                 "the optimizer's groups or matrices lie elsewhere in these shards: it was made with "
                 f"plan {own_plan.fingerprint()}; found plan {plan.fingerprint()} here: make the "
                 "optimizer and the step with one plan"
             )
     elif is_opened or not is_pair:
-        remedy = "pass one of these"
         cls = optimizer if isinstance(optimizer, type) else type(optimizer)
+        remedy = "pass one of these"
         if issubclass(cls, torch.optim.Optimizer):
             remedy = f"pass fs.torch_optimizer(torch.optim.{cls.__name__}, lr=...)"
         elif is_opened:

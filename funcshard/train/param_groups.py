@@ -64,13 +64,14 @@ class ParamGroupLayout:
         for leaf in buffer.leaves:
             group = self.group_of.get(leaf.path)
             part = buffer.part(leaf, self.shard_rank)
-            is_last = leaf is buffer.leaves[-1]
             start = max(part.shard_begin, 0)  # negative in a shard that holds nothing but padding
-            stop = buffer.shard_numel if is_last else start + part.numel
+            stop = start + part.numel
+            if leaf is buffer.leaves[-1]:
+                stop = buffer.shard_numel
             if group is None or start >= stop:
                 continue
             if group_ranges and group_ranges[-1][::2] == (group, start):
-                start = group_ranges.pop().start
+                start = group_ranges.pop().start  # the leaf before is of this group too
             group_ranges.append(GroupRange(group, start, stop))
         return tuple(group_ranges)
 
@@ -80,7 +81,7 @@ class ParamGroupLayout:
         ``spread`` is the inverse. The result is ``flat`` itself if every element belongs to a
         group.
         """
-        parts = [flat[leaf_range.start : leaf_range.stop] for leaf_range in self.ranges(buffer)]
+        parts = [flat[start:stop] for _, start, stop in self.ranges(buffer)]
         if sum(part.numel() for part in parts) == flat.numel():
             return flat
         return torch.cat([flat[:0], *parts])
@@ -93,10 +94,10 @@ class ParamGroupLayout:
         if picked.numel() == buffer.shard_numel:
             return picked
         flat = picked.new_zeros(buffer.shard_numel)
-        done = 0
-        for leaf_range in self.ranges(buffer):
-            flat[leaf_range.start : leaf_range.stop] = picked[done : done + leaf_range.numel]
-            done += leaf_range.numel
+        group_ranges = self.ranges(buffer)
+        parts = picked.split([group_range.numel for group_range in group_ranges])
+        for (_, start, stop), part in zip(group_ranges, parts, strict=True):
+            flat[start:stop] = part
         return flat
 
 
@@ -112,10 +113,8 @@ def group_leaves(
         groups: ``{"paths": [paths or globs of nodes], option: value, ...}`` for each group.
         left_out: paths of leaves that belong to no group, not even to group 0.
     """
-    paths = {leaf.path for _, buffer in trainable_buffers(plan) for leaf in buffer.leaves} - set(
-        left_out
-    )
-    group_of = dict.fromkeys(sorted(paths), 0)
+    trainable_paths = {leaf.path for _, buffer in trainable_buffers(plan) for leaf in buffer.leaves}
+    group_of = dict.fromkeys(sorted(trainable_paths.difference(left_out)), 0)
     options: list[dict[str, Any]] = [{}]
     for group_index, group in enumerate(check_groups(groups), start=1):
         for path in leaves_under(plan, group["paths"], "group path"):
@@ -150,17 +149,17 @@ def leaves_under(plan: Plan, globs: Iterable[str], kind: str) -> list[str]:
     ``kind`` names the globs in error messages. A tied leaf lies under a node if any of its paths
     does.
     """
-    leaves = sorted(plan.leaves, key=lambda leaf: leaf.index)
-    uses = [(leaf.path, *leaf.aliases) for leaf in leaves]
+    leaf_uses = [
+        (leaf.path, *leaf.aliases) for leaf in sorted(plan.leaves, key=lambda leaf: leaf.index)
+    ]
     if isinstance(globs, str | torch.Tensor) or not isinstance(globs, Iterable):
-        match(globs, uses, kind)  # raises the error that says to pass a list
+        match(globs, leaf_uses, kind)  # raises the error that says to pass a list
     # Each glob is matched by itself, because two globs of one group may match nodes of one leaf.
-    chosen = {node for glob in globs for node in match([glob], uses, kind)}
-
+    nodes = {node for glob in globs for node in match([glob], leaf_uses, kind)}
     return [
-        leaf.path
-        for leaf, paths in zip(leaves, uses, strict=True)
-        if any(not chosen.isdisjoint(tree.upwards(path)) for path in paths)
+        uses[0]
+        for uses in leaf_uses
+        if any(not nodes.isdisjoint(tree.upwards(path)) for path in uses)
     ]
 
 

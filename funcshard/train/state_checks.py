@@ -22,7 +22,10 @@ from funcshard._utils import check_number, outline, tree
 from funcshard.train.optimizer_pair import ELEMENTWISE
 
 # What to do about a state that does not fit.
-NEW_STATE = "make a new one with optimizer.init(shards), or keep the optimizer, plan and mesh that this one was made with"
+NEW_STATE = (
+    "make a new one with optimizer.init(shards), or keep the optimizer, plan and mesh that this one "
+    "was made with"
+)
 _PASS_NUMBER = "pass a number, or change the schedule"
 
 # Only the kernel, or the size of the update, depends on these; where it computes does not matter.
@@ -54,29 +57,31 @@ def check_options(cls: type[torch.optim.Optimizer], options: Sequence[Mapping[st
         cls: the class.
         options: the options of all leaves, then the options that each further group overrides.
     """
+    try:
+        signature = inspect.signature(cls)
+    except (TypeError, ValueError):  # a class that does not say what it takes
+        signature = None
     for group_index, group_options in enumerate(options):
-        merged = {**options[0], **group_options}
-        fixed = {name: value for name, value in merged.items() if not callable(value)}
         where = f" of group {group_index}" if group_index else ""
+        merged = {**options[0], **group_options}
         for name, value in merged.items():
             if hasattr(value, "get_last_lr"):
-                scheduler = value.__name__ if isinstance(value, type) else type(value).__name__
+                scheduler = getattr(value, "__name__", type(value).__name__)
                 raise TypeError(
                     f"{name} must be a number, or a function of the number of steps; found "
                     f"{scheduler} of torch, which changes an optimizer of torch: pass "
                     f"{name}=fs.torch_schedule({scheduler}, lr=..., ...)"
                 )
-        for name, value in fixed.items():
-            check_value(name, value, where)
-        try:
-            signature = inspect.signature(cls)
-        except (TypeError, ValueError):  # a class that does not say what it takes
+            if not callable(value):
+                check_value(name, value, where)
+        if signature is None:
             continue
+        schedule_names = {name for name, value in merged.items() if callable(value)}
         try:
             signature.bind(None, **merged)
             # A class checks the values of schedules in each step.
-            if cls in ELEMENTWISE and merged.keys() - fixed <= {"lr", "weight_decay"}:
-                cls([_tiny()], **fixed)
+            if cls in ELEMENTWISE and schedule_names <= {"lr", "weight_decay"}:
+                cls([_tiny()], **{name: merged[name] for name in merged.keys() - schedule_names})
         except (TypeError, ValueError) as error:
             raise type(error)(
                 f"{cls.__name__} does not take the options{where}: {error}; "
@@ -128,13 +133,13 @@ def learn_entries(
         for group in sorted(members):
             merged = {**options[0], **options[group]}
             exact = exact and not any(callable(merged.get(name)) for name in _DECISIVE)
-            options_now = {
+            first_options = {
                 name: value(0) if callable(value) else value
                 for name, value in merged.items()
                 if name not in _IGNORED
             }
             if "lr" in merged:
-                options_now["lr"] = 0.0
+                first_options["lr"] = 0.0
             parameter = _tiny()
             # A class may draw random numbers, and the caller's must not change.
             with (
@@ -143,7 +148,7 @@ def learn_entries(
                 with_plain_factories(),
             ):
                 warnings.simplefilter("ignore")
-                optimizer: Any = cls([parameter], **options_now)
+                optimizer: Any = cls([parameter], **first_options)
                 optimizer.step()
             for name, value in optimizer.state.get(parameter, {}).items():
                 flat[name] = isinstance(value, torch.Tensor) and value.shape == parameter.shape
@@ -200,35 +205,40 @@ def check_entries(
         params: the parameters, for the paths of leaves in the error.
         title: names the optimizer in the error.
     """
-    for leaf_index, (state, size) in enumerate(zip(states, sizes, strict=True)):
-        if known is None or not state:
+    for leaf_index, (leaf_state, size) in enumerate(zip(states, sizes, strict=True)):
+        if known is None or not leaf_state:
             continue
-        fault = _fault(known, state, size, groups or 1)
-        if fault is not None:
-            path = tree.describe(params)[2][leaf_index]
+        fault = _fault(known, leaf_state, size, groups or 1)
+        if fault:
             raise ValueError(
-                f"the state of leaf {path!r} is not one of {title}: {fault}; {NEW_STATE}"
+                f"the state of leaf {tree.paths(params)[leaf_index]!r} is not one of {title}: "
+                f"{fault}; {NEW_STATE}"
             )
         if groups is None:
             return
 
 
-def _fault(known: KnownEntries, state: Mapping[str, Any], size: Any, groups: int) -> str | None:
+def _fault(known: KnownEntries, leaf_state: Mapping[str, Any], size: Any, groups: int) -> str:
     """Return what is wrong with the state of a leaf, if anything."""
-    if state.keys() != known.flat.keys():
-        names = {name for name, value in state.items() if value is not None}
-        if names and (known.exact or not names >= known.flat.keys()) and names != known.flat.keys():
+    if leaf_state.keys() != known.flat.keys():
+        names = {name for name, value in leaf_state.items() if value is not None}
+        # A class that is not torch's may have more entries than after its first step.
+        fits = known.flat.keys() <= names and not known.exact
+        if names and names != known.flat.keys() and not fits:
             return f"it must hold {sorted(known.flat) or 'nothing'}; found {sorted(names)}"
-    for name, value in state.items():
+    for name, value in leaf_state.items():
         if value is None:
             continue
         if known.flat.get(name):
             shape = tuple(value.shape) if isinstance(value, torch.Tensor) else value
             if shape != size:
-                return f"its {name!r} must have shape {tuple(size)}; found {shape}, of another plan or number of ranks"
+                return (
+                    f"its {name!r} must have shape {tuple(size)}; found {shape}, of another plan "
+                    "or number of ranks"
+                )
         elif known.exact and (len(value) if type(value) is tuple else 1) != groups:
             return f"its {name!r} must have a value for each of {groups} groups; found {value!r}"
-    return None
+    return ""
 
 
 def _tiny() -> torch.nn.Parameter:
@@ -249,6 +259,6 @@ def with_plain_factories() -> contextlib.AbstractContextManager[Any]:
         ...     torch.zeros(1).device
         device(type='cpu')
     """
-    # Why only there: the context costs time for each operation.
-    elsewhere = torch.get_default_device().type != "cpu"
-    return torch.device("cpu") if elsewhere else contextlib.nullcontext()
+    if torch.get_default_device().type == "cpu":
+        return contextlib.nullcontext()  # torch's context costs time for each operation
+    return torch.device("cpu")

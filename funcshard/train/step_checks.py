@@ -20,13 +20,14 @@ def texts_of_optimizer(optimizer: Any) -> dict[str, str]:
     """Return the settings of an optimizer by name, as texts that ranks can compare."""
     _, step = optimizer
     if isinstance(step, MuonStep):
-        rest_texts = texts_of_optimizer((None, step.adamw))
-        return (
-            {"the optimizer": "muon"}
-            | {f"{name} of muon": text_of(value) for name, value in sorted(step.options.items())}
-            | {f"the optimizer of leaf {path!r}": "muon" for path in sorted(step.owners.of)}
-            | {f"{name}, for other leaves": text for name, text in rest_texts.items()}
-        )
+        texts = {"the optimizer": "muon"}
+        for name, value in sorted(step.options.items()):
+            texts[f"{name} of muon"] = text_of(value)
+        for path in sorted(step.owners.of):
+            texts[f"the optimizer of leaf {path!r}"] = "muon"
+        for name, text in texts_of_optimizer((None, step.adamw)).items():
+            texts[f"{name}, for other leaves"] = text
+        return texts
     if not isinstance(step, TorchStep):
         return {"the optimizer": text_of(step)}
     texts = {"the optimizer": text_of(step.cls)}
@@ -34,19 +35,23 @@ def texts_of_optimizer(optimizer: Any) -> dict[str, str]:
         where = f" of group {group_index}" if group_index else ""
         for name, value in options.items():
             texts[f"{name}{where} of the optimizer"] = text_of(value)
-    groups = {} if step.layout is None else step.layout.group_of
-    return texts | {f"the group of leaf {path!r}": str(groups[path]) for path in sorted(groups)}
+    if step.layout is not None:
+        for path, group in sorted(step.layout.group_of.items()):
+            texts[f"the group of leaf {path!r}"] = str(group)
+    return texts
 
 
 def check_scaler(scaler: Any) -> None:
     """Raise ``TypeError`` unless ``scaler`` is a ``GradScaler`` of this library, or ``None``."""
-    if scaler is not None and not isinstance(scaler, GradScaler):
-        is_torchs = isinstance(scaler, torch.amp.GradScaler)
-        of_torch = "torch's GradScaler, which keeps its scale to itself"
-        raise TypeError(
-            "scaler must be a funcshard.GradScaler, or None; found "
-            f"{of_torch if is_torchs else outline(scaler)}: pass scaler=fs.GradScaler()"
-        )
+    if scaler is None or isinstance(scaler, GradScaler):
+        return
+    title = outline(scaler)
+    if isinstance(scaler, torch.amp.GradScaler):
+        title = "torch's GradScaler, which keeps its scale to itself"
+    raise TypeError(
+        f"scaler must be a funcshard.GradScaler, or None; found {title}: pass "
+        "scaler=fs.GradScaler()"
+    )
 
 
 def check_loss_fn(loss_fn: Any) -> None:
