@@ -26,7 +26,7 @@ __all__ = ["Peak", "Storages"]
 _PLACES = {
     ("core/buffer_comm.py", "start_gather"): "gather send",
     ("comm/group.py", "all_gather_private"): "gathered",
-    ("core/slices.py", "_slice_of"): "slices",
+    ("core/prefetcher.py", "cut"): "slices",
     ("core/buffer_comm.py", "_start_scatter"): "reduction",
     ("core/buffer_comm.py", "start_reduce"): "reduction",
     ("core/buffer_comm.py", "start_reduce_parts"): "reduction",

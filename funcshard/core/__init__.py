@@ -11,36 +11,27 @@ through them.
   until then keeps units that stay gathered.
 - ``flat_buffer``: a shard to its leaves and back, as two autograd Functions. When the gradients of
   all leaves are complete, backward frees the gathered buffer and calls the reducer.
-- ``slices``: the slices that a few ranks hold of a unit between forward and backward.
 - ``prefetcher``: which units a call gathers, and when: ``pre_forward``, ``pre_backward``. Its
   ``SavedUnit`` keeps autograd from holding a gathered buffer after forward, and gathers the buffer
-  again for backward.
-- ``schedule_learner``: the order of units, which the first call teaches.
+  again for backward. The ``ScheduleLearner`` keeps the order that the first call teaches.
 - ``checks``: errors for shards that do not fit a plan.
 - ``dtensor_leaves``: leaves that the model uses as DTensors, and autograd's saved DTensors.
-- ``selective_checkpoint``: hides a unit's gathers and views from torch's selective checkpoints.
 - ``checksum``: whether ranks that each pass full leaves pass the same ones.
 - ``unit``: ``Unshard``, which ``unshard`` and ``reshard`` of ``combinators`` return, gathers a
   unit; ``Gathered`` runs a function of its leaves inside all that, or several modules of a group.
   After forward nothing refers to the gathered buffer, so Python frees it.
-  ``unshard_handle``: a gather that a forward by hand starts early. Skip it at first.
-- ``axis_comm``: one collective along mesh axes, and its adjoint.
-- ``collective_function``: the autograd Function of collectives on tensors that are not units.
+- ``plain_collectives``: collectives along mesh axes and their adjoints, without autograd.
 - ``collectives``: ``psum``, ``all_gather`` and others, differentiable, along named axes.
-- ``plain_collectives``: two without autograd.
 - ``sharding``: ``shard`` and ``gather``, the whole tree to shards and back.
 - ``shard_broadcast``: values that all ranks hold, for arithmetic on shards.
 - ``objects``: ``broadcast_object``, a small value of one rank for all ranks.
-- ``whole_leaves``: leaves that are slices of whole tensors.
-- ``gradients``: ``value_and_grad``; the mean over ranks is taken here. ``accumulation``:
-  ``accumulate``, the same for several micro-batches. ``gradient_options``: the options
-  of both. ``grad_hooks``: functions of the user that see gradients on the way. ``recompute``:
-  ``remat``.
+- ``gradients``: ``value_and_grad`` and ``accumulate``; the mean over ranks is taken here.
+  ``accumulation``: how a batch is split. ``gradient_options``: their options, and functions of the
+  user that see gradients on the way. ``recompute``: ``remat``.
 """
 
 from __future__ import annotations
 
-from funcshard.core.accumulation import accumulate, accumulating_function
 from funcshard.core.buffer_comm import BufferComm, start_gather, start_reduce
 from funcshard.core.checks import (
     can_cast,
@@ -65,11 +56,12 @@ from funcshard.core.collectives import (
 )
 from funcshard.core.combinators import reshard, unit_comms, unshard, unshard_with
 from funcshard.core.flat_buffer import views
-from funcshard.core.grad_hooks import OnGrads, OnReduceScattered
 from funcshard.core.grad_reducer import GradReducer, activate, current_reducer
-from funcshard.core.gradient_options import GradientOptions
+from funcshard.core.gradient_options import GradientOptions, OnGrads, OnReduceScattered
 from funcshard.core.gradients import (
     GradientFunction,
+    accumulate,
+    accumulating_function,
     check_callable,
     check_weight,
     detached,
@@ -78,10 +70,15 @@ from funcshard.core.gradients import (
     value_and_grad,
 )
 from funcshard.core.objects import broadcast_object
-from funcshard.core.plain_collectives import all_gather_flat, all_reduce_flat
-from funcshard.core.prefetcher import Handles, Prefetcher, current_unit, hooks_allowed
+from funcshard.core.plain_collectives import (
+    all_gather_flat,
+    all_reduce_flat,
+    broadcast,
+    join_slices,
+    slice_from_rank,
+)
+from funcshard.core.prefetcher import Prefetcher, ScheduleLearner, current_unit, hooks_allowed
 from funcshard.core.recompute import remat
-from funcshard.core.schedule_learner import ScheduleLearner
 from funcshard.core.shard_broadcast import broadcast_to_shards
 from funcshard.core.sharding import (
     Shards,
@@ -106,10 +103,9 @@ from funcshard.core.unit import (
     run_in_full_precision,
     start_unit,
 )
-from funcshard.core.whole_leaves import broadcast, join_slices, slice_from_rank
 
 __all__ = [
-    "BufferComm", "Gathered", "GradReducer", "GradientFunction", "GradientOptions", "Handles", "LeafChecksums",
+    "BufferComm", "Gathered", "GradReducer", "GradientFunction", "GradientOptions", "LeafChecksums",
     "OnGrads", "OnReduceScattered", "Prefetcher", "RecomputeParams", "ScheduleLearner", "Shards", "Unshard",
     "accumulate", "accumulating_function", "activate", "all_gather", "all_gather_flat", "all_reduce_flat",
     "all_to_all", "axis_index", "broadcast", "broadcast_object", "broadcast_to_shards", "can_cast", "cast_inputs",

@@ -26,11 +26,9 @@ from typing import Any, TypeVar
 
 from funcshard._utils import BasisLoop, basis_loops, transform_level, unwrapped_bytes
 from funcshard.comm import all_gather_texts
-from funcshard.core.axis_comm import AxisComm, SumComm
 from funcshard.core.buffer_comm import BufferComm
 
 T = TypeVar("T")
-Comm = TypeVar("Comm", BufferComm, AxisComm, SumComm)
 
 Loops = Mapping[int, BasisLoop]  # by the level of the loop's transform
 
@@ -61,26 +59,32 @@ def within(loops: Loops) -> Iterator[None]:
 
 def below_transforms(f: Callable[..., T], *args: Any) -> T:
     """Return ``f(*args)``, computed below all transforms of the callers, with levels from 0."""
-    with within({level: loop for level, loop in _known.get().items() if level == 0}):
+    with within(below(_known.get(), 1)):
         return f(*args)
+
+
+def below(loops: Loops, level: int) -> Loops:
+    """Return the loops around the transform at ``level``."""
+    return {loop_level: loop for loop_level, loop in loops.items() if loop_level < level}
 
 
 @contextlib.contextmanager
 def acting_for(loop: BasisLoop | None, level: int) -> Iterator[None]:
     """Take the transform that will run at ``level`` as part of ``loop``, or of no loop."""
-    loops = {
-        level_index: basis_loop
-        for level_index, basis_loop in _known.get().items()
-        if level_index < level
-    }
-    with within(loops if loop is None else {**loops, level: loop}):
+    own_loop = {} if loop is None else {level: loop}
+    with within({**below(_known.get(), level), **own_loop}):
         yield
 
 
-def noted(comm: Comm) -> tuple[Comm, BasisLoop | None]:
-    """Return ``comm`` with the loops that run here, and the one at the level of this transform."""
+def noted(comm: Any) -> tuple[Any, BasisLoop | None]:
+    """Return ``comm`` with the loops that run here, and the one at the level of this transform.
+
+    ``comm`` is a ``BufferComm`` or an ``AxisComm``.
+    """
     loops = {**comm.loops, **current_loops()}
-    return dataclasses.replace(comm, loops=loops) if loops else comm, loops.get(transform_level())
+    if not loops:
+        return comm, None
+    return dataclasses.replace(comm, loops=loops), loops.get(transform_level())
 
 
 def noted_outer(comm: BufferComm) -> BufferComm:
@@ -102,7 +106,7 @@ def refuse_cut(comm: BufferComm, loop: BasisLoop | None, vector: str) -> None:
         return
     place, index = _unit(comm), "k"
     if vector == "row":
-        place, index = f"the gradient of {_unit(comm)}", "i"
+        place, index = f"the gradient of {place}", "i"
     raise RuntimeError(
         f"{_caller(loop)} would mix {vector}s at {place}, cut over {comm.mesh.shard.size} ranks: "
         "every rank takes the unit vectors of its own slice at the same time, so "
@@ -131,20 +135,19 @@ def refuse_mixed_sum(comm: BufferComm, loop: BasisLoop | None) -> None:
         )
 
 
-def refuse_mixed_ranks(comm: AxisComm | SumComm, loop: BasisLoop | None) -> None:
+def refuse_mixed_ranks(comm: Any, loop: BasisLoop | None) -> None:
     """Raise if ``psum`` or the like would mix derivatives along unit vectors of several ranks."""
     if loop is None or comm.ranks == 1:
         return
-    name = "psum" if isinstance(comm, SumComm) else comm.title
-    column_kind, of, call = (
-        ("columns", "arguments", "jvp") if loop.arguments else ("rows", "outputs", "vjp")
-    )
+    vectors, source, call = "rows", "outputs", "vjp"
+    if loop.arguments:
+        vectors, source, call = "columns", "arguments", "jvp"
     raise RuntimeError(
-        f"{_caller(loop)} would mix {column_kind} at {comm.title} on {comm.ranks} ranks: every rank takes "
-        f"the unit vectors of its own {of} at the same time, and {name} would "
-        f"{'add' if name == 'psum' else 'mix'} the derivatives along them; take "
-        f"{name if name == 'psum' else 'it'} of the transform's result, call torch.func.grad if "
-        f"the function returns one number, or torch.func.{call} with vectors of your own"
+        f"{_caller(loop)} would mix {vectors} at {comm.title} on {comm.ranks} ranks: every rank "
+        f"takes the unit vectors of its own {source} at the same time, and the collective would "
+        "mix the derivatives along them; take the collective of the transform's result, call "
+        "torch.func.grad if the function returns one number, or "
+        f"torch.func.{call} with vectors of your own"
     )
 
 

@@ -8,8 +8,7 @@ start a collective and return a handle; the handle waits, and returns the result
 from __future__ import annotations
 
 import dataclasses
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,11 +31,23 @@ from funcshard.comm import (
     current_recording,
     in_graph,
 )
-from funcshard.plan import BufferPlan, Cast, Event, UnitPlan, dtype_name, dtype_of, emit, recording
+from funcshard.plan import (
+    BufferPlan,
+    Cast,
+    Event,
+    LeafSpec,
+    UnitPlan,
+    dtype_name,
+    dtype_of,
+    emit,
+    recording,
+)
 
-_log = logging.getLogger("funcshard.comm")
+# Size, stride and offset of each leaf in its flat buffer.
+LeafViews = tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
 
 _AS_IS = CommDtypes()
+_NO_LEAVES = BufferPlan("", "float32", False, (), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +62,11 @@ class BufferComm:
         offload: whether shards live on the CPU, and gathered buffers on the mesh's device.
         label: the name of the buffer in errors; by default made of buffer and unit.
         own: whether functions of ``with_collectives`` carry the data, if the mesh has any.
+        plan: the leaves in the buffer; none for data of no unit.
         loops: torch's loops over unit vectors that the collectives are part of; see ``basis``.
         moved: whether shards and gathered buffers are on different devices.
         copied: whether a gathered buffer takes memory besides the shard's.
+        leaf_views: where each leaf lies in the gathered buffer.
     """
 
     topology: Topology
@@ -63,37 +76,46 @@ class BufferComm:
     offload: bool = False
     label: str = field(default="", compare=False)
     own: bool = False
+    plan: BufferPlan = field(default=_NO_LEAVES, compare=False)
     loops: Mapping[int, BasisLoop] = field(default_factory=dict, compare=False)
     moved: bool = field(init=False, compare=False)
     copied: bool = field(init=False, compare=False)
+    leaf_views: LeafViews = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        dtypes = self.dtypes
-        if not self.label and self.unit is not None:
-            object.__setattr__(
-                self, "label", f"buffer {self.buffer!r} of unit {self.unit or '(root)'!r}"
-            )
-        moved = self.offload and self.topology.mesh.device.type != "cpu"
-        cast = dtypes.gathered != dtypes.shard or dtypes.cast is not None
-        object.__setattr__(self, "moved", moved)
-        object.__setattr__(self, "copied", self.topology.cut or moved or cast)
+        # Why here: every gather asks for these.
+        label, dtypes = self.label, self.dtypes
+        if self.unit is not None:
+            label = label or f"buffer {self.buffer!r} of unit {self.unit or '(root)'!r}"
+        is_moved = self.offload and self.topology.mesh.device.type != "cpu"
+        is_cast = dtypes.gathered != dtypes.shard or dtypes.cast is not None
+        object.__setattr__(self, "label", label)
+        object.__setattr__(self, "moved", is_moved)
+        object.__setattr__(self, "copied", self.topology.cut or is_moved or is_cast)
+        object.__setattr__(self, "leaf_views", tuple(map(_leaf_view, self.plan.leaves)))
 
     @classmethod
     def of(
         cls, mesh: Mesh, unit: UnitPlan, buffer: BufferPlan, cast: Cast | None = None
     ) -> BufferComm:
         """Return the communication of one buffer of a unit."""
-        keeps = unit.precision is not None and unit.precision.keep_low_precision_grads
-        divided = unit.precision is not None and unit.precision.divide_before_reduce
-        own_dtypes = (
-            dtype_of(buffer.dtype),
-            unit.gathered_dtype(buffer),
-            unit.reduced_dtype(buffer),
+        precision = unit.precision
+        dtypes = CommDtypes(
+            shard=dtype_of(buffer.dtype),
+            gathered=unit.gathered_dtype(buffer),
+            reduced=unit.reduced_dtype(buffer),
+            keeps_reduced=precision is not None and precision.keep_low_precision_grads,
+            cast=cast,
+            divided=precision is not None and precision.divide_before_reduce,
         )
-        dtypes = CommDtypes(*own_dtypes, keeps, cast, divided)
-        users = any(isinstance(group, CustomGroup) for _, group in mesh.axes)
         return cls(
-            Topology.of(buffer, unit, mesh), unit.name, buffer.key, dtypes, unit.offload, own=users
+            Topology.of(buffer, unit, mesh),
+            unit=unit.name,
+            buffer=buffer.key,
+            dtypes=dtypes,
+            offload=unit.offload,
+            own=any(isinstance(group, CustomGroup) for _, group in mesh.axes),
+            plan=buffer,
         )
 
     @property
@@ -104,7 +126,9 @@ class BufferComm:
     @property
     def title(self) -> str:
         """The collectives of the buffer as errors name them."""
-        return "psum" if self.unit is None else f"the collectives of unit {self.unit or '(root)'!r}"
+        if self.unit is None:
+            return "psum or pmean"
+        return f"the collectives of unit {self.unit or '(root)'!r}"
 
     @property
     def plain(self) -> BufferComm:
@@ -114,6 +138,14 @@ class BufferComm:
         return dataclasses.replace(
             self, dtypes=dataclasses.replace(self.dtypes, cast=None), own=False
         )
+
+
+def _leaf_view(leaf: LeafSpec) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Return size, stride and offset of a leaf in its flat buffer."""
+    strides = [1]
+    for size in reversed(leaf.shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return leaf.shape, tuple(reversed(strides[: len(leaf.shape)])), leaf.offset
 
 
 # --- offload --------------------------------------------------------------------------------------
@@ -212,7 +244,8 @@ class AllGatherHandle:
             full, cast = self.work.wait(), self.comm.dtypes.cast
             if cast is not None:
                 full = self._cast(full, cast)
-            if not self.shared:
+            # Why not an uncopied one: it is the shard itself, which nobody may write to anyway.
+            if not self.shared or not self.comm.copied:
                 return full
             self.full = full
             self.writes = 0 if full.is_inference() else version(full)
@@ -225,13 +258,12 @@ class AllGatherHandle:
     def _cast(self, sent: torch.Tensor, cast: Cast) -> torch.Tensor:
         """Return the buffer that the user's ``cast`` makes of what the ranks sent."""
         comm, gathered_dtype = self.comm, self.comm.dtypes.gathered
-        ranks = comm.mesh.shard.size if comm.topology.cut else 1
-        full = cast.post_all_gather(sent.view(ranks, -1))
+        full = cast.post_all_gather(sent.view(comm.plan.shards, -1))
         if full.ndim != 1 or full.numel() < self.numel or full.dtype != gathered_dtype:
             raise ValueError(
-                f"the cast of buffer {comm.buffer!r} of unit {comm.unit or '(root)'!r} must return, "
-                f"after gathering, a 1-D tensor of {self.numel} elements and {gathered_dtype}, its "
-                f"param_dtype; found {tuple(full.shape)} and {full.dtype}"
+                f"the cast of {comm.label} must return, after gathering, a 1-D tensor of "
+                f"{self.numel} elements and {gathered_dtype}, its param_dtype; found "
+                f"{tuple(full.shape)} and {full.dtype}"
             )
         return full[: self.numel]
 
@@ -247,42 +279,45 @@ def start_gather(
         read_only: whether the gathered buffer will only be read; other ranks may share its memory.
         last: whether to gather along the last dim: ``[..., n]`` into ``[..., n * ranks]``.
     """
-    sent, dtypes, mesh = shard, comm.dtypes, comm.topology.mesh
+    dtypes = comm.dtypes
+    sent, copied = shard, DONE  # type: tuple[torch.Tensor, Work]
     if dtypes.cast is not None:
         sent = dtypes.cast.pre_all_gather(shard)
         if not isinstance(sent, torch.Tensor) or sent.ndim != 1:
-            shape_text = (
-                tuple(sent.shape) if isinstance(sent, torch.Tensor) else type(sent).__name__
-            )
+            shape_text = getattr(sent, "shape", type(sent).__name__)
             raise ValueError(
-                f"the cast of buffer {comm.buffer!r} of unit {comm.unit or '(root)'!r} must "
-                f"return, before gathering, a 1-D tensor, the data to send; found {shape_text}"
+                f"the cast of {comm.label} must return, before gathering, a 1-D tensor, the data "
+                f"to send; found {shape_text}"
             )
-    copied: Work = DONE
     # Why before the conversion: the shard is in pinned memory, and the device is faster.
     if comm.moved:
-        sent, copied = _to_device(sent, mesh.device)
+        sent, copied = _to_device(sent, comm.topology.mesh.device)
     if dtypes.cast is None and dtypes.gathered is not dtypes.shard:
         sent = sent.to(dtypes.gathered)
     if not comm.topology.cut:
         return AllGatherHandle(PrivateAllGatherWork(sent), comm, shard.shape[0], copied)
-    group = live_group(mesh.shard, "shard", sent, comm)
+    ranks = comm.topology.mesh.shard.size
+    group = recorded_group("all_gather", comm, "shard", sent, sent.numel() * ranks)
     sent = sent.contiguous()
-    _record("all_gather", comm, sent, "shard", group, group.size)
-    if (
-        comm.own
-        and isinstance(group, CustomGroup)
-        and group.own_all_gather is not None
-        and sent.ndim == 1
-    ):
+    is_flat = sent.ndim == 1
+    if is_flat and comm.own and isinstance(group, CustomGroup) and group.own_all_gather is not None:
         work: AllGatherWork = group.start_all_gather(sent, comm.label)
-    elif read_only and (last or sent.ndim == 1) and dtypes.cast is None:
+    elif read_only and (last or is_flat) and dtypes.cast is None:
         work = group.all_gather_shared(sent, label=comm.label)
     elif last:
         work = all_gather_last(group, sent, label=comm.label)
     else:
         work = all_gather_private(group, sent, label=comm.label)
-    return AllGatherHandle(work, comm, shard.shape[0] * group.size, copied)
+    return AllGatherHandle(work, comm, shard.shape[0] * ranks, copied)
+
+
+# What an all-gather reads: this rank's shard, or its slice, and how that is communicated.
+GatherSource = tuple[torch.Tensor, BufferComm]
+
+
+def start_gathers(sources: Iterable[GatherSource]) -> list[AllGatherHandle]:
+    """Start to gather the buffers of a unit, which are only to be read."""
+    return [start_gather(*source, read_only=True) for source in sources]
 
 
 # --- reduce-scatter and all-reduce ----------------------------------------------------------------
@@ -317,10 +352,9 @@ class ReduceHandle:
         """Wait for the first axis, reduce over the rest; return the sum in the shard's dtype."""
         self.work.wait()
         comm = self.comm
-        for axis, group in comm.topology.repeated[0 if comm.topology.cut else 1 :]:
-            group = live_group(group, axis, self.out, comm)
-            _record("all_reduce", comm, self.out, axis, group)
-            _start_all_reduce(self.out, comm, group).wait()
+        # Without a reduce-scatter, the first of these axes is the one that was reduced already.
+        for axis, _ in comm.topology.repeated[not comm.topology.cut :]:
+            _start_all_reduce(self.out, comm, axis).wait()
         out = _in_shard_dtype(self.out, comm)
         if not comm.moved:
             return out
@@ -330,9 +364,10 @@ class ReduceHandle:
 
 
 def _in_shard_dtype(out: torch.Tensor, comm: BufferComm) -> torch.Tensor:
-    return (
-        out if comm.dtypes.keeps_reduced or comm.dtypes.shard is None else out.to(comm.dtypes.shard)
-    )
+    dtypes = comm.dtypes
+    if dtypes.keeps_reduced or dtypes.shard is None:
+        return out
+    return out.to(dtypes.shard)
 
 
 def start_reduce(full: torch.Tensor, comm: BufferComm, *, donated: bool = False) -> ReduceHandle:
@@ -356,11 +391,9 @@ def start_reduce(full: torch.Tensor, comm: BufferComm, *, donated: bool = False)
             return ReduceHandle(full, DONE, comm)
         full = _in_shard_dtype(full, comm)
         return ReduceHandle(full, DONE, comm, _to_host(full))
-    axis, group = topology.repeated[0]
-    group = live_group(group, axis, full, comm)
-    out = full if donated else full.clone()
-    _record("all_reduce", comm, out, axis, group)
-    return ReduceHandle(out, _start_all_reduce(out, comm, group), comm)
+    if not donated:
+        full = full.clone()
+    return ReduceHandle(full, _start_all_reduce(full, comm, topology.repeated[0][0]), comm)
 
 
 def start_reduce_parts(parts: Sequence[torch.Tensor], comm: BufferComm) -> ReduceHandle:
@@ -370,9 +403,8 @@ def start_reduce_parts(parts: Sequence[torch.Tensor], comm: BufferComm) -> Reduc
     """
     if not comm.topology.cut or len(parts) == 1:
         return start_reduce(concatenate(parts), comm, donated=True)
-    return start_scatter(
-        parts, (sum(part.numel() for part in parts) // comm.mesh.shard.size,), comm
-    )
+    shard_numel = sum(part.numel() for part in parts) // comm.mesh.shard.size
+    return start_scatter(parts, (shard_numel,), comm)
 
 
 def start_scatter(
@@ -382,84 +414,56 @@ def start_scatter(
 
     Several parts are only read.
     """
-    group = live_group(comm.topology.mesh.shard, "shard", parts[0], comm)
     out = parts[0].new_empty(shape, dtype=comm.dtypes.reduced or parts[0].dtype)
-    _record("reduce_scatter", comm, out, "shard", group, group.size)
+    numel = out.numel() * comm.topology.mesh.shard.size
+    group = recorded_group("reduce_scatter", comm, "shard", out, numel)
     if comm.own and isinstance(group, CustomGroup) and out.ndim == 1:
         return ReduceHandle(out, group.start_reduce_scatter(out, parts, comm.label), comm)
     return ReduceHandle(out, group.reduce_scatter(out, parts, label=comm.label), comm)
 
 
-def _start_all_reduce(tensor: torch.Tensor, comm: BufferComm, group: Group) -> Work:
+def _start_all_reduce(tensor: torch.Tensor, comm: BufferComm, axis: str) -> Work:
+    group = recorded_group("all_reduce", comm, axis, tensor, tensor.numel())
     if comm.own and isinstance(group, CustomGroup) and tensor.ndim == 1:
         return group.start_all_reduce(tensor, comm.label)
     return group.all_reduce(tensor, label=comm.label)
 
 
-# The source of one buffer's all-gather: this rank's shard and its communication, or None.
-GatherSource = tuple[torch.Tensor, BufferComm] | None
-
-
-def start_gathers(sources: Sequence[GatherSource]) -> list[AllGatherHandle | None]:
-    """Start to gather the buffers of a unit, which are only to be read."""
-    return [source and start_gather(*source, read_only=True) for source in sources]
-
-
 # --- records and refusals -------------------------------------------------------------------------
 
 
-def live_group(
-    group: Group,
-    axis: str,
-    tensor: torch.Tensor,
-    comm: Any,
-) -> Group:
-    """Return the group that runs a collective of ``tensor``, or records it for ``fs.trace``.
+def recorded_group(kind: str, comm: Any, axis: str, tensor: torch.Tensor, numel: int) -> Group:
+    """Return the ranks that run a collective now, and record it.
 
     Arguments:
-        group: the ranks along an axis.
-        axis: name of the axis.
-        tensor: the data.
+        kind: the collective, as events name it.
         comm: the ``BufferComm`` or ``AxisComm``.
+        axis: name of the axis.
+        tensor: the data, or memory for the result.
+        numel: number of elements that the event counts; without any, no data moves.
 
     Raises:
         RuntimeError: make_fx records here without ``fs.trace``, or the old ``vmap`` batches;
             neither sees a collective.
     """
+    group: Group = comm.mesh.groups[axis]
     if recording_graph():
         # Why: the graph would hold the memory that a collective writes into, without the
         # collective.
         if current_recording() is None:
             raise RuntimeError(
                 "make_fx, which torch.func.linearize uses, records tensor operations only, and "
-                f"would leave out {_what(comm)}: call torch.func.jvp(f, primals, tangents) for "
-                "each tangent instead"
+                f"would leave out {comm.title} on {comm.mesh.world_size} ranks: call "
+                "torch.func.jvp(f, primals, tangents) for each tangent instead"
             )
-        return in_graph(group, axis, comm.unit, comm.buffer)
-    if is_legacy_batched(tensor):
+        group = in_graph(group, axis, comm.unit, comm.buffer)
+    elif is_legacy_batched(tensor):
         raise RuntimeError(
             "is_grads_batched=True, which torch.autograd.functional uses for vectorize=True, "
-            f"cannot batch {_what(comm)}: use torch.vmap over the cotangents of torch.func.vjp; "
-            "docs/transforms.md, 'Columns', says which make a matrix"
+            f"cannot batch {comm.title} on {comm.mesh.world_size} ranks: use torch.vmap over the "
+            "cotangents of torch.func.vjp; docs/transforms.md, 'Columns', says which make a matrix"
         )
+    if numel and recording():
+        sent_bytes, dtype = numel * tensor.element_size(), dtype_name(tensor.dtype)
+        emit(Event(kind, comm.unit, comm.buffer, dtype, sent_bytes, axis, group.size))
     return group
-
-
-def _what(comm: Any) -> str:
-    return f"{comm.title} on {comm.mesh.world_size} ranks"
-
-
-def _record(
-    kind: str, comm: BufferComm, whole: torch.Tensor, axis: str, group: Group, times: int = 1
-) -> None:
-    if recording():
-        record_event(kind, comm, whole, whole.numel() * times, axis, group)
-
-
-def record_event(
-    kind: str, comm: Any, tensor: torch.Tensor, numel: int, axis: str, group: Group
-) -> None:
-    """Record a collective of ``numel`` elements like those of ``tensor``, if any data moves."""
-    size = numel * tensor.element_size()
-    if size:
-        emit(Event(kind, comm.unit, comm.buffer, dtype_name(tensor.dtype), size, axis, group.size))

@@ -4,7 +4,7 @@ Each is differentiable any number of times, forwards and backwards, and under ``
 is the exact adjoint: that of a sum over ranks adds the gradients of all ranks, that of an
 all-gather is ``psum_scatter``, and that of an exchange sends everything back.
 
-All of them are made of the autograd Function in ``collective_function``.
+All of them are made of one autograd Function, ``Collective``.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from funcshard._utils import check_flag, tree, untraced
+from funcshard._utils import check_flag, signed, transforms_active, tree, unseen, untraced
 from funcshard.comm import Mesh, Topology
-from funcshard.core.axis_comm import AxisComm, SumComm
-from funcshard.core.buffer_comm import BufferComm
-from funcshard.core.collective_function import Collective
-from funcshard.core.grad_reducer import note_collective
+from funcshard.core.basis import noted, refuse_mixed_ranks
+from funcshard.core.grad_reducer import current_reducer, note_collective
+from funcshard.core.plain_collectives import AxisComm, SumComm
 from funcshard.plan import AXES, position_of
 
 T = TypeVar("T")
@@ -69,9 +68,12 @@ def psum(x: T, mesh: Mesh, *, axis: Axis = None) -> T:
     note_collective(mesh)
     leaves, unflatten = tree.flatten(x)
     paths = [""] if leaves and leaves[0] is x else tree.paths(x)
-    comms = [BufferComm(Topology(mesh, False, local), label=path) for path in paths]
+    topology = Topology(mesh, False, local)
     total: T = unflatten(
-        [Collective.apply(leaf, SumComm(comm)) for leaf, comm in zip(leaves, comms, strict=True)]
+        [
+            Collective.apply(leaf, SumComm(topology, label=path))
+            for leaf, path in zip(leaves, paths, strict=True)
+        ]
     )
     return total
 
@@ -276,11 +278,17 @@ def all_to_all(
         rows = _split("all_to_all", leaf, place, math.prod(sizes), tiled)
         row_shape = rows.shape[1:]
         rows = rows.reshape(*sizes, *row_shape)
-        for number, (name, size) in enumerate(zip(names, sizes, strict=True)):
+        for dim_index, (name, size) in enumerate(zip(names, sizes, strict=True)):
             comm = AxisComm(
-                "exchange", mesh, name, "all_to_all", (1,) * size, (1,) * size, size - 1
+                kind="all_to_all",
+                mesh=mesh,
+                axis=name,
+                name="all_to_all",
+                send=(1,) * size,
+                receive=(1,) * size,
+                busiest=size - 1,
             )
-            rows = Collective.apply(rows.movedim(number, 0), comm).movedim(0, number)
+            rows = Collective.apply(rows.movedim(dim_index, 0), comm).movedim(0, dim_index)
         return _join(rows.reshape(math.prod(sizes), *row_shape), target, tiled)
 
     return _mapped("all_to_all", x, mesh, exchanged, axis)
@@ -317,18 +325,20 @@ def ppermute(x: T, mesh: Mesh, perm: Iterable[tuple[int, int]], *, axis: Axis = 
     names = _names(mesh, axis)
     sizes = {name: mesh.groups[name].size for name in names}
     place = lambda index: tuple(position_of(index, sizes).values())  # noqa: E731
-    numbers = _pairs(perm, math.prod(sizes.values()), names)
-    pairs = [(place(source), place(target)) for source, target in numbers]
+    index_pairs = _pairs(perm, math.prod(sizes.values()), names)
+    pairs = [(place(source), place(target)) for source, target in index_pairs]
     # Why in words: ranks with different pairs would wait for data that no rank sends. The words are
     # part of the collective's label, which has to be the same on every rank.
-    pairs_text = str(sorted(numbers))
-    detail = (
-        f" by {pairs_text}"
-        if len(pairs_text) < 60
-        else f" by {pairs_text[:40]}... (checksum {zlib.crc32(pairs_text.encode()):08x})"
-    )
+    pairs_text = str(sorted(index_pairs))
+    if len(pairs_text) >= 60:
+        checksum = zlib.crc32(pairs_text.encode())
+        pairs_text = f"{pairs_text[:40]}... (checksum {checksum:08x})"
     return _mapped(
-        "ppermute", x, mesh, lambda leaf, _: _permuted(leaf, mesh, names, pairs, detail), axis
+        "ppermute",
+        x,
+        mesh,
+        lambda leaf, _: _permuted(leaf, mesh, names, pairs, f"ppermute by {pairs_text}"),
+        axis,
     )
 
 
@@ -359,6 +369,42 @@ def axis_index(mesh: Mesh, *, axis: Axis = None) -> int:
 # --- one leaf -------------------------------------------------------------------------------------
 
 
+class Collective(torch.autograd.Function):
+    """``Collective.apply(tensor, comm)``: return the result of the collective on this rank.
+
+    The adjoint is the same Function with ``comm.adjoint``, so it can be differentiated any number
+    of times, forwards and backwards, and under ``vmap``.
+    """
+
+    @staticmethod
+    @signed
+    @unseen
+    def forward(tensor: torch.Tensor, comm: AxisComm | SumComm) -> Any:
+        return comm.run(tensor)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.comm, ctx.loop = inputs[1], None
+        # Within value_and_grad no loop over unit vectors runs, unless a transform does.
+        if transforms_active() or (ctx.needs_input_grad[0] and current_reducer() is None):
+            ctx.comm, ctx.loop = noted(ctx.comm)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        refuse_mixed_ranks(ctx.comm, ctx.loop)
+        return Collective.apply(grad, ctx.comm.adjoint), None
+
+    @staticmethod
+    def jvp(ctx: Any, tensor: torch.Tensor, *_: None) -> Any:
+        refuse_mixed_ranks(ctx.comm, ctx.loop)
+        return Collective.apply(tensor, ctx.comm)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, tensor: torch.Tensor, comm: AxisComm | SumComm) -> Any:
+        out = Collective.apply(tensor.movedim(in_dims[0], -1), comm)
+        return out, out.ndim - 1
+
+
 def _gather(leaf: torch.Tensor, mesh: Mesh, names: tuple[str, ...], caller: str) -> torch.Tensor:
     """Return the tensors of all ranks along the axes, stacked along a new dim 0."""
     shape = leaf.shape
@@ -372,7 +418,7 @@ def _permuted(
     mesh: Mesh,
     names: tuple[str, ...],
     pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
-    detail: str,
+    label: str,
 ) -> torch.Tensor:
     """Send a tensor along one axis after another, until it has its target's index along all.
 
@@ -380,39 +426,40 @@ def _permuted(
     """
     own_position = tuple(mesh.groups[name].rank for name in names)
     # Under way a rank may hold several tensors, or none: the pairs of those, and their rows.
-    held = [pair for pair in pairs if pair[0] == own_position]
-    rows, moved = leaf.unsqueeze(0)[: len(held)], False
-    for number, name in enumerate(names):
-        # The pairs whose tensors the ranks along this axis hold now.
-        others = (own_position[:number], own_position[number + 1 :])
-        line = [
-            (source, target)
-            for source, target in pairs
-            if (target[:number], source[number + 1 :]) == others
-        ]
-        sent = Counter(
-            source[number] for source, target in line if source[number] != target[number]
-        )
-        if not sent:
+    held_pairs = [pair for pair in pairs if pair[0] == own_position]
+    rows, moved = leaf.unsqueeze(0)[: len(held_pairs)], False
+    for i, name in enumerate(names):
+        # The pairs whose tensors the ranks along this axis hold now: they have their target's
+        # indices along earlier axes, and their source's along later ones.
+        neighbours = own_position[:i], own_position[i + 1 :]
+        line = [pair for pair in pairs if (pair[1][:i], pair[0][i + 1 :]) == neighbours]
+        moves = [(source[i], target[i]) for source, target in line if source[i] != target[i]]
+        if not moves:
             continue  # every rank along the axis sees that nothing moves
-        received = Counter(
-            target[number] for source, target in line if source[number] != target[number]
-        )
-        own_line = [
-            (source, target) for source, target in line if target[number] == own_position[number]
-        ]
         # The rows that are sent lie in the order of targets, and those received in that of sources.
-        order = sorted(range(len(held)), key=lambda i: (held[i][1][number], held[i]))
-        own_line.sort(key=lambda pair: (pair[0][number], pair))
+        order = sorted(
+            range(len(held_pairs)), key=lambda row: (held_pairs[row][1][i], held_pairs[row])
+        )
+        if order != list(range(len(order))):
+            rows = torch.stack([rows[row] for row in order])
+        received_pairs = [pair for pair in line if pair[1][i] == own_position[i]]
+        received_pairs.sort(key=lambda pair: (pair[0][i], pair))
         ranks = range(mesh.groups[name].size)
-        send = tuple(sum(target[number] == rank for _, target in held) for rank in ranks)
-        receive = tuple(sum(source[number] == rank for source, _ in own_line) for rank in ranks)
-        rows = rows if order == list(range(len(order))) else torch.stack([rows[i] for i in order])
-        busiest = max(*sent.values(), *received.values())
-        comm = AxisComm("exchange", mesh, name, "ppermute", send, receive, busiest, detail)
+        sent_counts = Counter(target[i] for _, target in held_pairs)
+        received_counts = Counter(source[i] for source, _ in received_pairs)
+        busiest = max(max(Counter(ends).values()) for ends in zip(*moves, strict=True))
+        comm = AxisComm(
+            kind="ppermute",
+            mesh=mesh,
+            axis=name,
+            name=label,
+            send=tuple([sent_counts[rank] for rank in ranks]),
+            receive=tuple([received_counts[rank] for rank in ranks]),
+            busiest=busiest,
+        )
         rows = Collective.apply(rows, comm)
-        held, moved = own_line, True
-    if held:
+        held_pairs, moved = received_pairs, True
+    if held_pairs:
         return rows[0] if moved else rows[0].clone()
     # Why a sum, of no rows: a rank that receives zeros takes part in the backward too.
     return rows.sum(0, dtype=rows.dtype)
@@ -421,16 +468,15 @@ def _permuted(
 def _split(caller: str, leaf: torch.Tensor, dim: int, ranks: int, tiled: bool) -> torch.Tensor:
     """Return the slices of ``leaf`` along ``dim``, one for each rank, stacked along dim 0."""
     size = leaf.shape[dim]
+    rule, remedy = f"a multiple of the {ranks} ranks", "pad it"
+    if not tiled:
+        rule = f"as large as the number of ranks, {ranks}"
+        if size % ranks == 0:
+            remedy = "pass tiled=True"
     if size % ranks or not (tiled or size == ranks):
-        rule = (
-            f"a multiple of the {ranks} ranks"
-            if tiled
-            else f"as large as the number of ranks, {ranks}"
-        )
         raise ValueError(
             f"{caller} cuts dim {dim} of its tensor into one slice for each rank, so it must be "
-            f"{rule}; found the shape {tuple(leaf.shape)}: pad it"
-            + ("" if tiled or size % ranks else ", or pass tiled=True")
+            f"{rule}; found the shape {tuple(leaf.shape)}: {remedy}"
         )
     if not tiled:
         return leaf.movedim(dim, 0)
@@ -481,13 +527,13 @@ def _check_tensors(caller: str, x: Any, *, adds: bool = False) -> None:
     for leaf_index, leaf in enumerate(tree.leaves(x)):
         if not isinstance(leaf, torch.Tensor):
             path = tree.describe(x)[2][leaf_index]
-            place = f" at {path!r}" if path else ""
+            place = path and f" at {path!r}"
             remedy = "make it one with torch.tensor(..., device=mesh.device)"
             if isinstance(leaf, Mesh):
                 remedy = f"the tensor comes before the mesh, as in {caller}(x, mesh)"
             raise TypeError(
-                f"{'psum and pmean take' if caller == 'psum' else f'{caller} takes'} a tensor, or "
-                f"a tree of tensors; found {type(leaf).__name__}{place}: {remedy}"
+                f"{caller} takes a tensor, or a tree of tensors; found {type(leaf).__name__}"
+                f"{place}: {remedy}"
             )
         if adds and leaf.dtype == torch.bool:
             raise TypeError(
@@ -500,14 +546,16 @@ def _dim(caller: str, name: str, leaf: torch.Tensor, dim: int, extra: int = 0) -
     """Return ``dim`` counted from the first, of ``leaf`` with ``extra`` more dimensions."""
     ndim = leaf.ndim + extra
     is_whole = isinstance(dim, Integral) and not isinstance(dim, bool)
-    if not is_whole or not -ndim <= int(dim) < ndim:
-        rule = f"the number of a dimension, from {-ndim} to {ndim - 1}, of its {'result' if extra else 'tensor'}"
-        rule = rule if ndim else "a dimension of its tensor, which has none"
-        raise (ValueError if is_whole else TypeError)(
-            f"{name} of {caller} must be {rule}; found {dim!r}: the shape of the tensor is "
-            f"{tuple(leaf.shape)}"
-        )
-    return int(dim) % ndim
+    if is_whole and -ndim <= int(dim) < ndim:
+        return int(dim) % ndim
+    rule = f"from {-ndim} to {ndim - 1}"
+    if not ndim:
+        rule = "and its tensor has none"
+    error_type = ValueError if is_whole else TypeError
+    raise error_type(
+        f"{name} of {caller} must be the number of a dimension, {rule}; found {dim!r}: the shape of "
+        f"the tensor is {tuple(leaf.shape)}"
+    )
 
 
 def _pairs(perm: Any, ranks: int, names: Sequence[str]) -> list[tuple[int, int]]:

@@ -18,8 +18,7 @@ from funcshard.comm import Mesh
 from funcshard.core.buffer_comm import BufferComm
 from funcshard.core.checks import same_axes
 from funcshard.core.dtensor_leaves import dtensor_forms
-from funcshard.core.flat_buffer import leaf_views
-from funcshard.core.slices import slice_comms
+from funcshard.core.prefetcher import slice_comms
 from funcshard.core.unit import Unshard
 from funcshard.plan import ChooseCast, UnitPlan, axes_text, cast_of
 
@@ -108,13 +107,12 @@ def unshard_with(
     With ``listed``, ``apply`` takes the unit's leaves as a list in their order.
     """
     return Unshard(
-        apply,
-        unit,
-        mesh,
-        tuple(comms),
-        tuple([leaf_views(buffer) for buffer in unit.buffers]),
-        dtensor_forms(unit.leaves, mesh),
-        listed,
+        apply=apply,
+        unit=unit,
+        mesh=mesh,
+        comms=tuple(comms),
+        dtensors=dtensor_forms(unit.leaves, mesh),
+        listed=listed,
     )
 
 

@@ -54,43 +54,34 @@ class LeafGradient:
 
     Attributes:
         gathered: the leaves of its buffer, if the shard is gathered already.
-        unit: name of the unit that gathers it.
-        buffer: the unit's buffer; ``None`` if no unit has gathered the leaf.
-        mesh: the mesh of the unit.
+        comm: the communication of its buffer; ``None`` if no unit has gathered the leaf.
         mode: when its gradients are reduced; ``""`` if all are reduced at once.
         awaited: how many gradients the coming backward will still compute.
         held: the sum of the unreduced gradients of earlier micro-batches.
         partial: the sum over the shard axis, if its all-reduces wait for the last micro-batch.
-        comm: the communication of ``held`` and ``partial``.
         kept: its unit, if that stays gathered.
         total: the sum of the reduced gradients.
+        direct: the sum of the gradients that reached the leaf without an all-gather, such as that
+            of a penalty on the shard itself.
         divisor: the number by which its gradients were divided before they were reduced.
     """
 
     gathered: Sequence[torch.Tensor] | None = None
-    unit: str = ""
-    buffer: BufferPlan | None = None
-    mesh: Mesh | None = None
+    comm: BufferComm | None = None
     mode: str = ""
     awaited: int = 0
     held: torch.Tensor | None = None
     partial: torch.Tensor | None = None
-    comm: BufferComm | None = None
     kept: KeptUnit | None = None
     total: torch.Tensor | None = None
+    direct: torch.Tensor | None = None
     divisor: int = 1
 
-    @property
-    def local_axes(self) -> tuple[Mesh, tuple[str, ...]] | None:
-        """The mesh, and the axes along which values differ, of a leaf that a plan keeps local."""
-        if self.buffer is None or self.mesh is None or not self.buffer.local:
-            return None
-        return self.mesh, self.buffer.local
-
-    def take_total(self) -> torch.Tensor | None:
-        """Return the total, and forget it."""
-        total, self.total = self.total, None
-        return total
+    def take_total(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return ``total`` and ``direct``, and forget them."""
+        taken = self.total, self.direct
+        self.total = self.direct = None
+        return taken
 
 
 class KeptUnit(NamedTuple):
@@ -108,7 +99,7 @@ class KeptUnit(NamedTuple):
         shards: its shards.
         versions: how often each shard had been written to when it was gathered.
         comms: the communication of its buffers.
-        handles: the handles of its all-gathers; ``None`` for a buffer that needs none.
+        handles: the handles of its all-gathers.
     """
 
     unit: UnitPlan
@@ -116,7 +107,7 @@ class KeptUnit(NamedTuple):
     shards: Sequence[torch.Tensor]
     versions: list[int]
     comms: Sequence[BufferComm]
-    handles: list[AllGatherHandle | None]
+    handles: Sequence[AllGatherHandle]
 
     def serves(self, shards: Sequence[torch.Tensor], comms: Sequence[BufferComm]) -> bool:
         """Return whether gathering these shards would give what the handles have."""
@@ -124,7 +115,7 @@ class KeptUnit(NamedTuple):
         if not same or not (self.comms is comms or self.comms == comms):
             return False
         unchanged = [version(shard) for shard in shards] == self.versions
-        return unchanged and all(handle is None or handle.unwritten for handle in self.handles)
+        return unchanged and all(handle.unwritten for handle in self.handles)
 
 
 class GradReducer:
@@ -147,14 +138,15 @@ class GradReducer:
             collectives that are met.
         worlds: the meshes of the units met, by world size; without ``mesh``, those of all other
             collectives too.
+        zero_weight: whether the micro-batch that runs counts nothing, infinities and NaN included.
         received: whether a gradient has arrived since ``pre_backward``.
         has_gathered: whether the leaves are gathered already, so that units gather nothing.
         at_end: functions to call at the end of the backward that runs.
     """
 
     __slots__ = (
-        "_accumulating", "_hook", "_on_grad", "_on_scattered", "_reduce", "_running", "_task", "_zero_weight",
-        "at_end", "has_gathered", "leaf_by_id", "leaves", "mesh", "received", "worlds",
+        "_accumulating", "_hook", "_on_grad", "_on_scattered", "_reduce", "_running", "_task", "at_end",
+        "has_gathered", "leaf_by_id", "leaves", "mesh", "received", "worlds", "zero_weight",
     )  # fmt: skip
 
     def __init__(
@@ -180,82 +172,84 @@ class GradReducer:
         # Autograd's number of this reducer's backward, while that runs.
         self._task: int | None = None
         self._accumulating = False
-        self._zero_weight = False
+        self.zero_weight = False
         self._running: list[tuple[LeafGradient, ReduceHandle]] = []
         for leaf, parts in zip(self.leaves, gathered, strict=False):
             leaf.gathered = parts
 
     # --- forward ----------------------------------------------------------------------------------
 
-    def note_gather(
-        self, shard: torch.Tensor, mesh: Mesh, unit: str, buffer: BufferPlan
-    ) -> Sequence[torch.Tensor] | None:
+    def note_gather(self, shard: torch.Tensor, comm: BufferComm) -> Sequence[torch.Tensor] | None:
         """Note that a unit gathers a shard; return the leaves if these are gathered already.
 
         Raises:
             ValueError: ``loss_fn`` computed the shard from others, and a feature in use forbids
                 that.
         """
+        mesh = comm.topology.mesh
         self.worlds[mesh.world_size] = mesh
         leaf = self.leaf_by_id.get(id(shard))
         if leaf is None:
-            self._check_computed(shard, unit, buffer)
+            self._check_computed(shard, comm)
             return None
-        leaf.unit, leaf.buffer, leaf.mesh = unit, buffer, mesh
+        leaf.comm = comm
         return leaf.gathered
 
-    def _check_computed(self, shard: torch.Tensor, unit: str, buffer: BufferPlan) -> None:
+    def _check_computed(self, shard: torch.Tensor, comm: BufferComm) -> None:
         """Raise if a shard that is no leaf needs to be one."""
-        mode = unit_mode(self._reduce, unit)
-        needs = self._hook or ("" if mode == "each" else f"reduce={mode!r}")
+        unit_name = comm.unit or ""
+        feature = self._hook
+        if not feature and (mode := unit_mode(self._reduce, unit_name)) != "each":
+            feature = f"reduce={mode!r}"
         # Why unwrapped: inside torch.func.jvp a shard does not say that it requires a gradient.
-        gets = shard.requires_grad or (self._hook and unwrapped(shard).requires_grad)
-        if not (needs and buffer.trainable and gets and torch.is_grad_enabled()):
-            return
-        raise ValueError(
-            f"{needs} needs shards that are gathered as they are; the shard {buffer.key!r} of unit "
-            f"{unit or '(root)'!r} was computed from others, by arithmetic or by a torch.func "
-            "transform inside loss_fn or by remat under one: leave this out, or compute the shard "
-            "before"
-        )
+        has_grad = shard.requires_grad or (self._hook and unwrapped(shard).requires_grad)
+        if feature and comm.plan.trainable and has_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{feature} needs shards that are gathered as they are; the shard {comm.buffer!r} "
+                f"of unit {unit_name or '(root)'!r} was computed from others, by arithmetic or by a "
+                "torch.func transform inside loss_fn or by remat under one: leave this out, or "
+                "compute the shard before"
+            )
 
     def find_kept(
         self, comms: Sequence[BufferComm], shard: Mapping[str, torch.Tensor]
-    ) -> list[AllGatherHandle | None] | None:
+    ) -> Sequence[AllGatherHandle] | None:
         """Return the handles of a unit that stays gathered; ``None`` if it does not.
 
         Arguments:
             comms: the communication of each buffer, which must be that of the first gather.
             shard: the unit's shard, which must be unchanged since the first gather.
         """
-        first = self.leaf_by_id.get(id(shard[comms[0].buffer])) if comms else None
-        kept = None if first is None else first.kept
-        if kept is None or not kept.serves([shard[comm.buffer] for comm in comms], comms):
+        shards = [shard[comm.buffer] for comm in comms]
+        first_leaf = self.leaf_by_id.get(id(shards[0])) if shards else None
+        if first_leaf is None or first_leaf.kept is None:
             return None
-        return kept.handles
+        kept = first_leaf.kept
+        return kept.handles if kept.serves(shards, comms) else None
 
     def keep(
         self,
         unit: UnitPlan,
         comms: Sequence[BufferComm],
         shard: Mapping[str, torch.Tensor],
-        handles: Sequence[AllGatherHandle | None] | None,
-        *,
-        needed: bool,
-    ) -> Sequence[AllGatherHandle | None] | None:
+        handles: Sequence[AllGatherHandle],
+    ) -> None:
         """Keep a unit gathered; see ``Unshard.stay_gathered``. Its shards have to be leaves."""
-        kept_handles = self.find_kept(comms, shard)
-        if kept_handles is not None:
-            return kept_handles
         shards = [shard[comm.buffer] for comm in comms]
         leaves = [leaf for local in shards if (leaf := self.leaf_by_id.get(id(local))) is not None]
-        if handles is None or not (needed and any(handles)) or len(leaves) < len(shards):
-            return handles
-        shared = [None if handle is None else handle.share() for handle in handles]
-        kept = KeptUnit(unit, leaves, shards, [version(local) for local in shards], comms, shared)
-        for leaf in leaves:
-            leaf.kept = kept
-        return shared
+        if len(leaves) == len(shards) and any(comm.copied for comm in comms):
+            for handle in handles:
+                handle.share()
+            kept = KeptUnit(
+                unit=unit,
+                leaves=leaves,
+                shards=shards,
+                versions=[version(local) for local in shards],
+                comms=comms,
+                handles=handles,
+            )
+            for leaf in leaves:
+                leaf.kept = kept
 
     def expect(self, leaf: LeafGradient) -> None:
         """Expect a gradient of a leaf, unless backward computes forward again."""
@@ -293,10 +287,10 @@ class GradReducer:
 
         Arguments:
             accumulating: whether another micro-batch follows.
-            zero_weight: whether this micro-batch counts nothing, infinities and NaN included.
+            zero_weight: see the attribute.
         """
         self._accumulating = accumulating
-        self._zero_weight = zero_weight
+        self.zero_weight = zero_weight
         self.received = False
 
     def enter_backward(self, _: torch.Tensor) -> None:
@@ -306,6 +300,7 @@ class GradReducer:
     def add(self, leaf: LeafGradient, parts: list[torch.Tensor], comm: BufferComm) -> None:
         """Take the unreduced gradient of a leaf: the concatenation of 1-D ``parts``."""
         self.received = True
+        leaf.comm = comm
         leaf.awaited -= 1
         more_awaited = leaf.awaited > 0
         if not more_awaited and leaf.kept is not None:
@@ -313,20 +308,19 @@ class GradReducer:
         if self._reduce != "each" and not leaf.mode:
             chosen, topology = unit_mode(self._reduce, comm.unit or ""), comm.topology
             leaf.mode = buffer_mode(chosen, cut=topology.cut, repeated=bool(topology.repeated))
-        once = leaf.mode == "once"
-        if self._zero_weight or once or self._hook:
-            whole_gradient = torch.cat(parts)  # a copy, which is held or written to
-            parts = [
-                whole_gradient
-                if comm.dtypes.reduced is None
-                else whole_gradient.to(comm.dtypes.reduced)
-            ]
-        if self._zero_weight:
+        is_held = leaf.mode == "once"
+        if self.zero_weight or is_held or self._hook:
+            # Why cat: of one part it makes a copy, too, which is held or written to.
+            whole_gradient = torch.cat(parts)
+            if comm.dtypes.reduced is not None:
+                whole_gradient = whole_gradient.to(comm.dtypes.reduced)
+            parts = [whole_gradient]
+        if self.zero_weight:
             parts[0].nan_to_num_(0.0, 0.0, 0.0)
         if leaf.held is not None:
             parts, leaf.held = [leaf.held.add_(parts[0])], None
-        if once and (self._accumulating or more_awaited):
-            leaf.held, leaf.comm = parts[0], comm
+        if is_held and (self._accumulating or more_awaited):
+            leaf.held = parts[0]
         else:
             self._start(leaf, parts, comm)
 
@@ -371,11 +365,11 @@ class GradReducer:
     def _start(self, leaf: LeafGradient, parts: list[torch.Tensor], comm: BufferComm) -> None:
         """Start the reduction of a leaf's gradient."""
         if self._on_grad is not None:
-            self._call(self._on_grad, leaf, parts[0])
+            self._on_grad(comm.unit or "", comm.plan, parts[0])
         if comm.dtypes.divided:
             parts = _divided(leaf, parts, comm)
         if self._on_scattered is not None and not comm.topology.cut:
-            self._call(self._on_scattered, leaf, parts[0])
+            self._on_scattered(comm.unit or "", comm.plan, parts[0])
         for _, handle in self._running:
             handle.wait_comm()  # so that its memory is free before the next one takes more
         self._running.append((leaf, start_reduce_parts(parts, comm)))
@@ -384,41 +378,36 @@ class GradReducer:
 
     def _finish_oldest(self) -> None:
         leaf, handle = self._running.pop(0)
+        comm = handle.comm
         waits = leaf.mode == "shard_each" and self._accumulating
-        staged = waits or leaf.partial is not None or self._on_scattered is not None
-        if staged and handle.comm.topology.cut:
+        has_stages = waits or leaf.partial is not None or self._on_scattered is not None
+        if has_stages and comm.topology.cut:
             handle.work.wait()
             if leaf.partial is not None:
                 handle.out.add_(leaf.partial)
                 leaf.partial = None
             if waits:
-                leaf.partial, leaf.comm = handle.out, handle.comm
+                leaf.partial = handle.out
                 return
             if self._on_scattered is not None:
-                self._call(self._on_scattered, leaf, handle.out)
+                self._on_scattered(comm.unit or "", comm.plan, handle.out)
         reduced = handle.finish()
         # A shard that is gathered twice in one call has two reductions, which add up in the order
         # of backward.
         leaf.total = reduced if leaf.total is None else leaf.total.add_(reduced)
 
-    def _call(self, hook: OnGrad, leaf: LeafGradient, gradient: torch.Tensor) -> None:
-        assert leaf.buffer is not None, "a unit has gathered every leaf that gets a gradient"
-        hook(leaf.unit, leaf.buffer, gradient)
-
 
 def _divided(leaf: LeafGradient, parts: list[torch.Tensor], comm: BufferComm) -> list[torch.Tensor]:
     """Return a leaf's gradient, divided as ``MixedPrecision.divide_before_reduce`` says."""
-    topology = comm.topology
-    ranks = math.prod(group.size for _, group in topology.repeated) * (
-        topology.mesh.shard.size if topology.cut else 1
-    )
+    ranks = comm.plan.shards * math.prod(group.size for _, group in comm.topology.repeated)
     divisor = 1
     while divisor * divisor < ranks:
         divisor *= 2
     if divisor == 1:
         return parts
     leaf.divisor = divisor
-    return [(parts[0] if len(parts) == 1 else torch.cat(parts)).div_(divisor)]
+    whole_gradient = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return [whole_gradient.div_(divisor)]
 
 
 class GradSlot(NamedTuple):
@@ -459,18 +448,7 @@ def note_collective(mesh: Mesh) -> None:
 def take_slot(shard: torch.Tensor) -> GradSlot | None:
     """Return the slot of ``shard`` in the active reducer, if it is one of the reducer's leaves."""
     reducer = _current.get()
-    leaf = None if reducer is None else reducer.leaf_by_id.get(id(shard))
-    return None if reducer is None or leaf is None else GradSlot(reducer, leaf)
-
-
-def expect_gradient(shard: torch.Tensor, gathered: torch.Tensor) -> None:
-    """Let the active reducer expect a gradient of ``shard``, if autograd records the gather.
-
-    Arguments:
-        shard: this rank's shard.
-        gathered: a leaf that was gathered from it.
-    """
-    slot = take_slot(shard)
-    # Why look at the gathered leaf: a Function that runs under no_grad is not told so.
-    if slot is not None and unwrapped(gathered).requires_grad:
-        slot.reducer.expect(slot.leaf)
+    if reducer is None:
+        return None
+    leaf = reducer.leaf_by_id.get(id(shard))
+    return None if leaf is None else GradSlot(reducer, leaf)

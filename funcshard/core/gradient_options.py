@@ -1,14 +1,32 @@
-"""The options that ``value_and_grad`` and ``accumulate`` share, with their errors."""
+"""The options that ``value_and_grad`` and ``accumulate`` share, with their errors.
+
+Two of them are functions of the user that see gradients on the way: ``on_grads`` and
+``on_reduce_scattered``.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from funcshard._utils import check_flag, check_number
+import torch
+
+from funcshard._utils import check_flag, check_number, outline
 from funcshard.comm import Mesh, check_once, text_of
-from funcshard.core.grad_hooks import OnGrads, OnReduceScattered
-from funcshard.plan import Reduce
+from funcshard.core.flat_buffer import views
+from funcshard.core.grad_reducer import OnGrad
+from funcshard.plan import BufferPlan, Reduce
+
+# on_grads(unit, {path: gradient}) -> {path: gradient} of those to replace, or None.
+OnGrads = Callable[[str, dict[str, torch.Tensor]], Mapping[str, torch.Tensor] | None]
+# on_reduce_scattered(unit, buffer key, sum) -> the tensor to reduce in its place, or None.
+OnReduceScattered = Callable[[str, str, torch.Tensor], torch.Tensor | None]
+
+_HOOKS = {
+    "on_grads": "a unit's name and its gradients",
+    "on_reduce_scattered": "a unit's name, the key of a buffer and a 1-D tensor",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +61,12 @@ class GradientOptions:
             )
         for name in ("has_aux", "weighted", "allow_constant"):
             check_flag(name, getattr(self, name))
+        for name, parameters in _HOOKS.items():
+            hook = getattr(self, name)
+            if hook is not None and not callable(hook):
+                raise TypeError(
+                    f"{name} must be a function of {parameters}, or None; found {hook!r}"
+                )
         if self.divisor is not None:
             check_number(
                 "divisor",
@@ -64,3 +88,63 @@ class GradientOptions:
         if self.mesh is not None:
             values = {**others, **{name: getattr(self, name) for name in names}}
             check_once(self.mesh, {name: text_of(value) for name, value in values.items()}, called)
+
+
+# --- functions of the user that see gradients -----------------------------------------------------
+
+
+def gradient_hook(on_grads: OnGrads) -> OnGrad:
+    """Return the function through which a ``GradReducer`` calls ``on_grads`` before a reduction.
+
+    It calls ``on_grads`` with the gradients of the leaves, and writes its replacements to the flat
+    gradient.
+    """
+
+    @torch.no_grad()
+    def call(unit: str, buffer: BufferPlan, full: torch.Tensor) -> None:
+        paths = [leaf.path for leaf in buffer.leaves]
+        grads = dict(zip(paths, views(full, buffer), strict=True))
+        replaced = on_grads(unit, dict(grads))
+        if replaced is None:
+            return
+        title = unit or "(root)"
+        unknown_paths: Any = outline(replaced)
+        if isinstance(replaced, Mapping):
+            unknown_paths = sorted(replaced.keys() - grads.keys())
+        if unknown_paths:
+            raise ValueError(
+                f"on_grads must return None, or a dictionary from paths of unit {title!r} to "
+                f"gradients; found {unknown_paths}, the paths are {paths[:6]}"
+            )
+        for path, grad in replaced.items():
+            if grad.shape != grads[path].shape:
+                raise ValueError(
+                    f"on_grads must return gradients of their leaves' shapes; for {path!r} of unit "
+                    f"{title!r} found {tuple(grad.shape)} instead of {tuple(grads[path].shape)}"
+                )
+            if grad is not grads[path]:
+                grads[path].copy_(grad)
+
+    return call
+
+
+def scattered_hook(on_reduce_scattered: OnReduceScattered) -> OnGrad:
+    """Return the function through which a ``GradReducer`` calls ``on_reduce_scattered``.
+
+    It writes the tensor that ``on_reduce_scattered`` returns to the partial sum.
+    """
+
+    @torch.no_grad()
+    def call(unit: str, buffer: BufferPlan, partial: torch.Tensor) -> None:
+        replaced = on_reduce_scattered(unit, buffer.key, partial)
+        if replaced is None or replaced is partial:
+            return
+        if not isinstance(replaced, torch.Tensor) or replaced.shape != partial.shape:
+            raise ValueError(
+                "on_reduce_scattered must return None, or a tensor of the shape that it got; for "
+                f"buffer {buffer.key!r} of unit {unit or '(root)'!r} found {outline(replaced)} "
+                f"instead of {tuple(partial.shape)}"
+            )
+        partial.copy_(replaced)
+
+    return call

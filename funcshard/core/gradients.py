@@ -1,11 +1,12 @@
 """Gradients of a loss function of shards, averaged over the data-parallel world.
 
 ``value_and_grad`` and ``accumulate`` are one thing: a loss and its gradient, of one or of several
-micro-batches. Both call ``evaluate``. It activates a ``GradReducer`` and runs forward and backward
-of one micro-batch after another. The units that the loss function calls pass their gradients to the
-reducer, which adds them up over ranks and over micro-batches. ``evaluate`` then divides each sum
-by the number of ranks, or by the sum of the weights. (Without weights, the loss of each of several
-micro-batches is divided by their number before its backward.)
+micro-batches. Both return a ``GradientFunction``, which calls ``evaluate``. It activates a
+``GradReducer`` and runs forward and backward of one micro-batch after another. The units that the
+loss function calls pass their gradients to the reducer, which adds them up over ranks and over
+micro-batches. ``evaluate`` then divides each sum by the number of ranks, or by the sum of the
+weights. (Without weights, the loss of each of several micro-batches is divided by their number
+before its backward.)
 
 Why the reductions do not divide: a sum is the exact adjoint of an all-gather, so gradients of
 gradients stay right.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -25,18 +27,25 @@ from torch import nn
 from funcshard._utils import (
     Warned,
     is_dtensor,
+    outline,
     transforms_active,
     tree,
     untraced,
     untraced_with_warning,
 )
 from funcshard.comm import Mesh, current_recording, ranks_of_job
+from funcshard.core.accumulation import micro_batch_calls
 from funcshard.core.collectives import psum_world
-from funcshard.core.grad_hooks import OnGrads, OnReduceScattered, gradient_hook, scattered_hook
 from funcshard.core.grad_reducer import GradReducer, LeafGradient, activate, note_collective
-from funcshard.core.gradient_options import GradientOptions
+from funcshard.core.gradient_options import (
+    GradientOptions,
+    OnGrads,
+    OnReduceScattered,
+    gradient_hook,
+    scattered_hook,
+)
 from funcshard.core.plain_collectives import all_reduce_flat
-from funcshard.plan import AXES
+from funcshard.plan import AXES, Reduce, check_reduce
 
 
 def value_and_grad(
@@ -139,7 +148,102 @@ def value_and_grad(
         allow_constant=allow_constant,
     )
     options.compare("value_and_grad", ["has_aux", "weighted", "divisor"])
-    return gradient_function(loss_fn, options)
+    return GradientFunction(loss_fn, options)
+
+
+def accumulate(
+    loss_fn: Callable[..., Any],
+    micro_batches: int,
+    has_aux: bool = False,
+    *,
+    mesh: Mesh | None = None,
+    reduce: Reduce = "each",
+    weighted: bool = False,
+    on_grads: OnGrads | None = None,
+    on_reduce_scattered: OnReduceScattered | None = None,
+    divisor: float | None = None,
+    allow_constant: bool = False,
+) -> Callable[..., tuple[Any, Any]]:
+    """Turn a loss function into one that returns loss and gradient of several micro-batches.
+
+    The returned function splits the batch, and does for one micro-batch after another what
+    ``value_and_grad`` does for the whole batch. So the activations of only one micro-batch exist at
+    a time. Loss and gradient are means over the micro-batches, weighted if ``loss_fn`` returns
+    weights. Except for rounding they equal those of the whole batch, if the loss of each
+    micro-batch is the mean over its samples and the samples do not influence each other.
+
+    Arguments:
+        loss_fn: as in ``value_and_grad``, called once for each micro-batch. The last positional
+            argument is the batch: a pytree of tensors whose dim 0 counts samples; or an iterator
+            over micro-batches, such as ``iter(loader)``.
+        micro_batches: number of equal parts that the batch is split into along dim 0; of an
+            iterator, the number of micro-batches that one call takes from it, one before each
+            forward. Every rank has to have as many.
+        has_aux: as in ``value_and_grad``; the function returns a list with the ``aux`` of each
+            micro-batch.
+        mesh: as in ``value_and_grad``.
+        reduce: when gradients are reduced, for all units or by names or globs of units. A unit
+            without an entry has ``"each"``.
+
+            - ``"each"`` reduces the gradients of each micro-batch, and adds up their shards.
+            - ``"once"`` adds up this rank's gradients before they are reduced, and reduces each
+              unit once, in the last backward. That takes memory for the unit's full gradient.
+            - ``"shard_each"`` reduce-scatters the gradients of each micro-batch over the shard
+              axis, and adds up the sums. They are all-reduced along the other axes in the last
+              backward. A unit that is not cut over the shard axis is reduced as with ``"once"``.
+
+        weighted: as in ``value_and_grad``; each micro-batch has its own weight.
+        on_grads: as in ``value_and_grad``, with the gradients of the loss divided by the number of
+            micro-batches. With ``"once"`` they are sums over the micro-batches.
+        on_reduce_scattered: as in ``value_and_grad``. With ``"shard_each"`` it is called once, with
+            the sum over the micro-batches.
+        divisor: as in ``value_and_grad``. Without weights, the loss of each micro-batch is divided
+            by their number all the same.
+        allow_constant: as in ``value_and_grad``, for the loss of each micro-batch.
+
+    Returns:
+        ``f(shards, *rest, batch, **kwargs)``, which returns the values that the function of
+        ``value_and_grad`` returns.
+
+    Raises:
+        ValueError: ``micro_batches`` is not a positive whole number, ``reduce`` is another value or
+            names no unit of the shards, the batch cannot be split, or an iterator ends before the
+            last micro-batch, on the rank where it does. The errors of ``value_and_grad`` are raised
+            too.
+        TypeError: ``reduce`` is neither text nor a mapping from names or globs.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> params = {"w": torch.tensor([1.0, 2.0])}
+        >>> def main(mesh):
+        ...     plan = fs.make_plan(params, mesh)
+        ...     f = fs.unshard(lambda leaves, x: (x @ leaves["w"]).mean(), plan.units[""], mesh)
+        ...     loss_fn = lambda shards, x: f(shards[""], x)
+        ...     evaluate = fs.accumulate(loss_fn, micro_batches=2, reduce="once")
+        ...     loss, grads = evaluate(fs.shard(params, plan, mesh), torch.eye(2))
+        ...     return loss.item(), grads[""]["float32"].item()
+        >>> fs.simulate(main, world_size=2)
+        [(1.5, 0.5), (1.5, 0.5)]
+
+    Source: ``optax.MultiSteps``; ``"once"`` is ``no_sync`` of DistributedDataParallel and FSDP, and
+    ``"shard_each"`` is ``set_requires_all_reduce(False)`` of FSDP2.
+    """
+    check_callable("accumulate", loss_fn)
+    micro_batches = check_reduce(micro_batches, reduce)
+    options = GradientOptions(
+        mesh=mesh,
+        has_aux=has_aux,
+        weighted=weighted,
+        reduce=reduce,
+        on_grads=on_grads,
+        on_reduce_scattered=on_reduce_scattered,
+        divisor=divisor,
+        allow_constant=allow_constant,
+    )
+    options.compare(
+        "accumulate", ["has_aux", "weighted", "reduce", "divisor"], micro_batches=micro_batches
+    )
+    return GradientFunction(loss_fn, options, micro_batches)
 
 
 def check_callable(caller: str, loss_fn: Any) -> None:
@@ -159,13 +263,14 @@ def check_callable(caller: str, loss_fn: Any) -> None:
 
 def gradient_function(loss_fn: Callable[..., Any], options: GradientOptions) -> GradientFunction:
     """Return what ``value_and_grad`` does, for options that ranks have compared."""
+    return GradientFunction(loss_fn, options)
 
-    def run(shards: Any, /, *rest: Any, **kwargs: Any) -> tuple[Any, Any]:
-        call = lambda local: loss_fn(local, *rest, **kwargs)  # noqa: E731
-        result, grads = evaluate(shards, [call], options)
-        return result.value(result.aux[0] if options.has_aux else None, options), grads
 
-    return GradientFunction(run, loss_fn, options)
+def accumulating_function(
+    loss_fn: Callable[..., Any], micro_batches: int, options: GradientOptions
+) -> GradientFunction:
+    """Return what ``accumulate`` does, for options that ranks have compared."""
+    return GradientFunction(loss_fn, options, micro_batches)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -173,14 +278,12 @@ class GradientFunction:
     """The function that ``value_and_grad`` or ``accumulate`` returns.
 
     Attributes:
-        run: what it does.
         loss_fn: the loss function.
         options: how its gradients are computed.
         micro_batches: the number of micro-batches; ``None`` if a batch is not split.
         warned: whether it has said that Dynamo compiles nothing of it.
     """
 
-    run: Callable[..., tuple[Any, Any]]
     loss_fn: Callable[..., Any]
     options: GradientOptions
     micro_batches: int | None = None
@@ -193,7 +296,14 @@ class GradientFunction:
         "batch).compile()"
     )
     def __call__(self, shards: Any, /, *rest: Any, **kwargs: Any) -> tuple[Any, Any]:
-        return self.run(shards, *rest, **kwargs)
+        loss_fn, options = self.loss_fn, self.options
+        if self.micro_batches is None:
+            calls = [lambda local: loss_fn(local, *rest, **kwargs)]
+            result, grads = evaluate(shards, calls, options)
+            return result.value(result.aux[0], options), grads
+        calls = micro_batch_calls(loss_fn, self.micro_batches, options.reduce, shards, rest, kwargs)
+        result, grads = evaluate(shards, calls, options)
+        return result.value(result.aux, options), grads
 
 
 # --- forward, backward, and the mean --------------------------------------------------------------
@@ -215,12 +325,8 @@ class Result(NamedTuple):
 
     def value(self, aux: Any, options: GradientOptions) -> Any:
         """Return the loss, or a tuple of loss, weight and ``aux``, as far as they are asked for."""
-        values = (
-            self.loss,
-            *([self.weight] if options.weighted else []),
-            *([aux] if options.has_aux else []),
-        )
-        return values if len(values) > 1 else self.loss
+        optional_values = [self.weight] * options.weighted + [aux] * options.has_aux
+        return (self.loss, *optional_values) if optional_values else self.loss
 
 
 @untraced
@@ -243,33 +349,37 @@ def evaluate(
         )
     leaves, unflatten = tree.flatten(shards)
     local = [leaf.detach().requires_grad_(_differentiable(leaf)) for leaf in leaves]
-    direct: list[torch.Tensor | None] = [None] * len(local)
-    # total: the sum of this rank's losses times their factors; own: the sum of its weights.
-    auxes, total, own_weight = [], torch.zeros((), dtype=torch.float32, device="cpu"), 0.0
-    weighted, hook, hook_between = options.weighted, options.on_grads, options.on_reduce_scattered
-    on_grad = None if hook is None else gradient_hook(hook)
-    on_scattered = None if hook_between is None else scattered_hook(hook_between)
+    on_grad = on_scattered = None
+    if options.on_grads is not None:
+        on_grad = gradient_hook(options.on_grads)
+    if options.on_reduce_scattered is not None:
+        on_scattered = scattered_hook(options.on_reduce_scattered)
     reducer = GradReducer(
         local, on_grad=on_grad, on_scattered=on_scattered, reduce=options.reduce, mesh=options.mesh
     )
+    weighted = options.weighted
+    # The losses of this rank, multiplied by their factors, and the sum of its weights.
+    losses: list[torch.Tensor] = []
+    auxes, own_weight = [], 0.0
     with activate(reducer), torch.enable_grad():
-        for i, call in enumerate(calls):
-            loss, weight, aux = _check_result(call(unflatten(local)), options.has_aux, weighted)
+        for batch_index, call in enumerate(calls):
+            loss, weight, aux = _check_result(call(unflatten(local)), options)
             factor = weight if weighted else 1 / len(calls)
-            zero_weight = factor == 0
-            reducer.pre_backward(accumulating=i + 1 < len(calls), zero_weight=zero_weight)
-            reached = _backward(
-                loss if factor == 1 else loss * factor, local, reducer, direct, zero_weight
-            )
+            reducer.pre_backward(accumulating=batch_index + 1 < len(calls), zero_weight=factor == 0)
+            reached = _backward(loss if factor == 1 else loss * factor, local, reducer)
             if not reached and not options.allow_constant:
                 raise ValueError(_CONSTANT)
+            value = loss.detach().reshape(())
             # Why not in the loss's dtype: a mean over micro-batches would be rounded at each sum.
-            averaged = weighted or len(calls) > 1
-            value = loss_value(loss) if averaged else loss.detach().reshape(())
-            value = value if factor == 1 else _clean(value * factor, zero_weight)
-            total, own_weight = value if i == 0 else total + value, own_weight + weight
+            if weighted or len(calls) > 1:
+                value = loss_value(loss)
+            if factor != 1:
+                value = _clean(value * factor, reducer)
+            losses.append(value)
+            own_weight += weight
             auxes.append(tree.map(detached, aux))
             del loss  # frees the graph before the next forward
+    total = functools.reduce(operator.add, losses)
     mesh = _world(reducer)
     # A value_and_grad around this one differentiates a loss that is computed from this gradient.
     note_collective(mesh)
@@ -281,57 +391,56 @@ def evaluate(
         )
         divisor = torch.where(sums[1] > 0, sums[1], 1.0)
         total, world_weight = (sums[0] / divisor).to(total.dtype), sums[1]
+    local_axes = [_local_axes(leaf) for leaf in reducer.leaves]
+    divisors: dict[Any, float | torch.Tensor] = {}
     if options.divisor is not None:
         divisor = options.divisor
-    divisors: dict[Any, float | torch.Tensor] = {}
-    if options.divisor is None:
+    else:
         # Why sorted: the sums of weights are all-reduces, which every rank has to start in the same
         # order.
-        local_axes = {leaf.local_axes for leaf in reducer.leaves if leaf.local_axes is not None}
-        for key in sorted(local_axes, key=lambda key: ([*key[0].shape.items()], key[1])):
-            divisors[key] = _local_divisor(*key, own_weight if weighted else None, total.device)
+        axes_key = lambda axes: ([*axes[0].shape.items()], axes[1])  # noqa: E731
+        for axes in sorted({axes for axes in local_axes if axes is not None}, key=axes_key):
+            divisors[axes] = _local_divisor(*axes, own_weight if weighted else None, total.device)
 
     # Why a cache: shards of offloaded units lie on the CPU, and the host waits for each copy of a
     # divisor from the device.
     @functools.cache
-    def divisor_on(device: torch.device, key: Any) -> float | torch.Tensor:
-        value = divisors.get(key, divisor)
+    def divisor_on(device: torch.device, axes: Any) -> float | torch.Tensor:
+        value = divisors.get(axes, divisor)
         return value.to(device) if isinstance(value, torch.Tensor) else value
 
     grads = [
-        _gradient(shard, leaf, straight, divisor_on(shard.device, leaf.local_axes))
-        for shard, leaf, straight in zip(local, reducer.leaves, direct, strict=True)
+        _gradient(shard, leaf, divisor_on(shard.device, axes))
+        for shard, leaf, axes in zip(local, reducer.leaves, local_axes, strict=True)
     ]
     return Result(total, world_weight, auxes), unflatten(grads)
 
 
-def _backward(
-    loss: torch.Tensor,
-    local: Sequence[torch.Tensor],
-    reducer: GradReducer,
-    direct: list[torch.Tensor | None],
-    zero_weight: bool,
-) -> bool:
-    """Run backward; add gradients of gathered shards to ``reducer``, all others to ``direct``.
+def _backward(loss: torch.Tensor, local: Sequence[torch.Tensor], reducer: GradReducer) -> bool:
+    """Run backward; gradients that reach a leaf without a gather are added to ``leaf.direct``.
 
     Returns:
         Whether a gradient reached any leaf, or there is none that one could reach.
     """
     reached = False
-    wanted_numbers = [leaf_index for leaf_index, leaf in enumerate(local) if leaf.requires_grad]
-    if wanted_numbers and loss.requires_grad:
+    trained_pairs = [
+        (shard, leaf)
+        for shard, leaf in zip(local, reducer.leaves, strict=True)
+        if shard.requires_grad
+    ]
+    if trained_pairs and loss.requires_grad:
         # Why a view: it has an autograd node of its own, whose hook runs before hooks on the loss
         # itself.
         loss = loss.view_as(loss)
         # Why a hook: code inside this backward may run another backward, and only a hook knows
         # which one this is.
-        begun = loss.register_hook(reducer.enter_backward)
+        begin_hook = loss.register_hook(reducer.enter_backward)
         try:
             # Why single-threaded, also on CUDA: only so does backward see context variables, such
             # as the event log.
             with torch.autograd.set_multithreading_enabled(False):
-                computed_grads = torch.autograd.grad(
-                    loss, [local[leaf_index] for leaf_index in wanted_numbers], allow_unused=True
+                direct_grads = torch.autograd.grad(
+                    loss, [shard for shard, _ in trained_pairs], allow_unused=True
                 )
         except RuntimeError as error:
             if "backward through the graph a second time" in str(error):
@@ -341,14 +450,14 @@ def _backward(
                 )
             raise
         finally:
-            begun.remove()
-        for leaf_index, grad in zip(wanted_numbers, computed_grads, strict=True):
+            begin_hook.remove()
+        for (_, leaf), grad in zip(trained_pairs, direct_grads, strict=True):
             if grad is not None:
                 reached = True
-                direct_grad, grad = direct[leaf_index], _clean(grad, zero_weight)
-                direct[leaf_index] = grad if direct_grad is None else direct_grad + grad
+                grad = _clean(grad, reducer)
+                leaf.direct = grad if leaf.direct is None else leaf.direct + grad
     reducer.post_backward()
-    return reached or reducer.received or not wanted_numbers
+    return reached or reducer.received or not trained_pairs
 
 
 _CONSTANT = (
@@ -360,19 +469,13 @@ _CONSTANT = (
 
 
 def _gradient(
-    shard: torch.Tensor,
-    leaf: LeafGradient,
-    direct: torch.Tensor | None,
-    divisor: float | torch.Tensor,
+    shard: torch.Tensor, leaf: LeafGradient, divisor: float | torch.Tensor
 ) -> torch.Tensor | None:
-    """Return a leaf's gradient: its summed reductions plus ``direct``, divided by ``divisor``.
-
-    ``direct`` is the gradient that reached the leaf without an all-gather, such as that of a
-    penalty on the shard itself.
-    """
+    """Return a leaf's gradient: its reduced and its direct one, divided by ``divisor``."""
     # Why take: the graph of an output that the caller keeps refers to what the reducer knows.
-    reduced, divisor_before = leaf.take_total(), leaf.divisor
-    is_frozen = leaf.buffer is not None and not leaf.buffer.trainable
+    reduced, direct = leaf.take_total()
+    divisor_before = leaf.divisor
+    is_frozen = leaf.comm is not None and not leaf.comm.plan.trainable
     if is_frozen or not shard.requires_grad:
         return None
     if direct is None and reduced is None:
@@ -381,12 +484,12 @@ def _gradient(
         divisor = divisor / divisor_before
     elif divisor_before != 1 and reduced is not None:
         reduced = reduced * divisor_before
-    undivided = isinstance(divisor, float | int) and divisor == 1
+    is_undivided = isinstance(divisor, float | int) and divisor == 1
     if direct is not None:
         total = direct if reduced is None else reduced + direct
-        return total if undivided else total / divisor
+        return total if is_undivided else total / divisor
     assert reduced is not None
-    return reduced if undivided else reduced.div_(divisor)
+    return reduced if is_undivided else reduced.div_(divisor)
 
 
 def _world(reducer: GradReducer) -> Mesh:
@@ -415,6 +518,13 @@ def _world(reducer: GradReducer) -> Mesh:
     return next(iter(reducer.worlds.values()), Mesh())
 
 
+def _local_axes(leaf: LeafGradient) -> tuple[Mesh, tuple[str, ...]] | None:
+    """Return the mesh and the axes along which a leaf is local, if it is."""
+    if leaf.comm is None or not leaf.comm.plan.local:
+        return None
+    return leaf.comm.mesh, leaf.comm.plan.local
+
+
 def _local_divisor(
     mesh: Mesh, local: tuple[str, ...], own_weight: float | None, device: torch.device
 ) -> float | torch.Tensor:
@@ -435,34 +545,34 @@ def _local_divisor(
 # --- the values that loss_fn returns --------------------------------------------------------------
 
 
-def _check_result(result: Any, has_aux: bool, weighted: bool) -> tuple[torch.Tensor, float, Any]:
+def _check_result(result: Any, options: GradientOptions) -> tuple[torch.Tensor, float, Any]:
     """Return the loss, the weight and the aux of a ``loss_fn`` result; raise if one is missing."""
-    names = ["loss", *["weight"] * weighted, *["aux"] * has_aux]
-    if len(names) > 1 and not (isinstance(result, tuple) and len(result) == len(names)):
-        flags = " and ".join([*["has_aux=True"] * has_aux, *["weighted=True"] * weighted])
-        count = "pair" if len(names) == 2 else "triple"
-        result_text = (
-            f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
-        )
+    names = ["loss", *["weight"] * options.weighted, *["aux"] * options.has_aux]
+    is_single = len(names) == 1
+    if not is_single and not (isinstance(result, tuple) and len(result) == len(names)):
+        result_text = outline(result)
+        if isinstance(result, tuple):
+            result_text = f"a tuple of {len(result)}"
         raise TypeError(
-            f"with {flags} loss_fn must return a {count} ({', '.join(names)}); found {result_text}"
+            f"with has_aux={options.has_aux} and weighted={options.weighted} loss_fn must return "
+            f"({', '.join(names)}); found {result_text}"
         )
-    values = dict(zip(names, result if len(names) > 1 else (result,), strict=True))
+    values = {"loss": result} if is_single else dict(zip(names, result, strict=True))
     loss = values["loss"]
     if is_dtensor(loss):
         loss = loss.full_tensor()
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-        result_text = _found_as_loss(loss, alone=len(names) == 1)
         raise TypeError(
             "loss_fn must return a floating-point scalar, the mean over this rank's batch; found "
-            f"{result_text}"
+            f"{_found_as_loss(loss, alone=is_single)}"
         )
-    return loss, check_weight(values["weight"]) if weighted else 1.0, values.get("aux")
+    weight = check_weight(values["weight"]) if options.weighted else 1.0
+    return loss, weight, values.get("aux")
 
 
 def _found_as_loss(loss: Any, alone: bool) -> str:
     """Return what was found in place of a loss, and what to do if it is known."""
-    kind = type(loss).__name__
+    class_name = type(loss).__name__
     if isinstance(loss, torch.Tensor):
         return f"a tensor of shape {tuple(loss.shape)} and {loss.dtype}: return its mean as a float"
     if loss is None:
@@ -470,12 +580,12 @@ def _found_as_loss(loss: Any, alone: bool) -> str:
     if isinstance(loss, float | int):
         return f"{loss}, a number without a gradient: return the tensor, without .item()"
     if isinstance(getattr(loss, "loss", None), torch.Tensor):
-        return f"{kind}: return its .loss"
+        return f"{class_name}: return its .loss"
     if alone and isinstance(loss, Mapping):
-        return f"{kind}: return the loss alone, or (loss, aux) with has_aux=True"
+        return f"{class_name}: return the loss alone, or (loss, aux) with has_aux=True"
     if alone and isinstance(loss, tuple):
-        return f"{kind}: for (loss, aux) pass has_aux=True"
-    return kind
+        return f"{class_name}: for (loss, aux) pass has_aux=True"
+    return class_name
 
 
 def check_weight(weight: Any) -> float:
@@ -507,8 +617,7 @@ def check_weight(weight: Any) -> float:
 
 def loss_value(loss: torch.Tensor) -> torch.Tensor:
     """Return the one element of a loss as a scalar without a graph, in float32 or wider."""
-    value = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
-    return value if value.ndim == 0 else value.reshape(())
+    return loss.detach().to(torch.promote_types(loss.dtype, torch.float32)).reshape(())
 
 
 def detached(x: Any) -> Any:
@@ -516,9 +625,9 @@ def detached(x: Any) -> Any:
     return x.detach() if isinstance(x, torch.Tensor) else x
 
 
-def _clean(x: torch.Tensor, zero_weight: bool) -> torch.Tensor:
+def _clean(x: torch.Tensor, reducer: GradReducer) -> torch.Tensor:
     # Why: infinity times zero is NaN, and a loss with weight zero must have no effect.
-    return x.nan_to_num(0.0, 0.0, 0.0) if zero_weight else x
+    return x.nan_to_num(0.0, 0.0, 0.0) if reducer.zero_weight else x
 
 
 def _differentiable(leaf: torch.Tensor) -> bool:

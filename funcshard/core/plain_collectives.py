@@ -1,15 +1,132 @@
-"""Collectives on plain tensors, without autograd, for optimizer state, norms and the like.
+"""Collectives on plain tensors, without autograd.
 
-The public ones, which are differentiable, are in ``collectives``.
+An ``AxisComm`` or ``SumComm`` maps a tensor to another one, linearly in the tensors of all ranks;
+``adjoint`` is the adjoint map, and ``collectives`` makes them differentiable. A sum runs along
+several axes. Every other collective runs along one axis and over dim 0, so the last dimensions may
+be anything, such as the one that ``vmap`` adds.
+
+Below them are collectives for optimizer state, norms and the like, and those that send a whole
+tensor as slices, or join slices. The slices of one whole tensor lie on the ranks along the mesh
+axes of its cuts.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
 import torch
 
-from funcshard.comm import Mesh, Topology
-from funcshard.core.buffer_comm import BufferComm, start_gather, start_reduce
+from funcshard._utils import BasisLoop
+from funcshard.comm import Group, Mesh, Topology, all_gather_private
+from funcshard.core.buffer_comm import BufferComm, recorded_group, start_gather, start_reduce
 from funcshard.core.grad_reducer import note_collective
+from funcshard.plan import Box, LeafSpec, position_of, slice_offsets
+
+_ADJOINTS = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
+
+
+@dataclass(frozen=True, slots=True)
+class AxisComm:
+    """A collective along one mesh axis.
+
+    Attributes:
+        kind: ``"all_gather"`` stacks the ranks' ``[...]`` to ``[ranks, ...]``; ``"reduce_scatter"``
+            adds the ranks' ``[ranks, ...]``, and returns this rank's ``[...]`` of the sum;
+            ``"all_to_all"`` and ``"ppermute"`` send rows of ``[n, ...]`` to the ranks, and return
+            the received rows.
+        mesh: the ranks.
+        axis: the mesh axis.
+        name: what it is for, in errors. Every rank has to have the same.
+        send, receive: how many rows an exchange sends to each rank, and receives from it.
+        busiest: the most rows that one rank of the axis sends to others in an exchange, or receives
+            from them.
+        loops: torch's loops over unit vectors that the collective is part of; see ``basis``.
+    """
+
+    kind: str
+    mesh: Mesh
+    axis: str
+    name: str
+    send: tuple[int, ...] = ()
+    receive: tuple[int, ...] = ()
+    busiest: int = 0
+    loops: Mapping[int, BasisLoop] = field(default_factory=dict, compare=False)
+    unit: ClassVar[None] = None  # as in ``BufferComm``: it is the collective of no unit
+    buffer: ClassVar[str] = ""
+
+    @property
+    def adjoint(self) -> AxisComm:
+        """The adjoint map."""
+        adjoint_kind = _ADJOINTS.get(self.kind, self.kind)
+        return dataclasses.replace(self, kind=adjoint_kind, send=self.receive, receive=self.send)
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that take part."""
+        return self.mesh.groups[self.axis].size
+
+    @property
+    def title(self) -> str:
+        """The collective as errors name it."""
+        return f"{self.name} along {self.axis!r}"
+
+    def run(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the result of this rank; always a new tensor."""
+        tensor = tensor.contiguous()
+        group, row_numel = self._group(tensor), tensor.shape[1:].numel()
+        if self.kind == "all_gather":
+            return all_gather_private(group, tensor.unsqueeze(0), label=self.title).wait()
+        if self.kind == "reduce_scatter":
+            out = torch.empty_like(tensor[0])
+            group.reduce_scatter(out.view(-1), [tensor.view(-1)], label=self.title).wait()
+            return out
+        out = tensor.new_empty((sum(self.receive), *tensor.shape[1:]))
+        sizes = [[rows * row_numel for rows in counts] for counts in (self.receive, self.send)]
+        group.all_to_all(out.view(-1), tensor.view(-1), *sizes, label=self.title).wait()
+        return out
+
+    def _group(self, tensor: torch.Tensor) -> Group:
+        """Return the ranks along the axis, and record the collective if any data moves."""
+        if self.ranks == 1:
+            return self.mesh.groups[self.axis]
+        numel = tensor.numel()
+        if self.kind == "all_gather":
+            numel *= self.ranks
+        elif self.kind != "reduce_scatter":
+            # Why the busiest rank's rows: every rank of the axis records the same event.
+            numel = self.busiest * tensor.shape[1:].numel()
+        return recorded_group(self.kind, self, self.axis, tensor, numel)
+
+
+class SumComm(BufferComm):
+    """The sum along all axes on which data of no unit is repeated.
+
+    Its label names the tensor in errors, the same on every rank.
+    """
+
+    __slots__ = ()
+
+    @property
+    def adjoint(self) -> SumComm:
+        """The map itself: the tensor of each rank is a term of the sum on each rank."""
+        return self
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that take part."""
+        return math.prod(group.size for _, group in self.topology.repeated)
+
+    def run(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum; always a new tensor."""
+        out = start_reduce(tensor, self).finish()
+        return tensor.clone() if out is tensor else out
+
+
+# --- flat tensors ---------------------------------------------------------------------------------
 
 
 def all_gather_flat(
@@ -49,3 +166,81 @@ def all_reduce_flat(
     """
     note_collective(mesh)
     return start_reduce(tensor, BufferComm(Topology(mesh, False, local)), donated=True).finish()
+
+
+# --- slices of whole tensors ----------------------------------------------------------------------
+
+
+def join_slices(
+    leaf: torch.Tensor, spec: LeafSpec, mesh: Mesh, *, first_only: bool = False
+) -> torch.Tensor | None:
+    """Return the whole tensor of a leaf, joined from the slices of all ranks, without autograd.
+
+    The ranks along the axes of the cuts have to call. A leaf without cuts is its own whole tensor.
+
+    Arguments:
+        leaf: this rank's slice.
+        spec: the leaf's entry in the plan.
+        mesh: the ranks.
+        first_only: whether only the first of these ranks needs the whole tensor; other ranks then
+            get ``None``.
+    """
+    value = leaf.detach()
+    for cut in reversed(spec.cuts):  # the innermost slices first
+        if cut.ranks == 1:
+            continue
+        note_collective(mesh)
+        with torch.no_grad():
+            slices = AxisComm("all_gather", mesh, cut.axis, f"join leaf {spec.path!r}").run(
+                value.to(mesh.device)
+            )
+            if first_only and mesh.groups[cut.axis].rank:
+                return None
+            value = torch.cat(slices.unbind(), cut.dim)
+    return value
+
+
+def slice_from_rank(src: int, whole: torch.Tensor, spec: LeafSpec, mesh: Mesh) -> torch.Tensor:
+    """Return this rank's slice of the whole tensor that rank ``src`` has; every rank has to call.
+
+    Only ranks whose index along every other axis is that of ``src`` get the values, because only
+    they send them on. All other ranks get a tensor on the meta device.
+
+    Arguments:
+        src: the rank.
+        whole: the whole tensor on rank ``src``; elsewhere any tensor of its dtype.
+        spec: the leaf's entry in the plan.
+        mesh: the ranks.
+    """
+    cuts = [cut for cut in spec.cuts if cut.ranks > 1]
+    if not cuts:
+        return whole
+    source, axes = position_of(src, mesh.shape), [cut.axis for cut in cuts]
+    if any(group.rank != source[axis] for axis, group in mesh.groups.items() if axis not in axes):
+        return torch.empty(spec.shape, dtype=whole.dtype, device="meta")
+    with torch.no_grad():
+        full = torch.empty(spec.whole_shape, dtype=whole.dtype, device=mesh.device)
+        if mesh.rank == src:
+            full.copy_(whole)
+        broadcast(full, src, mesh, axes)
+        return full[Box(slice_offsets(spec.shape, cuts, mesh.position), spec.shape).slices].clone()
+
+
+def broadcast(
+    tensor: torch.Tensor, src: int, mesh: Mesh, axes: list[str] | None = None, *, label: str = ""
+) -> None:
+    """Replace ``tensor`` by that of rank ``src`` on the ranks along ``axes``, by default on all.
+
+    Arguments:
+        tensor: a contiguous tensor, of the same shape and dtype on every rank.
+        src: the rank.
+        mesh: the ranks.
+        axes: the axes; the index of every calling rank along other axes is that of ``src``.
+        label: a name for the tensor, for errors.
+    """
+    source = position_of(src, mesh.shape)
+    later = list(mesh.groups) if axes is None else list(axes)
+    while later:
+        axis = later.pop(0)
+        if all(mesh.groups[axis_name].rank == source[axis_name] for axis_name in later):
+            mesh.groups[axis].broadcast(tensor, source[axis], label=label).wait()

@@ -12,18 +12,27 @@ the call and its backward. (A recomputed unit gathers itself.) Its phases carry 
 ``ForwardOrder`` and ``BackwardOrder`` of ``plan`` decide which units are gathered, and in which
 order. The prefetcher follows them, and keeps the handles.
 
+A ``ScheduleLearner`` keeps the order of units from one call to the next.
+
 A ``SavedUnit`` is the state that autograd keeps of a unit between forward and backward. Its hooks
 replace each saved tensor that is a view of a gathered buffer by the position of that view, so the
 buffer is free as soon as forward returns. When backward asks for the first of them, the saved unit
 asks the prefetcher. Forward refers to the prefetcher until the call returns; after that only the
 autograd graph does, and frees it with itself.
+
+A unit with ``reshard_after_forward=n`` is cut after its forward into ``n`` slices, one on each of
+``n`` neighbours on the shard axis, such as the ranks of one machine. Backward gathers the slices
+from these ranks alone. They are cut from the gathered buffer, so they have the dtype to compute in.
 """
 
 from __future__ import annotations
 
 import contextvars
+import dataclasses
 import functools
+import itertools
 import logging
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +43,7 @@ from torch.autograd.function import BackwardCFunction
 
 from funcshard._utils import (
     address,
+    callers_level,
     cast_of,
     dispatch_modes,
     graph_task_id,
@@ -47,22 +57,18 @@ from funcshard._utils import (
     unseen,
     version,
 )
-from funcshard.comm import DONE
-from funcshard.core.buffer_comm import (
-    AllGatherHandle,
-    GatherSource,
-    start_gathers,
-)
+from funcshard.comm import DONE, CommDtypes, Mesh, Topology, neighbours, own_row
+from funcshard.core.buffer_comm import AllGatherHandle, BufferComm, GatherSource, start_gathers
 from funcshard.core.dtensor_leaves import as_dtensors, through_dtensors
 from funcshard.core.flat_buffer import views
 from funcshard.core.grad_reducer import current_reducer
-from funcshard.core.slices import slice_of
 from funcshard.plan import BackwardOrder, ForwardOrder, Schedule, UnitPlan
 
 _log = logging.getLogger("funcshard.core")
 
-# The all-gathers of the buffers of one unit; None for a buffer that needs none.
-Handles = Sequence[AllGatherHandle | None]
+Handles = Sequence[AllGatherHandle]  # of the buffers of one unit
+# The communication of the slices of each buffer; None for a buffer that is not cut.
+SliceComms = tuple[BufferComm | None, ...]
 
 
 class Prefetcher:
@@ -137,13 +143,14 @@ class Prefetcher:
         handles = self._handles.pop(name)
         # Why before prefetching: a fast rank must not take memory for the next units while slow
         # ranks have not sent this one.
-        _wait_comm(handles)
+        for handle in handles:
+            handle.wait_comm()
         if self._forward.call(name, stays=stays):
-            self._handles[name] = handles = [handle and handle.share() for handle in handles]
+            self._handles[name] = [handle.share() for handle in handles]
         self._now += 1
         self._called.append(self._now)
-        for ahead in self._forward.prefetch():
-            self._handles[ahead] = self._start(ahead)
+        for next_name in self._forward.prefetch():
+            self._handles[next_name] = self._start(next_name)
         return handles
 
     def save(self, source: UnitSource) -> int:
@@ -164,8 +171,8 @@ class Prefetcher:
     def post_forward(self) -> None:
         """End forward: wait for the all-gathers of units that were never called, and drop them."""
         self.returned = True
-        for handles in self._handles.values():
-            wait_all(handles)
+        for handle in itertools.chain(*self._handles.values()):
+            handle.work.wait()
         self._handles.clear()
         for use, name in enumerate(self._units):
             if name in self._inside and not self._last[use]:
@@ -196,10 +203,11 @@ class Prefetcher:
                 self._backward.gather(use)
             self._ahead[use] = start_gathers(source.sources())
         handles = self._ahead.pop(use)
-        _wait_comm(handles)  # first, as in forward
+        for handle in handles:  # first, as in forward
+            handle.wait_comm()
         self._backward.reach(use)
-        if source.slice_comms:  # so that the slices are free as soon as backward has used them
-            self.sources[use] = None
+        if source.slice_comms:
+            self.sources[use] = None  # frees the slices as soon as backward has used them
         if self._schedule.backward_prefetch == "pre":
             self._prefetch(-self._last[use])
         return handles
@@ -214,31 +222,23 @@ class Prefetcher:
         """Wait for the all-gathers that backward did not need after all, and drop them."""
         self._ends = False
         for use in [*self._ahead]:
-            wait_all(self._ahead.pop(use))
+            for handle in self._ahead.pop(use):
+                handle.work.wait()
             self._backward.reach(use)
             self._backward.release(use)
 
     def backward_order(self) -> tuple[tuple[str, str], ...] | None:
         """Return the order for ``Schedule.backward``; ``None`` if ``Schedule.order`` implies it."""
-        moments = [
-            (last, "gather", unit)
-            for last, unit in zip(self._last, self._units, strict=True)
-            if last
-        ]
-        moments += [
-            (called, "reduce", unit) for called, unit in zip(self._called, self.ran, strict=True)
-        ]
-        backward_moments = tuple(
-            (moment_kind, unit) for _, moment_kind, unit in sorted(moments, reverse=True)
-        )
-        saved = set(self._units)
-        plain = [
-            (moment_kind, unit)
-            for unit in self.ran[::-1]
-            for moment_kind in ("gather", "reduce")
-            if moment_kind == "reduce" or unit in saved
-        ]
-        return None if backward_moments == tuple(plain) else backward_moments
+        reductions = zip(self._called, itertools.repeat("reduce"), self.ran, strict=False)
+        gathers = zip(self._last, itertools.repeat("gather"), self._units, strict=False)
+        # A use without a moment is one that backward does not gather.
+        moments = sorted([entry for entry in (*gathers, *reductions) if entry[0]], reverse=True)
+        learned_order = tuple([(kind, unit) for _, kind, unit in moments])
+        implied_order: list[tuple[str, str]] = []
+        for unit in reversed(self.ran):
+            implied_order += [("gather", unit)] if unit in self._units else []
+            implied_order.append(("reduce", unit))
+        return None if learned_order == tuple(implied_order) else learned_order
 
     def _prefetch(self, moment: int, *, most: int | None = None) -> None:
         for use in self._backward.prefetch(moment, most=most):
@@ -261,17 +261,49 @@ class Prefetcher:
         return not self._by_shards or source.in_backward
 
 
-def wait_all(handles: Handles) -> None:
-    """Wait for the data of all-gathers."""
-    for handle in handles:
-        if handle is not None:
-            handle.work.wait()
+class ScheduleLearner:
+    """A sharded function's schedule; its first call may teach the order, which alters no result.
 
+    Arguments:
+        schedule: the schedule to begin with.
+        known: whether its order was given, so that there is none to learn.
 
-def _wait_comm(handles: Handles) -> None:
-    for handle in handles:
-        if handle is not None:
-            handle.wait_comm()
+    Attributes:
+        inside: the units that checkpoints inside them gathered in backward, as far as is known.
+    """
+
+    def __init__(self, schedule: Schedule, known: bool) -> None:
+        self.schedule = schedule
+        self.known = known
+        self._warned = False
+        self._backward_given = schedule.backward is not None
+        self._backward_known: int | None = None
+        self.inside: set[str] = set()
+
+    def learn(self, prefetcher: Prefetcher) -> None:
+        """Take the order of a returned call: of forward, and of the backward that may follow."""
+        ran = tuple(prefetcher.ran)
+        if not self.known:
+            self.schedule = dataclasses.replace(self.schedule, order=ran)
+            self.known = True
+        elif not self._warned and self.schedule.forward_prefetch and ran != self.schedule.order:
+            self._warned = True
+            pairs = itertools.zip_longest(ran, self.schedule.order)
+            position = next(i for i, (real, planned) in enumerate(pairs) if real != planned)
+            warnings.warn(
+                f"units ran in another order than the schedule's, from position {position} on: "
+                "forward gathered the rest of that call on demand, which is correct but not "
+                "ahead; this is said once",
+                stacklevel=callers_level(),
+            )
+        # Why by the number: the first call does not know what checkpoints inside units need.
+        if (
+            not self._backward_given
+            and prefetcher.sources
+            and self._backward_known != len(self.inside)
+        ):
+            self._backward_known = len(self.inside)
+            self.schedule = dataclasses.replace(self.schedule, backward=prefetcher.backward_order())
 
 
 # --- the state of a unit between forward and backward ---------------------------------------------
@@ -305,34 +337,42 @@ class UnitSource:
     gathered buffers that this rank holds, and the shard of each buffer that is not cut.
 
     Arguments:
-        f: the ``Unshard`` of the unit.
+        comms: the communication of each buffer.
+        slice_comms: the communication of the slices; ``()`` for a unit without.
         shard: this rank's shard, by buffer key.
 
     Attributes:
         shards: the shard of each buffer.
         nodes: the autograd nodes of the buffers' gathers; a frozen buffer has none.
-        slice_comms: the communication of the slices; ``()`` for a unit without.
-        slices: the slices, once forward has cut them.
     """
 
-    __slots__ = ("_comms", "_unit", "_versions", "nodes", "shards", "slice_comms", "slices")
+    __slots__ = ("_sources", "_versions", "nodes", "shards", "slice_comms")
 
-    def __init__(self, f: Any, shard: Mapping[str, torch.Tensor]) -> None:
-        self._unit, self._comms = f.unit, f.comms
-        self.shards = [shard[buffer.key].detach() for buffer in f.unit.buffers]
-        self._versions = [version(local) for local in self.shards]
+    def __init__(
+        self,
+        comms: Sequence[BufferComm],
+        slice_comms: SliceComms,
+        shard: Mapping[str, torch.Tensor],
+    ) -> None:
+        self.shards = [shard[comm.buffer].detach() for comm in comms]
         self.nodes: list[weakref.ref[Any]] = []
         # A forward that backward computes again is followed by its backward at once.
-        self.slice_comms = f.slices if graph_task_id() == -1 else ()
-        self.slices: list[torch.Tensor | None] = []
+        self.slice_comms = slice_comms if graph_task_id() == -1 else ()
+        self._sources: list[GatherSource] = list(zip(self.shards, comms, strict=True))
+        self._versions = [version(local) for local in self.shards]
 
+    @unseen
     def cut(self, gathered: Sequence[Sequence[torch.Tensor]]) -> None:
         """Copy this rank's slices of the gathered buffers, whose leaves are ``gathered``."""
-        buffers = zip(gathered, self._unit.buffers, self.slice_comms, strict=True)
-        self.slices = [
-            None if comm is None else slice_of(leaves[0], buffer.padded_numel, comm)
-            for leaves, buffer, comm in buffers
-        ]
+        for i, comm in enumerate(self.slice_comms):
+            if comm is not None:
+                group, first_leaf = comm.mesh.shard, gathered[i][0].detach()
+                numel = comm.plan.padded_numel // group.size
+                begin = first_leaf.storage_offset()
+                slices = first_leaf.as_strided((group.size, numel), (numel, 1), begin)
+                local_slice = own_row(slices, group, "shard")
+                self._sources[i] = local_slice, comm
+                self._versions[i] = version(local_slice)
 
     @property
     def in_backward(self) -> bool:
@@ -342,27 +382,41 @@ class UnitSource:
         return any(runs_in_backward(node) for ref in self.nodes if (node := ref()) is not None)
 
     @property
-    def changed(self) -> list[str]:
-        """The shards that were written to since forward, unless only slices are gathered."""
-        if self.slices and None not in self.slices:
-            return []
-        shards = zip(self._unit.buffers, self.shards, self._versions, strict=True)
-        return [buffer.key for buffer, local, before in shards if version(local) != before]
+    def changed(self) -> bool:
+        """Whether a shard, of which there is no slice, was written to since forward."""
+        return [version(local) for local, _ in self._sources] != self._versions
 
     def sources(self) -> list[GatherSource]:
         """Return the sources of the unit's all-gather; raise if they changed after forward's."""
-        changed_keys = self.changed
-        if changed_keys:
-            raise RuntimeError(
-                f"the shard {changed_keys[0]!r} of unit {self._unit.title!r} was modified in place "
-                "between forward and backward, which would gather other values than forward used; "
-                "update shards after backward"
+        for (local, comm), old_version in zip(self._sources, self._versions, strict=True):
+            if version(local) != old_version:
+                raise RuntimeError(
+                    f"the shard {comm.buffer!r} of unit {comm.unit or '(root)'!r} was modified in "
+                    "place between forward and backward, which would gather other values than "
+                    "forward used; update shards after backward"
+                )
+        return self._sources
+
+
+def slice_comms(unit: UnitPlan, mesh: Mesh, comms: Sequence[BufferComm]) -> SliceComms:
+    """Return the communication of a unit's slices; ``()`` if the unit is not cut into slices.
+
+    Every rank of the mesh has to call this, because the first call makes process groups.
+    """
+    if unit.post_forward_ranks is None:
+        return ()
+    topology = Topology(neighbours(mesh, unit.post_forward_ranks), sharded=True)
+    as_it_is: dict[str, Any] = {"dtypes": CommDtypes(), "offload": False, "own": False}
+    return tuple(
+        [
+            dataclasses.replace(
+                comm, topology=topology, label=f"slices of {comm.label}", **as_it_is
             )
-        sources: list[GatherSource] = list(zip(self.shards, self._comms, strict=True))
-        for i, local_slice in enumerate(self.slices):
-            if local_slice is not None:
-                sources[i] = local_slice, self.slice_comms[i]
-        return sources
+            if comm.topology.cut
+            else None
+            for comm in comms
+        ]
+    )
 
 
 class SavedUnit:
@@ -384,8 +438,8 @@ class SavedUnit:
     """
 
     __slots__ = (
-        "__weakref__", "_buffer_of", "_comms", "_dtensors", "_forms", "_full", "_leaf_views", "_node_of", "_prefetcher",
-        "_unit", "_use", "kept", "needed", "source",
+        "__weakref__", "_buffer_of", "_comms", "_dtensors", "_forms", "_full", "_node_of", "_prefetcher", "_unit",
+        "_use", "kept", "needed", "source",
     )  # fmt: skip
 
     def __init__(
@@ -393,70 +447,59 @@ class SavedUnit:
     ) -> None:
         self.needed = False
         self.kept: Callable[[], Handles | None] | None = None
+        # Why not f itself: the user's function may hold results, and so the graph that holds this.
         self._unit, self._comms, self._dtensors = f.unit, f.comms, f.dtensors
-        self.source = UnitSource(f, shard)
-        self._buffer_of: dict[int, int] = {}
+        self.source = UnitSource(f.comms, f.slices, shard)
+        self._buffer_of: dict[int, int] = {}  # by identity of the storage
         self._node_of: dict[int, int] = {}
-        self._leaf_views = f.leaf_views
         # Of each gathered buffer: where it begins in its storage, its device and its dtype.
-        self._forms: list[tuple[int, torch.device, torch.dtype]] = []
+        self._forms: list[tuple[Any, torch.device, torch.dtype]] = []
         self._full: list[torch.Tensor] | None = None
         self._prefetcher = prefetcher
         self._use = -1 if prefetcher is None else prefetcher.save(self.source)
 
-    def watch(self, gathered: tuple[tuple[torch.Tensor, ...], ...]) -> None:
+    def watch(self, gathered: Sequence[Sequence[torch.Tensor]]) -> None:
         """Set the leaves of each gathered buffer, so that ``pack`` knows views of them."""
-        self._buffer_of = {storage_id(leaves[0]): i for i, leaves in enumerate(gathered)}
-        # Why the id: a saved unit that held the node would keep the graph of the shards alive.
-        self._node_of = {
-            id(leaves[0].grad_fn): i
-            for i, leaves in enumerate(gathered)
-            if leaves[0].grad_fn is not None
-        }
-        self._forms = [
-            (leaves[0].storage_offset() - where[0][2], leaves[0].device, leaves[0].dtype)
-            for leaves, where in zip(gathered, self._leaf_views, strict=True)
-        ]
-        nodes: list[Any] = [leaves[0].grad_fn for leaves in gathered]
-        self.source.nodes = [
-            weakref.ref(node) for node in nodes if isinstance(node, BackwardCFunction)
-        ]
-
-    def release(self) -> None:
-        """Free the buffers that backward has gathered."""
-        self._full = None
+        for buffer_index, (first_leaf, *_) in enumerate(gathered):
+            node: Any = first_leaf.grad_fn
+            self._buffer_of[storage_id(first_leaf)] = buffer_index
+            self._forms.append((first_leaf.storage_offset(), first_leaf.device, first_leaf.dtype))
+            if node is not None:
+                # Why the id: a saved unit that held the node would keep the graph of the shards
+                # alive.
+                self._node_of[id(node)] = buffer_index
+            if isinstance(node, BackwardCFunction):
+                self.source.nodes.append(weakref.ref(node))
 
     def post_backward(self) -> Callable[[], None]:
         """Return the function to call when the unit's gradients are complete."""
         return functools.partial(_post_backward, weakref.ref(self), self._prefetcher, self._use)
 
-    def handles_for(
-        self, unit: UnitPlan, shard: Mapping[str, torch.Tensor]
-    ) -> list[AllGatherHandle | None] | None:
+    def release(self) -> None:
+        """Free the buffers that backward has gathered."""
+        self._full = None
+
+    def handles_for(self, unit: UnitPlan, shard: Mapping[str, torch.Tensor]) -> Handles | None:
         """Return finished handles of its buffers, if gathering ``shard`` would give the same."""
-        same = unit is self._unit and all(
-            address(shard[buffer.key]) == address(local)
-            for buffer, local in zip(unit.buffers, self.source.shards, strict=True)
-        )
-        if not same:
+        pairs = list(zip(self._comms, self.source.shards, strict=True))
+        same_data = all(address(shard[comm.buffer]) == address(local) for comm, local in pairs)
+        if unit is not self._unit or not same_data:
             return None
         return [
-            AllGatherHandle(DONE, comm, buffer.padded_numel, shared=True, full=self._buffer(i))
-            if comm.copied
-            else None
-            for i, (buffer, comm) in enumerate(zip(unit.buffers, self._comms, strict=True))
+            AllGatherHandle(DONE, comm, comm.plan.padded_numel, shared=True, full=full)
+            for comm, full in zip(self._comms, self.buffers(), strict=True)
         ]
 
     @unseen
     def gathered_again(self) -> tuple[tuple[torch.Tensor, ...], ...]:
         """Return the leaves of each buffer, gathered again, without a graph."""
-        return tuple(
-            tuple(
-                leaf.requires_grad_(buffer.trainable and leaf.is_floating_point())
-                for leaf in views(self._buffer(i).detach(), buffer)
-            )
-            for i, buffer in enumerate(self._unit.buffers)
-        )
+        gathered = []
+        for comm, full in zip(self._comms, self.buffers(), strict=True):
+            leaves = views(full.detach(), comm.plan)
+            for leaf in leaves:
+                leaf.requires_grad_(comm.plan.trainable and leaf.is_floating_point())
+            gathered.append(tuple(leaves))
+        return tuple(gathered)
 
     def leaves(self) -> list[torch.Tensor]:
         """Return the leaves, gathered again, without a graph, to recompute a part of forward."""
@@ -465,14 +508,15 @@ class SavedUnit:
             return leaf_tensors
         return unseen(as_dtensors)(leaf_tensors, self._dtensors)
 
-    def _buffer(self, buffer_index: int) -> torch.Tensor:
-        # Why the whole unit, whichever buffer is asked for: a plan can predict this order.
-        full = self._gather_all() if self._full is None else self._full
-        return full[buffer_index]
+    def buffers(self) -> list[torch.Tensor]:
+        """Return the gathered buffers; gather them again if they are free.
 
-    def _gather_all(self) -> list[torch.Tensor]:
+        Why all of them, whichever is asked for: a plan can predict this order.
+        """
+        if self._full is not None:
+            return self._full
         if dispatch_modes() and in_selective_checkpoint():
-            return unseen(self._gather_all)()
+            return unseen(self.buffers)()
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("pre_backward of unit %r", self._unit.title)
         if self._prefetcher is not None:
@@ -480,8 +524,9 @@ class SavedUnit:
         else:  # a unit that is called by itself, or stays gathered
             sources = self.source.sources()
             handles = (self.kept and self.kept()) or start_gathers(sources)
-            _wait_comm(handles)
-        self._full = [handle.finish() for handle in handles if handle is not None]
+            for handle in handles:
+                handle.wait_comm()
+        self._full = [handle.finish() for handle in handles]
         return self._full
 
     def hooks(self) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
@@ -522,30 +567,33 @@ class SavedUnit:
         the leaf again gives the same bits, so the cast is freed with the buffer.
         """
         buffer_index = self._buffer_of.get(storage_id(tensor))
+        # A view in another dtype, such as view_as_real, has other strides.
         is_view = buffer_index is not None and tensor.dtype == self._forms[buffer_index][2]
         if buffer_index is not None and is_view and not tensor.is_conj():
-            return _PackedView(self, buffer_index, _view_at(tensor))
+            return _PackedView(buffer_index, _view_at(tensor))
         cast_source = cast_of(tensor)
-        buffer_index = None if cast_source is None else self._node_of.get(id(cast_source[1]))
-        if cast_source is None or buffer_index is None:
+        if cast_source is None:
             return None
-        cast, _, output, transposed = cast_source
-        size, stride, offset = self._leaf_views[buffer_index][output]
-        if transposed:
+        cast, node, output, is_transposed = cast_source
+        buffer_index = self._node_of.get(id(node))
+        if buffer_index is None:
+            return None
+        size, stride, offset = self._comms[buffer_index].leaf_views[output]
+        begin, device, _ = self._forms[buffer_index]
+        if is_transposed:
             size, stride = size[::-1], stride[::-1]
         # Why strides: a cast to another memory format moves elements, and so does a permutation
         # that is no transpose.
-        same = (len(size) == 2 or not transposed) and cast.shape == size and cast.stride() == stride
-        begin, device, _ = self._forms[buffer_index]
-        if not same or cast.storage_offset() or cast.device != device:
+        same_layout = cast.shape == size and cast.stride() == stride and not cast.storage_offset()
+        if not same_layout or (is_transposed and len(size) != 2) or cast.device != device:
             return None
         leaf_view = size, stride, begin + offset
-        return _PackedView(self, buffer_index, leaf_view, (tensor.dtype, _view_at(tensor)))
+        return _PackedView(buffer_index, leaf_view, (tensor.dtype, _view_at(tensor)))
 
     def unpack(self, packed: Any) -> torch.Tensor:
         """Return the tensor that ``pack`` replaced."""
         if isinstance(packed, _PackedView):
-            leaf_or_view = self._buffer(packed.buffer_index).as_strided(*packed.view)
+            leaf_or_view = self.buffers()[packed.buffer_index].as_strided(*packed.view)
             if packed.cast is None:
                 return leaf_or_view
             dtype, cast_view = packed.cast
@@ -561,7 +609,7 @@ class SavedUnit:
             return packed.tensor
         if self.needed and recomputing_unit() is None and packed.leaves_units:
             # Why now: the outer hooks may compute something again, and a plan predicts this order.
-            self._buffer(0)
+            self.buffers()
         token = _recomputing.set(self)
         try:
             return packed.unpack(packed.packed)
@@ -589,17 +637,15 @@ def _view_at(tensor: torch.Tensor) -> ViewAt:
 
 @dataclass(frozen=True, slots=True)
 class _PackedView:
-    """The position of a saved tensor in a gathered buffer; keeps the saved unit alive.
+    """The position of a saved tensor in a gathered buffer.
 
     Attributes:
-        saved: the saved unit.
         buffer_index: the buffer.
         view: the position in the buffer.
         cast: the dtype, and the position in the cast of that view, if the saved tensor lies in a
             cast, such as one that autocast made.
     """
 
-    saved: SavedUnit
     buffer_index: int
     view: ViewAt
     cast: tuple[torch.dtype, ViewAt] | None = None

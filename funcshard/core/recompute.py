@@ -39,7 +39,14 @@ from funcshard._utils import (
     tree,
     version,
 )
-from funcshard.core.basis import Loops, acting_for, below_transforms, current_loops, within
+from funcshard.core.basis import (
+    Loops,
+    acting_for,
+    below,
+    below_transforms,
+    current_loops,
+    within,
+)
 from funcshard.core.prefetcher import hooks_allowed
 
 Tensors = Sequence[torch.Tensor]
@@ -228,9 +235,7 @@ class _Remat(torch.autograd.Function):
         ctx.call, *tensors = inputs
         level = transform_level()
         ctx.loop = ctx.call.loops.get(level)
-        ctx.outer_loops = {
-            level_index: loop for level_index, loop in ctx.call.loops.items() if level_index < level
-        }
+        ctx.outer_loops = below(ctx.call.loops, level)
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)

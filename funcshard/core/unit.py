@@ -1,5 +1,8 @@
 """One unit: ``Unshard`` gathers it and runs its function; ``Gathered`` is what one gather brought.
 
+``UnshardHandle`` is a gather that a forward by hand starts early: ``f.start(shard)``, and then
+``f(handle, x)``. Skip it at first.
+
 A unit's forward must not write to its gathered leaves: ranks of one machine may share their memory,
 and the changes would be lost with the gathered buffer. ``_check_unchanged`` raises an error for a
 forward that writes. If a forward returns a gathered leaf itself, ``copy_aliased_outputs`` returns
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +23,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from funcshard._utils import (
+    TorchDispatchMode,
     cast_tree,
     dispatch_modes,
     forget_parametrized,
@@ -39,20 +44,18 @@ from funcshard.comm import Mesh
 from funcshard.core.buffer_comm import BufferComm, start_gather, start_gathers
 from funcshard.core.checks import check_shard
 from funcshard.core.dtensor_leaves import DTensorForm, as_dtensors
-from funcshard.core.flat_buffer import LeafViews, gather_leaves
-from funcshard.core.grad_reducer import current_reducer
+from funcshard.core.flat_buffer import gather_leaves
+from funcshard.core.grad_reducer import GradReducer, current_reducer
 from funcshard.core.prefetcher import (
     Handles,
     Prefetcher,
     SavedUnit,
+    SliceComms,
     current_unit,
     hooks_allowed,
     recomputing_unit,
 )
 from funcshard.core.recompute import remat
-from funcshard.core.selective_checkpoint import UnseenViews
-from funcshard.core.slices import SliceComms
-from funcshard.core.unshard_handle import UnshardHandle
 from funcshard.plan import BufferPlan, MixedPrecision, UnitPlan, dtype_of
 
 _log = logging.getLogger("funcshard.core")
@@ -70,7 +73,6 @@ class Unshard:
         unit: the unit.
         mesh: the ranks.
         comms: the communication of each buffer.
-        leaf_views: size, stride and offset of the leaves of each buffer.
         dtensors: the form of each leaf that is a DTensor; ``None`` if there is none.
         listed: whether ``apply`` takes the leaves as a list, not as the unit's part of the tree.
         freed: whether the leaves are freed between forward and backward.
@@ -83,7 +85,6 @@ class Unshard:
     unit: UnitPlan
     mesh: Mesh
     comms: tuple[BufferComm, ...]
-    leaf_views: tuple[LeafViews, ...]
     dtensors: tuple[DTensorForm | None, ...] | None = None
     listed: bool = False
     freed: bool = False
@@ -102,7 +103,7 @@ class Unshard:
     def __call__(self, shard: UnitShard | UnshardHandle, /, *args: Any, **kwargs: Any) -> Any:
         handles = None
         if isinstance(shard, UnshardHandle):
-            shard, handles = shard.take(self.unit, self.comms, freed=self.freed)
+            shard, handles = shard.take(self)
         gathered = self.open(shard, handles)
         try:
             return gathered.run(self, *args, **kwargs)
@@ -124,11 +125,16 @@ class Unshard:
         handles: Handles | None = None
         if not transforms_active():
             handles = [
-                start_gather(shard[comm.buffer].detach(), comm).share() if comm.copied else None
-                for comm in self.comms
+                start_gather(shard[comm.buffer].detach(), comm).share() for comm in self.comms
             ]
-        versions = [version(local) for local in shard.values()]
-        return UnshardHandle(self.unit, shard, self.comms, handles, versions, current_reducer())
+        return UnshardHandle(
+            unit=self.unit,
+            shard=shard,
+            _comms=self.comms,
+            _handles=handles,
+            _versions=[version(local) for local in shard.values()],
+            _reducer=current_reducer(),
+        )
 
     def gather(
         self,
@@ -146,37 +152,16 @@ class Unshard:
         if dispatch_modes() and in_selective_checkpoint():
             return unseen(self.gather)(shard, handles, post_backward)
         reducer = current_reducer()
-        gathered = []
-        for i, (buffer, comm) in enumerate(zip(self.unit.buffers, self.comms, strict=True)):
-            local = shard[buffer.key]
-            if reducer is not None:
-                leaves = reducer.note_gather(local, self.mesh, self.unit.name, buffer)
-                if leaves is not None:
-                    gathered.append(tuple(leaves))
-                    continue
-            handle = None if handles is None else handles[i]
-            local = local if buffer.trainable else local.detach()
-            gathered.append(
-                gather_leaves(local, comm, buffer, self.leaf_views[i], post_backward, handle)
-            )
+        gathered: list[tuple[torch.Tensor, ...]] = []
+        for comm, handle in zip(self.comms, handles or itertools.repeat(None), strict=False):
+            local = shard[comm.buffer]
+            leaves: Any = reducer and reducer.note_gather(local, comm)
+            if leaves is None:
+                if not comm.plan.trainable:
+                    local = local.detach()
+                leaves = gather_leaves(local, comm, post_backward, handle)
+            gathered.append(tuple(leaves))
         return tuple(gathered)
-
-    def kept(self, shard: UnitShard) -> Callable[[], Handles | None] | None:
-        """Return a function that returns the handles of the unit as long as it stays gathered."""
-        reducer = current_reducer()
-        if reducer is None:
-            return None
-
-        def find() -> Handles | None:
-            kept_handles = reducer.find_kept(self.comms, shard)
-            if kept_handles is None:
-                return None  # a buffer that was not kept needs no communication
-            return [
-                old or start_gather(shard[comm.buffer].detach(), comm)
-                for old, comm in zip(kept_handles, self.comms, strict=True)
-            ]
-
-        return find
 
     def stay_gathered(
         self, shard: UnitShard, handles: Handles | None, *, needed: bool
@@ -194,7 +179,10 @@ class Unshard:
         reducer = current_reducer()
         if reducer is None:
             return handles
-        return reducer.keep(self.unit, self.comms, shard, handles, needed=needed)
+        kept_handles = reducer.find_kept(self.comms, shard)
+        if kept_handles is None and handles is not None and needed:
+            reducer.keep(self.unit, self.comms, shard, handles)
+        return kept_handles or handles
 
     def open(
         self, shard: UnitShard, handles: Handles | None = None, prefetcher: Prefetcher | None = None
@@ -209,19 +197,23 @@ class Unshard:
         if handles is None:
             check_shard(self.unit, shard, self.mesh)
         saved: SavedUnit | None = None
-        freed = self.freed and self.gathers
+        freed, started = self.freed and self.gathers, handles is not None
         if torch.is_grad_enabled() and hooks_allowed():
-            started = handles is not None
+            reducer, recomputing = current_reducer(), recomputing_unit()
             saved = SavedUnit(self, shard, prefetcher if freed and started else None)
-            if not freed and started:
-                saved.kept = self.kept(shard)
-            if freed and not started and (recomputing := recomputing_unit()) is not None:
+            if started and not freed and reducer is not None:
+                saved.kept = functools.partial(reducer.find_kept, self.comms, shard)
+            if freed and not started and recomputing is not None:
                 handles = recomputing.handles_for(self.unit, shard)
         leaves = self.gather(shard, handles, None if saved is None else saved.post_backward())
         if saved is not None and freed:
             saved.watch(leaves)
         return Gathered(
-            leaves, saved, freed, handles is not None or bool(transforms_active()), grad_mode()
+            leaves=leaves,
+            saved=saved,
+            freed=freed,
+            shared=handles is not None or bool(transforms_active()),
+            mode=grad_mode(),
         )
 
     def run(
@@ -252,22 +244,9 @@ class Unshard:
                     if precision is not None:
                         result = cast_outputs(precision, result)
         except RuntimeError as error:
-            # torch's errors for some of the writes, which name no leaf; the second one comes under
-            # per_sample_grad, where leaves are the arguments of a gradient
-            error_text, reducer = str(error), current_reducer()
-            argument = (
-                reducer is not None
-                and reducer.has_gathered
-                and "a leaf Variable that requires grad" in error_text
-            )
-            # Why first: after a write that torch did not prevent, it also raises for the nodes.
+            # Why first: after a write that torch did not prevent, torch also raises for the nodes.
             _check_unchanged(versions_before, gathered, self.unit)
-            nodes = [leaves[0].grad_fn for leaves in gathered]
-            refused = any(
-                node is not None and node.name().removesuffix("Backward") in error_text
-                for node in nodes
-            )
-            if argument or ("inplace" in error_text and refused):
+            if _is_refused_write(str(error), gathered):
                 raise RuntimeError(
                     f"the forward of unit {self.unit.title!r} modified a leaf in place; "
                     f"{_READ_ONLY}"
@@ -290,6 +269,70 @@ class Unshard:
             key=lambda dtype: dtype.itemsize,
             default=leaf_dtypes[0],
         )
+
+
+@dataclass(slots=True, eq=False)
+class UnshardHandle:
+    """The result of ``f.start(shard)``, which ``f`` takes in place of the shard.
+
+    Attributes:
+        unit: the unit.
+        shard: this rank's shard of the unit.
+    """
+
+    unit: UnitPlan
+    shard: UnitShard
+    _comms: Sequence[BufferComm]
+    _handles: Handles | None
+    _versions: list[int]
+    _reducer: GradReducer | None
+    _used: bool = False
+
+    def wait(self) -> None:
+        """Wait for the data; do so if the handle is not passed to ``f`` after all."""
+        for handle in self._handles or ():
+            handle.work.wait()
+
+    def take(self, f: Unshard) -> tuple[UnitShard, Handles | None]:
+        """Return the shard and the handles of the all-gathers, for one call of ``f``.
+
+        Raises:
+            ValueError: the handle is of another unit, was used up, or was started outside of the
+                call of ``value_and_grad`` that needs its gradient.
+            RuntimeError: the shard was modified in place after the gather had started.
+        """
+        title, handles = f"the handle of unit {self.unit.title!r}", self._handles
+        if f.unit != self.unit or f.comms != self._comms:
+            raise ValueError(
+                f"{title} was passed to a function of unit {f.unit.title!r}; pass it to the "
+                "function whose start made it"
+            )
+        if not transforms_active():
+            if torch.is_grad_enabled() and current_reducer() is not self._reducer:
+                raise ValueError(
+                    f"{title} was started outside of this call of value_and_grad, which would lose "
+                    "the gradient of its shard; call start inside loss_fn, on the shards that "
+                    "loss_fn is called with"
+                )
+            if [version(local) for local in self.shard.values()] != self._versions:
+                raise RuntimeError(
+                    f"a shard of unit {self.unit.title!r} was modified in place after its gather "
+                    "had started; call start after the change"
+                )
+        if not f.freed:
+            return self.shard, handles
+        # A checkpoint that runs the call again in backward gathers for itself, and a transform has
+        # to see the all-gather.
+        if transforms_active() or graph_task_id() != -1:
+            return self.shard, None
+        if self._used:
+            raise ValueError(
+                f"{title} was used before, and a function from reshard frees the leaves after each "
+                "call; call start for each call, or use the function from unshard to keep the "
+                "leaves"
+            )
+        self._handles, self._used = None, True
+        return self.shard, handles
 
 
 def grad_mode() -> tuple[bool, bool]:
@@ -366,12 +409,10 @@ def start_unit(f: Unshard, shard: UnitShard) -> Handles:
     """Start the all-gathers of a unit; if the running call keeps it gathered, it starts none."""
     reducer = current_reducer()
     if reducer is not None and not f.unit.reshard_after_forward:
-        kept = reducer.find_kept(f.comms, shard)
-        if kept is not None:
-            return kept
-    return start_gathers(
-        [(shard[comm.buffer].detach(), comm) if comm.copied else None for comm in f.comms]
-    )
+        kept_handles = reducer.find_kept(f.comms, shard)
+        if kept_handles is not None:
+            return kept_handles
+    return start_gathers([(shard[comm.buffer].detach(), comm) for comm in f.comms])
 
 
 class RecomputeParams(dict[str, Any]):
@@ -428,11 +469,9 @@ def cast_inputs(
 
 def cast_outputs(precision: MixedPrecision | None, out: Any) -> Any:
     """Return the outputs of a unit or of a model, cast to ``output_dtype`` if there is one."""
-    return (
-        out
-        if precision is None or precision.output_dtype is None
-        else cast_tree(out, precision.output_dtype)
-    )
+    if precision is None or precision.output_dtype is None:
+        return out
+    return cast_tree(out, precision.output_dtype)
 
 
 def run_in_full_precision(
@@ -471,6 +510,17 @@ def _versions(gathered: Leaves) -> list[int]:
     return [0 if first.is_inference() else version(first) for first in firsts]
 
 
+def _is_refused_write(error_text: str, gathered: Leaves) -> bool:
+    """Return whether torch raised an error because of a write to a leaf, which it does not name."""
+    reducer = current_reducer()
+    if "a leaf Variable that requires grad" in error_text:
+        # Under per_sample_grad, leaves are the arguments of a gradient.
+        return reducer is not None and reducer.has_gathered
+    nodes = [leaves[0].grad_fn for leaves in gathered]
+    names = [node.name().removesuffix("Backward") for node in nodes if node is not None]
+    return "inplace" in error_text and any(name in error_text for name in names)
+
+
 def _check_unchanged(before: Sequence[int], gathered: Leaves, unit: UnitPlan) -> None:
     """Raise ``RuntimeError`` if a leaf was written to since ``_versions`` returned ``before``."""
     versions_now = _versions(gathered)
@@ -490,6 +540,47 @@ def modified_leaf(unit: UnitPlan, buffer: BufferPlan) -> RuntimeError:
         f"the forward of unit {unit.title!r} modified a leaf in place, one of buffer "
         f"{buffer.key!r} ({paths}); {_READ_ONLY}"
     )
+
+
+class UnseenViews(TorchDispatchMode):
+    """While it is active, no selective checkpoint sees views of gathered leaves being taken.
+
+    A selective checkpoint keeps the results of some operations, and counts operations to find a
+    result again when backward computes forward a second time. The second computation gathers units
+    at other moments than forward did. So gathers run unseen (``_utils.unseen``), and so do the
+    operations that take views of gathered leaves, such as the transpose inside ``nn.Linear``:
+
+    - A view costs nothing to compute again, whereas a view that is kept would keep the whole
+      gathered buffer in memory until backward.
+    - ``SavedUnit.pack`` replaces a saved view of the gathered buffer. It would not know a view of
+      the buffer of the first gather, and the checkpoint would give backward other tensors than it
+      needs.
+
+    Arguments:
+        storages: the identities of the storages.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, storages: set[int]) -> None:
+        super().__init__()
+        self._storages = storages
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return what torch's own modes of selective checkpoints return."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        viewed = args[0] if getattr(func, "is_view", False) and args else None
+        if isinstance(viewed, torch.Tensor) and storage_id(viewed) in self._storages:
+            return _call_unseen(func, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+@unseen
+def _call_unseen(func: Any, *args: Any, **kwargs: Any) -> Any:
+    return func(*args, **kwargs)
 
 
 def copy_aliased_outputs(result: Any, gathered: Leaves) -> Any:

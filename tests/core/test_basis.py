@@ -135,7 +135,7 @@ IF_CUT = {  # the errors of cases where units are cut
 ALWAYS = {  # and where every rank has a copy
     "jacfwd by inputs of a gradient": FUNC + "would mix columns at the gradient of unit '[ab]': the 2 ranks",
     "jacrev of pmean, by one row": FUNC
-    + "would mix rows at psum or pmean on 2 ranks: .*take psum of the transform's result",
+    + "would mix rows at psum or pmean on 2 ranks: .*take the collective of the transform's result",
 }
 
 
@@ -178,7 +178,7 @@ def test_errors_say_what_would_have_come_out_and_what_to_do():
     assert "so column k " + mixed.format("column k") in columns
     assert "so row i " + mixed.format("row i") in rows
     assert "along a basis of the whole parameters, as docs/transforms.md, 'Columns', does" in columns
-    assert "psum would add the derivatives along them; take psum of the transform's result" in mean
+    assert "the collective would mix the derivatives along them; take the collective of the transform's result" in mean
 
 
 @on_ranks(WORLD)

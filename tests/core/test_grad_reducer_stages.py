@@ -234,7 +234,11 @@ HOOKS: dict[str, tuple[Any, Any, str]] = {
         TypeError,
         "a function of a unit's name, the key of a buffer and a 1-D tensor, or None; found 'l",
     ),
-    "a part": (lambda unit, key, partial: partial[:1], ValueError, r"'float64' of unit '4' found \(1,\) instead of"),
+    "a part": (
+        lambda unit, key, partial: partial[:1],
+        ValueError,
+        r"'float64' of unit '4' found a tensor of shape \(1,\) instead of",
+    ),
     "a number": (lambda unit, key, partial: 0.5, ValueError, "or a tensor of the shape that it got; .* found float"),
     "two arguments": (lambda unit, partial: None, TypeError, "positional argument"),
 }

@@ -76,9 +76,19 @@ RESULTS = {  # what a loss function returns, options, and the error
     "a vector": (torch.ones(2), {}, TypeError, r"must return a floating-point scalar.*shape \(2,\)"),
     "an integer": (torch.tensor(1), {}, TypeError, "must return a floating-point scalar.*torch.int64"),
     "a pair without has_aux": ((ONE, 2), {}, TypeError, r"for \(loss, aux\) pass has_aux=True"),
-    "no pair with has_aux": (ONE, {"has_aux": True}, TypeError, r"must return a pair \(loss, aux\); found Tensor"),
-    "no weight": (ONE, {"weighted": True}, TypeError, r"must return a pair \(loss, weight\); found Tensor"),
-    "no aux": ((1, 2), {"has_aux": True, "weighted": True}, TypeError, r"triple \(loss, weight, aux\); found a tuple of"),
+    "no pair with has_aux": (
+        ONE,
+        {"has_aux": True},
+        TypeError,
+        r"with has_aux=True and weighted=False loss_fn must return \(loss, aux\); found a tensor",
+    ),
+    "no weight": (ONE, {"weighted": True}, TypeError, r"must return \(loss, weight\); found a tensor"),
+    "no aux": (
+        (1, 2),
+        {"has_aux": True, "weighted": True},
+        TypeError,
+        r"must return \(loss, weight, aux\); found a tuple of 2",
+    ),
     **{
         f"the weight {weight}": ((ONE, weight), {"weighted": True}, ValueError, NO_WEIGHT)
         for weight in (-1, math.nan, math.inf, "1.5 kg", torch.ones(2), None)

@@ -16,7 +16,7 @@ from torch import nn
 
 import funcshard as fs
 from funcshard._utils import tree
-from funcshard.comm.topology import Topology
+from funcshard.comm.topology import CommDtypes, Topology
 from funcshard.core.buffer_comm import AllGatherHandle, BufferComm
 from funcshard.core.prefetcher import Prefetcher
 from tests.core.units import of_module, recorded, requiring_grad, same_bits
@@ -177,7 +177,8 @@ class Waited:
 
 
 def handle(name, work, numel=1):
-    return AllGatherHandle(work, BufferComm(Topology(fs.Mesh(), True), name), numel)
+    in_float32 = CommDtypes(gathered=torch.float32)  # so that what is gathered is no shard
+    return AllGatherHandle(work, BufferComm(Topology(fs.Mesh(), True), name, dtypes=in_float32), numel)
 
 
 def prefetcher_of(order, start, limit=1):
@@ -185,7 +186,7 @@ def prefetcher_of(order, start, limit=1):
 
 
 def test_what_was_gathered_ahead_for_a_unit_that_is_never_entered_is_waited_for_and_dropped():
-    started, asked = {name: [handle(name, Waited()), None] for name in "abcd"}, []
+    started, asked = {name: [handle(name, Waited())] for name in "abcd"}, []
     prefetcher = prefetcher_of("abcd", lambda name: asked.append(name) or started[name], limit=2)
     assert prefetcher.pre_forward("a") is started["a"]
     assert prefetcher.pre_forward("b") is started["b"]
