@@ -156,33 +156,25 @@ class Matrix:
         dim = next(cut.dim for cut in self.leaf.cuts if cut.axis == stage)
         return Part(self.leaf.path, peer, dim, index * shape[dim], shape)
 
-    def runs(self, stage: Stage, ranks: int, back: bool) -> list[tuple[range, int]]:
-        """Return the ranks along the stage's axis whose parts are sent, in runs of equal parts.
+    def sent(self, stage: Stage, ranks: int, back: bool) -> torch.Tensor:
+        """Return the number of elements that each rank along the stage's axis sends its owner.
 
         Arguments:
             stage: the stage.
             ranks: number of ranks along its axis.
-            back: whether the parts are sent back by the owner.
-
-        Returns:
-            Ranks, and the number of elements of the part of each of them.
+            back: whether the owner sends them back.
         """
         if stage is not None:
-            return [(range(ranks), math.prod(self.shape(stage)))]
+            return torch.full((ranks,), math.prod(self.shape(stage)), device="cpu")
         if self.buffer.shards == 1:
             # Every rank holds the whole matrix: the owner needs nothing, and all need its update.
             _, owner = self.owners[0]
-            return [(range(ranks) if back else range(owner, owner + 1), self.leaf.numel)]
-        shard_numel, begin = self.buffer.shard_numel, self.leaf.offset
-        end = begin + self.leaf.numel
-        first, last = begin // shard_numel, (end - 1) // shard_numel
-        if first == last:
-            return [(range(first, last + 1), self.leaf.numel)]
-        return [
-            (range(first, first + 1), (first + 1) * shard_numel - begin),
-            (range(first + 1, last), shard_numel),
-            (range(last, last + 1), end - last * shard_numel),
-        ]
+            numels = torch.zeros(ranks, dtype=torch.int64, device="cpu")
+            numels[slice(None) if back else owner] = self.leaf.numel
+            return numels
+        begin = self.leaf.offset
+        edges = torch.arange(ranks + 1, device="cpu") * self.buffer.shard_numel
+        return edges.clamp(begin, begin + self.leaf.numel).diff()
 
 
 class Part(NamedTuple):
@@ -278,19 +270,19 @@ class Owners(Shown):
 
     def all_to_all(self, stage: Stage, position: Mapping[str, int], back: bool) -> AllToAll:
         """Return the part of the rank at ``position`` in a stage, on the way there or back."""
-        axis = stage or "shard"
-        own_index, ranks = position[axis], dict(self.axes)[axis]
+        axis, ranks = stage or "shard", dict(self.axes)[stage or "shard"]
+        own_index = position[axis]
         held: list[Part] = []
         owned: list[Part] = []
         for matrix in self.matrices:
             owner = dict(matrix.owners).get(stage)
             if owner is None or not matrix.place(stage).items() <= position.items():
                 continue
-            holders = [run for run, _ in matrix.runs(stage, ranks, back)]
-            if any(own_index in run for run in holders):
+            holders = matrix.sent(stage, ranks, back).nonzero().flatten().tolist()
+            if own_index in holders:
                 held.append(matrix.part(stage, own_index, owner))
             if own_index == owner:
-                owned += [matrix.part(stage, rank, rank) for run in holders for rank in run]
+                owned += [matrix.part(stage, rank, rank) for rank in holders]
         sent, received = (owned, held) if back else (held, owned)
         return AllToAll(
             axis, *_in_order(sent, ranks), *_in_order(received, ranks), self._event(stage, back)
@@ -298,28 +290,24 @@ class Owners(Shown):
 
     def _event(self, stage: Stage, back: bool) -> Event | None:
         """Return the all-to-all of a stage; it counts the busiest rank."""
-        axis, axes = stage or "shard", dict(self.axes)
+        axis, other_axes = stage or "shard", dict(self.axes)
+        ranks = other_axes.pop(axis)
         # The elements that cross at each rank: as an owner of matrices, and as a holder of parts.
         # Why tensors: Python would take minutes for the pairs of a thousand ranks.
-        owned, held = torch.zeros(2, *axes.values(), dtype=torch.int64, device="cpu")
+        owned, held = torch.zeros(2, *other_axes.values(), ranks, dtype=torch.int64, device="cpu")
         for matrix in self.matrices:
             owner, place = dict(matrix.owners).get(stage), matrix.place(stage)
             if owner is None:
                 continue
-            ranks_at = [place.get(other_axis, slice(None)) for other_axis in axes]
-            stage_dim = list(axes).index(axis)
-            for run, numel in matrix.runs(stage, axes[axis], back):
-                ranks_at[stage_dim] = slice(run.start, run.stop)
-                held[tuple(ranks_at)] += numel
-                ranks_at[stage_dim] = owner
-                owned[tuple(ranks_at)] += len(run) * numel
-                if owner in run:  # its own part does not cross
-                    owned[tuple(ranks_at)] -= numel
-                    held[tuple(ranks_at)] -= numel
+            crossing = matrix.sent(stage, ranks, back)
+            crossing[owner] = 0  # its own part does not cross
+            members = tuple(place.get(other_axis, slice(None)) for other_axis in other_axes)
+            held[members] += crossing
+            owned[*members, owner] += crossing.sum()
         crossing_bytes = int(torch.maximum(owned, held).max()) * dtype_of(_SENT_DTYPE).itemsize
         if not crossing_bytes:
             return None
-        return Event("all_to_all", None, "", _SENT_DTYPE, crossing_bytes, axis, axes[axis])
+        return Event("all_to_all", None, "", _SENT_DTYPE, crossing_bytes, axis, ranks)
 
     def _parts(self) -> list[Table]:
         axes = dict(self.axes)
