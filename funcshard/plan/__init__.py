@@ -6,14 +6,10 @@
   ``representatives``: one unit for all of the same sizes.
 - ``leaf_slices``: leaves that are slices of whole tensors, and boxes of tensors.
 - ``mesh_axes``: the axes of a mesh, and the position of each rank.
-- ``small_units``: which small units become one group.
-- ``planner``: ``make_plan``. ``leaves``: the leaves of a tree, their ties, and the nodes that globs
-  find. ``globs``: match a glob and a path. ``keys``: the keys that a plan can hold.
-  ``layout``: which unit owns each leaf, and where the leaf lies in its buffers.
-- ``local_leaves``: leaves whose values differ along mesh axes. ``dtensor_leaves``: those that are
-  DTensors.
-  ``freeing``: the options that say when gathered leaves are freed.
-  ``choice``: the units that the user names: paths, globs, groups, and their options.
+- ``planner``: ``make_plan``. ``leaves``: the leaves of a tree, and their ties. ``globs``: the nodes
+  of a tree that globs name. ``unit_options``: the units that the user names, and their options.
+  ``local_leaves``: leaves whose values differ along mesh axes. ``layout``: which unit owns each
+  leaf, and where the leaf lies in its buffers. ``small_units``: which small units become one group.
 - ``stacked``: ``stack`` and ``unstack``, layers whose leaves have the shape ``[L, ...]``.
 - ``parameter_reads``: modules whose parameters other code reads, which cannot be units.
 - ``wrap``: policies that choose the units of a module.
@@ -40,8 +36,8 @@ from funcshard.plan.equal_units import (
 )
 from funcshard.plan.events import Event, emit, record_events, record_events_apart, recording
 from funcshard.plan.execution_order import BackwardOrder, ForwardOrder
+from funcshard.plan.globs import last_match, match, matches, names_under
 from funcshard.plan.leaf_slices import Box, boxes, own_axes, slice_offsets
-from funcshard.plan.leaves import last_match, match, matches, names_under
 from funcshard.plan.mesh_axes import AXES, Axes, axes_text, mesh_axes_of, position_of, rank_at
 from funcshard.plan.plan import Plan, check_cuts, check_plan, plan_from_data, plan_to_data
 from funcshard.plan.planner import make_plan

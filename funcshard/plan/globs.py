@@ -1,4 +1,4 @@
-"""Globs of paths, as regular expressions.
+"""Globs of paths, and the nodes of a tree that they name.
 
 ``*`` matches any part of one dotted component, and ``**`` any number of components: ``**.w`` is
 ``w`` at any depth, and ``blocks.**`` is ``blocks`` and all below it.
@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from funcshard._utils import did_you_mean, tree
 
 _PATTERNS = {"**.": r"(?:.*\.)?", ".**": r"(?:\..*)?", "**": ".*", "*": "[^.]*"}
 
@@ -25,3 +30,145 @@ def matcher(glob: str) -> Callable[[str], object]:
     parts = re.split(r"(\*\*\.|\.\*\*|\*\*|\*)", glob)
     pattern = "".join(_PATTERNS.get(part, re.escape(part)) for part in parts)
     return re.compile(pattern, re.DOTALL).fullmatch
+
+
+def matches(glob: str, path: str) -> bool:
+    """Return whether a path or glob matches a path."""
+    return matcher(glob)(path) is not None
+
+
+def match(globs: Iterable[str], uses: Sequence[tuple[str, ...]], noun: str) -> dict[str, str]:
+    """Return the nodes of a tree that paths or globs name, and for each the one that counts.
+
+    A path counts before a glob, and a later glob before an earlier one.
+
+    Arguments:
+        globs: paths or globs.
+        uses: the paths of each leaf of the tree; a tied leaf has several.
+        noun: the word for a glob in error messages, such as ``"unit"``.
+
+    Raises:
+        TypeError: ``globs`` is not a list of strings.
+        ValueError: a glob matches no node.
+    """
+    listed_globs = list_of_globs(globs, f"{noun}s")
+    # Why so: most calls have no globs, and the nodes of a large tree take long.
+    nodes = dict.fromkeys(nodes_of(uses) if listed_globs else ())
+    chosen: dict[str, str] = {}
+    for glob in listed_globs:
+        for node in found_by(glob, nodes, noun):
+            if chosen.get(node) != node:
+                chosen[node] = glob
+    return chosen
+
+
+def last_match(globs: Collection[str], name: str) -> str | None:
+    """Return the path or glob that counts for a name, by the rule of ``match``."""
+    if name in globs:
+        return name
+    return next((glob for glob in reversed([*globs]) if matches(glob, name)), None)
+
+
+def names_under(globs: Any, names: Sequence[str], option: str) -> list[str]:
+    """Return the names at or below a node that one of ``globs`` matches; there may be none.
+
+    Arguments:
+        globs: paths or globs.
+        names: dotted names.
+        option: the option that holds the globs, for errors.
+
+    Raises:
+        TypeError: ``globs`` is not a list of strings.
+    """
+    nodes = dict.fromkeys(nodes_of((name,) for name in names))
+    matched_nodes = {
+        node for glob in list_of_globs(globs, option) for node in _matched(glob, nodes, option)
+    }
+    return [name for name in names if not matched_nodes.isdisjoint(tree.upwards(name))]
+
+
+def nodes_of(uses: Iterable[tuple[str, ...]]) -> list[str]:
+    """Return the paths of all nodes that hold leaves, in natural order."""
+    return list(_nodes_of(tuple(uses)))
+
+
+# Why a cache: a sweep plans one model again and again.
+@functools.lru_cache(maxsize=4)
+def _nodes_of(uses: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
+    # Why no set: natural order has ties, such as "a1" and "a.1", and all ranks must agree.
+    nodes: dict[str, None] = {}
+    for paths in uses:
+        for path in paths:
+            for node in tree.upwards(path):
+                # The root is a node that globs find only if it is a leaf itself.
+                if node in nodes or (path and not node):
+                    break
+                nodes[node] = None
+    return tuple(sorted(nodes, key=tree.natural_key))
+
+
+def list_of_globs(globs: Any, option: str) -> list[Any]:
+    """Return the elements of a list of paths or globs, or raise ``TypeError`` if it is none."""
+    # Why tensors: they are iterable, and their elements are no better.
+    if isinstance(globs, str | torch.Tensor) or not isinstance(globs, Iterable):
+        raise _no_globs(option, globs)
+    return list(globs)
+
+
+def _no_globs(option: str, value: Any, place: str = "") -> TypeError:
+    """Return the error for a value that is no list of paths or globs, or no path in one."""
+    remedy = ""
+    if isinstance(value, str):
+        remedy = f": write [{value!r}]"
+    # The usual mistakes: a class of modules, or a policy that was not called.
+    elif isinstance(value, type):
+        remedy = f": pass units=fs.wrap.by_class({value.__name__})(module)"
+    elif callable(value):
+        remedy = ": apply a policy to the module, as in units=policy(module)"
+    return TypeError(f"{option} must be a list of paths or globs; found {value!r}{place}{remedy}")
+
+
+def _matched(glob: Any, nodes: Collection[str], option: str) -> list[str]:
+    if not isinstance(glob, str):
+        raise _no_globs(option, glob, " in it")
+    if "*" in glob:
+        return list(filter(matcher(glob), nodes))
+    return [glob] * (glob in nodes)
+
+
+def found_by(glob: Any, nodes: Collection[str], noun: str) -> list[str]:
+    """Return the nodes that one glob matches; raise if there is none. The root matches itself.
+
+    ``nodes`` is a dictionary of nodes, or another collection that finds one without a search.
+    """
+    matched_nodes = _matched(glob, nodes, f"{noun}s")
+    if not matched_nodes and glob != "":
+        raise ValueError(
+            f"{noun} {glob!r} matches no part of the tree; {noun}s are paths or globs of nodes "
+            f"that hold leaves, such as {some(list(nodes))}{_remedy(glob, nodes)}"
+        )
+    return matched_nodes
+
+
+def _remedy(glob: str, nodes: Collection[str]) -> str:
+    """Return the end of the error for a glob that matches nothing."""
+    above, _, last = glob.rpartition(".")
+    if last.isdecimal() and above in nodes:
+        return f"; if {above!r} holds stacked layers, call unstack(params, {above!r}) first"
+    names = list(nodes)
+    if "*" in glob:
+        names = [re.sub(r"(?<![^.])\d+(?![^.])", "*", node) for node in nodes]
+    question = did_you_mean(glob, names, otherwise="")
+    # peft's modules lie under a prefix.
+    deeper = next((name for name in names if name.endswith(f".{glob}")), None)
+    if deeper is not None:
+        question = f"did you mean {deeper!r}?"
+    return question and f": {question}"
+
+
+def some(paths: Sequence[str], most: int = 4) -> str:
+    """Return the first few paths and the number of the rest, as text for an error message."""
+    shown_paths = ", ".join(map(repr, paths[:most]))
+    if len(paths) > most:
+        shown_paths += f" and {len(paths) - most} more"
+    return shown_paths

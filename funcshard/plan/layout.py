@@ -9,20 +9,13 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from funcshard._utils import cutter, dtype_name, tree
+from funcshard._utils import cutter, tree
 from funcshard.plan.leaves import Leaf
 from funcshard.plan.mesh_axes import AXES
-from funcshard.plan.unit_plan import (
-    BufferPlan,
-    LeafCut,
-    LeafSpec,
-    Placements,
-    innermost_in,
-    owners_of,
-)
+from funcshard.plan.unit_plan import BufferPlan, LeafSpec, owners_of
 
 
 class Layout(NamedTuple):
@@ -39,21 +32,8 @@ class Layout(NamedTuple):
     buffers: tuple[BufferPlan, ...]
 
 
-class _Form(NamedTuple):
-    """A leaf as data, without its tensor; see ``Leaf``."""
-
-    number: int
-    paths: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: str
-    frozen: bool
-    local: tuple[str, ...]
-    cuts: tuple[LeafCut, ...]
-    placements: Placements
-
-
 def lay_out(
-    structure: tree.Structure, leaves: Sequence[Leaf], paths: dict[str, tuple[str, ...]]
+    structure: tree.Structure, leaves: Sequence[Leaf], paths: Mapping[str, tuple[str, ...]]
 ) -> dict[str, Layout]:
     """Return the layout of each unit that owns a leaf, by name.
 
@@ -62,84 +42,78 @@ def lay_out(
         leaves: all leaves.
         paths: the paths of each unit by name, the root among them.
     """
-    forms = tuple([
-        _Form(
-            leaf.index, leaf.paths, leaf.shape, dtype_name(leaf.tensor.dtype), not leaf.trainable, leaf.local, leaf.cuts,
-            leaf.placements,
-        )
-        for leaf in leaves
-    ])  # fmt: skip
-    return dict(_laid_out(structure, forms, tuple(paths.items())))
+    return dict(_laid_out(structure, tuple(leaves), tuple(paths.items())))
 
 
 # Why few: a layout holds every leaf of its model.
 @functools.lru_cache(maxsize=4)
 def _laid_out(
     structure: tree.Structure,
-    forms: tuple[_Form, ...],
-    named: tuple[tuple[str, tuple[str, ...]], ...],
+    leaves: tuple[Leaf, ...],
+    named_paths: tuple[tuple[str, tuple[str, ...]], ...],
 ) -> tuple[tuple[str, Layout], ...]:
-    paths = dict(named)
-    owned: dict[str, list[_Form]] = {name: [] for name in paths}
-    owners, innermost = owners_of(paths), innermost_in(paths)
-    for form in forms:
-        name = innermost(form.paths[0])
-        # A tied leaf belongs to the innermost unit that holds all of its uses.
-        if len(form.paths) > 1:
-            around = (owners[node] for node in tree.upwards(form.paths[0]) if node in owners)
-            name = next(
-                name
-                for name in around
-                if all(tree.is_under_any(path, paths[name]) for path in form.paths)
-            )
-        assert name is not None, "the root holds every leaf"
-        owned[name].append(form)
+    paths = dict(named_paths)
+    owners = owners_of(paths)
+    unit_leaves: dict[str, list[Leaf]] = {name: [] for name in paths}
+    for leaf in leaves:
+        around = (owners[node] for node in tree.upwards(leaf.paths[0]) if node in owners)
+        owner = next(around)
+        # A tied leaf belongs to the innermost unit that holds all of its uses. The root does.
+        while not all(tree.is_under_any(path, paths[owner]) for path in leaf.paths[1:]):
+            owner = next(around)
+        unit_leaves[owner].append(leaf)
     cut = cutter(structure, itertools.chain(*paths.values()))
     unit_layouts = []
-    for name, owned_leaves in owned.items():
-        if owned_leaves:
-            buffers = _buffers(owned_leaves)
-            order = [leaf.index for buffer in buffers for leaf in buffer.leaves]
-            keep = {index: position for position, index in enumerate(order)}
+    for name, owned_leaves in unit_leaves.items():
+        if not owned_leaves:
+            continue
+        buffers = _buffers(owned_leaves)
+        order = [leaf.index for buffer in buffers for leaf in buffer.leaves]
+        positions = {index: position for position, index in enumerate(order)}
+        members: tuple[str, ...] = ()
+        if len(paths[name]) > 1:
             # Why only some: a group enters a module for the leaves that it owns there.
-            used = (
-                [path for form in owned_leaves for path in form.paths]
-                if len(paths[name]) > 1
-                else []
-            )
-            members = tuple(
-                path for path in paths[name] if any(tree.is_under(use, path) for use in used)
-            )
-            unit_layouts.append((name, Layout(members, cut(members or name, keep), buffers)))
+            nodes = {
+                node for leaf in owned_leaves for path in leaf.paths for node in tree.upwards(path)
+            }
+            members = tuple(path for path in paths[name] if path in nodes)
+        unit_layouts.append((name, Layout(members, cut(members or name, positions), buffers)))
     return tuple(unit_layouts)
 
 
-def _buffers(forms: Sequence[_Form]) -> tuple[BufferPlan, ...]:
-    groups: dict[tuple[tuple[str, ...], bool, str], list[_Form]] = {}
-    for form in forms:
-        groups.setdefault((form.local, form.frozen, form.dtype), []).append(form)
-    return tuple(_buffer(groups[key], *key) for key in sorted(groups))
+def _buffers(leaves: Sequence[Leaf]) -> tuple[BufferPlan, ...]:
+    groups: dict[tuple[tuple[str, ...], bool, str], list[Leaf]] = {}
+    for leaf in leaves:
+        groups.setdefault((leaf.local, not leaf.trainable, leaf.dtype), []).append(leaf)
+    # Why sorted: the order of buffers must not depend on that of leaves. Shared leaves come first,
+    # and trainable ones before frozen ones.
+    return tuple(_buffer(*key, groups[key]) for key in sorted(groups))
 
 
-def _buffer(forms: Sequence[_Form], local: tuple[str, ...], frozen: bool, dtype: str) -> BufferPlan:
+def _buffer(local: tuple[str, ...], frozen: bool, dtype: str, leaves: Sequence[Leaf]) -> BufferPlan:
     specs: list[LeafSpec] = []
     offset = 0
-    for form in forms:
+    for leaf in leaves:
         specs.append(
             LeafSpec(
-                form.paths[0],
-                form.shape,
-                offset,
-                form.number,
-                form.paths[1:],
-                form.cuts,
-                form.placements,
+                path=leaf.paths[0],
+                shape=leaf.shape,
+                offset=offset,
+                index=leaf.leaf_index,
+                aliases=leaf.paths[1:],
+                cuts=leaf.cuts,
+                placements=leaf.placements,
             )
         )
-        offset += math.prod(form.shape)
-    suffix = ""
+        offset += math.prod(leaf.shape)
+    key = dtype + ".frozen" * frozen
     if local:
-        suffix = ".local" if local == AXES else f".local_{'_'.join(local)}"
+        key += ".local" if local == AXES else f".local_{'_'.join(local)}"
     return BufferPlan(
-        dtype + ".frozen" * frozen + suffix, dtype, not frozen, tuple(specs), 1, local
+        key=key,
+        dtype=dtype,
+        trainable=not frozen,
+        leaves=tuple(specs),
+        shards=1,
+        local=local,
     )

@@ -1,98 +1,104 @@
-"""The leaves of a parameter tree, and the globs that name its nodes.
+"""The leaves of a parameter tree: each tensor once, with all paths at which the model uses it.
 
-``read_leaves`` lists each tensor once, with all paths at which the model uses it. In a glob, ``*``
-matches any part of one dotted component, and ``**`` matches any number of components.
+A plan is data. The keys of dictionaries and the metadata of custom nodes are in it as they are, and
+JSON would give back text in place of bytes, of members of an enum or of dtypes: another plan. So
+such keys are refused.
 """
 
 from __future__ import annotations
 
-import functools
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from funcshard._utils import check_plain, did_you_mean, has_numbers, module_remedy, tree
-from funcshard.plan.globs import matcher
-from funcshard.plan.keys import check_container, check_paths
+from funcshard._utils import (
+    check_plain,
+    dtype_name,
+    file_data,
+    has_numbers,
+    module_remedy,
+    tree,
+)
+from funcshard.plan.globs import some
 from funcshard.plan.unit_plan import LeafCut, Placements
 
+_DIGITS = 4300  # Python writes no whole number of more digits
+_PLAIN = "str, int, bool, finite float, None and tuples of these"
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Leaf:
-    """One tensor of the tree.
+
+class Leaf(NamedTuple):
+    """One tensor of the tree, as data that caches may keep.
 
     Attributes:
-        index: number of the tensor in the tree's order of leaves.
+        leaf_index: number of the tensor in the tree's order of leaves.
         paths: the paths at which the tensor is used. The first one becomes the leaf's path in the
             plan.
-        tensor: the tensor; the planner reads its shape, its dtype and the marks of
-            ``make_functional``.
+        shape: shape of the part that each rank holds.
+        dtype: name of its dtype.
         trainable: whether the leaf gets a gradient.
         local: the mesh axes along which its values differ.
         cuts: how it is a slice of a larger tensor along such axes, if that is known.
         placements: how it is placed, if it is a DTensor.
     """
 
-    index: int
+    leaf_index: int
     paths: tuple[str, ...]
-    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    dtype: str
     trainable: bool
     local: tuple[str, ...] = ()
     cuts: tuple[LeafCut, ...] = ()
     placements: Placements = ()
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the part that one rank holds."""
-        if not self.placements:
-            return tuple(self.tensor.shape)
-        shape = list(self.tensor.shape)
-        for axis, dim, ranks in self.cuts:
-            assert shape[dim] % ranks == 0, (
-                f"axis {axis} cuts leaf {self.paths[0]} into unequal slices"
-            )
-            shape[dim] //= ranks
-        return tuple(shape)
 
-    @property
-    def of_module(self) -> bool:
-        """Whether ``make_functional`` returned the leaf."""
-        return hasattr(self.tensor, "funcshard_modules")
-
-    def classes(self) -> Iterable[tuple[type, ...]]:
-        """Return the classes of the modules around each use, as far as ``modules`` knows them."""
-        marks: dict[str, tuple[type, ...]] = getattr(self.tensor, "funcshard_modules", {})
-        return marks.values()
-
-    def modules(self, path: str) -> list[tuple[str, type]]:
-        """Return path and class of each module around the use at ``path``, outermost first.
-
-        Only parameters from ``make_functional`` know their modules.
-        """
-        marks: dict[str, tuple[type, ...]] = getattr(self.tensor, "funcshard_modules", {})
-        name = next((name for name in marks if f".{path}".endswith(f".{name}")), None)
-        if name is None:
-            return []
-        parts, depth = path.split("."), len(name.split("."))
-        above = len(parts) - depth
-        return [(".".join(parts[: above + i]), cls) for i, cls in enumerate(marks[name])]
-
-
-def read_leaves(params: Any, ties: Iterable[Sequence[str]]) -> tuple[tree.Structure, list[Leaf]]:
-    """Return the structure of a parameter tree and its leaves, each tied tensor once.
+def read_leaves(
+    params: Any, ties: Iterable[Sequence[str]]
+) -> tuple[tree.Structure, list[Leaf], list[torch.Tensor]]:
+    """Return the structure of a parameter tree, its leaves and their tensors, each tied one once.
 
     No leaf is local yet. The docstring of ``make_plan`` describes the arguments and the errors.
     """
-    structure, tensors, uses = _merge_ties(*tree.describe(params, check_container), ties)
-    for paths in uses:
-        check_paths(paths)
-    for tensor, paths in zip(tensors, uses, strict=True):
-        _check_leaf(tensor, paths[0])
-    columns = zip(uses, tensors, _trainable(tensors), strict=True)
-    return structure, [Leaf(index, *column) for index, column in enumerate(columns)]
+    structure, tensors, paths = tree.describe(params, _check_container)
+    tied_paths = _read_ties(ties, dict(zip(paths, tensors, strict=True)))
+    uses: dict[int, dict[str, None]] = {}  # the paths of each tensor by its id
+    for tensor, path in zip(tensors, paths, strict=True):
+        # Why a dictionary: it keeps the order, and a tied path comes from several sides.
+        tensor_paths = (path, *_marked_ties(tensor, path), *tied_paths.get(path, ()))
+        uses.setdefault(id(tensor), {}).update(dict.fromkeys(tensor_paths))
+    if len(uses) < len(tensors):
+        numbers = {identity: number for number, identity in enumerate(uses)}
+        structure = _renumbered(structure, [numbers[id(tensor)] for tensor in tensors])
+        tensors = list({id(tensor): tensor for tensor in tensors}.values())
+    for tensor, use_paths in zip(tensors, uses.values(), strict=True):
+        for path in use_paths:
+            _check_path(path)
+        _check_leaf(tensor, next(iter(use_paths)))
+    leaves = [
+        Leaf(index, tuple(use_paths), tuple(tensor.shape), dtype_name(tensor.dtype), trainable)
+        for index, (tensor, use_paths, trainable) in enumerate(
+            zip(tensors, uses.values(), _trainable(tensors), strict=True)
+        )
+    ]
+    return structure, leaves, tensors
+
+
+def module_classes(leaf: Any) -> dict[str, tuple[type, ...]]:
+    """Return the marks of ``make_functional``: by name of each use, the classes of the modules.
+
+    The modules are those that contain the parameter, the outermost first. Other tensors have none.
+    """
+    marks: dict[str, tuple[type, ...]] = getattr(leaf, "funcshard_modules", {})
+    return marks
+
+
+def prefix_of(path: str, name: str) -> str | None:
+    """Return what comes before the name of a module's parameter in its path in a larger tree.
+
+    It is ``None`` if the parameter has another name in the tree than in the module.
+    """
+    return path[: len(path) - len(name)] if f".{path}".endswith(f".{name}") else None
 
 
 def names_in_order(params: Any, leaves: Sequence[Leaf]) -> tuple[str, ...]:
@@ -103,89 +109,59 @@ def names_in_order(params: Any, leaves: Sequence[Leaf]) -> tuple[str, ...]:
     """
     names: dict[str, None] = {}
     for path, leaf in tree.insertion_order(params):
-        if path in names:
-            continue
-        marks: tuple[str, ...] = getattr(leaf, "funcshard_names", ())
-        own_name = next(iter(getattr(leaf, "funcshard_modules", {})), path)
-        if f".{path}".endswith(f".{own_name}"):
-            above = path[: len(path) - len(own_name)]
-            names.update(dict.fromkeys(above + name for name in marks))
+        prefix = prefix_of(path, next(iter(module_classes(leaf)), path))
+        # Why only for a new path: the first parameter of a module brings the names of all.
+        if path not in names and prefix is not None:
+            state_names: tuple[str, ...] = getattr(leaf, "funcshard_names", ())
+            names.update(dict.fromkeys(prefix + name for name in state_names))
         names[path] = None
     names.update(dict.fromkeys(path for leaf in leaves for path in leaf.paths))
     return tuple(names)
 
 
-def _groups(ties: Any) -> list[tuple[str, ...]]:
-    """Return groups of ties as they were passed, or raise ``TypeError``."""
-    listed = isinstance(ties, Iterable) and not isinstance(
-        ties, str | bytes | Mapping | torch.Tensor
-    )
-    groups = [
-        tie_group if isinstance(tie_group, list | tuple | set | frozenset) else (None,)
-        for tie_group in (ties if listed else (0,))
-    ]
-    if not all(isinstance(path, str) for group in groups for path in group):
-        raise TypeError(
-            "ties must be a list of groups of paths, such as [('embed.weight', 'head.weight')]; "
-            f"found {ties!r}"
-        )
-    return [tuple(group) for group in groups]
-
-
-def _merge_ties(
-    structure: tree.Structure, leaves: list[Any], paths: list[str], ties: Iterable[Sequence[str]]
-) -> tuple[tree.Structure, list[Any], list[tuple[str, ...]]]:
-    """Return the structure, the distinct tensors, and the paths of all uses of each tensor."""
-    named: dict[str, tuple[str, ...]] = {}  # path -> the group of ties that names it
-    at = dict(zip(paths, leaves, strict=True))
-    for group in _groups(ties):
-        tensors = {id(at[path]) for path in group if path in at}
+def _read_ties(ties: Any, leaves: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Return, for each path in ``ties``, the group that names it; raise unless they are valid."""
+    groups: list[Any] = [None]
+    if isinstance(ties, Iterable) and not isinstance(ties, str | bytes | Mapping | torch.Tensor):
+        groups = list(ties)
+    tied_paths: dict[str, tuple[str, ...]] = {}
+    for group in groups:
+        listed = isinstance(group, list | tuple | set | frozenset)
+        if not listed or not all(isinstance(path, str) for path in group):
+            raise TypeError(
+                "ties must be a list of groups of paths, such as [('embed.weight', 'head.weight')]"
+                f"; found {ties!r}"
+            )
+        tensors = {id(leaves[path]) for path in group if path in leaves}
         if len(tensors) != 1:
             found_text = "several tensors there" if tensors else "no leaf there"
             raise ValueError(
                 "each group of ties must name the paths of one tensor, and the tree must hold "
-                f"this tensor under at least one of them; for {tuple(group)} found {found_text}: the "
-                f"leaves are {some(paths)}"
+                f"this tensor under at least one of them; for {tuple(group)} found {found_text}: "
+                f"the leaves are {some(list(leaves))}"
             )
-        named |= {path: tuple(group) for path in group}
-    first: dict[int, int] = {}  # id of a tensor -> its number
-    renumbered: dict[int, int] = {}
-    kept: list[Any] = []
-    uses: list[tuple[str, ...]] = []
-    for i, (leaf, path) in enumerate(zip(leaves, paths, strict=True)):
-        new = first.setdefault(id(leaf), len(kept))
-        if new == len(kept):
-            kept.append(leaf)
-            uses.append((path,))
-        renumbered[i] = new
-        others = (*_marked_ties(leaf, path), *named.get(path, ()))
-        if others or uses[new] != (path,):
-            uses[new] = tuple(dict.fromkeys((*uses[new], path, *others)))
-    return structure if len(kept) == len(leaves) else _renumbered(structure, renumbered), kept, uses
+        tied_paths.update(dict.fromkeys(group, tuple(group)))
+    return tied_paths
 
 
-def _renumbered(structure: tree.Structure, new: Mapping[int, int]) -> tree.Structure:
-    """Return ``structure`` with leaf ``i`` replaced by leaf ``new[i]``."""
-    if structure is None or isinstance(structure, int):
-        return None if structure is None else new[structure]
+def _marked_ties(leaf: Any, path: str) -> list[str]:
+    """Return the other paths of a parameter that ``make_functional`` marked as tied."""
+    names = list(module_classes(leaf))
+    if len(names) < 2:
+        return []
+    # The marks are paths in the module, whose parameters may be a subtree of this tree.
+    prefix = prefix_of(path, names[0])
+    return [] if prefix is None else [prefix + name for name in names[1:]]
+
+
+def _renumbered(structure: tree.Structure, numbers: Sequence[int]) -> tree.Structure:
+    """Return ``structure`` with leaf ``i`` replaced by leaf ``numbers[i]``."""
+    if structure is None:
+        return None
+    if isinstance(structure, int):
+        return numbers[structure]
     node_kind, meta, children = structure
-    return (node_kind, meta, tuple(_renumbered(child, new) for child in children))
-
-
-def _marked_ties(leaf: Any, path: str) -> tuple[str, ...]:
-    """Return the other paths of a parameter that ``make_functional`` marked as tied.
-
-    The marks are paths in the module. If the module's parameters are a subtree of this tree, the
-    paths returned begin with the path of that subtree.
-    """
-    marks: tuple[str, ...] = getattr(leaf, "funcshard_paths", ())
-    if len(marks) < 2:
-        return ()
-    first, *aliases = marks
-    if not f".{path}".endswith(f".{first}"):
-        return ()  # no mark, or the leaf has another name in this tree than in the module
-    above = path[: len(path) - len(first)]
-    return tuple(above + alias for alias in aliases)
+    return node_kind, meta, tuple([_renumbered(child, numbers) for child in children])
 
 
 def _trainable(tensors: Sequence[torch.Tensor]) -> list[bool]:
@@ -193,34 +169,35 @@ def _trainable(tensors: Sequence[torch.Tensor]) -> list[bool]:
     # Why not one rule for all: a module whose parameters are all frozen says so by requires_grad,
     # and plain tensors, as in JAX, say nothing by it unless one of them requires a gradient.
     plain = [
-        not hasattr(tensor, "funcshard_modules") and not isinstance(tensor, torch.nn.Parameter)
+        tensor
         for tensor in tensors
+        if not hasattr(tensor, "funcshard_modules") and not isinstance(tensor, torch.nn.Parameter)
     ]
-    silent = not any(
-        tensor.requires_grad for tensor, is_plain in zip(tensors, plain, strict=True) if is_plain
-    )
-    return [
-        tensor.is_floating_point() or tensor.is_complex()
-        if is_plain and silent
-        else tensor.requires_grad
-        for tensor, is_plain in zip(tensors, plain, strict=True)
-    ]
+    silent: set[int] = set()
+    if not any(tensor.requires_grad for tensor in plain):
+        numeric = [t for t in plain if t.is_floating_point() or t.is_complex()]
+        silent = {id(tensor) for tensor in numeric}
+    return [tensor.requires_grad or id(tensor) in silent for tensor in tensors]
+
+
+# --- what a plan cannot hold ----------------------------------------------------------------------
 
 
 def _check_leaf(leaf: Any, path: str) -> None:
     if not isinstance(leaf, torch.Tensor):
-        remedy = "move it out of params, or make it a tensor"
+        remedy = module_remedy(leaf, "params") or "move it out of params, or make it a tensor"
         if isinstance(leaf, Iterator):
-            remedy = "pass the params of make_functional(module), or a tree such as dict(module.named_parameters())"
+            remedy = (
+                "pass the params of make_functional(module), or a tree such as "
+                "dict(module.named_parameters())"
+            )
         raise TypeError(
-            f"leaf {path!r} must be a torch.Tensor; found {type(leaf).__name__}: "
-            f"{module_remedy(leaf, 'params') or remedy}"
+            f"leaf {path!r} must be a torch.Tensor; found {type(leaf).__name__}: {remedy}"
         )
     if leaf.is_nested or leaf.is_quantized:
-        tensor_kind = "nested" if leaf.is_nested else "quantized"
         raise TypeError(
-            f"leaf {path!r} is a {tensor_kind} tensor, of which no shard can be cut: hold its values, and "
-            "what else it consists of, as plain tensors"
+            f"leaf {path!r} is a {'nested' if leaf.is_nested else 'quantized'} tensor, of which no "
+            "shard can be cut: hold its values, and what else it consists of, as plain tensors"
         )
     if not has_numbers(leaf.dtype):
         raise TypeError(
@@ -235,149 +212,58 @@ def _check_leaf(leaf: Any, path: str) -> None:
     check_plain(leaf, f"leaf {path!r}")
 
 
-# --- globs ----------------------------------------------------------------------------------------
-
-
-def match(globs: Iterable[str], uses: Sequence[tuple[str, ...]], noun: str) -> dict[str, str]:
-    """Return the nodes of a tree that paths or globs name, and for each the one that counts.
-
-    A path counts before a glob, and a later glob before an earlier one.
+def _check_container(kind: str, meta: Any, entries: Sequence[Any], path: str) -> None:
+    """Raise unless the keys or metadata of a container come back from JSON as they are.
 
     Arguments:
-        globs: paths or globs.
-        uses: the paths of each leaf of the tree; a tied leaf has several.
-        noun: the word for a glob in error messages, such as ``"unit"``.
+        kind: the kind of the container in a structure.
+        meta: its metadata there.
+        entries: the entries of its children in paths.
+        path: its path.
 
     Raises:
-        TypeError: ``globs`` is not a list of strings.
-        ValueError: a glob matches no node.
+        TypeError: a key or the metadata is no plain data.
+        ValueError: a key is empty.
     """
-    if isinstance(globs, str):
+    where = f"at {path!r}" if path else "at the root of the tree"
+    if kind in ("dict", "ordered_dict"):
+        for key in meta:
+            if not _is_data(key):
+                raise TypeError(
+                    f"the key {file_data.shown(key)} of the dictionary {where} cannot be part of a "
+                    f"plan, because JSON does not give it back: keys may be {_PLAIN}; found a "
+                    f"{type(key).__name__}, so use its name or number as the key"
+                )
+    if kind == "custom" and not _is_data(meta[1]):
         raise TypeError(
-            f"{noun}s must be a list of paths or globs; found the string {globs!r}: write "
-            f"[{globs!r}]"
+            f"the node of class {meta[0]} {where} cannot be part of a plan: its metadata "
+            f"{file_data.shown(meta[1])} must consist of {_PLAIN}, which JSON gives back; let its "
+            "flatten function return names or numbers"
         )
-    if not isinstance(globs, Iterable) or isinstance(globs, torch.Tensor):
-        raise TypeError(
-            f"{noun}s must be a list of paths or globs; found {globs!r}{policy_hint(globs)}"
-        )
-    globs = list(globs)
-    nodes = dict.fromkeys(nodes_of(uses) if globs else [])
-    chosen: dict[str, str] = {}
-    for glob in globs:
-        chosen |= {node: glob for node in found_by(glob, nodes, noun) if chosen.get(node) != node}
-    return chosen
-
-
-def last_match(globs: Iterable[str], name: str) -> str | None:
-    """Return the path or glob that counts for a name, by the rule of ``match``."""
-    return (
-        name
-        if name in globs
-        else next((glob for glob in reversed([*globs]) if matches(glob, name)), None)
-    )
-
-
-def matches(glob: str, path: str) -> bool:
-    """Return whether a path or glob matches a path."""
-    return matcher(glob)(path) is not None
-
-
-def nodes_of(uses: Iterable[tuple[str, ...]]) -> list[str]:
-    """Return the paths of all nodes that hold leaves, in natural order."""
-    return list(_nodes_of(tuple(uses)))
-
-
-@functools.lru_cache(maxsize=4)
-def _nodes_of(uses: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
-    # Why a cache: a sweep plans one model again and again.
-    keys: dict[str, tuple[Any, ...]] = {}  # the sort key of each node
-
-    def note(node: str) -> tuple[Any, ...]:
-        sort_key = keys.get(node)
-        if sort_key is None:
-            above, dot, last = node.rpartition(".")
-            sort_key = keys[node] = (note(above) if dot else ()) + tree.natural_key(last)
-        return sort_key
-
-    for paths in uses:
-        for path in paths:
-            note(path)
-    return tuple(sorted(keys, key=keys.__getitem__))
-
-
-def policy_hint(value: Any) -> str:
-    """Return the end of an error for a policy, or a class of modules, in the place of units."""
-    if isinstance(value, type):
-        return f": pass units=fs.wrap.by_class({value.__name__})(module)"
-    return ": apply a policy to the module, as in units=policy(module)" if callable(value) else ""
-
-
-def found_by(glob: Any, nodes: Collection[str], noun: str) -> list[str]:
-    """Return the nodes that one glob matches; raise if there is none. The root matches itself.
-
-    ``nodes`` is a dictionary of nodes, or another collection that finds one without a search.
-    """
-    if not isinstance(glob, str):
-        raise TypeError(
-            f"{noun}s must be a list of paths or globs; found {glob!r} in it{policy_hint(glob)}"
-        )
-    matched_nodes = [glob] if glob in nodes else []
-    if "*" in glob:
-        matched_nodes = list(filter(matcher(glob), nodes))
-    if not matched_nodes and glob != "":
-        above, _, last = glob.rpartition(".")
-        if last.isdecimal() and above in nodes:
-            remedy = f"; if {above!r} holds stacked layers, call unstack(params, {above!r}) first"
-        else:
-            names = (
-                [re.sub(r"(?<![^.])\d+(?![^.])", "*", node) for node in nodes]
-                if "*" in glob
-                else nodes
-            )
-            # peft's modules lie under a prefix.
-            deeper = next((name for name in names if name.endswith(f".{glob}")), "")
-            question = (
-                f"did you mean {deeper!r}?" if deeper else did_you_mean(glob, names, otherwise="")
-            )
-            remedy = question and f": {question}"
+    # Why by type: an entry may be an object of any class, whose truth says nothing.
+    if any(type(entry) is str and not entry for entry in entries):
         raise ValueError(
-            f"{noun} {glob!r} matches no part of the tree; {noun}s are paths or globs of nodes "
-            f"that hold leaves, such as {some(list(nodes))}{remedy}"
+            f"a key of the container {where} is empty; a path joins keys with dots: name the key"
         )
-    return matched_nodes
 
 
-def names_under(globs: Any, names: Sequence[str], option: str) -> list[str]:
-    """Return the names at or below a node that one of ``globs`` matches; there may be none.
-
-    Arguments:
-        globs: paths or globs.
-        names: dotted names.
-        option: the option that holds the globs, for errors.
-
-    Raises:
-        TypeError: ``globs`` is not a list of strings.
-    """
-    given_globs = (
-        list(globs) if isinstance(globs, Iterable) and not isinstance(globs, str) else [globs, None]
-    )
-    if not all(isinstance(glob, str) for glob in given_globs):
-        raise TypeError(
-            f"{option} must be a list of paths or globs; found {globs!r}: write "
-            f"{option}=['experts.**']"
+def _check_path(path: str) -> None:
+    """Raise ``ValueError`` if a path has an empty key, or too many keys."""
+    if path.count(".") >= tree.DEEPEST:
+        raise ValueError(tree.too_deep(path, "keys in one path"))
+    if ".." in f".{path}." and path:
+        raise ValueError(
+            f"the leaf at {path!r} has an empty key in its path; a path joins keys with dots, "
+            "and no key may be empty or begin or end with a dot: rename the key"
         )
-    matchers = [matcher(glob) for glob in given_globs]
-    nodes = {
-        node
-        for node in nodes_of((name,) for name in names)
-        if any(matched(node) for matched in matchers)
-    }
-    return [name for name in names if not nodes.isdisjoint(tree.upwards(name))]
 
 
-def some(paths: Sequence[str], most: int = 4) -> str:
-    """Return the first few paths and the number of the rest, as text for an error message."""
-    return ", ".join(repr(p) for p in paths[:most]) + (
-        f" and {len(paths) - most} more" if len(paths) > most else ""
-    )
+def _is_data(value: Any) -> bool:
+    """Return whether JSON gives a value back, of the same class."""
+    # Why by class: JSON gives an IntEnum back as an int, and so on.
+    cls = type(value)
+    if cls is tuple:
+        return all(map(_is_data, value))
+    if cls is int:
+        return bool(value.bit_length() < _DIGITS * math.log2(10) - 1)
+    return value is None or cls in (str, bool) or (cls is float and math.isfinite(value))

@@ -1,14 +1,21 @@
-"""Leaves whose values differ along mesh axes: the option ``local`` of ``make_plan``."""
+"""Leaves whose values differ along mesh axes: by the option ``local``, or as DTensors.
+
+``torch.distributed.tensor.parallel`` cuts the parameters of a module along the axes of a
+``DeviceMesh``. Here such an axis is a model axis. The plan keeps the placements by the names of
+axes, so it holds no DeviceMesh; the rank's ``Mesh`` has that.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, NoReturn
 
-from funcshard._utils import tree
-from funcshard.plan.leaves import Leaf, match
+import torch
+
+from funcshard._utils import is_dtensor, tree
+from funcshard.plan.globs import match
+from funcshard.plan.leaves import Leaf
 from funcshard.plan.mesh_axes import AXES
 from funcshard.plan.unit_plan import LeafCut
 
@@ -16,7 +23,7 @@ from funcshard.plan.unit_plan import LeafCut
 Local = Iterable[str] | Mapping[str, str | Sequence[str] | Mapping[str, int]]
 
 
-def with_local_axes(leaves: Sequence[Leaf], local: Any, mesh_axes: Mapping[str, int]) -> list[Leaf]:
+def with_local_axes(leaves: list[Leaf], local: Any, mesh_axes: Mapping[str, int]) -> list[Leaf]:
     """Return the leaves with the mesh axes along which their values differ.
 
     Arguments:
@@ -28,13 +35,11 @@ def with_local_axes(leaves: Sequence[Leaf], local: Any, mesh_axes: Mapping[str, 
         ValueError: an axis is not one of the mesh, a leaf lies under nodes with different axes, or
             it has no dimension that is to be cut.
     """
-    uses = [leaf.paths for leaf in leaves]
     nodes: dict[str, dict[str, int | None]] = {}
-    for node, glob in match(local, uses, "local node").items():
-        nodes[node] = _axes(
-            glob, local[glob] if isinstance(local, Mapping) else tuple(mesh_axes), mesh_axes
-        )
-    return [_with_axes(leaf, nodes, mesh_axes) for leaf in leaves] if nodes else list(leaves)
+    for node, glob in match(local, [leaf.paths for leaf in leaves], "local node").items():
+        option = local[glob] if isinstance(local, Mapping) else tuple(mesh_axes)
+        nodes[node] = _read_axes(glob, option, mesh_axes)
+    return [_with_axes(leaf, nodes, mesh_axes) for leaf in leaves] if nodes else leaves
 
 
 def _with_axes(
@@ -49,43 +54,140 @@ def _with_axes(
             f"local nodes overlap: leaf {leaf.paths[0]!r} lies under nodes that are local along "
             f"different axes, {ways}; name each leaf's axes once"
         )
-    cuts = []
+    cuts, ndim = [], len(leaf.shape)
     for axis, dim in leaf_axes[0].items():
-        if dim is not None:
-            if not -leaf.tensor.ndim <= dim < leaf.tensor.ndim:
-                raise ValueError(
-                    f"local leaf {leaf.paths[0]!r} is to be a slice along dim {dim} for axis "
-                    f"{axis!r}; found the shape {tuple(leaf.tensor.shape)}: name a dimension that "
-                    "the leaf has, or the axis alone"
-                )
-            # Why cuts into one slice too: they tell a slice from a value of the rank's own when a
-            # checkpoint is restored on more ranks.
-            cuts.append(LeafCut(axis, dim % leaf.tensor.ndim, mesh_axes[axis]))
-    return dataclasses.replace(leaf, local=tuple(leaf_axes[0]), cuts=tuple(cuts))
+        if dim is None:
+            continue
+        if not -ndim <= dim < ndim:
+            raise ValueError(
+                f"local leaf {leaf.paths[0]!r} is to be a slice along dim {dim} for axis {axis!r}; "
+                f"found the shape {leaf.shape}: name a dimension that the leaf has, or the axis "
+                "alone"
+            )
+        # Why cuts into one slice too: they tell a slice from a value of the rank's own when a
+        # checkpoint is restored on more ranks.
+        cuts.append(LeafCut(axis, dim % ndim, mesh_axes[axis]))
+    return leaf._replace(local=tuple(leaf_axes[0]), cuts=tuple(cuts))
 
 
-def _axes(glob: str, given: Any, mesh_axes: Mapping[str, int]) -> dict[str, int | None]:
+def _read_axes(glob: str, option: Any, mesh_axes: Mapping[str, int]) -> dict[str, int | None]:
     """Return, for each axis along which a node is local, the dimension that it cuts, if any."""
-    axes_by_node: dict[str, Any] = {}
-    if isinstance(given, Mapping):
-        axes_by_node = dict(given)
-    elif isinstance(given, str | Iterable):
-        axes_by_node = dict.fromkeys((given,) if isinstance(given, str) else given)
+    dims: dict[str, Any] = {}
+    if isinstance(option, Mapping):
+        dims = dict(option)
+    elif isinstance(option, str):
+        dims = {option: None}
+    elif isinstance(option, Iterable):
+        dims = dict.fromkeys(option)
     are_dims = all(
         dim is None or (isinstance(dim, Integral) and not isinstance(dim, bool))
-        for dim in axes_by_node.values()
+        for dim in dims.values()
     )
-    if not axes_by_node or axes_by_node.keys() - mesh_axes.keys() or not are_dims:
+    if not dims or dims.keys() - mesh_axes.keys() or not are_dims:
         raise ValueError(
             f"local node {glob!r} must be local along one or several axes of the mesh, "
-            f"{list(mesh_axes)}; found {given!r}: pass names of axes, or the dimension that each "
+            f"{list(mesh_axes)}; found {option!r}: pass names of axes, or the dimension that each "
             f"axis cuts, as in {{'shard': 0}}"
         )
-    data = [axis for axis in AXES if axis in axes_by_node]
-    return {
-        axis: axes_by_node[axis]
-        for axis in [
-            *data,
-            *(axis for axis in mesh_axes if axis in axes_by_node and axis not in AXES),
-        ]
-    }
+    # Why data axes first: buffers and their keys have this order.
+    return {axis: dims[axis] for axis in dict.fromkeys((*AXES, *mesh_axes)) if axis in dims}
+
+
+def with_placements(
+    leaves: Sequence[Leaf],
+    tensors: Sequence[torch.Tensor],
+    mesh: Any,
+    mesh_axes: Mapping[str, int],
+) -> list[Leaf]:
+    """Return the leaves, with the placements of those whose tensors are DTensors.
+
+    Arguments:
+        leaves: the leaves of the tree.
+        tensors: the tensor of each leaf.
+        mesh: the mesh in any form. A ``Mesh`` knows which of its axes represents which axis of a
+            DeviceMesh; otherwise they have the same names.
+        mesh_axes: size of each axis of the mesh.
+
+    Raises:
+        ValueError: see ``make_plan``.
+    """
+    axis_names = getattr(mesh, "device_axes", {})
+    return [
+        _placed(leaf, tensor, axis_names, mesh_axes) if is_dtensor(tensor) else leaf
+        for leaf, tensor in zip(leaves, tensors, strict=True)
+    ]
+
+
+def _placed(
+    leaf: Leaf, tensor: Any, axis_names: Mapping[str, str], mesh_axes: Mapping[str, int]
+) -> Leaf:
+    device_mesh = tensor.device_mesh
+    if leaf.local:
+        rule = "says itself along which axes it is local"
+        _refuse(leaf, rule, "option local", "leave it out of local")
+    if not device_mesh.mesh_dim_names:
+        rule, remedy = (
+            "must lie on a DeviceMesh whose axes have names",
+            "pass init_device_mesh(mesh_dim_names=...)",
+        )
+        _refuse(leaf, rule, "none", remedy)
+    dims: dict[str, int | None] = {}
+    cuts, shape = [], list(tensor.shape)
+    named_placements = zip(device_mesh.mesh_dim_names, tensor.placements, strict=True)
+    for device_dim, (name, placement) in enumerate(named_placements):
+        axis = axis_names.get(name, name)
+        # FSDP2's usual names of data axes.
+        if name not in axis_names and name.removeprefix("dp_") in AXES:
+            axis = name.removeprefix("dp_")
+        if axis in AXES:
+            _refuse(
+                leaf,
+                "must be placed along model axes only, because make_plan cuts leaves along the "
+                "data axes itself",
+                f"axis {name!r}, the data axis {axis!r}",
+                "parallelize the module over the other axes, as in device_mesh['tp'], and name an "
+                "axis of a mesh of one axis, as in from_device_mesh(names={'tp': 'tensor'})",
+            )
+        ranks = device_mesh.size(device_dim)
+        if mesh_axes.get(axis) != ranks:
+            _refuse(
+                leaf,
+                f"must be placed along axes of the mesh, {dict(mesh_axes)}",
+                f"axis {name!r} of {ranks} ranks",
+                "make the mesh from the same DeviceMesh, or give it the axis, as in "
+                f"init_mesh({{..., {axis!r}: {ranks}}})",
+            )
+        # Why not is_shard: a placement that deals out slices in another order is a Shard too.
+        if type(placement).__name__ not in ("Shard", "Replicate"):
+            _refuse(
+                leaf,
+                "must be placed by Shard or Replicate",
+                f"{placement} along axis {name!r}",
+                "call redistribute on it, with Shard or Replicate along each axis, before "
+                "make_functional",
+            )
+        dims[axis] = None
+        if placement.is_shard():
+            dims[axis] = dim = placement.dim % tensor.ndim
+            if shape[dim] % ranks:
+                _refuse(
+                    leaf,
+                    "must be cut into equal slices",
+                    f"shape {tuple(tensor.shape)}, cut along dim {dim}",
+                    f"choose a size that the {ranks} ranks divide, or leave the module out of the "
+                    "parallel plan",
+                )
+            shape[dim] //= ranks
+            cuts.append(LeafCut(axis, dim, ranks))
+    # Why local along an axis of one rank too, which cuts nothing: the plan is the same for more
+    # ranks of it.
+    return leaf._replace(
+        shape=tuple(shape),
+        local=tuple(axis for axis in mesh_axes if dims.get(axis) is not None),
+        cuts=tuple(cut for cut in cuts if cut.ranks > 1),
+        placements=tuple(dims.items()),
+    )
+
+
+def _refuse(leaf: Leaf, rule: str, fact: str, remedy: str) -> NoReturn:
+    raise ValueError(f"leaf {leaf.paths[0]!r} is a DTensor, which {rule}; found {fact}: {remedy}")

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import bisect
-import dataclasses
-import itertools
 import logging
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from funcshard._utils import callers_level, check_flag, table, tree, without_collection
-from funcshard.plan.choice import Choice, UnitNames, read_units
-from funcshard.plan.dtensor_leaves import with_placements
-from funcshard.plan.freeing import FREEING, check_freeing, freeing_of
-from funcshard.plan.layout import Layout, lay_out
-from funcshard.plan.leaves import Leaf, names_in_order, nodes_of, read_leaves, some
-from funcshard.plan.local_leaves import Local, with_local_axes
+import torch
+
+from funcshard._utils import callers_level, table, tree, without_collection
+from funcshard.plan.globs import nodes_of, some
+from funcshard.plan.layout import lay_out
+from funcshard.plan.leaves import Leaf, module_classes, names_in_order, prefix_of, read_leaves
+from funcshard.plan.local_leaves import Local, with_local_axes, with_placements
 from funcshard.plan.mesh_axes import AXES, Axes, mesh_axes_of
 from funcshard.plan.plan import Plan
 from funcshard.plan.precision import MixedPrecision, is_one_of
-from funcshard.plan.small_units import SmallGroup, check_bucket_bytes, joined_name, small_groups
-from funcshard.plan.unit_plan import BufferPlan, UnitPlan, check_strategy, innermost_in
+from funcshard.plan.small_units import check_bucket_bytes, joined_name, small_groups
+from funcshard.plan.unit_options import (
+    UnitNames,
+    check_options,
+    decided_options,
+    free_name,
+    read_units,
+)
+from funcshard.plan.unit_plan import BufferPlan, UnitPlan, innermost_in
 
 _LARGE = 2**30  # bytes of a model that is better gathered in units
 
@@ -168,64 +173,60 @@ def make_plan(
     Source: the unit corresponds to a FlatParameter of Zhao et al., "PyTorch FSDP" (2023),
     https://arxiv.org/abs/2304.11277
     """
-    check_strategy(strategy)
-    _check_offload(offload)
-    _check_precision(precision)
+    reshard = {
+        "reshard_after_forward": reshard_after_forward,
+        "reshard_after_backward": reshard_after_backward,
+    }
+    defaults = {"strategy": strategy, "offload": offload, "precision": precision, **reshard}
+    check_options(defaults, strategy)
     limit = check_bucket_bytes(bucket_bytes)
     mesh_axes = mesh_axes_of(mesh)
-    mesh_shape = (mesh_axes["replicate"], mesh_axes["shard"])
-    axes = () if tuple(mesh_axes) == AXES else tuple(mesh_axes.items())
+    axes: Axes = ()
+    if tuple(mesh_axes) != AXES:
+        axes = tuple(mesh_axes.items())
     with without_collection():
-        structure, leaves = read_leaves(params, ties)
-        leaves = with_placements(with_local_axes(leaves, local, mesh_axes), mesh, mesh_axes)
+        structure, leaves, tensors = read_leaves(params, ties)
+        leaves = with_local_axes(leaves, local, mesh_axes)
+        leaves = with_placements(leaves, tensors, mesh, mesh_axes)
         uses = [leaf.paths for leaf in leaves]
-        choice = read_units(units, uses)
-        freeing = {
-            "reshard_after_forward": reshard_after_forward,
-            "reshard_after_backward": reshard_after_backward,
-        }
-        check_freeing(freeing, strategy)
-        names, overrides = list(choice.paths), _overrides(choice, strategy)
+        paths, overrides = read_units(units, uses, strategy)
+        options = {"": {**defaults, **overrides.get("", {})}}
         # Why without: the output_dtype of a plan's precision is that of the whole model's outputs.
-        inner = precision and dataclasses.replace(precision, output_dtype=None)
-        defaults = {"strategy": strategy, "offload": offload, **freeing}
-        options: dict[str, dict[str, Any]] = {
-            name: {**defaults, "precision": inner if name else precision, **overrides.get(name, {})}
-            for name in ("", *names)
-        }
-        precisions = {name: unit_options["precision"] for name, unit_options in options.items()}
-        ignored = _full_precision_modules(leaves, precisions, choice.paths)
-        full_precision = set(ignored)
-        paths = {"": ("",), **_inserted(ignored, choice.paths, uses)}
-        chosen: dict[str, dict[str, Any]] = {}
-        planned = []
-        for name, layout in lay_out(structure, leaves, paths).items():
-            # A module that was inserted has no options of its own.
-            unit_options = chosen[name] = dict(options.get(name, {**options[""], **freeing}))
-            around = full_precision.intersection(tree.upwards(paths[name][0]))
-            inside = any(
-                all(tree.is_under(path, module) for path in paths[name]) for module in around
-            )
-            if name in full_precision or (inside and "precision" not in overrides.get(name, {})):
-                unit_options["precision"] = None
+        inner_precision = precision and replace(precision, output_dtype=None)
+        for name in paths:
+            inner_options = {**defaults, "precision": inner_precision}
+            options.setdefault(name, {**inner_options, **overrides.get(name, {})})
+        root_precision = options[""]["precision"]
+        full_precision = _full_precision_modules(leaves, tensors, options, paths)
+        paths = {"": ("",), **_with_modules(paths, full_precision, uses)}
+        for name, unit_paths in paths.items():
+            # A module that has become a unit has no options of its own.
+            unit_options = options.setdefault(name, {**options[""], **reshard})
             unit_options["full_precision"] = name in full_precision
-            planned.append(_plan_unit(name, layout, mesh_shape, axes, **unit_options))
-        undecided = {
-            unit.name
-            for unit in planned
-            if options.get(unit.name, freeing)["reshard_after_forward"] is None
+            around = [node for node in tree.upwards(unit_paths[0]) if node in full_precision]
+            inside = any(
+                all(tree.is_under(path, module) for path in unit_paths) for module in around
+            )
+            if (inside and "precision" not in overrides.get(name, {})) or name in full_precision:
+                unit_options["precision"] = None
+        planned = _plan_units(structure, leaves, paths, options, axes, mesh_axes)
+        undecided = [name for name in paths if options[name]["reshard_after_forward"] is None]
+        from_modules = {
+            leaf.leaf_index
+            for leaf, tensor in zip(leaves, tensors, strict=True)
+            if module_classes(tensor)
         }
-        modules = {leaf.index for leaf in leaves if leaf.of_module}
-        groups = small_groups(planned, limit, undecided, modules)
+        groups = small_groups(planned, limit, undecided, from_modules)
         if groups:
-            paths = _joined(groups, paths, chosen, nodes_of(uses))
-            planned = [
-                _plan_unit(name, layout, mesh_shape, axes, **chosen[name])
-                for name, layout in lay_out(structure, leaves, paths).items()
-            ]
-        names_of_tree = names_in_order(params, leaves)
+            paths = _with_groups(paths, groups, options, nodes_of(uses))
+            planned = _plan_units(structure, leaves, paths, options, axes, mesh_axes)
         plan = Plan(
-            mesh_shape, structure, tuple(planned), options[""]["precision"], axes, names_of_tree
+            mesh_shape=(mesh_axes["replicate"], mesh_axes["shard"]),
+            structure=structure,
+            unit_list=planned,
+            precision=root_precision,
+            axes=axes,
+            names=names_in_order(params, leaves),
         )
     _warn_of_one_large_unit(plan)
     if _log.isEnabledFor(logging.DEBUG):
@@ -234,216 +235,176 @@ def make_plan(
     return plan
 
 
-# --- units and buffers ----------------------------------------------------------------------------
+def _plan_units(
+    structure: tree.Structure,
+    leaves: Sequence[Leaf],
+    paths: Mapping[str, tuple[str, ...]],
+    options: Mapping[str, Mapping[str, Any]],
+    axes: Axes,
+    mesh_axes: Mapping[str, int],
+) -> tuple[UnitPlan, ...]:
+    """Lay the units out, and cut their buffers into shards."""
+    shards = mesh_axes["shard"]
+    planned = []
+    for name, (members, unit_structure, buffers) in lay_out(structure, leaves, paths).items():
+        unit_options = decided_options(name, options[name], shards)
+        if shards > 1 and unit_options["strategy"] != "no_shard":
+            buffers = tuple([_cut(buffer, shards) for buffer in buffers])
+        planned.append(
+            UnitPlan(
+                name=name,
+                mesh_shape=(mesh_axes["replicate"], shards),
+                structure=unit_structure,
+                buffers=buffers,
+                members=members,
+                axes=axes,
+                **unit_options,
+            )
+        )
+    return tuple(planned)
+
+
+def _cut(buffer: BufferPlan, shards: int) -> BufferPlan:
+    # Why not: each rank of the shard axis has values of its own there.
+    return buffer if "shard" in buffer.local else replace(buffer, shards=shards)
 
 
 def _warn_of_one_large_unit(plan: Plan) -> None:
     """Warn of a plan that gathers a large model at once: it has no units, or one for all layers."""
-    if plan.mesh_shape[1] == 1 or not plan.unit_list:
-        return
-    sizes = [
-        sum(b.padded_numel * b.itemsize for b in unit.buffers if b.shards > 1)
+    gathered = {
+        unit.name: sum(b.padded_numel * b.itemsize for b in unit.buffers if b.shards > 1)
         for unit in plan.unit_list
-    ]
-    size = max(sizes)
-    if size < _LARGE or 2 * size <= sum(sizes):
+    }
+    name = max(gathered, key=gathered.__getitem__, default="")
+    size, total = gathered.get(name, 0), sum(gathered.values())
+    if size < _LARGE or 2 * size <= total:
         return
-    name = plan.unit_list[sizes.index(size)].name
-    inside = (
-        leaf.path.removeprefix(f"{name}.")
-        for leaf in plan.leaves
-        if leaf.path.startswith(f"{name}.")
-    )
-    children = {path.partition(".")[0] for path in inside}
+    inside = [path for path in (leaf.path for leaf in plan.leaves) if tree.is_under(path, name)]
+    children = {path.removeprefix(f"{name}.").partition(".")[0] for path in inside}
+    advice = ""
+    # Modules with numbers are layers, most likely.
     if name and len(children) > 1 and all(child.isdecimal() for child in children):
-        warnings.warn(
+        advice = (
             f"unit {name!r} holds {len(children)} modules, {table.size(size)} of the model's "
-            f"{table.size(sum(sizes))}, and each call gathers all of them at once: write "
-            f"units=[{name + '.*'!r}] for one unit each",
-            stacklevel=callers_level(),
+            f"{table.size(total)}, and each call gathers all of them at once: write "
+            f"units=[{name + '.*'!r}] for one unit each"
         )
-    elif len(sizes) == 1 and not name:
-        warnings.warn(
+    elif not name and len(gathered) == 1:
+        advice = (
             "the plan has no units, so each call gathers the whole model at once, "
             f"{table.size(size)} on every rank: pass units=, such as units=['blocks.*'] or "
-            "units=fs.wrap.by_class(Block)(module)",
-            stacklevel=callers_level(),
+            "units=fs.wrap.by_class(Block)(module)"
         )
+    if advice:
+        warnings.warn(advice, stacklevel=callers_level())
 
 
-def _plan_unit(
-    name: str,
-    layout: Layout,
-    mesh_shape: tuple[int, int],
-    axes: Axes,
-    *,
-    strategy: str,
-    offload: bool,
-    precision: MixedPrecision | None,
-    full_precision: bool,
-    **freeing: Any,
-) -> UnitPlan:
-    members, part, buffers = layout
-    shards = 1 if strategy == "no_shard" else mesh_shape[1]
-    if shards > 1:
-        buffers = tuple(
-            BufferPlan(
-                buffer.key,
-                buffer.dtype,
-                buffer.trainable,
-                buffer.leaves,
-                1 if "shard" in buffer.local else shards,
-                buffer.local,
-            )
-            for buffer in buffers
-        )
-    forward, backward = freeing_of(name, strategy, mesh_shape[1], **freeing)
-    return UnitPlan(
-        name,
-        strategy,
-        forward,
-        mesh_shape,
-        part,
-        buffers,
-        offload,
-        precision,
-        full_precision,
-        backward,
-        members,
-        axes,
-    )
+# --- units that the planner makes itself ----------------------------------------------------------
 
 
-# --- options of single units ----------------------------------------------------------------------
-
-
-def _joined(
-    groups: Sequence[SmallGroup],
+def _with_groups(
     paths: Mapping[str, tuple[str, ...]],
+    groups: Mapping[tuple[str, ...], bool],
     options: dict[str, dict[str, Any]],
     nodes: Collection[str],
 ) -> dict[str, tuple[str, ...]]:
     """Return the paths of all units, with small ones as groups; add the options of the groups."""
-    group_of = {group.units[0]: group for group in groups}
-    inside = {name for group in groups for name in group.units[1:]}
+    group_of = {name: names for names in groups for name in names}
     joined: dict[str, tuple[str, ...]] = {}
     for name, unit_paths in paths.items():
-        group = group_of.get(name)
-        if group is None:
-            joined |= {} if name in inside else {name: unit_paths}
-            continue
-        title = joined_name(group.units)
-        while title in nodes or title in paths:
-            title += "+"
-        joined[title] = group.units
-        options[title] = options[name] | ({"reshard_after_forward": False} if group.stays else {})
+        names = group_of.get(name)
+        if names is None:
+            joined[name] = unit_paths
+        elif name == names[0]:
+            # The group takes the place of its first unit, whose options are those of all.
+            title = free_name(joined_name(names), nodes, paths)
+            joined[title] = names
+            options[title] = dict(options[name])
+            if groups[names]:
+                options[title]["reshard_after_forward"] = False
     return joined
-
-
-def _overrides(choice: Choice, strategy: str) -> dict[str, Mapping[str, Any]]:
-    """Return the options that units override, by unit, after checking them."""
-    for name, options in choice.overrides.items():
-        unknown = sorted(options.keys() - {"strategy", "offload", "precision", *FREEING})
-        if unknown:
-            raise ValueError(
-                f"unit {name!r} overrides {unknown[0]!r}; a unit can override 'strategy', "
-                f"'offload', 'precision', {' and '.join(map(repr, FREEING))}"
-            )
-        check_strategy(options.get("strategy", strategy))
-        check_freeing(options, options.get("strategy", strategy), name)
-        _check_offload(options.get("offload", False))
-        _check_precision(options.get("precision"))
-    return choice.overrides
-
-
-def _check_offload(offload: Any) -> None:
-    check_flag("offload", offload, "use the overrides of a policy to offload single units")
-
-
-def _check_precision(precision: Any) -> None:
-    if precision is not None and not isinstance(precision, MixedPrecision):
-        raise TypeError(
-            f"precision must be a funcshard.MixedPrecision, or None; found {precision!r}: for "
-            "units that compute in bfloat16 pass fs.MixedPrecision(param_dtype=torch.bfloat16)"
-        )
 
 
 def _full_precision_modules(
     leaves: Sequence[Leaf],
-    precisions: Mapping[str, MixedPrecision | None],
+    tensors: Sequence[torch.Tensor],
+    options: Mapping[str, Mapping[str, Any]],
     paths: Mapping[str, Sequence[str]],
-) -> list[str]:
-    """Return the paths of the outermost modules whose class the precision of their unit ignores.
+) -> dict[str, str]:
+    """Return the outermost modules whose class the precision of their unit ignores, by path.
 
     Arguments:
         leaves: all leaves.
-        precisions: the precision of each unit by name, including the root.
+        tensors: the tensor of each leaf.
+        options: the options of each unit by name, including the root.
         paths: the paths of each unit by name, without the root.
     """
-    class_names: dict[str, str] = {}
-    # Why first: most models have no module of these classes, and few classes.
     ignored = {
-        name
-        for precision in precisions.values()
-        if precision is not None
-        for name in precision.ignored_classes
+        unit: unit_options["precision"].ignored_classes
+        for unit, unit_options in options.items()
+        if unit_options["precision"]
     }
-    around = {classes for leaf in leaves for classes in leaf.classes()} if ignored else set()
-    if not any(is_one_of(cls, ignored) for cls in {cls for classes in around for cls in classes}):
-        return []
+    all_ignored = {name for names in ignored.values() for name in names}
+    # Why first: most models have no module of these classes, and few classes.
+    chains = {chain for tensor in tensors for chain in module_classes(tensor).values()}
+    if not any(is_one_of(cls, all_ignored) for chain in chains for cls in chain):
+        return {}
     unit_of = innermost_in(paths)
-    for leaf in leaves:
+    class_names: dict[str, str] = {}
+    for leaf, tensor in zip(leaves, tensors, strict=True):
         for path in leaf.paths:
-            for module, cls in leaf.modules(path):
-                if any(node in class_names for node in tree.upwards(module)):
+            for module, cls in _modules_around(path, tensor):
+                if module in class_names:
                     break
-                precision = precisions[unit_of(module) or ""]
-                if module and precision is not None and is_one_of(cls, precision.ignored_classes):
+                if module and is_one_of(cls, ignored.get(unit_of(module) or "", ())):
                     class_names[module] = cls.__name__
                     break
     if class_names:
-        names = ", ".join(sorted(set(class_names.values())))
         warnings.warn(
-            f"ignored_classes of the precision hold {names}: {some(list(class_names))} become units of "
-            "their own, in full precision",
+            f"ignored_classes of the precision hold {', '.join(sorted({*class_names.values()}))}: "
+            f"{some(list(class_names))} become units of their own, in full precision",
             stacklevel=callers_level(),
         )
-    return list(class_names)
+    return class_names
 
 
-def _inserted(
-    modules: Sequence[str], units: Mapping[str, tuple[str, ...]], uses: Sequence[tuple[str, ...]]
+def _modules_around(path: str, tensor: torch.Tensor) -> Iterable[tuple[str, type]]:
+    """Return path and class of each module around the use of a parameter, outermost first."""
+    for name, classes in module_classes(tensor).items():
+        if prefix_of(path, name) is not None:
+            nodes = list(tree.upwards(path))[1:]
+            # The module itself may be a subtree of the tree: its classes are the innermost ones.
+            return reversed([*zip(nodes, reversed(classes), strict=False)])
+    return ()
+
+
+def _with_modules(
+    units: Mapping[str, tuple[str, ...]], modules: Collection[str], uses: Sequence[tuple[str, ...]]
 ) -> dict[str, tuple[str, ...]]:
-    """Return the paths of ``units`` with each of ``modules`` inserted in the order of leaves.
+    """Return the paths of ``units`` with those of ``modules`` in the order of leaves.
 
     Most models call their modules in this order, and plan order is the default order of the
     schedule.
     """
     if not modules:
         return dict(units)
-    first: dict[str, int] = {}  # the first leaf of each node
-    for leaf_index, used in enumerate(uses):
-        for path in used:
+    first_leaves: dict[str, int] = {}  # by node
+    for leaf_index, paths in enumerate(uses):
+        for path in paths:
             for node in tree.upwards(path):
-                first.setdefault(node, leaf_index)
-    # A module that leaves its group becomes a unit.
-    alone = set(modules)
-    groups = {
-        name: tuple(path for path in nodes if path not in alone)
-        for name, nodes in units.items()
-        if nodes != (name,)
-    }
-    inserted = [
-        (name, groups.get(name, nodes)) for name, nodes in units.items() if groups.get(name, nodes)
-    ]
-    # The highest first leaf of the units up to each one: it rises, so a place is found without a
-    # search, before the first unit that begins after the module.
-    highest = list(
-        itertools.accumulate((min(first[node] for node in nodes) for _, nodes in inserted), max)
-    )
+                first_leaves.setdefault(node, leaf_index)
+    placed_units: list[tuple[int, str, tuple[str, ...]]] = []
+    place = 0
+    for name, unit_paths in units.items():
+        # A module that leaves its group becomes a unit.
+        if unit_paths != (name,):
+            unit_paths = tuple(path for path in unit_paths if path not in modules)
+        if unit_paths:
+            # Why the highest so far: units keep the order in which the user names them.
+            place = max(place, min(first_leaves[path] for path in unit_paths))
+            placed_units.append((place, name, unit_paths))
     for module in modules:
         if module not in units:
-            place = bisect.bisect_right(highest, first[module])
-            inserted.insert(place, (module, (module,)))
-            highest.insert(place, first[module])
-    return dict(inserted)
+            placed_units.append((first_leaves[module], module, (module,)))
+    placed_units.sort(key=lambda placed: placed[0])
+    return {name: unit_paths for _, name, unit_paths in placed_units}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from funcshard.plan.leaves import matches
+from funcshard.plan.globs import matches
 from funcshard.plan.plan import Plan
 
 

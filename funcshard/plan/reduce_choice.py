@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from funcshard._utils import check_choice, check_count
-from funcshard.plan.leaves import matches, some
+from funcshard.plan.globs import matches, some
 from funcshard.plan.small_units import ends_of
 
 # One of _MODES for all units, or by globs of unit names.

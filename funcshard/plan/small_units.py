@@ -7,8 +7,8 @@ reads sizes and options alone, so every rank and every process makes the same gr
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from funcshard._utils import check_count, tree
 from funcshard.plan.unit_plan import UnitPlan
@@ -20,26 +20,6 @@ _TO = "…"  # between the first and the last unit in the name of a group
 _LEAST_UNITS = 32
 _GROUP_BYTES = 1 << 20
 _SMALL_UNIT = _GROUP_BYTES // _LEAST_UNITS
-
-
-class SmallGroup(NamedTuple):
-    """Units that become one.
-
-    Attributes:
-        units: their names, in plan order.
-        stays: whether they stay gathered until backward, although their strategy frees them.
-    """
-
-    units: tuple[str, ...]
-    stays: bool = False
-
-
-class _SizedUnit(NamedTuple):
-    """A unit, the bytes of its gathered buffers, and its key; ``None`` if it stays alone."""
-
-    unit: UnitPlan
-    size: int
-    key: tuple[Any, ...] | None
 
 
 def joined_name(units: Sequence[str]) -> str:
@@ -66,7 +46,7 @@ def small_groups(
     limit: int | None,
     undecided: Collection[str],
     modules: Collection[int],
-) -> list[SmallGroup]:
+) -> dict[tuple[str, ...], bool]:
     """Return the groups that small units of a plan form.
 
     Arguments:
@@ -76,28 +56,29 @@ def small_groups(
             groups of the rule together fit into one, these units stay gathered after forward.
         modules: the indices of the leaves that ``make_functional`` returned. The rule leaves all
             others alone, because programs by hand look their units up by name.
+
+    Returns:
+        For the names of the units of each group, whether it stays gathered until backward although
+        its strategy frees it.
     """
     if limit == 0:
-        return []
-    sized = [_SizedUnit(unit, _gathered_bytes(unit), _key(unit, undecided)) for unit in units]
+        return {}
+    sizes = [_gathered_bytes(unit) for unit in units]
+    keys = [_key(unit, undecided) for unit in units]
     if limit is not None:
-        return [SmallGroup(names) for names in _filled(sized, limit)]
-    alike = itertools.groupby(
-        sized, key=lambda each: each.key if _is_small(each, modules) else None
-    )
-    runs = [
-        members
-        for key, run in alike
-        if key is not None and len(members := list(run)) >= _LEAST_UNITS
-    ]
-    fits = sum(small_unit.size for run in runs for small_unit in run) <= _GROUP_BYTES
-    return [
-        SmallGroup(
-            names, fits and names[0] in undecided and bool(run[0].unit.reshard_after_forward)
-        )
-        for run in runs
-        for names in _filled(run, _GROUP_BYTES)
-    ]
+        return dict.fromkeys(_filled(units, sizes, keys, limit), False)
+    for i, unit in enumerate(units):
+        if sizes[i] > _SMALL_UNIT or any(leaf.index not in modules for leaf in unit.leaves):
+            keys[i] = None
+    runs = [list(run) for _, run in itertools.groupby(keys)]
+    # Why a least number: the names of a few units are worth more than the microseconds.
+    keys = [key if len(run) >= _LEAST_UNITS else None for run in runs for key in run]
+    total = sum(size for size, key in zip(sizes, keys, strict=True) if key is not None)
+    freed = {unit.name for unit in units if unit.reshard_after_forward}
+    return {
+        names: total <= _GROUP_BYTES and names[0] in freed.intersection(undecided)
+        for names in _filled(units, sizes, keys, _GROUP_BYTES)
+    }
 
 
 def _gathered_bytes(unit: UnitPlan) -> int:
@@ -110,33 +91,29 @@ def _key(unit: UnitPlan, undecided: Collection[str]) -> tuple[Any, ...] | None:
     """Return all in which the units of a group agree; ``None`` for a unit that joins none."""
     if unit.name == "" or unit.members:
         return None
-    kinds = tuple(
-        [(buffer.key, buffer.dtype, buffer.trainable, buffer.local) for buffer in unit.buffers]
-    )
+    buffers = [(buffer.key, buffer.local) for buffer in unit.buffers]
     freeing = (unit.reshard_after_forward, unit.name in undecided, unit.reshard_after_backward)
-    return unit.strategy, freeing, unit.offload, unit.precision, unit.full_precision, kinds
+    return unit.strategy, freeing, unit.offload, unit.precision, unit.full_precision, buffers
 
 
-def _is_small(sized: _SizedUnit, modules: Collection[int]) -> bool:
-    return sized.size <= _SMALL_UNIT and all(leaf.index in modules for leaf in sized.unit.leaves)
-
-
-def _filled(units: Iterable[_SizedUnit], limit: int) -> list[tuple[str, ...]]:
+def _filled(
+    units: Sequence[UnitPlan], sizes: Sequence[int], keys: Sequence[Any], limit: int
+) -> list[tuple[str, ...]]:
     """Return groups of adjacent units whose gathered buffers take at most ``limit`` bytes."""
-    groups: list[dict[str, None]] = []
+    groups: list[dict[str, None]] = [{}]
     around: set[str] = set()  # the nodes that hold a unit of the last group
-    last, total = None, 0
-    for unit, size, key in units:
+    last_key, total = None, 0
+    for unit, size, key in zip(units, sizes, keys, strict=True):
         if key is None or size > limit:
-            last = None
+            last_key = None
             continue
         above = [*tree.upwards(unit.name)]
         # Why: a unit and one inside it run at the same time, so they cannot be one.
-        nested = unit.name in around or (groups and not groups[-1].keys().isdisjoint(above))
-        if key != last or total + size > limit or nested:
+        nested = unit.name in around or not groups[-1].keys().isdisjoint(above)
+        if key != last_key or total + size > limit or nested:
             groups.append({})
-            around, last, total = set(), key, 0
+            around, last_key, total = set(), key, 0
         groups[-1][unit.name] = None
         around.update(above)
         total += size
-    return [tuple(names) for names in groups if len(names) > 1]
+    return [tuple(group) for group in groups if len(group) > 1]
