@@ -73,79 +73,78 @@ class LeafChecksums:
             ValueError: ranks hold different values of a leaf that they share. Every rank raises.
             Exception: ``fault``. If only other ranks have one, this rank raises the first of those.
         """
-        if self.mesh.world_size == 1:
-            raise_on_every_rank(self.mesh, fault)
+        mesh = self.mesh
+        if mesh.world_size == 1:
+            raise_on_every_rank(mesh, fault)
             return
         # Why not meta: checksums have values even on a mesh that stands for an accelerator.
-        device = torch.device("cpu") if self.mesh.device.type == "meta" else self.mesh.device
-        by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
+        device = torch.device("cpu") if mesh.device.type == "meta" else mesh.device
+        values_by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
         for _, (local, value) in sorted(self.leaf_sums.items()):
-            by_axes.setdefault(local, []).append(value.to(device))
-        axes_sums: dict[str, tuple[tuple[str, ...], int]] = {}
-        for axes, values in by_axes.items():
-            axes_sums[" ".join(axes)] = axes, int(checksum(torch.stack(values)))
-        own_text = json.dumps([fault is not None, axes_sums], sort_keys=True)
-        texts = all_gather_texts(self.mesh, own_text, "checksums")
+            values_by_axes.setdefault(local, []).append(value.to(device))
+        sums_by_axes = {
+            " ".join(axes): (axes, int(checksum(torch.stack(values))))
+            for axes, values in values_by_axes.items()
+        }
+        own_text = json.dumps([fault is not None, sums_by_axes], sort_keys=True)
+        texts = all_gather_texts(mesh, own_text, "checksums")
         if len(set(texts)) == 1 and fault is None:
             return
         # Every rank has the same texts, so from here on every rank does the same.
         faulty, rank_sums = zip(*map(json.loads, texts), strict=True)
         if any(faulty):
-            raise_on_every_rank(self.mesh, fault)
-        if _differences(rank_sums, self.mesh):
-            self._raise_difference()
-
-    def _raise_difference(self) -> None:
-        """Exchange the checksum of every leaf, and name the first one that differs."""
-        mesh = self.mesh
+            raise_on_every_rank(mesh, fault)
+        if not _differences(rank_sums, mesh):
+            return
         own_sums = {name: (local, value.item()) for name, (local, value) in self.leaf_sums.items()}
         texts = all_gather_texts(mesh, json.dumps(own_sums), "checksums of leaves")
-        rank_sums = [json.loads(sums_text) for sums_text in texts]
+        rank_sums = tuple(map(json.loads, texts))
         differences = _differences(rank_sums, mesh)
-        if not differences:
-            return
-        leaf_names = set().union(*rank_sums)
+        if differences:
+            self._raise_first(differences, len(set().union(*rank_sums)))
+
+    def _raise_first(self, differences: _Differences, leaf_count: int) -> None:
+        """Name the first leaf that differs."""
         name = min(differences, key=tree.natural_key)
         local, ranks, groups = differences[name]
-        sharing = (
-            "every rank" if len(ranks) == mesh.world_size else f"{_named(ranks)}, which share it"
-        )
-        ranks_text = "; ".join(map(_named, groups[:4])) + ("; …" if len(groups) > 4 else "")
-        cut = [axis for axis, _ in mesh.axes if axis not in (*AXES, *local)]
-        local_remedy = ""
-        if cut:
-            local_remedy = (
-                f", or make_plan(local={{{name!r}: {cut[0]!r}}}) if it differs along {cut[0]!r}"
-            )
+        sharing_ranks = "every rank"
+        if len(ranks) < self.mesh.world_size:
+            sharing_ranks = f"{_named(ranks)}, which share it"
+        ranks_text = "; ".join([*map(_named, groups[:4]), *["…"] * (len(groups) > 4)])
+        remedy = self.remedy
+        for axis, _ in self.mesh.axes:
+            if axis not in (*AXES, *local):
+                remedy += (
+                    f", or make_plan(local={{{name!r}: {axis!r}}}) if it differs along {axis!r}"
+                )
+                break
         raise ValueError(
-            f"leaf {name!r} of {self.what} must have the same values on {sharing}; found "
-            f"{len(groups)} different ones, on {ranks_text} ({len(differences)} of "
-            f"{len(leaf_names)} leaves differ): {self.remedy}{local_remedy}"
+            f"leaf {name!r} of {self.what} must have the same values on {sharing_ranks}; found "
+            f"{len(groups)} different ones, on {ranks_text} ({len(differences)} of {leaf_count} "
+            f"leaves differ): {remedy}"
         )
 
 
 # The local axes and the checksum of each leaf, or of all leaves with the same local axes, by name.
 _Sums = Mapping[str, tuple[Sequence[str], int]]
 
+# What differs between ranks that share it, by name: its local axes, the first set of ranks that
+# should hold the same values, and the parts of the set that do.
+_Differences = dict[str, tuple[Sequence[str], list[int], list[list[int]]]]
 
-def _differences(
-    rank_sums: Sequence[_Sums], mesh: Mesh
-) -> dict[str, tuple[Sequence[str], list[int], list[list[int]]]]:
-    """Return what differs between ranks that share it, by name.
 
-    Each value is the local axes, the first set of ranks that should hold the same values, and its
-    parts that do. A rank that lacks the name is not compared: it may have pieces of the leaf.
-    """
-    differences: dict[str, tuple[Sequence[str], list[int], list[list[int]]]] = {}
+def _differences(rank_sums: Sequence[_Sums], mesh: Mesh) -> _Differences:
+    """Return what differs; a rank that lacks a name is not compared: it may have pieces of it."""
+    differences: _Differences = {}
     local_axes = {name: local for sums in rank_sums for name, (local, _) in sums.items()}
     for name, local in local_axes.items():
         for ranks in _sharing(local, mesh):
-            by_value: dict[int, list[int]] = {}
+            ranks_by_value: dict[int, list[int]] = {}
             for rank in ranks:
                 if name in rank_sums[rank]:
-                    by_value.setdefault(rank_sums[rank][name][1], []).append(rank)
-            if len(by_value) > 1:
-                differences.setdefault(name, (local, ranks, list(by_value.values())))
+                    ranks_by_value.setdefault(rank_sums[rank][name][1], []).append(rank)
+            if len(ranks_by_value) > 1:
+                differences.setdefault(name, (local, ranks, list(ranks_by_value.values())))
     return differences
 
 
@@ -157,16 +156,15 @@ def check_tie(spec: LeafSpec, by_path: Mapping[str, Any], where: str) -> None:
         by_path: full leaves by path; entries that are no full tensors are not compared.
         where: a name for the tree that holds the leaves, for the error.
     """
-    # Why hasattr: it tells a DTensor without importing torch.distributed.tensor.
-    full = [
-        (path, value)
-        for path in (spec.path, *spec.aliases)
-        if isinstance(value := by_path.get(path), torch.Tensor)
-        and not value.is_meta
-        and not hasattr(value, "full_tensor")
-    ]
-    for path, value in full[1:]:
-        first_path, first = full[0]
+    whole_leaves = []
+    for path in (spec.path, *spec.aliases):
+        value = by_path.get(path)
+        # Why hasattr: it tells a DTensor without importing torch.distributed.tensor.
+        is_whole = isinstance(value, torch.Tensor) and not hasattr(value, "full_tensor")
+        if is_whole and not value.is_meta:
+            whole_leaves.append((path, value))
+    for path, value in whole_leaves[1:]:
+        first_path, first = whole_leaves[0]
         same_memory = (value.data_ptr(), value.stride()) == (first.data_ptr(), first.stride())
         if (value.shape, value.dtype) == (first.shape, first.dtype) and (
             same_memory or bool(checksum(value) == checksum(first))
@@ -190,23 +188,25 @@ def checksum(values: torch.Tensor, weights: torch.Tensor | None = None) -> torch
         values: a tensor of any dtype, shape, stride and device.
         weights: ``checksum_weights(values.device)``, for callers with many tensors.
     """
-    weights = checksum_weights(values.device) if weights is None else weights
+    if weights is None:
+        weights = checksum_weights(values.device)
     raw = byte_view(values)
     if raw.data_ptr() % 8 or raw.storage_offset() % 8:
         raw = raw.clone()  # because it is read in words of 8 bytes
     row_bytes = 8 * _COLUMNS
-    whole_bytes = len(raw) // (row_bytes * _ROWS) * row_bytes * _ROWS
-    blocks = (
-        raw[:whole_bytes].view(torch.int64).view(whole_bytes // row_bytes // _ROWS, _ROWS, _COLUMNS)
-    )
+    block_bytes = row_bytes * _ROWS
+    whole_bytes = len(raw) // block_bytes * block_bytes
+    blocks = raw[:whole_bytes].view(torch.int64).view(whole_bytes // block_bytes, _ROWS, _COLUMNS)
     last_rows = torch.nn.functional.pad(raw[whole_bytes:], (0, -len(raw) % row_bytes))
     last_block = last_rows.view(torch.int64).view(1, len(last_rows) // row_bytes, _COLUMNS)
     sums = []
-    for words in (*(blocks.split(_PIECE) if len(blocks) else ()), last_block):
+    for words in (*blocks.split(_PIECE), last_block):
         # Why wide elements are folded: the sum is taken modulo 2**64, so the upper bits of a word
         # count for little. Of several narrow elements in a word, the lower ones count in full.
-        columns = (_folded(words) if values.dtype.itemsize >= 8 else words).sum(1)
-        sums.append((columns * weights).sum(1))
+        if values.dtype.itemsize >= 8:
+            words = _folded(words)
+        # Why rows first: adding is twice as fast as multiplying.
+        sums.append((words.sum(1) * weights).sum(1))
     if not len(blocks):
         return sums[-1][0]
     block_sums = torch.cat(sums)
@@ -231,15 +231,17 @@ def checksum_weights(device: torch.device, count: int = 0) -> torch.Tensor:
 
 def _sharing(local: Iterable[str], mesh: Mesh) -> list[list[int]]:
     """Return the sets of ranks that share a leaf which is local along the axes ``local``."""
-    sets: dict[tuple[int, ...], list[int]] = {}
+    rank_sets: dict[tuple[int, ...], list[int]] = {}
     for rank in range(mesh.world_size):
-        index = position_of(rank, mesh.shape)
-        sets.setdefault(tuple(index[axis] for axis in local), []).append(rank)
-    return list(sets.values())
+        position = position_of(rank, mesh.shape)
+        rank_sets.setdefault(tuple(position[axis] for axis in local), []).append(rank)
+    return list(rank_sets.values())
 
 
 def _named(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (
-        f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    )
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown_ranks = ", ".join(map(str, ranks[:8]))
+    if len(ranks) > 8:
+        shown_ranks += f" and {len(ranks) - 8} more"
+    return f"ranks {shown_ranks}"

@@ -102,14 +102,12 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
         if not torch.is_grad_enabled():
             return f(*args, **kwargs)
         if hooks_allowed():
-            run = _checked(functools.partial(f, **kwargs), kwargs)
+            again = _repeatable(functools.partial(f, **kwargs), kwargs)
             # torch's checkpoint would set the generator in the recording, and not in the graph.
-            if recording_graph():
-                return checkpoint(
-                    _with_random_state(run), *args, use_reentrant=False, preserve_rng_state=False
-                )
-            return checkpoint(run, *args, use_reentrant=False)
-        _check_captured(f)
+            draws_again = not recording_graph()
+            return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=draws_again)
+        if any(isinstance(value, torch.Tensor) and is_transformed(value) for value in captured(f)):
+            raise ValueError(_CAPTURED)
         tensors, build = _flattened((args, kwargs), ())
 
         def of_tensors(*tensors: torch.Tensor) -> Any:
@@ -121,45 +119,33 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _checked(f: Callable[..., Any], held: Any) -> Callable[..., Any]:
-    """Return ``f`` such that each later call raises if tensors have changed since the first call.
+def _repeatable(f: Callable[..., Any], held: Any) -> Callable[..., Any]:
+    """Return ``f`` such that each later call computes what the first call did, or raises.
 
-    torch does so for arguments that are tensors. This function adds the tensors inside other
-    arguments, such as trees, and those in ``held``.
+    torch compares the arguments that are tensors. This function adds the tensors inside other
+    arguments, such as trees, and those in ``held``. While a graph is recorded, each later call
+    draws the random numbers of the first one.
     """
     # Weak: a function may take tensors out of the lists that it gets, and they should be free then.
     states_before: list[tuple[weakref.ref[torch.Tensor], tuple[int, int]]] | None = None
+    recorded_state: _AmbientState | None = None
 
     def run(*args: Any) -> Any:
-        nonlocal states_before
+        nonlocal states_before, recorded_state
         if states_before is None:
-            inside = tensors_in(([arg for arg in args if not isinstance(arg, torch.Tensor)], held))
-            states_before = [(weakref.ref(tensor), _data_state(tensor)) for tensor in inside]
-        elif any(
+            containers = [arg for arg in args if not isinstance(arg, torch.Tensor)]
+            inner_tensors = tensors_in((containers, held))
+            states_before = [(weakref.ref(tensor), _data_state(tensor)) for tensor in inner_tensors]
+            if recording_graph():
+                recorded_state = _AmbientState.capture()
+            return f(*args)
+        if any(
             (tensor := ref()) is not None and _data_state(tensor) != state
             for ref, state in states_before
         ):
             raise RuntimeError(_CHANGED)
-        return f(*args)
-
-    return run
-
-
-def _with_random_state(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``f`` such that each later call draws the random numbers of the first call again."""
-    first: RandomState | None = None
-
-    def run(*args: Any) -> Any:
-        nonlocal first
-        random_state = RandomState.take()
-        if first is None:
-            first = random_state
+        with recorded_state.restored() if recorded_state else contextlib.nullcontext():
             return f(*args)
-        first.put()
-        try:
-            return f(*args)
-        finally:
-            random_state.put()
 
     return run
 
@@ -191,17 +177,18 @@ def _flattened(
     values, unflatten = tree.flatten(result)
     input_ids = {id(tensor) for tensor in inputs}
     unique: dict[int, torch.Tensor] = {}
+    index_of: dict[int, int] = {}
     for value in values:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and id(value) not in unique:
+            index_of[id(value)] = len(unique)
             # Why a view: an autograd Function must not return one of its inputs itself.
-            unique.setdefault(id(value), value.view_as(value) if id(value) in input_ids else value)
-    index_of = {tensor_id: i for i, tensor_id in enumerate(unique)}
+            unique[id(value)] = value.view_as(value) if id(value) in input_ids else value
     # Why apart: what is kept for later must not hold the tensors.
     indices = [index_of.get(id(value)) for value in values]
-    rest = [None if isinstance(value, torch.Tensor) else value for value in values]
+    constants = [None if isinstance(value, torch.Tensor) else value for value in values]
 
     def build(tensors: Tensors) -> Any:
-        pairs = zip(indices, rest, strict=True)
+        pairs = zip(indices, constants, strict=True)
         return unflatten([value if i is None else tensors[i] for i, value in pairs])
 
     return tuple(unique.values()), build
@@ -211,9 +198,8 @@ def _apply_to_both(f: Callable[..., Any], first: Sequence[Any], second: Sequence
     """Return ``f(first, second)``, rematerialised if it may be differentiated further."""
     if not torch.is_grad_enabled():
         return f(first, second)
-    return _apply(
-        lambda *tensors: f(tensors[: len(first)], tensors[len(first) :]), [*first, *second]
-    )
+    count = len(first)
+    return _apply(lambda *tensors: f(tensors[:count], tensors[count:]), [*first, *second])
 
 
 class _Remat(torch.autograd.Function):
@@ -233,9 +219,8 @@ class _Remat(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.call, *tensors = inputs
-        level = transform_level()
-        ctx.loop = ctx.call.loops.get(level)
-        ctx.outer_loops = below(ctx.call.loops, level)
+        level, loops = transform_level(), ctx.call.loops
+        ctx.loop, ctx.outer_loops = loops.get(level), below(loops, level)
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
@@ -243,25 +228,22 @@ class _Remat(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        inputs = ctx.saved_tensors
-        given_indices = [i for i, grad in enumerate(grads) if grad is not None]
-        wanted_indices = [i for i, needs in enumerate(ctx.needs_input_grad[1:]) if needs]
-        vjp = functools.partial(ctx.call.vjp, ctx.loop, given_indices, wanted_indices)
+        out_indices = [i for i, grad in enumerate(grads) if grad is not None]
+        in_indices = [i for i, needs in enumerate(ctx.needs_input_grad[1:]) if needs]
+        vjp = functools.partial(ctx.call.vjp, ctx.loop, out_indices, in_indices)
         with within(ctx.outer_loops):
-            both_results = _apply_to_both(vjp, inputs, [grads[i] for i in given_indices])
-        result = [None] * len(inputs)
-        for i, grad in zip(wanted_indices, both_results, strict=True):
-            result[i] = grad
-        return None, *result
+            in_grads = _apply_to_both(vjp, ctx.saved_tensors, [grads[i] for i in out_indices])
+        # An input that needs no gradient gets None, and so does the call itself.
+        by_index = dict(zip(in_indices, in_grads, strict=True))
+        return None, *map(by_index.get, range(len(ctx.saved_tensors)))
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> Any:
-        inputs = ctx.saved_tensors
-        given_indices = [i for i, tangent in enumerate(tangents) if tangent is not None]
-        jvp = functools.partial(ctx.call.jvp, ctx.loop, given_indices)
+        in_indices = [i for i, tangent in enumerate(tangents) if tangent is not None]
+        jvp = functools.partial(ctx.call.jvp, ctx.loop, in_indices)
         with within(ctx.outer_loops):
-            both_results = _apply_to_both(jvp, inputs, [tangents[i] for i in given_indices])
-        return tuple(tangent if _differentiable(tangent) else None for tangent in both_results)
+            out_tangents = _apply_to_both(jvp, ctx.saved_tensors, [tangents[i] for i in in_indices])
+        return tuple(tangent if _differentiable(tangent) else None for tangent in out_tangents)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, call: _Call, *tensors: torch.Tensor) -> Any:
@@ -292,25 +274,30 @@ class _Call:
     def vjp(
         self,
         loop: BasisLoop | None,
-        given: Sequence[int],
-        wanted: Sequence[int],
+        out_indices: Sequence[int],
+        in_indices: Sequence[int],
         inputs: Tensors,
         grads: Tensors,
-    ) -> list[Any]:
-        """Return the ``wanted`` inputs' gradients from ``grads``, those of ``given`` outputs."""
+    ) -> Sequence[Any]:
+        """Return the gradients of some inputs from ``grads``, those of some outputs."""
         if transforms_active():
-            f = self._restricted(given, wanted, inputs)
+
+            def chosen_outputs(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+                outs = self._restricted(in_indices, inputs)(*tensors)
+                return tuple(outs[i] for i in out_indices)
+
             with acting_for(loop, transform_level() + 1):
-                return list(torch.func.vjp(f, *(inputs[i] for i in wanted))[1](tuple(grads)))
+                pullback = torch.func.vjp(chosen_outputs, *(inputs[i] for i in in_indices))[1]
+                return pullback(tuple(grads))
         connected = torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in (*inputs, *grads)
         )
-        copies = [
-            tensor.view_as(tensor) if connected and tensor.requires_grad else tensor.detach()
-            for tensor in inputs
-        ]
-        for i in wanted:
-            copies[i].requires_grad_()
+        copies = []
+        for tensor in inputs:
+            # A view is part of the graph of higher derivatives; the copy of another input is not.
+            is_connected = connected and tensor.requires_grad
+            copies.append(tensor.view_as(tensor) if is_connected else tensor.detach())
+        chosen_inputs = [copies[i].requires_grad_() for i in in_indices]
         # Why without hooks: the backward of the units inside follows at once, so they stay gathered
         # until then.
         with (
@@ -319,39 +306,30 @@ class _Call:
         ):
             with acting_for(loop, 0):
                 outs = self.recompute(*copies)
-            pairs = [
-                (outs[i], grad)
-                for i, grad in zip(given, grads, strict=True)
-                if outs[i].requires_grad
-            ]
-            if not pairs:
-                return [None] * len(wanted)
-            tops, seeds = zip(*pairs, strict=True)
-            del outs, pairs
-            chosen = [copies[i] for i in wanted]
-            return list(
-                torch.autograd.grad(tops, chosen, seeds, allow_unused=True, create_graph=connected)
+            pairs = zip([outs[i] for i in out_indices], grads, strict=True)
+            pairs_with_graph = [pair for pair in pairs if pair[0].requires_grad]
+            if not pairs_with_graph:
+                return [None] * len(in_indices)
+            tops, seeds = zip(*pairs_with_graph, strict=True)
+            del outs, pairs, pairs_with_graph
+            return torch.autograd.grad(
+                tops, chosen_inputs, seeds, allow_unused=True, create_graph=connected
             )
 
     def jvp(
-        self, loop: BasisLoop | None, given: Sequence[int], inputs: Tensors, tangents: Tensors
+        self, loop: BasisLoop | None, in_indices: Sequence[int], inputs: Tensors, tangents: Tensors
     ) -> tuple[torch.Tensor, ...]:
-        """Return the tangents of all outputs, from ``tangents``, those of the ``given`` inputs."""
-        f = self._restricted(None, given, inputs)
+        """Return the tangents of all outputs, from ``tangents``, those of some inputs."""
+        primals = tuple(inputs[i] for i in in_indices)
         with acting_for(loop, transform_level() + 1):
-            return torch.func.jvp(f, tuple(inputs[i] for i in given), tuple(tangents))[1]
+            return torch.func.jvp(self._restricted(in_indices, inputs), primals, tuple(tangents))[1]
 
-    def _restricted(
-        self, outputs: Sequence[int] | None, chosen: Sequence[int], inputs: Tensors
-    ) -> Callable[..., Any]:
-        """Return ``recompute`` as a function from only the ``chosen`` inputs to the ``outputs``."""
+    def _restricted(self, in_indices: Sequence[int], inputs: Tensors) -> Callable[..., Any]:
+        """Return ``recompute`` as a function of only some of the inputs."""
 
         def restricted(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            filled = list(inputs)
-            for i, tensor in zip(chosen, tensors, strict=True):
-                filled[i] = tensor
-            outs = self.recompute(*filled)
-            return outs if outputs is None else tuple(outs[i] for i in outputs)
+            replaced = {**dict(enumerate(inputs)), **dict(zip(in_indices, tensors, strict=True))}
+            return self.recompute(*replaced.values())
 
         return restricted
 
@@ -366,16 +344,12 @@ class _AmbientState:
     @classmethod
     def capture(cls) -> _AmbientState:
         """Return the current state."""
-        device_types = ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
-        autocast = tuple(
-            (
-                device_type,
-                torch.is_autocast_enabled(device_type),
-                torch.get_autocast_dtype(device_type),
-            )
-            for device_type in device_types
-        )
-        return cls(RandomState.take(), autocast)
+        device_types = ["cpu"] + ["cuda"] * torch.cuda.is_initialized()
+        autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in device_types
+        ]
+        return cls(RandomState.take(), tuple(autocast))
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -405,15 +379,6 @@ _CAPTURED = (
 )
 
 
-def _check_captured(f: Any) -> None:
-    """Raise if ``f`` captures a tensor that ``torch.func`` differentiates or maps over."""
-    if any(
-        isinstance(captured_value, torch.Tensor) and is_transformed(captured_value)
-        for captured_value in captured(f)
-    ):
-        raise ValueError(_CAPTURED)
-
-
 class _RefuseCaptured(torch.overrides.TorchFunctionMode):
     """Raise if the computation uses a tensor of a transform above the level of ``_Remat``.
 
@@ -422,12 +387,10 @@ class _RefuseCaptured(torch.overrides.TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for arg in (*args, *(kwargs or {}).values()):
-            for argument in arg if isinstance(arg, (tuple, list)) else (arg,):
-                if (
-                    isinstance(argument, torch.Tensor)
-                    and is_transformed(argument)
-                    and belongs_to_transform_above(argument)
-                ):
+            # torch.cat and the like take a list of tensors.
+            for value in arg if isinstance(arg, (tuple, list)) else (arg,):
+                is_tensor = isinstance(value, torch.Tensor)
+                if is_tensor and is_transformed(value) and belongs_to_transform_above(value):
                     raise ValueError(_CAPTURED)
         return func(*args, **(kwargs or {}))
 
