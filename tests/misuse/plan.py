@@ -86,7 +86,8 @@ CASES += [
      lambda mesh: fs.predict_events(PARAMS)),
     ("predict_events", "a unit that the plan lacks", ValueError("order must name units of the plan; found '9'"),
      lambda s: fs.predict_events(s.plan, ["9"])),
-    ("predict_events Schedule", "the schedule of another plan", ValueError("the schedule must name units of the plan"),
+    ("predict_events Schedule", "the schedule of another plan",
+     ValueError("the schedule must name units of the plan; found '4'"),
      lambda s: fs.predict_events(s.plan, fs.make_schedule(plan(s.mesh, units=["4"])))),
 ]  # fmt: skip
 
