@@ -149,21 +149,6 @@ def test_processes_see_the_delay_as_simulated_ranks_do(kind: str) -> None:
     assert run_ranks(each_kind, 2, kind, torch.float32) == [(True, False, True, True, True)] * 2
 
 
-def slow_on_one_rank(mesh: fs.Mesh, which: int) -> list[float]:
-    if mesh.rank == which:
-        mesh = delayed(mesh, "all_gather", SECONDS)
-    params = {"w": torch.ones(150, 150)}  # large enough for shared memory
-    plan = fs.make_plan(params, mesh)
-    f = fs.reshard(fs.unshard(lambda leaves: (leaves["w"] ** 2).mean(), plan.units[""], mesh))
-    loss, grads = fs.value_and_grad(lambda shards: f(shards[""]))(fs.shard(params, plan, mesh))
-    return [loss.item(), grads[""]["float32"].sum().item()]
-
-
-@pytest.mark.parametrize("which", [0, 1])
-def test_a_delay_may_apply_to_one_rank_only(which: int) -> None:
-    assert run_ranks(slow_on_one_rank, 2, which) == run_simulated(slow_on_one_rank, 2, which)
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A clock that goes on only while a delay sleeps: a busy machine takes no time of it."""
@@ -190,10 +175,3 @@ def test_a_shared_all_gather_is_late_once_and_only_if_its_kind_is_slow(kind: str
     assert work.wait() is work.wait()
     work.wait()
     assert clock.now == pytest.approx(0.2 * (kind == "all_gather"))
-
-
-def test_the_original_mesh_stays_fast() -> None:
-    mesh = fs.Mesh()
-    slow = delayed(mesh, "all_reduce", 1.0)
-    assert mesh == fs.Mesh()
-    assert (slow.rank, slow.world_size, slow.shape, slow.device) == (mesh.rank, mesh.world_size, mesh.shape, mesh.device)

@@ -188,13 +188,3 @@ def test_a_walk_survives_objects_that_raise_when_looked_at(walk, make):
 def test_a_walk_enters_containers_that_do_not_iterate(walk, hold):
     marker = Marker()
     assert finds(walk, hold(marker), marker)
-
-
-def test_reachable_survives_objects_in_attributes_and_global_variables():
-    for make in (*STRANGE.values(), *NO_COPY.values()):
-        marker = Marker()
-        holder = Holder([make(), marker])
-        assert finds(reachable, holder, marker)
-        file = {"strange": make()}
-        exec("def f(): return strange", file)
-        list(reachable(file["f"]))
