@@ -6,7 +6,7 @@ Read ``group`` and ``mesh`` first. The other files are different ways to run a g
 - ``mesh``: ``Mesh``, the ranks as a grid with named axes, and ``init_mesh``.
 - ``job``: the process's start under torchrun, and the process groups of a mesh.
 - ``agreement``: checks that all ranks pass the same arguments. ``meeting``: the same before a mesh
-  is made.
+  is made, and a look for lost ranks while torch connects the others.
 - ``topology``: the mesh axes along which a buffer is cut or repeated, and the dtypes it is sent in.
 - ``wrapped_group``: ``WrappedGroup``, a group around another one, to change single collectives.
 - ``user_collectives``: ``with_collectives``, the user's own functions for the data of units.
@@ -19,7 +19,6 @@ Read ``group`` and ``mesh`` first. The other files are different ways to run a g
 - ``desync``: ``DesyncDetector``, which finds ranks that issue different collectives.
 - ``journal``: ``Journal``, which finds ranks that wait for each other on different axes.
 - ``liveness``: ``Heart``, the signs of life of a rank, which finds ranks that are lost for ever.
-- ``connecting``: ``watched``, which looks for lost ranks while torch connects the others.
 - ``shm``: a wing inside this one: collectives through shared memory, on the CPUs of one machine.
 """
 

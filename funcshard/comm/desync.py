@@ -48,6 +48,7 @@ import time
 import zlib
 from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any, NoReturn
 
@@ -56,7 +57,7 @@ import torch.distributed as dist
 
 from funcshard._utils import abort_group, has_ended
 from funcshard.comm.journal import Comparison, Journal, Unused, Wait, compact
-from funcshard.comm.liveness import GIVE_UP, Heart, check_process
+from funcshard.comm.liveness import LIMITS, MOST_READ, Heart, Limits, check_process, read, some_of
 from funcshard.comm.native import gather_single
 
 _log = logging.getLogger("funcshard.comm")
@@ -78,11 +79,8 @@ MOST_CONTEXTS = 4096
 # having new ones, as the sum of a batch of another length in every step does.
 MOST_SIZES = 8
 
-# Number of other ranks whose latest collectives a rank reads when it looks for a difference.
-MOST_READ = 64
-
-# Bytes of the length of a text that ranks gather.
-LENGTH = 8
+# Fills up the texts that ranks gather: a byte that no text in UTF-8 has.
+_PADDING = b"\xff"
 
 # Bits of a history, and of the hash of a text.
 MASK = (1 << 62) - 1
@@ -91,76 +89,69 @@ MASK = (1 << 62) - 1
 _Entry = tuple[str, str, torch.dtype | None, int]
 
 
+@dataclass(eq=False, repr=False)
 class DesyncDetector:
     """The collectives that one rank has issued on one mesh axis, with checks against other ranks.
 
-    Arguments:
+    Attributes:
         axis: name of the mesh axis, for errors.
         ranks: global rank of each rank of the axis, for errors.
         rank: position of this rank in ``ranks``.
         control: the gloo process group that comparisons use; ``None`` for no comparisons.
         store: the store for the latest collectives of each rank; its calls must not wait for long.
             ``None`` for no diagnosis.
-        patience: seconds that a wait may take before this rank reads the other ranks' collectives.
+        limits: how long a wait may take before this rank looks at the others.
         groups: gloo process groups whose connections this rank closes before it raises.
-        aborted: process groups of other backends that this rank aborts before it raises.
         connections: sockets that this rank closes before it raises.
+        aborted: process groups of other backends that this rank aborts before it raises.
         journal: the waits of this rank over all axes; ``None`` for no comparison of axes.
         heart: the signs of life of this process; ``None`` for no look at those of other ranks.
-        give_up: seconds without a sign of life after which a rank is given up.
-
-    Attributes:
         number: how many collectives this rank has issued.
         history: a hash of all of them in order, the same on ranks that issued the same collectives.
-        patience, journal, heart, give_up: see above.
         thread: the thread that issued the latest collective; 0 before the first.
         comparison: the comparison that is under way; ``None`` for none.
     """
 
-    def __init__(
-        self,
-        axis: str,
-        ranks: Sequence[int],
-        rank: int,
-        control: Any = None,
-        store: Any = None,
-        patience: float = 5.0,
-        groups: Sequence[Any] = (),
-        connections: Sequence[socket.socket] = (),
-        journal: Journal | None = None,
-        heart: Heart | None = None,
-        give_up: float = GIVE_UP,
-        aborted: Sequence[Any] = (),
-    ) -> None:
-        self.number = self.history = self.thread = 0
-        self.patience = patience
-        self.journal, self.heart, self.give_up = journal, heart, give_up
-        self._axis, self._ranks = axis, compact(ranks)
-        self._rank, self._process = rank, os.getpid()
-        self._control, self._store = control, store
-        self._groups, self._connections, self._aborted = groups, connections, list(aborted)
-        self._timeout = datetime.timedelta(seconds=patience)
+    axis: str
+    ranks: Sequence[int]
+    rank: int
+    control: Any = None
+    store: Any = None
+    limits: Limits = LIMITS
+    groups: Sequence[Any] = ()
+    connections: Sequence[socket.socket] = ()
+    aborted: Sequence[Any] = ()
+    journal: Journal | None = None
+    heart: Heart | None = None
+    number: int = field(default=0, init=False)
+    history: int = field(default=0, init=False)
+    thread: int = field(default=0, init=False)
+    comparison: Comparison | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.ranks = compact(self.ranks)
+        self._not_aborted = list(self.aborted)
+        self._process = os.getpid()
+        self._timeout = datetime.timedelta(seconds=self.limits.patience)
         self._entries: deque[_Entry] = deque(maxlen=KEPT)
         self._codes: dict[_Entry, tuple[int, int]] = {}  # hashes with and without the size
         # How many sizes a collective has had, by the second hash.
         self._sizes: Counter[int] = Counter()
         self._context = (0,) * CONTEXT_LENGTH
         self._agreed_contexts: set[tuple[int, ...]] = set()
-        self.comparison: Comparison | None = None
         # The ranks that a collective needs, if not all.
         self._partial: dict[int, Sequence[int]] = {}
         self._looks, self._warned = 0, False
-        self._group = "" if control is None else str(control.group_name)
-        if journal is not None:
-            journal.add(self._group, self)
-        if heart is not None:
-            heart.watch(self, give_up)
+        self._group = "" if self.control is None else str(self.control.group_name)
+        if self.journal is not None:
+            self.journal.add(self._group, self)
+        if self.heart is not None:
+            self.heart.watch(self, self.limits.give_up)
 
     def __del__(self) -> None:
         # Why only noted: Python collects garbage on any thread and in the middle of torch's code.
-        journal = getattr(self, "journal", None)
-        if journal is not None and not sys.is_finalizing():
-            journal.unused.append(Unused(self._control, self.comparison, self._store, self._rank))
+        if self.journal is not None and not sys.is_finalizing():
+            self.journal.unused.append(Unused(self.control, self.comparison, self.store, self.rank))
 
     def record(
         self,
@@ -188,7 +179,7 @@ class DesyncDetector:
             self._partial[self.number] = needs
             if len(self._partial) > KEPT:
                 del self._partial[next(iter(self._partial))]
-        if self._control is None or self_checking:
+        if self.control is None or self_checking:
             return self.number
         context = self._context = (*self._context[1:], kind_code)
         if new_size or (context not in self._agreed_contexts and not self._knows_enough()):
@@ -213,17 +204,10 @@ class DesyncDetector:
         code = int.from_bytes(hashlib.sha256(data).digest()[:8], "big") & MASK
         longest, highest, lowest = self._compare_now(len(data), code, -code)
         if highest == -lowest:
-            return [text] * len(self._ranks)
-        padded = torch.zeros(LENGTH + longest, dtype=torch.uint8, device="cpu")
-        padded[: LENGTH + len(data)] = torch.tensor(
-            [*len(data).to_bytes(LENGTH, "big"), *data], dtype=torch.uint8, device="cpu"
-        )
-        rows = self._gather(padded)
-        sizes = [int.from_bytes(bytes(row[:LENGTH].tolist()), "big") for row in rows]
-        return [
-            bytes(row[LENGTH : LENGTH + size].tolist()).decode()
-            for row, size in zip(rows, sizes, strict=True)
-        ]
+            return [text] * len(self.ranks)
+        padded = data.ljust(longest, _PADDING)
+        rows = self._gather(torch.tensor([*padded], dtype=torch.uint8, device="cpu"))
+        return [bytes(row).rstrip(_PADDING).decode() for row in rows.tolist()]
 
     def wait(self, works: Sequence[Any], number: int) -> None:
         """Wait for every work of collective ``number``.
@@ -236,7 +220,7 @@ class DesyncDetector:
             RuntimeError: the ranks issue different collectives, a rank is given up, or the
                 collective failed.
         """
-        check_process(self._process, self._ranks[self._rank])
+        check_process(self._process, self.ranks[self.rank])
         serial = None
         for work in works:
             timeout = self._timeout
@@ -266,9 +250,7 @@ class DesyncDetector:
         if difference := self._find_difference():
             self.close_connections()
             raise RuntimeError(difference)
-        lost_text = self._find_circle(number, serial)
-        if not lost_text and self.heart is not None:
-            lost_text = self.heart.find_lost(self._needed(number), self.give_up)
+        lost_text = self._find_circle(number, serial) or self._find_lost(self._needed(number))
         if lost_text:
             if self.journal is not None:
                 self.journal.close_connections()
@@ -277,7 +259,7 @@ class DesyncDetector:
 
     def latest(self) -> str:
         """Return the latest collective as text."""
-        return f"{self._describe(self.number)}, collective number {self.number} on mesh axis {self._axis!r}"
+        return f"{self._describe(self.number)}, collective number {self.number} on mesh axis {self.axis!r}"
 
     def raise_desync(self, number: int, rank: int, latest: int) -> NoReturn:
         """Raise because ``rank`` reached collective ``number`` with another history than this rank.
@@ -290,12 +272,12 @@ class DesyncDetector:
         Raises:
             RuntimeError: always, with the first difference if the store shows it in time.
         """
-        difference = self._find_difference_within(self.patience + 1)
+        difference = self._find_difference_within(self.limits.patience + 1)
         self.close_connections()
         raise RuntimeError(
             difference
-            or f"ranks issue different collectives: {self._title(self._rank)} has reached number {number} on mesh axis "
-            f"{self._axis!r}, {self._describe(number)}, after other collectives than "
+            or f"ranks issue different collectives: {self._title(self.rank)} has reached number {number} on mesh axis "
+            f"{self.axis!r}, {self._describe(number)}, after other collectives than "
             f"{self._title(rank)}, which is at number {latest}; every rank has to issue the same "
             "ones in the same order"
         )
@@ -310,7 +292,7 @@ class DesyncDetector:
                 "mesh axis %r: the program has issued its collectives in %d orders, and goes on "
                 "with new ones; from here on funcshard compares the ranks every %d collectives "
                 "only, so it may name a desync later",
-                self._axis,
+                self.axis,
                 MOST_CONTEXTS,
                 COMPARE_EVERY,
             )
@@ -319,7 +301,7 @@ class DesyncDetector:
     def _append(self, kind: str, label: str, tensor: torch.Tensor | None) -> tuple[int, bool]:
         """Record a collective; return its hash without the size, and whether the size is new."""
         # Why before a collective: gloo's waits never end in a process without gloo's threads.
-        check_process(self._process, self._ranks[self._rank])
+        check_process(self._process, self.ranks[self.rank])
         entry = (
             (kind, label, None, 0)
             if tensor is None
@@ -353,41 +335,33 @@ class DesyncDetector:
         return [int(value) for value in comparison.highest[4:]]
 
     def _start_comparison(self, *values: int) -> Comparison:
+        own = self.number, self.history
         # Why one fixed size: ranks that disagree on a collective must still be able to compare.
-        own_entries = (self.number, self.history)
-        highest = torch.tensor(
-            [*own_entries, *(-entry for entry in own_entries), *(*values, 0, 0, 0)[:3]],
-            device="cpu",
-        )
-        work = dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self._control, async_op=True)
-        return Comparison(own_entries, highest, work)
+        numbers = [*own, -self.number, -self.history, *(*values, 0, 0, 0)[:3]]
+        highest = torch.tensor(numbers, device="cpu")
+        work = dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self.control, async_op=True)
+        return Comparison(own, highest, work)
 
     def _finish_comparison(self) -> None:
         """Wait for the comparison that was started last, if any; raise if histories differ."""
         comparison, self.comparison = self.comparison, None
         if comparison is None:
             return
-        own_entries = comparison.own
-        self.wait([comparison.work], own_entries[0])
-        highest = comparison.highest.tolist()
-        if tuple(highest[:2]) == own_entries and tuple(highest[2:4]) == (
-            -own_entries[0],
-            -own_entries[1],
-        ):
+        number, history = comparison.own
+        self.wait([comparison.work], number)
+        if comparison.highest[:4].tolist() == [number, history, -number, -history]:
             return
         # Every rank comes here, because the maxima are not all those of any single rank.
-        rows = [
-            tuple(row) for row in self._gather(torch.tensor(own_entries, device="cpu")).tolist()
-        ]
-        rank = next(
-            rank for rank, row in enumerate(rows) if row != own_entries or rank == len(rows) - 1
-        )
-        self.raise_desync(own_entries[0], rank, rows[rank][0])
+        own_row = [number, history]
+        rows = self._gather(torch.tensor(own_row, device="cpu")).tolist()
+        last = len(rows) - 1
+        rank = next(rank for rank, row in enumerate(rows) if row != own_row or rank == last)
+        self.raise_desync(number, rank, rows[rank][0])
 
     def _gather(self, own: torch.Tensor) -> torch.Tensor:
         """Return the rows of all ranks, which have equal sizes."""
-        rows = own.new_empty(len(self._ranks) * len(own))
-        self.wait([gather_single(rows, own, group=self._control, async_op=True)], self.number)
+        rows = own.new_empty(len(self.ranks) * len(own))
+        self.wait([gather_single(rows, own, group=self.control, async_op=True)], self.number)
         return rows.view(-1, len(own))
 
     def _find_difference_within(self, seconds: float) -> str:
@@ -399,17 +373,13 @@ class DesyncDetector:
 
     def _find_difference(self) -> str:
         """Return an error message about the first difference between ranks; ``""`` for none."""
-        for rank, (first_index, names) in sorted(self._exchange_entries().items()):
-            own_first, other_first = (
-                self.number - len(self._entries) + 1,
-                first_index - len(names) + 1,
-            )
-            for at in range(max(own_first, other_first), min(self.number, first_index) + 1):
-                own_text, other_text = self._describe(at), names[at - other_first]
-                if own_text != other_text:
+        for rank, (last_number, titles) in sorted(self._exchange_entries().items()):
+            for number, title in enumerate(titles, last_number - len(titles) + 1):
+                own_title = self._describe(number)
+                if number in self._recorded and title != own_title:
                     return (
-                        f"ranks issue different collectives: number {at} on mesh axis "
-                        f"{self._axis!r} is {own_text} on {self._title(self._rank)} and {other_text} on "
+                        f"ranks issue different collectives: number {number} on mesh axis "
+                        f"{self.axis!r} is {own_title} on {self._title(self.rank)} and {title} on "
                         f"{self._title(rank)}; every rank has to issue the same ones in the same "
                         "order"
                     )
@@ -421,41 +391,23 @@ class DesyncDetector:
         Returns:
             For each other rank that has written: its number of collectives, and the latest of them.
         """
-        if self._store is None:
-            return {}
-        first = self.number - len(self._entries) + 1
-        names = [self._describe(at) for at in range(first, self.number + 1)]
-        entries_by_rank = {}
-        try:
-            self._store.set(str(self._rank), json.dumps([self.number, names]))
-            for rank in self._ranks_to_read():
-                if self._store.check([str(rank)]):
-                    first_index, entries = json.loads(self._store.get(str(rank)))
-                    entries_by_rank[rank] = (first_index, entries)
-        # The store is silent, its process has ended, or a text is cut short.
-        except (RuntimeError, ValueError):
-            return entries_by_rank
-        return entries_by_rank
-
-    def _ranks_to_read(self) -> list[int]:
-        """Return the other ranks, or, if they are many, some of them that change from look to look.
-
-        Why not all of many: every rank of a thousand that waits would read a thousand entries from
-        the one store of the job, each time it looks.
-        """
-        size = len(self._ranks)
-        others = (
-            [(self._rank + away) % size for away in range(1, size)] if size <= MOST_READ else []
-        )
-        if not others:
-            # Each power of two: so the ranks on both sides of a difference read each other.
-            near = [1 << power for power in range(size.bit_length() - 1)]
-            near += [-away for away in near]
-            begin = self._looks * (MOST_READ - len(near))
-            self._looks += 1
-            far = [(begin + away) % size for away in range(MOST_READ - len(near))]
-            others = list(dict.fromkeys((self._rank + away) % size for away in (*near, *far)))
-        return [rank for rank in others if rank != self._rank]
+        entries: dict[int, tuple[int, list[str]]] = {}
+        if self.store is None:
+            return entries
+        size = len(self.ranks)
+        distances = [1 << power for power in range(size.bit_length() - 1)]
+        # Why these first, of many: the ranks on both sides of a difference read each other.
+        near = [(self.rank + sign * away) % size for away in distances for sign in (1, -1)]
+        self._looks += 1
+        # Why suppressed: the store is silent, its process has ended, or a text is cut short.
+        with contextlib.suppress(RuntimeError, ValueError):
+            titles = [self._describe(number) for number in self._recorded]
+            self.store.set(str(self.rank), json.dumps([self.number, titles]))
+            for rank in some_of(range(size), self._looks, near):
+                text = read(self.store, rank) if rank != self.rank else b""
+                if text:
+                    entries[rank] = json.loads(text)
+        return entries
 
     def raise_failure(self, error: Exception, number: int) -> NoReturn:
         """Raise for collective ``number``, which failed with ``error``.
@@ -463,42 +415,37 @@ class DesyncDetector:
         Raises:
             RuntimeError: always, with a difference between ranks, or a dead one, if one is found.
         """
-        check_process(self._process, self._ranks[self._rank])
+        check_process(self._process, self.ranks[self.rank])
         if not dist.is_initialized():
             raise RuntimeError(
-                f"{self._title(self._rank)} began {self._describe(number)} on mesh axis "
-                f"{self._axis!r} after torch.distributed.destroy_process_group(), which ended the "
+                f"{self._title(self.rank)} began {self._describe(number)} on mesh axis "
+                f"{self.axis!r} after torch.distributed.destroy_process_group(), which ended the "
                 "mesh: call init_mesh anew, or destroy the groups last. Communication ended with: "
                 f"{error}"
             ) from error
-        difference = self.heart.finding() if self.heart is not None else ""
-        difference = difference or self._find_difference_within(min(self.patience, 1.0))
-        difference = difference or self._find_circle(number, None, failed=True) or self.find_lost()
+        difference = (
+            self._find_lost([])
+            or self._find_difference_within(min(self.limits.patience, 1.0))
+            or self._find_circle(number, None, failed=True)
+            or self.find_lost()
+        )
         self.close_connections()
         if difference:
             raise RuntimeError(f"{difference}. Communication ended with: {error}") from error
-        numbers = {rank: first_index for rank, (first_index, _) in self._exchange_entries().items()}
-        differing_ranks = [
-            rank
-            for rank in range(len(self._ranks))
-            if rank != self._rank and numbers.get(rank, 0) < number
-        ]
-        seen = {rank: f"last seen at number {last_index}" for rank, last_index in numbers.items()}
-        behind = [
-            f"{self._title(rank)} ({seen.get(rank, 'never seen')})"
-            for rank in differing_ranks[:MOST_READ]
-        ]
-        behind += [f"and {len(differing_ranks) - MOST_READ} more ranks"] * (
-            len(differing_ranks) > MOST_READ
-        )
-        where = (
-            f"not known to have reached it: {', '.join(behind)}"
-            if behind
-            else "all ranks have reached it"
-        )
+        numbers = {rank: last_number for rank, (last_number, _) in self._exchange_entries().items()}
+        behind = []
+        for rank in range(len(self.ranks)):
+            if rank != self.rank and numbers.get(rank, 0) < number:
+                seen = f"last seen at number {numbers[rank]}" if rank in numbers else "never seen"
+                behind.append(f"{self._title(rank)} ({seen})")
+        if len(behind) > MOST_READ:
+            behind[MOST_READ:] = [f"and {len(behind) - MOST_READ} more ranks"]
+        where = "all ranks have reached it"
+        if behind:
+            where = f"not known to have reached it: {', '.join(behind)}"
         raise RuntimeError(
-            f"{self._title(self._rank)} waited for {self._describe(number)}, collective number "
-            f"{number} on mesh axis {self._axis!r}, which failed; {where}. Communication ended "
+            f"{self._title(self.rank)} waited for {self._describe(number)}, collective number "
+            f"{number} on mesh axis {self.axis!r}, which failed; {where}. Communication ended "
             f"with: {error}"
         ) from error
 
@@ -508,7 +455,7 @@ class DesyncDetector:
         if self.journal is None or (serial is None and not failed) or old:
             return ""
         ranks = self._needed(number)
-        waited_for = f"{self._describe(number)} (number {number} on mesh axis {self._axis!r})"
+        waited_for = f"{self._describe(number)} (number {number} on mesh axis {self.axis!r})"
         return self.journal.find_circle(
             Wait(self._group, number, waited_for, ranks, serial or 0), failed=failed
         )
@@ -517,14 +464,17 @@ class DesyncDetector:
         """Return the global ranks without whose part collective ``number`` cannot end here."""
         needed = self._partial.get(number)
         return (
-            self._ranks
+            self.ranks
             if needed is None
-            else [self._ranks[peer_rank] for peer_rank in needed if peer_rank != self._rank]
+            else [self.ranks[peer_rank] for peer_rank in needed if peer_rank != self.rank]
         )
 
     def find_lost(self) -> str:
         """Return an error message if a rank of the axis is given up; ``""`` if not."""
-        return "" if self.heart is None else self.heart.find_lost(self._ranks, self.give_up)
+        return self._find_lost(self.ranks)
+
+    def _find_lost(self, ranks: Sequence[int]) -> str:
+        return "" if self.heart is None else self.heart.find_lost(ranks, self.limits.give_up)
 
     def close_connections(self) -> None:
         """Close this rank's connections, so that ranks that wait for it fail at once.
@@ -532,16 +482,16 @@ class DesyncDetector:
         After a desync no later result would be right. An open collective would also keep this
         process from leaving its group, which waits for all of them.
         """
-        for connection in self._connections:
+        for connection in self.connections:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         # Why: kernels of NCCL that wait for other ranks keep the process until their timeout.
-        while self._aborted:
-            abort_group(self._aborted.pop())
-        neighbour = (self._rank + 1) % len(self._ranks)
+        while self._not_aborted:
+            abort_group(self._not_aborted.pop())
+        neighbour = (self.rank + 1) % len(self.ranks)
         # Why a receive: gloo has no call that closes a group's connections, but a receive that
         # times out closes all of them.
-        for group in self._groups:
+        for group in self.groups:
             with contextlib.suppress(RuntimeError, ValueError):  # timed out, or closed already
                 receive = dist.irecv(
                     torch.empty(1, dtype=torch.float32, device="cpu"),
@@ -551,18 +501,19 @@ class DesyncDetector:
                 if receive is not None:
                     receive.wait(datetime.timedelta(milliseconds=1))
 
+    @property
+    def _recorded(self) -> range:
+        """The numbers of the collectives that are recorded."""
+        return range(self.number - len(self._entries) + 1, self.number + 1)
+
     def _describe(self, number: int) -> str:
         """Return what collective ``number`` is, as text for an error."""
-        at = number - (self.number - len(self._entries)) - 1
-        if not 0 <= at < len(self._entries):
+        if number not in self._recorded:
             return "a collective that is no longer recorded"
-        entry_kind, label, dtype, numel = self._entries[at]
-        entry_text = (
-            entry_kind
-            if dtype is None
-            else f"{entry_kind} of {str(dtype).removeprefix('torch.')}[{numel}]"
-        )
-        return f"{entry_text} of {label}" if label else entry_text
+        title, label, dtype, numel = self._entries[number - self.number - 1]
+        if dtype is not None:
+            title += f" of {str(dtype).removeprefix('torch.')}[{numel}]"
+        return f"{title} of {label}" if label else title
 
     def _title(self, rank: int) -> str:
-        return f"rank {self._ranks[rank]}"
+        return f"rank {self.ranks[rank]}"

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from funcshard._utils import group_timeout
-from funcshard.comm.connecting import LostError
+from funcshard.comm.liveness import Limits, LostError
 from funcshard.comm.meeting import meet
 from funcshard.comm.torch_group import connected, journal_of_job, start_job
-from funcshard.plan import axes_text
+from funcshard.plan import axes_text, position_of, rank_at
 
 
 def is_started() -> bool:
@@ -41,7 +41,7 @@ def launched_ranks() -> int | None:
     return world
 
 
-def start(kind: str, world: int, *, timeout: float, patience: float, give_up: float) -> None:
+def start(kind: str, world: int, timeout: float, limits: Limits) -> None:
     """Make the default group of a process that torchrun has started.
 
     Raises:
@@ -61,7 +61,7 @@ def start(kind: str, world: int, *, timeout: float, patience: float, give_up: fl
         _choose_gpu(_number("LOCAL_RANK", 0))
     limit = datetime.timedelta(seconds=timeout)
     try:
-        _check_launcher(address, port, patience)
+        _check_launcher(address, port, limits.patience)
         store = _store_of_job(address, port, rank, world, limit)
         backend = "nccl" if kind == "cuda" else "gloo"
 
@@ -73,7 +73,7 @@ def start(kind: str, world: int, *, timeout: float, patience: float, give_up: fl
         if kind == "cuda":  # the current GPU is one of the thread
             connect()
         else:
-            start_job(connect, store, rank, world, patience=patience, give_up=give_up)
+            start_job(connect, store, rank, world, limits)
     except LostError as lost:
         raise RuntimeError(str(lost)) from None
     except (RuntimeError, OSError) as error:
@@ -86,12 +86,7 @@ def start(kind: str, world: int, *, timeout: float, patience: float, give_up: fl
 
 
 def meet_for_mesh(
-    ranks: Sequence[int],
-    sizes: Mapping[str, int],
-    kind: str,
-    call: str,
-    patience: float,
-    give_up: float,
+    ranks: Sequence[int], sizes: Mapping[str, int], kind: str, call: str, limits: Limits
 ) -> None:
     """Wait for the ranks of a mesh; raise on all of them unless they are to make the same one.
 
@@ -100,8 +95,7 @@ def meet_for_mesh(
         sizes: the size of each axis.
         kind: type of the device.
         call: name of the function that makes the mesh.
-        patience: seconds after which a rank looks where the others wait.
-        give_up: seconds without a sign of life after which a rank is given up.
+        limits: when a rank looks where the others wait, and gives one up.
     """
     # With torch's stand-in "fake", the other ranks do not exist.
     if len(ranks) == 1 or dist.get_backend() == "fake":
@@ -114,21 +108,12 @@ def meet_for_mesh(
         if [*ranks] == sorted(ranks)
         else str([*ranks]),
     }
-    timeout = group_timeout(dist.group.WORLD).total_seconds()
-    meet(
-        journal_of_job(),
-        sorted(ranks),
-        f"{call} of {axes_text(sizes)} ranks",
-        facts,
-        timeout=timeout,
-        patience=patience,
-        give_up=give_up,
-    )
+    timeout, title = group_timeout(dist.group.WORLD), f"{call} of {axes_text(sizes)} ranks"
+    seconds = timeout.total_seconds()
+    meet(journal_of_job(), sorted(ranks), title, facts, timeout=seconds, limits=limits)
 
 
-def device_mesh_of(
-    kind: str, sizes: Mapping[str, int], *, patience: float, give_up: float
-) -> DeviceMesh:
+def device_mesh_of(kind: str, sizes: Mapping[str, int], limits: Limits) -> DeviceMesh:
     """Return the device mesh over all processes; its groups have the timeout of the default group.
 
     Why not ``init_device_mesh``: its groups have another timeout, half an hour.
@@ -146,17 +131,27 @@ def device_mesh_of(
             else dist.get_rank() % torch.cuda.device_count()
         )
     ranks = torch.arange(world, device="cpu").view(shape)
-    (position,) = (ranks == dist.get_rank()).nonzero().tolist()
     groups = []
-    for dim, (axis, size) in enumerate(sizes.items()):
-        line = ranks[
-            tuple(slice(None) if other_dim == dim else at for other_dim, at in enumerate(position))
-        ].tolist()
-        axis_group, limit, where = job, group_timeout(job), f"mesh axis {axis!r}"
-        if size < world:
-            axis_group = connected(line, backend, limit, where, patience=patience, give_up=give_up)
-        groups.append(axis_group)
+    for axis, line in lines_through(dist.get_rank(), sizes).items():
+        group, limit = job, group_timeout(job)
+        if len(line) < world:
+            group = connected(line, backend, limit, f"mesh axis {axis!r}", limits)
+        groups.append(group)
     return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=names)
+
+
+def lines_through(rank: int, sizes: Mapping[str, int]) -> dict[str, list[int]]:
+    """Return the numbers of the ranks along each axis of a grid, on the line through one rank.
+
+    Arguments:
+        rank: the rank, which is among them.
+        sizes: the size of each axis.
+    """
+    position = position_of(rank, sizes)
+    return {
+        axis: [rank_at({**position, axis: i}, sizes) for i in range(size)]
+        for axis, size in sizes.items()
+    }
 
 
 def check_gpu(kind: str) -> None:

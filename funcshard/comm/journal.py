@@ -34,18 +34,15 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from funcshard._utils import destroy_group, has_ended
-from funcshard.comm.liveness import Heart
+from funcshard.comm.liveness import Heart, read, some_of
 
 # Number of ranks that an error describes, and number of ranks of the longest circle that is found.
 _MOST_DESCRIBED, _LONGEST = 8, 200
-
-# Number of ranks of one collective whose notes a rank reads in one look.
-_MOST_READ = 64
 
 
 class _Detector(Protocol):
@@ -58,8 +55,7 @@ class _Detector(Protocol):
         """Close this rank's connections on the axis."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(NamedTuple):
     """A collective that a rank waits for.
 
     Attributes:
@@ -78,8 +74,7 @@ class Wait:
     serial: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Note:
+class _Note(NamedTuple):
     """The note of one rank.
 
     Attributes:
@@ -101,23 +96,16 @@ class _Note:
         return self.blocker is not None
 
     def text(self) -> str:
-        wait = self.wait
         return json.dumps(
-            [
-                self.beat,
-                [wait.group, wait.number, wait.what, _stored(wait.ranks), wait.serial],
-                self.counts,
-                self.blocker,
-            ]
+            self, default=lambda ranks: {"range": [ranks.start, ranks.stop, ranks.step]}
         )
 
     @classmethod
     def of(cls, text: bytes) -> _Note:
-        beat, (group, collective_index, waited_for, ranks, serial), counts, blocker = json.loads(
-            text
-        )
-        ranks = range(*ranks["range"]) if isinstance(ranks, dict) else ranks
-        return cls(beat, Wait(group, collective_index, waited_for, ranks, serial), counts, blocker)
+        beat, (group, number, title, ranks, serial), counts, blocker = json.loads(text)
+        if isinstance(ranks, dict):
+            ranks = range(*ranks["range"])
+        return cls(beat, Wait(group, number, title, ranks, serial), counts, blocker)
 
     def lacks(self, wait: Wait) -> bool:
         """Return whether this rank has not issued the collective that another one waits for."""
@@ -139,15 +127,6 @@ def compact(ranks: Sequence[int]) -> Sequence[int]:
         if all(found_rank == expected for found_rank, expected in zip(ranks, regular, strict=True)):
             return regular
     return ranks
-
-
-def _stored(ranks: Sequence[int]) -> Any:
-    """Return numbers as JSON; ``_Note.of`` is the inverse."""
-    return (
-        {"range": [ranks.start, ranks.stop, ranks.step]}
-        if isinstance(ranks, range)
-        else list(ranks)
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,12 +290,6 @@ class Journal:
         self.store.set(str(self.rank), note.text())
         return note
 
-    def _read(self, rank: int, notes: dict[int, _Note | None]) -> _Note | None:
-        if rank not in notes:
-            key = str(rank)
-            notes[rank] = _Note.of(self.store.get(key)) if self.store.check([key]) else None
-        return notes[rank]
-
     def _circle(self, own: _Note, failed: bool) -> dict[int, _Note]:
         """Return the notes of ranks that each wait for the next, from this one into a circle.
 
@@ -324,60 +297,48 @@ class Journal:
         circles that none has found: it cannot look twice.
         """
         notes: dict[int, _Note | None] = {self.rank: own}
-        path: dict[int, _Note] = {}
-        done: set[int] = set()
-        self._visit(self.rank, own, path, done, notes, failed)
-        self._seen.update(
-            {rank: note for rank, note in notes.items() if note is not None and not note.ended}
-        )
-        return path
-
-    # Why no function inside: it would refer to itself and to this journal, and the signs of life
-    # would go on after the rank has left, until Python looks for such garbage.
-    def _visit(
-        self,
-        rank: int,
-        note: _Note,
-        path: dict[int, _Note],
-        done: set[int],
-        notes: dict[int, _Note | None],
-        failed: bool,
-    ) -> bool:
-        """Return whether a circle is found with a rank as the next in the path."""
-        path[rank] = note
-        for other_rank in self._some(note.wait.ranks, notes) if len(path) < _LONGEST else ():
-            rank_note = self._read(other_rank, notes) if other_rank != rank else None
-            if rank_note is None or other_rank in done or not rank_note.lacks(note.wait):
+        path = {self.rank: own}
+        done = set[int]()
+        # For each rank of the path, those for which it waits and that are still to be visited.
+        branches = [iter(self._next(own, notes))]
+        while branches:
+            rank, note = next(reversed(path.items()))
+            next_rank = next(branches[-1], None)
+            if next_rank is None:
+                branches.pop()
+                done.add(rank)
+                del path[rank]
                 continue
-            if other_rank in path:
+            next_note = self._read(next_rank, notes)
+            if next_note is None or next_rank == rank or next_rank in done:
+                continue
+            if not next_note.lacks(note.wait):
+                continue
+            if next_rank in path:
                 if failed:
                     continue
-                return True
-            if rank_note.ended and (failed or self._ended_meanwhile(other_rank, rank_note)):
-                path[other_rank] = rank_note
-                return True
-            if self._visit(other_rank, rank_note, path, done, notes, failed):
-                return True
-        del path[rank]
-        done.add(rank)
-        return False
+                break
+            if next_note.ended and (failed or self._ended_meanwhile(next_rank, next_note)):
+                path[next_rank] = next_note
+                break
+            path[next_rank] = next_note
+            branches.append(iter(self._next(next_note, notes) if len(path) < _LONGEST else ()))
+        waiting = {r: note for r, note in notes.items() if note is not None and not note.ended}
+        self._seen.update(waiting)
+        return path
 
-    def _some(self, ranks: Sequence[int], notes: Mapping[int, object]) -> Sequence[int]:
-        """Return the ranks of a collective; of many some, and others at the next look.
+    def _read(self, rank: int, notes: dict[int, _Note | None]) -> _Note | None:
+        if rank not in notes:
+            text = read(self.store, rank)
+            notes[rank] = _Note.of(text) if text else None
+        return notes[rank]
 
-        Why not all of many: each of a thousand ranks that wait would read a thousand notes from the
-        one store of the job, each time it looks.
-        """
-        if len(ranks) <= _MOST_READ:
-            return ranks
+    def _next(self, note: _Note, notes: Mapping[int, object]) -> Sequence[int]:
+        """Return the ranks for which a rank waits; of many some, and others at the next look."""
+        ranks = note.wait.ranks
         # Why first: a circle counts if a second look finds it again.
         known_ranks = [rank for rank in (*self._suspected, *notes) if rank in ranks]
-        begin = self._looks * _MOST_READ
-        return [
-            *dict.fromkeys(
-                (*known_ranks, *(ranks[(begin + i) % len(ranks)] for i in range(_MOST_READ)))
-            )
-        ]
+        return some_of(ranks, self._looks, known_ranks)
 
     def _ended_meanwhile(self, rank: int, note: _Note) -> bool:
         """Return whether a rank has ended since this one saw it wait: its note is of this job."""

@@ -43,20 +43,17 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from funcshard._utils import reconnected, store_for_thread, store_is_gone
 
 T = TypeVar("T")
 
-# Seconds without a sign of life after which a rank is given up, by default.
-GIVE_UP = 120.0
-
 # Seconds between two beats: at most the first number, and at least so many beats in ``give_up``.
 _LONGEST, _BEATS = 5.0, 8
 
-# Number of ranks whose beats a rank reads in one look, and that an error describes.
-_MOST_READ, _MOST_NAMED = 64, 8
+# Number of ranks that a rank reads about in one look, and that an error describes.
+MOST_READ, _MOST_NAMED = 64, 8
 
 # Seconds that the store may take for one answer before it counts as silent.
 _ANSWER = 1.0
@@ -72,6 +69,29 @@ class _Detector(Protocol):
 
     def latest(self) -> str:
         """Return the latest collective as text."""
+
+
+# Seconds without a sign of life after which a rank is given up, by default.
+GIVE_UP = 120.0
+
+
+class Limits(NamedTuple):
+    """How long a rank waits for others.
+
+    Attributes:
+        patience: seconds after which a rank that waits looks at the others.
+        give_up: seconds without a sign of life after which it gives another rank up.
+    """
+
+    patience: float = 5.0
+    give_up: float = GIVE_UP
+
+
+LIMITS = Limits()  # those of ``init_mesh``, by default
+
+
+class LostError(RuntimeError):
+    """A rank waits in vain; the message says why."""
 
 
 class SilentStoreError(RuntimeError):
@@ -223,14 +243,16 @@ class Heart:
         """Return an error message if a rank is lost for ever, or the store; ``""`` if not.
 
         Arguments:
-            ranks: the global ranks for which this rank waits; it may be among them.
+            ranks: the global ranks for which this rank waits; it may be among them. Without any,
+                only what other ranks have found is read.
             give_up: seconds without a sign of life after which a rank is lost.
             is_away: returns whether a rank is lost that has left the job by itself.
         """
         try:
             lost_text = self._finding()
             if not lost_text:
-                others = [rank for rank in self._some(ranks) if rank != self._rank]
+                self._looks += 1
+                others = [rank for rank in some_of(ranks, self._looks) if rank != self._rank]
                 reasons = {rank: self._why_lost(rank, give_up, is_away) for rank in others}
                 lost = {rank: why for rank, why in reasons.items() if why}
                 if lost:
@@ -250,42 +272,16 @@ class Heart:
             return ""
         return lost_text
 
-    def finding(self) -> str:
-        """Return the error message of a rank that has given another one up; ``""`` for none.
-
-        A rank that beats again is no longer given up.
-        """
-        try:
-            return self._finding()
-        # The process that holds the store has ended, or is silent.
-        except (RuntimeError, ValueError):
-            return ""
-
     def _finding(self) -> str:
-        if not self.store.check([_FOUND]):
-            return ""
-        lost_ranks, beats = json.loads(self.store.get(_FOUND))
-        return (
-            str(lost_ranks)
-            if all(self._read(int(rank)) == beat.encode() for rank, beat in beats.items())
-            else ""
-        )
-
-    def _read(self, rank: int) -> bytes:
-        key = str(rank)
-        return self.store.get(key) if self.store.check([key]) else b""
-
-    def _some(self, ranks: Sequence[int]) -> Sequence[int]:
-        """Return the ranks, or of many some, and others at the next look."""
-        if len(ranks) <= _MOST_READ:
-            return ranks
-        begin = self._looks * _MOST_READ
-        self._looks += 1
-        return [ranks[(begin + i) % len(ranks)] for i in range(_MOST_READ)]
+        """Return the error message of a rank that has given another one up; ``""`` for none."""
+        lost_text, beats = json.loads(read(self.store, _FOUND) or '["", {}]')
+        # A rank that beats again is no longer given up.
+        still_lost = all(read(self.store, rank) == beat.encode() for rank, beat in beats.items())
+        return str(lost_text) if still_lost else ""
 
     def _why_lost(self, rank: int, give_up: float, is_away: Callable[[int], bool]) -> str:
         """Return why a rank is lost, as text; ``""`` if it is not."""
-        beat, clock = self._read(rank), self._pulse.clock
+        beat, clock = read(self.store, rank), self._pulse.clock
         if beat != self._seen.get(rank, (b"", 0.0))[0]:
             self._seen[rank] = beat, clock
         if not beat:  # it has made no mesh yet
@@ -344,6 +340,29 @@ class StorePart:
 
     def delete_key(self, name: str) -> None:
         self.heart.ask(lambda store: store.delete_key(self.key(name)))
+
+
+def read(store: Any, name: object) -> bytes:
+    """Return a text of a store; ``b""`` if there is none."""
+    return store.get(str(name)) if store.check([str(name)]) else b""
+
+
+def some_of(ranks: Sequence[int], look: int, first: Sequence[int] = ()) -> Sequence[int]:
+    """Return the ranks about which one reads; of many, ``first`` and some others.
+
+    Why not all of many: each of a thousand ranks that wait would read a thousand texts from the one
+    store of the job, each time it looks.
+
+    Arguments:
+        ranks: all ranks.
+        look: the number of the look; the next ones return other ranks.
+        first: ranks that are always among those of many.
+    """
+    if len(ranks) <= MOST_READ:
+        return ranks
+    begin = look * MOST_READ
+    others = [ranks[(begin + i) % len(ranks)] for i in range(MOST_READ)]
+    return list(dict.fromkeys((*first, *others)))
 
 
 def check_process(process: int, rank: int) -> None:

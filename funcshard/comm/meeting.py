@@ -1,27 +1,36 @@
-"""Ranks meet before they make the groups of a mesh, and compare what they are about to make.
+"""Ranks meet before they make the groups of a mesh, and look for lost ranks while they connect.
 
 torch.distributed makes a process group without a look at the other ranks. A rank that makes another
 mesh than the rest, or one mesh more, would wait in it until a timeout. So the ranks of a mesh first
-meet in the job's store. Each of them writes the facts of its mesh there. The first of them compares
-all facts, and writes the answer for the rest.
+``meet`` in the job's store. Each of them writes the facts of its mesh there. The first of them
+compares all facts, and writes the answer for the rest.
 
 A rank that waits here for longer than ``patience`` looks into the ``journal``, like one that waits
 for a collective. So if the other ranks wait for it in a collective, all of them raise.
+
+torch's calls that connect ranks return when all have connected, or after their timeout. If a rank
+is killed while it connects, gloo takes five timeouts, because it tries to reach that rank again. So
+a thread makes the call, and the rank itself looks at the signs of life of the ranks that it waits
+for (``watched``). If one is lost, the rank raises and leaves the thread to its call.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import hashlib
 import json
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from funcshard.comm.agreement import first_difference
 from funcshard.comm.journal import Journal, Wait
-from funcshard.comm.liveness import GIVE_UP, SilentStoreError
+from funcshard.comm.liveness import LIMITS, Heart, Limits, LostError, SilentStoreError
+
+T = TypeVar("T")
 
 # Number of ranks that an error names.
 _MOST_NAMED = 8
@@ -38,8 +47,7 @@ def meet(
     facts: Mapping[str, str],
     *,
     timeout: float,
-    patience: float,
-    give_up: float = GIVE_UP,
+    limits: Limits = LIMITS,
 ) -> None:
     """Return once all ranks have called this with equal ``facts``.
 
@@ -49,8 +57,7 @@ def meet(
         call: the action that they are about to begin, for errors.
         facts: texts by name, which are compared in this order.
         timeout: seconds after which a rank that has not come is an error.
-        patience: seconds after which this rank looks where the other ranks wait.
-        give_up: seconds without a sign of life after which a rank is given up.
+        limits: when this rank looks where the other ranks wait, and gives one up.
 
     Raises:
         ValueError: the facts of two ranks differ; every rank raises this.
@@ -58,13 +65,11 @@ def meet(
             store of the job cannot be reached.
     """
     group = name_of("meeting", ranks)
-    meeting = _Meeting(
-        journal, ranks, group, journal.count(group), call, dict(facts), timeout, patience, give_up
-    )
+    meeting = _Meeting(journal, ranks, group, journal.count(group), call, dict(facts))
     try:
-        difference = meeting.wait()
+        difference = meeting.wait(timeout, limits)
         meeting.forget_previous()
-    except _LateError as late:
+    except LostError as late:
         raise RuntimeError(str(late)) from None
     except RuntimeError as error:
         raise RuntimeError(
@@ -76,10 +81,6 @@ def meet(
         raise ValueError(difference)
 
 
-class _LateError(RuntimeError):
-    """A rank waits in a meeting in vain."""
-
-
 def name_of(purpose: str, ranks: Sequence[int]) -> str:
     """Return a short name for an action of some ranks, the same on each of them."""
     return f"{purpose} {hashlib.sha256(repr([*ranks]).encode()).hexdigest()[:16]}"
@@ -87,9 +88,12 @@ def name_of(purpose: str, ranks: Sequence[int]) -> str:
 
 @dataclass(slots=True)
 class _Meeting:
-    """A meeting of some ranks in the store; the first fields are those of ``meet``.
+    """A meeting of some ranks in the store.
 
     Attributes:
+        journal, ranks, call, facts: see ``meet``.
+        group: name of the meetings of these ranks.
+        number: of the meeting, among these.
         told: whether this rank has written its facts.
         rows: the facts of the first ranks, as far as the first of all has read them.
     """
@@ -100,9 +104,6 @@ class _Meeting:
     number: int
     call: str
     facts: dict[str, str]
-    timeout: float
-    patience: float
-    give_up: float
     told: bool = False
     rows: list[dict[str, str]] = field(default_factory=list)
 
@@ -114,42 +115,40 @@ class _Meeting:
     def key(self, whose: object, before: int = 0) -> str:
         return f"{self.group}/{self.number - before}/{whose}"
 
-    def wait(self) -> str:
+    def wait(self, timeout: float, limits: Limits) -> str:
         """Return the answer of the first rank, once all ranks have come."""
         # Why no wait of the store: that of a file asks once a second.
         begin = current_time = time.monotonic()
-        look, pause, serial = begin + self.patience, _SHORTEST, None
-        journal = self.journal
-        heart = self.journal.heart
-        others = [peer_rank for peer_rank in self.ranks if peer_rank != self.journal.rank]
-        silent = False
+        next_look, pause, serial = begin + limits.patience, _SHORTEST, None
         while True:
+            silent = False
             try:
-                answer, silent = self._ask(), False
+                answer = self._ask()
                 if answer is not None:
                     return answer
             except SilentStoreError:
                 silent = True
-            if current_time >= begin + self.timeout:
-                raise _LateError(self._late())
-            if current_time >= look:
-                serial = journal.begin_wait() if serial is None else serial
-                waited_for = f"{self.call}, number {self.number} of these ranks"
-                lost_text = (
-                    ""
-                    if silent
-                    else journal.find_circle(
-                        Wait(self.group, self.number, waited_for, others, serial)
-                    )
-                )
-                if not lost_text and heart is not None:
-                    lost_text = heart.find_lost(others, self.give_up, self._is_away)
-                if lost_text:
-                    journal.close_connections()
-                    raise _LateError(lost_text)
-                look = current_time + self.patience / 8
+            if current_time >= begin + timeout:
+                raise LostError(self._late(timeout))
+            if current_time >= next_look:
+                serial = self.journal.begin_wait() if serial is None else serial
+                self._look(serial, limits.give_up, silent)
+                next_look = current_time + limits.patience / 8
             time.sleep(pause)
             pause, current_time = min(1.5 * pause, _LONGEST), time.monotonic()
+
+    def _look(self, serial: int, give_up: float, silent: bool) -> None:
+        """Raise ``LostError`` if this rank waits in vain."""
+        journal, lost_text = self.journal, ""
+        others = [rank for rank in self.ranks if rank != journal.rank]
+        if not silent:
+            title = f"{self.call}, number {self.number} of these ranks"
+            lost_text = journal.find_circle(Wait(self.group, self.number, title, others, serial))
+        if not lost_text and journal.heart is not None:
+            lost_text = journal.heart.find_lost(others, give_up, self._is_away)
+        if lost_text:
+            journal.close_connections()
+            raise LostError(lost_text)
 
     def _ask(self) -> str | None:
         """Return the answer; ``None`` if ranks have not come yet. You may call it again."""
@@ -170,24 +169,57 @@ class _Meeting:
     def forget_previous(self) -> None:
         """Delete what this rank wrote for the meeting before, which all ranks have left."""
         own_rank = self.journal.rank
-        whose = [own_rank, "answer"] if own_rank == self.ranks[0] else [own_rank]
         with contextlib.suppress(RuntimeError):
-            for name in whose if self.number > 1 else ():
-                self.store.delete_key(self.key(name, before=1))
+            if self.number > 1:
+                self.store.delete_key(self.key(own_rank, before=1))
+                if own_rank == self.ranks[0]:
+                    self.store.delete_key(self.key("answer", before=1))
 
     def _is_away(self, rank: int) -> bool:
         """Return whether a rank has not come, or not told what it found out."""
         answered = rank != self.ranks[0] or self.store.check([self.key("answer")])
         return not answered or not self.store.check([self.key(rank)])
 
-    def _late(self) -> str:
+    def _late(self, timeout: float) -> str:
         away = list[int]()
         with contextlib.suppress(SilentStoreError):
             away += [rank for rank in self.ranks if not self.store.check([self.key(rank)])]
         named = ", ".join(map(str, away[:_MOST_NAMED])) + ", and others" * (len(away) > _MOST_NAMED)
         return (
-            f"rank {self.journal.rank} waited {self.timeout:g} s in {self.call}, which is number "
+            f"rank {self.journal.rank} waited {timeout:g} s in {self.call}, which is number "
             f"{self.number} of these ranks, and rank {named or self.ranks[0]} has not come: every "
             "rank has to make the same meshes in the same order; read the log of the rank that is "
             "missing, or pass a larger timeout if it is slow"
         )
+
+
+def watched(connect: Callable[[], T], heart: Heart, ranks: Sequence[int], limits: Limits) -> T:
+    """Return ``connect()``, called on a thread.
+
+    Arguments:
+        connect: connects this rank to others. It must not use the store of the heart, which may be
+            locked while it waits.
+        heart: the signs of life of this process.
+        ranks: the global ranks that connect.
+        limits: when this rank looks at the signs of life of the others, and gives one up.
+
+    Raises:
+        LostError: a rank is lost.
+        Exception: ``connect`` raised it.
+    """
+    connected = concurrent.futures.Future[T]()
+
+    def call() -> None:
+        try:
+            connected.set_result(connect())
+        except BaseException as error:
+            connected.set_exception(error)
+
+    # Why a daemon: a call that waits in vain must not keep the process from ending.
+    threading.Thread(target=call, name="funcshard connecting", daemon=True).start()
+    seconds = limits.patience
+    while not concurrent.futures.wait([connected], seconds).done:
+        if lost := heart.find_lost(ranks, limits.give_up):
+            raise LostError(lost)
+        seconds = limits.patience / 8
+    return connected.result()

@@ -26,13 +26,14 @@ from funcshard.comm.job import (
     device_of,
     is_started,
     launched_ranks,
+    lines_through,
     meet_for_mesh,
     start,
 )
-from funcshard.comm.liveness import GIVE_UP
+from funcshard.comm.liveness import GIVE_UP, Limits
 from funcshard.comm.torch_group import TorchGroup, give_back
 from funcshard.comm.wrapped_group import WrappedGroup
-from funcshard.plan import AXES, axes_text, mesh_axes_of, position_of, rank_at
+from funcshard.plan import AXES, axes_text, mesh_axes_of
 
 _ALL = "mesh.world_size is the number of all ranks"
 _AXES = "mesh.shape is a dictionary of axes and their sizes"
@@ -302,7 +303,7 @@ class Mesh:
             ...         device_mesh, names={"dp": "shard", "tp": "tensor"}
             ...     )
         """
-        _check_options(patience, shared_memory, give_up)
+        limits = _limits(patience, shared_memory, give_up)
         if not isinstance(device_mesh, DeviceMesh):
             raise TypeError(
                 "device_mesh must be a torch.distributed DeviceMesh; found "
@@ -312,10 +313,8 @@ class Mesh:
         axis_names = _names_of(device_mesh, names)
         sizes = dict(zip(axis_names, device_mesh.shape, strict=True))
         ranks = device_mesh.mesh.flatten().tolist()
-        meet_for_mesh(
-            ranks, sizes, device_mesh.device_type, "Mesh.from_device_mesh", patience, give_up
-        )
-        return _over(device_mesh, axis_names, patience, shared_memory, give_up, ours=False)
+        meet_for_mesh(ranks, sizes, device_mesh.device_type, "Mesh.from_device_mesh", limits)
+        return _over(device_mesh, axis_names, limits, shared_memory, ours=False)
 
 
 def neighbours(mesh: Mesh, ranks: int) -> Mesh:
@@ -413,7 +412,7 @@ def init_mesh(
         >>> def main():  # under torchrun --nproc-per-node=4 on two machines
         ...     return fs.init_mesh({"replicate": 2, "shard": 4})
     """
-    _check_options(patience, shared_memory, give_up)
+    limits = _limits(patience, shared_memory, give_up)
     # Why so many: timedelta, which torch takes, holds a billion days.
     check_number(
         "timeout", timeout, above=0, below=1e9, remedy="pass a number of seconds, such as 600.0"
@@ -430,26 +429,25 @@ def init_mesh(
     world = dist.get_world_size() if started else launched or 1
     sizes = _sizes({"shard": world} if shape is None else shape, world)
     if launched is not None:
-        start(device_kind, world, timeout=timeout, patience=patience, give_up=give_up)
+        start(device_kind, world, timeout, limits)
     elif not started:
         return Mesh(dict.fromkeys(sizes, LocalGroup()), device_of(device_kind))
-    meet_for_mesh(range(world), sizes, device_kind, "init_mesh", patience, give_up)
+    meet_for_mesh(range(world), sizes, device_kind, "init_mesh", limits)
     # Why without a replicate axis of one rank: it would need a process group for each rank.
     named = {
         axis: size
         for axis, size in sizes.items()
         if axis != "replicate" or size > 1 or axis in (shape or ())
     }
-    device_mesh = device_mesh_of(device_kind, named, patience=patience, give_up=give_up)
-    return _over(device_mesh, list(named), patience, shared_memory, give_up, ours=True)
+    device_mesh = device_mesh_of(device_kind, named, limits)
+    return _over(device_mesh, list(named), limits, shared_memory, ours=True)
 
 
 def _over(
     device_mesh: DeviceMesh,
     names: Sequence[str],
-    patience: float,
+    limits: Limits,
     shared_memory: bool,
-    give_up: float,
     *,
     ours: bool,
 ) -> Mesh:
@@ -462,18 +460,11 @@ def _over(
     for dim, name in enumerate(names):
         group = device_mesh.get_group(dim)
         users: list[Any] = [device_mesh]  # DTensors may hold it for longer
-        if dist.get_world_size(group) == 1:
-            groups[name] = LocalGroup()
-        else:
-            torch_group = TorchGroup.of(
-                group,
-                name,
-                device_kind,
-                patience=patience,
-                shared_memory=shared_memory,
-                give_up=give_up,
+        groups[name] = LocalGroup()
+        if dist.get_world_size(group) > 1:
+            groups[name] = torch_group = TorchGroup.of(
+                group, name, device_kind, limits=limits, shared_memory=shared_memory
             )
-            groups[name] = torch_group
             users += [torch_group.desync]
         if ours:
             give_back(group, *users)
@@ -519,20 +510,6 @@ def ranks_of_job() -> int:
     if simulated is not None:
         return simulated.world_size
     return dist.get_world_size() if is_started() else 1
-
-
-def lines_through(rank: int, sizes: Mapping[str, int]) -> dict[str, list[int]]:
-    """Return the numbers of the ranks along each axis of a grid, on the line through one rank.
-
-    Arguments:
-        rank: the rank, which is among them.
-        sizes: the size of each axis.
-    """
-    position = position_of(rank, sizes)
-    return {
-        axis: [rank_at({**position, axis: i}, sizes) for i in range(size)]
-        for axis, size in sizes.items()
-    }
 
 
 def _sizes(shape: Mapping[str, int], world: int) -> dict[str, int]:
@@ -589,7 +566,8 @@ def _names_of(device_mesh: DeviceMesh, names: Mapping[str, str] | None) -> list[
     return axis_names
 
 
-def _check_options(patience: float, shared_memory: bool, give_up: float) -> None:
+def _limits(patience: float, shared_memory: bool, give_up: float) -> Limits:
     check_number("give_up", give_up, above=0, remedy="pass a number of seconds, such as 120.0")
     check_number("patience", patience, above=0, remedy="pass a number of seconds, such as 5.0")
     check_flag("shared_memory", shared_memory)
+    return Limits(patience, give_up)

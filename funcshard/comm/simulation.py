@@ -37,7 +37,8 @@ from funcshard.comm.group import (
     concatenate,
     sum_in_rank_order,
 )
-from funcshard.comm.mesh import Mesh, in_simulation, lines_through
+from funcshard.comm.job import lines_through
+from funcshard.comm.mesh import Mesh, in_simulation
 from funcshard.plan import mesh_axes_of
 
 Result = TypeVar("Result")

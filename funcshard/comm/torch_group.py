@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Sequence
@@ -23,7 +24,6 @@ import torch
 import torch.distributed as dist
 
 from funcshard._utils import default_store, group_timeout, new_group
-from funcshard.comm.connecting import LostError, watched
 from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.gloo import Gloo
 from funcshard.comm.group import (
@@ -36,8 +36,8 @@ from funcshard.comm.group import (
     concatenate,
 )
 from funcshard.comm.journal import Journal, Unused
-from funcshard.comm.liveness import GIVE_UP, Heart
-from funcshard.comm.meeting import name_of
+from funcshard.comm.liveness import LIMITS, Heart, Limits, LostError
+from funcshard.comm.meeting import name_of, watched
 from funcshard.comm.native import Native
 from funcshard.comm.shm import Pool, SharedMemoryBackend, connect, private_block
 
@@ -84,10 +84,9 @@ class TorchGroup(Group):
         axis: str = "shard",
         device: str = "cpu",
         *,
-        patience: float = 5.0,
+        limits: Limits = LIMITS,
         shared_memory: bool = True,
         separate_reductions: bool | None = None,
-        give_up: float = GIVE_UP,
     ) -> TorchGroup:
         """Wrap a process group that contains this process; each of its processes has to call this.
 
@@ -95,13 +94,12 @@ class TorchGroup(Group):
             group: the process group.
             axis: the mesh axis that the group lies on, for errors.
             device: type of the tensors' device; it selects the backend if the group has several.
-            patience: seconds that a wait on the CPU may take before this rank looks for a desync.
+            limits: how long a wait on the CPU may take before this rank looks for a desync, and
+                gives another rank up.
             shared_memory: whether ranks on the CPUs of one machine communicate through its memory,
                 if the system lets them.
             separate_reductions: whether reductions get a separate process group; by default on
                 every backend but gloo.
-            give_up: seconds without a sign of life after which this rank gives up one for which it
-                waits.
         """
         name = str(dist.get_backend(group)).lower()
         if ":" in name:  # such as cpu:gloo,cuda:nccl
@@ -109,68 +107,45 @@ class TorchGroup(Group):
         native = "gloo" not in name
         rank = dist.get_rank(group)
         ranks = dist.get_process_group_ranks(group)
+        detector = functools.partial(DesyncDetector, axis, ranks, rank)
         if name == "fake":  # torch's stand-in for a backend: the other ranks do not exist
-            return cls(
-                group,
-                rank,
-                len(ranks),
-                Native(group, group),
-                None,
-                device,
-                DesyncDetector(axis, ranks, rank, group),
-            )
+            native_only = Native(group, group)
+            return cls(group, rank, len(ranks), native_only, None, device, detector(group))
         if separate_reductions is None:
             separate_reductions = native
         timeout, where = group_timeout(group), f"mesh axis {axis!r}"
         journal = journal_of_job()
-        control = connected(ranks, "gloo", timeout, where, patience=patience, give_up=give_up)
+        control = connected(ranks, "gloo", timeout, where, limits)
         heart = journal.heart
         assert heart is not None, "the journal of a job has one"
         store = heart.part(f"funcshard/{control.group_name}")
         reductions = group
         if separate_reductions:
-            reductions = connected(ranks, name, timeout, where, patience=patience, give_up=give_up)
+            reductions = connected(ranks, name, timeout, where, limits)
         gloo_groups = [control] if native else [group, reductions, control]
+        detector = functools.partial(
+            detector, control, limits=limits, groups=gloo_groups, heart=heart
+        )
         sockets = {}
         if not native and device == "cpu":
             # Why a detector and a store prefix for the rendezvous alone: a rank that waits in it
             # may write its entries to the store. The detectors of the axis count from 1 again, and
             # must not compare those entries with their own.
-            rendezvous = DesyncDetector(
-                axis,
-                ranks,
-                rank,
-                control,
-                store.part("rendezvous"),
-                patience,
-                gloo_groups,
-                heart=heart,
-                give_up=give_up,
-            )
+            rendezvous = detector(store.part("rendezvous"))
             sockets = connect(rank, len(ranks), rendezvous.all_gather_text, wanted=shared_memory)
-        desync = DesyncDetector(
-            axis,
-            ranks,
-            rank,
-            control,
+        desync = detector(
             store,
-            patience,
-            gloo_groups,
-            tuple(sockets.values()),
-            journal,
-            heart,
-            give_up,
-            [group, reductions] if native else (),
+            connections=tuple(sockets.values()),
+            aborted=[group, reductions] if native else (),
+            journal=journal,
         )
-        backend = (
-            Native(group, reductions)
-            if native
-            else Gloo(rank, len(ranks), group, reductions, desync)
-        )
-        shm = (
-            SharedMemoryBackend(rank, sockets, desync, timeout.total_seconds()) if sockets else None
-        )
-        way = f"{name}, through shared memory" if shm is not None else name
+        backend: Gloo | Native = Native(group, reductions)
+        if not native:
+            backend = Gloo(rank, len(ranks), group, reductions, desync)
+        shm, way = None, name
+        if sockets:
+            shm = SharedMemoryBackend(rank, sockets, desync, timeout.total_seconds())
+            way = f"{name}, through shared memory"
         _log.debug(
             "mesh axis %r of ranks %s: this is rank %d, over %s", axis, ranks, dist.get_rank(), way
         )
@@ -184,17 +159,12 @@ class TorchGroup(Group):
         # Only the ranks of the new group synchronise, so some of a job's processes can do this
         # alone.
         backend, timeout = str(dist.get_backend(self.group)), group_timeout(self.group)
-        patience, give_up = self.desync.patience, self.desync.give_up
-        where = f"mesh axis {axis!r}"
-        group = connected(
-            list(global_ranks), backend, timeout, where, patience=patience, give_up=give_up
-        )
+        limits, where = self.desync.limits, f"mesh axis {axis!r}"
         sub_group = TorchGroup.of(
-            group,
+            connected(list(global_ranks), backend, timeout, where, limits),
             axis,
             self.device,
-            patience=patience,
-            give_up=give_up,
+            limits=limits,
             shared_memory=self.shared_memory,
             separate_reductions=self.backend.reductions is not self.group,
         )
@@ -268,13 +238,7 @@ def journal_of_job() -> Journal:
 
 
 def start_job(
-    connect: Callable[[], object],
-    store: dist.Store,
-    rank: int,
-    world: int,
-    *,
-    patience: float,
-    give_up: float,
+    connect: Callable[[], object], store: dist.Store, rank: int, world: int, limits: Limits
 ) -> None:
     """Make the default group of this process by ``connect``, and the journal of its waits.
 
@@ -282,7 +246,7 @@ def start_job(
         connect: makes the default group over ``store``.
         store: the store of the job.
         rank, world: number of this process, and number of processes.
-        patience, give_up: see ``watched``.
+        limits: see ``watched``.
 
     Raises:
         LostError: a rank is lost.
@@ -290,7 +254,7 @@ def start_job(
     """
     journal = _journal(rank, store)
     assert journal.heart is not None
-    watched(connect, journal.heart, range(world), patience=patience, give_up=give_up)
+    watched(connect, journal.heart, range(world), limits)
     _journals[dist.group.WORLD] = journal
 
 
@@ -319,13 +283,7 @@ def give_back(group: Any, *users: Any) -> None:
 
 
 def connected(
-    ranks: Sequence[int],
-    backend: str,
-    timeout: datetime.timedelta,
-    where: str,
-    *,
-    patience: float,
-    give_up: float,
+    ranks: Sequence[int], backend: str, timeout: datetime.timedelta, where: str, limits: Limits
 ) -> Any:
     """Return a new process group; each of its ranks, and no other one, has to call this.
 
@@ -334,7 +292,7 @@ def connected(
         backend: name of the backend.
         timeout: of the group's collectives, and of connecting its ranks.
         where: the purpose of the group, for errors.
-        patience, give_up: see ``watched``.
+        limits: see ``watched``.
 
     Raises:
         RuntimeError: a rank cannot be reached.
@@ -345,11 +303,11 @@ def connected(
     # they have left the collectives of a mesh that is gone here.
     journal.destroy_unused()
     called = f"funcshard {name} {journal.count(name)}"
+    connect = functools.partial(new_group, ranks, backend, timeout, called)
     try:
         if backend != "gloo" or journal.heart is None:  # the current GPU is one of the thread
-            return new_group(ranks, backend, timeout, called)
-        connect = lambda: new_group(ranks, backend, timeout, called)  # noqa: E731
-        return watched(connect, journal.heart, ranks, patience=patience, give_up=give_up)
+            return connect()
+        return watched(connect, journal.heart, ranks, limits)
     except LostError as lost:
         raise RuntimeError(str(lost)) from None
     except RuntimeError as error:

@@ -21,6 +21,7 @@ import funcshard as fs
 from funcshard.comm import check_same, desync, journal
 from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.journal import Journal
+from funcshard.comm.liveness import Limits
 from funcshard.core import raise_on_every_rank
 from tests.ranks import run_simulated
 
@@ -93,7 +94,7 @@ def test_a_detector_that_is_deleted_waits_for_nothing_and_its_group_ends_after_i
     monkeypatch.setattr(journal, "destroy_group", destroyed.append)
     store, notes, work = dist.HashStore(), Journal(0, dist.HashStore()), Work()
     control = SimpleNamespace(group_name="control")
-    detector = DesyncDetector("shard", [0, 1], 0, control, store, patience=1000.0, journal=notes)
+    detector = DesyncDetector("shard", [0, 1], 0, control, store, Limits(1000.0), journal=notes)
     detector.comparison = journal.Comparison((1, 2), torch.zeros(7), work)
     detector._exchange_entries()
     assert store.check(["0"])
@@ -124,7 +125,7 @@ def test_a_desync_aborts_the_groups_of_other_backends_than_gloo_once() -> None:
         return SimpleNamespace(abort=abort)
 
     groups = [group("gathers"), group("reductions", "the backend has no abort"), SimpleNamespace()]
-    detector = DesyncDetector("shard", [0, 1], 0, store=dist.HashStore(), patience=0.01, aborted=groups)
+    detector = DesyncDetector("shard", [0, 1], 0, store=dist.HashStore(), limits=Limits(0.01), aborted=groups)
     with pytest.raises(RuntimeError, match="ranks issue different collectives"):
         detector.raise_desync(0, 1, 5)
     assert sorted(aborted) == ["gathers", "reductions"]

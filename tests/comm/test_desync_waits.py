@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import funcshard as fs
 from funcshard._utils import default_store
 from funcshard.comm import desync
+from funcshard.comm.liveness import Limits
 from funcshard.comm.mesh import neighbours
 from funcshard.comm.torch_group import TorchGroup
 from tests.comm.stores import until
@@ -176,7 +177,7 @@ def be_killed_when_the_other_waits(mesh: fs.Mesh, _: Path) -> None:
     for _ in range(15):
         fs.psum(torch.ones(3), mesh)
     if mesh.rank == 1:
-        notes = mesh.shard.desync._store  # type: ignore[attr-defined]
+        notes = mesh.shard.desync.store  # type: ignore[attr-defined]
         # Rank 0 writes its latest collectives once it has waited for longer than patience.
         until(lambda: notes.check(["0"]) and json.loads(notes.get("0"))[0] == 16, 15)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -186,7 +187,7 @@ def be_killed_when_the_other_waits(mesh: fs.Mesh, _: Path) -> None:
 def do_not_join(mesh: fs.Mesh, _: Path) -> None:
     shared_memory = mesh.shard.shm is not None  # type: ignore[attr-defined]
     short, store = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1.5)), default_store()
-    group = TorchGroup.of(short, "replicate", patience=0.2, shared_memory=shared_memory)
+    group = TorchGroup.of(short, "replicate", limits=Limits(0.2), shared_memory=shared_memory)
     group.all_reduce(torch.ones(3)).wait()
     if mesh.rank == 1:
         store.wait(["the other rank has failed"])

@@ -1,5 +1,7 @@
 """Ranks meet in a store before they make a mesh: what each asks, what stays, and how long a rank waits.
 
+A rank that connects to others raises as soon as one of them is lost, and else waits.
+
 What ranks are told is in test_desync_waits.py.
 """
 
@@ -9,6 +11,8 @@ import math
 import os
 import threading
 import time
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +21,11 @@ import torch.distributed as dist
 import funcshard as fs
 from funcshard._utils import group_timeout
 from funcshard.comm.journal import Journal
-from funcshard.comm.liveness import Heart
-from funcshard.comm.meeting import meet, name_of
+from funcshard.comm.liveness import Heart, Limits, LostError
+from funcshard.comm.meeting import meet, name_of, watched
 from tests.comm.stores import CountingStore, FailingStore, SuspendedStore
+from tests.commands import Command
+from tests.hostile.nursery import needs_linux
 from tests.ranks import run_ranks
 
 FACTS = {"the shape": "2"}
@@ -28,7 +34,7 @@ FACTS = {"the shape": "2"}
 def meet_alone(store: Any, heart: Heart | None = None, timeout: float = 600.0) -> str:
     """Return what rank 1 is told in a meeting with rank 0, which does not come."""
     with pytest.raises(RuntimeError) as raised:
-        meet(Journal(1, store, heart), [0, 1], "init_mesh", FACTS, timeout=timeout, patience=0.1, give_up=1.5)
+        meet(Journal(1, store, heart), [0, 1], "init_mesh", FACTS, timeout=timeout, limits=Limits(0.1, 1.5))
     return str(raised.value)
 
 
@@ -57,7 +63,7 @@ def test_a_store_whose_process_is_suspended_ends_a_meeting(answers: int) -> None
 
 def test_a_store_that_has_ended_is_an_error_of_ours() -> None:
     with pytest.raises(RuntimeError, match="rank 1 cannot reach the store of the job in init_mesh: the process") as raised:
-        meet(Journal(1, FailingStore(math.inf)), [0, 1], "init_mesh", FACTS, timeout=1.0, patience=0.1)
+        meet(Journal(1, FailingStore(math.inf)), [0, 1], "init_mesh", FACTS, timeout=1.0, limits=Limits(0.1))
     assert isinstance(raised.value.__cause__, dist.DistNetworkError)
 
 
@@ -65,12 +71,12 @@ def test_of_a_thousand_ranks_all_but_the_first_ask_the_store_a_few_times_only() 
     ranks, store = range(1000), CountingStore()
     name = name_of("meeting", ranks)
     store.inner.set(f"{name}/1/answer", "")
-    meet(Journal(5, store), ranks, "init_mesh", FACTS, timeout=5.0, patience=1.0)
+    meet(Journal(5, store), ranks, "init_mesh", FACTS, timeout=5.0, limits=Limits(1.0))
     assert store.requests.total() == 3
     for rank in ranks:
         store.inner.set(f"{name}/1/{rank}", '{"the shape": "2"}')
     store.requests.clear()
-    meet(Journal(0, store), ranks, "init_mesh", FACTS, timeout=5.0, patience=1.0)
+    meet(Journal(0, store), ranks, "init_mesh", FACTS, timeout=5.0, limits=Limits(1.0))
     assert store.requests.total() == len(ranks) + 3
 
 
@@ -79,7 +85,7 @@ def test_the_store_does_not_grow_with_the_number_of_meetings() -> None:
     journals = [Journal(rank, store) for rank in range(3)]
     for _ in range(20):
         ranks = [
-            threading.Thread(target=meet, args=(j, range(3), "a", FACTS), kwargs={"timeout": 60.0, "patience": 30.0})
+            threading.Thread(target=meet, args=(j, range(3), "a", FACTS), kwargs={"timeout": 60.0, "limits": Limits(30.0)})
             for j in journals
         ]
         for rank in ranks:
@@ -106,9 +112,9 @@ def all_timeouts(mesh: fs.Mesh, port: int, seconds: float) -> dict[str, list[flo
     meshes = {"grid": grid, "reshaped": line.reshaped({"replicate": 2, "shard": 2}), "row": grid["shard"], "line": line}
     found = {}
     for name, axis, group in [(name, *axis) for name, mesh in meshes.items() for axis in mesh.axes]:
-        limits = [group_timeout(g).total_seconds() for g in (group.group, group.backend.reductions, group.desync._control)]
+        limits = [group_timeout(g).total_seconds() for g in (group.group, group.backend.reductions, group.desync.control)]
         limits += [] if group.shm is None else [group.shm.exchange.timeout]
-        found[f"{name}.{axis}"] = [*limits, group.desync.patience]
+        found[f"{name}.{axis}"] = [*limits, group.desync.limits.patience]
     return found
 
 
@@ -120,3 +126,75 @@ def test_the_timeout_and_the_patience_hold_on_every_axis_and_in_every_group_of_i
     for found in run_ranks(all_timeouts, 4, store.port, 7.0):
         assert found.keys() == axes
         assert all(set(limits) == {7.0, 0.7} for limits in found.values()), found
+
+
+def heart_of(*findings: str) -> Any:
+    """Return a heart that finds these at its looks, and then nothing."""
+    left, asked = list(findings), []
+
+    def find_lost(ranks: Sequence[int], give_up: float) -> str:
+        asked.append((list(ranks), give_up))
+        return left.pop(0) if left else ""
+
+    return SimpleNamespace(find_lost=find_lost, asked=asked)
+
+
+def watch(connect: Callable[[], Any], heart: Any, patience: float = 5.0) -> Any:
+    return watched(connect, heart, range(3), Limits(patience, 9.0))
+
+
+def test_what_connects_at_once_is_returned_or_raised_without_a_look() -> None:
+    heart = heart_of("rank 1 is lost")
+    assert watch(lambda: "connected", heart) == "connected"
+    with pytest.raises(ZeroDivisionError):
+        watch(lambda: 1 / 0, heart)
+    assert heart.asked == []
+
+
+def test_what_takes_long_is_waited_for_while_no_rank_is_lost() -> None:
+    heart, go_on = heart_of(), threading.Event()
+    heart.find_lost = lambda ranks, give_up: go_on.set() or ""
+    assert watch(lambda: go_on.wait(60), heart, 0.01) is True
+
+
+def test_a_lost_rank_ends_the_wait() -> None:
+    heart, go_on, start = heart_of("", "rank 1 is lost"), threading.Event(), time.monotonic()
+    with pytest.raises(LostError, match="rank 1 is lost"):
+        watch(lambda: go_on.wait(60), heart, 0.6)
+    assert time.monotonic() - start < 4  # later looks come sooner than the first
+    assert heart.asked == [([0, 1, 2], 9.0)] * 2
+    go_on.set()
+
+
+# Rank 1 is killed when it has said that it is alive, and begins to connect.
+PROGRAM = """
+import os, signal, sys, time
+import torch.distributed as dist
+import funcshard as fs
+if os.environ["RANK"] == "1":
+    dist.{call} = lambda *arguments, **options: os.kill(os.getpid(), signal.SIGKILL)
+begin = time.monotonic()
+try:
+    fs.init_mesh({{"replicate": 1, "shard": 2}}, device="cpu", timeout=100.0, patience=0.5)
+except RuntimeError as error:
+    print(time.monotonic() - begin, error)
+"""
+
+
+@pytest.mark.slow
+@needs_linux
+@pytest.mark.parametrize("call", ["init_process_group", "distributed_c10d._new_process_group_helper"])
+def test_a_rank_that_is_killed_while_it_connects_is_named_in_time(call: str) -> None:
+    # Why here, as torchrun has it: a port that is only chosen here may be taken before rank 0 listens at it.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    names = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "OMP_NUM_THREADS": "1"}
+    names |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    program = ["-c", PROGRAM.format(call=call)]
+    ranks = [Command(program, {**os.environ, **names, "RANK": str(rank)}) for rank in range(2)]
+    told, _ = ranks[0].communicate(timeout=200)
+    ranks[1].communicate(timeout=60)
+    assert [rank.returncode for rank in ranks] == [0, -9]
+    seconds, _, message = told.partition(" ")
+    assert "the process of rank 1 has ended (process " in message
+    assert "rank 0 waited for it and gives it up" in message
+    assert float(seconds) < 50

@@ -93,7 +93,7 @@ class Exchange:
         self.rank, self.size = rank, len(connections) + 1
         self.desync, self.timeout = desync, timeout
         self.peers = Peers(
-            connections, timeout, lambda: desync.look(desync.number), desync.patience
+            connections, timeout, lambda: desync.look(desync.number), desync.limits.patience
         )
         self.blocks = SharedBlocks()
         self.in_progress: dict[int, int] = {}

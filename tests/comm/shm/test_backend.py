@@ -24,6 +24,7 @@ import funcshard as fs
 from funcshard._utils import default_store
 from funcshard.comm.desync import DesyncDetector
 from funcshard.comm.group import Op
+from funcshard.comm.liveness import Limits
 from funcshard.comm.shm import transport
 from funcshard.comm.shm.backend import SharedMemoryBackend
 from tests.collective_oracle import sum_in_order
@@ -45,7 +46,7 @@ class Rank:
     def __init__(self, rank: int, connections: dict[int, socket.socket], timeout: float) -> None:
         ranks = range(len(connections) + 1)
         self.rank, self.size, self.connections = rank, len(ranks), connections
-        self.desync = DesyncDetector("shard", ranks, rank, patience=0.1, connections=tuple(connections.values()))
+        self.desync = DesyncDetector("shard", ranks, rank, limits=Limits(0.1), connections=tuple(connections.values()))
         self.backend = SharedMemoryBackend(rank, connections, self.desync, timeout)
 
     def record(self, kind: str, tensor: torch.Tensor) -> int:
@@ -299,7 +300,7 @@ def test_nothing_is_read_from_a_rank_with_another_history(name) -> None:
         started = [start(rank) for start, rank in zip(DIVERGED[name], world, strict=True)]
         world[1].all_gather(some(1))
         for rank in world:
-            rank.desync.patience = -1.0  # there is no store to look in
+            rank.desync.limits = Limits(-1.0)  # there is no store to look in
         words = r"ranks issue different collectives: rank .* after other collectives than|Conn"
         for work, out in started:
             before = out.clone()
@@ -315,7 +316,7 @@ def test_a_shared_and_a_plain_all_gather_of_one_number_read_nothing_wrong(kinds,
         started = {rank: getattr(world[rank], kinds[rank])(some(rank)) for rank in (first, 1 - first)}
         errors = 0
         for rank, (work, out) in started.items():
-            world[rank].desync.patience = -1.0
+            world[rank].desync.limits = Limits(-1.0)
             try:
                 whole = work.wait()
             except RuntimeError as error:
