@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import module_remedy
+from funcshard._utils import module_remedy, outline
 from funcshard.comm import Mesh, all_gather_texts, check_all_same
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, axes_text, dtype_of
 
@@ -40,9 +40,8 @@ def check_fits(plan: Plan, mesh: Mesh) -> None:
 
 def same_axes(planned: Mapping[str, int], mesh: Mesh) -> bool:
     """Return whether a mesh has the planned axes in their order; axes of one rank do not count."""
-    return [pair for pair in planned.items() if pair[1] > 1] == [
-        (a, n) for a, n in mesh.shape.items() if n > 1
-    ]
+    planned_axes = [(axis, size) for axis, size in planned.items() if size > 1]
+    return planned_axes == [(axis, size) for axis, size in mesh.shape.items() if size > 1]
 
 
 def check_shards(
@@ -54,9 +53,8 @@ def check_shards(
     """
     names = [unit.name for unit in plan.unit_list]
     if not isinstance(shards, Mapping) or shards.keys() != set(names):
-        shard_names = list(shards)[:6] if isinstance(shards, Mapping) else type(shards).__name__
         raise ValueError(
-            f"shards must hold the units of the plan, {names[:6]}; found {shard_names}: "
+            f"shards must hold the units of the plan, {names[:6]}; found {outline(shards)}: "
             f"{_cause(plan, shards)}"
         )
     if mesh is not None:
@@ -64,26 +62,23 @@ def check_shards(
             check_shard(unit, shards[unit.name], mesh, none_if_frozen=none_if_frozen)
 
 
-def _cause(plan: Plan, found: Any) -> str:
+def _cause(plan: Plan, misfit: Any) -> str:
     """Return what was passed in place of shards, as far as its form tells, and what to do."""
-    if isinstance(found, torch.nn.Module):
-        return module_remedy(found, "shards = fs.shard(params, plan, mesh)")
-    if hasattr(found, "shards"):
+    if isinstance(misfit, torch.nn.Module):
+        return module_remedy(misfit, "shards = fs.shard(params, plan, mesh)")
+    if hasattr(misfit, "shards"):
         return "this is a state, whose shards are an entry of it: pass state.shards"
-    if isinstance(found, torch.Tensor):
-        return "this is one tensor; value_and_grad returns (loss, grads), and a step (state, metrics), in this order"
-    if (
-        isinstance(found, Mapping)
-        and found
-        and all(isinstance(tensor, torch.Tensor) for tensor in found.values())
-    ):
-        for unit in plan.unit_list:
-            if found.keys() == {buffer.key for buffer in unit.buffers}:
-                return "this is the shard of one unit; pass the dictionary with the shards of all units"
+    if isinstance(misfit, torch.Tensor):
         return (
-            "these are whole parameters; cut them first with shards = fs.shard(params, plan, mesh)"
+            "this is one tensor; value_and_grad returns (loss, grads), and a step "
+            "(state, metrics), in this order"
         )
-    return "they were made with another plan; make them with shard(params, plan, mesh)"
+    values = list(misfit.values()) if isinstance(misfit, Mapping) else []
+    if not values or not all(isinstance(value, torch.Tensor) for value in values):
+        return "they were made with another plan; make them with shard(params, plan, mesh)"
+    if any(misfit.keys() == {buffer.key for buffer in unit.buffers} for unit in plan.unit_list):
+        return "this is the shard of one unit; pass the dictionary with the shards of all units"
+    return "these are whole parameters; cut them first with shards = fs.shard(params, plan, mesh)"
 
 
 def _check_types(plan: Any, mesh: Any) -> None:
@@ -131,23 +126,20 @@ def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh, *, none_if_frozen: bool 
                 "dtypes of its leaves; make a new plan from params of other dtypes"
             )
         if local.device.type != device_type:
-            raise ValueError(
-                f"{title} must be on the CPU, because the plan offloads the unit; found "
-                f"{local.device}: make it with shard(params, plan, mesh), or make a plan without "
-                "offload"
-                if unit.offload
-                else f"{title} must be on the mesh's device, {mesh.device}; found {local.device}: "
-                "move the shards with .to(mesh.device), or build the mesh on that device"
-            )
+            rule = f"on the mesh's device, {mesh.device}"
+            remedy = "move the shards with .to(mesh.device), or build the mesh on that device"
+            if unit.offload:
+                rule = "on the CPU, because the plan offloads the unit"
+                remedy = "make it with shard(params, plan, mesh), or make a plan without offload"
+            raise ValueError(f"{title} must be {rule}; found {local.device}: {remedy}")
 
 
 def _check_keys(unit: UnitPlan, shard: Any) -> None:
     """Raise ``ValueError`` unless ``shard`` holds the buffers of a unit."""
     keys = [buffer.key for buffer in unit.buffers]
     if not isinstance(shard, Mapping) or shard.keys() != set(keys):
-        shard_text = list(shard) if isinstance(shard, Mapping) else type(shard).__name__
         raise ValueError(
-            f"the shard of unit {unit.title!r} must hold the buffers {keys}; found {shard_text}: "
+            f"the shard of unit {unit.title!r} must hold the buffers {keys}; found {outline(shard)}: "
             f"pass shards[{unit.name!r}] of shards made with this plan"
         )
 
@@ -204,33 +196,25 @@ def check_leaf(
             "its full_tensor(), or, in a state dict, call from_state_dict without src"
         )
     planned_shape = spec.whole_shape if whole else spec.shape
-    right = leaf.dtype == dtype_of(buffer.dtype) or (
-        cast and can_cast(leaf.dtype, dtype_of(buffer.dtype))
-    )
-    if tuple(leaf.shape) != planned_shape or not right:
-        shape = str(planned_shape)
-        remedy = "pass the tensors that the plan was made for, or make a new plan"
-        if spec.whole_shape != spec.shape:
-            axes = " and ".join(cut.axis for cut in spec.cuts)
-            if whole:
-                shape = (
-                    f"{planned_shape}, that of the whole tensor, which ranks along {axes} hold in slices of "
-                    f"{spec.shape},"
-                )
-                remedy = "pass whole tensors, as to_state_dict returns them; shard takes each rank's own slice"
-            else:
-                shape = f"{planned_shape}, that of this rank's slice along {axes} of the whole tensor of {spec.whole_shape},"
-                remedy = "pass this rank's slice; from_state_dict takes whole tensors and cuts them"
-        if (
-            cast is False
-            and tuple(leaf.shape) == planned_shape
-            and can_cast(leaf.dtype, dtype_of(buffer.dtype))
-        ):
-            remedy = "pass cast=True to convert them to the plan's dtypes, or make a new plan"
+    planned_dtype = dtype_of(buffer.dtype)
+    same_shape = tuple(leaf.shape) == planned_shape
+    if not same_shape or not (
+        leaf.dtype == planned_dtype or (cast and can_cast(leaf.dtype, planned_dtype))
+    ):
+        shape_text, remedy = str(planned_shape), "pass the tensors that the plan was made for"
+        axes = " and ".join(cut.axis for cut in spec.cuts)
+        if axes and whole:
+            shape_text += f", that of the whole tensor, which ranks along {axes} hold in slices,"
+            remedy = "pass whole tensors, as to_state_dict returns them; shard takes slices"
+        elif axes:
+            shape_text += f", that of this rank's slice along {axes} of {spec.whole_shape},"
+            remedy = "pass this rank's slice; from_state_dict takes whole tensors and cuts them"
+        if same_shape and cast is False and can_cast(leaf.dtype, planned_dtype):
+            remedy = "pass cast=True to convert them to the plan's dtypes"
         raise ValueError(
-            f"leaf {spec.path!r} of {where} must have shape {shape} and dtype {buffer.dtype}, as "
-            f"planned; found {tuple(leaf.shape)} and {str(leaf.dtype).removeprefix('torch.')}: "
-            f"{remedy}"
+            f"leaf {spec.path!r} of {where} must have shape {shape_text} and dtype {buffer.dtype}, "
+            f"as planned; found {tuple(leaf.shape)} and {str(leaf.dtype).removeprefix('torch.')}: "
+            f"{remedy}, or make a new plan"
         )
     if leaf.is_meta and not meta:
         raise ValueError(
@@ -251,11 +235,8 @@ def other_leaves(by_path: Mapping[str, Any], plan: Plan) -> str:
 
 def can_cast(found: torch.dtype, wanted: torch.dtype) -> bool:
     """Return whether both dtypes are floating-point ones, or both complex ones."""
-    return (
-        found.is_floating_point == wanted.is_floating_point
-        and found.is_complex == wanted.is_complex
-        and (found.is_floating_point or found.is_complex)
-    )
+    floating = found.is_floating_point and wanted.is_floating_point
+    return floating or (found.is_complex and wanted.is_complex)
 
 
 def raise_on_every_rank(mesh: Mesh, fault: Exception | None) -> None:
@@ -263,14 +244,20 @@ def raise_on_every_rank(mesh: Mesh, fault: Exception | None) -> None:
 
     Every rank has to call this. If no rank has a fault, it returns.
     """
-    faults = all_gather_texts(
-        mesh,
-        json.dumps([type(fault).__name__, str(fault)] if fault else None),
-        "a report of faults",
-    )
+    own_text = json.dumps([type(fault).__name__, str(fault)] if fault else None)
+    fault_texts = all_gather_texts(mesh, own_text, "a report of faults")
     if fault is not None:
         raise fault
-    kinds: tuple[type[Exception], ...] = (
+    for rank, fault_text in enumerate(fault_texts):
+        if rank_fault := json.loads(fault_text):
+            error_name, message = rank_fault
+            raise _ERRORS.get(error_name, ValueError)(f"{message} (found on rank {rank})")
+
+
+# The errors that a fault of another rank is raised as; all others become ValueErrors.
+_ERRORS: dict[str, type[Exception]] = {
+    error_type.__name__: error_type
+    for error_type in (
         TypeError,
         RuntimeError,
         FileNotFoundError,
@@ -278,9 +265,4 @@ def raise_on_every_rank(mesh: Mesh, fault: Exception | None) -> None:
         MemoryError,
         torch.OutOfMemoryError,
     )
-    by_name = {kind.__name__: kind for kind in kinds}
-    for rank, fault_text in enumerate(faults):
-        if error_texts := json.loads(fault_text):
-            raise by_name.get(error_texts[0], ValueError)(
-                f"{error_texts[1]} (found on rank {rank})"
-            )
+}

@@ -95,9 +95,10 @@ def shard(
         "call torch.manual_seed(0) on every rank before it builds the model, or pass src=0",
     )
     by_path, fault = _checked_leaves(params, plan, mesh, None, checksums if check else None)
-    shards = (
-        {} if fault else {unit.name: cut(unit, by_path, mesh, "params") for unit in plan.unit_list}
-    )
+    shards: Shards = {}
+    if fault is None:
+        shards = {unit.name: cut(unit, by_path, mesh, "params") for unit in plan.unit_list}
+    # Why after cutting: a rank can cut while others still read their leaves for the checksums.
     checksums.compare(fault)
     return shards
 
@@ -108,15 +109,13 @@ def _shard_from_rank(params: Any, plan: Plan, mesh: Mesh, src: int) -> Shards:
     by_path, fault = _checked_leaves(params, plan, mesh, src)
     # Why before any broadcast: a rank that raised alone would leave the ranks that wait for it.
     raise_on_every_rank(mesh, fault)
-    return {
-        unit.name: {
-            buffer.key: cut_from_rank(
-                src, unit, buffer, [by_path[leaf.path] for leaf in buffer.leaves], mesh
-            )
-            for buffer in unit.buffers
-        }
-        for unit in plan.unit_list
-    }
+    shards: Shards = {}
+    for unit in plan.unit_list:
+        shards[unit.name] = {}
+        for buffer in unit.buffers:
+            leaves = [by_path[leaf.path] for leaf in buffer.leaves]
+            shards[unit.name][buffer.key] = cut_from_rank(src, unit, buffer, leaves, mesh)
+    return shards
 
 
 def check_source(src: int, mesh: Mesh) -> None:
@@ -131,15 +130,15 @@ def _by_path(params: Any, plan: Plan, *, none_if_frozen: bool) -> dict[str, Any]
     _, leaves, paths = tree.describe(params)
     by_path: dict[str, Any] = dict(zip(paths, leaves, strict=True))
     absent = set(tree.none_paths(params)) - by_path.keys() if none_if_frozen else set()
-    for buffer in (buffer for unit in plan.unit_list for buffer in unit.buffers):
-        none_paths = [leaf.path for leaf in buffer.leaves if leaf.path in absent]
-        given_paths = [leaf.path for leaf in buffer.leaves if leaf.path in by_path]
-        if buffer.trainable or not none_paths:
+    for buffer in _buffers(plan):
+        if buffer.trainable:
             continue
-        if given_paths:
+        none_paths = [leaf.path for leaf in buffer.leaves if leaf.path in absent]
+        tensor_paths = [leaf.path for leaf in buffer.leaves if leaf.path in by_path]
+        if none_paths and tensor_paths:
             raise ValueError(
                 "frozen leaves that share a flat buffer must be all None or all tensors; found "
-                f"None for {none_paths[0]!r}, and a tensor for {given_paths[0]!r}: pass zeros for "
+                f"None for {none_paths[0]!r}, and a tensor for {tensor_paths[0]!r}: pass zeros for "
                 "None"
             )
         if len(none_paths) == len(buffer.leaves):
@@ -179,7 +178,7 @@ def _checked_leaves(
     by_path: dict[str, Any] = {}
     try:
         by_path = _by_path(params, plan, none_if_frozen=src is None)
-        for buffer in (buffer for unit in plan.unit_list for buffer in unit.buffers):
+        for buffer in _buffers(plan):
             meta = src is not None and not _is_source(src, buffer, mesh)
             for leaf in buffer.leaves:
                 value = part_as_planned(leaf, by_path[leaf.path], mesh, "params")
@@ -187,16 +186,17 @@ def _checked_leaves(
                 if value is not None:
                     check_leaf(value, leaf, buffer, "params", meta=meta)
                     check_tie(leaf, by_path, "params")
-                if checksums is not None:  # a None that not all ranks have is a difference too
-                    summed = (
-                        torch.empty(0, dtype=torch.float32, device="cpu")
-                        if value is None
-                        else value
-                    )
-                    checksums.add(leaf.path, summed, buffer.local)
+                if checksums is not None:
+                    # A None that not all ranks have is a difference too.
+                    nothing = torch.empty(0, dtype=torch.float32, device="cpu")
+                    checksums.add(leaf.path, nothing if value is None else value, buffer.local)
     except Exception as error:  # of any kind, because other ranks wait
         return by_path, error
     return by_path, None
+
+
+def _buffers(plan: Plan) -> list[BufferPlan]:
+    return [buffer for unit in plan.unit_list for buffer in unit.buffers]
 
 
 def cut_from_rank(
@@ -219,11 +219,8 @@ def cut_from_rank(
                 full.copy_(ravel(leaves, buffer))
             if "shard" not in buffer.local:
                 mesh.shard.broadcast(full, source["shard"]).wait()
-            values = (
-                full.view(buffer.shards, -1)[mesh.shard.rank if buffer.shards > 1 else 0].clone()
-                if full.numel()
-                else full
-            )
+            shard_index = mesh.shard.rank if buffer.shards > 1 else 0
+            values = full.unflatten(0, (buffer.shards, buffer.shard_numel))[shard_index].clone()
         for axis in repeated:
             mesh.groups[axis].broadcast(values, source[axis]).wait()
         return local.copy_(values)
@@ -290,16 +287,17 @@ def gather(shards: Shards, plan: Plan, mesh: Mesh) -> Any:
 
 def _in_leaf_dtypes(shard: Any, unit: UnitPlan) -> Any:
     """Return a unit's shard, with gradients kept in ``reduce_dtype`` cast to the leaves' dtypes."""
-    kept = {
-        buffer.key: dtype_of(buffer.dtype)
-        for buffer in unit.buffers
-        if unit.precision is not None and unit.precision.keep_low_precision_grads
-        if isinstance(shard, Mapping) and isinstance(shard.get(buffer.key), torch.Tensor)
-        if shard[buffer.key].dtype == unit.reduced_dtype(buffer)
-    }
-    return (
-        {**shard, **{key: shard[key].to(dtype) for key, dtype in kept.items()}} if kept else shard
-    )
+    precision = unit.precision
+    if precision is None or not precision.keep_low_precision_grads:
+        return shard
+    if not isinstance(shard, Mapping):
+        return shard  # which is refused after this
+    cast_shard = dict(shard)
+    for buffer in unit.buffers:
+        local = cast_shard.get(buffer.key)
+        if isinstance(local, torch.Tensor) and local.dtype == unit.reduced_dtype(buffer):
+            cast_shard[buffer.key] = local.to(dtype_of(buffer.dtype))
+    return cast_shard
 
 
 def cut(
@@ -339,13 +337,13 @@ def empty_shard(unit: UnitPlan, buffer: BufferPlan, mesh: Mesh) -> torch.Tensor:
 
     The padding is zeros. The rest has no values yet: ``put`` has to write every leaf.
     """
-    device = torch.device("cpu") if unit.offload else mesh.device
-    pinned = unit.offload and mesh.device.type == "cuda"
     shard = torch.empty(
-        buffer.shard_numel, dtype=dtype_of(buffer.dtype), device=device, pin_memory=pinned
+        buffer.shard_numel,
+        dtype=dtype_of(buffer.dtype),
+        device="cpu" if unit.offload else mesh.device,
+        pin_memory=unit.offload and mesh.device.type == "cuda",
     )
-    if (filled := buffer.filled(mesh.shard.rank)) < len(shard):
-        shard[filled:].zero_()
+    shard[buffer.filled(mesh.shard.rank) :].zero_()
     return shard
 
 
@@ -376,8 +374,9 @@ def put_whole(
         return
     part = buffer.part(spec, mesh.shard.rank)
     origin = slice_offsets(spec.shape, spec.cuts, mesh.position)
-    shard_part = shard[part.in_shard]
+    rest = shard[part.in_shard]
     with torch.no_grad():
+        # A run of elements of the raveled slice is a few boxes of the whole tensor.
         for box in boxes(spec.shape, part.begin, part.end):
-            shard_part[: box.numel].view(box.sizes).copy_(whole[box.moved(origin).slices])
-            shard_part = shard_part[box.numel :]
+            rest[: box.numel].view(box.sizes).copy_(whole[box.moved(origin).slices])
+            rest = rest[box.numel :]
