@@ -158,13 +158,6 @@ def test_shared_memory_and_gloo_are_peers(monkeypatch, strategy, suffix, shared_
     assert run((inputs, targets)).item() == pytest.approx(TINY.loss(TINY.module()(inputs), targets).item(), rel=1e-6)
 
 
-@pytest.mark.parametrize(("shape", "millions"), [("demo", 10.8), ("gpt", 24.5), ("wide", 101.1), ("deep", 0.0)])
-def test_shapes_have_the_sizes_their_titles_say(shape, millions):
-    with torch.device("meta"):
-        module = SHAPES[shape].build()
-    assert round(sum(p.numel() for p in module.parameters()) / 1e6, 1) == millions
-
-
 def test_quartiles_and_ratios():
     assert results.spread([5.0, 1.0, 2.0, 3.0, 4.0]) == (3.0, 2.0, 4.0)
     assert results.spread([2.0]) == (2.0, 2.0, 2.0)
@@ -181,19 +174,6 @@ def test_table_of_a_race():
     assert rows[0] == ["DDP", "200.0 (200.0–200.0)", "", "0.50 (0.50–0.50)"]
     assert rows[2] == ["funcshard full_shard", "100.0 (100.0–100.0)", "0.50 (0.50–0.50)", "0.25 (0.25–0.25)"]
     assert results.markdown(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
-
-
-def test_table_of_memory():
-    peaks = {
-        "ddp": {"resident": 8 << 20, "in_use": 3 << 20},
-        "fsdp2": {"resident": 4 << 20, "in_use": 0},
-        "fsdp2_kept": {"resident": 5 << 20, "in_use": 2 << 20},
-    }
-    header, rows = results.memory_table(peaks)
-    against = ["÷ FSDP2", "÷ FSDP2, not resharded"]
-    assert header == ["peer", "MiB resident", *against, "MiB in use", *against]
-    assert rows[0] == ["DDP", "8", "2.00", "1.60", "3", "", "1.50"]
-    assert rows[1] == ["FSDP2", "4", "", "0.80", "0", "", "0.00"]
 
 
 LOSSES = {  # name -> losses, and the complaint about them
@@ -221,34 +201,6 @@ def test_traffic_is_held_to_the_bound():
     assert traffic.rows(plan, events) == [("", 2, 2 * 6 * 4 // 2, 2 * 6 * 4 // 2), ("b", 3, 3 * 6 * 4 // 2, 3 * 6 * 4 // 2)]
     with pytest.raises(ValueError, match="unit 'b' sent 48 bytes a rank, which is more than its bound of 36"):
         traffic.rows(plan, [*events, events[1]])
-
-
-def test_tables_are_written_between_the_markers_of_a_page(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("# Title\n<!-- results -->\nold\n<!-- end of results -->\nafter\n")
-    step._put(page, "new\n")
-    assert page.read_text() == "# Title\n<!-- results -->\nnew\n\n<!-- end of results -->\nafter\n"
-    page.write_text("something else")
-    step._put(page, "new\n")
-    assert page.read_text() == "new\n"
-
-
-def test_command_is_shown_without_paths_of_this_machine():
-    given = ["--ranks", "2", "--jax-python", "/opt/x/bin/python", "--json=/var/out.json", "--markdown", "docs/page.md"]
-    shown = "python -m benchmarks.step --ranks 2 --jax-python python --json=out.json --markdown docs/page.md"
-    assert step.command(given) == shown
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "complaint"),
-    [
-        ("--shapes", "huge", "--shapes: found 'huge'; known are demo"),
-        ("--peers", "me", "--peers: found 'me'; known are none"),
-    ],
-)
-def test_unknown_names_are_told(option, value, complaint):
-    with pytest.raises(SystemExit, match=complaint):
-        step.main([option, value])
 
 
 GIB = 2**30
@@ -305,11 +257,6 @@ def test_kernels_of_a_chrome_trace():
     assert trace.kernels({"traceEvents": events}) == [trace.Kernel(5.0, 7.5, 7, "gemm", 1.5)]
 
 
-def test_row_of_an_overlap():
-    assert cuda.overlap_row("full_shard", (6, 3000.0, 600.0), 3) == ["full_shard", "2", "1.00", "0.20", "80 %"]
-    assert cuda.overlap_row("full_shard", (0, 0.0, 0.0), 3)[2:] == ["not measured: the trace has no gather"] * 3
-
-
 def test_steps_with_a_rank_that_does_not_exist_are_traced(tmp_path):
     with trace.pretended("cpu", 1e-3) as mesh:
         train_step, state = peers.ours(TINY, "full_shard", mesh)
@@ -351,9 +298,3 @@ def test_without_a_gpu_nothing_is_claimed(monkeypatch, tmp_path):
     assert traced["rows"] == [["full_shard", "not measured: no CUDA device"]]
     assert not (tmp_path / "trace.json").exists()
     assert len(cuda.tables()) == 1
-
-
-def test_a_trace_needs_a_gpu_to_be_asked_for(capsys):
-    with pytest.raises(SystemExit):
-        step.main(["--trace", "trace.json"])
-    assert "--trace shows what runs on a GPU: it needs --cuda" in capsys.readouterr().err

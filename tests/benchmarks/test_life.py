@@ -102,8 +102,3 @@ class _Here:
         self.place.reset()
         value = self.made[str(args[0])]()
         return [(self.place.seconds, self.place.processor, 0, value)]
-
-
-def test_a_case_refuses_a_measure_that_does_not_exist() -> None:
-    with pytest.raises(ValueError, match="measure must be 'seconds' or 'bytes'; found 'weight' in case 'x'"):
-        Case("x", "things", "peer", 0.5, _fails, _fails, measure="weight")

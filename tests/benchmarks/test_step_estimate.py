@@ -49,16 +49,3 @@ def test_the_comparison_runs_end_to_end(tmp_path, capfd):
     out = capfd.readouterr().out
     assert "funcshard full_shard" in out
     assert "The order of the plans is" in out
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "complaint"),
-    [
-        ("--shapes", "huge", "--shapes: found 'huge'; known are demo"),
-        ("--peers", "ddp", "--peers: found 'ddp'; known are full_shard"),
-    ],
-)
-def test_unknown_names_are_told(option, value, complaint, capsys):
-    with pytest.raises(SystemExit):
-        step_estimate.main([option, value])
-    assert complaint in capsys.readouterr().err
