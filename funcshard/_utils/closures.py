@@ -43,80 +43,75 @@ def reachable(value: Any) -> Iterator[Any]:
 
 
 def _walk(value: Any, *, everything: bool) -> Iterator[Any]:
-    seen: set[int] = set()
+    seen_ids: set[int] = set()
     # Why: without a limit, the walk would go through all functions that a library's function calls.
-    files: set[int] = set()  # the global variables of functions that were found without them
+    followed_globals: set[int] = (
+        set()
+    )  # the global variables of functions that were found without them
     in_globals: set[int] = set()
-    waiting = [value]
-    while waiting:
-        reached_value = waiting.pop()
-        if id(reached_value) in seen:
+    to_visit = [value]
+    while to_visit:
+        reached_value = to_visit.pop()
+        if id(reached_value) in seen_ids:
             continue
-        seen.add(id(reached_value))
+        seen_ids.add(id(reached_value))
         yield reached_value
-        # Why type(found), and the iterators of built-in classes: an object of a user may raise in
+        # Why the type, and the iterators of built-in classes: an object of a user may raise in
         # __class__, as a proxy of a dead object does, in __iter__ and in __len__.
         value_type = type(reached_value)
         if issubclass(value_type, (torch.nn.Module, torch.Tensor, type, types.ModuleType)):
             continue
         if issubclass(value_type, types.FunctionType):
-            # Why not gc.get_referents(found): a function refers to the globals of its file, and the
-            # walk would go through everything that the file imports. An empty cell has no
-            # referents.
-            waiting += [
-                referent
-                for cell in reached_value.__closure__ or ()
-                for referent in gc.get_referents(cell)
-            ]
-            waiting += [reached_value.__defaults__, reached_value.__kwdefaults__]
+            # Why not the function's referents: it refers to the globals of its file, and the walk
+            # would go through everything that the file imports. An empty cell has no referents.
+            to_visit += gc.get_referents(*(reached_value.__closure__ or ()))
+            to_visit += [reached_value.__defaults__, reached_value.__kwdefaults__]
             if id(reached_value) not in in_globals:
-                files.add(id(reached_value.__globals__))
-            if everything and id(reached_value.__globals__) in files:
+                followed_globals.add(id(reached_value.__globals__))
+            if everything and id(reached_value.__globals__) in followed_globals:
                 named = _named_globals(reached_value)
                 in_globals |= {id(named_value) for named_value in named}
-                waiting += named
+                to_visit += named
         elif issubclass(value_type, functools.partial):
-            waiting += [reached_value.func, reached_value.args, reached_value.keywords]
+            to_visit += [reached_value.func, reached_value.args, reached_value.keywords]
         elif issubclass(value_type, tuple):
-            waiting += tuple.__iter__(reached_value)
+            to_visit += tuple.__iter__(reached_value)
         elif issubclass(value_type, list):
-            waiting += list.__iter__(reached_value)
+            to_visit += list.__iter__(reached_value)
         elif issubclass(value_type, dict):
-            waiting += (
-                [*dict.keys(reached_value), *dict.values(reached_value)]
-                if everything
-                else dict.values(reached_value)
-            )
+            if everything:
+                to_visit += dict.keys(reached_value)
+            to_visit += dict.values(reached_value)
+        elif everything and issubclass(value_type, weakref.ref):
+            to_visit.append(weakref.ref.__call__(reached_value))
         elif everything:
-            waiting += (
-                [weakref.ref.__call__(reached_value)]
-                if issubclass(value_type, weakref.ref)
-                else gc.get_referents(reached_value)
-            )
+            to_visit += gc.get_referents(reached_value)
 
 
 def _named_globals(function: types.FunctionType) -> list[Any]:
     """Return the modules and callables in the global variables that the function's code names."""
-    followed = (torch.nn.Module, types.FunctionType, types.MethodType, functools.partial)
-    values: dict[str, Any] = {}
-    codes = [function.__code__]
-    for code in codes:
+    followed_types = (torch.nn.Module, types.FunctionType, types.MethodType, functools.partial)
+    followed_values: dict[str, Any] = {}
+    all_codes = [function.__code__]
+    for code in all_codes:
         # The codes of functions inside it.
-        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+        all_codes += [
+            constant for constant in code.co_consts if isinstance(constant, types.CodeType)
+        ]
         named_globals = {name: function.__globals__.get(name) for name in code.co_names}
         named_globals = {
             name: value
             for name, value in named_globals.items()
-            if issubclass(type(value), followed)
+            if issubclass(type(value), followed_types)
         }
         # Why not all of co_names: it also has the names of attributes. It takes the most time.
         if named_globals:
-            values.update(
+            followed_values.update(
                 (name, named_globals[name])
                 for name in _loaded_globals(code)
                 if name in named_globals
             )
-    return list(values.values())
+    return list(followed_values.values())
 
 
 @functools.lru_cache(maxsize=4096)

@@ -47,18 +47,20 @@ class _Layout(NamedTuple):
 
 @functools.cache
 def _layout(cls: Any) -> _Layout:
-    hints = typing.get_type_hints(cls)
+    type_hints = typing.get_type_hints(cls)
     fields = [field for field in dataclasses.fields(cls) if field.init]
-    keys = {field.name: field.metadata.get("key", field.name) for field in fields}
-    later = [field for field in fields if field.metadata.get("later")]
-    always = [field.name for field in fields if field not in later]
+    key_of = {field.name: field.metadata.get("key", field.name) for field in fields}
+    later_fields = [field for field in fields if field.metadata.get("later")]
+    usual_names = [field.name for field in fields if field not in later_fields]
     return _Layout(
-        keys=tuple(keys[name] for name in always),
-        values=operator.attrgetter(*always),
-        later=tuple((field.name, keys[field.name], field.default) for field in later),
-        nested=tuple(keys[field.name] for field in fields if _holds_class(hints[field.name])),
-        decoders={keys[name]: (name, _decoder(hints[name])) for name in keys},
-        required=tuple(keys[f.name] for f in fields if f.default is dataclasses.MISSING),
+        keys=tuple(key_of[name] for name in usual_names),
+        values=operator.attrgetter(*usual_names),
+        later=tuple((field.name, key_of[field.name], field.default) for field in later_fields),
+        nested=tuple(
+            key_of[field.name] for field in fields if _holds_class(type_hints[field.name])
+        ),
+        decoders={key_of[name]: (name, _decoder(type_hints[name])) for name in key_of},
+        required=tuple(key_of[f.name] for f in fields if f.default is dataclasses.MISSING),
     )
 
 
@@ -95,7 +97,7 @@ def decode(hint: Any, data: Any, where: str) -> Any:
 @functools.cache
 def _decoder(hint: Any) -> Callable[[str, Any], Any]:
     """Return a function from the name of a part and its data to the value."""
-    plain: dict[Any, Callable[[str, Any], Any]] = {
+    plain_decoders: dict[Any, Callable[[str, Any], Any]] = {
         Any: lambda where, data: tree.freeze(data),
         int: file_data.whole,
         str: file_data.text,
@@ -104,15 +106,15 @@ def _decoder(hint: Any) -> Callable[[str, Any], Any]:
         tuple[int, ...]: file_data.numbers,
         tuple[str, ...]: file_data.texts,
     }
-    if hint in plain:
-        return plain[hint]
-    arguments = typing.get_args(hint)
+    if hint in plain_decoders:
+        return plain_decoders[hint]
+    type_arguments = typing.get_args(hint)
     if isinstance(hint, types.UnionType):
-        return functools.partial(_decode_union, arguments)
-    if typing.get_origin(hint) is tuple and arguments[-1] is ...:
-        return functools.partial(_decode_items, arguments[0])
+        return functools.partial(_decode_union, type_arguments)
+    if typing.get_origin(hint) is tuple and type_arguments[-1] is ...:
+        return functools.partial(_decode_items, type_arguments[0])
     if typing.get_origin(hint) is tuple:
-        return functools.partial(_decode_fixed, tuple, arguments)
+        return functools.partial(_decode_fixed, tuple, type_arguments)
     if dataclasses.is_dataclass(hint):
         return functools.partial(_decode_class, hint)
     assert issubclass(hint, tuple), f"no data is stored as {hint}"
@@ -128,29 +130,34 @@ def _decode_union(choices: tuple[Any, ...], where: str, data: Any) -> Any:
 
 
 def _decode_items(hint: Any, where: str, data: Any) -> tuple[Any, ...]:
-    item = _decoder(hint)
+    decode_item = _decoder(hint)
     items = file_data.listed(where, data)
-    return tuple([item(f"{where}[{index}]", item_data) for index, item_data in enumerate(items)])
+    return tuple(
+        [decode_item(f"{where}[{index}]", item_data) for index, item_data in enumerate(items)]
+    )
 
 
 def _decode_fixed(
     make: Callable[[list[Any]], Any], hints: tuple[Any, ...], where: str, data: Any
 ) -> Any:
     items = file_data.listed(where, data, len(hints))
-    pairs = zip(hints, items, strict=True)
+    typed_items = zip(hints, items, strict=True)
     return make(
-        [decode(hint, item_data, f"{where}[{i}]") for i, (hint, item_data) in enumerate(pairs)]
+        [
+            decode(hint, item_data, f"{where}[{i}]")
+            for i, (hint, item_data) in enumerate(typed_items)
+        ]
     )
 
 
 def _decode_class(cls: Any, where: str, data: Any) -> Any:
     layout = _layout(cls)
     file_data.table(where, data, layout.required, layout.decoders, others=False)
-    fields = {}
+    field_values = {}
     for key, part in data.items():
         name, decoder = layout.decoders[key]
-        fields[name] = decoder(f"{where}.{key}", part)
-    return cls(**fields)
+        field_values[name] = decoder(f"{where}.{key}", part)
+    return cls(**field_values)
 
 
 def _holds_class(hint: Any) -> bool:

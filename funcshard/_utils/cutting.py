@@ -33,14 +33,16 @@ def cutter(
         Of several paths, ``cut`` returns a dictionary from each path to the part under it. A path
         at which only tied leaves are used, and which the tree therefore lacks, is left out.
     """
-    nodes = _nodes_at(structure, {*paths})
+    nodes_at = _nodes_at(structure, {*paths})
 
     def cut(path: str | Sequence[str], keep: dict[int, int]) -> Structure:
         if isinstance(path, str):
-            return _prune(_merged(nodes[path], path), keep)
-        present = [unit_path for unit_path in sorted(path) if nodes[unit_path]]
-        pruned = [_prune(_merged(nodes[unit_path], unit_path), keep) for unit_path in present]
-        return ("dict", tuple(present), tuple(pruned))
+            return _prune(_merged(nodes_at[path], path), keep)
+        present_paths = [unit_path for unit_path in sorted(path) if nodes_at[unit_path]]
+        pruned_parts = [
+            _prune(_merged(nodes_at[unit_path], unit_path), keep) for unit_path in present_paths
+        ]
+        return ("dict", tuple(present_paths), tuple(pruned_parts))
 
     return cut
 
@@ -48,23 +50,23 @@ def cutter(
 def _nodes_at(structure: Structure, paths: Set[str]) -> dict[str, list[Structure]]:
     """Return the nodes at each path: several if keys have dots, or are one text, as 1 and "1"."""
     nodes: dict[str, list[Structure]] = {path: [] for path in paths}
-    above = {node for path in paths for node in tree.upwards(path.rpartition(".")[0])}
-    waiting = [(structure, "")]
-    while waiting:
-        node, path = waiting.pop()
+    paths_above = {node for path in paths for node in tree.upwards(path.rpartition(".")[0])}
+    to_visit = [(structure, "")]
+    while to_visit:
+        node, path = to_visit.pop()
         if path in nodes:
             nodes[path].append(node)
-        if path not in above or not isinstance(node, tuple):
+        if path not in paths_above or not isinstance(node, tuple):
             continue
-        children = []
+        child_nodes = []
         for key, child in zip(_keys_of(node), node[2], strict=True):
             # A key with dots is a path of nested dictionaries, each of which has one key. At the
             # root a dot in front is no end of a path, because the path "" is the root itself.
             dot = key.find(".", int(not path))
             if dot >= 0:
                 key, child = key[:dot], ("dict", (key[dot + 1 :],), (child,))
-            children.append((child, f"{path}.{key}" if path else key))
-        waiting += reversed(children)
+            child_nodes.append((child, f"{path}.{key}" if path else key))
+        to_visit += reversed(child_nodes)
     return nodes
 
 
@@ -88,8 +90,8 @@ def _merged(nodes: Sequence[Structure], path: str) -> Structure:
             f"only if all of them are dictionaries; found another node at {path!r}: nest the whole "
             "tree, or flatten it"
         )
-    keys = [key for _, meta, _ in containers for key in meta]
-    return ("dict", tuple(keys), tuple([child for *_, inner in containers for child in inner]))
+    all_keys = [key for _, meta, _ in containers for key in meta]
+    return ("dict", tuple(all_keys), tuple([child for *_, inner in containers for child in inner]))
 
 
 def _prune(structure: Structure, keep: dict[int, int]) -> Structure:
@@ -99,10 +101,13 @@ def _prune(structure: Structure, keep: dict[int, int]) -> Structure:
     if isinstance(structure, int):
         return keep.get(structure)
     node_kind, meta, children = structure
-    pruned = []
+    pruned_children = []
     for child in children:  # a comprehension would take a second frame of Python's bounded stack
-        pruned.append(_prune(child, keep))
+        pruned_children.append(_prune(child, keep))
     if node_kind in _DICTS and any("." in str(key) for key in meta):
-        kept = [i for i, child in enumerate(pruned) if child is not None]
-        meta, pruned = tuple([meta[i] for i in kept]), [pruned[i] for i in kept]
-    return (node_kind, meta, tuple(pruned))
+        kept_indices = [i for i, child in enumerate(pruned_children) if child is not None]
+        meta, pruned_children = (
+            tuple([meta[i] for i in kept_indices]),
+            [pruned_children[i] for i in kept_indices],
+        )
+    return (node_kind, meta, tuple(pruned_children))

@@ -49,17 +49,17 @@ def donate(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
     The old objects also lose their memory: inside a ``torch.func`` transform, which looks through
     the class of a tensor, they are empty.
     """
-    new = [leaf.detach() for leaf in leaves]
-    empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-    for old, kept in zip(leaves, new, strict=True):
-        if isinstance(old, _DonatedTensor):  # a tree that holds one tensor twice
+    new_leaves = [leaf.detach() for leaf in leaves]
+    empty_tensors: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+    for old_leaf, new_leaf in zip(leaves, new_leaves, strict=True):
+        if isinstance(old_leaf, _DonatedTensor):  # a tree that holds one tensor twice
             continue
-        memory_kind = kept.dtype, kept.device
-        if memory_kind not in empty:
-            empty[memory_kind] = kept.new_empty(0)
-        old.data = empty[memory_kind]
-        old.__class__ = _DonatedTensor
-    return new
+        memory_kind = new_leaf.dtype, new_leaf.device
+        if memory_kind not in empty_tensors:
+            empty_tensors[memory_kind] = new_leaf.new_empty(0)
+        old_leaf.data = empty_tensors[memory_kind]
+        old_leaf.__class__ = _DonatedTensor
+    return new_leaves
 
 
 def is_donated(tensor: torch.Tensor) -> bool:

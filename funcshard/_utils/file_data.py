@@ -50,18 +50,18 @@ def parse(data: str | bytes) -> Any:
 
 def check_depth(data: Any) -> None:
     """Raise ``ValueError`` if lists and dictionaries are nested too deeply."""
-    level = [data]
+    level_nodes = [data]
     for _ in range(_DEEPEST):
-        if not level:
+        if not level_nodes:
             return
-        level = [
+        level_nodes = [
             child
-            for node in level
+            for node in level_nodes
             if isinstance(node, list | dict)
             for child in (node if isinstance(node, list) else node.values())
             if isinstance(child, list | dict)
         ]
-    if level:
+    if level_nodes:
         raise ValueError(_too_deep())
 
 
@@ -72,8 +72,10 @@ def _too_deep() -> str:
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     unique_pairs = dict(pairs)
     if len(unique_pairs) < len(pairs):
-        uses = Counter(key for key, _ in pairs)
-        raise ValueError(f"it has the key {max(uses, key=uses.__getitem__)!r} twice in one object")
+        key_uses = Counter(key for key, _ in pairs)
+        raise ValueError(
+            f"it has the key {max(key_uses, key=key_uses.__getitem__)!r} twice in one object"
+        )
     return unique_pairs
 
 
@@ -143,10 +145,10 @@ def table(
     for key in keys:
         if key not in value:
             raise ValueError(f"{name} must have {key!r}; found {shown(sorted(value))}")
-    unknown = () if others else value.keys() - {*keys, *later}
-    if unknown:
+    unknown_keys = () if others else value.keys() - {*keys, *later}
+    if unknown_keys:
         raise ValueError(
-            f"{name} must have no other keys than it is written with; found {min(unknown)!r}"
+            f"{name} must have no other keys than it is written with; found {min(unknown_keys)!r}"
         )
     return value
 
@@ -161,23 +163,21 @@ def own_name(name: str, value: Any) -> str:
 
 def shown(value: Any) -> str:
     """Return the beginning of a value's text, in a time that does not grow with the value."""
+    plain_types = {int, str, bool}
+    shown_text = f"a {type(value).__name__}"
     if type(value) in (str, bytes):
         shown_text = repr(value[:60])
     elif type(value) is int and abs(value) > _LONG:
         shown_text = "a number of more than 60 digits"
     elif value is None or type(value) in (bool, int, float):
         shown_text = repr(value)
-    elif (
-        type(value) in (list, tuple)
-        and len(value) < 10
-        and all(type(item) in (int, str, bool) for item in value)
-    ):
+    elif isinstance(value, list | tuple) and len(value) < 10 and {*map(type, value)} <= plain_types:
         shown_text = f"[{', '.join(map(shown, value))}]"
-    else:
-        shown_text = f"a {type(value).__name__}" + (
-            f" of {len(value)}" if isinstance(value, Sized) else ""
-        )
-    return shown_text if len(shown_text) <= 120 else f"{shown_text[:120]} …"
+    elif isinstance(value, Sized):
+        shown_text += f" of {len(value)}"
+    if len(shown_text) > 120:
+        return f"{shown_text[:120]} …"
+    return shown_text
 
 
 def _error(name: str, rule: str, value: Any) -> ValueError:

@@ -110,27 +110,27 @@ def check_number(
     """
     checked_value = _number(value)
     if checked_value is not None:
-        in_bounds = (
+        if (
             (above is None or checked_value > above)
             and (least is None or checked_value >= least)
-            and checked_value == checked_value
-        )
-        if (
-            in_bounds
             and (below is None or checked_value < below)
+            and checked_value == checked_value  # NaN is not equal to itself
             and _is_float(checked_value, infinite)
         ):
             return
     elif isinstance(value, torch.Tensor) and is_transformed(value):
         return  # a transform hides the value
-    rule = "a number" if infinite else "a finite number"
+    bounds = []
     if above is not None:
-        rule += f" above {above:g}"
-    elif least is not None:
-        rule += f", at least {least:g}"
+        bounds.append(f" above {above:g}")
+    if least is not None:
+        bounds.append(f", at least {least:g}")
     if below is not None:
-        rule += f"{' and' if above is not None or least is not None else ''} below {below:g}"
-    rule += f"{', or math.inf' if infinite else ''}{none and f', or None {none}'}"
+        bounds.append(f" below {below:g}")
+    rule = "a finite number" + " and".join(bounds)
+    if infinite:
+        rule = f"a number{' and'.join(bounds)}, or math.inf"
+    rule += none and f", or None {none}"
     raise _error(name, rule, value, checked_value, remedy or "pass a number within these bounds")
 
 
@@ -168,14 +168,13 @@ def check_path(name: str, value: Any) -> Path:
         TypeError: the value is neither text nor a path of text.
         ValueError: it holds a character that no path can hold.
     """
-    path_text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    path_text: Any = value
+    if isinstance(value, os.PathLike):
+        path_text = os.fspath(value)
     if not isinstance(path_text, str):
-        # Why not always the value: the text of a state or a model fills the screen.
-        shown_path = (
-            repr(value)
-            if value is None or isinstance(value, int | float | bytes)
-            else type(value).__name__
-        )
+        shown_path = type(value).__name__  # the text of a state or a model would fill the screen
+        if value is None or isinstance(value, int | float | bytes):
+            shown_path = repr(value)
         raise TypeError(
             f"{name} must be a path, as text or a pathlib.Path; found {shown_path}: pass its name"
         )
@@ -205,18 +204,17 @@ def check_choice(
     """
     if isinstance(value, str | None) and value in choices:
         return
-    word = str(getattr(value, "name", value)).lower()
+    usual_name = str(getattr(value, "name", value)).lower()
     rule = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
     remedy = "pass one of these"
-    if usual and word in usual:
-        raise ValueError(f"{name} must be {rule}; found {value!r}: {usual[word]}")
+    if usual and usual_name in usual:
+        raise ValueError(f"{name} must be {rule}; found {value!r}: {usual[usual_name]}")
     if isinstance(value, str):
         remedy = did_you_mean(
             value, [choice for choice in choices if choice is not None], otherwise=remedy
         )
-    raise (ValueError if isinstance(value, str | None) else TypeError)(
-        f"{name} must be {rule}; found {value!r}: {remedy}"
-    )
+    error_type = ValueError if isinstance(value, str | None) else TypeError
+    raise error_type(f"{name} must be {rule}; found {value!r}: {remedy}")
 
 
 def did_you_mean(value: str, names: Iterable[str], *, otherwise: str) -> str:
@@ -232,9 +230,9 @@ def did_you_mean(value: str, names: Iterable[str], *, otherwise: str) -> str:
         >>> did_you_mean("Adam", ["adamw", "sgd"], otherwise="pass one of these")
         "did you mean 'adamw'?"
     """
-    lower = {candidate.lower(): candidate for candidate in names}
-    close = difflib.get_close_matches(value.lower(), lower, n=1)
-    return f"did you mean {lower[close[0]]!r}?" if close else otherwise
+    by_lower_case = {name.lower(): name for name in names}
+    close_matches = difflib.get_close_matches(value.lower(), by_lower_case, n=1)
+    return f"did you mean {by_lower_case[close_matches[0]]!r}?" if close_matches else otherwise
 
 
 def absent(title: str, name: str, remedies: Mapping[str, str]) -> AttributeError:
@@ -300,16 +298,14 @@ def _number(value: Any) -> int | float | None:
     if isinstance(value, int | float):
         return value
     if isinstance(value, torch.Tensor):
-        plain = (
-            value.ndim == 0
-            and not value.is_complex()
-            and value.dtype != torch.bool
-            and not value.is_meta
-        )
-        return value.item() if plain and not is_transformed(value) else None
-    if isinstance(value, numbers.Integral):
+        is_number = value.ndim == 0 and not value.is_complex() and value.dtype != torch.bool
+        if is_number and not value.is_meta and not is_transformed(value):
+            return value.item()
+    elif isinstance(value, numbers.Integral):
         return int(value)
-    return float(value) if isinstance(value, numbers.Real) else None
+    elif isinstance(value, numbers.Real):
+        return float(value)
+    return None
 
 
 def _is_float(number: float, infinite: bool) -> bool:
@@ -321,8 +317,7 @@ def _is_float(number: float, infinite: bool) -> bool:
 
 
 def _error(name: str, rule: str, value: Any, number: float | None, remedy: str) -> Exception:
-    if number is None:
-        remedy = "pass the number itself" if isinstance(value, str) else "pass a number"
-    return (TypeError if number is None else ValueError)(
-        f"{name} must be {rule}; found {value!r}: {remedy}"
-    )
+    if number is not None:
+        return ValueError(f"{name} must be {rule}; found {value!r}: {remedy}")
+    remedy = "pass the number itself" if isinstance(value, str) else "pass a number"
+    return TypeError(f"{name} must be {rule}; found {value!r}: {remedy}")

@@ -32,13 +32,13 @@ def io_memory(size: int) -> memoryview:
         5242880
     """
     if size >= _HUGE_PAGE and _HUGE is not None:
-        memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        huge_memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # an older system, or one whose pages are all small
             # A forked process gets empty memory, and this one keeps its own.
-            memory.madvise(_WIPE_ON_FORK)
-            begin = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
-            memory.madvise(_HUGE, begin, size // _HUGE_PAGE * _HUGE_PAGE)
-            return memoryview(memory)[begin : begin + size]
+            huge_memory.madvise(_WIPE_ON_FORK)
+            begin = -torch.frombuffer(huge_memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
+            huge_memory.madvise(_HUGE, begin, size // _HUGE_PAGE * _HUGE_PAGE)
+            return memoryview(huge_memory)[begin : begin + size]
     return memoryview(mmap.mmap(-1, size))  # shared with forked processes
 
 
@@ -54,11 +54,11 @@ def release_pages(tensor: torch.Tensor) -> None:
 
     Source: Linux manual pages, madvise(2).
     """
-    storage = tensor.untyped_storage().data_ptr()
-    if tensor.data_ptr() == storage or not tensor.nbytes or _DONTNEED is None:
+    storage_begin = tensor.untyped_storage().data_ptr()
+    if tensor.data_ptr() == storage_begin or not tensor.nbytes or _DONTNEED is None:
         return
     if (madvise := _madvise()) is not None:
-        begin = max(tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE, storage)
+        begin = max(tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE, storage_begin)
         madvise(begin, tensor.data_ptr() + tensor.nbytes - begin, _DONTNEED)
 
 

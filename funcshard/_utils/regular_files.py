@@ -47,18 +47,18 @@ def open_regular(
     # Why before: opening a device may do something.
     regular_size(path, links=links, folder=folder)
     try:
-        file = os.open(path, _FLAGS if links else _FLAGS | _NO_LINKS, dir_fd=folder)
+        descriptor = os.open(path, _FLAGS if links else _FLAGS | _NO_LINKS, dir_fd=folder)
     except OSError as error:
         if error.errno == errno.ELOOP and not links:
             _check(path, stat.S_IFLNK)
         raise
     try:
-        _check(path, os.fstat(file).st_mode)
-        os.set_blocking(file, True)
+        _check(path, os.fstat(descriptor).st_mode)
+        os.set_blocking(descriptor, True)
     except BaseException:
-        os.close(file)
+        os.close(descriptor)
         raise
-    return file
+    return descriptor
 
 
 def read_regular(
@@ -87,10 +87,10 @@ def read_regular(
         b''
     """
     with open(open_regular(path, links=links, folder=folder), "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if most is not None and size > most:
+        file_size = os.fstat(file.fileno()).st_size
+        if most is not None and file_size > most:
             raise ValueError(
-                f"{os.fspath(path)} has {size} bytes, and such a file has at most {most}: it is "
+                f"{os.fspath(path)} has {file_size} bytes, and such a file has at most {most}: it is "
                 "damaged"
             )
         return file.read()
@@ -113,9 +113,7 @@ def regular_size(
 def _check(path: str | os.PathLike[str], mode: int) -> None:
     if not stat.S_ISREG(mode):
         file_kind = _KINDS.get(stat.S_IFMT(mode), "something else")
-        remedy = (
-            "copy the folder with its files in place of links, as cp -rL does"
-            if stat.S_ISLNK(mode)
-            else "remove it"
-        )
+        remedy = "remove it"
+        if stat.S_ISLNK(mode):
+            remedy = "copy the folder with its files in place of links, as cp -rL does"
         raise ValueError(f"{os.fspath(path)} must be a regular file; found {file_kind}: {remedy}")

@@ -27,8 +27,8 @@ def loaded_class(name: Any) -> type | None:
         return None
     module, _, qualname = public_class_name(name).partition(":")
     named_value: Any = sys.modules.get(module)
-    for part in qualname.split("."):
-        named_value = _namespace(named_value).get(part)
+    for class_name in qualname.split("."):
+        named_value = _namespace(named_value).get(class_name)
         if not _is_class(named_value):
             return None
     return named_value
@@ -41,10 +41,10 @@ def public_class_name(name: str) -> str:
     classes of this library under the names of files that may have moved since.
     """
     module, _, qualname = name.partition(":")
-    is_public = module.partition(".")[0] == _PACKAGE and qualname in _namespace(
-        sys.modules[_PACKAGE]
-    )
-    return f"{_PACKAGE}:{qualname}" if is_public else name
+    is_inside = module.partition(".")[0] == _PACKAGE
+    if is_inside and qualname in _namespace(sys.modules[_PACKAGE]):
+        return f"{_PACKAGE}:{qualname}"
+    return name
 
 
 def _namespace(owner: Any) -> Mapping[str, Any]:
@@ -70,9 +70,9 @@ def check_structure(structure: Any) -> int:
     Raises:
         ValueError: it is no structure, or the numbers of its leaves have gaps.
     """
-    nodes, leaf_indices = [structure], set[int]()
-    while nodes:
-        node = nodes.pop()
+    to_visit, leaf_indices = [structure], set[int]()
+    while to_visit:
+        node = to_visit.pop()
         if type(node) is int and node >= 0:
             leaf_indices.add(node)
         elif node is not None:
@@ -82,7 +82,7 @@ def check_structure(structure: Any) -> int:
                     "container"
                 )
             _check_container(*node)
-            nodes.extend(node[2])
+            to_visit.extend(node[2])
     if len(leaf_indices) != max(leaf_indices, default=-1) + 1:
         raise ValueError("the leaves of a tree must be numbered from 0, without gaps")
     return len(leaf_indices)

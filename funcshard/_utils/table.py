@@ -50,12 +50,12 @@ class Table(NamedTuple):
         aligns = [str.rjust if is_numeric else str.ljust for is_numeric in self._numeric()]
 
         def line(row: Sequence[str]) -> str:
-            cells = zip(aligns, row, widths, strict=True)
-            return "  ".join(align(cell, width) for align, cell, width in cells).rstrip()
+            aligned_cells = zip(aligns, row, widths, strict=True)
+            return "  ".join(align(cell, width) for align, cell, width in aligned_cells).rstrip()
 
-        rule = "─" * (sum(widths) + 2 * (len(widths) - 1))
-        body = [*map(line, self.rows), rule, *map(line, last_rows)]
-        return "\n".join([self.title, rule, line(self.header), rule, *body])
+        rule_line = "─" * (sum(widths) + 2 * (len(widths) - 1))
+        body = [*map(line, self.rows), rule_line, *map(line, last_rows)]
+        return "\n".join([self.title, rule_line, line(self.header), rule_line, *body])
 
     def _repr_html_(self) -> str:
         aligns = ["right" if is_numeric else "left" for is_numeric in self._numeric()]

@@ -60,9 +60,9 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
         >>> byte_view(torch.tensor([[1, 2]], dtype=torch.int16)[:, 1])
         tensor([2, 0], dtype=torch.uint8)
     """
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    flat_tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # Why not view(-1): one element is contiguous with any stride, and torch sees bytes at stride 1.
-    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+    return flat_tensor.as_strided((flat_tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def byte_memory(tensor: torch.Tensor) -> Any:
@@ -87,27 +87,25 @@ def map_tensors(f: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
     if isinstance(x, torch.Tensor):
         return f(x)
     if isinstance(x, torch.nn.utils.rnn.PackedSequence):
-        data = f(x.data)
-        return (
-            x
-            if data is x.data
-            else type(x)(data, x.batch_sizes, x.sorted_indices, x.unsorted_indices)
-        )
-    if _is_dataclass(x):
-        changed = _changed(f, _items(x))
-        return dataclasses.replace(x, **changed) if changed else x
-    if isinstance(x, MutableMapping):
-        changed = _changed(f, _items(x))
-        if changed:
-            x = copy.copy(x)
-            x.update(changed)
+        mapped_data = f(x.data)
+        if mapped_data is x.data:
+            return x
+        return type(x)(mapped_data, x.batch_sizes, x.sorted_indices, x.unsorted_indices)
+    if _is_dataclass(x) or isinstance(x, MutableMapping):
+        changed_items = _changed(f, _items(x))
+        if not changed_items:
+            return x
+        if _is_dataclass(x):
+            return dataclasses.replace(x, **changed_items)
+        x = copy.copy(x)
+        x.update(changed_items)
         return x
     if isinstance(x, (list, tuple)):
-        old = _elements(x)
-        new = [map_tensors(f, item) for item in old]
-        if all(map(operator.is_, new, old)):
+        old_items = _elements(x)
+        mapped_items = [map_tensors(f, item) for item in old_items]
+        if all(map(operator.is_, mapped_items, old_items)):
             return x
-        return type(x)(*new) if hasattr(x, "_fields") else type(x)(new)
+        return type(x)(*mapped_items) if hasattr(x, "_fields") else type(x)(mapped_items)
     return x
 
 
@@ -172,14 +170,20 @@ def check_plain(tensor: torch.Tensor, title: str) -> None:
         or is_dtensor(tensor)
     ):
         return
-    name = f"{cls.__module__}.{cls.__qualname__}"
-    function = getattr(cls.__torch_function__, "__func__", cls.__torch_function__)
-    plain = (torch.Tensor.__torch_function__.__func__, torch.nn.Parameter.__torch_function__)  # type: ignore[attr-defined]
-    fake = cls.__module__.startswith("torch._subclasses.")
-    if fake or (cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and function in plain):
+    class_name = f"{cls.__module__}.{cls.__qualname__}"
+    torch_function = getattr(cls.__torch_function__, "__func__", cls.__torch_function__)
+    plain_functions = (
+        torch.Tensor.__torch_function__.__func__,  # type: ignore[attr-defined]
+        torch.nn.Parameter.__torch_function__,
+    )
+    is_fake = cls.__module__.startswith("torch._subclasses.")
+    if is_fake or (
+        cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        and torch_function in plain_functions
+    ):
         return
     raise TypeError(
-        f"{title} is a {cls.__name__}, a tensor class with operations of its own ({name}); shards "
+        f"{title} is a {cls.__name__}, a tensor class with operations of its own ({class_name}); shards "
         "hold plain tensors, which would lose what the class adds: convert it to a plain tensor "
         "first, or hold the plain tensors of which it consists as parameters of their own"
     )
@@ -189,8 +193,10 @@ def _changed(
     f: Callable[[torch.Tensor], torch.Tensor], items: list[tuple[Any, Any]]
 ) -> dict[Any, Any]:
     """Map the values of ``items`` and return those entries whose value changed."""
-    new = [(key, value, map_tensors(f, value)) for key, value in items]
-    return {key: mapped for key, value, mapped in new if mapped is not value}
+    mapped_items = [(key, value, map_tensors(f, value)) for key, value in items]
+    return {
+        key: mapped_value for key, value, mapped_value in mapped_items if mapped_value is not value
+    }
 
 
 def _elements(x: list[Any] | tuple[Any, ...]) -> list[Any]:

@@ -28,9 +28,9 @@ def _compiling() -> Iterator[Any]:
         from torch._guards import TracingContext, tracing
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    with torch.no_grad(), tracing(TracingContext(mode)):
-        yield mode
+    fake_mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    with torch.no_grad(), tracing(TracingContext(fake_mode)):
+        yield fake_mode
 
 
 def _fake_like(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -74,8 +74,8 @@ def compile_with(
     Raises:
         TypeError: the backend returns no function.
     """
-    with _compiling() as mode:
-        run = backend(module, [_fake_like(mode, tensor) for tensor in like])
+    with _compiling() as fake_mode:
+        run = backend(module, [_fake_like(fake_mode, tensor) for tensor in like])
     if not callable(run):
         raise TypeError(
             f"a backend returns a function; found {type(run).__name__} for a region of "
@@ -113,17 +113,19 @@ def inductor(module: torch.fx.GraphModule, like: Sequence[torch.Tensor]) -> Boxe
         from torch._inductor.virtualized import V
         from torch.fx.experimental.proxy_tensor import make_fx
 
-    pure: Any = torch.func.functionalize(lambda *inputs: module(*inputs), remove="mutations")
-    options = {"size_asserts": False, "nan_asserts": False, "alignment_asserts": False}
-    with _compiling() as mode, V.set_fake_mode(mode), config.patch(options):
-        examples = [_fake_like(mode, tensor) for tensor in like]
-        traced = make_fx(pure, decomposition_table=select_decomp_table())(*examples)
-        traced = joint_graph_passes(traced)
-        (output,) = [node for node in traced.graph.nodes if node.op == "output"]
-        if not isinstance(output.args[0], tuple | list):
-            output.args = ((output.args[0],),)
-        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
-        compiled: Any = compile_fx_inner(traced, examples, is_inference=True)
+    pure_function: Any = torch.func.functionalize(
+        lambda *inputs: module(*inputs), remove="mutations"
+    )
+    inductor_options = {"size_asserts": False, "nan_asserts": False, "alignment_asserts": False}
+    with _compiling() as fake_mode, V.set_fake_mode(fake_mode), config.patch(inductor_options):
+        examples = [_fake_like(fake_mode, tensor) for tensor in like]
+        traced_module = make_fx(pure_function, decomposition_table=select_decomp_table())(*examples)
+        traced_module = joint_graph_passes(traced_module)
+        (output_node,) = [node for node in traced_module.graph.nodes if node.op == "output"]
+        if not isinstance(output_node.args[0], tuple | list):
+            output_node.args = ((output_node.args[0],),)
+        output_node.meta["user_visible_output_idxs"] = list(range(len(output_node.args[0])))
+        compiled_graph: Any = compile_fx_inner(traced_module, examples, is_inference=True)
     # Why: its own __call__ looks for profilers and caches of GPU kernels.
-    run: Boxed = getattr(compiled, "current_callable", None) or compiled
-    return run if getattr(compiled, "_boxed_call", True) else _boxed(run)
+    run: Boxed = getattr(compiled_graph, "current_callable", None) or compiled_graph
+    return run if getattr(compiled_graph, "_boxed_call", True) else _boxed(run)

@@ -67,8 +67,10 @@ def _file_of(store: Any) -> str | None:
 def group_timeout(group: Any) -> datetime.timedelta:
     """Return the timeout of a process group."""
     with needed_for(_FEATURE):
-        timeout: datetime.timedelta = group._get_backend(group._device_types[0]).options._timeout
-    return timeout
+        default_timeout: datetime.timedelta = group._get_backend(
+            group._device_types[0]
+        ).options._timeout
+    return default_timeout
 
 
 def has_ended(work: Any) -> bool:
@@ -95,36 +97,41 @@ def new_group(ranks: Sequence[int], backend: str, timeout: datetime.timedelta, n
         timeout: of the group's collectives, and of the connections that it makes now.
         name: a text that no other group of this process has, and the same on all ranks.
     """
-    default = dist.group.WORLD
+    default_group = dist.group.WORLD
     # A backend with ``new_group`` makes groups by itself.
-    if backend == "fake" or callable(getattr(default, "new_group", None)):
+    if backend == "fake" or callable(getattr(default_group, "new_group", None)):
         return dist.new_group(
             list(ranks), timeout, backend, use_local_synchronization=True, sort_ranks=False
         )
     # Why a hash: torch makes names of files and of graph nodes of it.
-    hashed: Any = hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest()
+    hashed_name: Any = hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest()
     own_index = list(ranks).index(dist.get_rank())
     with needed_for(_FEATURE):
-        make, world = dist.distributed_c10d._new_process_group_helper, dist.distributed_c10d._world
-    group, _ = make(
+        make_group, torch_world = (
+            dist.distributed_c10d._new_process_group_helper,
+            dist.distributed_c10d._world,
+        )
+    new_process_group, _ = make_group(
         len(ranks),
         own_index,
         list(ranks),
         dist.Backend(backend),
         default_store(),
-        hashed,
+        hashed_name,
         timeout=timeout,
     )
-    world.pg_group_ranks[group] = {rank: position for position, rank in enumerate(ranks)}
-    return group
+    torch_world.pg_group_ranks[new_process_group] = {
+        rank: position for position, rank in enumerate(ranks)
+    }
+    return new_process_group
 
 
 def abort_group(group: Any) -> None:
     """End the collectives that a process group has under way, if torch and its backend can."""
-    abort = getattr(group, "abort", None)
+    abort_function = getattr(group, "abort", None)
     with contextlib.suppress(RuntimeError):  # it has ended already, or the backend cannot
-        if abort is not None:
-            abort()
+        if abort_function is not None:
+            abort_function()
 
 
 def destroy_group(group: Any) -> None:

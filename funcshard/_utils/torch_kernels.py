@@ -36,18 +36,20 @@ def unscale_in_place(
 
     Source: ``torch.amp.GradScaler.unscale_`` calls the same kernel.
     """
-    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
-        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        kinds.setdefault((real.device, real.dtype), []).append(real)
-    found_infs = {device: torch.zeros(1, device=device, dtype=torch.float32) for device, _ in kinds}
-    for (device, _), same in kinds.items():
+        real_tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        by_kind.setdefault((real_tensor.device, real_tensor.dtype), []).append(real_tensor)
+    found_infs = {
+        device: torch.zeros(1, device=device, dtype=torch.float32) for device, _ in by_kind
+    }
+    for (device, _), same_kind in by_kind.items():
         if _fused is None:
-            for tensor in same:
+            for tensor in same_kind:
                 found_infs[device][~tensor.isfinite().all().reshape(1)] = 1.0
                 tensor.mul_(factors[device])
         else:
-            _fused(same, found_infs[device], factors[device].reshape(1))
+            _fused(same_kind, found_infs[device], factors[device].reshape(1))
     return {device: found_inf.squeeze() for device, found_inf in found_infs.items()}
 
 

@@ -43,11 +43,11 @@ def _state_names(
         prefix = f"{path}." if path else ""
         state_keys += [prefix + key for key, value in m._parameters.items() if value is not None]
         if m._buffers:
-            lost = m._non_persistent_buffers_set
+            non_persistent = m._non_persistent_buffers_set
             state_keys += [
                 prefix + key
                 for key, value in m._buffers.items()
-                if value is not None and key not in lost
+                if value is not None and key not in non_persistent
             ]
     return state_keys
 
@@ -62,18 +62,19 @@ def class_for_calls(module: nn.Module) -> type[nn.Module]:
     cls = type(module)
     if "parametrizations" not in module._modules or not parametrize.is_parametrized(module):
         return cls
-    kept = {
+    class_namespace = {
         key: value for key, value in vars(cls).items() if key not in ("__dict__", "__weakref__")
     }
-    names = [
+    parametrized_names = [
         name
         for name in module._modules["parametrizations"]._modules  # type: ignore[union-attr]
-        if isinstance(kept.get(name), property)
+        if isinstance(class_namespace.get(name), property)
     ]
     return type(
         cls.__name__,
         cls.__bases__,
-        kept | {name: _cached_on_copy(name, kept[name]) for name in names},
+        class_namespace
+        | {name: _cached_on_copy(name, class_namespace[name]) for name in parametrized_names},
     )
 
 
@@ -88,13 +89,15 @@ def _cached_on_copy(name: str, usual: property) -> property:
     """Return the property of a parametrized tensor, in place of torch's ``usual`` one."""
 
     def get(self: nn.Module) -> torch.Tensor:
-        computed: Any = self.parametrizations[name]  # type: ignore[index]
+        parametrization: Any = self.parametrizations[name]  # type: ignore[index]
         if not getattr(parametrize, "_cache_enabled", 0):
-            return computed()
-        # Why this table: torch makes another one when the last cached() ends.
-        table, state = getattr(parametrize, "_cache", None), computed.__dict__
-        if "_funcshard_cached" not in state or state["_funcshard_cached"][0] is not table:
-            state["_funcshard_cached"] = table, computed()
-        return state["_funcshard_cached"][1]
+            return parametrization()
+        # Note: torch makes another table when the last cached() ends.
+        cache_table = getattr(parametrize, "_cache", None)
+        cached_table, tensor = parametrization.__dict__.get("_funcshard_cached", (None, None))
+        if tensor is None or cached_table is not cache_table:
+            tensor = parametrization()
+            parametrization.__dict__["_funcshard_cached"] = cache_table, tensor
+        return tensor
 
     return property(get, usual.fset)

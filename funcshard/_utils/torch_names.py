@@ -39,13 +39,13 @@ def private(name: str, feature: str, otherwise: Any = _RAISE) -> Any:
 
 def look_up(name: str) -> Any:
     """Return the module or the attribute of that name."""
-    parts = name.split(".")
+    name_parts = name.split(".")
     private_value: Any = torch
-    for at, part in enumerate(parts[1:], 2):
+    for part_count, part in enumerate(name_parts[1:], 2):
         try:
             private_value = getattr(private_value, part)
         except AttributeError:
-            private_value = importlib.import_module(".".join(parts[:at]))
+            private_value = importlib.import_module(".".join(name_parts[:part_count]))
     return private_value
 
 

@@ -39,12 +39,12 @@ def writes_inputs(operation: Any) -> bool:
 def written_arguments(operation: Any, args: Any, kwargs: Any) -> list[Any]:
     """Return the arguments of a call of an operator that it writes to."""
     operator_inputs = operator_arguments(operation, args, kwargs)
-    written = [
+    written_names = [
         argument.name
         for argument in _schema(operation).arguments
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    return [operator_inputs[name] for name in written if name in operator_inputs]
+    return [operator_inputs[name] for name in written_names if name in operator_inputs]
 
 
 def moved_bytes(
@@ -66,17 +66,17 @@ def moved_bytes(
     name = operator_name(operation).removeprefix("aten::")
     if name in _EMPTY:
         return 0
-    read = list(parts(tensors_in((args, kwargs))))
-    written: list[torch.Tensor] = []
+    read_tensors = list(parts(tensors_in((args, kwargs))))
+    written_tensors: list[torch.Tensor] = []
     if writes_inputs(operation):
-        written = list(parts(tensors_in(written_arguments(operation, args, kwargs))))
+        written_tensors = list(parts(tensors_in(written_arguments(operation, args, kwargs))))
         if name in _FILLS:
-            read = [
+            read_tensors = [
                 tensor
-                for tensor in read
-                if all(tensor is not written_tensor for written_tensor in written)
+                for tensor in read_tensors
+                if all(tensor is not written_tensor for written_tensor in written_tensors)
             ]
-    return sum(map(_nbytes, (*read, *written, *new)))
+    return sum(map(_nbytes, (*read_tensors, *written_tensors, *new)))
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
@@ -95,7 +95,9 @@ def list_arguments(operation: Any) -> list[str]:
 
 def operator_name(target: Any) -> str:
     """Return the name of an operator of torch, such as ``"aten::add"``; ``""`` for other code."""
-    return str(target.name()).partition(".")[0] if isinstance(target, _Overload) else ""
+    if not isinstance(target, _Overload):
+        return ""
+    return str(target.name()).partition(".")[0]
 
 
 def operator_full_name(target: Any) -> str:
@@ -112,16 +114,16 @@ def operator_by_name(space: str, name: str, overload: str) -> Any:
         overload_packet = getattr(getattr(getattr(torch.ops, space), name), overload)
     except (AttributeError, RuntimeError):
         return None
-    return overload_packet if isinstance(overload_packet, _Overload) else None
+    if isinstance(overload_packet, _Overload):
+        return overload_packet
+    return None
 
 
 def argument_names(operation: Any) -> list[str]:
     """Return the names of the arguments of an operator; none of other code."""
-    return (
-        [argument.name for argument in _schema(operation).arguments]
-        if isinstance(operation, _Overload)
-        else []
-    )
+    if not isinstance(operation, _Overload):
+        return []
+    return [argument.name for argument in _schema(operation).arguments]
 
 
 def operator_arguments(operation: Any, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -137,9 +139,9 @@ def is_random(operation: Any, args: Any, kwargs: Any) -> bool:
     ):
         return False
     # Why: attention has the tag, and draws no numbers without dropout.
-    attention = "attention" in operation.name()
+    is_attention = "attention" in operation.name()
     return not (
-        attention and operator_arguments(operation, args, kwargs).get("dropout_p", 0.0) == 0.0
+        is_attention and operator_arguments(operation, args, kwargs).get("dropout_p", 0.0) == 0.0
     )
 
 
@@ -151,16 +153,18 @@ def count_flops(operation: Any, args: Any, kwargs: Any, out: Any) -> int:
     name = operator_name(operation)
     if "_scaled_dot_product_" in name:
         # Why by hand: torch has no rule for the CPU's kernel, and none for fewer keys than queries.
-        first = int(name.endswith("_backward"))  # there the gradient of the output comes first
-        (*batch, queries, size), (*_, keys, _), (*_, value_size) = (
-            x.shape for x in args[first : first + 3]
-        )
-        products = 3 * size + 2 * value_size if first else size + value_size
-        return 2 * math.prod(batch) * queries * keys * products
-    packet = operation.overloadpacket
-    count: Any = flop_registry.get(packet)
-    if count is not None:
-        return int(count(*args, **kwargs, out_val=out))
+        is_backward = name.endswith("_backward")
+        if is_backward:
+            args = args[1:]  # after the gradient of the output
+        query, key, value = (tensor.shape for tensor in args[:3])
+        product_size = query[-1] + value[-1]
+        if is_backward:
+            product_size = 3 * query[-1] + 2 * value[-1]
+        return 2 * math.prod(query[:-1]) * key[-2] * product_size
+    overload_packet = operation.overloadpacket
+    count_function: Any = flop_registry.get(overload_packet)
+    if count_function is not None:
+        return int(count_function(*args, **kwargs, out_val=out))
     if name == "aten::_grouped_mm":
         return _grouped_flops(*args[:2])
     if _is_uncounted(name) and torch.Tag.pointwise not in operation.tags:
@@ -173,16 +177,7 @@ def count_flops(operation: Any, args: Any, kwargs: Any, out: Any) -> int:
     return 0
 
 
-_SPACES = (
-    "aten",
-    "prim",
-    "prims",
-    "funcshard",
-    "_c10d_functional",
-    "c10d_functional",
-    "c10d",
-    "profiler",
-)
+_SPACES = re.compile("aten|prims?|funcshard|_?c10d_functional|c10d|profiler")
 _PRODUCTS = re.compile(
     r"(^|_)(b?mm|addmm|baddbmm|matmul|bilinear|linear|conv\w*|attention|attn|lstm|gru|rnn|cdist|fft"
     r"|linalg(?!_vector_norm|_cross))(_|$)"
@@ -193,10 +188,10 @@ _PRODUCTS = re.compile(
 def _is_uncounted(name: str) -> bool:
     """Return whether an operator may take many floating-point operations."""
     space, _, short = name.partition("::")
-    return space not in _SPACES or _PRODUCTS.search(short) is not None
+    return not _SPACES.fullmatch(space) or _PRODUCTS.search(short) is not None
 
 
 def _grouped_flops(first: torch.Tensor, second: torch.Tensor) -> int:
     """Return the operations of a grouped product, in which a group has a part of one dimension."""
-    groups = first.shape[0] if first.dim() == second.dim() == 3 else 1
-    return int(2 * groups * first.shape[-2] * first.shape[-1] * second.shape[-1])
+    num_groups = first.shape[0] if first.dim() == second.dim() == 3 else 1
+    return int(2 * num_groups * first.shape[-2] * first.shape[-1] * second.shape[-1])

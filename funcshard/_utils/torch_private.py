@@ -99,15 +99,15 @@ def belongs_to_transform_above(tensor: torch.Tensor) -> bool:
 
     That is the case if code below the transform captured the tensor.
     """
-    level, stack = _level(tensor), transforms_active() or []
-    if level > len(stack):
+    tensor_level, transform_stack = _level(tensor), transforms_active() or []
+    if tensor_level > len(transform_stack):
         return True
     # Why compare kinds: a transform that was opened here can have the same level as one above.
     # The tensor inside of a batch has one more dim.
-    if level <= 0:
+    if tensor_level <= 0:
         return False
-    batched = _get_unwrapped(tensor).dim() != tensor.dim()
-    return batched != (stack[level - 1].key().name == "Vmap")
+    is_batched = _get_unwrapped(tensor).dim() != tensor.dim()
+    return is_batched != (transform_stack[tensor_level - 1].key().name == "Vmap")
 
 
 # Lets each torch.func.jvp believe that it runs inside another one. Why not one more jvp: the first
@@ -174,9 +174,9 @@ def basis_loops(bottom: CodeType | None = None, *, outer: bool = False) -> dict[
     Raises:
         RuntimeError: such a loop runs, and this release of torch runs it in an unknown way.
     """
-    met: set[str] = set()
-    met_loops = _loops_of_frames(sys._getframe(1), bottom, outer, met)
-    for name in met - _known_loops:
+    met_names: set[str] = set()
+    met_loops = _loops_of_frames(sys._getframe(1), bottom, outer, met_names)
+    for name in met_names - _known_loops:
         _check_loop(name)
     return met_loops
 
@@ -187,13 +187,13 @@ def _loops_of_frames(
     """Return ``basis_loops`` of a frame and its callers; add all loops that are met to ``met``."""
     # Why look at frames: the tensors inside jacrev are those inside vmap of vjp, where the caller
     # has chosen the vectors.
-    codes, functional_file = _loop_codes(), torch.autograd.functional.__file__
+    loop_codes, functional_file = _loop_codes(), torch.autograd.functional.__file__
     transforms_file = torch.func.jvp.__code__.co_filename
     loops_by_level: dict[int, BasisLoop] = {}
-    callee, opened, at_bottom = "", None, False
+    callee_name, opened_locals, at_bottom = "", None, False
     while frame is not None:
         code = frame.f_code
-        name = codes.get(id(code))
+        name = loop_codes.get(id(code))
         if name is not None:
             met.add(name)
         at_bottom = at_bottom or code is bottom
@@ -201,23 +201,23 @@ def _loops_of_frames(
             pass
         elif code.co_filename == transforms_file:
             if code.co_name in ("_jvp_with_argnums", "_vjp_with_argnums"):
-                opened = frame.f_locals
-            elif opened is not None:
+                opened_locals = frame.f_locals
+            elif opened_locals is not None:
                 # Why get: _check_loop finds out whether torch has other names for its variables.
                 if name == _JACREV:
-                    loops_by_level[opened.get("level", -1)] = BasisLoop(name)
+                    loops_by_level[opened_locals.get("level", -1)] = BasisLoop(name)
                 elif name == _JACFWD:
-                    loops_by_level[opened.get("level", -1)] = BasisLoop(
-                        name, opened.get("flat_primals", ())
+                    loops_by_level[opened_locals.get("level", -1)] = BasisLoop(
+                        name, opened_locals.get("flat_primals", ())
                     )
-                opened = None
+                opened_locals = None
         # Why not in its own backward: that one runs once for each unit vector, and the collectives
         # that it records belong to the caller.
-        elif name == _JACOBIAN and callee != "_autograd_grad":
+        elif name == _JACOBIAN and callee_name != "_autograd_grad":
             if not outer:
                 loops_by_level[0] = BasisLoop(name)
             outer = False
-        callee, frame = code.co_name, frame.f_back
+        callee_name, frame = code.co_name, frame.f_back
     return loops_by_level
 
 
@@ -252,11 +252,15 @@ def _check_loop(name: str) -> None:
     """Raise ``RuntimeError`` unless ``basis_loops`` finds a loop of this release of torch."""
     # Why: the frames of torch have private names, and with other names a loop would be taken for
     # no loop. Why another thread: no transform, dispatch mode or recording is active there.
-    seen_loops: list[tuple[dict[int, BasisLoop], int]] = []
+    seen_loops: list[Any] = []
 
     def watched(x: torch.Tensor) -> torch.Tensor:
+        loops = _loops_of_frames(sys._getframe(0), None, False, set())
         seen_loops.append(
-            (_loops_of_frames(sys._getframe(0), None, False, set()), transform_level())
+            [
+                (level - transform_level(), loop.name, [*map(torch.numel, loop.arguments)])
+                for level, loop in loops.items()
+            ]
         )
         return x * x
 
@@ -264,17 +268,16 @@ def _check_loop(name: str) -> None:
         x = torch.zeros(2, dtype=torch.float32, device="cpu")
         if name == _JACOBIAN:
             torch.autograd.functional.jacobian(watched, x)
+        elif name == _JACREV:
+            torch.func.jacrev(watched)(x)
         else:
-            (torch.func.jacrev if name == _JACREV else torch.func.jacfwd)(watched)(x)
+            torch.func.jacfwd(watched)(x)
 
     thread = threading.Thread(target=run, name=f"check of {name}")
     thread.start()
     thread.join()
-    loops, level = seen_loops[0] if seen_loops else ({}, 0)
-    right = loops.keys() == {level} and loops[level].name == name
-    if not right or [argument.numel() for argument in loops[level].arguments] != [2] * (
-        name == _JACFWD
-    ):
+    # Note: torch may run the function again; the first run counts.
+    if seen_loops[:1] != [[(0, name, [2] * (name == _JACFWD))]]:
         raise RuntimeError(
             f"over shards, {name} and functions made of it need to know how torch runs them, and "
             f"torch {torch.__version__} runs them in a way unknown to this library: call "
@@ -369,15 +372,15 @@ def cast_of(tensor: torch.Tensor) -> tuple[torch.Tensor, Any, int, bool] | None:
         ``tensor`` is no cast, or was written to after it.
     """
     base_tensor = getattr(tensor, "_base", None)  # None for what is no view
-    cast = tensor if base_tensor is None else base_tensor
-    node = cast.grad_fn
-    if node is None or node.name() != "ToCopyBackward0" or version(cast):
+    whole_cast = tensor if base_tensor is None else base_tensor
+    cast_node = whole_cast.grad_fn
+    if cast_node is None or cast_node.name() != "ToCopyBackward0" or version(whole_cast):
         return None
-    source, output_index = node.next_functions[0]
-    if source is None or source.name() not in _TRANSPOSES:
-        return cast, source, output_index, False
-    source, output_index = source.next_functions[0]
-    return cast, source, output_index, True
+    source_node, output_index = cast_node.next_functions[0]
+    if source_node is None or source_node.name() not in _TRANSPOSES:
+        return whole_cast, source_node, output_index, False
+    source_node, output_index = source_node.next_functions[0]
+    return whole_cast, source_node, output_index, True
 
 
 def sequence_number(node: Any) -> int:
@@ -460,12 +463,12 @@ def unseen(f: Callable[P, T]) -> Callable[P, T]:
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         if not in_selective_checkpoint():
             return f(*args, **kwargs)
-        stack = _modes()
-        _replace_modes([mode for mode in stack if not _is_selective(mode)])
+        mode_stack = _modes()
+        _replace_modes([mode for mode in mode_stack if not _is_selective(mode)])
         try:
             return f(*args, **kwargs)
         finally:
-            _replace_modes(stack)
+            _replace_modes(mode_stack)
 
     return run
 
@@ -516,13 +519,16 @@ def stored_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None:
+    flatten_function = getattr(tensor, "__tensor_flatten__", None)
+    if flatten_function is None:
         return [tensor]
     # Why the check: from torch 2.15 on, a DTensor also names its mesh.
-    parts = [getattr(tensor, name) for name in flatten()[0]]
+    inner_tensors = [getattr(tensor, name) for name in flatten_function()[0]]
     return [
-        part for inner in parts if isinstance(inner, torch.Tensor) for part in stored_parts(inner)
+        stored_part
+        for inner_tensor in inner_tensors
+        if isinstance(inner_tensor, torch.Tensor)
+        for stored_part in stored_parts(inner_tensor)
     ]
 
 
@@ -536,12 +542,14 @@ def address(tensor: torch.Tensor) -> int | tuple[int, int]:
 
 def local_part(dtensor: Any) -> torch.Tensor:
     """Return the tensor that a DTensor holds on this rank, as it is, once it has arrived."""
-    local: Any = getattr(dtensor, "_local_tensor", None)
-    if local is None:
+    local_tensor: Any = getattr(dtensor, "_local_tensor", None)
+    if local_tensor is None:
         with torch.no_grad():
             return dtensor.to_local()
     # Why by name: while a collective of torch runs, its result is of a private class.
-    return local.wait() if type(local).__name__ == "AsyncCollectiveTensor" else local
+    if type(local_tensor).__name__ == "AsyncCollectiveTensor":
+        return local_tensor.wait()
+    return local_tensor
 
 
 no_torch_function: Any = torch.nn.Parameter.__torch_function__
@@ -580,11 +588,11 @@ def is_compiled_in_place(module: torch.nn.Module) -> bool:
 
 def recording_graph() -> bool:
     """Return whether ``make_fx`` is recording the operations that run here."""
-    module = sys.modules.get("torch.fx.experimental.proxy_tensor")  # make_fx is in it
-    if not dispatch_modes() or module is None:
+    proxy_module = sys.modules.get("torch.fx.experimental.proxy_tensor")  # make_fx is in it
+    if not dispatch_modes() or proxy_module is None:
         return False
     with needed_for("a trace"):
-        recorder = module.ProxyTorchDispatchMode
+        recorder = proxy_module.ProxyTorchDispatchMode
     return any(isinstance(mode, recorder) for mode in _modes())
 
 
@@ -628,16 +636,18 @@ def record_graph(
 
     # Why: functions of torch.compile in the code run as if they were not compiled.
     dynamo = sys.modules.get("torch._dynamo")
-    plain = (
+    patched_config = (
         dynamo.config.patch(error_on_nested_fx_trace=False) if dynamo else contextlib.nullcontext()
     )
     try:
-        with plain:
-            module = make_fx(function, tracing_mode=tracing_mode)(*examples)
+        with patched_config:
+            graph_module = make_fx(function, tracing_mode=tracing_mode)(*examples)
     except GuardOnDataDependentSymNode as error:
         raise ValueReadError(str(error).partition("\n")[0]) from error
-    names = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
-    return module.graph, {name: getattr(module, name) for name in names}
+    constant_names = {
+        str(node.target) for node in graph_module.graph.nodes if node.op == "get_attr"
+    }
+    return graph_module.graph, {name: getattr(graph_module, name) for name in constant_names}
 
 
 def recording_or_transforming() -> bool:
@@ -692,11 +702,13 @@ def callers_level() -> int:
     The level skips all frames of this library and of torch.
     """
     package = sys.modules[__name__.partition(".")[0]]
-    inside = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (package, torch))
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
-        level, frame = level + 1, frame.f_back
-    return level
+    inside_folders = tuple(
+        os.path.dirname(str(module.__file__)) + os.sep for module in (package, torch)
+    )
+    stack_level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside_folders):
+        stack_level, frame = stack_level + 1, frame.f_back
+    return stack_level
 
 
 # --- CUDA -------------------------------------------------------------------------------------
@@ -740,11 +752,11 @@ def _fake_mode() -> Any:
         def dispatch(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = MappingProxyType({})
         ) -> Any:
-            constant = not types and all(
+            is_constant = not types and all(
                 type(tensor) is torch.Tensor and _is_constant(tensor)
                 for tensor in tensors_in((args, kwargs))
             )
-            if not constant or not _may_compute(func):
+            if not is_constant or not _may_compute(func):
                 return super().dispatch(func, types, args, kwargs)
             try:
                 out = super().dispatch(func, types, args, kwargs)

@@ -48,12 +48,12 @@ def record_sized_graph(
         from torch._functorch import config
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    env = ShapeEnv(duck_shape=False)  # two names with one size are two symbols
+    shape_env = ShapeEnv(duck_shape=False)  # two names with one size are two symbols
     # Why: asking for the address of a tensor without data is an error then, as in record_graph.
     with config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
-        mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+        fake_mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
     fakes = [
-        _fake(mode, tensor, size_names, f"input{input_index}")
+        _fake(fake_mode, tensor, size_names, f"input{input_index}")
         for input_index, (tensor, size_names) in enumerate(zip(examples, names, strict=True))
     ]
     # Note: before the recording, in which a symbol may turn out to have one value only.
@@ -63,21 +63,21 @@ def record_sized_graph(
         for size, name in zip(fake.shape, size_names, strict=False)
         if name is not None
     ]
-    with mode:
+    with fake_mode:
         graph, constants = record_graph(function, fakes, tracing_mode="real")
     placeholders = graph.find_nodes(op="placeholder")
-    sizes: dict[Any, tuple[fx.Node, int]] = {}
-    strides: list[tuple[Any, int]] = []  # of tensors that are not contiguous
+    size_sources: dict[Any, tuple[fx.Node, int]] = {}
+    fixed_strides: list[tuple[Any, int]] = []  # of tensors that are not contiguous
     for input_index, (fake, size_names) in enumerate(zip(fakes, names, strict=True)):
         example = examples[input_index]
         for dim, name in enumerate(size_names):
             if name is not None:
                 size = _expression(fake.shape[dim])
-                sizes.setdefault(size, (placeholders[input_index], dim))
+                size_sources.setdefault(size, (placeholders[input_index], dim))
         if any(size_names) and not example.is_contiguous():
-            strides += zip(map(_expression, fake.stride()), example.stride(), strict=True)
-    _compute_sizes_first(graph, sizes)
-    return graph, constants, _conditions(env, symbols, strides)
+            fixed_strides += zip(map(_expression, fake.stride()), example.stride(), strict=True)
+    _compute_sizes_first(graph, size_sources)
+    return graph, constants, _conditions(shape_env, symbols, fixed_strides)
 
 
 def _fake(mode: Any, tensor: torch.Tensor, names: Names, source: str) -> torch.Tensor:
@@ -88,17 +88,18 @@ def _fake(mode: Any, tensor: torch.Tensor, names: Names, source: str) -> torch.T
 
     if not any(name is not None for name in names):
         # Why no source: the number in a tensor of no dims would become a size.
-        fixed: torch.Tensor = mode.from_tensor(tensor, static_shapes=True)
-        return fixed
-    sizes = [DimDynamic.STATIC if name is None else DimDynamic.DYNAMIC for name in names]
+        fixed_tensor: torch.Tensor = mode.from_tensor(tensor, static_shapes=True)
+        return fixed_tensor
+    kinds = DimDynamic.DYNAMIC, DimDynamic.STATIC
+    dynamic_sizes = [kinds[name is None] for name in names]
     with FakeTensorMode():  # a view of other memory has symbols for that, too
-        alone = torch.empty_strided(
+        own_memory = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
         )
-        alone.requires_grad_(tensor.requires_grad)
-    context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
+        own_memory.requires_grad_(tensor.requires_grad)
+    context: Any = StatelessSymbolicContext(dynamic_sizes=dynamic_sizes)
     fake_tensor: torch.Tensor = mode.from_tensor(
-        alone, symbolic_context=context, source=ConstantSource(source)
+        own_memory, symbolic_context=context, source=ConstantSource(source)
     )
     return fake_tensor
 
@@ -125,33 +126,37 @@ def _conditions(
     """
     import sympy
 
-    named = {
+    named_symbols = {
         symbol: sympy.Symbol(name, integer=True, positive=True)
         for symbol, name in symbols
         if symbol.is_Symbol
     }
-    known_values = {symbol: sympy.Integer(n) for symbol, n in strides if symbol.is_Symbol} | named
-    places: dict[str, str] = {}  # the place of each condition, by its text
+    known_values = {
+        symbol: sympy.Integer(n) for symbol, n in strides if symbol.is_Symbol
+    } | named_symbols
+    condition_places: dict[str, str] = {}  # the place of each condition, by its text
     for symbol, name in symbols:  # a size of 0 or 1 is no symbol
         if symbol.is_Integer:
-            places[f"{name} == {symbol}"] = "torch gives sizes 0 and 1 graphs of their own"
+            condition_places[f"{name} == {symbol}"] = (
+                "torch gives sizes 0 and 1 graphs of their own"
+            )
     for guard in env.guards:
         expression = guard.expr.xreplace(known_values)
         if not _is_bound(guard.expr) and expression not in (sympy.true, True):
-            places.setdefault(_text(expression), _place(guard.sloc.framework_loc))
+            condition_places.setdefault(_text(expression), _place(guard.sloc.framework_loc))
     for expression, stride in strides:
-        if named.keys() & expression.free_symbols:
-            text = f"{_text(expression.xreplace(known_values))} == {stride}"
-            places.setdefault(text, "the strides of the batch")
-    for symbol, name in named.items():
+        if named_symbols.keys() & expression.free_symbols:
+            stride_text = f"{_text(expression.xreplace(known_values))} == {stride}"
+            condition_places.setdefault(stride_text, "the strides of the batch")
+    for symbol, name in named_symbols.items():
         # Why not below 2: torch gives sizes 0 and 1 graphs of their own.
-        bounds = env.var_to_range[symbol]
-        if bounds.lower == bounds.upper:
+        symbol_range = env.var_to_range[symbol]
+        if symbol_range.lower == symbol_range.upper:
             continue
-        places.setdefault(f"{name} >= {max(2, int(bounds.lower))}", "torch")
-        if bounds.upper.is_Integer and int(bounds.upper) < sys.maxsize - 1:
-            places.setdefault(f"{name} <= {bounds.upper}", "torch")
-    return list(places.items())
+        condition_places.setdefault(f"{name} >= {max(2, int(symbol_range.lower))}", "torch")
+        if symbol_range.upper.is_Integer and int(symbol_range.upper) < sys.maxsize - 1:
+            condition_places.setdefault(f"{name} <= {symbol_range.upper}", "torch")
+    return list(condition_places.items())
 
 
 def _is_bound(expression: Any) -> bool:
@@ -194,24 +199,24 @@ def _compute_sizes_first(graph: fx.Graph, sizes: Mapping[Any, tuple[fx.Node, int
     import sympy
 
     size_nodes: dict[Any, fx.Node] = {}
-    symbols = {size for size in sizes if isinstance(size, sympy.Symbol)}
-    first = next(node for node in graph.nodes if node.op != "placeholder")
+    known_symbols = {size for size in sizes if isinstance(size, sympy.Symbol)}
+    first_node = next(node for node in graph.nodes if node.op != "placeholder")
     for node in list(graph.nodes):
         value = node.meta.get("val")
         if node.op != "call_function" or not isinstance(value, torch.SymInt):
             continue
         expression = value.node.expr
-        if not expression.free_symbols <= symbols:
+        if not expression.free_symbols <= known_symbols:
             continue
         # LookupError: a function of sizes that is rare, which stays where it is.
-        with graph.inserting_before(first), contextlib.suppress(LookupError):
+        with graph.inserting_before(first_node), contextlib.suppress(LookupError):
             size_node = _size_node(graph, expression, sizes, size_nodes)
             if isinstance(size_node, fx.Node):
                 node.replace_all_uses_with(size_node)
             else:
                 put_number(node, size_node)
-            if node is first:
-                first = node.next
+            if node is first_node:
+                first_node = node.next
             graph.erase_node(node)
 
 
@@ -237,17 +242,17 @@ def _size_node(
     if expression in size_nodes:
         return size_nodes[expression]
     if expression in sizes:
-        node: Any = graph.call_function(torch.ops.aten.sym_size.int, sizes[expression])
+        size_node: Any = graph.call_function(torch.ops.aten.sym_size.int, sizes[expression])
     else:
         name, args = type(expression).__name__, expression.args
         if name == "Pow" and args[1].is_Integer and int(args[1]) > 1:
             name, args = "Mul", [args[0]] * int(args[1])
-        target = _TARGETS[name]
-        node, *other_nodes = [_size_node(graph, arg, sizes, size_nodes) for arg in args]
+        operator_target = _TARGETS[name]
+        size_node, *other_nodes = [_size_node(graph, arg, sizes, size_nodes) for arg in args]
         for other_node in other_nodes:
-            node = graph.call_function(target, (node, other_node))
-    size_nodes[expression] = node
-    return node
+            size_node = graph.call_function(operator_target, (size_node, other_node))
+    size_nodes[expression] = size_node
+    return size_node
 
 
 def put_number(node: fx.Node, number: Any) -> None:

@@ -50,8 +50,8 @@ def leaves(tree: Any) -> list[Any]:
 
 def flatten(tree: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
     """Return the leaves of ``tree`` and the inverse: a function from leaves to such a tree."""
-    flat, spec = optree.tree_flatten(tree)
-    return flat, spec.unflatten
+    flat_leaves, tree_spec = optree.tree_flatten(tree)
+    return flat_leaves, tree_spec.unflatten
 
 
 def flatten_with_form(tree: Any) -> tuple[list[Any], Any]:
@@ -77,10 +77,10 @@ def form_of(structure: Structure) -> Any:
         ValueError: it is no structure, its leaves are not in order, or a class is not loaded.
     """
     check_structure(structure)
-    spec, order = _spec(structure)
-    if order != tuple(range(len(order))):
+    tree_spec, leaf_order = _spec(structure)
+    if leaf_order != tuple(range(len(leaf_order))):
         raise ValueError("the leaves of the file's tree are not in order, so the file is damaged")
-    return spec
+    return tree_spec
 
 
 def class_of(kind: str, name: str) -> Any:
@@ -125,9 +125,9 @@ def code_paths(tree: Any, name: str) -> list[str]:
 
 def none_paths(tree: Any) -> list[str]:
     """Return the dotted path of each ``None`` in ``tree``."""
-    flat = optree.tree_leaves(tree, none_is_leaf=True)
+    flat_leaves = optree.tree_leaves(tree, none_is_leaf=True)
     every_path = _dotted(optree.tree_paths(tree, none_is_leaf=True))
-    return [path for path, leaf in zip(every_path, flat, strict=True) if leaf is None]
+    return [path for path, leaf in zip(every_path, flat_leaves, strict=True) if leaf is None]
 
 
 def leaves_up_to(tree: Any, deeper: Any) -> list[Any]:
@@ -165,9 +165,9 @@ def describe(
     structure = walk.visit(tree, above, depth)
     paths = walk.paths
     if len(set(paths)) != len(paths):
-        twice = next(p for p, uses in Counter(paths).items() if uses > 1)
+        path_twice = next(p for p, uses in Counter(paths).items() if uses > 1)
         raise ValueError(
-            f"two leaves of the tree have the path {twice!r}; paths join keys with dots, and every "
+            f"two leaves of the tree have the path {path_twice!r}; paths join keys with dots, and every "
             "leaf needs a path of its own: rename one of the keys"
         )
     return structure, walk.leaf_values, paths
@@ -200,11 +200,13 @@ class _Walk:
         node_kind, meta = _kind(node, metadata, path)
         if self.check is not None:
             self.check(node_kind, meta, entries, path)
-        inner = []
+        inner_structures = []
         # Why no comprehension: it would take a second frame of Python's bounded stack.
         for child, entry in zip(children, entries, strict=True):
-            inner.append(self.visit(child, f"{path}.{entry}" if path else str(entry), depth + 1))
-        return (node_kind, meta, tuple(inner))
+            inner_structures.append(
+                self.visit(child, f"{path}.{entry}" if path else str(entry), depth + 1)
+            )
+        return (node_kind, meta, tuple(inner_structures))
 
 
 def too_deep(path: str, what: str) -> str:
@@ -214,10 +216,8 @@ def too_deep(path: str, what: str) -> str:
         path: the path.
         what: that of which there are too many.
     """
-    shown = path if len(path) < 80 else f"{path[:40]}…{path[-20:]}"
-    return (
-        f"the tree has more than {DEEPEST} {what} at {shown!r}: use lists, or fewer and longer keys"
-    )
+    shown_path = path if len(path) < 80 else f"{path[:40]}…{path[-20:]}"
+    return f"the tree has more than {DEEPEST} {what} at {shown_path!r}: use lists, or fewer and longer keys"
 
 
 def insertion_order(tree: Any) -> list[tuple[str, Any]]:
@@ -225,8 +225,8 @@ def insertion_order(tree: Any) -> list[tuple[str, Any]]:
 
     All other functions here take the keys of a plain dictionary in sorted order.
     """
-    flat = optree.tree_leaves(tree, namespace=_PACKAGE)
-    return list(zip(_dotted(optree.tree_paths(tree, namespace=_PACKAGE)), flat, strict=True))
+    flat_leaves = optree.tree_leaves(tree, namespace=_PACKAGE)
+    return list(zip(_dotted(optree.tree_paths(tree, namespace=_PACKAGE)), flat_leaves, strict=True))
 
 
 def as_inserted(structure: Structure, tree: Any) -> Structure:
@@ -234,12 +234,14 @@ def as_inserted(structure: Structure, tree: Any) -> Structure:
     if structure is None or isinstance(structure, int):
         return structure
     node_kind, meta, children = structure
-    below = optree.tree_flatten_one_level(tree)[0]
-    inner = tuple(as_inserted(child, node) for child, node in zip(children, below, strict=True))
+    child_trees = optree.tree_flatten_one_level(tree)[0]
+    inner_structures = tuple(
+        as_inserted(child, node) for child, node in zip(children, child_trees, strict=True)
+    )
     if node_kind != "dict":
-        return (node_kind, meta, inner)
-    named = dict(zip(meta, inner, strict=True))
-    return (node_kind, tuple(tree), tuple(named[key] for key in tree))
+        return (node_kind, meta, inner_structures)
+    inner_by_key = dict(zip(meta, inner_structures, strict=True))
+    return (node_kind, tuple(tree), tuple(inner_by_key[key] for key in tree))
 
 
 def with_dicts_in_order(structure: Structure, positions: Sequence[int]) -> Structure:
@@ -254,35 +256,37 @@ def with_dicts_in_order(structure: Structure, positions: Sequence[int]) -> Struc
 
 def _in_order(structure: Structure, positions: Sequence[int]) -> tuple[float, Structure]:
     """Return the first position in ``structure``, and the structure in order."""
-    if structure is None or isinstance(structure, int):
-        return (math.inf if structure is None else positions[structure]), structure
+    if structure is None:
+        return math.inf, structure
+    if isinstance(structure, int):
+        return positions[structure], structure
     node_kind, meta, children = structure
-    ordered = [_in_order(child, positions) for child in children]
-    first = min((position for position, _ in ordered), default=math.inf)
+    ordered_children = [_in_order(child, positions) for child in children]
+    first_position = min((position for position, _ in ordered_children), default=math.inf)
     if node_kind == "dict":
-        pairs = sorted(zip(meta, ordered, strict=True), key=lambda pair: pair[1][0])
-        return first, (
+        sorted_pairs = sorted(zip(meta, ordered_children, strict=True), key=lambda pair: pair[1][0])
+        return first_position, (
             node_kind,
-            tuple(key for key, _ in pairs),
-            tuple(child for _, (_, child) in pairs),
+            tuple(key for key, _ in sorted_pairs),
+            tuple(child for _, (_, child) in sorted_pairs),
         )
-    return first, (node_kind, meta, tuple(child for _, child in ordered))
+    return first_position, (node_kind, meta, tuple(child for _, child in ordered_children))
 
 
 def build(structure: Structure, values: Sequence[Any]) -> Any:
     """Return the tree of a ``structure`` with ``values`` as leaves; the inverse of ``describe``."""
-    spec, order = _spec(structure)
-    return spec.unflatten([values[i] for i in order])
+    tree_spec, leaf_order = _spec(structure)
+    return tree_spec.unflatten([values[i] for i in leaf_order])
 
 
 def freeze(value: Any) -> Any:
     """Return nested lists, which JSON makes of tuples, as nested tuples; leave other values."""
     if not isinstance(value, list):
         return value
-    frozen = []
+    frozen_items = []
     for item in value:  # see describe for why no comprehension
-        frozen.append(freeze(item))
-    return tuple(frozen)
+        frozen_items.append(freeze(item))
+    return tuple(frozen_items)
 
 
 def is_under(path: str, unit: str) -> bool:
@@ -352,9 +356,9 @@ def _name_of(cls: type, where: str) -> str:
 
     ``where`` is the place of the class in the tree, for the error.
     """
-    inside = cls.__module__.partition(".")[0] == _PACKAGE
+    is_inside = cls.__module__.partition(".")[0] == _PACKAGE
     # Why the public name: a stored structure stays valid when the class moves to another file.
-    if inside and getattr(sys.modules[_PACKAGE], cls.__qualname__, None) is cls:
+    if is_inside and getattr(sys.modules[_PACKAGE], cls.__qualname__, None) is cls:
         return f"{_PACKAGE}:{cls.__qualname__}"
     name = f"{cls.__module__}:{cls.__qualname__}"
     if loaded_class(name) is not cls:
@@ -388,12 +392,12 @@ def _construct(structure: Structure) -> Any:
         return OrderedDict(zip(meta, children, strict=True))
     assert node_kind in ("namedtuple", "custom"), node_kind
     cls = class_of(node_kind, meta if node_kind == "namedtuple" else meta[0])
-    entry = optree.register_pytree_node.get(cls)
+    registry_entry = optree.register_pytree_node.get(cls)
     try:
         if node_kind == "namedtuple":
             return cls(*children)
-        assert entry is not None
-        return entry.unflatten_func(meta[1], children)
+        assert registry_entry is not None
+        return registry_entry.unflatten_func(meta[1], children)
     # Errors of any kind: it is the code of the class, and the data may be of another one.
     except Exception as error:
         raise ValueError(

@@ -53,16 +53,18 @@ def load_corpus(text: str | os.PathLike[str] | None, context: int) -> Corpus:
         if not root.exists():
             raise ValueError(f"--text must be a file or a folder; found none at {root}")
         files = [root] if root.is_file() else _walk(root)
-    data = _read(files)
-    num_valid = int(HELD_OUT * len(data))
+    text_bytes = _read(files)
+    num_valid = int(HELD_OUT * len(text_bytes))
     if num_valid < context + 1:
         raise ValueError(
-            f"the text is too short: {title} has {len(data):,} bytes, of which {num_valid:,} are "
+            f"the text is too short: {title} has {len(text_bytes):,} bytes, of which {num_valid:,} are "
             f"held out, and a context of {context} needs {context + 1:,}: pass a longer text, or a "
             "smaller --context"
         )
-    description = f"{title}, {len(data) / 2**20:.1f} MiB, the last {HELD_OUT:.0%} held out"
-    train, valid = torch.frombuffer(data, dtype=torch.uint8).tensor_split([len(data) - num_valid])
+    description = f"{title}, {len(text_bytes) / 2**20:.1f} MiB, the last {HELD_OUT:.0%} held out"
+    train, valid = torch.frombuffer(text_bytes, dtype=torch.uint8).tensor_split(
+        [len(text_bytes) - num_valid]
+    )
     return Corpus(train, valid, description)
 
 
@@ -77,32 +79,34 @@ def batch(
     """
     digest = hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest) >> 1)
-    starts = torch.randint(len(data) - context, (size,), generator=generator, device="cpu")
-    return _cut(data, starts, context)
+    window_starts = torch.randint(len(data) - context, (size,), generator=generator, device="cpu")
+    return _cut(data, window_starts, context)
 
 
 def windows(data: torch.Tensor, *, count: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return up to ``count`` windows, evenly spaced over ``data``, in the form of ``batch``."""
-    room = len(data) - context
-    count = min(count, room)
-    starts = torch.arange(count, device="cpu") * room // count
-    return _cut(data, starts, context)
+    num_starts = len(data) - context
+    count = min(count, num_starts)
+    window_starts = torch.arange(count, device="cpu") * num_starts // count
+    return _cut(data, window_starts, context)
 
 
 def _cut(
     data: torch.Tensor, starts: torch.Tensor, context: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    cut = data[starts[:, None] + torch.arange(context + 1, device="cpu")].long()
-    return cut[:, :-1].contiguous(), cut[:, 1:].contiguous()
+    windows_cut = data[starts[:, None] + torch.arange(context + 1, device="cpu")].long()
+    return windows_cut[:, :-1].contiguous(), windows_cut[:, 1:].contiguous()
 
 
 def _walk(root: Path, suffix: str = "") -> list[Path]:
     """Return the files under a folder in the order of their paths."""
     files = []
-    for folder, below, names in os.walk(root):
+    for folder, folders_below, names in os.walk(root):
         # Note: os.walk does not enter what is taken out of this list.
-        below[:] = [
-            name for name in below if not name.startswith(".") and not (suffix and name in _SKIPPED)
+        folders_below[:] = [
+            name
+            for name in folders_below
+            if not name.startswith(".") and not (suffix and name in _SKIPPED)
         ]
         files += [
             Path(folder, name)

@@ -81,8 +81,8 @@ class Decoder(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         config = self.config
         x = self.embed(tokens)
-        size = config.latent.rotary if config.latent else config.head_dim
-        turns = rotations(tokens.shape[1], size, config.rotary_base, tokens.device)
+        rotary_size = config.latent.rotary if config.latent else config.head_dim
+        turns = rotations(tokens.shape[1], rotary_size, config.rotary_base, tokens.device)
         for block in self.blocks:
             x = block(x, turns)
         return self.head(self.norm(x))
@@ -176,8 +176,10 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 def rotations(length: int, size: int, base: float, device: torch.device) -> torch.Tensor:
     """Return the complex number that turns each pair of a head, for all positions."""
     exponents = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
-    angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), base**-exponents)
-    return torch.polar(torch.ones_like(angles), angles)
+    turn_angles = torch.outer(
+        torch.arange(length, dtype=torch.float32, device=device), base**-exponents
+    )
+    return torch.polar(torch.ones_like(turn_angles), turn_angles)
 
 
 def rotate(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
@@ -222,15 +224,18 @@ class Experts(nn.Module):
         tokens = x.flatten(0, -2)
         weights, chosen = self.router(tokens)
         copies, is_filled = _balanced(chosen, count)
-        token = copies // per_token
-        rows = tokens.index_select(0, token).unflatten(0, (count, -1)).unbind()
-        outputs = torch.cat(
-            [expert(expert_rows) for expert, expert_rows in zip(self.experts, rows, strict=True)]
+        token_index = copies // per_token
+        expert_inputs = tokens.index_select(0, token_index).unflatten(0, (count, -1)).unbind()
+        expert_outputs = torch.cat(
+            [
+                expert(expert_rows)
+                for expert, expert_rows in zip(self.experts, expert_inputs, strict=True)
+            ]
         )
         # Note: a row that no token fills holds a copy of the first token, and counts nothing.
         row_weights = weights.flatten().index_select(0, copies) * is_filled
-        weighted = outputs * row_weights.type_as(outputs)[:, None]
-        out = weighted.new_zeros(tokens.shape).index_add(0, token, weighted)
+        weighted_outputs = expert_outputs * row_weights.type_as(expert_outputs)[:, None]
+        out = weighted_outputs.new_zeros(tokens.shape).index_add(0, token_index, weighted_outputs)
         if self.shared is not None:
             out = out + self.shared(tokens)
         return out.view_as(x)
@@ -256,13 +261,13 @@ class Router(nn.Module):
     def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = self.gate(tokens).float()
         if self.bias is None:
-            scores = biased = logits.softmax(-1)
+            expert_scores = biased_scores = logits.softmax(-1)
         else:  # the bias changes the choice alone
-            scores = logits.sigmoid()
-            biased = scores + self.bias
-        chosen = biased.topk(self.per_token).indices
-        weights = scores.gather(-1, chosen)
-        return weights / weights.sum(-1, keepdim=True), chosen
+            expert_scores = logits.sigmoid()
+            biased_scores = expert_scores + self.bias
+        chosen_experts = biased_scores.topk(self.per_token).indices
+        weights = expert_scores.gather(-1, chosen_experts)
+        return weights / weights.sum(-1, keepdim=True), chosen_experts
 
 
 def _balanced(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -276,14 +281,22 @@ def _balanced(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.T
         Two tensors of one element a row, expert by expert: the number of the token copy, which is
         ``token · per_token`` and more, or 0 without one; and whether there is one.
     """
-    flat = chosen.flatten()
-    rows = -(-flat.numel() // experts)
-    sorted_experts, order = flat.sort(stable=True)
-    first = torch.searchsorted(sorted_experts, torch.arange(experts, device=flat.device))
-    row = torch.arange(flat.numel(), device=flat.device) - first[sorted_experts]
+    flat_chosen = chosen.flatten()
+    num_rows = -(-flat_chosen.numel() // experts)
+    sorted_experts, sorted_order = flat_chosen.sort(stable=True)
+    first_place = torch.searchsorted(
+        sorted_experts, torch.arange(experts, device=flat_chosen.device)
+    )
+    row_of_expert = (
+        torch.arange(flat_chosen.numel(), device=flat_chosen.device) - first_place[sorted_experts]
+    )
     # Why one more place: all copies beyond an expert's rows are written there, and cut off.
-    place = torch.where(row < rows, sorted_experts * rows + row, experts * rows)
-    copies = torch.full((experts * rows + 1,), -1, device=flat.device).scatter(0, place, order)[:-1]
+    place = torch.where(
+        row_of_expert < num_rows, sorted_experts * num_rows + row_of_expert, experts * num_rows
+    )
+    copies = torch.full((experts * num_rows + 1,), -1, device=flat_chosen.device).scatter(
+        0, place, sorted_order
+    )[:-1]
     return copies.clamp(min=0), copies >= 0
 
 

@@ -42,7 +42,7 @@ def progress(title: str, total: int, *, quiet: bool = False, keep: bool = False)
         return
     from rich import progress as bars
 
-    columns = (
+    bar_columns = (
         bars.TextColumn("{task.description}"),
         bars.BarColumn(bar_width=None),
         bars.MofNCompleteColumn(),
@@ -51,7 +51,7 @@ def progress(title: str, total: int, *, quiet: bool = False, keep: bool = False)
         bars.TextColumn("[dim]left[/dim]"),
         bars.TimeRemainingColumn(),
     )
-    with bars.Progress(*columns, console=console, expand=True, transient=not keep) as drawing:
+    with bars.Progress(*bar_columns, console=console, expand=True, transient=not keep) as drawing:
         task = drawing.add_task(title, total=total, words="")
         yield lambda done, words: drawing.update(task, completed=done, words=words)
 

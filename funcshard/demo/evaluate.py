@@ -48,12 +48,16 @@ def validation_loss(
         # Why weights: every forward contains collectives, so all ranks run the same number of
         # batches. A rank that has no window left repeats the last one with weight zero.
         first = pass_index * size
-        positions = torch.arange(first, first + size, device="cpu") * mesh.world_size + mesh.rank
-        weights = (positions < len(inputs)).to(mesh.device)
-        positions = positions.clamp(max=len(inputs) - 1)
-        logits = model(inputs[positions].to(mesh.device)).transpose(1, 2)
-        losses = F.cross_entropy(logits, targets[positions].to(mesh.device), reduction="none")
-        totals += torch.stack([(losses.mean(1) * weights).sum(), weights.sum()])
+        window_indices = (
+            torch.arange(first, first + size, device="cpu") * mesh.world_size + mesh.rank
+        )
+        weights = (window_indices < len(inputs)).to(mesh.device)
+        window_indices = window_indices.clamp(max=len(inputs) - 1)
+        logits = model(inputs[window_indices].to(mesh.device)).transpose(1, 2)
+        byte_losses = F.cross_entropy(
+            logits, targets[window_indices].to(mesh.device), reduction="none"
+        )
+        totals += torch.stack([(byte_losses.mean(1) * weights).sum(), weights.sum()])
         show(pass_index + 1, "")
     loss, count = fs.psum(totals, mesh).tolist()
     return loss / count
@@ -82,12 +86,12 @@ def sample(
         temperature: divisor of the logits; a lower one makes likely bytes likelier.
     """
     generator = torch.Generator().manual_seed(seed)
-    written = list(b"\n")
+    written_bytes = list(b"\n")
     for sample_index in range(length):
-        logits = model(torch.tensor([written[-context:]], device=mesh.device))[0, -1]
-        probabilities = (logits.float().cpu() / temperature).softmax(0)
-        written.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+        logits = model(torch.tensor([written_bytes[-context:]], device=mesh.device))[0, -1]
+        next_probabilities = (logits.float().cpu() / temperature).softmax(0)
+        written_bytes.append(int(torch.multinomial(next_probabilities, 1, generator=generator)))
         show(sample_index + 1, "")
-    text = bytes(written[1:]).decode(errors="replace").replace("\ufffd", "·").expandtabs(4)
+    text = bytes(written_bytes[1:]).decode(errors="replace").replace("\ufffd", "·").expandtabs(4)
     # A terminal would obey control characters.
     return "".join(c if c.isprintable() or c == "\n" else "·" for c in text)

@@ -131,17 +131,17 @@ def _spawn(job: Callable[..., None], args: tuple[Any, ...], shape: Mapping[str, 
         _request_stop(processes)
         _announce(again)
 
-    with tempfile.TemporaryDirectory(prefix="funcshard-") as folder, _on_signal(on_signal):
+    with tempfile.TemporaryDirectory(prefix="funcshard-") as failure_folder, _on_signal(on_signal):
         try:
             start_method = _start_method(job)
             with _masked():
                 processes += torch.multiprocessing.start_processes(
-                    _rank, (shape, folder, job, args), world,
+                    _rank, (shape, failure_folder, job, args), world,
                     join=False, daemon=True, start_method=start_method,
                 ).processes  # fmt: skip
             if stop.requested:  # the signal came before there were ranks
                 _request_stop(processes)
-            failure = _wait(processes, Path(folder))
+            failure = _wait(processes, Path(failure_folder))
         except KeyboardInterrupt:
             show_cursor()
             return STOPPED
@@ -168,11 +168,11 @@ def _request_stop(processes: list[Any]) -> None:
 def _masked() -> Iterator[None]:
     """Block signals, also in processes that start: none ends before it has set its handlers."""
     resource_tracker.ensure_running()  # before the mask, because it unblocks signals when it starts
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask_before)
 
 
 def _start_method(job: Callable[..., None]) -> str:
@@ -215,17 +215,19 @@ def _rank(
                 torch.set_num_threads(max(1, _cores() // world))
             _use_loopback()
             store = dist.FileStore(str(Path(folder, "store")), world)
-            wait = datetime.timedelta(minutes=10)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=wait)
+            group_timeout = datetime.timedelta(minutes=10)
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=world, timeout=group_timeout
+            )
             job(fs.init_mesh(shape, device="cpu"), stop, *args)
             dist.destroy_process_group()
         except BaseException as error:
             # Why the file first: the end of this process makes other ranks fail too, and the
             # earliest file shows the cause. Why os._exit: a clean-up could wait for the other
             # ranks.
-            part = Path(folder, f"{time.time_ns()}-{rank}.part")
-            part.write_text(_failure(rank, error))
-            part.rename(part.with_suffix(".failure"))
+            part_file = Path(folder, f"{time.time_ns()}-{rank}.part")
+            part_file.write_text(_failure(rank, error))
+            part_file.rename(part_file.with_suffix(".failure"))
             os._exit(1)
         sys.exit(stop.exit_code)
 
@@ -234,18 +236,23 @@ def _wait(processes: list[Any], folder: Path) -> str:
     """Wait until all ranks have ended, or one has failed; return the text of the failure."""
     while True:
         exit_codes = [process.exitcode for process in processes]
-        failed = {r: code for r, code in enumerate(exit_codes) if code not in (None, 0, STOPPED)}
-        if failed or None not in exit_codes:
+        failed_ranks = {
+            r: code for r, code in enumerate(exit_codes) if code not in (None, 0, STOPPED)
+        }
+        if failed_ranks or None not in exit_codes:
             break
         multiprocessing.connection.wait([p.sentinel for p in processes if p.exitcode is None])
-    for rank, code in failed.items():
+    for rank, code in failed_ranks.items():
         if code < 0:  # a killed rank writes no file, and ranks that fail because of it do
             hint = " (out of memory?)" if -code == signal.SIGKILL else ""
             name = signal.Signals(-code).name
             return f"funcshard: rank {rank} failed: it was ended by signal {name}{hint}"
-    failures = [path.read_text() for path in sorted(folder.glob("*.failure"))]
-    failures += [f"funcshard: rank {rank} failed with exit code {failed[rank]}" for rank in failed]
-    return failures[0] if failed else ""
+    failure_texts = [path.read_text() for path in sorted(folder.glob("*.failure"))]
+    failure_texts += [
+        f"funcshard: rank {rank} failed with exit code {failed_ranks[rank]}"
+        for rank in failed_ranks
+    ]
+    return failure_texts[0] if failed_ranks else ""
 
 
 def _failure(rank: int, error: BaseException) -> str:
@@ -254,8 +261,8 @@ def _failure(rank: int, error: BaseException) -> str:
     if not os.environ.get("FUNCSHARD_TRACEBACK"):
         lines = ["FUNCSHARD_TRACEBACK=1 in the environment shows the traceback"]
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    where = f"{Path(frame.filename).name}:{frame.lineno}, in {frame.name}"
-    title = f"funcshard: rank {rank} failed: {type(error).__name__}: {error} ({where})"
+    error_place = f"{Path(frame.filename).name}:{frame.lineno}, in {frame.name}"
+    title = f"funcshard: rank {rank} failed: {type(error).__name__}: {error} ({error_place})"
     return "\n".join([title, *lines])
 
 
@@ -270,10 +277,10 @@ def _announce(again: bool) -> None:
 @contextmanager
 def _on_signal(function: Callable[[bool], None]) -> Iterator[None]:
     """Call ``function(again)`` on SIGINT and SIGTERM; ``again`` is false for the first signal."""
-    calls = itertools.count()
+    call_count = itertools.count()
 
     def handler(number: int, frame: Any) -> None:
-        function(next(calls) > 0)
+        function(next(call_count) > 0)
 
     handlers_before = [signal.signal(number, handler) for number in SIGNALS]
     try:

@@ -22,11 +22,11 @@ def check_fits(ranks: int, parameters: int = 0, activations: int = 0) -> None:
             at least eight.
     """
     elements = parameters * (ranks + 4) + 8 * activations * ranks
-    needed, available = PROCESS_BYTES * ranks + 4 * elements, _available_bytes()
-    if available is not None and needed > available:
+    needed_bytes, available_bytes = PROCESS_BYTES * ranks + 4 * elements, _available_bytes()
+    if available_bytes is not None and needed_bytes > available_bytes:
         raise ValueError(
             f"{ranks:,} ranks and a model of {parameters:,} parameters need about "
-            f"{needed / 2**30:,.1f} GiB, and this machine has {available / 2**30:,.1f} GiB: choose "
+            f"{needed_bytes / 2**30:,.1f} GiB, and this machine has {available_bytes / 2**30:,.1f} GiB: choose "
             "fewer --ranks, or a smaller model; python -m funcshard plan takes any number of both"
         )
 
@@ -34,11 +34,11 @@ def check_fits(ranks: int, parameters: int = 0, activations: int = 0) -> None:
 def _available_bytes() -> int | None:
     """Return the memory that new processes can have: the machine's, or less in a container."""
     try:
-        free = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
+        free_match = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
     except OSError:  # no Linux
         return None
-    limits = [int(free[1]) * 1024] if free else []
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+    byte_limits = [int(free_match[1]) * 1024] if free_match else []
+    for limit_file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):  # no such file, or the text "max"
-            limits.append(int(Path(limit).read_text()))
-    return min(limits, default=None)
+            byte_limits.append(int(Path(limit_file).read_text()))
+    return min(byte_limits, default=None)

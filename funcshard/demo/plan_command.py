@@ -128,12 +128,12 @@ def plan_command(options: argparse.Namespace) -> int:
     check_mesh(options.ranks, options.replicate)
     _check_together(options)
     _check_files(options)
-    shown = _shown(options, _model(options))
+    shown_items = _shown(options, _model(options))
     if options.html:
-        _write_page(Path(options.html), shown)
-    plans = [plan for plan in shown if isinstance(plan, fs.Plan)]
-    print(plans[0].to_json() if options.json and plans else "\n\n".join(map(str, shown)))
-    reports = [report for report in shown if isinstance(report, Report | Infeasible)]
+        _write_page(Path(options.html), shown_items)
+    plans = [plan for plan in shown_items if isinstance(plan, fs.Plan)]
+    print(plans[0].to_json() if options.json and plans else "\n\n".join(map(str, shown_items)))
+    reports = [report for report in shown_items if isinstance(report, Report | Infeasible)]
     return int(bool(options.budget or options.auto) and not all(r.fits for r in reports))
 
 
@@ -143,8 +143,13 @@ def _check_together(options: argparse.Namespace) -> None:
             raise ValueError(
                 f"--{name} belongs to an estimate: add --hardware, such as --hardware h100"
             )
-    chosen = {"replicate": 1, "strategy": STRATEGIES[0], "bucket_bytes": "auto", "remat": False}
-    for name, default in chosen.items():
+    auto_defaults = {
+        "replicate": 1,
+        "strategy": STRATEGIES[0],
+        "bucket_bytes": "auto",
+        "remat": False,
+    }
+    for name, default in auto_defaults.items():
         if options.auto and getattr(options, name) != default:
             raise ValueError(
                 f"--auto chooses mesh, strategies and remat: leave out --{name.replace('_', '-')}"
@@ -162,16 +167,16 @@ def _check_files(options: argparse.Namespace) -> None:
         _read(options.compare)
     if not options.html:
         return
-    page = Path(options.html)
-    if page.is_dir():
+    page_path = Path(options.html)
+    if page_path.is_dir():
         raise ValueError(
-            f"--html must be a file; found the folder {page}: add a name, such as "
-            f"{page / 'plan.html'}"
+            f"--html must be a file; found the folder {page_path}: add a name, such as "
+            f"{page_path / 'plan.html'}"
         )
-    if not page.parent.is_dir():
+    if not page_path.parent.is_dir():
         raise ValueError(
-            f"--html must be a file in a folder that exists; found {page}: make the folder "
-            f"{page.parent} first"
+            f"--html must be a file in a folder that exists; found {page_path}: make the folder "
+            f"{page_path.parent} first"
         )
 
 
@@ -197,28 +202,28 @@ def _shown(options: argparse.Namespace, model: nn.Module) -> list[Any]:
     estimate = _Estimate(options, model, apply, params, buffers)
     if not options.auto:
         report: Any = estimate(plan)
-        shown: list[Any] = [plan, report]
+        shown_items: list[Any] = [plan, report]
     else:
         best_plan = fs.auto_plan(
             estimate.profile(precision), ranks=options.ranks, units=units, hardware=estimate.hardware,
             optimizer=options.optimizer, budget=options.budget,
         )  # fmt: skip
         report = best_plan.report
-        shown = [best_plan]
+        shown_items = [best_plan]
         if not isinstance(best_plan, Infeasible):
-            shown += [best_plan.plan, report]
+            shown_items += [best_plan.plan, report]
     if compared_plan is not None:
-        shown.append(fs.compare(estimate(compared_plan), report))
-    return shown
+        shown_items.append(fs.compare(estimate(compared_plan), report))
+    return shown_items
 
 
 def _model(options: argparse.Namespace) -> nn.Module:
     spec = options.model
-    make: Callable[[], Any] = functools.partial(GPT, gpt_config(options))
+    make_model: Callable[[], Any] = functools.partial(GPT, gpt_config(options))
     if spec in DECODERS:
-        make = functools.partial(decoder, spec)
+        make_model = functools.partial(decoder, spec)
     elif spec is not None and ":" in spec:
-        make = import_callable("--model", spec)
+        make_model = import_callable("--model", spec)
     elif spec is not None:
         remedy = did_you_mean(
             spec, DECODERS, otherwise="pass one of these, or a function of your own"
@@ -229,7 +234,7 @@ def _model(options: argparse.Namespace) -> nn.Module:
         )
     with torch.device("meta"):
         try:
-            model = make()
+            model = make_model()
         except Exception as error:
             raise ValueError(
                 f"--model {spec} failed on the meta device: {type(error).__name__}: {error}"
@@ -249,30 +254,30 @@ class _Estimate:
     ) -> None:
         self.options, self.functional = options, (apply, params, buffers)
         self.hardware = load_hardware(options.hardware)
-        context = getattr(getattr(model, "config", None), "context", _OTHERS)
-        size = options.batch, options.seq or min(context, _LONGEST)
+        model_context = getattr(getattr(model, "config", None), "context", _OTHERS)
+        batch_size = options.batch, options.seq or min(model_context, _LONGEST)
         if options.inputs:
             self.loss, self.targets = None, None
             with torch.device("meta"):
-                self.inputs = import_callable("--inputs", options.inputs)(*size)
+                self.inputs = import_callable("--inputs", options.inputs)(*batch_size)
             if not isinstance(self.inputs, tuple):
                 raise TypeError(
                     f"--inputs {options.inputs} must return a tuple; it returned "
                     f"{type(self.inputs).__name__}"
                 )
         else:
-            self.inputs = (torch.empty(size, dtype=torch.int64, device="meta"),)
+            self.inputs = (torch.empty(batch_size, dtype=torch.int64, device="meta"),)
             self.loss, self.targets = _cross_entropy, self.inputs[0]
         self.profiles: dict[Any, Profile] = {}
 
     def profile(self, precision: fs.Plan | fs.MixedPrecision | None) -> Profile:
         """Return the trace of the model in a precision, or in that of a plan."""
-        dtypes: Any = precision
+        profile_key: Any = precision
         if isinstance(precision, fs.Plan):
-            dtypes = tuple(unit.precision for unit in precision.unit_list)
-        if dtypes not in self.profiles:
+            profile_key = tuple(unit.precision for unit in precision.unit_list)
+        if profile_key not in self.profiles:
             try:
-                self.profiles[dtypes] = fs.profile(
+                self.profiles[profile_key] = fs.profile(
                     *self.functional, *self.inputs,
                     loss=self.loss, targets=self.targets, precision=precision,
                 )  # fmt: skip
@@ -281,7 +286,7 @@ class _Estimate:
                 raise ValueError(
                     f"the model failed on its inputs: {type(error).__name__}: {first_line}"
                 ) from error
-        return self.profiles[dtypes]
+        return self.profiles[profile_key]
 
     def __call__(self, plan: fs.Plan) -> Report:
         return fs.estimate(
@@ -345,16 +350,16 @@ def _read(path: str) -> fs.Plan:
 
 
 def _write_page(path: Path, shown: list[Any]) -> None:
-    parts = [item._repr_html_() for item in shown]
+    html_parts = [item._repr_html_() for item in shown]
     if importlib.util.find_spec("matplotlib") is not None:
         for plan in [item for item in shown if isinstance(item, fs.Plan)]:
-            parts.append(_image(draw_holdings(plan)))
+            html_parts.append(_image(draw_holdings(plan)))
         for report in [item for item in shown if isinstance(item, Report)]:
-            parts += [_image(draw_memory(report)), _image(draw_timeline(report))]
-    style = "body{font-family:sans-serif;margin:24px;max-width:1200px} img{max-width:100%} body>*{margin-bottom:24px}"
-    page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>funcshard plan</title><style>{style}</style>'
-    body = "".join(f"<div>{part}</div>" for part in parts)
-    path.write_text(f"{page}{body}</html>\n", encoding="utf-8")
+            html_parts += [_image(draw_memory(report)), _image(draw_timeline(report))]
+    page_style = "body{font-family:sans-serif;margin:24px;max-width:1200px} img{max-width:100%} body>*{margin-bottom:24px}"
+    page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>funcshard plan</title><style>{page_style}</style>'
+    page_body = "".join(f"<div>{part}</div>" for part in html_parts)
+    path.write_text(f"{page}{page_body}</html>\n", encoding="utf-8")
 
 
 def _image(figure: Any) -> str:

@@ -85,7 +85,7 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
         stop: the request to stop before the last step.
         settings: the settings of the job.
     """
-    began = time.perf_counter()
+    job_began = time.perf_counter()
     is_first, config, out = mesh.rank == 0, settings.config, Path(settings.out).resolve()
     tell: Callable[..., None] = say if is_first else lambda *_: None
     corpus = load_corpus(settings.text, config.context)
@@ -114,10 +114,13 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
     step = fs.make_train_step(loss_fn, optimizer, plan, mesh, max_norm=1.0)
     state, losses = step.init(shards, buffers), []
     del shards  # the step updates them in place
-    if settings.resume and (last := fs.latest(settings.checkpoints, thorough=True)) is not None:
-        restored = fs.restore(last, plan, mesh)
+    last_checkpoint = None
+    if settings.resume:
+        last_checkpoint = fs.latest(settings.checkpoints, thorough=True)
+    if last_checkpoint is not None:
+        restored = fs.restore(last_checkpoint, plan, mesh)
         state, losses = restored["train"], restored["losses"].tolist()
-        tell(f"Resumed from {last}", "bold")
+        tell(f"Resumed from {last_checkpoint}", "bold")
     first_step, saving = state.step, None
 
     def model(inputs: torch.Tensor) -> torch.Tensor:
@@ -154,12 +157,12 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
                 size=settings.batch,
                 context=config.context,
             )
-            state, metrics = step(state, (inputs.to(mesh.device), targets.to(mesh.device)))
-            losses.append(metrics["loss"].item())
+            state, step_metrics = step(state, (inputs.to(mesh.device), targets.to(mesh.device)))
+            losses.append(step_metrics["loss"].item())
             step_times.append(time.perf_counter())
             recent_loss = sum(losses[-10:]) / len(losses[-10:])
-            rate = tokens_per_step * (len(step_times) - 1) / (step_times[-1] - step_times[0])
-            show(state.step, f"loss {recent_loss:.3f}  {rate:,.0f} tokens/s")
+            token_rate = tokens_per_step * (len(step_times) - 1) / (step_times[-1] - step_times[0])
+            show(state.step, f"loss {recent_loss:.3f}  {token_rate:,.0f} tokens/s")
             if settings.save_every and state.step % settings.save_every == 0:
                 saving = save(wait=False)
     seconds = time.perf_counter() - training_began
@@ -178,15 +181,15 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
         _write(out / "model.pt", lambda path: torch.save(state_dict, path))
         _write(out / "plan.json", lambda path: path.write_text(plan.to_json() + "\n"))
     loss_after = validate("after") if state.step else loss_before
-    length = 60 if stop.happened else 200
-    with progress("Sampling", length, quiet=not is_first) as show:
+    sample_length = 60 if stop.happened else 200
+    with progress("Sampling", sample_length, quiet=not is_first) as show:
         sample_text = sample(
-            model, mesh, length=length, context=config.context, seed=settings.seed, show=show
+            model, mesh, length=sample_length, context=config.context, seed=settings.seed, show=show
         )
     if not is_first:
         return
-    rate = tokens_per_step * (state.step - first_step) / seconds
-    metrics = {
+    token_rate = tokens_per_step * (state.step - first_step) / seconds
+    summary = {
         "settings": asdict(settings),
         "mesh": mesh.shape,
         "plan": plan.fingerprint(),
@@ -194,18 +197,18 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
         "stopped": stop.happened,
         "validation": {"before": loss_before, "after": loss_after, "unit": "nats per byte"},
         "losses": losses,
-        "tokens_per_second": rate,
-        "seconds": {"training": seconds, "all": time.perf_counter() - began},
+        "tokens_per_second": token_rate,
+        "seconds": {"training": seconds, "all": time.perf_counter() - job_began},
         "sample": sample_text,
     }
-    metrics_text = json.dumps(metrics, indent=1) + "\n"
+    metrics_text = json.dumps(summary, indent=1) + "\n"
     _write(out / "metrics.json", lambda path: path.write_text(metrics_text))
     say("Sample", "bold")
     for line in sample_text.split("\n"):
         for begin in range(0, max(1, len(line)), 90):
             say(f"  │ {line[begin : begin + 90]}".rstrip())
     say(
-        f"\n{state.step} steps in {seconds:.0f} s, {rate:,.0f} tokens/s; validation loss "
+        f"\n{state.step} steps in {seconds:.0f} s, {token_rate:,.0f} tokens/s; validation loss "
         f"{loss_before:.3f} → {loss_after:.3f} nats per byte",
         "bold green" if loss_after < loss_before else "bold",
     )
@@ -217,8 +220,8 @@ def _schedule(step: int, settings: Settings) -> float:
     warm_up = max(1, settings.steps // 20)
     if step < warm_up:
         return settings.lr * (step + 1) / warm_up
-    fraction = (step - warm_up) / max(1, settings.steps - warm_up)
-    return settings.lr * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * fraction)))
+    decay_fraction = (step - warm_up) / max(1, settings.steps - warm_up)
+    return settings.lr * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * decay_fraction)))
 
 
 def _introduce(plan: fs.Plan, mesh: fs.Mesh, settings: Settings, corpus: Corpus) -> None:
@@ -238,6 +241,6 @@ def _introduce(plan: fs.Plan, mesh: fs.Mesh, settings: Settings, corpus: Corpus)
 
 def _write(path: Path, write: Any) -> None:
     """Write a file atomically: ``path`` is the complete file or does not exist."""
-    part = path.with_name(path.name + ".part")
-    write(part)
-    os.replace(part, path)
+    part_file = path.with_name(path.name + ".part")
+    write(part_file)
+    os.replace(part_file, path)

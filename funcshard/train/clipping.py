@@ -145,35 +145,37 @@ def clip_by_global_norm(
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     leaves, unflatten = tree.flatten(grads)
     # Why once: gradients of offloaded units lie on the CPU, and the host waits for each copy.
-    scales = {device: scale.to(device) for device in {leaf.device for leaf in leaves}}
+    scale_on = {device: scale.to(device) for device in {leaf.device for leaf in leaves}}
     if donate:
-        clipped = [leaf.mul_(scales[leaf.device].to(leaf)) for leaf in donated(leaves)]
+        clipped = [leaf.mul_(scale_on[leaf.device].to(leaf)) for leaf in donated(leaves)]
     else:
-        clipped = [leaf * scales[leaf.device].to(leaf) for leaf in leaves]
+        clipped = [leaf * scale_on[leaf.device].to(leaf) for leaf in leaves]
     return unflatten(clipped), norm
 
 
 def _norm(leaves: list[torch.Tensor], norm_type: float, mesh: Mesh) -> torch.Tensor:
     """Return the norm of all elements of ``leaves`` on the mesh's device, in float32 or wider."""
-    wide = {leaf.dtype: torch.promote_types(leaf.dtype, torch.float32) for leaf in leaves}
+    wide_dtypes = {leaf.dtype: torch.promote_types(leaf.dtype, torch.float32) for leaf in leaves}
     # Why from all leaves: a rank that has nothing but padding of one must send its norm in the same
     # dtype as the ranks that hold its elements.
-    dtype = functools.reduce(
-        torch.promote_types, (wide_dtype.to_real() for wide_dtype in wide.values()), torch.float32
+    norm_dtype = functools.reduce(
+        torch.promote_types,
+        (wide_dtype.to_real() for wide_dtype in wide_dtypes.values()),
+        torch.float32,
     )
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for leaf in leaves:
         if leaf.numel():
-            norm = norm_of_rows(leaf.flatten(), norm_type, wide[leaf.dtype])
+            norm = norm_of_rows(leaf.flatten(), norm_type, wide_dtypes[leaf.dtype])
             by_device.setdefault(leaf.device, []).append(norm)
     # Why one by device: the gradients of offloaded units lie on the CPU, and the host waits for
     # each copy from there.
     device_norms = [
-        torch.linalg.vector_norm(torch.stack(leaf_norms), norm_type).to(mesh.device, dtype)
+        torch.linalg.vector_norm(torch.stack(leaf_norms), norm_type).to(mesh.device, norm_dtype)
         for leaf_norms in by_device.values()
     ]
     if not device_norms:
-        return torch.zeros((), dtype=dtype, device=mesh.device)
+        return torch.zeros((), dtype=norm_dtype, device=mesh.device)
     if len(device_norms) == 1:
         return device_norms[0]
     return torch.linalg.vector_norm(torch.stack(device_norms), norm_type)
@@ -200,10 +202,10 @@ def norm_of_rows(x: torch.Tensor, norm_type: float, dtype: torch.dtype) -> torch
         # Why no dim: before torch 2.13 the norm of a fake tensor of one element keeps it.
         return torch.linalg.vector_norm(x, norm_type, dim=None if x.dim() == 1 else -1, dtype=dtype)
     whole_numel = x.shape[-1] // PIECE * PIECE
-    pieces = torch.linalg.vector_norm(
+    piece_norms = torch.linalg.vector_norm(
         x[..., :whole_numel].unflatten(-1, (-1, PIECE)), norm_type, dim=-1, dtype=dtype
     )
-    norm = norm_of_rows(pieces, norm_type, dtype)
+    norm = norm_of_rows(piece_norms, norm_type, dtype)
     if whole_numel == x.shape[-1]:
         return norm
     rest_norm = torch.linalg.vector_norm(x[..., whole_numel:], norm_type, dim=-1, dtype=dtype)

@@ -76,8 +76,8 @@ class TorchSchedule:
     """The function that ``torch_schedule`` returns."""
 
     def __init__(self, make: Callable[..., Any], lr: float, options: Mapping[str, Any]) -> None:
-        name = getattr(make, "__name__", type(make).__name__)
-        self._title = f"torch_schedule({name}, lr={lr})"
+        class_name = getattr(make, "__name__", type(make).__name__)
+        self._title = f"torch_schedule({class_name}, lr={lr})"
         self._optimizer = _Rate(lr)
         scheduler = make(self._optimizer, **options)
         if not isinstance(scheduler, lr_scheduler.LRScheduler) or isinstance(
@@ -137,5 +137,5 @@ def rate_in(options: Mapping[str, Any], cls: type) -> Any:
 
 def plain_number(value: Any) -> Any:
     """Return a scalar of another library, such as NumPy, as a ``float``; others unchanged."""
-    plain = isinstance(value, float | int | torch.Tensor) or not hasattr(value, "__float__")
-    return value if plain else float(value)
+    is_plain = isinstance(value, float | int | torch.Tensor) or not hasattr(value, "__float__")
+    return value if is_plain else float(value)

@@ -92,8 +92,8 @@ def assign_owners(plan: Plan, matrices: Iterable[str] | None = None) -> Owners:
         axis: size for axis, size in plan.mesh_axes.items() if axis == "shard" or axis in cut_axes
     }
     # The work of each rank so far, on a grid of these axes; ranks along other axes repeat it.
-    load = torch.zeros(*axes.values(), dtype=torch.int64, device="cpu")
-    assigned = []
+    load_grid = torch.zeros(*axes.values(), dtype=torch.int64, device="cpu")
+    assigned_matrices = []
     # Heaviest first: the light ones then fill what the heavy ones left uneven.
     matrix_leaves.sort(key=lambda entry: (-_work(entry[2]), entry[2].index))
     for unit, buffer, leaf in matrix_leaves:
@@ -103,13 +103,13 @@ def assign_owners(plan: Plan, matrices: Iterable[str] | None = None) -> Owners:
         owner_axes = {axis: size for axis, size in axes.items() if axis in stage_axes}
         # Note: an owner works once for each rank along the axes that its matrix is not cut along,
         # so what counts is the busiest of these.
-        repeated = [dim for dim, axis in enumerate(axes) if axis not in stage_axes]
-        busiest = load.amax(repeated) if repeated else load
-        owner_place = position_of(int(busiest.argmin()), owner_axes)
-        load[tuple(owner_place.get(axis, slice(None)) for axis in axes)] += _work(leaf)
+        repeated_dims = [dim for dim, axis in enumerate(axes) if axis not in stage_axes]
+        busiest_load = load_grid.amax(repeated_dims) if repeated_dims else load_grid
+        owner_place = position_of(int(busiest_load.argmin()), owner_axes)
+        load_grid[tuple(owner_place.get(axis, slice(None)) for axis in axes)] += _work(leaf)
         owners = tuple((stage, owner_place[stage or "shard"]) for stage in stages)
-        assigned.append(Matrix(unit.name, buffer, leaf, owners))
-    return Owners(tuple(sorted(assigned, key=lambda m: m.leaf.index)), tuple(axes.items()))
+        assigned_matrices.append(Matrix(unit.name, buffer, leaf, owners))
+    return Owners(tuple(sorted(assigned_matrices, key=lambda m: m.leaf.index)), tuple(axes.items()))
 
 
 def _work(leaf: LeafSpec) -> int:
@@ -139,8 +139,8 @@ class Matrix:
 
         Without a stage, it is that of the ranks that own the whole matrix.
         """
-        before = itertools.takewhile(lambda owner: owner[0] != stage, self.owners)
-        return {axis or "shard": index for axis, index in before}
+        earlier_owners = itertools.takewhile(lambda owner: owner[0] != stage, self.owners)
+        return {axis or "shard": index for axis, index in earlier_owners}
 
     def shape(self, stage: Stage = "") -> tuple[int, ...]:
         """Return the shape of the slices that meet in ``stage``, or of the whole matrix."""
@@ -169,12 +169,12 @@ class Matrix:
         if self.buffer.shards == 1:
             # Every rank holds the whole matrix: the owner needs nothing, and all need its update.
             _, owner = self.owners[0]
-            numels = torch.zeros(ranks, dtype=torch.int64, device="cpu")
-            numels[slice(None) if back else owner] = self.leaf.numel
-            return numels
+            sent_numels = torch.zeros(ranks, dtype=torch.int64, device="cpu")
+            sent_numels[slice(None) if back else owner] = self.leaf.numel
+            return sent_numels
         begin = self.leaf.offset
-        edges = torch.arange(ranks + 1, device="cpu") * self.buffer.shard_numel
-        return edges.clamp(begin, begin + self.leaf.numel).diff()
+        shard_edges = torch.arange(ranks + 1, device="cpu") * self.buffer.shard_numel
+        return shard_edges.clamp(begin, begin + self.leaf.numel).diff()
 
 
 class Part(NamedTuple):
@@ -301,9 +301,9 @@ class Owners(Shown):
                 continue
             crossing = matrix.sent(stage, ranks, back)
             crossing[owner] = 0  # its own part does not cross
-            members = tuple(place.get(other_axis, slice(None)) for other_axis in other_axes)
-            held[members] += crossing
-            owned[*members, owner] += crossing.sum()
+            member_ranks = tuple(place.get(other_axis, slice(None)) for other_axis in other_axes)
+            held[member_ranks] += crossing
+            owned[*member_ranks, owner] += crossing.sum()
         crossing_bytes = int(torch.maximum(owned, held).max()) * dtype_of(_SENT_DTYPE).itemsize
         if not crossing_bytes:
             return None
@@ -314,10 +314,10 @@ class Owners(Shown):
         rows = []
         for rank in range(math.prod(axes.values())):
             position = position_of(rank, axes)
-            owned = [m.leaf for m in self.matrices if m.place().items() <= position.items()]
-            numel = sum(math.prod(leaf.whole_shape) for leaf in owned)
-            counts = map(table.count, [len(owned), numel, sum(map(_work, owned))])
-            rows.append([" × ".join(map(str, position.values())), *counts])
+            owned_leaves = [m.leaf for m in self.matrices if m.place().items() <= position.items()]
+            numel = sum(math.prod(leaf.whole_shape) for leaf in owned_leaves)
+            row_counts = map(table.count, [len(owned_leaves), numel, sum(map(_work, owned_leaves))])
+            rows.append([" × ".join(map(str, position.values())), *row_counts])
         traffic = table.size(sum(event.traffic for event in self.events))
         header = ["rank" if len(axes) == 1 else " × ".join(axes), "matrices", "numel", "work"]
         return [Table(f"Owners of {len(self.matrices)} matrices, {traffic} a step", header, rows)]

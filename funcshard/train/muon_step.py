@@ -102,25 +102,27 @@ def muon(
     check_options(torch.optim.Muon, [options])
     _with_defaults(options_at(options, 0))
     owners = assign_owners(plan, matrices)
-    layout = ParamGroupLayout(dict.fromkeys(owners.of, 0), 1, mesh.shard.rank)
+    matrix_layout = ParamGroupLayout(dict.fromkeys(owners.of, 0), 1, mesh.shard.rank)
     adamw_options = dict(adamw or {})
     adamw_groups = adamw_options.pop("groups", ())
-    parts = {m.leaf.path: m.buffer.part(m.leaf, mesh.shard.rank) for m in owners.matrices}
+    shard_parts = {m.leaf.path: m.buffer.part(m.leaf, mesh.shard.rank) for m in owners.matrices}
     stages, position = owners.stages, mesh.position
     step = MuonStep(
         options=options,
         plan=plan,
         mesh=mesh,
         owners=owners,
-        layout=layout,
+        layout=matrix_layout,
         adamw=grouped_step(
             torch.optim.AdamW, adamw_options, adamw_groups, plan, mesh, left_out=owners.of
         ),
         numels={
-            (unit.name, buffer.key): sum(leaf_range.numel for leaf_range in layout.ranges(buffer))
+            (unit.name, buffer.key): sum(
+                leaf_range.numel for leaf_range in matrix_layout.ranges(buffer)
+            )
             for unit, buffer in trainable_buffers(plan)
         },
-        slices={path: part.in_shard for path, part in parts.items() if part.numel},
+        slices={path: part.in_shard for path, part in shard_parts.items() if part.numel},
         there=[owners.all_to_all(stage, position, back=False) for stage in stages],
         back=[owners.all_to_all(stage, position, back=True) for stage in reversed(stages)],
     )
@@ -222,11 +224,11 @@ class MuonStep:
         check_form(state, {"steps", "momentum", "adamw"}, "muon")
         check_not_donated(state["momentum"])
         for (unit_name, key), numel in self.numels.items():
-            average = state["momentum"].get(unit_name, {}).get(key)
-            if getattr(average, "shape", None) != (numel,):
+            unit_momentum = state["momentum"].get(unit_name, {}).get(key)
+            if getattr(unit_momentum, "shape", None) != (numel,):
                 raise ValueError(
                     f"muon's momentum of buffer {key!r} of unit {unit_name or '(root)'!r} must have "
-                    f"shape ({numel},), the elements of matrices in this shard; found {outline(average)}, of "
+                    f"shape ({numel},), the elements of matrices in this shard; found {outline(unit_momentum)}, of "
                     f"another plan, number of ranks or choice of matrices: {NEW_STATE}"
                 )
 
@@ -236,18 +238,18 @@ class MuonStep:
         """Update momentum in place; return this rank's part of each matrix's update, by path."""
         updates: dict[str, torch.Tensor] = {}
         for unit, buffer in trainable_buffers(self.plan):
-            average, grad = momentum[unit.name][buffer.key], grads[unit.name][buffer.key]
-            if not average.numel():
+            momentum_shard, grad = momentum[unit.name][buffer.key], grads[unit.name][buffer.key]
+            if not momentum_shard.numel():
                 continue
             if grad is None:
                 # Why zeros are sent: every step runs the same collectives.
-                update = torch.zeros_like(average)
+                update = torch.zeros_like(momentum_shard)
             else:
-                grad = self.layout.pick(grad, buffer).to(average.dtype)
-                average.lerp_(grad, 1 - options["momentum"])
-                update = average
+                grad = self.layout.pick(grad, buffer).to(momentum_shard.dtype)
+                momentum_shard.lerp_(grad, 1 - options["momentum"])
+                update = momentum_shard
                 if options["nesterov"]:
-                    update = grad.lerp(average, options["momentum"])
+                    update = grad.lerp(momentum_shard, options["momentum"])
             update, end = update.to(self.mesh.device, torch.bfloat16), 0
             for leaf in buffer.leaves:
                 if leaf.path in self.slices:
@@ -259,47 +261,49 @@ class MuonStep:
     def _bring_to_owners(self, updates: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the updates that this rank owns, given the parts that lie in its shards."""
         for stage in self.there:
-            sent = [updates.pop(part.path) for part in stage.sent]
-            received = self._exchange(stage, sent)
+            sent_parts = [updates.pop(part.path) for part in stage.sent]
+            received_updates = self._exchange(stage, sent_parts)
             # Note: parts come in the order of the ranks that send them, which is their order in
             # the matrix.
             parts_by_matrix: dict[tuple[str, int], list[torch.Tensor]] = {}
-            for part, update in zip(stage.received, received, strict=True):
+            for part, update in zip(stage.received, received_updates, strict=True):
                 parts_by_matrix.setdefault((part.path, part.dim), []).append(update)
-            for (path, dim), parts in parts_by_matrix.items():
-                updates[path] = torch.cat(parts, dim)
+            for (path, dim), received_parts in parts_by_matrix.items():
+                updates[path] = torch.cat(received_parts, dim)
         return updates
 
     def _bring_back(self, updates: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the parts of updates that lie in this rank's shards; undoes the above."""
         for stage in self.back:
-            sent = []
+            sent_parts = []
             for part in stage.sent:
                 update = updates[part.path]
                 if len(part.shape) == 1:  # elements of a flat shard
                     update = update.reshape(-1)
-                sent.append(update.narrow(part.dim, part.begin, part.shape[part.dim]))
+                sent_parts.append(update.narrow(part.dim, part.begin, part.shape[part.dim]))
             for path in {part.path for part in stage.sent}:
                 del updates[path]
-            for part, update in zip(stage.received, self._exchange(stage, sent), strict=True):
+            for part, update in zip(stage.received, self._exchange(stage, sent_parts), strict=True):
                 updates[part.path] = update
         return updates
 
     def _exchange(self, stage: AllToAll, sent: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run one all-to-all; return the parts that this rank receives."""
-        flat = [part.reshape(-1) for part in sent]
+        flat_parts = [part.reshape(-1) for part in sent]
         if stage.event is not None:
             nothing = torch.empty(0, dtype=torch.bfloat16, device=self.mesh.device)
-            full = torch.cat(flat or [nothing])
-            out = full.new_empty(sum(stage.receive_sizes))
+            send_buffer = torch.cat(flat_parts or [nothing])
+            receive_buffer = send_buffer.new_empty(sum(stage.receive_sizes))
             if recording():
                 emit(stage.event)
             in_graph(self.mesh.groups[stage.axis], stage.axis).all_to_all(
-                out, full, stage.receive_sizes, stage.send_sizes, label="matrices"
+                receive_buffer, send_buffer, stage.receive_sizes, stage.send_sizes, label="matrices"
             ).wait()
-            flat = out.split([part.numel for part in stage.received])
+            flat_parts = receive_buffer.split([part.numel for part in stage.received])
         # Without an event every rank sends to itself only.
-        return [update.view(part.shape) for update, part in zip(flat, stage.received, strict=True)]
+        return [
+            update.view(part.shape) for update, part in zip(flat_parts, stage.received, strict=True)
+        ]
 
 
 def _with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -143,18 +143,18 @@ def grouped_step(
     """Return the step of a class with parameter groups; it leaves the leaves ``left_out`` alone."""
     check_fits(plan, mesh)
     group_of, group_options = group_leaves(plan, groups, left_out)
-    layout = ParamGroupLayout(group_of, len(group_options), mesh.shard.rank)
+    group_layout = ParamGroupLayout(group_of, len(group_options), mesh.shard.rank)
     all_options = (dict(options), *group_options[1:])
     check_options(cls, all_options)
     used_groups = {*group_of.values()}
-    ranges: dict[str, dict[str, _ShardRanges]] = {unit.name: {} for unit in plan.unit_list}
+    ranges_by_unit: dict[str, dict[str, _ShardRanges]] = {unit.name: {} for unit in plan.unit_list}
     for unit, buffer in trainable_buffers(plan):
-        group_ranges = layout.ranges(buffer)
+        group_ranges = group_layout.ranges(buffer)
         # Why empty ranges: a group without elements in this shard still counts its steps. Its
         # scalars are the same as on other ranks, and the state has one form on every rank.
         absent_groups = used_groups - {group_range.group for group_range in group_ranges}
         empty_ranges = [GroupRange(group, 0, 0) for group in sorted(absent_groups)]
-        ranges[unit.name][buffer.key] = _ShardRanges(
+        ranges_by_unit[unit.name][buffer.key] = _ShardRanges(
             buffer.shard_numel, (*group_ranges, *empty_ranges)
         )
     return TorchStep(
@@ -162,8 +162,8 @@ def grouped_step(
         options=all_options,
         known=learn_entries(cls, all_options, used_groups),
         plan=plan,
-        layout=layout,
-        ranges=ranges,
+        layout=group_layout,
+        ranges=ranges_by_unit,
     )
 
 
@@ -194,20 +194,22 @@ class TorchStep:
         check_not_donated(state["leaves"])
         leaves, unflatten = tree.flatten(params)
         leaf_states = subtrees(params, state["leaves"], f"a state of {self.title}", NEW_STATE)
-        views = self._views(grads, leaves, params)
+        all_views = self._views(grads, leaves, params)
         num_groups: int | None = None
-        sizes: list[tuple[int, ...]] = [leaf.shape for leaf in leaves]
+        state_sizes: list[tuple[int, ...]] = [leaf.shape for leaf in leaves]
         if self.layout is not None:
             num_groups = self.layout.count
             # The entries of a leaf leave out its elements of no group.
-            sizes = [(sum(view.parameter.numel() for view in leaf_views),) for leaf_views in views]
-        check_entries(self.known, leaf_states, sizes, num_groups, params, self.title)
-        members: list[list[torch.nn.Parameter]] = [[] for _ in self.options]
-        for leaf_views in views:
+            state_sizes = [
+                (sum(view.parameter.numel() for view in leaf_views),) for leaf_views in all_views
+            ]
+        check_entries(self.known, leaf_states, state_sizes, num_groups, params, self.title)
+        group_members: list[list[torch.nn.Parameter]] = [[] for _ in self.options]
+        for leaf_views in all_views:
             for view in leaf_views:
-                members[view.group].append(view.parameter)
-        optimizer = self._optimizer(members, state["steps"])
-        for leaf_views, leaf_state in zip(views, leaf_states, strict=True):
+                group_members[view.group].append(view.parameter)
+        optimizer = self._optimizer(group_members, state["steps"])
+        for leaf_views, leaf_state in zip(all_views, leaf_states, strict=True):
             view_states = _split_state(leaf_state, leaf_views, num_groups)
             for view, view_state in zip(leaf_views, view_states, strict=True):
                 if view_state:  # a class may have made the state of the first step already
@@ -215,7 +217,7 @@ class TorchStep:
         with with_plain_factories():
             optimizer.step()
         new_states = []
-        for leaf_views, leaf_state in zip(views, leaf_states, strict=True):
+        for leaf_views, leaf_state in zip(all_views, leaf_states, strict=True):
             view_states = [optimizer.state.pop(view.parameter, {}) for view in leaf_views]
             new_states.append(_merge_state(leaf_state, leaf_views, view_states, num_groups))
         state["leaves"] = DONATED_STATE
@@ -248,11 +250,13 @@ class TorchStep:
             paths: the trainable leaves, in the order in which the groups shall list them.
         """
         no_elements = torch.empty(0, dtype=torch.float32, device="cpu")
-        members = [[torch.nn.Parameter(no_elements)] for _ in self.options]
+        group_members = [[torch.nn.Parameter(no_elements)] for _ in self.options]
         group_of = dict.fromkeys(paths, 0) if self.layout is None else self.layout.group_of
         return [
             {**options, "params": [path for path in paths if group_of.get(path) == group_index]}
-            for group_index, options in enumerate(self._optimizer(members, steps).param_groups)
+            for group_index, options in enumerate(
+                self._optimizer(group_members, steps).param_groups
+            )
         ]
 
     def _views(self, grads: Any, leaves: Sequence[torch.Tensor], params: Any) -> list[list[_View]]:
@@ -261,40 +265,40 @@ class TorchStep:
         leaf_ranges: list[_ShardRanges | None] = [None] * len(leaves)
         if self.ranges is not None:
             leaf_ranges = subtrees(params, self.ranges, "the optimizer's plan", _MAKE_WITH_PLAN)
-        views: list[list[_View]] = []
+        all_views: list[list[_View]] = []
         for leaf, grad, ranges in zip(leaves, leaf_grads, leaf_ranges, strict=True):
             if ranges is not None and leaf.shape != (ranges.numel,):
                 raise ValueError(
-                    f"shard {tree.paths(params)[len(views)]!r} must have shape ({ranges.numel},), "
+                    f"shard {tree.paths(params)[len(all_views)]!r} must have shape ({ranges.numel},), "
                     f"as in the optimizer's plan; found {outline(leaf)}: {_MAKE_WITH_PLAN}"
                 )
             if grad is not None and getattr(grad, "shape", None) != leaf.shape:
                 raise ValueError(
-                    f"the gradient of leaf {tree.paths(params)[len(views)]!r} must have its shape, "
+                    f"the gradient of leaf {tree.paths(params)[len(all_views)]!r} must have its shape, "
                     f"{tuple(leaf.shape)}; found {outline(grad)}: {_PASS_GRADIENTS}"
                 )
-            views.append(_views_of(leaf.detach(), grad, ranges))
-        return views
+            all_views.append(_views_of(leaf.detach(), grad, ranges))
+        return all_views
 
     def _optimizer(
         self, members: Sequence[Sequence[torch.nn.Parameter]], steps: int
     ) -> torch.optim.Optimizer:
         """Return an instance of the class over each group's members, with this step's options."""
         common_options, *overrides = [options_at(options, steps) for options in self.options]
-        groups: Any = [
+        param_groups: Any = [
             {"params": group_members, **group_options}
             for group_members, group_options in zip(members, [{}, *overrides], strict=True)
         ]
         if not overrides and members[0]:
-            groups = members[0]  # what a class without groups of its own expects
-        optimizer = self.cls(groups, **common_options)
-        recording = current_recording()
-        if recording is not None:
+            param_groups = members[0]  # what a class without groups of its own expects
+        optimizer = self.cls(param_groups, **common_options)
+        graph_recording = current_recording()
+        if graph_recording is not None:
             for group, group_options in zip(optimizer.param_groups, self.options, strict=True):
                 for name, schedule in schedules_in({**self.options[0], **group_options}).items():
                     # Why a tensor: the fused kernels take lr as one, or as a constant.
-                    fused = name == "lr" and bool(group.get("fused"))
-                    group[name] = recording.number(schedule, steps, tensor=fused)
+                    is_fused = name == "lr" and bool(group.get("fused"))
+                    group[name] = graph_recording.number(schedule, steps, tensor=is_fused)
         return optimizer
 
 
@@ -330,13 +334,13 @@ def options_at(options: Mapping[str, Any], steps: int) -> dict[str, Any]:
     """Return options with the values that schedules have after a number of steps."""
     if current_recording() is not None:
         steps = 0  # a graph that fs.trace records asks the schedules each time it runs
-    values = dict(options)
+    option_values = dict(options)
     for name, value in options.items():
         if callable(value):
-            values[name] = Schedule(name, value)(steps)
+            option_values[name] = Schedule(name, value)(steps)
         else:
-            values[name] = plain_number(value)
-    return values
+            option_values[name] = plain_number(value)
+    return option_values
 
 
 class _ShardRanges(NamedTuple):
@@ -394,18 +398,18 @@ def _split_state(
     """
     if num_groups is None:
         return [dict(leaf_state)]
-    states: list[dict[str, Any]] = [{} for _ in views]
+    view_states: list[dict[str, Any]] = [{} for _ in views]
     fresh_states: list[dict[str, Any]] = []
     for name, value in leaf_state.items():
         if isinstance(value, torch.Tensor) and value.ndim:
-            for state, view in zip(states, views, strict=True):
+            for state, view in zip(view_states, views, strict=True):
                 state[name] = value[view.in_state]
             continue
         scalars = value if isinstance(value, tuple) else (value,)
         has_begun = any(scalar is not None for scalar in scalars)
         for group, scalar in enumerate(scalars):
             group_states = [
-                state for state, view in zip(states, views, strict=True) if view.group == group
+                state for state, view in zip(view_states, views, strict=True) if view.group == group
             ]
             if scalar is None and has_begun:
                 fresh_states += group_states
@@ -419,7 +423,7 @@ def _split_state(
                 state[name] = scalar_copy
     for state in fresh_states:
         state.clear()
-    return states
+    return view_states
 
 
 def _merge_state(
@@ -434,25 +438,25 @@ def _merge_state(
     """
     if num_groups is None:
         return states[0]
-    merged: dict[str, Any] = {}
+    merged_state: dict[str, Any] = {}
     for name in dict.fromkeys(name for state in states for name in state):
-        values = [state.pop(name, None) for state in states]
-        first = next((value for value in values if value is not None), None)
-        if not isinstance(first, torch.Tensor) or not first.ndim:
+        view_values = [state.pop(name, None) for state in states]
+        first_value = next((value for value in view_values if value is not None), None)
+        if not isinstance(first_value, torch.Tensor) or not first_value.ndim:
             # The last view of a group has the scalar itself, the others have copies.
-            scalar_of = {view.group: value for view, value in zip(views, values, strict=True)}
+            scalar_of = {view.group: value for view, value in zip(views, view_values, strict=True)}
             scalars = tuple(scalar_of.get(group) for group in range(num_groups))
-            merged[name] = scalars if num_groups > 1 else scalars[0]
+            merged_state[name] = scalars if num_groups > 1 else scalars[0]
             continue
-        flat = leaf_state.get(name)
-        if flat is None:
-            flat = first.new_zeros(views[-1].in_state.stop)
-        for view, value in zip(views, values, strict=True):
-            flat_slice = flat[view.in_state]
+        flat_entry = leaf_state.get(name)
+        if flat_entry is None:
+            flat_entry = first_value.new_zeros(views[-1].in_state.stop)
+        for view, value in zip(views, view_values, strict=True):
+            flat_slice = flat_entry[view.in_state]
             if value is not None and address(value) != address(flat_slice):
                 flat_slice.copy_(value)
-        merged[name] = flat
-    return merged
+        merged_state[name] = flat_entry
+    return merged_state
 
 
 def apply_optimizer(optimizer: Any, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:

@@ -81,10 +81,10 @@ class ParamGroupLayout:
         ``spread`` is the inverse. The result is ``flat`` itself if every element belongs to a
         group.
         """
-        parts = [flat[start:stop] for _, start, stop in self.ranges(buffer)]
-        if sum(part.numel() for part in parts) == flat.numel():
+        picked_parts = [flat[start:stop] for _, start, stop in self.ranges(buffer)]
+        if sum(part.numel() for part in picked_parts) == flat.numel():
             return flat
-        return torch.cat([flat[:0], *parts])
+        return torch.cat([flat[:0], *picked_parts])
 
     def spread(self, picked: torch.Tensor, buffer: BufferPlan) -> torch.Tensor:
         """Return a flat tensor as long as the shard, with zeros outside the ranges.
@@ -95,8 +95,8 @@ class ParamGroupLayout:
             return picked
         flat = picked.new_zeros(buffer.shard_numel)
         group_ranges = self.ranges(buffer)
-        parts = picked.split([group_range.numel for group_range in group_ranges])
-        for (_, start, stop), part in zip(group_ranges, parts, strict=True):
+        picked_parts = picked.split([group_range.numel for group_range in group_ranges])
+        for (_, start, stop), part in zip(group_ranges, picked_parts, strict=True):
             flat[start:stop] = part
         return flat
 
@@ -115,7 +115,7 @@ def group_leaves(
     """
     trainable_paths = {leaf.path for _, buffer in trainable_buffers(plan) for leaf in buffer.leaves}
     group_of = dict.fromkeys(sorted(trainable_paths.difference(left_out)), 0)
-    options: list[dict[str, Any]] = [{}]
+    group_options: list[dict[str, Any]] = [{}]
     for group_index, group in enumerate(check_groups(groups), start=1):
         for path in leaves_under(plan, group["paths"], "group path"):
             if path not in group_of:
@@ -127,8 +127,8 @@ def group_leaves(
                     "of the two"
                 )
             group_of[path] = group_index
-        options.append({key: value for key, value in group.items() if key != "paths"})
-    return group_of, options
+        group_options.append({key: value for key, value in group.items() if key != "paths"})
+    return group_of, group_options
 
 
 def check_groups(groups: Any) -> Sequence[Any]:

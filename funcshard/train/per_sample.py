@@ -120,9 +120,9 @@ def per_sample_grad(
     check_callable("per_sample_grad", loss_fn)
     _check_options(max_norm, noise_multiplier, generator, batch_size, chunk_size)
     check_mesh(plan, mesh)
-    buffers = [entry for unit in plan.unit_list for entry in buffers_of(unit, mesh)]
-    trained = [entry for entry in buffers if entry.buffer.trainable]
-    for unit, buffer, _ in trained:
+    all_buffers = [entry for unit in plan.unit_list for entry in buffers_of(unit, mesh)]
+    trained_buffers = [entry for entry in all_buffers if entry.buffer.trainable]
+    for unit, buffer, _ in trained_buffers:
         if any(axis in AXES for axis in buffer.local):
             raise ValueError(
                 f"per_sample_grad adds up the samples of all ranks; unit {unit.title!r} has "
@@ -148,7 +148,7 @@ def per_sample_grad(
             lambda traced, sample: loss_fn(traced, *arguments, sample, **kwargs),
             shards,
             batch,
-            buffers,
+            all_buffers,
             mesh,
             max_norm=max_norm,
             chunk_size=chunk_size,
@@ -157,7 +157,7 @@ def per_sample_grad(
         # Note: popped, so that each sum is freed once it is reduced.
         pending = [
             start_reduce(sums.pop(0), _over_data_axes(entry, mesh), donated=True)
-            for entry in trained
+            for entry in trained_buffers
         ]
         divisor = batch_size
         if divisor is None:
@@ -167,7 +167,7 @@ def per_sample_grad(
         result: dict[str, dict[str, Any]] = {
             unit.name: {buffer.key: None for buffer in unit.buffers} for unit in plan.unit_list
         }
-        for entry in trained:
+        for entry in trained_buffers:
             grad = pending.pop(0).finish()
             if noise_multiplier and generator is not None and max_norm is not None:
                 deviation = noise_multiplier * max_norm
@@ -188,13 +188,13 @@ def _noise(
     """Return this rank's shard of the noise for a buffer, with zeros on the padding."""
     # Why every rank draws noise for the whole buffer: an element's noise then does not depend
     # on how many ranks share the buffer.
-    noise = torch.zeros(buffer.padded_numel, dtype=grad.dtype, device=generator.device)
+    buffer_noise = torch.zeros(buffer.padded_numel, dtype=grad.dtype, device=generator.device)
     if buffer.local:
-        _draw_slices(buffer, noise, deviation, generator, mesh)
+        _draw_slices(buffer, buffer_noise, deviation, generator, mesh)
     else:
-        noise[: buffer.numel].normal_(0.0, deviation, generator=generator)
+        buffer_noise[: buffer.numel].normal_(0.0, deviation, generator=generator)
     shard_rank = mesh.shard.rank if buffer.shards > 1 else 0
-    return noise.view(buffer.shards, -1)[shard_rank].to(grad.device)
+    return buffer_noise.view(buffer.shards, -1)[shard_rank].to(grad.device)
 
 
 def _draw_slices(
@@ -203,10 +203,12 @@ def _draw_slices(
     """Draw noise for the whole tensors of local leaves; put this rank's slices into ``out``."""
     for leaf in buffer.leaves:
         # Ranks along these axes have leaves of their own, each of which gets a draw.
-        axes = {axis: mesh.shape.get(axis, 1) for axis in own_axes(buffer.local, leaf.cuts)}
-        copies = out.new_empty(math.prod(axes.values()), *leaf.whole_shape)
-        copies.normal_(0.0, deviation, generator=generator)
-        whole_noise = copies[rank_at({axis: mesh.position.get(axis, 0) for axis in axes}, axes)]
+        own_sizes = {axis: mesh.shape.get(axis, 1) for axis in own_axes(buffer.local, leaf.cuts)}
+        all_copies = out.new_empty(math.prod(own_sizes.values()), *leaf.whole_shape)
+        all_copies.normal_(0.0, deviation, generator=generator)
+        whole_noise = all_copies[
+            rank_at({axis: mesh.position.get(axis, 0) for axis in own_sizes}, own_sizes)
+        ]
         within = Box(slice_offsets(leaf.shape, leaf.cuts, mesh.position), leaf.shape)
         leaf_noise = whole_noise[within.slices].reshape(-1)
         out[leaf.offset : leaf.offset + leaf.numel] = leaf_noise

@@ -98,19 +98,20 @@ def sum_of_samples(
     for entry in gathered:
         traced_shards[entry.source.unit.name][entry.source.buffer.key] = entry.shard
     trained = [entry for entry in gathered if entry.source.buffer.trainable]
-    depends = not trained  # whether a gradient leaves the loss
+    loss_depends = not trained  # whether a gradient leaves the loss
 
     def loss_of(
         trained_leaves: list[list[torch.Tensor]], sample: list[torch.Tensor]
     ) -> torch.Tensor:
-        nonlocal depends
-        remaining = iter(trained_leaves)
+        nonlocal loss_depends
+        remaining_leaves = iter(trained_leaves)
         leaves = [
-            next(remaining) if entry.source.buffer.trainable else entry.leaves for entry in gathered
+            next(remaining_leaves) if entry.source.buffer.trainable else entry.leaves
+            for entry in gathered
         ]
         with activate(GradReducer([entry.shard for entry in gathered], gathered=leaves)):
             loss = call(traced_shards, unflatten_sample(sample))
-        depends = depends or getattr(loss, "requires_grad", False)
+        loss_depends = loss_depends or getattr(loss, "requires_grad", False)
         return loss
 
     of_samples = torch.vmap(torch.func.grad_and_value(loss_of), (None, 0), randomness="different")
@@ -119,14 +120,14 @@ def sum_of_samples(
     losses: list[torch.Tensor] = []
     norms: list[torch.Tensor] = []
     for begin in range(0, count, chunk_size or max(count, 1)):
-        chunk = [sample[begin : begin + (chunk_size or count)] for sample in samples]
+        sample_chunk = [sample[begin : begin + (chunk_size or count)] for sample in samples]
         with torch.enable_grad():
-            grads, chunk_losses = of_samples([entry.leaves for entry in trained], chunk)
+            grads, chunk_losses = of_samples([entry.leaves for entry in trained], sample_chunk)
         for entry in gathered:
             if version(entry.whole) != entry.writes:
                 raise modified_leaf(entry.source.unit, entry.source.buffer)
         _check_direct(trained, chunk_losses)
-        if not depends:
+        if not loss_depends:
             raise ValueError(
                 "loss_fn must return a loss that depends on a trainable shard of its argument; "
                 "found a loss that no gradient leaves, as from no_grad, detached tensors, frozen "
@@ -174,17 +175,17 @@ def _over_model_axes(grads: Grads, source: UnitBuffer, mesh: Mesh) -> Grads:
     They are contiguous, so that hooks may write to them and that they reshape without a copy.
     """
     grads = [grad.detach().contiguous() for grad in grads]
-    axes = model_axes(mesh)
-    if not axes:
+    all_axes = model_axes(mesh)
+    if not all_axes:
         return grads
-    shared_axes = [axis for axis in axes if axis not in source.buffer.local]
+    shared_axes = [axis for axis in all_axes if axis not in source.buffer.local]
     if shared_axes:
-        flat = torch.cat([grad.reshape(len(grad), -1) for grad in grads], 1)
+        flat_grads = torch.cat([grad.reshape(len(grad), -1) for grad in grads], 1)
         other_axes = tuple(axis for axis in mesh.groups if axis not in shared_axes)
-        flat = all_reduce_flat(flat, mesh, local=other_axes)
-        parts = flat.split([leaf.numel for leaf in source.buffer.leaves], 1)
-        grads = [part.reshape(grad.shape) for part, grad in zip(parts, grads, strict=True)]
-    num_ranks = math.prod(mesh.groups[axis].size for axis in axes)
+        flat_grads = all_reduce_flat(flat_grads, mesh, local=other_axes)
+        summed_parts = flat_grads.split([leaf.numel for leaf in source.buffer.leaves], 1)
+        grads = [part.reshape(grad.shape) for part, grad in zip(summed_parts, grads, strict=True)]
+    num_ranks = math.prod(mesh.groups[axis].size for axis in all_axes)
     return [grad / num_ranks for grad in grads]
 
 
@@ -208,23 +209,23 @@ def _norms(grads: Sequence[Grads], trained: Sequence[_Gathered], mesh: Mesh) -> 
     for entry, buffer_grads in zip(trained, grads, strict=True):
         local_axes = tuple(axis for axis in model_axes(mesh) if axis in entry.source.buffer.local)
         by_axes.setdefault(local_axes, []).append(_norm(buffer_grads))
-    norms = []
+    axes_norms = []
     for local_axes, buffer_norms in by_axes.items():
         norm = torch.linalg.vector_norm(torch.stack(buffer_norms), dim=0)
         if local_axes:  # the rest of these buffers lies on the ranks along these axes
             other_axes = tuple(axis for axis in mesh.groups if axis not in local_axes)
             norm = all_reduce_flat(norm.square(), mesh, local=other_axes).sqrt()
-        norms.append(norm)
-    return torch.linalg.vector_norm(torch.stack(norms), dim=0)
+        axes_norms.append(norm)
+    return torch.linalg.vector_norm(torch.stack(axes_norms), dim=0)
 
 
 def _norm(grads: Grads) -> torch.Tensor:
     """Return the norm of each sample's gradient of one buffer."""
-    wide = torch.promote_types(grads[0].dtype, torch.float32)
-    rows = [grad.reshape(len(grad), -1) for grad in grads if grad.numel()]
-    if not rows:
-        return grads[0].new_zeros(len(grads[0]), dtype=wide.to_real())
-    leaf_norms = [norm_of_rows(row, 2.0, wide) for row in rows]
+    wide_dtype = torch.promote_types(grads[0].dtype, torch.float32)
+    grad_rows = [grad.reshape(len(grad), -1) for grad in grads if grad.numel()]
+    if not grad_rows:
+        return grads[0].new_zeros(len(grads[0]), dtype=wide_dtype.to_real())
+    leaf_norms = [norm_of_rows(row, 2.0, wide_dtype) for row in grad_rows]
     return torch.linalg.vector_norm(torch.stack(leaf_norms), dim=0)
 
 
@@ -244,15 +245,15 @@ def _add(
         norms: the norm of each sample.
         max_norm: the bound.
     """
-    scale = torch.ones_like(norms)
+    clip_scale = torch.ones_like(norms)
     if max_norm is not None:
-        scale = (max_norm / norms).clamp(max=1.0)
+        clip_scale = (max_norm / norms).clamp(max=1.0)
     for buffer_sum, buffer_grads, entry in zip(sums, grads, trained, strict=True):
-        weights = scale.to(buffer_sum)
+        sample_weights = clip_scale.to(buffer_sum)
         for leaf, grad in zip(entry.source.buffer.leaves, buffer_grads, strict=True):
             if leaf.numel:
-                rows = grad.reshape(len(grad), -1).to(buffer_sum.dtype)
-                buffer_sum.narrow(0, leaf.offset, leaf.numel).addmv_(rows.t(), weights)
+                grad_rows = grad.reshape(len(grad), -1).to(buffer_sum.dtype)
+                buffer_sum.narrow(0, leaf.offset, leaf.numel).addmv_(grad_rows.t(), sample_weights)
 
 
 def _count(samples: list[Any]) -> int:

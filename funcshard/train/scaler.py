@@ -165,8 +165,8 @@ class GradScaler:
         inverse = state.scale.double().reciprocal().float()
         # Why by device: gradients of offloaded units lie on the CPU, and the host waits for each
         # copy between devices.
-        inverses = {device: inverse.to(device) for device in {leaf.device for leaf in leaves}}
-        wide = [(leaf, torch.promote_types(leaf.dtype, torch.float32)) for leaf in leaves]
+        inverse_on = {device: inverse.to(device) for device in {leaf.device for leaf in leaves}}
+        wide_leaves = [(leaf, torch.promote_types(leaf.dtype, torch.float32)) for leaf in leaves]
         if (
             transforms_active()
             or current_recording() is not None
@@ -174,21 +174,23 @@ class GradScaler:
         ):
             # Why not the kernel: a graph can fuse arithmetic, and transforms know no rule for the
             # kernel.
-            unscaled = [leaf.to(dtype) * inverses[leaf.device].to(dtype) for leaf, dtype in wide]
+            unscaled_leaves = [
+                leaf.to(dtype) * inverse_on[leaf.device].to(dtype) for leaf, dtype in wide_leaves
+            ]
             found_infs: dict[torch.device, torch.Tensor] = {}
             for leaf in _without_paddings(unflatten(leaves), plan, mesh):
                 found_inf = leaf.isfinite().all().logical_not().float()
                 device_inf = found_infs.get(leaf.device, found_inf)
                 found_infs[leaf.device] = torch.maximum(device_inf, found_inf)
         else:
-            unscaled = [leaf.to(dtype, copy=not donate) for leaf, dtype in wide]
-            parts = _without_paddings(unflatten(unscaled), plan, mesh)
-            found_infs = unscale_in_place(parts, inverses)
+            unscaled_leaves = [leaf.to(dtype, copy=not donate) for leaf, dtype in wide_leaves]
+            unscaled_parts = _without_paddings(unflatten(unscaled_leaves), plan, mesh)
+            found_infs = unscale_in_place(unscaled_parts, inverse_on)
         # A scale of zero hides every infinity from the gradients.
         any_inf = inverse.isfinite().logical_not().float().to(mesh.device)
         for found_inf in found_infs.values():
             any_inf = torch.maximum(any_inf, found_inf.to(mesh.device))
-        return unflatten(unscaled), psum_world(any_inf, mesh) > 0
+        return unflatten(unscaled_leaves), psum_world(any_inf, mesh) > 0
 
     def update(self, state: ScalerState, found_inf: torch.Tensor) -> ScalerState:
         """Return the state after a step.
@@ -199,21 +201,25 @@ class GradScaler:
         good_steps = state.growth_tracker + 1
         # Why float64: a factor need not be representable in float32, and torch multiplies in
         # float64.
-        wide = state.scale.double()
-        grown = (wide * self.growth_factor).float()
-        due = good_steps >= self.growth_interval
-        larger = torch.where(due & grown.isfinite(), grown, state.scale)
-        tracker = torch.where(found_inf | due, torch.zeros_like(good_steps), good_steps)
+        wide_scale = state.scale.double()
+        grown_scale = (wide_scale * self.growth_factor).float()
+        is_due = good_steps >= self.growth_interval
+        larger_scale = torch.where(is_due & grown_scale.isfinite(), grown_scale, state.scale)
+        growth_tracker = torch.where(found_inf | is_due, torch.zeros_like(good_steps), good_steps)
         # Why not below: the reciprocal of a smaller scale overflows, and zero would make every
         # gradient NaN.
-        smaller = (wide * self.backoff_factor).float().clamp(min=torch.finfo(torch.float32).tiny)
-        return ScalerState(torch.where(found_inf, smaller, larger), tracker)
+        smaller_scale = (
+            (wide_scale * self.backoff_factor).float().clamp(min=torch.finfo(torch.float32).tiny)
+        )
+        return ScalerState(torch.where(found_inf, smaller_scale, larger_scale), growth_tracker)
 
 
 def _without_paddings(grads: Any, plan: Plan | None, mesh: Mesh) -> list[torch.Tensor]:
     """Return views of gradients without the padding at their ends; the gradients without a plan."""
     if plan is None:
         return tree.leaves(grads)
-    pairs = [(grads[unit.name][b.key], b) for unit in plan.unit_list for b in unit.buffers]
+    grad_buffers = [(grads[unit.name][b.key], b) for unit in plan.unit_list for b in unit.buffers]
     rank = mesh.shard.rank
-    return [without_padding(grad, buffer, rank) for grad, buffer in pairs if grad is not None]
+    return [
+        without_padding(grad, buffer, rank) for grad, buffer in grad_buffers if grad is not None
+    ]

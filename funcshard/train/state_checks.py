@@ -63,8 +63,8 @@ def check_options(cls: type[torch.optim.Optimizer], options: Sequence[Mapping[st
         signature = None
     for group_index, group_options in enumerate(options):
         where = f" of group {group_index}" if group_index else ""
-        merged = {**options[0], **group_options}
-        for name, value in merged.items():
+        merged_options = {**options[0], **group_options}
+        for name, value in merged_options.items():
             if hasattr(value, "get_last_lr"):
                 scheduler = getattr(value, "__name__", type(value).__name__)
                 raise TypeError(
@@ -76,12 +76,18 @@ def check_options(cls: type[torch.optim.Optimizer], options: Sequence[Mapping[st
                 check_value(name, value, where)
         if signature is None:
             continue
-        schedule_names = {name for name, value in merged.items() if callable(value)}
+        schedule_names = {name for name, value in merged_options.items() if callable(value)}
         try:
-            signature.bind(None, **merged)
+            signature.bind(None, **merged_options)
             # A class checks the values of schedules in each step.
             if cls in ELEMENTWISE and schedule_names <= {"lr", "weight_decay"}:
-                cls([_tiny()], **{name: merged[name] for name in merged.keys() - schedule_names})
+                cls(
+                    [_tiny()],
+                    **{
+                        name: merged_options[name]
+                        for name in merged_options.keys() - schedule_names
+                    },
+                )
         except (TypeError, ValueError) as error:
             raise type(error)(
                 f"{cls.__name__} does not take the options{where}: {error}; "
@@ -127,12 +133,12 @@ def learn_entries(
         options: the options of all leaves, then the options that each further group overrides.
         members: the groups that have leaves.
     """
-    flat: dict[str, bool] = {}
-    exact = cls in ELEMENTWISE
+    is_flat: dict[str, bool] = {}
+    is_exact = cls in ELEMENTWISE
     try:
         for group in sorted(members):
             merged = {**options[0], **options[group]}
-            exact = exact and not any(callable(merged.get(name)) for name in _DECISIVE)
+            is_exact = is_exact and not any(callable(merged.get(name)) for name in _DECISIVE)
             first_options = {
                 name: value(0) if callable(value) else value
                 for name, value in merged.items()
@@ -151,10 +157,10 @@ def learn_entries(
                 optimizer: Any = cls([parameter], **first_options)
                 optimizer.step()
             for name, value in optimizer.state.get(parameter, {}).items():
-                flat[name] = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+                is_flat[name] = isinstance(value, torch.Tensor) and value.shape == parameter.shape
     except Exception:  # such as a class that computes on CUDA only
         return None
-    return KnownEntries(flat, exact) if members else None
+    return KnownEntries(is_flat, is_exact) if members else None
 
 
 def check_form(state: Any, names: set[str], title: str) -> None:
@@ -223,8 +229,8 @@ def _fault(known: KnownEntries, leaf_state: Mapping[str, Any], size: Any, groups
     if leaf_state.keys() != known.flat.keys():
         names = {name for name, value in leaf_state.items() if value is not None}
         # A class that is not torch's may have more entries than after its first step.
-        fits = known.flat.keys() <= names and not known.exact
-        if names and names != known.flat.keys() and not fits:
+        may_have_more = known.flat.keys() <= names and not known.exact
+        if names and names != known.flat.keys() and not may_have_more:
             return f"it must hold {sorted(known.flat) or 'nothing'}; found {sorted(names)}"
     for name, value in leaf_state.items():
         if value is None:

@@ -20,25 +20,25 @@ def texts_of_optimizer(optimizer: Any) -> dict[str, str]:
     """Return the settings of an optimizer by name, as texts that ranks can compare."""
     _, step = optimizer
     if isinstance(step, MuonStep):
-        texts = {"the optimizer": "muon"}
+        setting_texts = {"the optimizer": "muon"}
         for name, value in sorted(step.options.items()):
-            texts[f"{name} of muon"] = text_of(value)
+            setting_texts[f"{name} of muon"] = text_of(value)
         for path in sorted(step.owners.of):
-            texts[f"the optimizer of leaf {path!r}"] = "muon"
+            setting_texts[f"the optimizer of leaf {path!r}"] = "muon"
         for name, text in texts_of_optimizer((None, step.adamw)).items():
-            texts[f"{name}, for other leaves"] = text
-        return texts
+            setting_texts[f"{name}, for other leaves"] = text
+        return setting_texts
     if not isinstance(step, TorchStep):
         return {"the optimizer": text_of(step)}
-    texts = {"the optimizer": text_of(step.cls)}
+    setting_texts = {"the optimizer": text_of(step.cls)}
     for group_index, options in enumerate(step.options):
         where = f" of group {group_index}" if group_index else ""
         for name, value in options.items():
-            texts[f"{name}{where} of the optimizer"] = text_of(value)
+            setting_texts[f"{name}{where} of the optimizer"] = text_of(value)
     if step.layout is not None:
         for path, group in sorted(step.layout.group_of.items()):
-            texts[f"the group of leaf {path!r}"] = str(group)
-    return texts
+            setting_texts[f"the group of leaf {path!r}"] = str(group)
+    return setting_texts
 
 
 def check_scaler(scaler: Any) -> None:

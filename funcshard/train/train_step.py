@@ -195,14 +195,14 @@ def make_train_step(
             "a training step needs a trainable leaf; found none in the plan: set requires_grad on "
             "the module's parameters before make_functional, or on its params before make_plan"
         )
-    compared = {
+    compared_options = {
         "has_aux": options.has_aux, "mutable": mutable, "max_norm": max_norm,
         "accumulate": function.micro_batches or 1, "reduce": options.reduce,
         "weighted": options.weighted, "divisor": options.divisor, "scaler": scaler, "donate": donate,
     }  # fmt: skip
-    texts = {"the plan": plan.fingerprint(), **texts_of_optimizer(optimizer)}
-    texts |= {name: text_of(value) for name, value in compared.items()}
-    check_all_same(mesh, texts, "make_train_step")
+    compared_texts = {"the plan": plan.fingerprint(), **texts_of_optimizer(optimizer)}
+    compared_texts |= {name: text_of(value) for name, value in compared_options.items()}
+    check_all_same(mesh, compared_texts, "make_train_step")
     hooks = (options.on_grads, options.on_reduce_scattered)
     return TrainStep(
         function=function,
@@ -258,19 +258,19 @@ def _check_names(new_buffers: Any, buffers: Any) -> None:
 
 def _named_results(result: Any, has_aux: bool, mutable: bool, weighted: bool) -> dict[str, Any]:
     """Return the results of a loss function by name."""
-    names = ["loss", *["weight"] * weighted, *["new_buffers"] * mutable, *["aux"] * has_aux]
-    if not isinstance(result, tuple) and names == ["loss"]:
+    result_names = ["loss", *["weight"] * weighted, *["new_buffers"] * mutable, *["aux"] * has_aux]
+    if not isinstance(result, tuple) and result_names == ["loss"]:
         return {"loss": result}
-    if not isinstance(result, tuple) or len(result) != len(names):
+    if not isinstance(result, tuple) or len(result) != len(result_names):
         result_text = outline(result)
         if isinstance(result, tuple):
             result_text = f"a tuple of {len(result)}"
         raise TypeError(
             f"with has_aux={has_aux}, mutable={mutable} and weighted={weighted} loss_fn must return "
-            f"({', '.join(names)}); found {result_text}: for (loss, aux) pass has_aux=True, for "
+            f"({', '.join(result_names)}); found {result_text}: for (loss, aux) pass has_aux=True, for "
             "(loss, new_buffers) mutable=True, for (loss, weight) weighted=True"
         )
-    return dict(zip(names, result, strict=True))
+    return dict(zip(result_names, result, strict=True))
 
 
 def _divides_all(plan: Plan) -> bool:
@@ -373,14 +373,14 @@ class TrainStep:
         def loss_and_rest(shards: Shards, batch: Any) -> Any:
             nonlocal buffers, local_weight, local_total
             result = function.loss_fn(shards, buffers, batch)
-            results = _named_results(result, self.has_aux, self.mutable, weighted)
-            loss, aux, weight = results["loss"], results.get("aux"), 1.0
+            named_results = _named_results(result, self.has_aux, self.mutable, weighted)
+            loss, aux, weight = named_results["loss"], named_results.get("aux"), 1.0
             if weighted:
-                weight = check_weight(results["weight"])
+                weight = check_weight(named_results["weight"])
             # A batch of weight zero is no data, so running statistics must not see it either.
             if self.mutable and weight > 0:
-                _check_names(results["new_buffers"], buffers)
-                buffers = tree.map(detached, results["new_buffers"])
+                _check_names(named_results["new_buffers"], buffers)
+                buffers = tree.map(detached, named_results["new_buffers"])
             if self.scaler is not None and state.scaler is not None:
                 loss = self.scaler.scale(loss, state.scaler)
             if not weighted:
@@ -418,18 +418,18 @@ class TrainStep:
         results, grads = self._evaluate(state, batch)
         loss, local_loss, weight, local_weight, buffers, aux = results
         loss, local_loss = loss_value(loss), loss_value(local_loss)
-        recording = current_recording()
-        if recording is not None:
-            recording.updates = True
+        graph_recording = current_recording()
+        if graph_recording is not None:
+            graph_recording.updates = True
         metrics: dict[str, Any] = {}
         if self.rate is not None:
             metrics["lr"] = self.rate
         if callable(self.rate):
             steps = state.opt_state["steps"]
-            if recording is None:
+            if graph_recording is None:
                 metrics["lr"] = self.rate(steps)
             else:  # by name: a file of graphs has the names of schedules
-                metrics["lr"] = recording.number(self.rate, steps)
+                metrics["lr"] = graph_recording.number(self.rate, steps)
         if scaler is not None and scaling is not None:
             loss = loss / scaling.scale.to(loss.device)
             local_loss = local_loss / scaling.scale.to(local_loss.device)
@@ -454,17 +454,17 @@ class TrainStep:
         if self.has_aux:
             metrics["aux"] = aux
         # The weight is the world's sum, so every rank returns here.
-        if weight is not None and recording is None and not _has_data(weight):
+        if weight is not None and graph_recording is None and not _has_data(weight):
             return state, metrics
         if self.mutable:
-            rank = 0
+            source_rank = 0
             if weight is not None:
-                rank = _first_rank_with(local_weight, mesh)
-            buffers = _broadcast(buffers, mesh, rank)
-        if recording is None and metrics.get("found_inf", False):
+                source_rank = _first_rank_with(local_weight, mesh)
+            buffers = _broadcast(buffers, mesh, source_rank)
+        if graph_recording is None and metrics.get("found_inf", False):
             return state._replace(buffers=buffers, scaler=scaling), metrics
         # Note: in a graph the step is always taken, and ``_chosen`` keeps the old state if need be.
-        may_skip = recording is not None and (weight is not None or scaler is not None)
+        may_skip = graph_recording is not None and (weight is not None or scaler is not None)
         with torch.no_grad():
             params, opt_state = _trainable(state.shards, plan), state.opt_state
             if (may_skip or not self.donate) and isinstance(self.optimizer, TorchOptimizer):
@@ -494,11 +494,11 @@ class TrainStep:
             weight: the sum of all weights, which skips the whole step if it is zero.
             found_inf: whether to skip the update.
         """
-        recording = current_recording()
-        assert recording is not None, "a step that runs returns early"
+        graph_recording = current_recording()
+        assert graph_recording is not None, "a step that runs returns early"
         if not same_form(before, after):
             # The optimizer made its state in this step, and a skipped step would have none.
-            recording.replayable = False
+            graph_recording.replayable = False
             return after
         if found_inf is not None:
             chosen = choose_tree(found_inf, before, after)
@@ -537,12 +537,12 @@ def _broadcast(buffers: dict[str, torch.Tensor], mesh: Mesh, rank: int) -> dict[
     as the statistics of slices, or of other experts.
     """
     flat, unflatten = tree.flatten(buffers)
-    copies = [buffer.contiguous().clone() for buffer in flat]
-    parts = [local_part(buffer) if is_dtensor(buffer) else buffer for buffer in copies]
-    source = position_of(rank, mesh.shape)
+    buffer_copies = [buffer.contiguous().clone() for buffer in flat]
+    local_parts = [local_part(buffer) if is_dtensor(buffer) else buffer for buffer in buffer_copies]
+    source_place = position_of(rank, mesh.shape)
     for axis in ("shard", "replicate"):
         if mesh.groups[axis].size > 1:
             group = in_graph(mesh.groups[axis], axis)
-            for work in [group.broadcast(part, source[axis]) for part in parts]:
+            for work in [group.broadcast(part, source_place[axis]) for part in local_parts]:
                 work.wait()
-    return unflatten(copies)
+    return unflatten(buffer_copies)
