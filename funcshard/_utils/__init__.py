@@ -76,7 +76,7 @@ from funcshard._utils.torch_groups import (
     store_for_thread,
     store_is_gone,
 )
-from funcshard._utils.torch_kernels import LARGE, late_copy, unscale_in_place
+from funcshard._utils.torch_kernels import LARGE, has_unscale_kernel, late_copy, unscale_in_place
 from funcshard._utils.torch_modules import class_for_calls, forget_parametrized, state_names
 from funcshard._utils.torch_operators import (
     argument_names,

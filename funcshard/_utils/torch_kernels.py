@@ -12,6 +12,9 @@ from funcshard._utils.torch_names import private
 
 _fused: Any = private("torch._amp_foreach_non_finite_check_and_unscale_", "make_scaler", None)
 
+has_unscale_kernel = _fused is not None
+"""Whether ``unscale_in_place`` can run."""
+
 
 def unscale_in_place(
     tensors: Sequence[torch.Tensor], factors: Mapping[torch.device, torch.Tensor]
@@ -44,12 +47,7 @@ def unscale_in_place(
         device: torch.zeros(1, device=device, dtype=torch.float32) for device, _ in by_kind
     }
     for (device, _), same_kind in by_kind.items():
-        if _fused is None:
-            for tensor in same_kind:
-                found_infs[device][~tensor.isfinite().all().reshape(1)] = 1.0
-                tensor.mul_(factors[device])
-        else:
-            _fused(same_kind, found_infs[device], factors[device].reshape(1))
+        _fused(same_kind, found_infs[device], factors[device].reshape(1))
     return {device: found_inf.squeeze() for device, found_inf in found_infs.items()}
 
 

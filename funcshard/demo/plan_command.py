@@ -219,12 +219,14 @@ def _shown(options: argparse.Namespace, model: nn.Module) -> list[Any]:
 
 def _model(options: argparse.Namespace) -> nn.Module:
     spec = options.model
-    make_model: Callable[[], Any] = functools.partial(GPT, gpt_config(options))
-    if spec in DECODERS:
+    make_model: Callable[[], Any]
+    if spec is None:
+        make_model = functools.partial(GPT, gpt_config(options))
+    elif spec in DECODERS:
         make_model = functools.partial(decoder, spec)
-    elif spec is not None and ":" in spec:
+    elif ":" in spec:
         make_model = import_callable("--model", spec)
-    elif spec is not None:
+    else:
         remedy = did_you_mean(
             spec, DECODERS, otherwise="pass one of these, or a function of your own"
         )
@@ -252,22 +254,21 @@ class _Estimate:
     def __init__(
         self, options: argparse.Namespace, model: nn.Module, apply: Any, params: Any, buffers: Any
     ) -> None:
-        self.options, self.functional = options, (apply, params, buffers)
-        self.hardware = load_hardware(options.hardware)
+        self.options, self.hardware = options, load_hardware(options.hardware)
         model_context = getattr(getattr(model, "config", None), "context", _OTHERS)
         batch_size = options.batch, options.seq or min(model_context, _LONGEST)
+        inputs: Any = (torch.empty(batch_size, dtype=torch.int64, device="meta"),)
+        keywords = {"loss": _cross_entropy, "targets": inputs[0]}
         if options.inputs:
-            self.loss, self.targets = None, None
+            keywords = {}  # the model returns its loss
             with torch.device("meta"):
-                self.inputs = import_callable("--inputs", options.inputs)(*batch_size)
-            if not isinstance(self.inputs, tuple):
+                inputs = import_callable("--inputs", options.inputs)(*batch_size)
+            if not isinstance(inputs, tuple):
                 raise TypeError(
                     f"--inputs {options.inputs} must return a tuple; it returned "
-                    f"{type(self.inputs).__name__}"
+                    f"{type(inputs).__name__}"
                 )
-        else:
-            self.inputs = (torch.empty(batch_size, dtype=torch.int64, device="meta"),)
-            self.loss, self.targets = _cross_entropy, self.inputs[0]
+        self.trace = functools.partial(fs.profile, apply, params, buffers, *inputs, **keywords)
         self.profiles: dict[Any, Profile] = {}
 
     def profile(self, precision: fs.Plan | fs.MixedPrecision | None) -> Profile:
@@ -277,10 +278,7 @@ class _Estimate:
             profile_key = tuple(unit.precision for unit in precision.unit_list)
         if profile_key not in self.profiles:
             try:
-                self.profiles[profile_key] = fs.profile(
-                    *self.functional, *self.inputs,
-                    loss=self.loss, targets=self.targets, precision=precision,
-                )  # fmt: skip
+                self.profiles[profile_key] = self.trace(precision=precision)
             except Exception as error:  # any error of the user's own model
                 first_line = str(error).partition("\n")[0]
                 raise ValueError(

@@ -12,6 +12,7 @@ from funcshard._utils import (
     check_count,
     check_flag,
     check_number,
+    has_unscale_kernel,
     transforms_active,
     tree,
     unscale_in_place,
@@ -168,7 +169,8 @@ class GradScaler:
         inverse_on = {device: inverse.to(device) for device in {leaf.device for leaf in leaves}}
         wide_leaves = [(leaf, torch.promote_types(leaf.dtype, torch.float32)) for leaf in leaves]
         if (
-            transforms_active()
+            not has_unscale_kernel
+            or transforms_active()
             or current_recording() is not None
             or any(leaf.requires_grad for leaf in leaves)
         ):
