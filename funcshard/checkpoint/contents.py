@@ -6,6 +6,7 @@ grow with their number. Nothing here communicates.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -240,7 +241,7 @@ def _by_time(folder: Path) -> list[tuple[int, Path]]:
     # Why the time alone: an index may have some hundred MiB. One without a time is damaged, and
     # reading it says how.
     return sorted(
-        ((_time_of(path), path) for path in folders(folder)),
+        ((_head_of(path)[0], path) for path in folders(folder)),
         key=lambda pair: (pair[0] == 0, pair),
         reverse=True,
     )
@@ -335,25 +336,11 @@ def time_after(folder: Path) -> int:
     The order of checkpoints is that of their times, by which old ones are deleted.
     """
     current_time = time.time_ns()
-    later_saves = sorted(
-        (
-            (saved_time, path)
-            for path in folders(folder)
-            if (saved_time := _time_of(path)) >= current_time
-        ),
-        reverse=True,
-    )
-    for _, path in later_saves:
-        try:
-            return min(read_contents(path).saved + 1, file_data.MOST)
-        except (OSError, ValueError):  # a damaged one
-            continue
+    for saved_time, path in _by_time(folder):
+        if saved_time >= current_time:
+            with contextlib.suppress(OSError, ValueError):  # a damaged one
+                return min(read_contents(path).saved + 1, file_data.MOST)
     return current_time
-
-
-def _time_of(path: Path) -> int:
-    """Return the time of a checkpoint, or 0 if its index has none."""
-    return _head_of(path)[0]
 
 
 def save_at(path: Path) -> str:
@@ -393,8 +380,18 @@ def read_contents(path: str | os.PathLike[str]) -> Contents:
         ValueError: the folder is not a complete checkpoint, or is damaged.
     """
     path = Path(path).absolute()
+    if path.is_file():
+        remedy = (
+            "torch.load(path, weights_only=True) reads what torch.save wrote, and from_state_dict "
+            "makes shards of it"
+        )
+        if path.suffix == ".safetensors":
+            remedy = "call import_safetensors(path, plan, mesh)"
+        raise FileNotFoundError(
+            f"there is no checkpoint at {path}, which is a file, and save makes a folder: {remedy}"
+        )
     if not path.is_dir():
-        raise _absent(path)
+        raise FileNotFoundError(f"there is no checkpoint at {path}: there is no such folder")
     index = path / INDEX
     try:
         body = read_text(index, ("saved", "save", "plan", "outline", "stored", "bytes"))
@@ -430,17 +427,6 @@ def _plans_from(data: Any) -> Plans:
     if len({tuple(plan.mesh_axes.items()) for plan in plans.values()}) != 1:
         raise ValueError("the plans must be of one mesh")
     return plans
-
-
-def _absent(path: Path) -> FileNotFoundError:
-    if not path.is_file():
-        return FileNotFoundError(f"there is no checkpoint at {path}: there is no such folder")
-    remedy = "torch.load(path, weights_only=True) reads what torch.save wrote, and from_state_dict makes shards of it"
-    if path.suffix == ".safetensors":
-        remedy = "call import_safetensors(path, plan, mesh)"
-    return FileNotFoundError(
-        f"there is no checkpoint at {path}, which is a file, and save makes a folder: {remedy}"
-    )
 
 
 def _incomplete(path: Path) -> ValueError:
@@ -497,8 +483,8 @@ def _groups(contents: Contents) -> dict[str, Any]:
         if name not in homes:
             add(stored, "one copy", 1, math.prod(stored.shape))
             continue
-        for leaf in homes[name][1].leaves:
-            own = own_axes(homes[name][1].local, leaf.cuts)
+        for leaf in homes[name].leaves:
+            own = own_axes(homes[name].local, leaf.cuts)
             words = f"one for each index along {' and '.join(own)}" if own else "shards"
             if leaf.cuts:
                 words += f", in slices along {' and '.join(cut.axis for cut in leaf.cuts)}"

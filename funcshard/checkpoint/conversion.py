@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from funcshard._utils import check_path
 from funcshard.checkpoint.contents import Contents, Watch, read_contents, unwatched
 from funcshard.checkpoint.hugging_face import build_on_meta, stored, write_config
 from funcshard.checkpoint.rank_files import Header, RankReader
-from funcshard.checkpoint.resharding import Run, leaf_sources, turn_of
+from funcshard.checkpoint.resharding import Source, leaf_sources, read_run, turn_of, whole_run
 from funcshard.checkpoint.safetensors import write_tensors
 from funcshard.checkpoint.stored_state import any_plan, buffers_of_shards
 from funcshard.comm import Mesh
@@ -30,40 +30,54 @@ from funcshard.plan import Box, dtype_of, own_axes, position_of
 _TREES = {"shards": "model", "opt_state.leaves": "optim.state"}
 
 
-class StoredBox(NamedTuple):
-    """A box of a leaf, and where its first element lies: in which tensor of which rank."""
-
-    rank: int
-    name: str
-    begin: int
-    box: Box
-
-
 @dataclass(frozen=True, slots=True)
 class StoredLeaf:
-    """A whole tensor of a checkpoint: its dtype, its shape, and the boxes that it is stored in."""
+    """A whole tensor of a checkpoint.
 
+    Attributes:
+        name: the name of the tensors in files that hold parts of it.
+        dtype: its dtype.
+        shape: its shape.
+        sources: the runs that it is stored in.
+    """
+
+    name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    boxes: list[StoredBox] = field(default_factory=list)
+    sources: list[Source]
 
     @property
     def nbytes(self) -> int:
         """Number of bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def boxes(self) -> Iterator[StoredBox]:
+        """Yield the boxes that it is stored in."""
+        for source in self.sources:
+            begin = source.start
+            for box in source.run.boxes():
+                yield StoredBox(source.rank, begin, box)
+                begin += box.numel
+
     def read_box(self, reader: RankReader, part: StoredBox) -> torch.Tensor:
         """Return one of the boxes."""
         values = torch.empty(part.box.sizes, dtype=self.dtype, device="cpu")
-        reader.read(values.view(-1), part.rank, part.name, part.begin)
+        reader.read(values.view(-1), part.rank, self.name, part.begin)
         return values
 
     def read(self, reader: RankReader) -> torch.Tensor:
         """Return the whole tensor."""
         values = torch.empty(self.shape, dtype=self.dtype, device="cpu")
-        for part in self.boxes:
-            values[part.box.slices].copy_(self.read_box(reader, part))
+        read_run(values.view(-1), whole_run(self.shape), self.sources, self.name, reader.read)
         return values
+
+
+class StoredBox(NamedTuple):
+    """A box of a leaf, and where its first element lies: in the tensor of which rank."""
+
+    rank: int
+    begin: int
+    box: Box
 
 
 def stored_leaves(contents: Contents) -> dict[str, StoredLeaf]:
@@ -78,30 +92,24 @@ def stored_leaves(contents: Contents) -> dict[str, StoredLeaf]:
     leaves: dict[str, StoredLeaf] = {}
     for name, facts in contents.shared.items():
         dtype, title = dtype_of(facts.dtype), title_of(facts.label)
-        whole = StoredBox(0, name, 0, Box(tuple(0 for _ in facts.shape), facts.shape))
+        whole = StoredLeaf(name, dtype, facts.shape, [Source(0, 0, whole_run(facts.shape))])
         if name not in homes:
-            leaves[title] = StoredLeaf(dtype, facts.shape, [whole])
+            leaves[title] = whole
             continue
-        buffer = homes[name][1]
+        buffer = homes[name]
         start = {**dict.fromkeys(axes, 0), **turn_of(facts.turn, buffer, axes)}
         for leaf in buffer.leaves:
             path = title.replace("*", leaf.path)
             if facts.kind == "whole":  # such as a count of steps
-                leaves[path] = StoredLeaf(dtype, facts.shape, [whole])
+                leaves[path] = whole
                 continue
-            target = Run(
-                0, math.prod(leaf.whole_shape), Box((0,) * len(leaf.shape), leaf.whole_shape)
-            )
-            own = {axis: axes[axis] for axis in own_axes(buffer.local, leaf.cuts)}
-            for index in range(math.prod(own.values())):
-                at = {**start, **position_of(index, own)}
-                stored_leaf = StoredLeaf(dtype, leaf.whole_shape)
-                leaves[f"{path}@{index}" if own else path] = stored_leaf
-                for source in leaf_sources(buffer, leaf, axes, at, target):
-                    begin = source.start
-                    for box in source.run.boxes():
-                        stored_leaf.boxes.append(StoredBox(source.rank, name, begin, box))
-                        begin += box.numel
+            target = whole_run(leaf.whole_shape)
+            own_sizes = {axis: axes[axis] for axis in own_axes(buffer.local, leaf.cuts)}
+            for index in range(math.prod(own_sizes.values())):
+                position = {**start, **position_of(index, own_sizes)}
+                sources = list(leaf_sources(buffer, leaf, axes, position, target))
+                leaf_name = f"{path}@{index}" if own_sizes else path
+                leaves[leaf_name] = StoredLeaf(name, dtype, leaf.whole_shape, sources)
     return leaves
 
 
@@ -189,42 +197,40 @@ def write_dcp(path: Path, folder: Path, watch: Watch = unwatched) -> Path:
     for spec in any_plan(contents.plan).leaves:
         names = [f"model.{name}" for name in (spec.path, *spec.aliases)]
         leaves |= {name: leaves[names[0]] for name in names if names[0] in leaves}
-    listed = {
-        name: md.TensorStorageMetadata(md.TensorProperties(leaf.dtype), torch.Size(leaf.shape), [])
-        for name, leaf in leaves.items()
-    }
-    parts: dict[int, list[tuple[str, StoredBox]]] = {}
+    listed: dict[str, Any] = {}
+    items_of_ranks: dict[int, list[WriteItem]] = {}
+    sources: dict[Any, tuple[StoredLeaf, StoredBox]] = {}
     for name, leaf in leaves.items():
-        for part in leaf.boxes:
-            parts.setdefault(part.rank, []).append((name, part))
+        properties, whole_size = md.TensorProperties(leaf.dtype), torch.Size(leaf.shape)
+        listed[name] = md.TensorStorageMetadata(properties, whole_size, [])
+        for part in leaf.boxes():
+            offsets, sizes = torch.Size(part.box.offsets), torch.Size(part.box.sizes)
+            chunk = md.ChunkStorageMetadata(offsets, sizes)
+            listed[name].chunks.append(chunk)
+            index = md.MetadataIndex(name, offsets)
+            facts = TensorWriteData(chunk, properties, whole_size)
+            item = WriteItem(index, WriteItemType.SHARD, tensor_data=facts)
+            items_of_ranks.setdefault(part.rank, []).append(item)
+            sources[index] = leaf, part
     folder.mkdir(parents=True, exist_ok=True)
     writer, results = FileSystemWriter(folder), []
     total, done = sum(leaf.nbytes for leaf in leaves.values()), 0
     with contents.reader() as reader:
+
+        def resolve_data(item: Any) -> torch.Tensor:
+            nonlocal done
+            leaf, part = sources[item.index]
+            values = leaf.read_box(reader, part)
+            done += values.nbytes
+            watch(done, total)
+            return values
+
         # Why rank by rank: a file for each, whose tensors are read one after another.
-        for rank, rank_parts in parts.items():
-            items, sources = [], {}
-            for name, part in rank_parts:
-                offsets, sizes = torch.Size(part.box.offsets), torch.Size(part.box.sizes)
-                chunk = md.ChunkStorageMetadata(offsets, sizes)
-                listed[name].chunks.append(chunk)
-                index = md.MetadataIndex(name, offsets)
-                facts = TensorWriteData(chunk, listed[name].properties, listed[name].size)
-                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=facts))
-                sources[index] = leaves[name], part
-
-            def resolve_data(item: Any, sources: Any = sources) -> torch.Tensor:
-                nonlocal done
-                leaf, part = sources[item.index]
-                values = leaf.read_box(reader, part)
-                done += values.nbytes
-                watch(done, total)
-                return values
-
-            plan = SavePlan(items, storage_data=SimpleNamespace(prefix=f"__{rank}_"))
+        for rank, items in items_of_ranks.items():
+            save_plan = SavePlan(items, storage_data=SimpleNamespace(prefix=f"__{rank}_"))
             planner: Any = SimpleNamespace(resolve_data=resolve_data)
-            results.append(writer.write_data(plan, planner).wait())
-    writer.finish(md.Metadata(dict(listed)), results)
+            results.append(writer.write_data(save_plan, planner).wait())
+    writer.finish(md.Metadata(listed), results)
     return folder
 
 

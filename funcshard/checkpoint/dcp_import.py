@@ -11,7 +11,7 @@ import hashlib
 import io
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,13 +19,15 @@ import torch
 
 from funcshard._utils import check_flag, check_path, open_regular, read_regular
 from funcshard.checkpoint.dcp_metadata import METADATA, Chunk, StoredTensor, read_metadata
+from funcshard.checkpoint.every_rank import on_every_rank
 from funcshard.checkpoint.folders import has_our_index
 from funcshard.checkpoint.foreign_folders import foreign_remedy
 from funcshard.checkpoint.optimizer_loading import optimizer_from_state_dict
-from funcshard.checkpoint.pieces import Piece
-from funcshard.checkpoint.resharding import Run, copy_run, run_in_shard
+from funcshard.checkpoint.pieces import piece_of
+from funcshard.checkpoint.resharding import Run, copy_run, run_in_shard, whole_run
+from funcshard.checkpoint.stored_state import by_buffer, each_leaf
 from funcshard.comm import Mesh, all_gather_texts
-from funcshard.core import Shards, can_cast, check_mesh, empty_shard, raise_on_every_rank
+from funcshard.core import Shards, can_cast, check_mesh, empty_shard
 from funcshard.plan import BufferPlan, LeafSpec, Plan, dtype_of
 
 _LARGEST = 4 << 30  # bytes of a .metadata
@@ -104,47 +106,33 @@ def import_dcp(
             f"buffers must be a dictionary {{name: tensor}}, or None; found "
             f"{type(buffers).__name__}"
         )
-    check_mesh(
-        plan,
-        mesh,
-        {
-            "the options of import_dcp": f"key={key!r}, cast={cast!r}, optimizer={optimizer is not None}"
-        },
-    )
-    folder = path
-    shards: Shards = {}
-    found_buffers: dict[str, torch.Tensor] = {}
+    options_text = f"key={key!r}, cast={cast!r}, optimizer={optimizer is not None}"
+    check_mesh(plan, mesh, {"the options of import_dcp": options_text})
+    digest = ""
+    new_buffers: dict[str, torch.Tensor] = {}
     state: dict[str, dict[str, Any]] = {}
-    digest, fault = "", None
-    try:
-        data = _metadata(folder)
+    with on_every_rank(mesh):
+        data = _metadata(path)
         digest = hashlib.sha256(data).hexdigest()
         stored = {
             _WRAPPERS.sub("", name): stored_tensor
-            for name, stored_tensor in read_metadata(data, folder).items()
+            for name, stored_tensor in read_metadata(data, path).items()
         }
-        prefix = _prefix(stored, plan, key, folder)
-        shards = {
-            unit.name: {buffer.key: empty_shard(unit, buffer, mesh) for buffer in unit.buffers}
-            for unit in plan.unit_list
-        }
-        for unit, buffer, leaf in _leaves(plan):
-            tensor = stored[_name_in(stored, leaf, prefix)]
-            _check(tensor, leaf, buffer, folder, cast)
+        prefix = _prefix(stored, plan, key, path)
+        shards = by_buffer(plan, lambda unit, buffer: empty_shard(unit, buffer, mesh))
+        for unit, buffer, leaf in each_leaf(plan):
+            names = [prefix + name for name in (leaf.path, *leaf.aliases)]
+            tensor = next(stored[name] for name in names if name in stored)
+            _check(tensor, leaf, buffer, path, cast)
             in_shard, target = run_in_shard(buffer, leaf, mesh.position)
-            _read_run(shards[unit.name][buffer.key][in_shard], target, folder, tensor, leaf)
+            _read_run(shards[unit.name][buffer.key][in_shard], target, path, tensor, leaf.path)
         for name, old in (buffers or {}).items():
-            tensor_or_none = stored.get(prefix + name)
-            found_buffers[name] = (
-                old
-                if tensor_or_none is None
-                else _read_whole(folder, tensor_or_none).to(old.dtype).to(mesh.device)
-            )
+            new_buffers[name] = old
+            if (buffer_or_none := stored.get(prefix + name)) is not None:
+                whole = _read_whole(path, buffer_or_none, name)
+                new_buffers[name] = whole.to(old.dtype).to(mesh.device)
         if optimizer is not None:
-            state = _optimizer_state(folder, stored, plan, mesh)
-    except Exception as error:  # of any kind, because other ranks wait
-        fault = error
-    raise_on_every_rank(mesh, fault)
+            state = _optimizer_state(path, stored, plan, mesh)
     if len(set(all_gather_texts(mesh, digest))) > 1:
         raise ValueError(
             f"ranks found different checkpoints at {path}: give every rank the same files"
@@ -155,7 +143,7 @@ def import_dcp(
         opt_state = optimizer_from_state_dict(
             {"state": state, "param_groups": groups}, optimizer, plan, mesh
         )
-    return shards, found_buffers, opt_state
+    return shards, new_buffers, opt_state
 
 
 def _metadata(folder: Path) -> bytes:
@@ -174,22 +162,6 @@ def _metadata(folder: Path) -> bytes:
 
 
 # --- names ----------------------------------------------------------------------------------------
-
-
-def _leaves(plan: Plan) -> Iterable[tuple[Any, BufferPlan, LeafSpec]]:
-    return (
-        (unit, buffer, leaf)
-        for unit in plan.unit_list
-        for buffer in unit.buffers
-        for leaf in buffer.leaves
-    )
-
-
-def _name_in(stored: Mapping[str, Any], leaf: LeafSpec, prefix: str) -> str:
-    """Return the name of a leaf in the checkpoint; a tied one may be under any of its names."""
-    return next(
-        (prefix + name for name in (leaf.path, *leaf.aliases) if prefix + name in stored), ""
-    )
 
 
 def _prefix(stored: Mapping[str, StoredTensor], plan: Plan, key: str | None, folder: Path) -> str:
@@ -244,7 +216,7 @@ def _check(
 
 
 def _read_run(
-    out: torch.Tensor, target: Run, folder: Path, tensor: StoredTensor, leaf: LeafSpec
+    out: torch.Tensor, target: Run, folder: Path, tensor: StoredTensor, name: str
 ) -> None:
     """Fill ``out``, a run of a leaf, from the chunks that overlap it."""
     target_boxes, copied_numel = target.boxes(), 0
@@ -254,16 +226,15 @@ def _read_run(
             copied_numel += copy_run(out, target, values, Run(0, values.numel(), chunk.box))
     if copied_numel != target.numel:
         raise ValueError(
-            f"{folder} holds {copied_numel} of {target.numel} needed elements of {leaf.path!r}: it is "
+            f"{folder} holds {copied_numel} of {target.numel} needed elements of {name!r}: it is "
             "incomplete"
         )
 
 
-def _read_whole(folder: Path, tensor: StoredTensor) -> torch.Tensor:
+def _read_whole(folder: Path, tensor: StoredTensor, name: str) -> torch.Tensor:
     """Return a whole tensor."""
     out = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    for chunk in tensor.chunks:
-        out[chunk.box.slices].copy_(_load(folder, chunk, tensor))
+    _read_run(out.view(-1), whole_run(tensor.shape), folder, tensor, name)
     return out
 
 
@@ -348,19 +319,17 @@ def _optimizer_state(
         if path in leaf_of:
             by_leaf.setdefault(leaf_of[path], {})[last] = name
     state: dict[str, dict[str, Any]] = {}
-    for _, buffer, leaf in _leaves(plan):
+    for _, buffer, leaf in each_leaf(plan):
         for last, name in by_leaf.get(leaf.path, {}).items():
             tensor = stored[name]
             if tensor.shape != leaf.whole_shape or not tensor.shape:
-                state.setdefault(leaf.path, {})[last] = _read_whole(folder, tensor)
+                state.setdefault(leaf.path, {})[last] = _read_whole(folder, tensor, name)
                 continue
             _, target = run_in_shard(buffer, leaf, mesh.position)
             out = torch.empty(target.numel, dtype=tensor.dtype, device="cpu")
-            _read_run(out, target, folder, tensor, leaf)
-            within: Any = tuple(zip(*target.within, strict=True))
-            piece = Piece(out, target.begin, leaf.whole_shape, 0, within)
-            state.setdefault(leaf.path, {})[last] = piece
-    if not state and any(buffer.trainable for _, buffer, _ in _leaves(plan)):
+            _read_run(out, target, folder, tensor, leaf.path)
+            state.setdefault(leaf.path, {})[last] = piece_of(out, target, leaf)
+    if not state and any(buffer.trainable for _, buffer, _ in each_leaf(plan)):
         raise ValueError(
             f"{folder} holds no optimizer state by name, such as "
             f"'optim.state.{plan.leaves[0].path}.exp_avg'; it holds {sorted(stored)[:3]}: leave "

@@ -38,6 +38,7 @@ from funcshard.checkpoint.stored_state import (
     by_entry,
     find_class,
     fits_shard,
+    is_json,
     join,
 )
 from funcshard.plan import BufferPlan, Plan, UnitPlan, dtype_name, position_of
@@ -70,30 +71,57 @@ def flatten_state(state: Any, plans: Plans, rank: int, device: str = "cpu") -> F
     return dataclasses.replace(flat, spec=specs[0])
 
 
+Order = list[tuple[UnitPlan, BufferPlan]]
+"""The buffers, with their units, that the items of a list of shards belong to."""
+
 # Dtypes below a byte and quantized ones, which torch can hold and neither copy nor write.
 _UNWRITABLE = re.compile(r"u?int[1-7]|qu?int\w+")
 _MOST_BITS = 13_000  # Python reads and writes no whole number of more than 4300 digits
 
 
 def _described(state: Any, above: str = "", depth: int = 0) -> tuple[tree.Structure, list[Any]]:
-    """Return structure and leaves of a state; refuse tensors that are not their elements alone."""
+    """Return structure and leaves of a state, all of which can be stored."""
     structure, leaves, paths = tree.describe(state, above=above, depth=depth)
+    leaves = [_plain(leaf) for leaf in leaves]
     for leaf, path in zip(leaves, paths, strict=True):
-        if isinstance(leaf, torch.Tensor):
-            if leaf.is_nested or leaf.is_quantized:
-                raise _unstorable(path, f"a {'nested' if leaf.is_nested else 'quantized'} tensor")
-            if _UNWRITABLE.fullmatch(dtype_name(leaf.dtype)):
-                raise _unstorable(
-                    path, f"a tensor of {leaf.dtype}", "hold its bytes, tensor.view(torch.uint8)"
-                )
+        if isinstance(leaf, PerRank):
+            continue
+        check_not_donated(leaf)
+        obstacle, remedy = _obstacle(leaf), "convert it"
+        if isinstance(leaf, torch.Tensor) and _UNWRITABLE.fullmatch(dtype_name(leaf.dtype)):
+            remedy = "hold its bytes, tensor.view(torch.uint8)"
+            obstacle = obstacle or f"a tensor of {leaf.dtype}"
+        if obstacle:
+            raise TypeError(
+                f"leaf {path!r} of the state cannot be stored; it must be a dense tensor, an int, "
+                f"float, bool, str or None; found {obstacle}: {remedy}, or leave it out of the "
+                "state"
+            )
     return structure, leaves
 
 
-def _unstorable(path: str, found: str, remedy: str = "convert it") -> TypeError:
-    return TypeError(
-        f"leaf {path!r} of the state cannot be stored; it must be a dense tensor, an int, float, "
-        f"bool, str or None; found {found}: {remedy}, or leave it out of the state"
-    )
+def _plain(value: Any) -> Any:
+    """Return a number of NumPy, such as the mean of an array, as one of Python."""
+    numpy = sys.modules.get("numpy")  # which this library doesn't need
+    return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
+
+
+def _obstacle(leaf: Any) -> str:
+    """Return the words for a leaf that is not its elements alone, or ``""``."""
+    if type(leaf) is int and leaf.bit_length() > _MOST_BITS:
+        return "an int of more than 4,000 digits"
+    if type(leaf) in (int, float, bool, str):
+        return ""
+    # Why hasattr: it tells a DTensor without importing torch.distributed.tensor.
+    if not isinstance(leaf, torch.Tensor) or hasattr(leaf, "full_tensor"):
+        return f"a {type(leaf).__name__}"
+    if leaf.is_nested:
+        return "a nested tensor"
+    if leaf.is_quantized:
+        return "a quantized tensor"
+    if leaf.is_meta:
+        return "a tensor on the meta device"
+    return "" if leaf.layout == torch.strided else f"a tensor of layout {leaf.layout}"
 
 
 @dataclass(slots=True)
@@ -123,26 +151,17 @@ class _Flattener:
             return None
         if isinstance(structure, int):
             leaf = self.leaves[structure]
-            return (
-                self._per_rank(leaf, path, depth)
-                if isinstance(leaf, PerRank)
-                else self._leaf(leaf, path)
-            )
+            if isinstance(leaf, PerRank):
+                return self._per_rank(leaf, path, depth)
+            return self._leaf(leaf, path)
         node_kind, meta, children = structure
-        if not self.in_per_rank and node_kind == "dict" and self._are_shards(meta, children):
-            return self._shards(structure, path)
-        if not self.in_per_rank and node_kind == "dict" and _look_like_shards(children):
-            if not self.plan.unit_list:
-                raise ValueError(
-                    f"{path!r} of the state holds shards, and no plan has the key of this part of "
-                    "the state: pass a plan for every entry that holds shards"
-                )
-            raise ValueError(
-                f"the shards at {path!r} of the state do not match the plan: they have units "
-                f"{list(meta)[:4]}, the plan has units {list(self.plan.units)[:4]}, or the buffers "
-                "of a unit differ; pass the plan that cut them"
-            )
-        lists = {} if self.in_per_rank else self._lists_of_shards(children)
+        lists: dict[int, Order] = {}
+        if not self.in_per_rank:
+            if node_kind == "dict" and self._are_shards(meta, children):
+                return self._shards(structure, path)
+            if node_kind == "dict" and _look_like_shards(children):
+                raise self._unplanned(path, meta)
+            lists = self._lists_of_shards(children)
         entries = _entries(node_kind, meta, len(children), path)
         in_optimizer |= node_kind == "namedtuple" and meta.startswith("torchopt.")
         if lists and not in_optimizer:
@@ -156,38 +175,31 @@ class _Flattener:
             else:
                 inside = in_optimizer or (is_state and entry == "opt_state")
                 inner.append(self.node(child, below, depth + 1, in_optimizer=inside))
-        if node_kind == "custom" and not _is_json(meta[1]):
+        if node_kind == "custom" and not is_json(meta[1]):
             raise TypeError(
                 f"the {meta[0]} at {path!r} of the state cannot be stored: its metadata "
                 f"{meta[1]!r} cannot be written as JSON; convert it to a dictionary"
             )
         return _container(node_kind, entries, meta, inner)
 
+    def _unplanned(self, path: str, unit_names: Sequence[Any]) -> ValueError:
+        if not self.plan.unit_list:
+            return ValueError(
+                f"{path!r} of the state holds shards, and no plan has the key of this part of the "
+                "state: pass a plan for every entry that holds shards"
+            )
+        return ValueError(
+            f"the shards at {path!r} of the state do not match the plan: they have units "
+            f"{list(unit_names)[:4]}, the plan has units {list(self.plan.units)[:4]}, or the "
+            "buffers of a unit differ; pass the plan that cut them"
+        )
+
     # --- leaves -----------------------------------------------------------------------------------
 
     def _leaf(self, value: Any, path: str) -> TreeSpec:
-        check_not_donated(value)
-        value = _plain(value)
-        if type(value) in (int, float, bool, str):
-            if type(value) is int and value.bit_length() > _MOST_BITS:
-                raise _unstorable(path, "an int of more than 4,000 digits")
-            return ["value", value]
-        is_dtensor = hasattr(value, "full_tensor")
-        if (
-            not isinstance(value, torch.Tensor)
-            or value.layout != torch.strided
-            or value.is_meta
-            or is_dtensor
-        ):
-            value_text = f"a {type(value).__name__}"
-            if isinstance(value, torch.Tensor) and not is_dtensor:
-                value_text = (
-                    "a tensor on the meta device"
-                    if value.is_meta
-                    else f"a tensor of layout {value.layout}"
-                )
-            raise _unstorable(path, value_text)
-        return self._whole(value, path, path)
+        if isinstance(value, torch.Tensor):
+            return self._whole(value, path, path)
+        return ["value", value]
 
     def _per_rank(self, value: PerRank, path: str, depth: int) -> TreeSpec:
         # Why they count as containers: a PerRank in a PerRank is walked by recursion too.
@@ -210,23 +222,18 @@ class _Flattener:
     def _are_shards(self, keys: Sequence[Any], children: Sequence[tree.Structure]) -> bool:
         """Return whether the keys of a dictionary are units, and those below them buffers."""
         units = self.plan.units
+        if not set(keys) <= units.keys():
+            return False
+        filled = [(units[name], child) for name, child in zip(keys, children, strict=True)]
+        filled = [(unit, child) for unit, child in filled if child is not None]
+        for unit, child in filled:
+            if isinstance(child, int) or child[0] != "dict":
+                return False
+            if not set(child[1]) <= {buffer.key for buffer in unit.buffers}:
+                return False
         # Why not some units without buffers: that may be any dictionary, which would lose its keys.
-        some = any(child[2] for child in children if isinstance(child, tuple)) or len(keys) == len(
-            units
-        )
-        return (
-            some
-            and not any(isinstance(child, int) for child in children)
-            and any(children)
-            and all(
-                name in units
-                and (child is None or child[0] == "dict")
-                and (
-                    child is None or set(child[1]) <= {buffer.key for buffer in units[name].buffers}
-                )
-                for name, child in zip(keys, children, strict=True)
-            )
-        )
+        has_buffers = any(child[2] for _, child in filled)
+        return has_buffers or (bool(filled) and len(keys) == len(units))
 
     def _shards(self, structure: tree.Structure, path: str) -> TreeSpec:
         nodes, units = [], self.plan.units
@@ -243,41 +250,29 @@ class _Flattener:
         every_unit = len(structure[1]) == len(self.plan.unit_list)
         return ["shards", "every unit" if every_unit else "some units", nodes]
 
-    def _lists_of_shards(
-        self, children: Sequence[tree.Structure]
-    ) -> dict[int, list[tuple[UnitPlan, BufferPlan]]]:
+    def _lists_of_shards(self, children: Sequence[tree.Structure]) -> dict[int, Order]:
         """Return the children that are lists of shards, by index, and the buffers of each list.
 
         A list of tensors is a list of shards if it has an entry for each buffer, of that buffer's
         shard size or ``None``. A list of that length beside it counts as one too: TorchOpt keeps a
         counter for each shard there.
         """
-        list_orders: dict[int, list[tuple[UnitPlan, BufferPlan]]] = {}
+        lists: dict[int, list[torch.Tensor | None]] = {}
+        for index, child in enumerate(children):
+            if isinstance(child, tuple) and child[0] in ("list", "tuple"):
+                items = [self.leaves[i] if isinstance(i, int) else i for i in child[2]]
+                if items and all(item is None or isinstance(item, torch.Tensor) for item in items):
+                    lists[index] = items
+        orders: dict[int, Order] = {}
         for trainable_only in (True, False):
             order = buffers_in_tree_order(self.plan, trainable_only=trainable_only)
-            lists = {
-                i: ts
-                for i, child in enumerate(children)
-                if (ts := self._tensors(child)) and len(ts) == len(order)
-            }
-            if any(
-                _all_fit(tensors, [buffer for _, buffer in order]) for tensors in lists.values()
-            ):
-                list_orders |= dict.fromkeys(lists.keys() - list_orders.keys(), order)
-        return list_orders
+            of_length = [index for index, items in lists.items() if len(items) == len(order)]
+            if any(_all_fit(lists[index], order) for index in of_length):
+                for index in of_length:
+                    orders.setdefault(index, order)
+        return orders
 
-    def _tensors(self, structure: tree.Structure) -> list[torch.Tensor | None]:
-        """Return the entries of a list or tuple of tensors and ``None``, else an empty list."""
-        if not isinstance(structure, tuple) or structure[0] not in ("list", "tuple"):
-            return []
-        leaves = [self.leaves[child] if isinstance(child, int) else child for child in structure[2]]
-        return (
-            leaves if all(leaf is None or isinstance(leaf, torch.Tensor) for leaf in leaves) else []
-        )
-
-    def _listed_shards(
-        self, structure: tree.Structure, path: str, order: list[tuple[UnitPlan, BufferPlan]]
-    ) -> TreeSpec:
+    def _listed_shards(self, structure: tree.Structure, path: str, order: Order) -> TreeSpec:
         nodes = [
             [unit.name, buffer.key, self._below(inner, path, "", unit, buffer)]
             for (unit, buffer), inner in zip(order, structure[2], strict=True)
@@ -374,12 +369,6 @@ class _Flattener:
         return ["tensor", name]
 
 
-def _plain(value: Any) -> Any:
-    """Return a number of NumPy, such as the mean of an array, as one of Python."""
-    numpy = sys.modules.get("numpy")  # which this library doesn't need
-    return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
-
-
 def _undecided(path: str) -> ValueError:
     return ValueError(
         f"the list at {path!r} of the state has one tensor of a shard's size for each buffer of "
@@ -406,12 +395,14 @@ def _is_buffer_key(key: Any) -> bool:
     return isinstance(getattr(torch, name or "-", None), torch.dtype) and known_marks
 
 
-def _all_fit(values: Sequence[Any], buffers: Sequence[BufferPlan]) -> bool:
-    """Return whether values are shards of ``buffers`` or ``None``, but not all ``None``."""
-    pairs = [
-        (value, buffer) for value, buffer in zip(values, buffers, strict=True) if value is not None
+def _all_fit(values: Sequence[Any], order: Order) -> bool:
+    """Return whether values are shards of buffers or ``None``, but not all ``None``."""
+    fit = [
+        fits_shard(value, buffer)
+        for value, (_, buffer) in zip(values, order, strict=True)
+        if value is not None
     ]
-    return bool(pairs) and all(fits_shard(value, buffer) for value, buffer in pairs)
+    return bool(fit) and all(fit)
 
 
 def _entries(kind: str, meta: Any, number: int, path: str) -> list[Any]:
@@ -432,12 +423,6 @@ def _entries(kind: str, meta: Any, number: int, path: str) -> list[Any]:
 
 def _container(kind: str, entries: list[Any], meta: Any, children: list[TreeSpec]) -> TreeSpec:
     return [kind, entries if kind == "namedtuple" else None, meta, children]
-
-
-def _is_json(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(_is_json(v) for v in value)
-    return value is None or type(value) in (int, float, bool, str)
 
 
 def _checksum(flat: torch.Tensor) -> int:

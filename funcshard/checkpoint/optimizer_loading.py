@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from funcshard._utils import check_count
+from funcshard.checkpoint.every_rank import on_every_rank
 from funcshard.checkpoint.functional_optimizer import ByBuffer, map_state, partition_state
 from funcshard.checkpoint.optimizer_message import broadcast_text, decode_state, encode_state
 from funcshard.checkpoint.optimizer_state import LeafState, group_layout
@@ -29,7 +30,7 @@ from funcshard.checkpoint.state_dict import (
 )
 from funcshard.checkpoint.stored_state import fits_shard, name_in
 from funcshard.comm import Mesh
-from funcshard.core import LeafChecksums, check_mesh, check_source, raise_on_every_rank, zero_shard
+from funcshard.core import LeafChecksums, check_mesh, check_source, zero_shard
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_name, own_axes
 from funcshard.train import (
     KnownEntries,
@@ -122,9 +123,9 @@ def optimizer_from_state_dict(
     )
     by_path: dict[str, LeafState] = {}
     options: dict[str, Any] = {}
-    state, state_text, fault = None, "", None
+    state, state_text = None, ""
     loading = _Loading(plan=plan, mesh=mesh, src=src, strict=strict, steps=steps)
-    try:
+    with on_every_rank(mesh, checksums if src is None else None):
         check_optimizer(optimizer, plan)
         if src in (None, mesh.rank):
             by_path, options = _by_path(state_dict, plan, strict)
@@ -136,13 +137,8 @@ def optimizer_from_state_dict(
             state = loading.state(by_path, options, optimizer)
         elif src == mesh.rank:
             state_text = encode_state(by_path, options, plan)
-    except Exception as error:  # of any kind, because other ranks wait
-        fault = error
     if src is None:
-        checksums.compare(fault)
         return state
-    # Why every rank learns of a fault: it would wait for a broadcast that never starts.
-    raise_on_every_rank(mesh, fault)
     state_text = broadcast_text(state_text, src, mesh)
     if src != mesh.rank:
         by_path, options = decode_state(state_text, mesh.device)

@@ -56,14 +56,13 @@ class Piece(NamedTuple):
     @property
     def slices(self) -> tuple[slice, ...]:
         """The index that takes the slice out of the whole leaf."""
-        return _slice_of(self).slices
+        return self.box.slices
 
-
-def _slice_of(piece: Piece) -> Box:
-    """Return the slice of a whole leaf that the elements of a piece count in."""
-    if not piece.within:
-        return Box(tuple(0 for _ in piece.shape), tuple(piece.shape))
-    return Box(tuple(begin for begin, _ in piece.within), tuple(size for _, size in piece.within))
+    @property
+    def box(self) -> Box:
+        """The slice as a box of the whole leaf."""
+        sides = self.within or [(0, size) for size in self.shape]
+        return Box(tuple(begin for begin, _ in sides), tuple(size for _, size in sides))
 
 
 def own_pieces(
@@ -71,17 +70,19 @@ def own_pieces(
 ) -> Iterator[tuple[LeafSpec, Piece]]:
     """Yield this rank's piece of each leaf, as a view of ``flat``, which is cut like ``buffer``."""
     copy = rank_at(mesh.position, copy_axes(buffer, mesh.shape))
-    flat, position = flat.detach(), mesh.position
-    for leaf, part in zip(buffer.leaves, buffer.parts(mesh.shard.rank), strict=True):
+    for leaf in buffer.leaves:
+        in_shard, run = run_in_shard(buffer, leaf, mesh.position)
         # Why empty pieces too: every rank then has all names, and the dtypes of optimizer state.
-        shard_part = flat[part.in_shard] if part.end > part.begin else flat[:0]
-        whole_shape = leaf.shape
-        within: tuple[tuple[int, int], ...] = ()
-        if leaf.cuts and (whole_shape := leaf.whole_shape) != leaf.shape:
-            within = tuple(
-                zip(slice_offsets(leaf.shape, leaf.cuts, position), leaf.shape, strict=True)
-            )
-        yield leaf, Piece(shard_part, part.begin, whole_shape, copy, within)
+        elements = flat.detach()[in_shard] if run.numel else flat.detach()[:0]
+        yield leaf, piece_of(elements, run, leaf, copy)
+
+
+def piece_of(elements: torch.Tensor, run: Run, leaf: LeafSpec, copy: int = 0) -> Piece:
+    """Return a run of a leaf as a piece."""
+    within: Any = ()
+    if run.within.sizes != leaf.whole_shape:
+        within = tuple(zip(*run.within, strict=True))
+    return Piece(elements, run.begin, leaf.whole_shape, copy, within)
 
 
 def as_pieces(value: Any) -> list[Piece] | None:
@@ -170,9 +171,9 @@ def _check_piece(
             f"shape {leaf.whole_shape}; found {piece.within!r}: pass the first index and the "
             "length of each dimension, or () for the whole leaf"
         )
-    within = _slice_of(piece)
-    if not 0 <= piece.offset <= within.numel - piece.tensor.numel():
-        of = f"its slice of {within.numel}" if piece.within else f"its {within.numel}"
+    most_numel = piece.box.numel
+    if not 0 <= piece.offset <= most_numel - piece.tensor.numel():
+        of = f"its slice of {most_numel}" if piece.within else f"its {most_numel}"
         raise ValueError(
             f"pieces of leaf {leaf.path!r} of {where} must lie inside {of} elements; found offset "
             f"{piece.offset} with {piece.tensor.numel()} elements: count offset in the raveled leaf"
@@ -185,8 +186,4 @@ def copy_pieces(
     """Copy the elements of a leaf that this rank holds, 1-D, from pieces of it."""
     _, target = run_in_shard(buffer, leaf, mesh.position)
     for piece in pieces:
-        copy_run(out, target, piece.tensor, _run_of(piece))
-
-
-def _run_of(piece: Piece) -> Run:
-    return Run(piece.offset, piece.tensor.numel(), _slice_of(piece))
+        copy_run(out, target, piece.tensor, Run(piece.offset, piece.tensor.numel(), piece.box))

@@ -27,6 +27,7 @@ from funcshard._utils import (
     release_pages,
 )
 from funcshard.checkpoint.adapters import adapter_reset, file_names
+from funcshard.checkpoint.every_rank import on_every_rank
 from funcshard.checkpoint.hugging_face import (
     build_on_meta,
     default_units,
@@ -49,6 +50,7 @@ from funcshard.checkpoint.state_dict import (
     check_no_local_leaf,
     leaves_for_this_rank,
 )
+from funcshard.checkpoint.stored_state import by_buffer, each_leaf
 from funcshard.comm import Mesh, all_gather_texts
 from funcshard.core import (
     LeafChecksums,
@@ -57,7 +59,6 @@ from funcshard.core import (
     check_mesh,
     empty_shard,
     put_whole,
-    raise_on_every_rank,
 )
 from funcshard.module import Functional, init_buffers, init_missing, make_functional
 from funcshard.plan import BufferPlan, LeafSpec, Plan, UnitPlan, dtype_of, make_plan
@@ -193,40 +194,30 @@ def from_pretrained(
         )
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a Mesh, as from init_mesh(); found {type(mesh).__name__}")
-    fault: Exception | None = None
-    try:
+    with on_every_rank(mesh):
         module = build_on_meta(folder, model, dtype)
         apply, params, buffers = make_functional(module, mutable)
         plan = plan or make_plan(params, mesh, **{"units": default_units(module), **options})
-    except Exception as error:  # of any kind, because other ranks wait
-        fault = error
-    raise_on_every_rank(mesh, fault)
     assert plan is not None, "a rank without a plan raises above"
     check_mesh(plan, mesh)
     checksums = LeafChecksums(mesh, str(path), "give every rank the same files")
-    shards = {
-        unit.name: {buffer.key: empty_shard(unit, buffer, mesh) for buffer in unit.buffers}
-        for unit in plan.unit_list
-    }
-    missing_paths: list[str] = []
-    adapters: list[str] = []
-    grown: _Grown = {}
-    reset: Any = None
-    try:
-        _check_plan(plan, params)
+    shards = by_buffer(plan, lambda unit, buffer: empty_shard(unit, buffer, mesh))
+    with on_every_rank(mesh, checksums):
+        if wrong_paths := sorted({leaf.path for leaf in plan.leaves} ^ params.keys()):
+            raise ValueError(
+                f"the plan was made for another model, which differs in {wrong_paths[:3]}: make it "
+                "from make_functional's params of this model on meta, or leave plan out"
+            )
         tensors = open_tensors(folder)
         for name, tensor in tensors.items():
             checksums.add(name, tensor.view(-1)[: COMPARED // tensor.itemsize])
-        missing_paths, grown, read_buffers = _read(module, tensors, shards, plan, mesh, folder)
+        unread_paths, grown, read_buffers = _read(module, tensors, shards, plan, mesh, folder)
         in_files = {name for names in file_names(module).values() for name in names}
-        adapters = [path for path in missing_paths if path not in in_files]
-        missing_paths = [path for path in missing_paths if path in in_files]
+        adapters = [path for path in unread_paths if path not in in_files]
+        missing_paths = [path for path in unread_paths if path in in_files]
         reset = adapter_reset(module) if adapters else None
         initial_buffers = init_buffers(module, mesh)
         buffers = {name: read_buffers.get(name, initial_buffers[name]) for name in buffers}
-    except Exception as error:
-        fault = error
-    checksums.compare(fault)
     if missing_paths:
         warnings.warn(
             f"{path} lacks {len(missing_paths)} of the model's {len(plan.leaves)} parameters, such as "
@@ -248,15 +239,6 @@ def from_pretrained(
     return Pretrained(apply, shards, buffers, plan)
 
 
-def _check_plan(plan: Plan, params: Mapping[str, torch.Tensor]) -> None:
-    wrong = sorted({leaf.path for leaf in plan.leaves} ^ params.keys())
-    if wrong:
-        raise ValueError(
-            f"the plan was made for another model, which differs in {wrong[:3]}: make it from "
-            "make_functional's params of this model on meta, or leave plan out"
-        )
-
-
 def _read(
     module: nn.Module,
     tensors: Mapping[str, torch.Tensor],
@@ -274,11 +256,7 @@ def _read(
     embeddings = embedding_names(module)
     grown: _Grown = {}
     locations: dict[str, _Location] = {
-        name: (unit, buffer, leaf)
-        for unit in plan.unit_list
-        for buffer in unit.buffers
-        for leaf in buffer.leaves
-        for name in (leaf.path, *leaf.aliases)
+        name: place for place in each_leaf(plan) for name in (place[2].path, *place[2].aliases)
     }
     tied: dict[str, tuple[str, torch.Tensor]] = {}
     read: set[str] = set()

@@ -31,7 +31,7 @@ from funcshard._utils import (
     tree,
 )
 from funcshard.checkpoint.block_files import CHECKED, BlockWriter
-from funcshard.checkpoint.stored_state import FlatState, Stored, TreeSpec
+from funcshard.checkpoint.stored_state import FlatState, Stored, TreeSpec, is_json
 from funcshard.plan import dtype_of
 
 FORMAT = "funcshard.checkpoint/3"
@@ -63,6 +63,9 @@ class Place(NamedTuple):
     offset: int
     nbytes: int
     checksums: tuple[int, ...]
+
+
+_NOWHERE = Place(0, 0, ())
 
 
 class Header(NamedTuple):
@@ -241,7 +244,17 @@ def read_table(folder: Path, save: str, rank: int) -> RankTable:
         if body["save"] != save:
             raise ValueError("it belongs to another checkpoint")
         size = file_data.whole("size", body["size"])
-        places = _places_from(body["places"], size)
+        places = {
+            name: decode(Place, fields, f"the place of {name!r}")
+            for name, fields in file_data.table("places", body["places"]).items()
+        }
+        for name, place in places.items():
+            blocks = -(-place.nbytes // CHECKED)
+            if place.offset + place.nbytes > size or len(place.checksums) != blocks:
+                raise ValueError(
+                    f"{name!r} must lie inside of its file, which has {size} bytes; found "
+                    f"{place.nbytes} bytes at {place.offset} with {len(place.checksums)} checksums"
+                )
         stored = stored_from(body["stored"], ("rank",))
         for index, spec in enumerate(file_data.listed("own", body["own"])):
             check_spec(spec, stored, None, index)
@@ -249,23 +262,17 @@ def read_table(folder: Path, save: str, rank: int) -> RankTable:
     except ValueError as error:
         raise damaged(path, error) from None
     check_held(folder, stored, places, "rank")
-    check_size(folder / tensor_file(save, rank), size)
+    file = folder / tensor_file(save, rank)
+    try:
+        file_size = regular_size(file, links=False)
+    except FileNotFoundError:
+        raise missing(file) from None
+    if file_size != size:
+        raise ValueError(
+            f"{file} is damaged: it has {file_size} bytes and was saved with {size}; restore "
+            "another checkpoint"
+        )
     return RankTable(body["own"], stored, size, header, places)
-
-
-def _places_from(data: Any, size: int) -> dict[str, Place]:
-    places = {
-        name: decode(Place, fields, f"the place of {name!r}")
-        for name, fields in file_data.table("places", data).items()
-    }
-    for name, place in places.items():
-        blocks = -(-place.nbytes // CHECKED)
-        if place.offset + place.nbytes > size or len(place.checksums) != blocks:
-            raise ValueError(
-                f"{name!r} must lie inside of its file, which has {size} bytes; found "
-                f"{place.nbytes} bytes at {place.offset} with {len(place.checksums)} checksums"
-            )
-    return places
 
 
 def stored_from(data: Any, kinds: Sequence[str]) -> dict[str, Stored]:
@@ -289,24 +296,10 @@ def check_held(
 ) -> None:
     """Raise ``ValueError`` unless a file holds every byte of the tensors of a kind."""
     for name, facts in stored.items():
-        if facts.kind == kind:
-            nbytes = math.prod(facts.shape) * dtype_of(facts.dtype).itemsize
-            held = places[name].nbytes if name in places else 0
-            if held != nbytes:
-                raise ValueError(f"{folder} holds {held} of {nbytes} needed bytes of {name!r}")
-
-
-def check_size(file: Path, size: int) -> None:
-    """Raise ``ValueError`` unless a regular file exists and has the size that it was saved with."""
-    try:
-        file_size = regular_size(file, links=False)
-    except FileNotFoundError:
-        raise missing(file) from None
-    if file_size != size:
-        raise ValueError(
-            f"{file} is damaged: it has {file_size} bytes and was saved with {size}; restore another "
-            "checkpoint"
-        )
+        nbytes = math.prod(facts.shape) * dtype_of(facts.dtype).itemsize
+        held_bytes = places.get(name, _NOWHERE).nbytes
+        if facts.kind == kind and held_bytes != nbytes:
+            raise ValueError(f"{folder} holds {held_bytes} of {nbytes} needed bytes of {name!r}")
 
 
 def check_spec(
@@ -350,43 +343,29 @@ def check_spec(
                             f"{file_data.shown([unit, key])}"
                         )
                     nodes.append((below, ("shard", "whole")))
-            case [
-                "dict" | "ordered_dict" | "list" | "tuple" | "namedtuple" | "custom" as kind,
-                fields,
-                meta,
-                list(children),
-            ]:
-                _check_container(kind, fields, meta, len(children))
+            case [kind, fields, meta, list(children)] if _is_container(
+                kind, fields, meta, len(children)
+            ):
                 nodes += [(child, kinds) for child in children]
             case _:
                 raise ValueError(
                     "a node of the state must be a value, a tensor of the checkpoint or a "
-                    f"container; found {file_data.shown(node)}"
+                    "container with a key or a field for each child; found "
+                    f"{file_data.shown(node)}"
                 )
 
 
-def _check_container(kind: str, fields: Any, meta: Any, count: int) -> None:
+def _is_container(kind: Any, fields: Any, meta: Any, count: int) -> bool:
     match kind, fields, meta:
-        case "dict" | "ordered_dict", _, list(keys) if len(keys) == count == len(
-            {*map(repr, keys)}
-        ) and all(type(key) in (str, int) for key in keys):
-            return
-        case "namedtuple", list(names), str() if len(names) == count and all(
-            type(name) is str for name in names
-        ):
-            return
-        case "custom", _, [str(), data]:
-            meta = data
-        case "dict" | "ordered_dict" | "namedtuple" | "custom", _, _:
-            raise ValueError(
-                f"a {kind} must have a key or a field for each of its {count} children"
-            )
-    try:
-        hash(tree.freeze(meta))
-    except TypeError:
-        raise ValueError(
-            f"the data of a {kind} must be texts, numbers or lists; found an object"
-        ) from None
+        case "dict" | "ordered_dict", _, list(keys):
+            # Why repr: it tells the key 1 from "1", and any key has one.
+            is_unique = len({*map(repr, keys)}) == len(keys) == count
+            return is_unique and {*map(type, keys)} <= {str, int}
+        case "namedtuple", list(names), str():
+            return len(names) == count and {*map(type, names)} <= {str}
+        case ("list" | "tuple", _, data) | ("custom", _, [str(), data]):
+            return is_json(tree.freeze(data))
+    return False
 
 
 class RankReader:
@@ -424,13 +403,13 @@ class RankReader:
         Raises:
             ValueError: the file is damaged, or does not hold these elements.
         """
-        place = self.table(rank).places.get(name)
+        held_bytes = self.table(rank).places.get(name, _NOWHERE).nbytes
         low = begin * out.element_size()
         high = low + out.nbytes
-        if place is None or high > place.nbytes:
+        if high > held_bytes:
             raise ValueError(
                 f"{self._path(rank)} must hold bytes {low} to {high} of {name!r}; it holds "
-                f"{0 if place is None else place.nbytes}: restore another checkpoint"
+                f"{held_bytes}: restore another checkpoint"
             )
         target = byte_view(out)
         for index in range(low // CHECKED, -(-high // CHECKED)):
@@ -447,9 +426,9 @@ class RankReader:
         """
         table = self.table(rank)
         first_byte = min((place.offset for place in table.places.values()), default=table.size)
-        head = memoryview(bytearray(first_byte))
-        self._pread(head, rank, 0)
-        if hashlib.sha256(head).hexdigest() != table.header:
+        header = memoryview(bytearray(first_byte))
+        self._pread(header, rank, 0)
+        if hashlib.sha256(header).hexdigest() != table.header:
             raise self._changed(rank, "its header")
         yield first_byte
         for name, place in table.places.items():
@@ -465,12 +444,10 @@ class RankReader:
         """
         key = (rank, name, index)
         if key not in self._blocks:
-            full = len(self._blocks) >= _MOST_BLOCKS
-            memory = (
-                self._blocks.pop(next(iter(self._blocks)))
-                if full
-                else memoryview(bytearray(CHECKED))
-            )
+            if len(self._blocks) >= _MOST_BLOCKS:
+                memory = self._blocks.pop(next(iter(self._blocks)))
+            else:
+                memory = memoryview(bytearray(CHECKED))
             place = self.table(rank).places[name]
             block = memory[: min(CHECKED, place.nbytes - index * CHECKED)]
             self._pread(block, rank, place.offset + index * CHECKED)

@@ -7,12 +7,18 @@ Every move of a state to other ranks, units or slices copies elements between tw
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from funcshard.plan import Box, BufferPlan, LeafSpec, boxes, position_of, rank_at, slice_offsets
+
+ByAxis = Mapping[str, int]
+"""A number for each mesh axis: its size, or the index of a rank along it."""
+
+Read = Callable[[torch.Tensor, int, str, int], Any]
+"""A function that fills a 1-D tensor from a rank's stored tensor: ``(out, rank, name, begin)``."""
 
 
 class Run(NamedTuple):
@@ -48,9 +54,12 @@ class Source(NamedTuple):
     run: Run
 
 
-def run_in_shard(
-    buffer: BufferPlan, leaf: LeafSpec, position: Mapping[str, int]
-) -> tuple[slice, Run]:
+def whole_run(shape: Sequence[int]) -> Run:
+    """Return all elements of a whole leaf."""
+    return Run(0, math.prod(shape), Box(tuple(0 for _ in shape), tuple(shape)))
+
+
+def run_in_shard(buffer: BufferPlan, leaf: LeafSpec, position: ByAxis) -> tuple[slice, Run]:
     """Return the run of a leaf that the rank at ``position`` holds, and its place in the shard."""
     part = buffer.part(leaf, position.get("shard", 0))
     within = Box(slice_offsets(leaf.shape, leaf.cuts, position), leaf.shape)
@@ -62,7 +71,7 @@ def as_leaf(buffer: BufferPlan) -> LeafSpec:
     return LeafSpec(buffer.leaves[0].path, (buffer.numel,), offset=0, index=0)
 
 
-def copy_axes(buffer: BufferPlan, axes: Mapping[str, int]) -> dict[str, int]:
+def copy_axes(buffer: BufferPlan, axes: ByAxis) -> dict[str, int]:
     """Return name and size of the mesh axes along which every rank holds the same shard."""
     return {
         axis: size
@@ -71,7 +80,7 @@ def copy_axes(buffer: BufferPlan, axes: Mapping[str, int]) -> dict[str, int]:
     }
 
 
-def turn_of(turn: int, buffer: BufferPlan, axes: Mapping[str, int]) -> dict[str, int]:
+def turn_of(turn: int, buffer: BufferPlan, axes: ByAxis) -> dict[str, int]:
     """Return the position, along ``copy_axes``, of the rank that stores a shard for all copies.
 
     Why turns: tensor after tensor another rank stores it, so that these ranks share the writing.
@@ -83,8 +92,8 @@ def turn_of(turn: int, buffer: BufferPlan, axes: Mapping[str, int]) -> dict[str,
 def leaf_sources(
     buffer: BufferPlan,
     leaf: LeafSpec,
-    axes: Mapping[str, int],
-    position: Mapping[str, int],
+    axes: ByAxis,
+    position: ByAxis,
     target: Run,
 ) -> Iterator[Source]:
     """Yield the runs of a leaf, as a plan cut it, that have elements of ``target``.
@@ -125,9 +134,9 @@ def leaf_sources(
 
 def old_position(
     own: Sequence[str],
-    position: Mapping[str, int],
-    axes: Mapping[str, int],
-    old_axes: Mapping[str, int],
+    position: ByAxis,
+    axes: ByAxis,
+    old_axes: ByAxis,
 ) -> dict[str, int]:
     """Return the old position along the axes ``own`` that a local leaf comes from.
 
@@ -138,6 +147,31 @@ def old_position(
     )
     old = {axis: old_axes.get(axis, 1) for axis in own}
     return position_of(number % math.prod(old.values()), old)
+
+
+def read_run(
+    out: torch.Tensor, target: Run, sources: Iterable[Source], name: str, read: Read
+) -> int:
+    """Fill a run from its parts in the stored shards, and return the number of elements.
+
+    Arguments:
+        out: the elements of ``target``, 1-D.
+        target: the run to fill.
+        sources: the runs that have elements of it.
+        name: the name of the stored shards.
+        read: fills a tensor with stored elements.
+    """
+    copied_numel = 0
+    for rank, start, run in sources:
+        if run.within == target.within:
+            begin = run.begin - target.begin
+            read(out[begin : begin + run.numel], rank, name, start)
+            copied_numel += run.numel
+        else:
+            values = torch.empty(run.numel, dtype=out.dtype, device="cpu")
+            read(values, rank, name, start)
+            copied_numel += copy_run(out, target, values, run)
+    return copied_numel
 
 
 @torch.no_grad()

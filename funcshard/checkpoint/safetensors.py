@@ -30,18 +30,20 @@ from funcshard._utils import (
     read_regular,
     release_pages,
 )
+from funcshard.checkpoint.every_rank import on_every_rank
 from funcshard.checkpoint.folders import sync
 from funcshard.checkpoint.foreign_folders import what_it_holds
 from funcshard.checkpoint.rank_files import CODE_OF, CODES, Header, header_bytes
 from funcshard.checkpoint.state_dict import (
     check_all_shards,
     check_no_leaf,
+    find_leaves,
     find_local_leaf,
     leaves_for_this_rank,
 )
-from funcshard.checkpoint.stored_state import name_in
+from funcshard.checkpoint.stored_state import each_leaf
 from funcshard.comm import Mesh
-from funcshard.core import LeafChecksums, Shards, check_leaf, check_mesh, check_tie, cut
+from funcshard.core import LeafChecksums, Shards, check_leaf, check_mesh, cut
 from funcshard.plan import Plan, dtype_of, own_axes
 
 # Number of bytes of each leaf that ranks compare.
@@ -119,10 +121,8 @@ def export_safetensors(
             "shards under a plan in which no leaf is local"
         )
     entries = [
-        Header(s.path, dtype_of(b.dtype), s.whole_shape)
-        for u in plan.unit_list
-        for b in u.buffers
-        for s in b.leaves
+        Header(leaf.path, dtype_of(buffer.dtype), leaf.whole_shape)
+        for _, buffer, leaf in each_leaf(plan)
     ]
     extra = dict(buffers or {})
     for name, tensor in extra.items():
@@ -232,26 +232,20 @@ def import_safetensors(
     check_flag("cast", cast)
     check_mesh(plan, mesh, {"the options of import_safetensors": f"cast={cast!r}"})
     checksums = LeafChecksums(mesh, str(path), "give every rank the same files")
-    found_tensors: dict[str, torch.Tensor] = {}
-    fault: Exception | None = None
-    try:
-        found_tensors = _find_leaves(path, plan)
-        for buffer in (buffer for unit in plan.unit_list for buffer in unit.buffers):
-            for leaf in buffer.leaves:
-                check_leaf(found_tensors[leaf.path], leaf, buffer, str(path), whole=True, cast=cast)
-                checksums.add(
-                    leaf.path,
-                    found_tensors[leaf.path].view(-1)[: COMPARED // buffer.itemsize],
-                    own_axes(buffer.local, leaf.cuts),
-                )
-    except Exception as error:  # of any kind, because other ranks wait
-        fault = error
-    checksums.compare(fault)
+    with on_every_rank(mesh, checksums):
+        leaf_tensors = find_leaves(
+            open_tensors(path), plan.leaves, f"{path} must hold every leaf of the plan"
+        )
+        for _, buffer, leaf in each_leaf(plan):
+            tensor = leaf_tensors[leaf.path]
+            check_leaf(tensor, leaf, buffer, str(path), whole=True, cast=cast)
+            first_elements = tensor.view(-1)[: COMPARED // buffer.itemsize]
+            checksums.add(leaf.path, first_elements, own_axes(buffer.local, leaf.cuts))
     shards: Shards = {}
     for unit in plan.unit_list:
-        shards[unit.name] = cut(unit, found_tensors, mesh, str(path), whole=True, cast=cast)
+        shards[unit.name] = cut(unit, leaf_tensors, mesh, str(path), whole=True, cast=cast)
         for leaf in unit.leaves:  # the bytes that were copied need not stay beside the copy
-            release_pages(found_tensors[leaf.path])
+            release_pages(leaf_tensors[leaf.path])
     return shards
 
 
@@ -387,22 +381,6 @@ def _file_names(number: int) -> list[str]:
 
 
 # --- reading --------------------------------------------------------------------------------------
-
-
-def _find_leaves(path: Path, plan: Plan) -> dict[str, torch.Tensor]:
-    """Return the leaves of the plan by path, as views of the mapped files."""
-    by_name = open_tensors(path)
-    leaf_tensors = {}
-    for leaf in plan.leaves:
-        name = name_in(by_name, leaf)
-        if name is None:
-            raise ValueError(
-                f"{path} has no tensor named {leaf.path!r}; it has {sorted(by_name)[:3]} …: it is "
-                "of another model"
-            )
-        leaf_tensors[leaf.path] = by_name[name]
-        check_tie(leaf, by_name, str(path))
-    return leaf_tensors
 
 
 def open_tensors(path: Path) -> dict[str, torch.Tensor]:

@@ -28,10 +28,10 @@ from filelock import FileLock
 
 from funcshard._utils import check_count, check_flag, check_number, check_path
 from funcshard.checkpoint.contents import Contents, read_contents, read_from, save_at
+from funcshard.checkpoint.every_rank import on_every_rank
 from funcshard.checkpoint.flatten_state import flatten_state
 from funcshard.checkpoint.folders import LOCK, TRIES, begin_save, check_replaceable, discard, pause
 from funcshard.checkpoint.stored_state import (
-    FlatState,
     Plans,
     check_replicated,
     replicated_summary,
@@ -194,30 +194,25 @@ def save(
             )
         after.wait()
     _check_plans(plan, mesh)
-    fault: Exception | None = None
-    flat, summary, lock = FlatState(None), {}, None
-    drawn = secrets.randbits(32)
+    lock, memory, drawn = None, None, secrets.randbits(32)
     with ExitStack() as undo:
-        try:
+        with on_every_rank(mesh):
             if mesh.rank == 0:
                 _check_path(path)
             flat = flatten_state(state, plan, mesh.rank, mesh.device.type)
             summary = replicated_summary(flat)
             if mesh.rank == 0:  # at the end, because it makes the first file
                 lock = _begin(path, f"{drawn:08x}", undo)
-        except Exception as error:  # of any kind, because other ranks wait
-            fault = error
-        raise_on_every_rank(mesh, fault)
         token = _agree(path, summary, mesh, drawn)
-        memory, tensors = None, flat.tensors
-        try:
+        tensors: Mapping[str, torch.Tensor] = flat.tensors
+        with on_every_rank(mesh):  # such as no memory for the copy
             if not (path / f"{token}.part").exists():
-                raise _unseen(path)
+                raise OSError(
+                    f"rank 0 made a file in {path}, and this rank does not see it: save to a "
+                    "folder on a file system that all machines of the job share"
+                )
             if not wait:
                 memory, tensors = _copied(flat.tensors, None if after is None else after.memory)
-        except Exception as error:  # such as no memory for the copy
-            fault = error
-        raise_on_every_rank(mesh, fault)
         if not wait and after is not None:
             after.memory = None  # another save after the same one must not write there
         writer = Writer(
@@ -397,13 +392,6 @@ def _begin(path: Path, save: str, undo: ExitStack) -> FileLock:
     undo.callback(discard, path, save)
     undo.callback(lock.release)  # first, because discard takes it
     return lock
-
-
-def _unseen(path: Path) -> OSError:
-    return OSError(
-        f"rank 0 made a file in {path}, and this rank does not see it: save to a folder on a file "
-        "system that all machines of the job share"
-    )
 
 
 def _agree(path: Path, summary: dict[str, Any], mesh: Mesh, drawn: int) -> str:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from funcshard._utils import callers_level, check_flag, is_tree_of_shards
+from funcshard.checkpoint.every_rank import on_every_rank
 from funcshard.checkpoint.pieces import as_pieces, check_pieces, copy_pieces, own_pieces
 from funcshard.checkpoint.stored_state import by_buffer, each_leaf, name_in
 from funcshard.comm import Mesh
@@ -31,7 +32,6 @@ from funcshard.core import (
     cut_from_rank,
     join_slices,
     put_whole,
-    raise_on_every_rank,
     slice_from_rank,
     views,
     zero_shard,
@@ -187,8 +187,8 @@ def from_state_dict(
     where = "the state dict"
     checksums = LeafChecksums(mesh, where, "load the same file on every rank, or pass src=0")
     leaf_values: dict[str, Any] = {}
-    fault: Exception | None = None
-    try:
+    # Why before the leaves are cut: ranks gather DTensors and broadcast buffers together.
+    with on_every_rank(mesh, checksums if src is None else None):
         if src in (None, mesh.rank):
             leaf_values = find_leaves(state_dict, plan.leaves)
             _warn_of_unknown(state_dict, plan)
@@ -203,14 +203,6 @@ def from_state_dict(
                 _check_value(value, leaf, buffer, mesh, where, cast)
                 if src is None and check and is_full(value):
                     checksums.add(leaf.path, value, own_axes(buffer.local, leaf.cuts))
-    except Exception as error:  # of any kind, because other ranks wait
-        fault = error
-    # Why before the leaves are cut: ranks gather DTensors and broadcast buffers together, and a
-    # rank with a fault would leave the others waiting there.
-    if src is None:
-        checksums.compare(fault)
-    else:
-        raise_on_every_rank(mesh, fault)
     return by_buffer(
         plan,
         lambda unit, buffer: shard_from_leaves(unit, buffer, mesh, leaf_values, where, cast, src),
@@ -428,7 +420,7 @@ def find_leaves(
 
 def _remedy(state_dict: Mapping[str, Any], missing: list[str]) -> str:
     if not state_dict:
-        return "it is empty, as rank0_only=True leaves it on all ranks but 0; pass src=0 to take the state dict of rank 0"
+        return "it is empty; if rank0_only=True left it so, pass src=0 to take the state dict of rank 0"
     names = [name for name in state_dict if isinstance(name, str)]
     longer = [name.removesuffix(missing[0]) for name in names if name.endswith("." + missing[0])]
     prefix = next((p for p in longer if all(p + path in state_dict for path in missing)), None)
@@ -458,7 +450,10 @@ def _remedy(state_dict: Mapping[str, Any], missing: list[str]) -> str:
         return (
             "it is a tree of shards; to_state_dict(shards, plan, mesh) makes a state dict of them"
         )
-    return "it is of another module, or its names carry a prefix such as 'module.' that has to be removed"
+    return (
+        f"it holds {names[:3]}, so it is of another module, or its names carry a prefix such as "
+        "'module.' that has to be removed"
+    )
 
 
 def _warn_of_unknown(state_dict: Mapping[str, Any], plan: Plan) -> None:

@@ -216,6 +216,13 @@ def find_class(name: str) -> type:
     return loaded_type
 
 
+def is_json(value: Any) -> bool:
+    """Return whether the data of a container, frozen, are texts, numbers or tuples of them."""
+    if isinstance(value, tuple):
+        return all(map(is_json, value))
+    return value is None or type(value) in (int, float, bool, str)
+
+
 # --- plans ----------------------------------------------------------------------------------------
 
 
@@ -274,23 +281,21 @@ def by_entry(root: Any, plans: Plans) -> list[tuple[str, Any, Plan]]:
     ]
 
 
-def buffers_of_shards(spec: TreeSpec, plans: Plans) -> dict[str, tuple[UnitPlan, BufferPlan]]:
-    """Return unit and buffer of each tensor in the trees of shards of a state, by stored name."""
-    buffers_by_name: dict[str, tuple[UnitPlan, BufferPlan]] = {}
-    for _, node, plan in by_entry(spec, plans):
-        pairs = {(unit.name, b.key): (unit, b) for unit in plan.unit_list for b in unit.buffers}
-        nodes: list[tuple[TreeSpec, Any]] = [(node, None)]
+def buffers_of_shards(spec: TreeSpec, plans: Plans) -> dict[str, BufferPlan]:
+    """Return the buffer of each tensor in the trees of shards of a state, by stored name."""
+    buffers_by_name: dict[str, BufferPlan] = {}
+    for _, root, plan in by_entry(spec, plans):
+        buffers = {(unit.name, b.key): b for unit in plan.unit_list for b in unit.buffers}
+        nodes: list[tuple[TreeSpec, BufferPlan | None]] = [(root, None)]
         while nodes:
-            spec, pair = nodes.pop()
-            if spec is None or spec[0] in ("value", "rank"):
-                continue
-            if spec[0] == "tensor":
-                if pair is not None:
-                    buffers_by_name[spec[1]] = pair
-            elif spec[0] == "shards":
-                nodes += [(below, pairs[unit, key]) for unit, key, below in spec[2]]
-            else:
-                nodes += [(below, pair) for below in spec[3]]
+            node, buffer = nodes.pop()
+            match node:
+                case ["tensor", name] if buffer is not None:
+                    buffers_by_name[name] = buffer
+                case ["shards", _, entries]:
+                    nodes += [(below, buffers[unit, key]) for unit, key, below in entries]
+                case [_, _, _, children]:
+                    nodes += [(below, buffer) for below in children]
     return buffers_by_name
 
 

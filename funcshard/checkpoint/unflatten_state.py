@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,12 +15,14 @@ import torch
 from funcshard._utils import byte_view, tree
 from funcshard.checkpoint.flatten_state import flatten_state
 from funcshard.checkpoint.resharding import (
+    ByAxis,
+    Read,
     Run,
     Source,
     as_leaf,
-    copy_run,
     leaf_sources,
     old_position,
+    read_run,
     run_in_shard,
     turn_of,
 )
@@ -48,9 +50,6 @@ from funcshard.plan import (
     own_axes,
     position_of,
 )
-
-Read = Callable[[torch.Tensor, int, str, int], Any]
-"""A function that fills a 1-D tensor from a rank's stored tensor: ``(out, rank, name, begin)``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +151,9 @@ class _Unflattener:
     rank: int
     device: torch.device
     cast: bool | None
-    axes: Mapping[str, int] = field(init=False)
-    old_axes: Mapping[str, int] = field(init=False)
-    position: Mapping[str, int] = field(init=False)
+    axes: ByAxis = field(init=False)
+    old_axes: ByAxis = field(init=False)
+    position: ByAxis = field(init=False)
     old_buffers: dict[tuple[str, str], tuple[UnitPlan, BufferPlan]] = field(init=False)
     old_leaves: dict[str, tuple[UnitPlan, BufferPlan, LeafSpec]] = field(init=False)
     unplanned: dict[tuple[str, str], str] = field(init=False)
@@ -372,11 +371,15 @@ class _Unflattener:
             if key not in self.moves:
                 self.moves[key] = list(self._moves(name, turn, home, buffer))
             for move in self.moves[key]:
-                self._copy(shard[move.in_shard], name, move)
+                out = shard[move.in_shard]
+                copied_numel = read_run(out, move.target, move.sources, name, self.saved.read)
+                if copied_numel != out.numel():
+                    raise ValueError(
+                        f"{self.saved.title} holds {copied_numel} of {out.numel()} needed elements "
+                        f"of {move.path!r}"
+                    )
 
-    def _moves(
-        self, name: str, turn: Mapping[str, int], home: _Home, buffer: BufferPlan
-    ) -> Iterator[_Move]:
+    def _moves(self, name: str, turn: ByAxis, home: _Home, buffer: BufferPlan) -> Iterator[_Move]:
         for leaf, old_leaf in home.leaves:
             _check_same_leaf(name, leaf, buffer, old_leaf, home.buffer)
             in_shard, target = run_in_shard(buffer, leaf, self.position)
@@ -389,23 +392,6 @@ class _Unflattener:
                 }
                 sources = leaf_sources(home.buffer, old_leaf, self.old_axes, start, target)
                 yield _Move(leaf.path, in_shard, target, list(sources))
-
-    def _copy(self, out: torch.Tensor, name: str, move: _Move) -> None:
-        target, copied_numel = move.target, 0
-        for rank, start, run in move.sources:
-            if run.within == target.within:
-                begin = run.begin - target.begin
-                self.saved.read(out[begin : begin + run.numel], rank, name, start)
-                copied_numel += run.numel
-            else:
-                values = torch.empty(run.numel, dtype=out.dtype, device="cpu")
-                self.saved.read(values, rank, name, start)
-                copied_numel += copy_run(out, target, values, run)
-        if copied_numel != out.numel():
-            raise ValueError(
-                f"{self.saved.title} holds {copied_numel} of {out.numel()} needed elements of "
-                f"{move.path!r}"
-            )
 
 
 def _check_same_leaf(

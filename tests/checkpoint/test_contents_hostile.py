@@ -152,7 +152,7 @@ CASES: dict[str, tuple[Harm, str]] = {
         "no registered container",
     ),
     "a list with data that are an object": (
-        put(INDEX, "outline", value=["list", None, {"a": 1}, [["value", 1]]]), "must be texts, numbers or lists; found an",
+        put(INDEX, "outline", value=["list", None, {"a": 1}, [["value", 1]]]), "a key or a field for",
     ),
     "a tensor that is not there": (put(INDEX, "outline", value=["tensor", "nothing"]), "a tensor of the checkpoint or"),
     "a shard outside of shards": (put(INDEX, "outline", value=["tensor", "shards.float32"]), "a tensor of the checkpoint"),
@@ -167,14 +167,14 @@ CASES: dict[str, tuple[Harm, str]] = {
     "a rank's value that is not there": (put(INDEX, "outline", value=["rank", 7]), "has 1 PerRank values"),
     "a negative number of a rank's value": (put(INDEX, "outline", value=["rank", -1]), "the number of a PerRank must be"),
     "a dictionary with too few keys": (
-        put(INDEX, "outline", value=["dict", None, ["a"], [["value", 1], ["value", 2]]]), "must have a key or a field for",
+        put(INDEX, "outline", value=["dict", None, ["a"], [["value", 1], ["value", 2]]]), "a key or a field for",
     ),
     "a whole tensor of 2^58 elements": (put(INDEX, "stored", "whole", 2, value=[2**58]), "needed bytes of 'whole'"),
     "a tensor of an unknown kind": (put(INDEX, "stored", "whole", 0, value="global"), "the kind of 'whole' must be"),
     "a tensor of too few facts": (put(INDEX, "stored", "whole", value=["whole"]), "must be a list of 6"),
     "a token that names another folder": (put(INDEX, "save", value="../12345"), "save must be 8 hexadecimal digits"),
     "a namedtuple with too few fields": (
-        put(INDEX, "outline", value=["namedtuple", [], "funcshard:TrainState", [["value", 1]]]), "must have a key or a f",
+        put(INDEX, "outline", value=["namedtuple", [], "funcshard:TrainState", [["value", 1]]]), "a key or a field for",
     ),
     "a turn of a text": (put(INDEX, "stored", "shards.float32", 5, value="1"), "must be a whole number"),
     # Tables.

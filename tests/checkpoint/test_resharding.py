@@ -10,7 +10,7 @@ import torch
 
 import funcshard as fs
 from funcshard._utils import tree
-from funcshard.checkpoint import unflatten_state
+from funcshard.checkpoint import resharding
 from funcshard.checkpoint.resharding import Run, copy_run
 from funcshard.plan import Box
 from tests.checkpoint.test_pieces import MESHES, NAMES, PARAMS
@@ -88,7 +88,7 @@ def test_the_table_shows_whole_tensors(tmp_path: Path) -> None:
 
 
 def test_the_same_degree_reads_runs_and_no_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unflatten_state, "copy_run", lambda *_: pytest.fail("a box was read"))
+    monkeypatch.setattr(resharding, "copy_run", lambda *_: pytest.fail("a box was read"))
     shape = MESHES["shard 2, tensor 2"]
 
     def main(mesh: fs.Mesh) -> None:

@@ -366,9 +366,9 @@ def changed_piece(**values: Any) -> Any:
 
 # From the whole state dict and a rank's pieces: what a rank passes.
 FAULTS: dict[str, tuple[Any, str]] = {
-    "a leaf is missing": (lambda d, p: without(d, "b"), r"missing: \['b'\]: it is of another module, or"),
+    "a leaf is missing": (lambda d, p: without(d, "b"), r"missing: \['b'\]: it holds .*, so it is of another module, or"),
     "a piece is missing": (lambda d, p: without(p, "b"), r"missing: \['b'\]: it holds pieces of other leaves; pass the pi"),
-    "nothing": (lambda d, p: {}, r"missing: \['a', 'b'\]: it is empty, as rank0_only=True leaves it .* pass src=0"),
+    "nothing": (lambda d, p: {}, r"missing: \['a', 'b'\]: it is empty; if rank0_only=True left it so, pass src=0"),
     "a prefix": (
         lambda d, p: {f"module.{name}": value for name, value in d.items()},
         r"carry the prefix 'module\.' that has to be removed: call torch\.nn\.modules\.utils\.consume_prefix",
