@@ -10,7 +10,8 @@ through them.
 - ``grad_reducer``: takes unreduced gradients in backward, starts their reductions, keeps the sums;
   until then keeps units that stay gathered.
 - ``flat_buffer``: a shard to its leaves and back, as two autograd Functions. When the gradients of
-  all leaves are complete, backward frees the gathered buffer and calls the reducer.
+  all leaves are complete, backward frees the gathered buffer and calls the reducer. Below them,
+  gathers and sums of flat tensors of no unit.
 - ``prefetcher``: which units a call gathers, and when: ``pre_forward``, ``pre_backward``. Its
   ``SavedUnit`` keeps autograd from holding a gathered buffer after forward, and gathers the buffer
   again for backward. The ``ScheduleLearner`` keeps the order that the first call teaches.
@@ -55,7 +56,7 @@ from funcshard.core.collectives import (
     psum_world,
 )
 from funcshard.core.combinators import reshard, unit_comms, unshard, unshard_with
-from funcshard.core.flat_buffer import views
+from funcshard.core.flat_buffer import all_gather_flat, all_reduce_flat, views
 from funcshard.core.grad_reducer import GradReducer, activate, current_reducer
 from funcshard.core.gradient_options import GradientOptions, OnGrads, OnReduceScattered
 from funcshard.core.gradients import (
@@ -71,8 +72,6 @@ from funcshard.core.gradients import (
 )
 from funcshard.core.objects import broadcast_object
 from funcshard.core.plain_collectives import (
-    all_gather_flat,
-    all_reduce_flat,
     broadcast,
     join_slices,
     slice_from_rank,

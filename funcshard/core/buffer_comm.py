@@ -43,6 +43,9 @@ from funcshard.plan import (
     recording,
 )
 
+UnitShard = Mapping[str, torch.Tensor]  # this rank's shard of each buffer, by key
+Leaves = Sequence[Sequence[torch.Tensor]]  # of each buffer
+
 # Size, stride and offset of each leaf in its flat buffer.
 LeafViews = tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
 
@@ -311,11 +314,13 @@ def start_gather(
     return AllGatherHandle(work, comm, shard.shape[0] * ranks, copied)
 
 
+Handles = Sequence[AllGatherHandle]  # of the buffers of one unit
+
 # What an all-gather reads: this rank's shard, or its slice, and how that is communicated.
 GatherSource = tuple[torch.Tensor, BufferComm]
 
 
-def start_gathers(sources: Iterable[GatherSource]) -> list[AllGatherHandle]:
+def start_gathers(sources: Iterable[GatherSource]) -> Handles:
     """Start to gather the buffers of a unit, which are only to be read."""
     return [start_gather(*source, read_only=True) for source in sources]
 

@@ -156,25 +156,29 @@ def check_tie(spec: LeafSpec, by_path: Mapping[str, Any], where: str) -> None:
         by_path: full leaves by path; entries that are no full tensors are not compared.
         where: a name for the tree that holds the leaves, for the error.
     """
-    whole_leaves = []
+    first_path, first = "", None  # type: tuple[str, torch.Tensor | None]
     for path in (spec.path, *spec.aliases):
         value = by_path.get(path)
         # Why hasattr: it tells a DTensor without importing torch.distributed.tensor.
-        is_whole = isinstance(value, torch.Tensor) and not hasattr(value, "full_tensor")
-        if is_whole and not value.is_meta:
-            whole_leaves.append((path, value))
-    for path, value in whole_leaves[1:]:
-        first_path, first = whole_leaves[0]
-        same_memory = (value.data_ptr(), value.stride()) == (first.data_ptr(), first.stride())
-        if (value.shape, value.dtype) == (first.shape, first.dtype) and (
-            same_memory or bool(checksum(value) == checksum(first))
-        ):
+        is_full = isinstance(value, torch.Tensor) and not hasattr(value, "full_tensor")
+        if value is None or not is_full or value.is_meta:
             continue
-        raise ValueError(
-            f"{first_path!r} and {path!r} of {where} are one leaf under the plan, because they "
-            "were tied when it was made; found different values under them: tie them, or make a "
-            "new plan"
-        )
+        if first is None:
+            first_path, first = path, value
+        elif not _same_values(first, value):
+            raise ValueError(
+                f"{first_path!r} and {path!r} of {where} are one leaf under the plan, because they "
+                "were tied when it was made; found different values under them: tie them, or make "
+                "a new plan"
+            )
+
+
+def _same_values(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if (first.shape, first.dtype) != (second.shape, second.dtype):
+        return False
+    if (first.data_ptr(), first.stride()) == (second.data_ptr(), second.stride()):
+        return True
+    return bool(checksum(first) == checksum(second))
 
 
 def checksum(values: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:

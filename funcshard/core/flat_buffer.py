@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from funcshard._utils import dispatch_modes, signed, transforms_active, unseen, unwrapped
+from funcshard._utils import dispatch_modes, signed, transforms_active, unseen
+from funcshard.comm import Mesh, Topology
 from funcshard.core.basis import noted, noted_outer, refuse_cut, refuse_mixed_sum
 from funcshard.core.buffer_comm import (
     AllGatherHandle,
@@ -28,7 +29,7 @@ from funcshard.core.buffer_comm import (
     start_reduce,
     start_scatter,
 )
-from funcshard.core.grad_reducer import take_slot
+from funcshard.core.grad_reducer import current_reducer, note_collective
 from funcshard.plan import BufferPlan, dtype_of
 
 _log = logging.getLogger("funcshard.core")
@@ -53,36 +54,13 @@ def views(full: torch.Tensor, buffer: BufferPlan) -> list[torch.Tensor]:
     ]
 
 
-def gather_leaves(
-    shard: torch.Tensor,
-    comm: BufferComm,
-    post_backward: Callable[[], None] | None,
-    handle: AllGatherHandle | None,
-) -> tuple[torch.Tensor, ...]:
-    """Gather ``shard`` and return the leaves of its buffer as views of the gathered buffer.
-
-    Arguments:
-        shard: this rank's shard.
-        comm: the communication of the buffer.
-        post_backward: called in backward when the gradients of all leaves are complete, so that
-            the unit's buffers can be freed.
-        handle: that of the all-gather, if it has started.
-    """
-    leaves: tuple[torch.Tensor, ...] = ShardToLeaves.apply(
-        shard, comm, post_backward, handle, transforms_active()
-    )
-    slot = take_slot(shard)
-    # Why look at the gathered leaf: a Function that runs under no_grad is not told so.
-    if slot is not None and unwrapped(leaves[0]).requires_grad:
-        slot.reducer.expect(slot.leaf)
-    return leaves
-
-
 class ShardToLeaves(torch.autograd.Function):
     """Gather a shard, and return the leaves of its buffer; adjoint of ``LeavesToShard``.
 
-    ``ShardToLeaves.apply(shard, comm, post_backward, handle, read_only)``: see ``gather_leaves``.
-    With ``read_only``, ranks may share the memory of the leaves.
+    ``ShardToLeaves.apply(shard, comm, post_backward, handle, read_only)``. Backward calls
+    ``post_backward`` when the gradients of all leaves are complete, so that the unit's buffers can
+    be freed. ``handle`` is that of the all-gather, if it has started. With ``read_only``, ranks may
+    share the memory of the leaves.
     """
 
     @staticmethod
@@ -112,24 +90,27 @@ class ShardToLeaves(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         shard, ctx.comm, ctx.post_backward, _, ctx.read_only = inputs
         ctx.device, ctx.loop = output[0].device, None
-        ctx.slot = take_slot(shard)
+        # Why look it up here: below a transform the shard may be a leaf of the reducer, which above
+        # it was not.
+        ctx.reducer = current_reducer()
+        ctx.leaf = ctx.reducer and ctx.reducer.leaf_by_id.get(id(shard))
         if transforms_active():
             ctx.comm, ctx.loop = noted(ctx.comm)
-        elif ctx.slot is None and ctx.needs_input_grad[0]:
+        elif ctx.leaf is None and ctx.needs_input_grad[0]:
             ctx.comm = noted_outer(ctx.comm)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        comm, slot = ctx.comm, ctx.slot
+        comm = ctx.comm
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("post_backward of %s", comm.label)
         # Why now, also if the unit has several buffers: autograd runs the nodes of a forward in the
         # opposite order, so every node that read one of the buffers has run before this one.
         if ctx.post_backward is not None:
             ctx.post_backward()
-        if slot is not None and slot.reducer.takes_gradients():
-            slot.reducer.add(slot.leaf, _rows(comm, ctx.device, grads)[1], comm)
+        if ctx.leaf is not None and ctx.reducer.takes_gradients():
+            ctx.reducer.add(ctx.leaf, _rows(comm, ctx.device, grads)[1], comm)
             return (None,) * 5
         return LeavesToShard.apply(comm, ctx.device, *grads), None, None, None, None
 
@@ -250,3 +231,45 @@ def _by_rank(rows: Sequence[torch.Tensor], shard_numel: int, ranks: int) -> list
             offset += row.shape[-1]
         parts += [part for columns in zip(*slices, strict=True) for part in columns]
     return parts
+
+
+# --- flat tensors of no unit, without autograd ----------------------------------------------------
+
+
+def all_gather_flat(
+    flat: torch.Tensor,
+    mesh: Mesh,
+    *,
+    unit: str | None = None,
+    buffer: str = "",
+    sharded: bool = True,
+    offload: bool = False,
+) -> torch.Tensor:
+    """Return the concatenation of every rank's ``flat`` along the shard axis, without autograd.
+
+    Arguments:
+        flat: this rank's slice ``[n]``, of any dtype.
+        mesh: the ranks.
+        unit: name of the unit that the data belongs to, for events and errors.
+        buffer: key of the unit's buffer, likewise.
+        sharded: whether ``flat`` is a slice. If not, the function returns ``flat`` itself.
+        offload: whether ``flat`` is on the CPU although the mesh's device is another.
+
+    Returns:
+        The whole ``[n * ranks]``; ``flat`` itself if there is nothing to gather.
+    """
+    note_collective(mesh)
+    comm = BufferComm(Topology(mesh, sharded), unit, buffer, offload=offload)
+    with torch.no_grad():
+        return start_gather(flat.detach(), comm).finish()
+
+
+def all_reduce_flat(
+    tensor: torch.Tensor, mesh: Mesh, *, local: tuple[str, ...] = ()
+) -> torch.Tensor:
+    """Return the sum of ``tensor`` over all mesh axes except ``local``, without autograd.
+
+    ``tensor`` may be overwritten.
+    """
+    note_collective(mesh)
+    return start_reduce(tensor, BufferComm(Topology(mesh, False, local)), donated=True).finish()

@@ -1,9 +1,9 @@
 """Gradients of one call of ``value_and_grad``, from backward through reductions to their sums.
 
 ``value_and_grad`` makes a ``GradReducer`` and activates it around the user's loss function. A unit
-that gathers a shard finds the reducer in a context variable and takes a ``GradSlot``: the reducer,
-and what it knows of the leaf. In backward the unit passes its unreduced gradient to the slot, and
-autograd continues while the reduction runs. A reducer lives for one call.
+that gathers a shard finds the reducer in a context variable, and in it what is known of the leaf.
+In backward the unit passes its unreduced gradient to the reducer, and autograd continues while the
+reduction runs. A reducer lives for one call.
 
 A call may run several forwards and backwards, one for each micro-batch. ``reduce`` says whether the
 reductions of all of them add up, or the unreduced gradients, or the sums over the shard axis alone.
@@ -21,7 +21,7 @@ import contextvars
 import logging
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,9 +30,11 @@ import torch
 from funcshard._utils import graph_task_id, unwrapped, version
 from funcshard.comm import DONE, Mesh
 from funcshard.core.buffer_comm import (
-    AllGatherHandle,
     BufferComm,
+    Handles,
+    Leaves,
     ReduceHandle,
+    UnitShard,
     start_reduce_parts,
 )
 from funcshard.plan import BufferPlan, Reduce, UnitPlan, buffer_mode, unit_mode
@@ -107,7 +109,7 @@ class KeptUnit(NamedTuple):
     shards: Sequence[torch.Tensor]
     versions: list[int]
     comms: Sequence[BufferComm]
-    handles: Sequence[AllGatherHandle]
+    handles: Handles
 
     def serves(self, shards: Sequence[torch.Tensor], comms: Sequence[BufferComm]) -> bool:
         """Return whether gathering these shards would give what the handles have."""
@@ -156,7 +158,7 @@ class GradReducer:
         on_grad: OnGrad | None = None,
         on_scattered: OnGrad | None = None,
         reduce: Reduce = "each",
-        gathered: Sequence[Sequence[torch.Tensor]] = (),
+        gathered: Leaves = (),
         mesh: Mesh | None = None,
     ) -> None:
         self.leaves = [LeafGradient() for _ in leaves]
@@ -211,9 +213,7 @@ class GradReducer:
                 "compute the shard before"
             )
 
-    def find_kept(
-        self, comms: Sequence[BufferComm], shard: Mapping[str, torch.Tensor]
-    ) -> Sequence[AllGatherHandle] | None:
+    def find_kept(self, comms: Sequence[BufferComm], shard: UnitShard) -> Handles | None:
         """Return the handles of a unit that stays gathered; ``None`` if it does not.
 
         Arguments:
@@ -231,8 +231,8 @@ class GradReducer:
         self,
         unit: UnitPlan,
         comms: Sequence[BufferComm],
-        shard: Mapping[str, torch.Tensor],
-        handles: Sequence[AllGatherHandle],
+        shard: UnitShard,
+        handles: Handles,
     ) -> None:
         """Keep a unit gathered; see ``Unshard.stay_gathered``. Its shards have to be leaves."""
         shards = [shard[comm.buffer] for comm in comms]
@@ -251,9 +251,14 @@ class GradReducer:
             for leaf in leaves:
                 leaf.kept = kept
 
-    def expect(self, leaf: LeafGradient) -> None:
-        """Expect a gradient of a leaf, unless backward computes forward again."""
-        if self._task is None:
+    def expect(self, shard: torch.Tensor, gathered: torch.Tensor) -> None:
+        """Expect a gradient of ``shard`` if autograd records its gather.
+
+        Not while backward computes forward again. ``gathered`` is a leaf that was gathered.
+        """
+        leaf = self.leaf_by_id.get(id(shard))
+        # Why look at the gathered leaf: a Function that runs under no_grad is not told so.
+        if self._task is None and leaf is not None and unwrapped(gathered).requires_grad:
             leaf.awaited += 1
 
     # --- backward ---------------------------------------------------------------------------------
@@ -410,13 +415,6 @@ def _divided(leaf: LeafGradient, parts: list[torch.Tensor], comm: BufferComm) ->
     return [whole_gradient.div_(divisor)]
 
 
-class GradSlot(NamedTuple):
-    """Where the gradient of one leaf goes."""
-
-    reducer: GradReducer
-    leaf: LeafGradient
-
-
 _current: contextvars.ContextVar[GradReducer | None] = contextvars.ContextVar(
     "funcshard_reducer", default=None
 )
@@ -443,12 +441,3 @@ def note_collective(mesh: Mesh) -> None:
     reducer = _current.get()
     if reducer is not None and reducer.mesh is None:
         reducer.worlds[mesh.world_size] = mesh
-
-
-def take_slot(shard: torch.Tensor) -> GradSlot | None:
-    """Return the slot of ``shard`` in the active reducer, if it is one of the reducer's leaves."""
-    reducer = _current.get()
-    if reducer is None:
-        return None
-    leaf = reducer.leaf_by_id.get(id(shard))
-    return None if leaf is None else GradSlot(reducer, leaf)

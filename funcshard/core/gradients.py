@@ -36,6 +36,7 @@ from funcshard._utils import (
 from funcshard.comm import Mesh, current_recording, ranks_of_job
 from funcshard.core.accumulation import micro_batch_calls
 from funcshard.core.collectives import psum_world
+from funcshard.core.flat_buffer import all_reduce_flat
 from funcshard.core.grad_reducer import GradReducer, LeafGradient, activate, note_collective
 from funcshard.core.gradient_options import (
     GradientOptions,
@@ -44,7 +45,6 @@ from funcshard.core.gradient_options import (
     gradient_hook,
     scattered_hook,
 )
-from funcshard.core.plain_collectives import all_reduce_flat
 from funcshard.plan import AXES, Reduce, check_reduce
 
 

@@ -5,9 +5,8 @@ An ``AxisComm`` or ``SumComm`` maps a tensor to another one, linearly in the ten
 several axes. Every other collective runs along one axis and over dim 0, so the last dimensions may
 be anything, such as the one that ``vmap`` adds.
 
-Below them are collectives for optimizer state, norms and the like, and those that send a whole
-tensor as slices, or join slices. The slices of one whole tensor lie on the ranks along the mesh
-axes of its cuts.
+Below them are those that send a whole tensor as slices, or join slices. The slices of one whole
+tensor lie on the ranks along the mesh axes of its cuts.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from typing import ClassVar
 import torch
 
 from funcshard._utils import BasisLoop
-from funcshard.comm import Group, Mesh, Topology, all_gather_private
-from funcshard.core.buffer_comm import BufferComm, recorded_group, start_gather, start_reduce
+from funcshard.comm import Group, Mesh, all_gather_private
+from funcshard.core.buffer_comm import BufferComm, recorded_group, start_reduce
 from funcshard.core.grad_reducer import note_collective
 from funcshard.plan import Box, LeafSpec, position_of, slice_offsets
 
@@ -124,48 +123,6 @@ class SumComm(BufferComm):
         """Return the sum; always a new tensor."""
         out = start_reduce(tensor, self).finish()
         return tensor.clone() if out is tensor else out
-
-
-# --- flat tensors ---------------------------------------------------------------------------------
-
-
-def all_gather_flat(
-    flat: torch.Tensor,
-    mesh: Mesh,
-    *,
-    unit: str | None = None,
-    buffer: str = "",
-    sharded: bool = True,
-    offload: bool = False,
-) -> torch.Tensor:
-    """Return the concatenation of every rank's ``flat`` along the shard axis, without autograd.
-
-    Arguments:
-        flat: this rank's slice ``[n]``, of any dtype.
-        mesh: the ranks.
-        unit: name of the unit that the data belongs to, for events and errors.
-        buffer: key of the unit's buffer, likewise.
-        sharded: whether ``flat`` is a slice. If not, the function returns ``flat`` itself.
-        offload: whether ``flat`` is on the CPU although the mesh's device is another.
-
-    Returns:
-        The whole ``[n * ranks]``; ``flat`` itself if there is nothing to gather.
-    """
-    note_collective(mesh)
-    comm = BufferComm(Topology(mesh, sharded), unit, buffer, offload=offload)
-    with torch.no_grad():
-        return start_gather(flat.detach(), comm).finish()
-
-
-def all_reduce_flat(
-    tensor: torch.Tensor, mesh: Mesh, *, local: tuple[str, ...] = ()
-) -> torch.Tensor:
-    """Return the sum of ``tensor`` over all mesh axes except ``local``, without autograd.
-
-    ``tensor`` may be overwritten.
-    """
-    note_collective(mesh)
-    return start_reduce(tensor, BufferComm(Topology(mesh, False, local)), donated=True).finish()
 
 
 # --- slices of whole tensors ----------------------------------------------------------------------

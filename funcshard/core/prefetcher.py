@@ -34,7 +34,7 @@ import itertools
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,15 @@ from funcshard._utils import (
     version,
 )
 from funcshard.comm import DONE, CommDtypes, Mesh, Topology, neighbours, own_row
-from funcshard.core.buffer_comm import AllGatherHandle, BufferComm, GatherSource, start_gathers
+from funcshard.core.buffer_comm import (
+    AllGatherHandle,
+    BufferComm,
+    GatherSource,
+    Handles,
+    Leaves,
+    UnitShard,
+    start_gathers,
+)
 from funcshard.core.dtensor_leaves import as_dtensors, through_dtensors
 from funcshard.core.flat_buffer import views
 from funcshard.core.grad_reducer import current_reducer
@@ -66,7 +74,6 @@ from funcshard.plan import BackwardOrder, ForwardOrder, Schedule, UnitPlan
 
 _log = logging.getLogger("funcshard.core")
 
-Handles = Sequence[AllGatherHandle]  # of the buffers of one unit
 # The communication of the slices of each buffer; None for a buffer that is not cut.
 SliceComms = tuple[BufferComm | None, ...]
 
@@ -234,9 +241,10 @@ class Prefetcher:
         # A use without a moment is one that backward does not gather.
         moments = sorted([entry for entry in (*gathers, *reductions) if entry[0]], reverse=True)
         learned_order = tuple([(kind, unit) for _, kind, unit in moments])
-        implied_order: list[tuple[str, str]] = []
+        implied_order, saved_units = [], set(self._units)
         for unit in reversed(self.ran):
-            implied_order += [("gather", unit)] if unit in self._units else []
+            if unit in saved_units:
+                implied_order.append(("gather", unit))
             implied_order.append(("reduce", unit))
         return None if learned_order == tuple(implied_order) else learned_order
 
@@ -310,7 +318,7 @@ class ScheduleLearner:
 
 # The unit whose saved tensors the hooks around it are asked for now. If the hooks compute forward
 # again to answer, as a checkpoint does, that computation uses this unit's gathered buffers.
-_recomputing: contextvars.ContextVar[SavedUnit | None] = contextvars.ContextVar(
+recomputing_unit: contextvars.ContextVar[SavedUnit | None] = contextvars.ContextVar(
     "funcshard_recomputing", default=None
 )
 
@@ -318,11 +326,6 @@ _recomputing: contextvars.ContextVar[SavedUnit | None] = contextvars.ContextVar(
 current_unit: contextvars.ContextVar[SavedUnit | None] = contextvars.ContextVar(
     "funcshard_current_unit", default=None
 )
-
-
-def recomputing_unit() -> SavedUnit | None:
-    """Return the saved unit whose backward asked to recompute forward, if there is one."""
-    return _recomputing.get()
 
 
 def hooks_allowed() -> bool:
@@ -352,7 +355,7 @@ class UnitSource:
         self,
         comms: Sequence[BufferComm],
         slice_comms: SliceComms,
-        shard: Mapping[str, torch.Tensor],
+        shard: UnitShard,
     ) -> None:
         self.shards = [shard[comm.buffer].detach() for comm in comms]
         self.nodes: list[weakref.ref[Any]] = []
@@ -362,7 +365,7 @@ class UnitSource:
         self._versions = [version(local) for local in self.shards]
 
     @unseen
-    def cut(self, gathered: Sequence[Sequence[torch.Tensor]]) -> None:
+    def cut(self, gathered: Leaves) -> None:
         """Copy this rank's slices of the gathered buffers, whose leaves are ``gathered``."""
         for i, comm in enumerate(self.slice_comms):
             if comm is not None:
@@ -442,9 +445,7 @@ class SavedUnit:
         "_use", "kept", "needed", "source",
     )  # fmt: skip
 
-    def __init__(
-        self, f: Any, shard: Mapping[str, torch.Tensor], prefetcher: Prefetcher | None
-    ) -> None:
+    def __init__(self, f: Any, shard: UnitShard, prefetcher: Prefetcher | None) -> None:
         self.needed = False
         self.kept: Callable[[], Handles | None] | None = None
         # Why not f itself: the user's function may hold results, and so the graph that holds this.
@@ -458,7 +459,7 @@ class SavedUnit:
         self._prefetcher = prefetcher
         self._use = -1 if prefetcher is None else prefetcher.save(self.source)
 
-    def watch(self, gathered: Sequence[Sequence[torch.Tensor]]) -> None:
+    def watch(self, gathered: Leaves) -> None:
         """Set the leaves of each gathered buffer, so that ``pack`` knows views of them."""
         for buffer_index, (first_leaf, *_) in enumerate(gathered):
             node: Any = first_leaf.grad_fn
@@ -479,7 +480,7 @@ class SavedUnit:
         """Free the buffers that backward has gathered."""
         self._full = None
 
-    def handles_for(self, unit: UnitPlan, shard: Mapping[str, torch.Tensor]) -> Handles | None:
+    def handles_for(self, unit: UnitPlan, shard: UnitShard) -> Handles | None:
         """Return finished handles of its buffers, if gathering ``shard`` would give the same."""
         pairs = list(zip(self._comms, self.source.shards, strict=True))
         same_data = all(address(shard[comm.buffer]) == address(local) for comm, local in pairs)
@@ -491,7 +492,7 @@ class SavedUnit:
         ]
 
     @unseen
-    def gathered_again(self) -> tuple[tuple[torch.Tensor, ...], ...]:
+    def gathered_again(self) -> Leaves:
         """Return the leaves of each buffer, gathered again, without a graph."""
         gathered = []
         for comm, full in zip(self._comms, self.buffers(), strict=True):
@@ -607,14 +608,14 @@ class SavedUnit:
                     "forward had saved it; modify a copy"
                 )
             return packed.tensor
-        if self.needed and recomputing_unit() is None and packed.leaves_units:
+        if self.needed and recomputing_unit.get() is None and packed.leaves_units:
             # Why now: the outer hooks may compute something again, and a plan predicts this order.
             self.buffers()
-        token = _recomputing.set(self)
+        token = recomputing_unit.set(self)
         try:
             return packed.unpack(packed.packed)
         finally:
-            _recomputing.reset(token)
+            recomputing_unit.reset(token)
 
 
 def _post_backward(

@@ -41,13 +41,19 @@ from funcshard._utils import (
     version,
 )
 from funcshard.comm import Mesh
-from funcshard.core.buffer_comm import BufferComm, start_gather, start_gathers
+from funcshard.core.buffer_comm import (
+    BufferComm,
+    Handles,
+    Leaves,
+    UnitShard,
+    start_gather,
+    start_gathers,
+)
 from funcshard.core.checks import check_shard
 from funcshard.core.dtensor_leaves import DTensorForm, as_dtensors
-from funcshard.core.flat_buffer import gather_leaves
+from funcshard.core.flat_buffer import ShardToLeaves
 from funcshard.core.grad_reducer import GradReducer, current_reducer
 from funcshard.core.prefetcher import (
-    Handles,
     Prefetcher,
     SavedUnit,
     SliceComms,
@@ -59,9 +65,6 @@ from funcshard.core.recompute import remat
 from funcshard.plan import BufferPlan, MixedPrecision, UnitPlan, dtype_of
 
 _log = logging.getLogger("funcshard.core")
-
-UnitShard = Mapping[str, torch.Tensor]
-Leaves = Sequence[Sequence[torch.Tensor]]  # of each buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +144,7 @@ class Unshard:
         shard: UnitShard,
         handles: Handles | None = None,
         post_backward: Callable[[], None] | None = None,
-    ) -> tuple[tuple[torch.Tensor, ...], ...]:
+    ) -> Leaves:
         """Gather the unit's buffers, differentiably, and return the leaves of each.
 
         Arguments:
@@ -159,7 +162,11 @@ class Unshard:
             if leaves is None:
                 if not comm.plan.trainable:
                     local = local.detach()
-                leaves = gather_leaves(local, comm, post_backward, handle)
+                leaves = ShardToLeaves.apply(
+                    local, comm, post_backward, handle, transforms_active()
+                )
+                if reducer is not None:
+                    reducer.expect(local, leaves[0])
             gathered.append(tuple(leaves))
         return tuple(gathered)
 
@@ -199,7 +206,7 @@ class Unshard:
         saved: SavedUnit | None = None
         freed, started = self.freed and self.gathers, handles is not None
         if torch.is_grad_enabled() and hooks_allowed():
-            reducer, recomputing = current_reducer(), recomputing_unit()
+            reducer, recomputing = current_reducer(), recomputing_unit.get()
             saved = SavedUnit(self, shard, prefetcher if freed and started else None)
             if started and not freed and reducer is not None:
                 saved.kept = functools.partial(reducer.find_kept, self.comms, shard)
@@ -216,9 +223,7 @@ class Unshard:
             mode=grad_mode(),
         )
 
-    def run(
-        self, gathered: tuple[tuple[torch.Tensor, ...], ...], /, *args: Any, **kwargs: Any
-    ) -> Any:
+    def run(self, gathered: Leaves, /, *args: Any, **kwargs: Any) -> Any:
         """Call ``apply`` with the leaves from ``gather``; cast as the precision says."""
         hidden: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if dispatch_modes() and in_selective_checkpoint() and not transforms_active():
@@ -356,7 +361,7 @@ class Gathered:
         mode: the ``grad_mode`` that the leaves were gathered in.
     """
 
-    leaves: tuple[tuple[torch.Tensor, ...], ...]
+    leaves: Leaves
     saved: SavedUnit | None
     freed: bool
     shared: bool

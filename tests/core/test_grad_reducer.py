@@ -110,12 +110,13 @@ def test_a_reduction_is_over_before_the_next_takes_memory() -> None:
 
 
 def test_what_one_backward_did_not_bring_is_not_awaited_in_the_next() -> None:
-    reducer = GradReducer(two_leaves(), reduce="once")
+    shards = two_leaves()
+    reducer = GradReducer(shards, reduce="once")
     leaf = reducer.leaves[0]
     for forwards in (2, 1):  # the first backward leaves out one of two gradients
         reducer.pre_backward(accumulating=False, zero_weight=False)
         for _ in range(forwards):
-            reducer.expect(leaf)
+            reducer.expect(shards[0], torch.ones(2, requires_grad=True))
         reducer.add(leaf, [torch.ones(2)], COMM)
         assert (leaf.held is None) is (forwards == 1)
         reducer.post_backward()
