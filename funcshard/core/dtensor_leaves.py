@@ -1,10 +1,10 @@
 """Leaves that the model uses as DTensors: from this rank's views to DTensors, and back in backward.
 
 A unit holds this rank's part of each such leaf in its flat shards, like any other leaf. Inside the
-unit's forward ``AsDTensor`` makes DTensors of the gathered views. ``DTensorHooks`` see through
-DTensors that autograd saves, so that the gathered buffer is freed after forward here too.
+unit's forward ``as_dtensors`` makes DTensors of the gathered views. ``SavedUnit`` packs this rank's
+part of DTensors that autograd saves, so that the gathered buffer is freed after forward here too.
 
-The factor in ``AsDTensor``. Our objective is the mean of all ranks' losses, and every function has
+The factor in ``_AsDTensor``. Our objective is the mean of all ranks' losses, and every function has
 its exact adjoint. DTensor calculates otherwise: the ranks along a model axis compute one loss, and
 a gradient is that of this one loss. Along an axis of T ranks our objective holds the loss T times,
 with the weight 1/W each, where W is the number of all ranks. A leaf that is not cut gets the same
@@ -15,7 +15,7 @@ not reduced along the axis, so the factor is applied here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,25 @@ class DTensorForm:
     path: str = ""
     factor: int = 1
 
+    @classmethod
+    def of(cls, whole: Any) -> DTensorForm:
+        """Return the form of a DTensor."""
+        return cls(whole.device_mesh, whole.placements, whole.shape, whole.stride())
+
+    def whole(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the DTensor of which ``local`` is this rank's part."""
+        # Why not at the top of the file: importing this takes longer than importing this library.
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(
+            local,
+            self.device_mesh,
+            self.placements,
+            run_check=False,
+            shape=self.shape,
+            stride=self.stride,
+        )
+
 
 def dtensor_forms(leaves: Sequence[LeafSpec], mesh: Mesh) -> tuple[DTensorForm | None, ...] | None:
     """Return the form of each leaf, ``None`` for a plain one; ``None`` if all of them are plain.
@@ -56,17 +75,14 @@ def dtensor_forms(leaves: Sequence[LeafSpec], mesh: Mesh) -> tuple[DTensorForm |
     Raises:
         ValueError: there is a DTensor, and the mesh has no DeviceMesh with the axes of the leaf.
     """
-    return (
-        tuple(_form(leaf, mesh) for leaf in leaves)
-        if any(leaf.placements for leaf in leaves)
-        else None
-    )
+    if not any(leaf.placements for leaf in leaves):
+        return None
+    return tuple(_form(leaf, mesh) for leaf in leaves)
 
 
 def _form(leaf: LeafSpec, mesh: Mesh) -> DTensorForm | None:
     if not leaf.placements:
         return None
-    # Why not at the top of the file: importing this takes longer than importing this library.
     from torch.distributed.tensor import Replicate, Shard
 
     shape = torch.Size(leaf.whole_shape)
@@ -81,15 +97,13 @@ def _device_mesh(leaf: LeafSpec, mesh: Mesh) -> DeviceMesh:
     names = {axis: name for name, axis in mesh.device_axes.items()}
     axes = [axis for axis, _ in leaf.placements]
     if mesh.device_mesh is None or not all(axis in names for axis in axes):
+        device_axes = f"whose DeviceMesh has {list(names)}"
+        if mesh.device_mesh is None:
+            device_axes = "without one"
         raise ValueError(
             f"leaf {leaf.path!r} is a DTensor along {axes}, so the mesh must have a DeviceMesh with "
-            f"these axes; found {mesh.shape} "
-            + (
-                f"whose DeviceMesh has {list(names)}"
-                if mesh.device_mesh is not None
-                else "without one"
-            )
-            + ": use init_mesh or Mesh.from_device_mesh in real processes; simulated ranks have none"
+            f"these axes; found {mesh.shape} {device_axes}: use init_mesh or Mesh.from_device_mesh "
+            "in real processes; simulated ranks have none"
         )
     part: DeviceMesh = mesh.device_mesh[tuple(names[axis] for axis in axes)]
     return part
@@ -111,11 +125,8 @@ def part_as_planned(leaf: LeafSpec, value: Any, mesh: Mesh, where: str) -> Any:
         return value
     form = _form(leaf, mesh)
     assert form is not None
-    if (value.device_mesh, value.placements, value.shape) != (
-        form.device_mesh,
-        form.placements,
-        form.shape,
-    ):
+    planned = form.device_mesh, form.placements, form.shape
+    if (value.device_mesh, value.placements, value.shape) != planned:
         raise ValueError(
             f"leaf {leaf.path!r} of {where} must be a DTensor of shape {tuple(form.shape)}, placed "
             f"by {form.placements} on {form.device_mesh}, as planned; found {tuple(value.shape)}, "
@@ -155,7 +166,7 @@ class _AsDTensor(torch.autograd.Function):
     def forward(ctx: Any, local: torch.Tensor, form: DTensorForm) -> Any:
         ctx.form = form
         ctx.set_materialize_grads(False)
-        return _dtensor(local, form)
+        return form.whole(local)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -166,47 +177,3 @@ class _AsDTensor(torch.autograd.Function):
             grad = grad.redistribute(placements=form.placements)
         local = grad.to_local() if torch.is_grad_enabled() else local_part(grad)
         return (local if form.factor == 1 else local * form.factor), None
-
-
-def _dtensor(local: torch.Tensor, form: DTensorForm) -> torch.Tensor:
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        local,
-        form.device_mesh,
-        form.placements,
-        run_check=False,
-        shape=form.shape,
-        stride=form.stride,
-    )
-
-
-# --- DTensors that autograd saves -----------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _PackedDTensor:
-    """A saved DTensor: its packed part, and how it is placed."""
-
-    local: Any
-    form: DTensorForm
-
-
-def through_dtensors(
-    pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
-) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
-    """Return saved-tensor hooks that pack the rank's part of a DTensor in place of the DTensor."""
-
-    def pack_part(tensor: torch.Tensor) -> Any:
-        if not is_dtensor(tensor):
-            return pack(tensor)
-        whole: Any = tensor
-        form = DTensorForm(whole.device_mesh, whole.placements, whole.shape, whole.stride())
-        return _PackedDTensor(pack(local_part(whole)), form)
-
-    def unpack_part(packed: Any) -> torch.Tensor:
-        if not isinstance(packed, _PackedDTensor):
-            return unpack(packed)
-        return _dtensor(unpack(packed.local), packed.form)
-
-    return pack_part, unpack_part

@@ -49,6 +49,8 @@ from funcshard._utils import (
     graph_task_id,
     hide_from_selective_checkpoints,
     in_selective_checkpoint,
+    is_dtensor,
+    local_part,
     outer_saved_tensors_hooks,
     runs_in_backward,
     saved_tensors_hooks_allowed,
@@ -67,7 +69,7 @@ from funcshard.core.buffer_comm import (
     UnitShard,
     start_gathers,
 )
-from funcshard.core.dtensor_leaves import as_dtensors, through_dtensors
+from funcshard.core.dtensor_leaves import DTensorForm, as_dtensors
 from funcshard.core.flat_buffer import views
 from funcshard.core.grad_reducer import current_reducer
 from funcshard.plan import BackwardOrder, ForwardOrder, Schedule, UnitPlan
@@ -538,14 +540,14 @@ class SavedUnit:
         this object; stored here, they would make a cycle.
         """
         outer = outer_saved_tensors_hooks()
-        hooks: tuple[Any, Any] = functools.partial(self.pack, outer=outer), self.unpack
-        if self._dtensors is not None:
-            hooks = through_dtensors(*hooks)
-        hide_from_selective_checkpoints(hooks[0], outer)
-        return hooks
+        pack = functools.partial(self.pack, outer=outer)
+        hide_from_selective_checkpoints(pack, outer)
+        return pack, self.unpack
 
     def pack(self, tensor: torch.Tensor, outer: Any = None) -> Any:
         """Replace a saved view of a gathered buffer by the position of that view."""
+        if self._dtensors is not None and is_dtensor(tensor):
+            return _PackedDTensor(self.pack(local_part(tensor), outer), DTensorForm.of(tensor))
         view = self._packed_view(tensor)
         if view is not None:
             self.note_needed()
@@ -593,6 +595,8 @@ class SavedUnit:
 
     def unpack(self, packed: Any) -> torch.Tensor:
         """Return the tensor that ``pack`` replaced."""
+        if isinstance(packed, _PackedDTensor):
+            return packed.form.whole(self.unpack(packed.local))
         if isinstance(packed, _PackedView):
             leaf_or_view = self.buffers()[packed.buffer_index].as_strided(*packed.view)
             if packed.cast is None:
@@ -658,6 +662,14 @@ class _PackedTensor:
 
     tensor: torch.Tensor
     version: int
+
+
+@dataclass(frozen=True, slots=True)
+class _PackedDTensor:
+    """A saved DTensor: this rank's part, packed, and how it is placed."""
+
+    local: Any
+    form: DTensorForm
 
 
 @dataclass(frozen=True, slots=True)
