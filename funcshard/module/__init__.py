@@ -11,10 +11,8 @@ Read in this order:
 - ``placeholder``: the tensor that a module holds for a parameter outside its unit's forward.
 - ``unit_forward``: how a unit's module runs during a call.
 - ``call_precision``: the dtypes of units, of other modules and of buffers in a call.
-- ``methods``: the option that names further methods that enter a unit.
-- ``fast_path``: keeps torch's transformer layers from reading placeholders.
-- ``unit_setup``: which forwards are compiled.
-- ``ignored``: parameters that are no part of the plan.
+- ``unit_setup``: what ``fully_shard`` sets up for units by its options ``methods=``, ``compiler=``
+  and ``ignored_params=``.
 - ``fully_sharded``: ``fully_shard``, which turns that function into one of shards, run unit by
   unit.
 - ``block_draws``: random numbers in blocks, of which a rank draws those that it keeps.

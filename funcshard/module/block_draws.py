@@ -22,6 +22,7 @@ import torch
 
 from funcshard._utils import no_torch_function, tree, wrapper_subclass
 from funcshard.comm import Mesh
+from funcshard.module.resets import blank_tensor
 from funcshard.plan import BufferPlan, LeafSpec, boxes, slice_offsets
 
 # Why not more: on up to this many elements torch's CPU kernels run on one thread, so the last bits
@@ -29,20 +30,13 @@ from funcshard.plan import BufferPlan, LeafSpec, boxes, slice_offsets
 BLOCK = 2**15
 
 _aten = torch.ops.aten
-# Operations that write every element without reading any, and whether they draw random numbers.
-_WRITES = {
-    _aten.normal_.default: True,
-    _aten.uniform_.default: True,
-    _aten.exponential_.default: True,
-    _aten.log_normal_.default: True,
-    _aten.cauchy_.default: True,
-    _aten.bernoulli_.float: True,
-    _aten.random_.default: True,
-    _aten.random_.to: True,
-    getattr(_aten.random_, "from"): True,
-    _aten.zero_.default: False,
-    _aten.fill_.Scalar: False,
-}
+# Operations that write every element without reading any: with random numbers, and with a constant.
+_RANDOM_WRITES = {
+    _aten.normal_.default, _aten.uniform_.default, _aten.exponential_.default, _aten.log_normal_.default,
+    _aten.cauchy_.default, _aten.bernoulli_.float, _aten.random_.default, _aten.random_.to,
+    getattr(_aten.random_, "from"),
+}  # fmt: skip
+_CONSTANT_WRITES = {_aten.zero_.default, _aten.fill_.Scalar}
 # Operations that change each element by itself.
 _CHANGES = {
     _aten.add_.Tensor, _aten.add_.Scalar, _aten.sub_.Tensor, _aten.sub_.Scalar, _aten.mul_.Tensor, _aten.mul_.Scalar,
@@ -55,36 +49,31 @@ _SAME = {_aten.detach.default, _aten.alias.default}
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
+# An operation on a tensor: its function, arguments and, if it draws random numbers, the seed of the
+# tensor's first block.
+_Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int | None]
+
+
 @dataclass(slots=True)
 class BlockDraws:
-    """The numbers of the blocks that were drawn so far.
+    """The seeds of the blocks that will be drawn.
 
-    All ranks note the same operations, so they count alike, without a message.
+    All ranks note the same operations, so they count alike, without a message. Each block has the
+    seed after that of the block before. Numbers that follow one another give different streams for
+    2**32 blocks: torch's generator on the CPU reads the lower 32 bits of a seed.
 
     Attributes:
         device: where values are made.
-        first: seed of the first block.
-        count: number of blocks so far.
+        next_seed: seed of the next block.
     """
 
     device: torch.device
-    first: int
-    count: int = 0
+    next_seed: int
 
     @classmethod
     def after_seed(cls, device: torch.device) -> BlockDraws:
         """Return draws that begin where torch's generator on the CPU is, which moves on."""
         return cls(device, int(torch.randint(2**62, (), device="cpu")))
-
-    def seed(self, blocks: int) -> int:
-        """Return the seed of the first of some new blocks; each further one has the next number.
-
-        Numbers that follow one another give different streams for 2**32 blocks: torch's generator
-        on the CPU reads the lower 32 bits of a seed.
-        """
-        seed = self.first + self.count
-        self.count += blocks
-        return seed
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor without memory; ``drawn_values`` returns what operations wrote to it."""
@@ -100,30 +89,30 @@ class DrawnValues:
         draws: gives seeds.
         shape: the tensor's shape.
         dtype: its dtype.
-        steps: the operations since one that wrote every element: function, arguments and, if it
-            draws random numbers, the seed of its first block.
+        steps: the operations since one that wrote every element.
         whole: all values, if an operation needed them. Then there are no steps.
     """
 
     draws: BlockDraws
     shape: tuple[int, ...]
     dtype: torch.dtype
-    steps: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int | None]] = field(
-        default_factory=list
-    )
+    steps: list[_Step] = field(default_factory=list)
     whole: torch.Tensor | None = None
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Note an operation on the tensor, and return whether that was possible."""
-        if self.whole is not None or not all(
-            x is None or isinstance(x, int | float) for x in tree.leaves((args, kwargs))
-        ):
+        # Why numbers alone: a tensor or a generator among the arguments may change before the
+        # operation runs.
+        plain = all(x is None or isinstance(x, int | float) for x in tree.leaves((args, kwargs)))
+        if self.whole is not None or not plain:
             return False
-        if func in _WRITES:
-            # The generator is None.
-            kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
+        if func in _RANDOM_WRITES:
             blocks = -(-prod(self.shape) // BLOCK)
-            self.steps = [(func, args, kwargs, self.draws.seed(blocks) if _WRITES[func] else None)]
+            kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
+            self.steps = [(func, args, kwargs, self.draws.next_seed)]
+            self.draws.next_seed += blocks
+        elif func in _CONSTANT_WRITES:
+            self.steps = [(func, args, kwargs, None)]
         elif func in _CHANGES and self.steps:
             self.steps.append((func, args, kwargs, None))
         else:
@@ -133,8 +122,7 @@ class DrawnValues:
     def make_whole(self) -> torch.Tensor:
         """Make all values, and return them; operations on the tensor now run on these."""
         if self.whole is None:
-            filler = float("nan") if self.dtype.is_floating_point or self.dtype.is_complex else 0
-            whole = torch.full(self.shape, filler, dtype=self.dtype, device=self.draws.device)
+            whole = blank_tensor(self.shape, self.dtype, self.draws.device)
             if self.steps:
                 self.write(whole.view(-1), 0)
             self.whole, self.steps = whole, []
@@ -148,15 +136,17 @@ class DrawnValues:
 
     def write(self, out: torch.Tensor, begin: int) -> None:
         """Write values into ``out``, of one dim: those from an index of the raveled tensor on."""
-        device, numel, end = self.draws.device, prod(self.shape), begin + out.numel()
+        device, end = self.draws.device, begin + out.numel()
         generator = torch.Generator("cpu" if device.type == "meta" else device)
         in_place = out.device.type == device.type
         for block in range(begin // BLOCK, -(-end // BLOCK)):
-            low, high = block * BLOCK, min((block + 1) * BLOCK, numel)
+            low, high = block * BLOCK, min((block + 1) * BLOCK, prod(self.shape))
             inside = in_place and begin <= low and high <= end
             part = out[max(low, begin) - begin : min(high, end) - begin]
             # Why whole blocks: the numbers at a block's end depend on those before them.
-            values = part if inside else torch.empty(high - low, dtype=self.dtype, device=device)
+            values = part
+            if not inside:
+                values = torch.empty(high - low, dtype=self.dtype, device=device)
             for func, args, kwargs, seed in self.steps:
                 if seed is None:
                     func(values, *args, **kwargs)
@@ -172,21 +162,22 @@ class DrawnValues:
         if not spec.cuts:
             self.write(elements, part.begin)
             return
+        # Note: a box of the slice is no run of the whole tensor, but lies in some of its rows.
         origin = slice_offsets(spec.shape, spec.cuts, mesh.position)
+        row_shape = self.shape[1:]
         for box in boxes(spec.shape, part.begin, part.end):
             rows, *other_dims = box.moved(origin).slices
+            row_count = rows.stop - rows.start
             values = torch.empty(
-                (rows.stop - rows.start, *self.shape[1:]),
-                dtype=self.dtype,
-                device=self.draws.device,
+                (row_count, *row_shape), dtype=self.dtype, device=self.draws.device
             )
-            self.write(values.view(-1), rows.start * prod(self.shape[1:]))
+            self.write(values.view(-1), rows.start * prod(row_shape))
             elements[: box.numel].view(box.sizes).copy_(values[:, *other_dims])
             elements = elements[box.numel :]
 
     def digest(self) -> torch.Tensor:
         """Return a tensor that differs on two ranks if their values do."""
-        steps = repr([(str(func), args, kwargs, seed) for func, args, kwargs, seed in self.steps])
+        steps = repr([(str(func), *arguments) for func, *arguments in self.steps])
         digest = hashlib.sha256(steps.encode()).digest()
         return torch.tensor(list(digest), dtype=torch.uint8, device="cpu")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from funcshard._utils import tree
-from funcshard.core import cast_outputs, run_in_full_precision
+from funcshard.core import run_in_full_precision
+from funcshard.module.copying import NamedTensors, Tensors
 from funcshard.module.functional import Functional
 from funcshard.plan import MixedPrecision, Plan, UnitPlan, innermost_in, is_one_of
 
@@ -33,7 +34,7 @@ class CallPrecision:
     buffer_dtypes: dict[str, torch.dtype]
     full_precision: frozenset[int]
 
-    def cast_buffers(self, buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def cast_buffers(self, buffers: Tensors) -> Tensors:
         """Return the buffers in the dtypes of the call; ``restore_buffers`` is the inverse."""
         cast = {
             name: buffers[name].to(dtype)
@@ -42,15 +43,7 @@ class CallPrecision:
         }
         return {**buffers, **cast}
 
-    def cast_outputs(self, out: Any, *, mutable: bool) -> Any:
-        """Return the results of the whole model, with outputs but not new buffers cast."""
-        if mutable:
-            return cast_outputs(self.root, out[0]), out[1]
-        return cast_outputs(self.root, out)
-
-    def restore_buffers(
-        self, buffers: dict[str, torch.Tensor], caller_buffers: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
+    def restore_buffers(self, buffers: Tensors, caller_buffers: NamedTensors) -> Tensors:
         """Return the new buffers of a call in the dtypes of the buffers that were given to it."""
         restored = {
             name: buffers[name].to(caller_buffers[name].dtype) for name in self.buffer_dtypes

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from funcshard._utils import byte_view, callers_level, recording_or_transforming, version
-from funcshard.module.copying import TORCH_ATTRIBUTES
+from funcshard.module.copying import TORCH_ATTRIBUTES, NamedTensors
 from funcshard.module.skeleton import ModuleSpec, Skeleton
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, range, slice})
@@ -39,14 +39,12 @@ _MAX_BYTES = 2**16  # of a tensor that are read one by one
 _MAX_KINDS = 8  # of calls that are looked at
 _MISSING = object()
 
-Tensors = Mapping[str, torch.Tensor]
-
 
 # --- parameters of the caller ---------------------------------------------------------------------
 
 
 @contextmanager
-def unchanged(params: Tensors) -> Iterator[None]:
+def unchanged(params: NamedTensors) -> Iterator[None]:
     """Undo what the block does to parameters: frozen flags, gradients and attributes.
 
     Arguments:
@@ -152,8 +150,8 @@ class DiscardedChanges:
         self,
         mode: tuple[str | Callable[..., Any], bool | None],
         modules: Sequence[nn.Module],
-        call_buffers: Tensors,
-        caller_buffers: Tensors,
+        call_buffers: NamedTensors,
+        caller_buffers: NamedTensors,
         kwargs: Mapping[str, Any],
     ) -> None:
         """Warn if a call changed a buffer, or left other state in its modules.
@@ -187,8 +185,8 @@ class DiscardedChanges:
         self,
         training: bool | None,
         modules: Sequence[nn.Module],
-        call_buffers: Tensors,
-        caller_buffers: Tensors,
+        call_buffers: NamedTensors,
+        caller_buffers: NamedTensors,
     ) -> None:
         # Why compare all values once: F.batch_norm changes its statistics without counting it in
         # their versions. BatchNorm also counts its batches, which the versions show.

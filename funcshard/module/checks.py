@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
 
 from funcshard._utils import absent, callers_level, check_plain, is_compiled_in_place
+from funcshard.module.copying import NamedTensors
 
 Modules = Sequence[tuple[str, nn.Module]]  # path and module
-Tensors = Mapping[str, torch.Tensor]
 
 _EXCHANGES = "which exchanges its parameters or gradients by itself"
 _IN_PLACE = "fs.fully_shard takes its place"
 _COMPILE = "pass compiler=torch.compile to fully_shard, which compiles the forward of each unit"
 
 
-def check_module(modules: Modules, parameters: Tensors, buffers: Tensors) -> None:
+def check_module(modules: Modules, parameters: NamedTensors, buffers: NamedTensors) -> None:
     """Raise unless the function of a tree of modules and tensors can be made.
 
     Raises:
@@ -66,7 +66,7 @@ def _why_refused(m: nn.Module) -> str | None:
     return None
 
 
-def _check_tensors(noun: str, tensors: Tensors) -> None:
+def _check_tensors(noun: str, tensors: NamedTensors) -> None:
     for name, tensor in tensors.items():
         if type(tensor) in (nn.Parameter, torch.Tensor):
             continue  # only for speed

@@ -32,6 +32,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from funcshard._utils import reachable
 from funcshard.comm import Mesh
 
+Tensors = dict[str, torch.Tensor]
+NamedTensors = Mapping[str, torch.Tensor]  # which is not written to
+
 TABLES = ("_parameters", "_buffers", "_modules")
 TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__)  # hooks, tables, the training flag
 TORCH_CONTAINERS = {
@@ -228,8 +231,8 @@ def copied(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def make_template(
-    modules: Sequence[nn.Module], tensors: Mapping[str, torch.Tensor]
-) -> tuple[list[nn.Module], dict[str, torch.Tensor]]:
+    modules: Sequence[nn.Module], tensors: NamedTensors
+) -> tuple[list[nn.Module], Tensors]:
     """Copy a module tree, with empty tensors in place of its tensors.
 
     Arguments:
@@ -240,7 +243,7 @@ def make_template(
         The modules of the copy, in the same order, and its empty tensors by name.
     """
     empty = torch.empty(0, device="meta", dtype=torch.float32)
-    stand_ins: dict[str, torch.Tensor] = {}
+    stand_ins: Tensors = {}
     for name, tensor in tensors.items():
         stand_ins[name] = empty.detach()
         if isinstance(tensor, nn.Parameter):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from funcshard.core import (
     ScheduleLearner,
     Shards,
     cast_inputs,
+    cast_outputs,
     check_mesh,
     check_shards,
     current_reducer,
@@ -40,21 +41,28 @@ from funcshard.module.call_precision import (
     forward_in_full_precision,
 )
 from funcshard.module.checks import absent_attribute, check_plan_names
-from funcshard.module.fast_path import leave_fast_path, without_fast_path
+from funcshard.module.copying import NamedTensors, Tensors
 from funcshard.module.functional import Functional
-from funcshard.module.ignored import check_ignored, take_ignored
-from funcshard.module.methods import read_methods
 from funcshard.module.placeholder import placeholder
 from funcshard.module.skeleton import Skeleton
 from funcshard.module.unit_forward import (
     UnitCall,
     UnitEntry,
     UnitMethods,
-    UnitRun,
+    UnitModule,
     check_order,
-    through_unit,
+    unit_modules,
 )
-from funcshard.module.unit_setup import Compiler, check_compiler, compile_units
+from funcshard.module.unit_setup import (
+    Compiler,
+    check_compiler,
+    check_ignored,
+    entering_methods,
+    leave_fast_path,
+    read_methods,
+    take_ignored,
+    without_fast_path,
+)
 from funcshard.plan import (
     ChooseCast,
     Plan,
@@ -162,9 +170,12 @@ def fully_shard(
         )
     if compiler is not None:
         check_compiler(compiler)
-    methods = {} if methods is None else methods
+    if methods is None:
+        methods = {}
+    if isinstance(remat, str):
+        remat = [remat]
     with without_collection():
-        remat_names = read_remat([remat] if isinstance(remat, str) else remat)
+        remat_names = read_remat(remat)
         options = {
             "the schedule": str(schedule),
             "remat": text_of(remat_names if isinstance(remat_names, bool) else sorted(remat_names)),
@@ -175,10 +186,8 @@ def fully_shard(
         check_mesh(plan, mesh, options, "fully_shard")
         skeleton = apply.skeleton
         shapes = skeleton.shapes
-        ignored = {
-            name: shapes[name]
-            for name in names_under(ignored_params, tuple(shapes), "ignored_params")
-        }
+        ignored_names = names_under(ignored_params, tuple(shapes), "ignored_params")
+        ignored = {name: shapes[name] for name in ignored_names}
         _check_plan(skeleton, plan, ignored)
         _warn_of_unfrozen(skeleton, plan)
         if apply.late_changes is not None:
@@ -188,70 +197,34 @@ def fully_shard(
             check_schedule(schedule, plan)
         paths = [path for unit in plan.unit_list for path in unit.paths]
         indices = {path: index for path in paths if (index := skeleton.find(path)) is not None}
-        methods_by_index = read_methods(methods, apply, indices)
+        method_names = read_methods(methods, skeleton, indices)
         precision = call_precision(plan, apply)
-        units = [effective_unit(unit, apply) for unit in plan.unit_list]
-        runs = {
-            unit.name: UnitRun.of(
-                unit,
-                skeleton,
-                mesh,
-                unit_comms(unit, mesh, cast),
-                remat=recomputed,
-                indices=indices,
-                methods=methods_by_index,
+        units: dict[str, tuple[UnitModule, ...]] = {}
+        outside: Tensors = {}
+        for planned_unit in plan.unit_list:
+            unit = effective_unit(planned_unit, apply)
+            comms = unit_comms(unit, mesh, cast)
+            units[unit.name] = unit_modules(
+                unit, skeleton, mesh, comms, remat=recomputed, methods=method_names
             )
-            for unit in units
-        }
-        placeholders = {
-            leaf.path: placeholder(leaf, buffer, unit, mesh.device)
-            for unit in units
-            for buffer in unit.buffers
-            for leaf in buffer.leaves
-        }
-        compiled: dict[str, Callable[..., Any]] = {}
-        if compiler is not None:
-            compiled = compile_units(apply, indices, precision.full_precision, compiler)
-        methods_of_modules = _entering_methods(
-            apply, indices, precision.full_precision, methods_by_index, compiled
-        )
+            for buffer in unit.buffers:
+                for leaf in buffer.leaves:
+                    outside[leaf.path] = placeholder(leaf, buffer, unit, mesh.device)
         return FullyShard(
             apply=apply,
             plan=plan,
             mesh=mesh,
-            runs=runs,
-            methods=methods_of_modules,
-            outside=placeholders,
+            units=units,
+            methods=entering_methods(
+                apply, indices, precision.full_precision, method_names, compiler
+            ),
+            outside=outside,
             ignored=ignored,
             precision=precision,
             slow_path=without_fast_path(skeleton, indices),
             _learner=ScheduleLearner(schedule or make_schedule(plan), schedule is not None),
             warned=Warned(already=compiler is not None),
         )
-
-
-def _entering_methods(
-    apply: Functional,
-    units: Mapping[str, int],
-    full_precision: Collection[int],
-    methods: Mapping[int, Sequence[str]],
-    compiled: Mapping[str, Callable[..., Any]],
-) -> dict[int, UnitMethods]:
-    """Return the methods that enter units or run in full precision, by index of the module."""
-    classes = [spec.cls for spec in apply.skeleton.specs]
-    compiled_forwards = {units[path]: forward for path, forward in compiled.items()}
-    entering: dict[int, UnitMethods] = {
-        index: {
-            "forward": through_unit(classes[index], "forward", compiled_forwards.get(index)),
-            **{name: through_unit(classes[index], name) for name in methods.get(index, ())},
-        }
-        for index in {*full_precision, *units.values()} - {0}
-    }
-    if 0 in compiled_forwards:
-        assert isinstance(apply.method_name, str), "compile_units compiles methods of classes"
-        name = apply.method_name
-        entering[0] = {name: through_unit(classes[0], name, compiled_forwards[0])}
-    return entering
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -266,7 +239,7 @@ class FullyShard:
         apply: the function that ``make_functional`` returned.
         plan: the plan.
         mesh: the ranks.
-        runs: how each unit runs, by name.
+        units: how the modules of each unit run, by its name.
         methods: of each module that runs through the combinators or in full precision, by its
             index, the methods that do.
         outside: the placeholder of each parameter, for code outside of the forward of its unit.
@@ -279,9 +252,9 @@ class FullyShard:
     apply: Functional
     plan: Plan
     mesh: Mesh
-    runs: dict[str, UnitRun]
+    units: dict[str, tuple[UnitModule, ...]]
     methods: dict[int, UnitMethods]
-    outside: dict[str, torch.Tensor]
+    outside: Tensors
     ignored: dict[str, tuple[int, ...]]
     precision: CallPrecision
     slow_path: tuple[int, ...]
@@ -298,9 +271,7 @@ class FullyShard:
         "between graphs: compile its units with fully_shard(compiler=torch.compile), or whole "
         "steps with fs.trace(step, state, batch).compile()"
     )
-    def __call__(
-        self, shards: Shards, buffers: Mapping[str, torch.Tensor], /, *args: Any, **kwargs: Any
-    ) -> Any:
+    def __call__(self, shards: Shards, buffers: NamedTensors, /, *args: Any, **kwargs: Any) -> Any:
         check_shards(self.plan, shards, self.mesh)
         apply, learner, outside = self.apply, self._learner, self.outside
         if self.ignored:
@@ -312,18 +283,14 @@ class FullyShard:
             _check_buffers_on_meta(call_buffers, shards)
         call_buffers = self.precision.cast_buffers(call_buffers)
         modules = apply.skeleton.instantiate(outside, call_buffers, training=apply.training)
-        call = UnitCall.start(self.runs, shards, learner, self.mesh)
-        root = self.runs.get("")
+        call = UnitCall.start(self.units, shards, learner, self.mesh)
         entries: list[tuple[int, Callable[..., Any]]] = [
-            (member.index, functools.partial(run.enter, call, member_index))
-            for name, run in self.runs.items()
+            (member.index, functools.partial(call.enter, member))
+            for name, members in self.units.items()
+            for member in members
             if name != ""
-            for member_index, member in enumerate(run.modules)
         ]
-        entries += [
-            (module_index, forward_in_full_precision)
-            for module_index in self.precision.full_precision
-        ]
+        entries += [(index, forward_in_full_precision) for index in self.precision.full_precision]
         if 0 in self.methods:
             entries.append((0, _run_inside))
         entered = [
@@ -336,10 +303,10 @@ class FullyShard:
         forward = functools.partial(apply.run, modules[0])
         _log.debug("root pre_forward")
         try:
-            if root is None:
-                out = forward(*cast_inputs(self.precision.root, True, args, kwargs))
+            if "" in self.units:
+                out = call.enter(self.units[""][0], modules[0], forward, args, kwargs)
             else:
-                out = root.enter(call, 0, modules[0], forward, args, kwargs)
+                out = forward(*cast_inputs(self.precision.root, True, args, kwargs))
         finally:
             for module, entry in entered:
                 entry.end(module)
@@ -347,7 +314,10 @@ class FullyShard:
             if call.prefetcher is not None:
                 call.prefetcher.post_forward()
         _log.debug("root post_forward")
-        out = self.precision.cast_outputs(out, mutable=apply.mutable)
+        new_buffers: Tensors = {}
+        if apply.mutable:
+            out, new_buffers = out
+        out = cast_outputs(self.precision.root, out)
         if call.prefetcher is not None:
             if not learner.known:
                 check_order(self.mesh, "no unit", call.prefetcher)
@@ -356,7 +326,7 @@ class FullyShard:
         mode = apply.method_name, apply.training
         apply.discarded.look(mode, modules, call_buffers, buffers, kwargs)
         if apply.mutable:
-            return out[0], self.precision.restore_buffers(out[1], buffers)
+            return out, self.precision.restore_buffers(new_buffers, buffers)
         return out
 
     def __repr__(self) -> str:
@@ -422,7 +392,7 @@ def _misfit(apply: Any) -> str:
     return f"{name}: for a function written by hand, use unshard and reshard around its units"
 
 
-def _check_buffers_on_meta(buffers: Mapping[str, torch.Tensor], shards: Shards) -> None:
+def _check_buffers_on_meta(buffers: NamedTensors, shards: Shards) -> None:
     """Raise ``ValueError`` if buffers are on meta and shards are not."""
     if all(shard.is_meta for shard in tensors_in(shards)):
         return
@@ -451,30 +421,23 @@ def _warn_of_unfrozen(skeleton: Skeleton, plan: Plan) -> None:
 
 
 def _check_plan(skeleton: Skeleton, plan: Plan, ignored: Mapping[str, Any]) -> None:
-    planned = {leaf.path: leaf for leaf in plan.leaves}
     check_ignored(ignored, plan)
-    check_plan_names(skeleton.shapes.keys() - ignored.keys(), planned.keys())
+    planned = {leaf.path: (unit, leaf) for unit in plan.unit_list for leaf in unit.leaves}
+    check_plan_names(skeleton.shapes.keys() - ignored.keys(), planned)
     for path in filter(planned.get, skeleton.shapes):
-        leaf, shape = planned[path], skeleton.shapes[path]
-        planned_shape = leaf.shape
-        if leaf.placements:
-            planned_shape = leaf.whole_shape
+        unit, leaf = planned[path]
+        shape = skeleton.shapes[path]
+        planned_shape = leaf.whole_shape if leaf.placements else leaf.shape
         if planned_shape != shape:
             raise ValueError(
                 f"the plan was made for another module: parameter {path!r} has shape "
                 f"{planned_shape} in the plan and {shape} in the module; make the plan from the "
                 "params of this module's make_functional"
             )
-    for unit in plan.unit_list:
-        for leaf in unit.leaves:
-            outside = [
-                name
-                for name in skeleton.parameters[leaf.path]
-                if not tree.is_under_any(name, unit.paths)
-            ]
-            if outside:
+        for name in skeleton.parameters[path]:
+            if not tree.is_under_any(name, unit.paths):
                 raise ValueError(
-                    f"parameter {leaf.path!r} is tied to {outside[0]!r}, which lies outside unit "
+                    f"parameter {path!r} is tied to {name!r}, which lies outside unit "
                     f"{unit.title!r} that owns it: pass make_plan the params that make_functional "
                     "returned, or ties=apply.ties"
                 )

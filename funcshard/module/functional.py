@@ -21,7 +21,8 @@ from funcshard._utils import (
 )
 from funcshard.module.changes import DiscardedChanges, LateChanges, unchanged
 from funcshard.module.checks import absent_attribute
-from funcshard.module.skeleton import Skeleton, Tensors, make_skeleton
+from funcshard.module.copying import NamedTensors, Tensors
+from funcshard.module.skeleton import Skeleton, make_skeleton
 
 
 def make_functional(
@@ -134,8 +135,8 @@ class Functional:
 
     def __call__(
         self,
-        params: Mapping[str, torch.Tensor],
-        buffers: Mapping[str, torch.Tensor],
+        params: NamedTensors,
+        buffers: NamedTensors,
         /,
         *args: Any,
         **kwargs: Any,
@@ -212,7 +213,7 @@ class Functional:
         """All names of each tied parameter, for ``make_plan(..., ties=...)``."""
         return tuple(names for names in self.skeleton.parameters.values() if len(names) > 1)
 
-    def without_ties(self, params: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def without_ties(self, params: NamedTensors) -> NamedTensors:
         """Return the parameters of a state dict, where a tied parameter has all of its names, once.
 
         Raises:
@@ -232,14 +233,14 @@ class Functional:
                 )
         return {name: value for name, value in params.items() if name not in first_names}
 
-    def persistent(self, buffers: Mapping[str, torch.Tensor]) -> Tensors:
+    def persistent(self, buffers: NamedTensors) -> Tensors:
         """Return the buffers in the module's state dict, under all names that they have there."""
         self.check_names("buffers", buffers, self.skeleton.buffers)
         names = self.skeleton.buffers
         saved = set(self.skeleton.state_names)
         return {name: buffers[first] for first in buffers for name in names[first] if name in saved}
 
-    def copies(self, buffers: Mapping[str, torch.Tensor]) -> Tensors:
+    def copies(self, buffers: NamedTensors) -> Tensors:
         """Return copies of the buffers, into which one call may write."""
         self.check_names("buffers", buffers, self.skeleton.buffers)
         return _copies(buffers)
@@ -279,7 +280,7 @@ class Functional:
             )
 
 
-def _copies(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+def _copies(tensors: NamedTensors) -> Tensors:
     """Return copies of tensors; those of large ones share their memory until it is written to."""
     # Why not below a transform: it has to see the copy, and so has a graph that is recorded.
     large_copy: Callable[[torch.Tensor], torch.Tensor] = late_copy

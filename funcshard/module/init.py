@@ -11,12 +11,12 @@ import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from funcshard._utils import check_choice
+from funcshard._utils import check_choice, outline
 from funcshard.comm import Mesh, check_same
 from funcshard.core import (
     LeafChecksums,
@@ -29,6 +29,7 @@ from funcshard.core import (
 )
 from funcshard.module.block_draws import BlockDraws, drawn_values
 from funcshard.module.checks import check_plan_names
+from funcshard.module.copying import NamedTensors, Tensors
 from funcshard.module.placeholder import placeholder
 from funcshard.module.resets import (
     Reset,
@@ -48,13 +49,18 @@ _REMEDY = (
     "from numpy or the rank's number; if ranks need values of their own, make the plan with local="
 )
 
-# Where the plan keeps a parameter.
-_Location = tuple[UnitPlan, BufferPlan, LeafSpec]
+_WHAT = "the module after its reset"
 
 
-def init_shards(
-    init: Callable[[UnitPlan], Mapping[str, torch.Tensor]], plan: Plan, mesh: Mesh
-) -> Shards:
+class _Location(NamedTuple):
+    """Where the plan keeps a parameter."""
+
+    unit: UnitPlan
+    buffer: BufferPlan
+    leaf: LeafSpec
+
+
+def init_shards(init: Callable[[UnitPlan], NamedTensors], plan: Plan, mesh: Mesh) -> Shards:
     """Make the shards of new parameters, with the full leaves of only one unit in memory at a time.
 
     Every rank calls ``init`` for every unit, in plan order, keeps its slices of the leaves, and
@@ -97,33 +103,38 @@ def init_shards(
     check_mesh(plan, mesh)
     _check_random_state(mesh)
     if not callable(init) or isinstance(init, type | nn.Module):
-        kind = f"the class {init.__name__}" if isinstance(init, type) else type(init).__name__
+        title = type(init).__name__
+        if isinstance(init, type):
+            title = f"the class {init.__name__}"
         raise TypeError(
-            f"init_shards takes a function init(unit) -> {{path: tensor}}; found {kind}: call "
+            f"init_shards takes a function init(unit) -> {{path: tensor}}; found {title}: call "
             "init_module(module, plan, mesh) for a module on meta, or shard(params, plan, mesh) "
             "for values that exist already"
         )
     checksums = LeafChecksums(mesh, "init(unit)", _REMEDY)
-    shards: Shards = {}
-
-    def init_unit(unit: UnitPlan) -> None:
-        values = init(unit)
-        paths = {leaf.path for leaf in unit.leaves}
-        if not isinstance(values, Mapping) or values.keys() != paths:
-            names = sorted(values)[:6] if isinstance(values, Mapping) else type(values).__name__
-            raise ValueError(
-                f"init must return {{path: tensor}} for the leaves of unit {unit.title!r}, "
-                f"{sorted(paths)[:6]}; found {names}"
-            )
-        shards[unit.name] = cut(unit, values, mesh, "init(unit)", whole=True)
-        for buffer in unit.buffers:
-            for leaf in buffer.leaves:
-                checksums.add(leaf.path, values[leaf.path], own_axes(buffer.local, leaf.cuts))
-
     with compared(checksums):
-        for unit in plan.unit_list:
-            init_unit(unit)  # and free its leaves before init makes those of the next unit
-    return shards
+        return {unit.name: _init_unit(init, unit, mesh, checksums) for unit in plan.unit_list}
+
+
+def _init_unit(
+    init: Callable[[UnitPlan], NamedTensors],
+    unit: UnitPlan,
+    mesh: Mesh,
+    checksums: LeafChecksums,
+) -> Tensors:
+    """Return the shard of a unit; its leaves are freed before ``init`` makes those of the next."""
+    values = init(unit)
+    paths = sorted([leaf.path for leaf in unit.leaves])
+    if not isinstance(values, Mapping) or values.keys() != {*paths}:
+        raise ValueError(
+            f"init must return {{path: tensor}} for the leaves of unit {unit.title!r}, "
+            f"{paths[:6]}; found {outline(values)}"
+        )
+    shard = cut(unit, values, mesh, "init(unit)", whole=True)
+    for buffer in unit.buffers:
+        for leaf in buffer.leaves:
+            checksums.add(leaf.path, values[leaf.path], own_axes(buffer.local, leaf.cuts))
+    return shard
 
 
 def init_module(
@@ -133,7 +144,7 @@ def init_module(
     *,
     reset: Reset | None = None,
     draws: str = "whole",
-) -> tuple[Shards, dict[str, torch.Tensor]]:
+) -> tuple[Shards, Tensors]:
     """Make shards and buffers of a module on meta, with one unit's parameters in memory at a time.
 
     The values equal, to the bit, those of ``module.to_empty(device=mesh.device).apply(reset)``
@@ -198,10 +209,12 @@ def init_module(
     check_choice("draws", draws, ("whole", "blocks"))
     check_mesh(plan, mesh)
     _check_random_state(mesh)
-    blocks = BlockDraws.after_seed(mesh.device) if draws == "blocks" else None
-    checksums = LeafChecksums(mesh, "the module after its reset", _REMEDY)
+    block_draws = None
+    if draws == "blocks":
+        block_draws = BlockDraws.after_seed(mesh.device)
+    checksums = LeafChecksums(mesh, _WHAT, _REMEDY)
     with compared(checksums):
-        return _reset_module(module, plan, mesh, reset, checksums, blocks)
+        return _reset_module(module, plan, mesh, reset, checksums, block_draws)
 
 
 def _reset_module(
@@ -211,12 +224,12 @@ def _reset_module(
     reset: Reset | None,
     checksums: LeafChecksums,
     draws: BlockDraws | None,
-) -> tuple[Shards, dict[str, torch.Tensor]]:
+) -> tuple[Shards, Tensors]:
     """Reset a copy of the module, one unit after another; see ``init_module``."""
     locations = _locate(module, plan)
     new = copy.deepcopy(module)  # cheap: its parameters are meta tensors
     parameters = module.named_parameters(remove_duplicate=False)
-    frozen = {path for path, parameter in parameters if not parameter.requires_grad}
+    frozen = {name for name, parameter in parameters if not parameter.requires_grad}
     blank_buffers = allocate_buffers(new, mesh.device)
     placeholders: dict[str, Any] = {
         leaf.path: placeholder(leaf, buffer, unit.in_full_precision(), mesh.device)
@@ -224,46 +237,49 @@ def _reset_module(
     }
     for path, m in new.named_modules():
         m._parameters.update(
-            {key: placeholders[locations[name][2].path] for key, name in _own_parameters(path, m)}
+            {key: placeholders[locations[name].leaf.path] for key, name in _own_names(path, m)}
         )
     shards = {u.name: {b.key: empty_shard(u, b, mesh) for b in u.buffers} for u in plan.unit_list}
     written: set[str] = set()
-    later: dict[str, Callable[[], None]] = {}  # a reset may overwrite what it drew before
+    # The leaves that are drawn in blocks, at the end: a reset may overwrite what it drew before.
+    puts: dict[str, Callable[[], None]] = {}
+
+    def keep(name: str, value: Any, blank: Any) -> None:
+        """Keep this rank's part of a parameter that was reset, if it was written."""
+        unit, buffer, leaf = locations[name]
+        shard, axes = shards[unit.name][buffer.key], own_axes(buffer.local, leaf.cuts)
+        drawn = drawn_values(value)
+        if drawn is not None and drawn.steps:
+            check_leaf(value, leaf, buffer, _WHAT, whole=True)
+            puts[leaf.path] = functools.partial(drawn.put, shard, leaf, buffer, mesh)
+            checksums.add(leaf.path, drawn.digest(), axes)
+            return
+        if drawn is not None:
+            value = blank = drawn.whole
+        if value is not placeholders[leaf.path] and was_written(value, blank, name):
+            puts.pop(leaf.path, None)
+            check_leaf(value, leaf, buffer, _WHAT, whole=True)
+            put_whole(shard, value, leaf, buffer, mesh)
+            checksums.add(leaf.path, value, axes)
+            written.add(leaf.path)
 
     def reset_together(members: list[tuple[str, nn.Module]]) -> None:
         """Allocate parameters of one unit's modules, reset these, and keep this rank's slices."""
-        entries = [
-            (m, key, name, locations[name])
-            for path, m in members
-            for key, name in _own_parameters(path, m)
-        ]
-        blanks: dict[str, Any] = {
-            leaf.path: _blank_parameter(leaf, buffer, mesh.device, name in frozen, draws)
-            for _, _, name, (_, buffer, leaf) in entries
-        }
-        for m, key, _, (_, _, leaf) in entries:
-            m._parameters[key] = blanks[leaf.path]
+        entries = [(m._parameters, *names) for path, m in members for names in _own_names(path, m)]
+        blanks: dict[str, Any] = {}
+        for table, key, name in entries:
+            _, buffer, leaf = locations[name]
+            if leaf.path not in blanks:
+                blank = _blank(leaf, buffer, mesh.device, draws)
+                blanks[leaf.path] = nn.Parameter(blank, buffer.trainable and name not in frozen)
+            table[key] = blanks[leaf.path]
         for path, m in members:
             _reset(path, m, reset)
-        for m, key, name, (unit, buffer, leaf) in entries:
-            value: Any = m._parameters[key]
-            m._parameters[key] = placeholders[leaf.path]
-            shard, axes = shards[unit.name][buffer.key], own_axes(buffer.local, leaf.cuts)
-            before = blanks[leaf.path]
-            drawn = drawn_values(value)
-            if drawn is not None and drawn.steps:
-                check_leaf(value, leaf, buffer, "the module after its reset", whole=True)
-                later[leaf.path] = functools.partial(drawn.put, shard, leaf, buffer, mesh)
-                checksums.add(leaf.path, drawn.digest(), axes)
-                continue
-            if drawn is not None:
-                value = before = drawn.whole
-            if value is not placeholders[leaf.path] and was_written(value, before, name):
-                later.pop(leaf.path, None)
-                check_leaf(value, leaf, buffer, "the module after its reset", whole=True)
-                put_whole(shard, value, leaf, buffer, mesh)
-                checksums.add(leaf.path, value, axes)
-                written.add(leaf.path)
+        for table, key, name in entries:
+            leaf_path = locations[name].leaf.path
+            value: Any = table[key]
+            table[key] = placeholders[leaf_path]
+            keep(name, value, blanks[leaf_path])
 
     innermost = innermost_in({unit.name: unit.paths for unit in plan.unit_list})
     with torch.no_grad():
@@ -271,7 +287,7 @@ def _reset_module(
             in_apply_order(new), lambda item: innermost(item[0]) or ""
         ):
             reset_together(list(members))
-        for path, put_values in later.items():
+        for path, put_values in puts.items():
             try:
                 put_values()
             except Exception as error:
@@ -279,25 +295,31 @@ def _reset_module(
                     f"while parameter {path!r} was drawn in blocks, as its module's reset had asked"
                 )
                 raise
-    written |= later.keys()
+    written |= puts.keys()
     unwritten = [leaf.path for leaf in plan.leaves if leaf.path not in written]
     check_written([*unwritten, *unwritten_buffers(new, blank_buffers)])
     return shards, dict(new.named_buffers())
 
 
-def _own_parameters(path: str, module: nn.Module) -> list[tuple[str, str]]:
+def _own_names(path: str, module: nn.Module) -> list[tuple[str, str]]:
     """Return (key in the module's table, name in the model) of the module's own parameters."""
-    return [
-        (key, f"{path}.{key}".removeprefix("."))
-        for key, p in module._parameters.items()
-        if p is not None
-    ]
+    table = module._parameters
+    return [(k, f"{path}.{k}".removeprefix(".")) for k, p in table.items() if p is not None]
+
+
+def _blank(
+    leaf: LeafSpec, buffer: BufferPlan, device: torch.device, draws: BlockDraws | None
+) -> torch.Tensor:
+    shape, dtype = leaf.whole_shape, dtype_of(buffer.dtype)
+    if draws is None:
+        return blank_tensor(shape, dtype, device)
+    return draws.tensor(shape, dtype)
 
 
 def _locate(module: nn.Module, plan: Plan) -> dict[str, _Location]:
     """Return where the plan keeps each parameter, and check that the plan is for ``module``."""
     locations = {
-        name: (unit, buffer, leaf)
+        name: _Location(unit, buffer, leaf)
         for unit in plan.unit_list
         for buffer in unit.buffers
         for leaf in buffer.leaves
@@ -321,14 +343,6 @@ def _locate(module: nn.Module, plan: Plan) -> dict[str, _Location]:
             "torch.device('meta')"
         )
     return locations
-
-
-def _blank_parameter(
-    leaf: LeafSpec, buffer: BufferPlan, device: torch.device, frozen: bool, draws: BlockDraws | None
-) -> nn.Parameter:
-    shape, dtype = leaf.whole_shape, dtype_of(buffer.dtype)
-    blank = blank_tensor(shape, dtype, device) if draws is None else draws.tensor(shape, dtype)
-    return nn.Parameter(blank, requires_grad=buffer.trainable and not frozen)
 
 
 def _reset(path: str, module: nn.Module, reset: Reset | None) -> None:

@@ -9,7 +9,7 @@ rotary embeddings, are in no file, and a module on the meta device has not compu
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import nn
 from funcshard._utils import tree
 from funcshard.comm import Mesh
 from funcshard.core import LeafChecksums, Shards, put_whole
+from funcshard.module.copying import NamedTensors, Tensors
 from funcshard.module.resets import (
     Reset,
     allocate_buffers,
@@ -33,9 +34,7 @@ from funcshard.module.resets import (
 from funcshard.plan import Plan, own_axes
 
 
-def init_buffers(
-    module: nn.Module, mesh: Mesh, *, reset: Reset | None = None
-) -> dict[str, torch.Tensor]:
+def init_buffers(module: nn.Module, mesh: Mesh, *, reset: Reset | None = None) -> Tensors:
     """Compute the buffers of a module on meta, such as the tables of rotary embeddings.
 
     Each module that holds a buffer on meta is reset, and so are the modules around it, children
@@ -111,7 +110,7 @@ def init_missing(
 
 def _reset_parameters(
     module: nn.Module, mesh: Mesh, names: Collection[str], reset: Reset | None
-) -> dict[str, torch.Tensor]:
+) -> Tensors:
     """Return initial values of some parameters, by name; the module's own are on meta again."""
     before = {name: module.get_parameter(name) for name in names}
     blanks = {
@@ -136,7 +135,7 @@ def _replace(module: nn.Module, old: Any, new: Any) -> None:
         )
 
 
-def _reset_buffers(module: nn.Module, mesh: Mesh, reset: Reset | None) -> dict[str, torch.Tensor]:
+def _reset_buffers(module: nn.Module, mesh: Mesh, reset: Reset | None) -> Tensors:
     """Compute the buffers of ``module``, in place, and return them."""
     blanks = allocate_buffers(module, mesh.device)
     _reset_around(module, blanks, reset)
@@ -145,9 +144,7 @@ def _reset_buffers(module: nn.Module, mesh: Mesh, reset: Reset | None) -> dict[s
 
 
 @torch.no_grad()
-def _reset_around(
-    module: nn.Module, blanks: Mapping[str, torch.Tensor], reset: Reset | None
-) -> None:
+def _reset_around(module: nn.Module, blanks: NamedTensors, reset: Reset | None) -> None:
     """Reset the modules that hold the tensors named in ``blanks``, and those around them."""
     holders = dict.fromkeys(name.rpartition(".")[0] for name in blanks)
     around = {outer for path in holders for outer in tree.upwards(path)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from funcshard._utils import version
 from funcshard.core import LeafChecksums
+from funcshard.module.copying import NamedTensors, Tensors
 
 Reset = Callable[[nn.Module], object]
 
@@ -55,29 +56,27 @@ def check_written(unwritten: Collection[str]) -> None:
         )
 
 
-def allocate_buffers(module: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
+def allocate_buffers(module: nn.Module, device: torch.device) -> Tensors:
     """Move the module's buffers to ``device``; return those that were on meta and are blank."""
-    buffers = dict(module.named_buffers())
-    blanks = {
-        name: blank_tensor(old.shape, old.dtype, device)
-        for name, old in buffers.items()
-        if old.is_meta
-    }
-    moved = {
-        id(old): blanks[name] if name in blanks else old.to(device) for name, old in buffers.items()
-    }
+    blanks: Tensors = {}
+    moved: dict[int, torch.Tensor] = {}
+    for name, buffer in module.named_buffers():
+        if buffer.is_meta:
+            blanks[name] = blank_tensor(buffer.shape, buffer.dtype, device)
+        moved[id(buffer)] = blanks.get(name, buffer).to(device)
+    # Why every table: one buffer may stand in several.
     for m in module.modules():
-        m._buffers.update(
-            {key: moved[id(old)] for key, old in m._buffers.items() if old is not None}
-        )
+        m._buffers.update({key: moved[id(b)] for key, b in m._buffers.items() if b is not None})
     return blanks
 
 
-def unwritten_buffers(module: nn.Module, blanks: Mapping[str, torch.Tensor]) -> list[str]:
+def unwritten_buffers(module: nn.Module, blanks: NamedTensors) -> list[str]:
     """Return the names of the buffers of ``allocate_buffers`` that no reset wrote."""
     buffers = dict(module.named_buffers())
     return [
-        name for name in sorted(blanks) if not was_written(buffers.get(name), blanks[name], name)
+        name
+        for name, blank in sorted(blanks.items())
+        if not was_written(buffers.get(name), blank, name)
     ]
 
 

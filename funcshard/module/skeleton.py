@@ -42,14 +42,15 @@ from funcshard.module.copying import (
     TABLES,
     TORCH_ATTRIBUTES,
     TORCH_CONTAINERS,
+    NamedTensors,
     References,
+    Tensors,
     attributes_to_follow,
     copied,
     is_immutable,
     make_template,
 )
 
-Tensors = dict[str, torch.Tensor]
 Names = dict[str, tuple[str, ...]]
 Entry = TypeVar("Entry", str, int)
 
@@ -126,8 +127,8 @@ class Skeleton:
 
     def instantiate(
         self,
-        parameters: Mapping[str, torch.Tensor],
-        buffers: Mapping[str, torch.Tensor],
+        parameters: NamedTensors,
+        buffers: NamedTensors,
         *,
         training: bool | None = None,
     ) -> list[nn.Module]:
@@ -172,9 +173,7 @@ class Skeleton:
             self._copy_attributes(modules, {**buffers, **parameters})
         return modules
 
-    def _copy_attributes(
-        self, modules: list[nn.Module], tensors: Mapping[str, torch.Tensor]
-    ) -> None:
+    def _copy_attributes(self, modules: list[nn.Module], tensors: NamedTensors) -> None:
         """Give the modules of a call their own copies of attributes."""
         # Why this memo: deepcopy follows an attribute to the template's modules and empty tensors,
         # and the memo makes the copy refer to the call's modules and tensors instead.

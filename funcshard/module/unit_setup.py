@@ -1,19 +1,135 @@
-"""Which forwards of ``fully_shard`` run compiled: those that contain no other unit."""
+"""What ``fully_shard`` sets up for its units by its options, before the first call.
+
+- ``methods=``: a unit is gathered when its module's ``forward`` is called. ``read_methods`` reads
+  the names of further methods, such as the ``encode`` and ``decode`` of an autoencoder.
+- ``compiler=``: ``compile_units`` compiles the forwards of units that contain no other unit.
+- ``ignored_params=``: calls take parameters that are no part of the plan among their buffers.
+
+``without_fast_path`` keeps torch's transformer layers from reading placeholders.
+"""
 
 from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
-from funcshard._utils import check_thread, recording_graph, transforms_active, tree
+from funcshard._utils import check_thread, outline, recording_graph, transforms_active, tree
+from funcshard.module.copying import NamedTensors, Tensors
 from funcshard.module.functional import Functional
+from funcshard.module.skeleton import Skeleton
+from funcshard.module.unit_forward import UnitMethods, through_unit
+from funcshard.plan import Plan, last_match, matches
 
 # A function such as torch.compile: it takes a function and returns one with the same results.
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def entering_methods(
+    apply: Functional,
+    units: Mapping[str, int],
+    full_precision: Collection[int],
+    methods: Mapping[int, Sequence[str]],
+    compiler: Compiler | None,
+) -> dict[int, UnitMethods]:
+    """Return the methods that enter units or run in full precision, by index of the module.
+
+    Arguments:
+        apply: the function of the whole model, whose method the root unit runs.
+        units: path of each module that is, or is part of, a unit -> its index.
+        full_precision: indices of modules that run in full precision without being units.
+        methods: the methods besides ``forward`` that enter units, by index of the module.
+        compiler: the function that compiles a forward, if there is any.
+    """
+    specs, compiled = apply.skeleton.specs, {}
+    if compiler is not None:
+        compiled = compile_units(apply, units, full_precision, compiler)
+    entering: dict[int, UnitMethods] = {
+        index: {
+            "forward": through_unit(specs[index].cls, "forward", compiled.get(index)),
+            **{name: through_unit(specs[index].cls, name) for name in methods.get(index, ())},
+        }
+        for index in {*full_precision, *units.values()} - {0}
+    }
+    # Note: the call itself enters the root, so its method is hidden only if it is compiled.
+    if 0 in compiled:
+        assert isinstance(apply.method_name, str), "compile_units compiles methods of classes"
+        method = through_unit(specs[0].cls, apply.method_name, compiled[0])
+        entering[0] = {apply.method_name: method}
+    return entering
+
+
+# --- methods --------------------------------------------------------------------------------------
+
+
+def read_methods(
+    methods: Any, skeleton: Skeleton, units: Mapping[str, int]
+) -> dict[int, tuple[str, ...]]:
+    """Return the names of the methods by index of the module, after checking them.
+
+    Arguments:
+        methods: the option of ``fully_shard``: by path or glob of units.
+        skeleton: the module tree.
+        units: path of the module of each unit -> its index in the skeleton.
+
+    Raises:
+        TypeError: ``methods`` is no dictionary from paths to lists of names.
+        ValueError: it names a module that is no unit, the root, or a method that cannot run through
+            the unit.
+    """
+    if not isinstance(methods, Mapping):
+        raise TypeError(
+            f"methods must be a dictionary from units to lists of method names; found {methods!r}: "
+            f"write {{'encoder': ['encode']}}"
+        )
+    paths = [path for path in units if path]
+    for entry, names in methods.items():
+        if isinstance(names, str) or not isinstance(names, Iterable):
+            raise TypeError(
+                f"the methods of {entry!r} must be a list of names; found {names!r}: write "
+                f"[{names!r}]"
+            )
+        if not any(matches(entry, path) for path in paths):
+            raise ValueError(
+                f"methods must name units of the plan inside the model; found {entry!r}; its units "
+                f"are {paths[:6]}: make the module a unit, or, for a method of the whole model, "
+                "call fully_shard(apply.method(name), plan, mesh)"
+            )
+    names_by_index: dict[int, tuple[str, ...]] = {}
+    for path in paths:
+        entry = last_match(methods, path)
+        if entry is not None:
+            index = units[path]
+            names_by_index[index] = tuple(dict.fromkeys(methods[entry]))
+            _check_names(path, skeleton.specs[index].cls, names_by_index[index])
+    return names_by_index
+
+
+def _check_names(path: str, cls: type[nn.Module], names: Sequence[str]) -> None:
+    """Raise unless all names are those of methods that can enter a unit of class ``cls``."""
+    methods = [
+        name
+        for name in dir(cls)
+        if isinstance(inspect.getattr_static(cls, name), types.FunctionType)
+        and name != "forward"
+        and not (name.startswith("__") and name.endswith("__"))
+    ]
+    wrong = next((name for name in names if name not in methods), None)
+    if wrong is not None:
+        own_names = [name for name in methods if name[0] != "_" and not hasattr(nn.Module, name)]
+        raise ValueError(
+            f"methods of {path!r} must be methods that the class {cls.__name__} defines, besides "
+            f"forward and those that Python calls; found {wrong!r}; leave it out, or name one of "
+            f"{own_names[:6]}"
+        )
+
+
+# --- compiled forwards ----------------------------------------------------------------------------
 
 
 def check_compiler(compiler: Any) -> None:
@@ -25,37 +141,28 @@ def check_compiler(compiler: Any) -> None:
 
 def compile_units(
     apply: Functional, units: Mapping[str, int], full_precision: Collection[int], compiler: Compiler
-) -> dict[str, Callable[..., Any]]:
+) -> dict[int, Callable[..., Any]]:
     """Compile the forward of each unit that contains no other unit and no full-precision module.
 
     A compiled forward contains nothing of this library: its graph is that of a plain module, with
-    the leaves as arguments. Units of one class share one compiled forward.
-
-    Arguments:
-        apply: the function of the whole model, whose method the root unit runs.
-        units: path of each module that is, or is part of, a unit -> its index.
-        full_precision: indices of modules that run in full precision without being units.
-        compiler: the function that compiles a forward.
-
-    Returns:
-        ``{path: compiled forward}`` for the modules that are compiled; a compiled forward
-        takes the module and its inputs.
+    the leaves as arguments. Units of one class share one compiled forward, which takes the module
+    and its inputs. It is returned by the index of each module that is compiled.
     """
     specs = apply.skeleton.specs
-    paths = {path for path, index in apply.skeleton.paths().items() if index in full_precision}
+    barriers = {*units, *[specs[index].path for index in full_precision]}
     compiled: dict[Any, Callable[..., Any]] = {}
-    chosen: dict[str, Callable[..., Any]] = {}
-    for name, index in units.items():
-        method_name = "forward" if name else apply.method_name
+    by_index: dict[int, Callable[..., Any]] = {}
+    for unit_path, index in units.items():
+        method_name = "forward" if unit_path else apply.method_name
         if callable(method_name):
             continue
         method = inspect.getattr_static(specs[index].cls, method_name, None)
-        around = any(path != name and tree.is_under(path, name) for path in {*units, *paths})
+        around = any(path != unit_path and tree.is_under(path, unit_path) for path in barriers)
         if isinstance(method, types.FunctionType) and not around:
             if method not in compiled:
                 compiled[method] = _compile_forward(method, compiler)
-            chosen[name] = compiled[method]
-    return chosen
+            by_index[index] = compiled[method]
+    return by_index
 
 
 def _compile_forward(forward: Callable[..., Any], compiler: Compiler) -> Callable[..., Any]:
@@ -79,3 +186,78 @@ def _compile_forward(forward: Callable[..., Any], compiler: Compiler) -> Callabl
         return compiled(module, *args, **kwargs)
 
     return run
+
+
+# --- the fast path of transformer layers ----------------------------------------------------------
+
+
+def without_fast_path(skeleton: Skeleton, units: Collection[str]) -> tuple[int, ...]:
+    """Return the indices of the transformer layers whose fast path would read placeholders.
+
+    In evaluation mode the forward of ``nn.TransformerEncoderLayer`` does not call its modules: it
+    passes all their parameters to one function. If one of these modules is a unit, its parameters
+    are placeholders there. torch takes the usual path if a module of the layer has a hook, so
+    layers that have forward hooks need nothing.
+
+    Arguments:
+        skeleton: the model.
+        units: the paths of the units' modules.
+    """
+    return tuple(
+        [
+            index
+            for index, spec in enumerate(skeleton.specs)
+            if issubclass(spec.cls, nn.TransformerEncoderLayer)
+            and any(path != spec.path and tree.is_under(path, spec.path) for path in units)
+            and "_forward_hooks" not in spec.attributes
+        ]
+    )
+
+
+def leave_fast_path(module: nn.Module) -> None:
+    """Give a call's module a hook, without which it might take its fast path."""
+    # Why -1: torch counts the hooks of users from 0.
+    module.__dict__["_forward_hooks"][-1] = _return_nothing
+
+
+def _return_nothing(module: nn.Module, args: Any, result: Any) -> None:
+    """Do nothing, as a hook of a module."""
+
+
+# --- ignored parameters ---------------------------------------------------------------------------
+
+
+def check_ignored(ignored: Shapes, plan: Plan) -> None:
+    """Raise ``ValueError`` if an ignored parameter is a leaf of ``plan``."""
+    planned = {path for leaf in plan.leaves for path in (leaf.path, *leaf.aliases)}
+    both = next((name for name in ignored if name in planned), None)
+    if both is not None:
+        raise ValueError(
+            f"ignored_params match {both!r}, which is a leaf of the plan; make the plan from the "
+            "params without those that are ignored, or do not ignore it"
+        )
+
+
+def take_ignored(ignored: Shapes, buffers: Any, params: NamedTensors) -> tuple[Tensors, Tensors]:
+    """Return ``params`` with the ignored ones among ``buffers``, and the buffers without them.
+
+    Raises:
+        ValueError: an ignored parameter is missing, or has another shape than in the module.
+        TypeError: ``buffers`` is not a dictionary.
+    """
+    if not isinstance(buffers, Mapping):
+        raise TypeError(
+            f"buffers must be a dictionary {{name: tensor}}; found {type(buffers).__name__}"
+        )
+    call_params, call_buffers = dict(params), dict(buffers)
+    for name, shape in ignored.items():
+        tensor = call_buffers.pop(name, None)
+        if not isinstance(tensor, torch.Tensor) or tensor.shape != shape:
+            title = outline(buffers[name]) if name in buffers else "nothing"
+            raise ValueError(
+                f"buffers must hold a tensor of shape {tuple(shape)} for {name!r}, which is in "
+                f"ignored_params; found {title}: pass {{**buffers, **own}}, where own has the "
+                "ignored parameters by name"
+            )
+        call_params[name] = tensor
+    return call_params, call_buffers

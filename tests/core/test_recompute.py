@@ -178,7 +178,7 @@ def test_globs_name_the_units_that_are_computed_again(name):
         with pytest.raises(ValueError, match=words):
             make()
     else:
-        assert {name for name, run in make()[1].runs.items() if any(each.remat for each in run.modules)} == expected
+        assert {name for name, members in make()[1].units.items() if any(each.remat for each in members)} == expected
 
 
 def test_pytrees_constants_integers_and_repeated_outputs_come_through():

@@ -185,7 +185,7 @@ def test_a_copy_of_a_function_is_the_same_function(copied) -> None:
         assert torch.equal(again(values, buffers, x), apply(values, buffers, x))
     plan = fs.make_plan(params, fs.Mesh(), units=["lin"])
     assert again.skeleton.paths() == apply.skeleton.paths() == {"": 0, "lin": 1}
-    assert fs.fully_shard(again, plan, fs.Mesh()).runs.keys() == {"lin"}
+    assert fs.fully_shard(again, plan, fs.Mesh()).units.keys() == {"lin"}
 
 
 KEPT: dict[str, tuple[Callable[[fs.Mesh], Any], Callable[[Any], fs.Mesh]]] = {
