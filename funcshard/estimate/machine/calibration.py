@@ -32,8 +32,6 @@ from funcshard.estimate.machine.timing import KINDS
 SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # bytes of the whole buffer
 SECONDS = 0.2  # time for each peak
 
-_Times = Mapping[str, Any]
-
 
 def calibrate(
     path: str | os.PathLike[str] | None = None,
@@ -173,45 +171,34 @@ def _rank(
     torch.save(rank_results, Path(folder, f"rank{rank}.pt"))
 
 
-def _describe(found: Sequence[_Times], ranks: int, shared_memory: bool) -> Hardware:
+def _describe(measured: Sequence[Mapping[str, Any]], ranks: int, shared_memory: bool) -> Hardware:
     """Return the description for the measurements of all ranks."""
-    way, today = ("shm" if shared_memory else "gloo"), datetime.date.today().isoformat()
-    option = "" if shared_memory else " --gloo"
+    way, carrier, option = "gloo", "gloo", " --gloo"
+    if shared_memory:
+        way, carrier, option = "shm", "shared memory", ""
+    today = datetime.date.today().isoformat()
     source = Source(f"measured by python -m funcshard calibrate{option} on {_cpu()}, {today}")
 
     def mean(figure: str) -> float:
-        return statistics.mean(rank_result[figure] for rank_result in found)
+        return statistics.mean(figures[figure] for figures in measured)
 
-    runs = {
-        key: zip(*(rank_result["collectives"][key] for rank_result in found), strict=True)
-        for key in found[0]["collectives"]
-    }
-    times = {key: min(map(statistics.mean, ranks_times)) for key, ranks_times in runs.items()}
-    links = tuple(
-        fit_link(
-            collective_kind,
-            ranks,
-            {
-                size: taken
-                for (timed_kind, size), taken in times.items()
-                if timed_kind == collective_kind
-            },
-            source,
-        )
-        for collective_kind in KINDS
-    )
+    times: dict[str, dict[int, float]] = {kind: {} for kind in KINDS}
+    for kind, size in measured[0]["collectives"]:
+        runs = zip(*(figures["collectives"][kind, size] for figures in measured), strict=True)
+        times[kind][size] = min(map(statistics.mean, runs))
+    links = tuple(fit_link(kind, ranks, times[kind], source) for kind in KINDS)
     flops = {
-        name: statistics.mean(rank_result["flops"][name] for rank_result in found)
-        for name in found[0]["flops"]
+        dtype: statistics.mean(figures["flops"][dtype] for figures in measured)
+        for dtype in measured[0]["flops"]
     }
     bandwidth = mean("memory_bandwidth")
     rates = StepRates(
-        *map(statistics.mean, zip(*(rank_result["rates"] for rank_result in found), strict=True))
+        *map(statistics.mean, zip(*(figures["rates"] for figures in measured), strict=True))
     )
     step = Source(f"{source.text}, in a training step of a transformer")
     return Hardware(
         name=f"cpu-{ranks}x-{way}",
-        about=f"{_cpu()}; {ranks} ranks with one thread each, {'shared memory' if shared_memory else 'gloo'}.",
+        about=f"{_cpu()}; {ranks} ranks with one thread each, {carrier}.",
         memory=_memory() // ranks,
         memory_bandwidth=bandwidth,
         flops=flops,
@@ -242,10 +229,8 @@ def _cpu() -> str:
     name = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").is_file():
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-        name = next(
-            (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
-            name,
-        )
+        models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        name = next(iter(models), name)
     return f"{name} with {cores()} cores"
 
 

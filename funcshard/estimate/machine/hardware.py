@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
@@ -157,13 +157,11 @@ class Hardware:
                 f"flops of {self.name!r} must name at least one dtype; found none: add 'float32'"
             )
         for name, value in self._numbers().items():
-            free = name == "kernel_overhead"
-            check_number(
-                f"{name} of {self.name!r}",
-                value,
-                least=0 if free else None,
-                above=None if free else 0,
-            )
+            label = f"{name} of {self.name!r}"
+            if name == "kernel_overhead":
+                check_number(label, value, least=0)
+            else:
+                check_number(label, value, above=0)
             if name not in self.sources:
                 raise ValueError(
                     f"every figure of {self.name!r} must have a source; found none for {name}: add "
@@ -187,59 +185,34 @@ class Hardware:
             )
 
     def __hash__(self) -> int:
-        return hash(
-            (
-                self.name,
-                self.memory,
-                self.flops_efficiency,
-                self.memory_efficiency,
-                self.node,
-                self.network,
-            )
-        )
+        return hash((self.name, self.memory, self.flops_efficiency, self.node, self.network))
 
     def __reduce__(self) -> tuple[Any, ...]:  # mapping proxies cannot be pickled
         return Hardware.from_json, (self.to_json(),)
 
     def _numbers(self) -> dict[str, Any]:
         """Return every figure that is no link by the key of its source."""
-        names = (
-            _FIGURES if self.optimizer_efficiency is None else (*_FIGURES, "optimizer_efficiency")
-        )
-        return {name: getattr(self, name) for name in names} | {
-            f"flops.{name}": dtype_flops for name, dtype_flops in self.flops.items()
-        }
+        numbers = {name: getattr(self, name) for name in _FIGURES}
+        if self.optimizer_efficiency is not None:
+            numbers["optimizer_efficiency"] = self.optimizer_efficiency
+        return numbers | {f"flops.{dtype}": value for dtype, value in self.flops.items()}
 
     def to_json(self) -> str:
         """Return the description as JSON; ``from_json`` is the inverse."""
-        numbers = self._numbers()
-        figures: dict[str, Any] = {
-            name: {"value": value, **_source_data(self.sources[name])}
-            for name, value in numbers.items()
-            if not name.startswith("flops.")
-        }
-        figures["flops"] = {
-            name: {"value": value, **_source_data(self.sources[f"flops.{name}"])}
-            for name, value in self.flops.items()
-        }
-        figures["offload"] = _link_data(self.offload)
-        figures["node"] = [_link_data(link) for link in self.node]
-        figures["network"] = [_link_data(link) for link in self.network]
-        figures["size_factors"] = [
-            {
-                "bytes": size_factor.bytes,
-                "factor": size_factor.factor,
-                **_source_data(size_factor.source),
-            }
-            for size_factor in self.size_factors
-        ]
-        head = {
+        data: dict[str, Any] = {
             "name": self.name,
-            "aliases": list(self.aliases),
+            "aliases": self.aliases,
             "about": self.about,
             "device": self.device,
         }
-        return json.dumps(head | figures, indent=2, ensure_ascii=False) + "\n"
+        for name, value in self._numbers().items():
+            figures, _, dtype = name.rpartition(".")
+            table = data.setdefault(figures, {}) if figures else data
+            table[dtype] = {"value": value, **_source_data(self.sources[name])}
+        data["offload"] = _record_data(self.offload)
+        for name in _LISTS:
+            data[name] = [_record_data(record) for record in getattr(self, name)]
+        return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Hardware:
@@ -256,10 +229,7 @@ class Hardware:
                 f"a hardware description must be JSON; found {text[:40]!r} …: {error}"
             ) from None
         if not isinstance(data, dict):
-            raise ValueError(
-                f"a hardware description must be a JSON object; found {text[:40]!r} …: see the "
-                "shipped files"
-            )
+            raise ValueError(f"a hardware description must be a JSON object; found {text[:40]!r} …")
         try:
             return _from_data(data)
         except TypeError as error:  # a figure is no number
@@ -273,32 +243,24 @@ def _from_data(data: dict[str, Any]) -> Hardware:
             f"a hardware description must have the fields {', '.join(sorted(known_fields))}; found "
             f"{wrong[0]!r}: " + did_you_mean(wrong[0], known_fields, otherwise="remove it")
         )
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = {"name": _part(data, "name"), "flops": {}}
     sources: dict[str, Source] = {}
-    for name in (*_FIGURES, *(name for name in ("optimizer_efficiency",) if name in data)):
-        values[name], sources[name] = _figure(name, _part(data, name, data))
-    values["flops"] = {}
-    for dtype, dtype_flops in file_data.table("flops", _part(data, "flops", data)).items():
-        values["flops"][dtype], sources[f"flops.{dtype}"] = _figure(f"flops.{dtype}", dtype_flops)
-    values["offload"] = _link("offload", _part(data, "offload", data))
-    for name in ("node", "network"):
-        values[name] = tuple(
-            _link(name, link_data) for link_data in file_data.listed(name, data.get(name, []))
-        )
-    values["size_factors"] = tuple(
-        SizeFactor(
-            _part(factor_data, "bytes", factor_data),
-            _part(factor_data, "factor", factor_data),
-            _source("size_factors", factor_data),
-        )
-        for factor_data in file_data.listed("size_factors", data.get("size_factors", []))
+    optional = ("optimizer_efficiency",) if "optimizer_efficiency" in data else ()
+    for name in (*_FIGURES, *optional):
+        values[name], sources[name] = _figure(name, _part(data, name))
+    for dtype, figure in file_data.table("flops", _part(data, "flops")).items():
+        values["flops"][dtype], sources[f"flops.{dtype}"] = _figure(f"flops.{dtype}", figure)
+    values["offload"] = _record(Link, "offload", _part(data, "offload"))
+    for name, record in _LISTS.items():
+        records = file_data.listed(name, data.get(name, []))
+        values[name] = tuple(_record(record, name, record_data) for record_data in records)
+    return Hardware(
+        sources=sources,
+        about=file_data.text("about", data.get("about", "")),
+        aliases=file_data.texts("aliases", data.get("aliases", [])),
+        device=data.get("device", "cuda"),
+        **values,
     )
-    head = {
-        "about": file_data.text("about", data.get("about", "")),
-        "aliases": file_data.texts("aliases", data.get("aliases", [])),
-        "device": data.get("device", "cuda"),
-    }
-    return Hardware(name=_part(data, "name", data), sources=sources, **head, **values)
 
 
 _FIGURES = (
@@ -309,6 +271,11 @@ _FIGURES = (
     "kernel_overhead",
     "ranks_per_node",
 )
+_LISTS: Mapping[str, type[Link | SizeFactor]] = {
+    "node": Link,
+    "network": Link,
+    "size_factors": SizeFactor,
+}
 
 
 def load_hardware(hardware: str | os.PathLike[str] | Hardware) -> Hardware:
@@ -340,15 +307,13 @@ def load_hardware(hardware: str | os.PathLike[str] | Hardware) -> Hardware:
         return _shipped(_names()[hardware_text])
     path = Path(hardware_text)
     if not path.is_file():
+        names, all_names = hardware_names(), _names()
+        aliases = sorted(all_names.keys() - set(names))
+        advice = "python -m funcshard calibrate writes such a file"
         raise ValueError(
-            f"hardware must be one of {', '.join(hardware_names())}, one of their short names "
-            f"{', '.join(sorted(set(_names()) - set(hardware_names())))}, or the path of a JSON "
-            f"file; found {hardware_text!r}: "
-            + did_you_mean(
-                hardware_text,
-                _names(),
-                otherwise="python -m funcshard calibrate writes such a file",
-            )
+            f"hardware must be one of {', '.join(names)}, one of their short names "
+            f"{', '.join(aliases)}, or the path of a JSON file; found {hardware_text!r}: "
+            + did_you_mean(hardware_text, all_names, otherwise=advice)
         )
     try:
         return Hardware.from_json(read_regular(path).decode())
@@ -388,18 +353,16 @@ def _shipped(name: str) -> Hardware:
     return Hardware.from_json((_FOLDER / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def _part(data: Any, name: str, whole: Any) -> Any:
-    if not isinstance(data, Mapping) or name not in data:
-        raise ValueError(
-            f"a hardware description must have {name!r}; found {_short(whole)}: add it"
-        )
+def _part(data: Mapping[str, Any], name: str) -> Any:
+    if name not in data:
+        raise ValueError(f"a hardware description must have {name!r}; found {data!r:.60}: add it")
     return data[name]
 
 
 def _figure(name: str, data: Any) -> tuple[Any, Source]:
     if not isinstance(data, Mapping) or "value" not in data:
         raise ValueError(
-            f"{name} must be written as {{'value': …, 'source': …}}; found {_short(data)}: add the "
+            f"{name} must be written as {{'value': …, 'source': …}}; found {data!r:.60}: add the "
             "source"
         )
     return data["value"], _source(name, data)
@@ -409,33 +372,32 @@ def _source(name: str, data: Mapping[str, Any]) -> Source:
     if "source" not in data:
         raise ValueError(
             f"every figure must have a source; found none for {name}: add 'source' beside "
-            f"{_short(data)}"
+            f"{data!r:.60}"
         )
     return Source(data["source"], data.get("how", "calibrated"))
 
 
-def _link(name: str, data: Any) -> Link:
-    file_data.table(name, data)
-    return Link(
-        _part(data, "size", data), _part(data, "latency", data), _part(data, "bandwidth", data), _source(name, data),
-        file_data.text("kind", data.get("kind", ALL_KINDS)),
-    )  # fmt: skip
-
-
 def _source_data(source: Source) -> dict[str, str]:
-    return {"source": source.text} | ({} if source.how == "calibrated" else {"how": source.how})
+    how = {} if source.how == "calibrated" else {"how": source.how}
+    return {"source": source.text, **how}
 
 
-def _link_data(link: Link) -> dict[str, Any]:
-    kind_data = {} if link.kind == ALL_KINDS else {"kind": link.kind}
-    return {
-        **kind_data,
-        "size": link.size,
-        "latency": link.latency,
-        "bandwidth": link.bandwidth,
-    } | _source_data(link.source)
+def _record(record: type[Any], name: str, data: Any) -> Any:
+    """Return a link or a size factor that ``_record_data`` wrote."""
+    file_data.table(name, data)
+    figures = {key: _part(data, key) for key in _figures_of(record)}
+    # Note: a link without a kind serves all kinds.
+    kind = {"kind": file_data.text("kind", data["kind"])} if "kind" in data else {}
+    return record(**figures, **kind, source=_source(name, data))
 
 
-def _short(data: Any) -> str:
-    json_text = json.dumps(data) if isinstance(data, dict | Sequence) else repr(data)
-    return json_text if len(json_text) <= 60 else f"{json_text[:57]}…"
+def _record_data(record: Link | SizeFactor) -> dict[str, Any]:
+    kind = getattr(record, "kind", ALL_KINDS)
+    data = {} if kind == ALL_KINDS else {"kind": kind}
+    figures = {key: getattr(record, key) for key in _figures_of(type(record))}
+    return {**data, **figures, **_source_data(record.source)}
+
+
+def _figures_of(record: type[Link | SizeFactor]) -> list[str]:
+    names = [class_field.name for class_field in fields(record)]
+    return [name for name in names if name not in ("source", "kind")]

@@ -70,21 +70,10 @@ def measure(
                 torch.randn(k, n, dtype=torch.float32, device="cpu").to(dtype),
             )
     for size in TENSORS:
-        peaks["add", size] = functools.partial(
-            torch.add,
-            torch.ones(size // 4, dtype=torch.float32, device="cpu"),
-            torch.ones(size // 4, dtype=torch.float32, device="cpu"),
-        )
-    peaks["copy"] = functools.partial(
-        torch.ones(TENSORS[-1] // 4, dtype=torch.float32, device="cpu").copy_,
-        torch.ones(TENSORS[-1] // 4, dtype=torch.float32, device="cpu"),
-    )
-    collectives = {
-        (collective_kind, size): _collective(group, collective_kind, size)
-        for collective_kind in KINDS
-        for size in sizes
-    }
-    swept = torch.ones(2 * max(sizes) // 4, dtype=torch.float32, device="cpu")
+        peaks["add", size] = functools.partial(torch.add, _ones(size), _ones(size))
+    peaks["copy"] = functools.partial(_ones(TENSORS[-1]).copy_, _ones(TENSORS[-1]))
+    collectives = {(kind, size): _collective(group, kind, size) for kind in KINDS for size in sizes}
+    swept = _ones(2 * max(sizes))
     train, update, updated = reference_step(reference)
     best = dict.fromkeys(peaks, math.inf)
     links: dict[Any, list[float]] = {key: [] for key in collectives}
@@ -128,41 +117,40 @@ def _collective(group: Group, kind: str, size: int) -> Callable[[], Any]:
 
     A reduction also joins gradients into one buffer and divides the sum, as in a training step.
     """
-    ranks, me = group.size, group.rank
-    whole_tensor = torch.ones(max(size // 4 // ranks, 1) * ranks, dtype=torch.float32, device="cpu")
+    ranks, rank = group.size, group.rank
+    whole_tensor = _ones(max(size // 4 // ranks, 1) * ranks * 4)
     shard = whole_tensor[: whole_tensor.numel() // ranks].clone()
     grads = [part.clone() for part in whole_tensor.tensor_split(LEAVES)]
     if kind == "all_gather":
         return lambda: group.all_gather_shared(shard).wait()
     if kind == "reduce_scatter":
-        return functools.partial(
-            _reduce, group.reduce_scatter, group.size, lambda: (torch.empty_like(shard), grads)
-        )
+        return lambda: _reduce(group.reduce_scatter, ranks, torch.empty_like(shard), grads)
     if kind == "all_reduce":
-        return functools.partial(_reduce, group.all_reduce, group.size, lambda: (torch.cat(grads),))
+        return lambda: _reduce(group.all_reduce, ranks, torch.cat(grads))
     if kind == "broadcast":
         return lambda: group.broadcast(whole_tensor, 0).wait()
     # Exchanges: a rank sends `size` bytes to others, in equal parts or all to the next rank.
-    part = size // 4 // (ranks - 1) if kind == "all_to_all" else size // 4
-    others = (
-        [rank for rank in range(ranks) if rank != me]
-        if kind == "all_to_all"
-        else [(me + 1) % ranks]
-    )
-    givers = others if kind == "all_to_all" else [(me - 1) % ranks]
-    sent = [part if rank in others else 0 for rank in range(ranks)]
-    received = [part if rank in givers else 0 for rank in range(ranks)]
-    data = torch.ones(sum(sent), dtype=torch.float32, device="cpu")
+    part = size // 4
+    takers, givers = [(rank + 1) % ranks], [(rank - 1) % ranks]
+    if kind == "all_to_all":
+        part //= ranks - 1
+        takers = givers = [other for other in range(ranks) if other != rank]
+    sent = [part * (other in takers) for other in range(ranks)]
+    received = [part * (other in givers) for other in range(ranks)]
+    data = _ones(sum(sent) * 4)
     return lambda: group.all_to_all(
         torch.empty(sum(received), dtype=torch.float32, device="cpu"), data, received, sent
     ).wait()
 
 
-def _reduce(start: Callable[..., Any], ranks: int, take: Callable[[], tuple[Any, ...]]) -> None:
-    """Join gradients, reduce them, and divide the sum."""
-    out, *grads = take()
+def _reduce(start: Callable[..., Any], ranks: int, out: torch.Tensor, *grads: Any) -> None:
+    """Reduce gradients, and divide the sum."""
     start(out, *grads).wait()
     out.div_(ranks)
+
+
+def _ones(nbytes: int) -> torch.Tensor:
+    return torch.ones(nbytes // 4, dtype=torch.float32, device="cpu")
 
 
 def _together(group: Group) -> None:

@@ -141,14 +141,15 @@ def compute_time(
             )
         computing = flops / (hardware.flops[name] * hardware.flops_efficiency)
     moving = nbytes / (hardware.memory_bandwidth * hardware.memory_efficiency)
-    used = (
-        (f"flops.{name}", "flops_efficiency")
-        if computing > moving
-        else ("memory_bandwidth", "memory_efficiency")
-    )
-    parts = {used: max(computing, moving), ("kernel_overhead",): kernels * hardware.kernel_overhead}
-    largest = max(parts, key=lambda names: parts[names])
-    how = [hardware.sources[figure_name].how for figure_name in largest if parts[largest]]
+    used = ("memory_bandwidth", "memory_efficiency")
+    if computing > moving:
+        used = (f"flops.{name}", "flops_efficiency")
+    parts: dict[tuple[str, ...], float] = {
+        used: max(computing, moving),
+        ("kernel_overhead",): kernels * hardware.kernel_overhead,
+    }
+    longest = max(parts, key=parts.__getitem__)
+    how = [hardware.sources[figure_name].how for figure_name in longest if parts[longest]]
     return Timed(sum(parts.values()), weakest(*how))
 
 
@@ -164,12 +165,15 @@ def update_time(hardware: Hardware, nbytes: int) -> Timed:
         >>> update_time(load_hardware("h100"), 0).seconds
         0.0
     """
-    name = "memory_efficiency" if hardware.optimizer_efficiency is None else "optimizer_efficiency"
-    seconds = check_count("nbytes", nbytes, 0, of="bytes") / (
-        hardware.memory_bandwidth * getattr(hardware, name)
-    )
-    used = ("memory_bandwidth", name) if nbytes else ()
-    return Timed(seconds, weakest(*(hardware.sources[figure_name].how for figure_name in used)))
+    nbytes = check_count("nbytes", nbytes, 0, of="bytes")
+    name, efficiency = "optimizer_efficiency", hardware.optimizer_efficiency
+    if efficiency is None:
+        name, efficiency = "memory_efficiency", hardware.memory_efficiency
+    seconds = nbytes / (hardware.memory_bandwidth * efficiency)
+    if not nbytes:
+        return Timed(seconds, "exact")
+    sources = hardware.sources
+    return Timed(seconds, weakest(sources["memory_bandwidth"].how, sources[name].how))
 
 
 def offload_time(hardware: Hardware, nbytes: int) -> Timed:
@@ -184,7 +188,8 @@ def offload_time(hardware: Hardware, nbytes: int) -> Timed:
         >>> offload_time(load_hardware("h100"), 0).seconds
         0.0
     """
-    if not (nbytes := check_count("nbytes", nbytes, 0, of="bytes")):
+    nbytes = check_count("nbytes", nbytes, 0, of="bytes")
+    if not nbytes:
         return Timed(0.0, "exact")
     link = hardware.offload
     return Timed(link.latency + nbytes / link.bandwidth, link.source.how)
@@ -205,13 +210,14 @@ def _shared(links: Sequence[Link]) -> list[Link]:
 
 
 def _inside_node(hardware: Hardware, kind: str, nbytes: int, ranks: int) -> Timed:
-    if node_links := _of_kind(hardware.node, kind):
+    node_links = _of_kind(hardware.node, kind)
+    if node_links:
         latency, bandwidth, how = _at(node_links, ranks)
         return Timed(latency + nbytes / bandwidth, how)
-    links = _node_links(hardware, kind)
-    latency, bandwidth, how = _at(links, 2 if kind == "ppermute" else ranks)
+    reached = 2 if kind == "ppermute" else ranks
+    latency, bandwidth, how = _at(_node_links(hardware, kind), reached)
     if kind not in ("all_gather", "reduce_scatter"):
-        bandwidth = _wire(bandwidth, 2 if kind == "ppermute" else ranks)
+        bandwidth = _wire(bandwidth, reached)
     return Timed(latency + nbytes / bandwidth, how)
 
 
@@ -228,9 +234,8 @@ def _node_links(hardware: Hardware, kind: str) -> list[Link]:
 def _across_nodes(hardware: Hardware, kind: str, nbytes: int, ranks: int, nodes: int) -> Timed:
     full = hardware.ranks_per_node
     crossed_nodes = 2 if kind == "ppermute" else nodes  # nodes that one message crosses
-    latency, bandwidth, how = _at(
-        _of_kind(hardware.network, kind) or _shared(hardware.network), crossed_nodes
-    )
+    links = _of_kind(hardware.network, kind) or _shared(hardware.network)
+    latency, bandwidth, how = _at(links, crossed_nodes)
     rank_share = ranks / nodes / full  # of the node's cards
     # Why: the links are those of a ring through all ranks of each node. A ring through fewer ranks
     # has fewer steps there.
@@ -259,32 +264,27 @@ def _wire(bandwidth: float, ranks: int) -> float:
 
 def _at(links: Sequence[Link], size: int) -> tuple[float, float, str]:
     """Return latency, bandwidth and source for a number of ranks or nodes."""
-    sizes = [link.size for link in links]
-    index = bisect.bisect_left(sizes, size)
-    if index < len(links) and sizes[index] == size:
-        return links[index].latency, links[index].bandwidth, links[index].source.how
+    index = bisect.bisect_left([link.size for link in links], size)
+    link = links[min(index, len(links) - 1)]
+    if link.size == size:
+        return link.latency, link.bandwidth, link.source.how
     if index == 0:
-        return links[0].latency, links[0].bandwidth, "extrapolated"
+        return link.latency, link.bandwidth, "extrapolated"
     smaller_link = links[index - 1]
     if index == len(links):
-        second_last = links[-2] if len(links) > 1 else None
-        base = (second_last.size, second_last.latency) if second_last else (1, 0.0)
-        slope = (
-            (smaller_link.latency - base[1]) / (smaller_link.size - base[0])
-            if smaller_link.size > base[0]
-            else 0.0
-        )
-        return (
-            smaller_link.latency + max(slope, 0.0) * (size - smaller_link.size),
-            smaller_link.bandwidth,
-            "extrapolated",
-        )
-    larger_link = links[index]
-    part = (size - smaller_link.size) / (larger_link.size - smaller_link.size)
-    log_part = math.log(size / smaller_link.size) / math.log(larger_link.size / smaller_link.size)
-    latency = smaller_link.latency + part * (larger_link.latency - smaller_link.latency)
-    bandwidth = smaller_link.bandwidth + log_part * (larger_link.bandwidth - smaller_link.bandwidth)
-    return latency, bandwidth, weakest(smaller_link.source.how, larger_link.source.how)
+        base_size, base_latency = 1, 0.0
+        if index > 1:
+            base_size, base_latency = links[-2].size, links[-2].latency
+        slope = 0.0
+        if link.size > base_size:
+            slope = (link.latency - base_latency) / (link.size - base_size)
+        latency = link.latency + max(slope, 0.0) * (size - link.size)
+        return latency, link.bandwidth, "extrapolated"
+    part = (size - smaller_link.size) / (link.size - smaller_link.size)
+    log_part = math.log(size / smaller_link.size) / math.log(link.size / smaller_link.size)
+    latency = smaller_link.latency + part * (link.latency - smaller_link.latency)
+    bandwidth = smaller_link.bandwidth + log_part * (link.bandwidth - smaller_link.bandwidth)
+    return latency, bandwidth, weakest(smaller_link.source.how, link.source.how)
 
 
 def _size_factor(hardware: Hardware, nbytes: int) -> tuple[float, str]:
@@ -296,10 +296,7 @@ def _size_factor(hardware: Hardware, nbytes: int) -> tuple[float, str]:
     if index in (0, len(factors)):
         near = factors[max(index - 1, 0)]
         return near.factor, near.source.how
-    smaller_factor, larger_factor = factors[index - 1], factors[index]
-    part = math.log(nbytes / smaller_factor.bytes) / math.log(
-        larger_factor.bytes / smaller_factor.bytes
-    )
-    return smaller_factor.factor + part * (larger_factor.factor - smaller_factor.factor), weakest(
-        smaller_factor.source.how, larger_factor.source.how
-    )
+    smaller, larger = factors[index - 1 : index + 1]
+    part = math.log(nbytes / smaller.bytes) / math.log(larger.bytes / smaller.bytes)
+    factor = smaller.factor + part * (larger.factor - smaller.factor)
+    return factor, weakest(smaller.source.how, larger.source.how)

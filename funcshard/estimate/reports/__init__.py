@@ -2,12 +2,11 @@
 
 In reading order:
 
-- ``report``: a step that prints itself. ``show``: its tables. ``unit_use``: the same unit by unit.
+- ``report``: a step that prints itself as tables. ``unit_use``: the same unit by unit.
 - ``comparing``, ``differences``: two reports, the changes between them, and how numbers moved.
 - ``tabulating``: many reports as one table.
 - ``holding_map``: which rank holds which part of the parameters.
-- ``pictures``: reports and holdings, drawn. ``perfetto``: a report as a trace file. ``tracks``: the
-  rows of both.
+- ``pictures``: reports and holdings, drawn. ``perfetto``: a report as a trace file.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from funcshard.estimate.reports.pictures import (
     draw_timeline,
     pareto_front,
 )
-from funcshard.estimate.reports.report import Report
-from funcshard.estimate.reports.show import left_text, memory_table, moment_text
+from funcshard.estimate.reports.report import Report, left_text, memory_table, moment_text
 from funcshard.estimate.reports.tabulating import ReportTable, tabulate
 from funcshard.estimate.reports.unit_use import UnitUse, by_unit
 

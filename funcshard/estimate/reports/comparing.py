@@ -9,9 +9,13 @@ from typing import Any
 
 from funcshard._utils import Bullets, Part, Shown, Table, table
 from funcshard.estimate.reports.differences import differences_between
-from funcshard.estimate.reports.report import Report
-from funcshard.estimate.reports.show import moment_text
-from funcshard.estimate.reports.unit_use import UnitUse, by_unit, recomputed_units
+from funcshard.estimate.reports.report import Report, moment_text
+from funcshard.estimate.reports.unit_use import (
+    COLUMNS,
+    UnitUse,
+    by_unit,
+    recomputed_units,
+)
 from funcshard.plan import UnitPlan, unit_class
 
 
@@ -60,63 +64,34 @@ class Comparison(Shown):
 
     def _parts(self) -> list[Part]:
         both = self.before, self.after
-        where, earlier = (moment_text(report.peak_moment) for report in reversed(both))
-        place = where if where == earlier else f"{where} instead of the {earlier}"
+        earlier, where = (moment_text(report.peak_moment) for report in both)
+        if where != earlier:
+            where = f"{where} instead of the {earlier}"
+        memory = _moves([report.by_category for report in both], table.size)
+        times = _moves([_times(report) for report in both], table.duration)
+        # Note: phases overlap with waits, so the times of a step are not the sum of the rows.
+        total = _row("total", self.before.step_time, self.after.step_time, table.duration)
+        traffic = _moves([_traffic(report) for report in both], table.size)
+        header = ["", "before", "after", "±"]
         return [
             Bullets("Changes", self.changes or ("none",)),
             self._table(),
-            _moves(
-                f"Memory at the peak, in the {place}",
-                [each.by_category for each in both],
-                table.size,
-            ),
-            _moves(
-                "Time of a step",
-                [*map(_times, both)],
-                table.duration,
-                [each.step_time for each in both],
-            ),
-            _moves("Traffic of a rank in a step", [*map(_traffic, both)], table.size),
+            Table(f"Memory at the peak, in the {where}", header, *memory),
+            Table("Time of a step", header, times[0], total),
+            Table("Traffic of a rank in a step", header, *traffic),
         ]
 
     def _table(self) -> Table:
-        header, columns = ["unit"], []
-        for name, column_index, column_title in _COLUMNS:
-            header += [name, "±"]
-            columns.append(([pair.of(column_index) for pair in self.units], column_title))
-        rows = [
-            [
-                pair.title,
-                *(
-                    cell
-                    for column, cell_format in columns
-                    for cell in _cells(*column[i], cell_format)
-                ),
-            ]
-            for i, pair in enumerate(self.units)
-        ]
-        sums = [
-            (sum(old for old, _ in column), sum(new for _, new in column), cell_format)
-            for column, cell_format in columns
-        ]
-        total = [
-            "total",
-            *(cell for old, new, cell_format in sums for cell in _cells(old, new, cell_format)),
-        ]
-        titles = (
-            f"{self.after.plan.fingerprint()} compared with plan {self.before.plan.fingerprint()}"
-        )
-        return Table(
-            f"Plan {titles}; a row n × has the sum over n equal units", header, rows, total
-        )
-
-
-_COLUMNS: tuple[tuple[str, Callable[[UnitUse], Any], Callable[[Any], str]], ...] = (
-    ("at the peak", lambda use: use.bytes, table.size),
-    ("traffic", lambda use: use.traffic, table.size),
-    ("compute", lambda use: use.compute, table.duration),
-    ("collectives", lambda use: use.communication, table.duration),
-)
+        header, rows, total = ["unit"], [[pair.title] for pair in self.units], ["total"]
+        for title, number, text in COLUMNS:
+            header += [title, "±"]
+            pairs = [pair.of(number) for pair in self.units]
+            for row, (old, new) in zip(rows, pairs, strict=True):
+                row += _cells(old, new, text)
+            total += _cells(sum(old for old, _ in pairs), sum(new for _, new in pairs), text)
+        plans = [report.plan.fingerprint() for report in (self.after, self.before)]
+        title = f"Plan {plans[0]} compared with plan {plans[1]}"
+        return Table(f"{title}; a row n × has the sum over n equal units", header, rows, total)
 
 
 def compare(before: Report, after: Report) -> Comparison:
@@ -154,15 +129,14 @@ def compare(before: Report, after: Report) -> Comparison:
 
 
 def _pairs(before: Report, after: Report) -> tuple[UnitPair, ...]:
-    both = before.plan.units.keys() & after.plan.units.keys()
-    recomputed_names = recomputed_units(before), recomputed_units(after)
     units = before.plan.units, after.plan.units
+    recomputed = recomputed_units(before), recomputed_units(after)
     known_classes: dict[str, Hashable] = {
         name: tuple(
-            (unit_class(plan[name]), name in names)
-            for plan, names in zip(units, recomputed_names, strict=True)
+            (unit_class(plan_units[name]), name in names)
+            for plan_units, names in zip(units, recomputed, strict=True)
         )
-        for name in both
+        for name in units[0].keys() & units[1].keys()
     }
 
     def key(unit: UnitPlan) -> Hashable:
@@ -176,23 +150,17 @@ def _cells(old: Any, new: Any, text: Callable[[Any], str]) -> list[str]:
     return [text(new), table.signed(new - old, text)]
 
 
+def _row(name: str, old: Any, new: Any, text: Callable[[Any], str]) -> list[str]:
+    return [name, text(old), *_cells(old, new, text)]
+
+
 def _moves(
-    title: str,
-    values: Sequence[Mapping[str, Any]],
-    text: Callable[[Any], str],
-    total: Sequence[Any] = (),
-) -> Table:
-    """Return the table of numbers before and after; its last row is ``total``, or the sums."""
-
-    def row(name: str, old: Any, new: Any) -> list[str]:
-        return [name, text(old), text(new), table.signed(new - old, text)]
-
-    rows = [
-        row(name, *(report_values.get(name, 0) for report_values in values))
-        for name in dict.fromkeys((*values[0], *values[1]))
-    ]
-    last = row("total", *(total or [sum(report_values.values()) for report_values in values]))
-    return Table(title, ["", "before", "after", "±"], rows, last)
+    numbers: Sequence[Mapping[str, Any]], text: Callable[[Any], str]
+) -> tuple[list[list[str]], list[str]]:
+    """Return rows of numbers before and after, and the row of their sums."""
+    old, new = numbers
+    rows = [_row(name, old.get(name, 0), new.get(name, 0), text) for name in {**old, **new}]
+    return rows, _row("total", sum(old.values()), sum(new.values()), text)
 
 
 def _times(report: Report) -> Mapping[str, float]:

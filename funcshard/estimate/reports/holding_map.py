@@ -107,10 +107,9 @@ class Holding:
 
     def held(self, shard: int) -> int:
         """Return the bytes of leaves, without padding, at an index on the shard axis."""
-        first = shard * self.buffer.shard_numel if self.buffer.shards > 1 else 0
-        return (
-            max(min(self.buffer.numel - first, self.buffer.shard_numel), 0) * self.buffer.itemsize
-        )
+        buffer = self.buffer
+        first = shard * buffer.shard_numel if buffer.shards > 1 else 0
+        return max(min(buffer.numel - first, buffer.shard_numel), 0) * buffer.itemsize
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -140,55 +139,43 @@ class Holdings(Shown):
                 f"{world_size - 1}"
             )
         shard = position_of(rank, self.plan.mesh_axes)["shard"]
-        rank_holdings = []
-        for unit in self.plan.unit_list:
-            for buffer in unit.buffers:
-                parts = [(leaf.path, buffer.part(leaf, shard)) for leaf in buffer.leaves]
-                rank_holdings += [
-                    Held(unit.name, path, part, part.numel * buffer.itemsize)
-                    for path, part in parts
-                    if part.numel
-                ]
-        return tuple(rank_holdings)
+        return tuple(
+            Held(unit.name, leaf.path, part, part.numel * buffer.itemsize)
+            for unit in self.plan.unit_list
+            for buffer in unit.buffers
+            for leaf in buffer.leaves
+            if (part := buffer.part(leaf, shard)).numel
+        )
 
     def bytes_of(self, rank: int) -> int:
         """Return the bytes of leaves that one rank holds, without padding."""
-        shard = position_of(rank, self.plan.mesh_axes)["shard"]
-        return sum(row.held(shard) * len(row.group.units) for row in self.rows)
+        return self._held(position_of(rank, self.plan.mesh_axes)["shard"])
 
     def _parts(self) -> list[Table]:
-        shown = _shown(self.ranks)
-        header = [
-            "unit",
-            "buffer",
-            "gathered",
-            "parts",
-            "copies",
-            *(group.title for group in shown),
-        ]
+        # Note: the first groups and the last one have a column; most groups differ by a few bytes.
+        shown = self.ranks
+        if len(shown) > _MOST_GROUPS:
+            shown = (*shown[: _MOST_GROUPS - 1], shown[-1])
+        header = ["unit", "buffer", "gathered", "parts", "copies"]
         rows = [
-            [
-                row.group.title, row.buffer.key, table.size(row.gathered), _parts_text(row), str(row.copies),
-                *(table.size(row.held(group.begin)) for group in shown),
-            ]
+            [row.group.title, row.buffer.key, table.size(row.gathered), _parts_text(row), str(row.copies)]
             for row in self.rows
         ]  # fmt: skip
         gathered = sum(row.gathered * len(row.group.units) for row in self.rows)
-        sums = [
-            sum(row.held(group.begin) * len(row.group.units) for row in self.rows)
-            for group in shown
-        ]
-        left_out = len(self.ranks) - len(shown)
+        total = ["total", "", table.size(gathered), "", ""]
+        for group in shown:
+            header.append(group.title)
+            for cells, row in zip(rows, self.rows, strict=True):
+                cells.append(table.size(row.held(group.begin)))
+            total.append(table.size(self._held(group.begin)))
         title = f"Holdings of {mesh_text(self.plan.mesh_axes)}, bytes without padding of one unit and rank"
-        title += f"; {left_out} groups of ranks with other padding are left out" if left_out else ""
-        return [
-            Table(
-                title,
-                header,
-                rows,
-                ["total", "", table.size(gathered), "", "", *map(table.size, sums)],
-            )
-        ]
+        if len(shown) < len(self.ranks):
+            left_out = len(self.ranks) - len(shown)
+            title += f"; {left_out} groups of ranks with other padding are left out"
+        return [Table(title, header, rows, total)]
+
+    def _held(self, shard: int) -> int:
+        return sum(row.held(shard) * len(row.group.units) for row in self.rows)
 
 
 def holdings(plan: Plan) -> Holdings:
@@ -215,50 +202,42 @@ def holdings(plan: Plan) -> Holdings:
         (36, 24, slice(3, 5, None))
     """
     check_plan(plan)
-    axes = tuple(plan.mesh_axes.items())
-    rows = tuple(_rows(plan, axes))
-    bounds = sorted(
-        {0, plan.mesh_shape[1], *(bound for row in rows for bound in _bounds(row.buffer))}
+    rows = tuple(_rows(plan))
+    shards = plan.mesh_shape[1]
+    bounds = {0, shards}
+    for row in rows:
+        bounds.update(bound for bound in _bounds(row.buffer) if bound < row.buffer.shards)
+    others = plan.world_size // shards
+    groups = tuple(
+        RankGroup(begin, end, (end - begin) * others)
+        for begin, end in itertools.pairwise(sorted(bounds))
     )
-    others = plan.world_size // plan.mesh_shape[1]
-    groups = [
-        RankGroup(begin, end, (end - begin) * others) for begin, end in itertools.pairwise(bounds)
-    ]
-    return Holdings(plan, rows, tuple(groups))
+    return Holdings(plan, rows, groups)
 
 
-def _rows(plan: Plan, axes: tuple[tuple[str, int], ...]) -> Iterator[Holding]:
+def _rows(plan: Plan) -> Iterator[Holding]:
+    axes = tuple(plan.mesh_axes.items())
     for group in fold_units(plan.unit_list):
         for buffer in group.first.buffers:
             cut_axes = {*buffer.local, *(["shard"] if buffer.shards > 1 else [])}
-            cut = tuple(axis for axis, size in axes if axis in cut_axes and size > 1)
             yield Holding(
-                group,
-                buffer,
-                axes,
-                cut,
-                buffer.padded_numel * group.first.gathered_dtype(buffer).itemsize,
+                group=group,
+                buffer=buffer,
+                axes=axes,
+                cut=tuple(axis for axis, size in axes if axis in cut_axes and size > 1),
+                gathered=buffer.padded_numel * group.first.gathered_dtype(buffer).itemsize,
             )
 
 
-def _bounds(buffer: BufferPlan) -> list[int]:
-    """Return the indices on the shard axis from which ranks hold fewer elements than before."""
-    if buffer.shards == 1 or not buffer.numel:
-        return []
-    full, last_numel = divmod(buffer.numel, buffer.shard_numel)
-    return [
-        bound for bound in ([full, full + 1] if last_numel else [full]) if bound < buffer.shards
-    ]
-
-
-def _shown(groups: tuple[RankGroup, ...]) -> tuple[RankGroup, ...]:
-    """Return the groups with a column: the first ones and the last."""
-    return groups if len(groups) <= _MOST_GROUPS else (*groups[: _MOST_GROUPS - 1], groups[-1])
+def _bounds(buffer: BufferPlan) -> Iterator[int]:
+    """Yield the indices on the shard axis from which ranks hold fewer elements than before."""
+    if buffer.shards > 1 and buffer.numel:
+        full_ranks, last_numel = divmod(buffer.numel, buffer.shard_numel)
+        yield full_ranks
+        if last_numel:
+            yield full_ranks + 1
 
 
 def _parts_text(row: Holding) -> str:
-    return (
-        axes_text({axis: size for axis, size in row.axes if axis in row.cut}, ones=())
-        if row.cut
-        else "whole"
-    )
+    cut = {axis: size for axis, size in row.axes if axis in row.cut}
+    return axes_text(cut, ones=()) if cut else "whole"

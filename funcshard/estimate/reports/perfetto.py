@@ -9,13 +9,13 @@ Source: "Trace Event Format", Google, and https://perfetto.dev/docs/getting-star
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from funcshard.estimate.reports.tracks import tracks_of
-from funcshard.estimate.walk import CATEGORIES, Step
+from funcshard.estimate.walk import CATEGORIES, LANES, Span, Step
 from funcshard.plan import mesh_text
 
 TOTAL = "memory"  # name of the counter of all categories
@@ -53,51 +53,67 @@ def to_perfetto(report: Step, path: str | Path) -> Path:
 
 def trace_events(report: Step) -> Iterator[dict[str, Any]]:
     """Yield the events of the trace of a report: names first, then spans, then counters."""
-    rank_place = {"pid": report.rank}
-    yield {"ph": "M", "name": "process_name", **rank_place, "args": {"name": f"rank {report.rank}"}}
+    process = {"pid": report.rank}
+    yield {"ph": "M", "name": "process_name", **process, "args": {"name": f"rank {report.rank}"}}
     tracks = tracks_of(report)
     for thread, track in enumerate(tracks):
-        yield {
-            "ph": "M",
-            "name": "thread_name",
-            **rank_place,
-            "tid": thread,
-            "args": {"name": track},
-        }
-        yield {
-            "ph": "M",
-            "name": "thread_sort_index",
-            **rank_place,
-            "tid": thread,
-            "args": {"sort_index": thread},
-        }
+        place = {**process, "tid": thread}
+        yield {"ph": "M", "name": "thread_name", **place, "args": {"name": track}}
+        yield {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": thread}}
     for thread, spans in enumerate(tracks.values()):
         for span in spans:
             yield {
-                "ph": "X", "name": f"{span.what} {span.unit or '(root)'}", "cat": span.lane, **rank_place,
+                "ph": "X", "name": f"{span.what} {span.unit or '(root)'}", "cat": span.lane, **process,
                 "tid": thread, "ts": span.begin * _MICROSECONDS, "dur": span.seconds * _MICROSECONDS,
                 "args": {"unit": span.unit, "bytes": span.bytes, "flops": span.flops, "source": span.source},
             }  # fmt: skip
-    yield from _counters(report, rank_place)
-
-
-def _counters(report: Step, here: dict[str, int]) -> Iterator[dict[str, Any]]:
-    # Why only where it changes: a counter keeps its value, and 126 blocks have many moments.
-    used = {category for moment in report.timeline for category in moment.memory}
-    names = [*(each for each in CATEGORIES if each in used), *sorted(used.difference(CATEGORIES))]
+    names = used_categories(report)
     values_before: dict[str, int] = {}
     for moment in report.timeline:
-        current_values = {
-            TOTAL: moment.total,
-            **{f"{TOTAL}: {name}": moment.memory.get(name, 0) for name in names},
-        }
-        for name, size in current_values.items():
-            if values_before.get(name) != size:
+        values = {f"{TOTAL}: {name}": moment.memory.get(name, 0) for name in names}
+        values[TOTAL] = moment.total
+        time = moment.seconds * _MICROSECONDS
+        # Why only where it changes: a counter keeps its value, and 126 blocks have many moments.
+        for name in (TOTAL, *values):
+            if values_before.get(name) != values[name]:
                 yield {
                     "ph": "C",
                     "name": name,
-                    **here,
-                    "ts": moment.seconds * _MICROSECONDS,
-                    "args": {"bytes": size},
+                    **process,
+                    "ts": time,
+                    "args": {"bytes": values[name]},
                 }
-        values_before = current_values
+                values_before[name] = values[name]
+
+
+def used_categories(report: Step) -> list[str]:
+    """Return the categories of memory that a report has, those of the simulator first."""
+    used = {name for moment in report.timeline for name, size in moment.memory.items() if size}
+    return [*(name for name in CATEGORIES if name in used), *sorted(used.difference(CATEGORIES))]
+
+
+def tracks_of(report: Step) -> dict[str, tuple[Span, ...]]:
+    """Return the spans of each track, in the order of the lanes.
+
+    A lane is one track. If spans of a lane overlap, as all-reduces that run beside reduce-scatters
+    do, each kind of collective has a track, such as ``"reduce: all_reduce"``.
+    """
+    spans_by_track: dict[str, tuple[Span, ...]] = {}
+    for lane in [*LANES, *sorted({span.lane for span in report.spans}.difference(LANES))]:
+        spans = [span for span in report.spans if span.lane == lane]
+        if not _overlap(spans):
+            spans_by_track[lane] = tuple(spans)
+            continue
+        for span_kind in dict.fromkeys(span.what for span in spans):
+            spans_by_track[f"{lane}: {span_kind}"] = tuple(
+                span for span in spans if span.what == span_kind
+            )
+    return spans_by_track
+
+
+def _overlap(spans: Sequence[Span]) -> bool:
+    ordered = sorted(spans, key=lambda span: (span.begin, span.end))
+    return any(
+        later_span.begin < earlier_span.end
+        for earlier_span, later_span in itertools.pairwise(ordered)
+    )

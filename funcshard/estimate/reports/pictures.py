@@ -9,17 +9,14 @@ with colour blindness.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from funcshard._utils import table
 from funcshard.estimate.reports.holding_map import Holding, holdings
-from funcshard.estimate.reports.report import Report
-from funcshard.estimate.reports.show import moment_text
-from funcshard.estimate.reports.tracks import tracks_of
-from funcshard.estimate.walk import CATEGORIES
+from funcshard.estimate.reports.perfetto import tracks_of, used_categories
+from funcshard.estimate.reports.report import Report, moment_text
 from funcshard.plan import Plan, mesh_text
 
 if TYPE_CHECKING:
@@ -53,10 +50,7 @@ def draw_memory(report: Report, *, path: str | Path | None = None) -> Figure:
         path: the file to save, ``.png``, ``.svg`` or ``.pdf``; ``None`` saves none.
     """
     figure, axes = _figure(9.0, 4.2)
-    used = {
-        category for moment in report.timeline for category, size in moment.memory.items() if size
-    }
-    names = [*(name for name in CATEGORIES if name in used), *sorted(used.difference(CATEGORIES))]
+    names = used_categories(report)
     last = max(report.step_time, report.timeline[-1].seconds)
     second, unit = _scale(last, _TIMES)
     byte, size_unit = _scale(max(report.peak, report.budget or 0), _SIZES)
@@ -71,16 +65,18 @@ def draw_memory(report: Report, *, path: str | Path | None = None) -> Figure:
     )
     top = peak.total / byte
     if report.budget is not None:
-        line, budget_text = report.budget / byte, f"budget {table.size(report.budget)}"
-        near = line <= _FAR * top
-        if near:
+        line, text = report.budget / byte, f"budget {table.size(report.budget)}"
+        style = {
+            "color": _ALARM,
+            "bbox": {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1.5},
+        }
+        if line <= _FAR * top:
             top = max(top, line)
             axes.axhline(line, color=_ALARM, linestyle="--", linewidth=1.2)
-        axes.annotate(
-            budget_text if near else f"↑ {budget_text}", (0, line if near else 1), xytext=(4, 4 if near else -4),
-            textcoords="offset points", xycoords="data" if near else "axes fraction", color=_ALARM,
-            va="bottom" if near else "top", bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1.5},
-        )  # fmt: skip
+            axes.annotate(text, (0, line), (4, 4), textcoords="offset points", va="bottom", **style)
+        else:
+            corner = {"xycoords": "axes fraction", "textcoords": "offset points", "va": "top"}
+            axes.annotate(f"↑ {text}", (0, 1), (4, -4), **corner, **style)
     axes.set_xlim(0, times[-1])
     axes.set_ylim(0, 1.15 * top)
     axes.set_xlabel(f"time in the step ({unit})")
@@ -112,39 +108,27 @@ def draw_timeline(
     last = report.step_time if end is None else end
     second, unit = _scale(last, _TIMES)
     tracks = {name: spans for name, spans in tracks_of(report).items() if spans}
-    rows = [
-        [span for span in spans if span.end > begin and span.begin < last]
-        for spans in tracks.values()
+    shown = [
+        (span, row)
+        for row, spans in enumerate(tracks.values())
+        for span in spans
+        if span.end > begin and span.begin < last
     ]
-    shown = sorted(
-        ((span, row) for row, spans in enumerate(rows) for span in spans),
-        key=lambda each: each[0].begin,
-    )
-    colours = {
-        span_kind: _PHASES.get(span_kind, _OTHER)
-        for span_kind in dict.fromkeys(span.what for span, _ in shown)
-    }
-    for span_kind, row in itertools.product(colours, range(len(rows))):
-        kind_spans = [
-            (span.begin / second, span.seconds / second)
-            for span in rows[row]
-            if span.what == span_kind
-        ]
-        if kind_spans:
-            axes.broken_barh(
-                kind_spans,
-                (row - 0.38, 0.76),
-                facecolors=colours[span_kind],
-                snap=False,
-                **_edges(len(shown)),
-            )
+    shown.sort(key=lambda item: item[0].begin)
+    colours = {span.what: _PHASES.get(span.what, _OTHER) for span, _ in shown}
+    # Why by colour and row: matplotlib draws a collection in one go, and thousands of bars slowly.
+    bars: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for span, row in shown:
+        bars.setdefault((span.what, row), []).append((span.begin / second, span.seconds / second))
+    for (work, row), intervals in bars.items():
+        edges, place = _edges(len(shown)), (row - 0.38, 0.76)
+        axes.broken_barh(intervals, place, facecolors=colours[work], snap=False, **edges)
     for span, row in shown:
         if span.seconds > 0.06 * (last - begin):
-            name = span.unit or "(root)"
             middle = (max(span.begin, begin) + min(span.end, last)) / 2 / second
             dark = colours[span.what] in ("#332288", "#882255", "#888888", "#AA4499", "#CC6677")
             axes.text(
-                middle, row, name, ha="center", va="center", fontsize=7,
+                middle, row, span.unit or "(root)", ha="center", va="center", fontsize=7,
                 color="white" if dark else _INK, clip_on=True,
             )  # fmt: skip
     axes.set_yticks(range(len(tracks)), [*tracks])
@@ -157,11 +141,8 @@ def draw_timeline(
     axes.grid(visible=False, axis="y")
     from matplotlib.patches import Patch
 
-    _legend(
-        axes,
-        [Patch(color=colour) for colour in colours.values()],
-        [span_kind.replace("_", "-") for span_kind in colours],
-    )
+    handles = [Patch(color=colour) for colour in colours.values()]
+    _legend(axes, handles, [work.replace("_", "-") for work in colours])
     return _saved(figure, path)
 
 
@@ -189,70 +170,44 @@ def draw_pareto(reports: Mapping[str, Report], *, path: str | Path | None = None
         name: (report.peak / byte, report.step_time / second) for name, report in reports.items()
     }
     front = pareto_front(reports)
-    others = [points[name] for name in reports if name not in front]
-    if others:
-        axes.scatter(
-            *zip(*others, strict=True),
-            color="#bbbbbb",
-            s=26,
-            label="beaten in time and memory",
-            zorder=2,
-        )
-    line = [points[name] for name in front]
+    beaten = [points[name] for name in reports if name not in front]
+    if beaten:
+        style = {"color": "#bbbbbb", "s": 26, "zorder": 2}
+        axes.scatter(*zip(*beaten, strict=True), label="beaten in time and memory", **style)
     axes.plot(
-        *zip(*line, strict=True),
-        color="#332288",
-        marker="o",
-        drawstyle="steps-post",
-        linewidth=1.3,
-        label="front",
-    )
-    budgets = {report.budget for report in reports.values()} - {None}
+        *zip(*(points[name] for name in front), strict=True), color="#332288", marker="o", drawstyle="steps-post",
+        linewidth=1.3, label="front",
+    )  # fmt: skip
+    budgets = {report.budget for report in reports.values() if report.budget is not None}
     width = max(x for x, _ in points.values())
-    if len(budgets) == 1 and (budget := budgets.pop()) is not None:
-        near = budget / byte <= _FAR * width
-        if near:
+    if len(budgets) == 1:
+        budget = budgets.pop()
+        label, dashed = f"budget {table.size(budget)}", {"color": _ALARM, "linestyle": "--"}
+        if budget / byte <= _FAR * width:
             width = max(width, budget / byte)
-            axes.axvline(
-                budget / byte,
-                color=_ALARM,
-                linestyle="--",
-                linewidth=1.2,
-                label=f"budget {table.size(budget)}",
-            )
+            axes.axvline(budget / byte, linewidth=1.2, label=label, **dashed)
         else:
-            axes.plot(
-                [],
-                [],
-                color=_ALARM,
-                linestyle="--",
-                label=f"budget {table.size(budget)}, off the right edge",
-            )
+            axes.plot([], [], label=f"{label}, off the right edge", **dashed)
     axes.set_xlim(0, 1.08 * width)
     axes.set_ylim(0, 1.2 * max(y for _, y in points.values()))
-    for front_index, name in enumerate(front, start=1):
+    listed = []
+    for number, name in enumerate(front, start=1):
+        listed.append(f"{number}  {name}")
         axes.annotate(
-            str(front_index), points[name], xytext=(-5, -5), textcoords="offset points", ha="right", va="top", fontsize=8,
-            color=_INK,
+            str(number), points[name], (-5, -5), textcoords="offset points", ha="right", va="top", fontsize=8, color=_INK
         )  # fmt: skip
+    if len(listed) > _MOST_NAMES:
+        listed[_MOST_NAMES:] = [f"and {len(listed) - _MOST_NAMES} more"]
     axes.set_xlabel(f"peak memory of a rank ({size_unit})")
     axes.set_ylabel(f"step time ({unit})")
     axes.set_title(
         f"Time against memory of {len(reports)} plans; {len(front)} on the front", loc="left"
     )
     handles, labels = axes.get_legend_handles_labels()
-    listed = [f"{front_index}  {name}" for front_index, name in enumerate(front, start=1)]
-    more_labels = [
-        *listed[:_MOST_NAMES],
-        *([f"and {len(listed) - _MOST_NAMES} more"] if len(listed) > _MOST_NAMES else []),
-    ]
     from matplotlib.lines import Line2D
 
-    _legend(
-        axes,
-        [*handles, *(Line2D([], [], linestyle="") for _ in more_labels)],
-        [*labels, *more_labels],
-    )
+    empty_handles = [Line2D([], [], linestyle="") for _ in listed]
+    _legend(axes, [*handles, *empty_handles], [*labels, *listed])
     return _saved(figure, path)
 
 
@@ -286,27 +241,24 @@ def draw_holdings(
     rank_holdings = holdings(plan)
     chosen = list(range(min(plan.world_size, _MOST_RANKS)) if ranks is None else ranks)
     rows = [row for row in rank_holdings.rows if row.buffer.numel]
-    parts = np.array([[_shade(row, rank) for rank in chosen] for row in rows]).reshape(
-        len(rows), len(chosen)
-    )
+    parts = np.array([[_shade(row, rank) for rank in chosen] for row in rows])
+    parts = parts.reshape(len(rows), len(chosen))
     figure, axes = _figure(max(5.0, min(12.0, 3.2 + 0.32 * len(chosen))), 1.3 + 0.36 * len(rows))
     axes.pcolormesh(parts, cmap="cividis", vmin=0, vmax=1, edgecolors="white", linewidth=1.0)
     axes.set_ylim(len(rows), 0)
-    kinds = len({row.buffer.key for row in rows}) > 1
-    axes.set_yticks(
-        [i + 0.5 for i in range(len(rows))],
-        [f"{row.group.title}{f'  {row.buffer.key}' if kinds else ''}" for row in rows],
-    )
-    every = max(1, len(chosen) // 16)
-    axes.set_xticks(
-        [i + 0.5 for i in range(0, len(chosen), every)], [str(rank) for rank in chosen[::every]]
-    )
+    titles = [row.group.title for row in rows]
+    if len({row.buffer.key for row in rows}) > 1:
+        titles = [f"{row.group.title}  {row.buffer.key}" for row in rows]
+    axes.set_yticks([i + 0.5 for i in range(len(rows))], titles)
+    places = range(0, len(chosen), max(1, len(chosen) // 16))
+    axes.set_xticks([i + 0.5 for i in places], [str(chosen[i]) for i in places])
     for i, row in enumerate(rows):
-        row_text = (
+        text = (
             f"{table.size(row.bytes)} a rank, {row.parts} {'part' if row.parts == 1 else 'parts'}"
         )
-        row_text += f" × {row.copies} copies" if row.copies > 1 else ""
-        axes.text(len(chosen) + 0.25, i + 0.5, row_text, va="center", fontsize=8, color=_INK)
+        if row.copies > 1:
+            text += f" × {row.copies} copies"
+        axes.text(len(chosen) + 0.25, i + 0.5, text, va="center", fontsize=8, color=_INK)
     axes.set_xlabel("rank")
     shown = "" if len(chosen) == plan.world_size else f"; {len(chosen)} ranks are drawn"
     axes.set_title(f"Parts of units, {mesh_text(plan.mesh_axes)}{shown}", loc="left")

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from funcshard._utils import Shown, Table, table
-from funcshard.estimate.reports.report import Report
-from funcshard.estimate.reports.show import left_text, moment_text, rate_text
+from funcshard.estimate.reports.report import Report, left_text, moment_text, rate_text
 from funcshard.plan import mesh_text
 
 

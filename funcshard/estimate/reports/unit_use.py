@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from funcshard._utils import table
 from funcshard.estimate.walk import Step
 from funcshard.plan import UnitPlan, fold_units
 
@@ -40,6 +41,15 @@ class UnitUse:
         return sum(self.memory.values())
 
 
+# The columns of tables by unit: title, number and its text.
+COLUMNS: tuple[tuple[str, Callable[[UnitUse], Any], Callable[[Any], str]], ...] = (
+    ("at the peak", lambda use: use.bytes, table.size),
+    ("traffic", lambda use: use.traffic, table.size),
+    ("compute", lambda use: use.compute, table.duration),
+    ("collectives", lambda use: use.communication, table.duration),
+)
+
+
 def by_unit(report: Step, key: Callable[[UnitPlan], Hashable] | None = None) -> tuple[UnitUse, ...]:
     """Return the use of each unit, in plan order; equal units are one.
 
@@ -50,47 +60,48 @@ def by_unit(report: Step, key: Callable[[UnitPlan], Hashable] | None = None) -> 
         report: the report.
         key: a function of a unit; units for which it differs are not equal.
     """
-    traffic: defaultdict[str, int] = defaultdict(int)
+    units = report.plan.units
+    traffic = Counter[str]()
     for event in report.events:
         traffic[_NO_UNIT if event.unit is None else event.unit] += event.traffic
     compute: defaultdict[str, float] = defaultdict(float)
     communication: defaultdict[str, float] = defaultdict(float)
     for span in report.spans:
-        is_whole = span.unit == "" and (span.what in _OF_STEP or "" not in report.plan.units)
+        is_whole = span.unit == "" and (span.what in _OF_STEP or "" not in units)
         seconds = compute if span.lane == "compute" else communication
         seconds[_NO_UNIT if is_whole else span.unit] += span.seconds
-    recomputed_names = recomputed_units(report)
+    recomputed = recomputed_units(report)
     groups = fold_units(
-        report.plan.unit_list, key=lambda unit: (unit.name in recomputed_names, key and key(unit))
+        units.values(), key=lambda unit: (unit.name in recomputed, key and key(unit))
     )
-    unit_rows = [(group.title, group.names) for group in groups]
-    known_units = {*report.plan.units}
-    unit_rows += [
-        (name, (name,))
-        for name in dict.fromkeys((*traffic, *compute, *communication))
-        if name not in known_units
-    ]
-
-    def use(title: str, names: tuple[str, ...]) -> UnitUse:
-        memory: defaultdict[str, int] = defaultdict(int)
-        for category, size in itertools.chain.from_iterable(
-            report.unit_memory.get(name, {}).items() for name in names
-        ):
-            memory[category] += size
-        seconds = [sum(times[name] for name in names) for times in (compute, communication)]
-        return UnitUse(title, names, dict(memory), sum(traffic[name] for name in names), *seconds)
-
-    return tuple(use(title, names) for title, names in unit_rows)
+    rows = {group.names: group.title for group in groups}
+    others = dict.fromkeys((*traffic, *compute, *communication))
+    rows.update({(name,): name for name in others if name not in units})
+    uses = []
+    for names, title in rows.items():
+        memory = Counter[str]()
+        for name in names:
+            memory.update(report.unit_memory.get(name, {}))
+        uses.append(
+            UnitUse(
+                title=title,
+                names=names,
+                memory=dict(memory),
+                traffic=sum(traffic[name] for name in names),
+                compute=sum(compute[name] for name in names),
+                communication=sum(communication[name] for name in names),
+            )
+        )
+    return tuple(uses)
 
 
 def recomputed_units(report: Step) -> set[str]:
     """Return the names of the units of which backward computes modules again."""
-    remat = report.options.get("remat") or ()
-    entries: Iterable[object] = ()
-    if isinstance(remat, Iterable):
-        entries = (remat,) if isinstance(remat, str) else remat
-    nested = ((name,) if isinstance(name, str) else name for name in entries)
-    modules = {str(name) for names in nested if isinstance(names, Iterable) for name in names}
+    remat: Any = report.options.get("remat") or ()
+    modules: set[str] = set()
+    # Note: one name stands alone, and a group is a tuple of the names of its members.
+    for names in (remat,) if isinstance(remat, str) else remat:
+        modules.update((names,) if isinstance(names, str) else names)
     return {
         unit.name
         for unit in report.plan.unit_list

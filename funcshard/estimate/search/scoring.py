@@ -158,8 +158,8 @@ class Scorer:
                 updated += sizes.trainable_shard
             if mode.strategy == "shard_grad_op" and sizes.reduced:  # it stays until backward
                 held += sizes.gathered
-            for lane, unit_seconds in enumerate(base.seconds[name]):
-                seconds[lane] += unit_seconds
+            for lane_index, unit_seconds in enumerate(base.seconds[name]):
+                seconds[lane_index] += unit_seconds
         gathering, reducing, apart = seconds
         lane = gathering + reducing if runtime.one_lane else max(gathering, reducing)
         updating = 0.0

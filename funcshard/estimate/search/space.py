@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -180,7 +180,8 @@ def unit_classes(
         program: the model as these units see it.
         seconds: the time of a computation.
     """
-    flops, times = Counter[str](), Counter[str]()
+    flops = Counter[str]()
+    times: defaultdict[str, float] = defaultdict(float)
     for step in program.steps:
         if isinstance(step, Run) and step.what == "forward":
             flops[step.unit] += sum(work.flops for work in step.work)

@@ -7,12 +7,12 @@ program. In reading order:
 - ``tracing``: runs a model on fake tensors. ``recorder`` writes down what happens there,
   and ``leaves`` tells it of parameters.
 - ``kernels``: the attention and the dropout that a GPU would choose.
-- ``kinds``: finds modules that may be equal; ``values`` compares what they hold. ``folding`` keeps
+- ``kinds``: finds modules that may be equal, and compares what they hold. ``folding`` keeps
   the events of one of them, and ``stubs`` represent the others.
 - ``compiled``: the tensors that a compiler keeps, and the operations that it fuses.
 - ``needs``: which units backward gathers, and in which order.
 - ``program``: a tape, cut at the moments at which the units of a plan act. ``stretches`` adds up
-  the events of folded modules for it, and ``categories`` says which storages are activations.
+  the events of folded modules for it.
 - ``profiling``: ``profile``, the front of all that.
 """
 

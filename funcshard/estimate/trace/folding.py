@@ -7,13 +7,12 @@ backward, and the events of the module that really ran become the parts of the `
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from funcshard.estimate.trace.recorder import Frame
 from funcshard.estimate.trace.tape import (
     Alloc,
-    Ask,
     At,
     Call,
     Enter,
@@ -23,10 +22,10 @@ from funcshard.estimate.trace.tape import (
     Free,
     Grad,
     Op,
-    Save,
     Tape,
-    UseParam,
-)  # fmt: skip
+    renumbered,
+    rewritten,
+)
 
 Log = Sequence[tuple[Frame, str, Event]]
 
@@ -115,6 +114,10 @@ class _Folder:
             root: the call; ``None`` for the whole log.
         """
         prefix = len(root.path) + 1 if root is not None and root.path else 0
+
+        def relative(path: str) -> str:
+            return path[prefix:]
+
         events: list[Event | _Window] = []
         windows: dict[tuple[int, str], _Window] = {}
         where: tuple[str, str] | None = None
@@ -134,7 +137,7 @@ class _Folder:
             if where != (frame.path, phase) and not isinstance(event, Free):
                 where = frame.path, phase
                 events.append(At(frame.path[prefix:], phase))
-            events.append(_relative(event, prefix))
+            events.append(rewritten(event, relative, int) if prefix else event)
         folded_events: list[Event] = []
         for each in events:
             folded_events += self._call(each, prefix) if isinstance(each, _Window) else [each]
@@ -170,15 +173,16 @@ class _Folder:
                 )
                 backwards.add((sizes, more_given, tuple(frame.grad_forms)))
         else:
-            inputs = next((event.inputs for event in call_events if isinstance(event, Enter)), ())
+            inputs = next((event.storages for event in call_events if isinstance(event, Enter)), ())
             outputs = next(
-                (event.outputs for event in reversed(call_events) if isinstance(event, Exit)), ()
+                (event.storages for event in reversed(call_events) if isinstance(event, Exit)), ()
             )
             _number(exchanged, _INPUTS, inputs)
             _number(exchanged, _OUTPUTS, outputs)
             mine.update(storage for storage in made_storages if storage not in exchanged)
         if not frame.stub and window.phase not in self.parts.get(frame.fold, {}):
-            events = tuple(_exchanging(event, exchanged) for event in self.level(window.log, frame))
+            inside = renumbered(exchanged)
+            events = tuple(rewritten(event, str, inside) for event in self.level(window.log, frame))
             self.parts.setdefault(frame.fold, {})[window.phase] = events
         pairs = tuple((inside, outside) for outside, inside in exchanged.items())
         outside = [
@@ -269,35 +273,3 @@ def _fold_around(frame: Frame) -> Frame | None:
     while outer_frame is not None and outer_frame.fold is None:
         outer_frame = outer_frame.parent
     return outer_frame
-
-
-def _relative(event: Event, prefix: int) -> Event:
-    """Return an event with its paths and names below a module."""
-    if not prefix:
-        return event
-    if isinstance(event, (Enter, Exit, Ask)):
-        return event._replace(path=event.path[prefix:])
-    return (
-        event._replace(name=event.name[prefix:]) if isinstance(event, (Grad, UseParam)) else event
-    )
-
-
-def _exchanging(event: Event, exchanged: Mapping[int, int]) -> Event:
-    """Return an event of a fold with the numbers of exchanged storages inside the fold."""
-
-    def inside(storage: int) -> int:
-        return exchanged.get(storage, storage)
-
-    if isinstance(event, (Alloc, Free, Save, Grad)):
-        return event._replace(storage=inside(event.storage))
-    if isinstance(event, Enter):
-        return event._replace(inputs=tuple(map(inside, event.inputs)))
-    if isinstance(event, Exit):
-        return event._replace(outputs=tuple(map(inside, event.outputs)))
-    if isinstance(event, Call):
-        return event._replace(
-            exchanged=tuple(
-                (own_number, inside(storage)) for own_number, storage in event.exchanged
-            )
-        )
-    return event

@@ -7,17 +7,19 @@ which of them a module reads, and a module represents another one only if these 
 
 from __future__ import annotations
 
+import enum
 import functools
 import itertools
+import types
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from funcshard._utils import tree
-from funcshard.estimate.trace.values import is_plain, value_of
 
 _TABLES = frozenset({dict, OrderedDict, set})
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -32,13 +34,24 @@ class Kinds:
         of: index of each module that may be folded -> number of its kind.
         differing: index of a module -> its attributes that have other values in other modules of
             its kind, and the value of each, as from ``value_of``.
-        below: index of each module -> the indices of it and of the modules below it, each once.
-            Modules of one kind have theirs in the same order.
+        specs: the modules of the tree, as ``Skeleton.specs``.
     """
 
     of: Mapping[int, int]
     differing: Mapping[int, Mapping[str, Hashable]]
-    below: Callable[[int], tuple[int, ...]]
+    specs: Sequence[Any]
+    _below: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def below(self, index: int) -> tuple[int, ...]:
+        """Return the indices of a module and of the modules below it, each once.
+
+        Modules of one kind have theirs in the same order.
+        """
+        if index not in self._below:
+            children = [c for c in self.specs[index].children.values() if c is not None]
+            below = itertools.chain.from_iterable(map(self.below, children))
+            self._below[index] = tuple(dict.fromkeys([index, *below]))
+        return self._below[index]
 
 
 def kinds_of(skeleton: Any, form: Callable[[str], Hashable], marked: Collection[int] = ()) -> Kinds:
@@ -91,7 +104,7 @@ def kinds_of(skeleton: Any, form: Callable[[str], Hashable], marked: Collection[
             for key, values in _differing(tables, fixed, owners):
                 for index, value in values.items():
                     differing.setdefault(index, {})[key] = value
-    return Kinds(_foldable(skeleton, kinds), differing, _below(skeleton))
+    return Kinds(_foldable(skeleton, kinds), differing, skeleton.specs)
 
 
 def _fixed(cls: type[nn.Module], known: dict[type, frozenset[str] | None]) -> frozenset[str] | None:
@@ -130,36 +143,144 @@ def _differing(
 
 def _foldable(skeleton: Any, kinds: Mapping[int, int]) -> dict[int, int]:
     """Return the kinds of the modules that may be folded, by index."""
-    paths = skeleton.paths()
-    tied = [names for names in skeleton.parameters.values() if len(names) > 1]
+    tied_names = [names for names in skeleton.parameters.values() if len(names) > 1]
     numbers: dict[Hashable, int] = {}
     kinds_by_index = {}
-    for path, index in paths.items():
+    for path, index in skeleton.paths().items():
         spec = skeleton.specs[index]
         runs = spec.cls.forward is not nn.Module.forward or "forward" in spec.attributes
         if not path or not spec.children or not runs:
             continue
         within = [
             tuple(name[len(path) + 1 :] for name in names if tree.is_under(name, path))
-            for names in tied
+            for names in tied_names
         ]
-        if all(len(names) in (0, len(every)) for names, every in zip(within, tied, strict=True)):
-            shared = tuple(names for names in within if names)
-            kinds_by_index[index] = numbers.setdefault((kinds[index], shared), len(numbers))
+        # Note: a parameter that is tied to one outside gets gradients from both at once.
+        if any(
+            0 < len(inner) < len(names) for inner, names in zip(within, tied_names, strict=True)
+        ):
+            continue
+        shared = tuple(filter(None, within))
+        kinds_by_index[index] = numbers.setdefault((kinds[index], shared), len(numbers))
     counts = Counter(kinds_by_index.values())
-    return {
-        index: module_kind
-        for index, module_kind in kinds_by_index.items()
-        if counts[module_kind] > 1
-    }
+    return {index: kind for index, kind in kinds_by_index.items() if counts[kind] > 1}
 
 
-def _below(skeleton: Any) -> Callable[[int], tuple[int, ...]]:
-    """Return a function from a module to the indices of it and of the modules below it."""
+# --- values ---------------------------------------------------------------------------------------
 
-    @functools.cache
-    def below(index: int) -> tuple[int, ...]:
-        children = [child for child in skeleton.specs[index].children.values() if child is not None]
-        return tuple(dict.fromkeys([index, *itertools.chain.from_iterable(map(below, children))]))
+_PLAIN = (
+    bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype, torch.device, torch.layout,
+    torch.memory_format,
+)  # fmt: skip
+_LIMIT = 10_000  # objects; a larger object is compared by its identity
+_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE, which classes in Python code have
 
-    return below
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value cannot change and holds no other object."""
+    return type(value) in _PLAIN or isinstance(value, enum.Enum)
+
+
+def value_of(value: Any, owner: Any = None) -> Any:
+    """Return a value that can be hashed, equal to that of another object if both work alike.
+
+    Objects of Python classes, containers and functions are compared by what they hold, tensors by
+    their form. Modules and objects of which Python does not show everything are compared by their
+    identity.
+
+    Arguments:
+        value: the object.
+        owner: the object that holds it, of which a bound method is equal to that of another one.
+    """
+    try:
+        return _Values(owner).of(value)
+    except RecursionError:
+        return "object", id(value)
+
+
+class _Values:
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+        # By id of an object: its place, for objects that refer to themselves.
+        self.seen: dict[int, int] = {}
+        self.kept: list[Any] = []  # objects made on the way, whose ids must not come again
+
+    def of(self, value: Any) -> Any:
+        # Why the type: 1, 1.0 and True are equal in Python, and work otherwise.
+        if is_plain(value):
+            return type(value), repr(value) if isinstance(value, (float, complex)) else value
+        if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
+            return type(value), id(value)
+        if isinstance(value, torch.Tensor):
+            return (
+                "tensor",
+                tuple(value.shape),
+                tuple(value.stride()),
+                value.dtype,
+                value.requires_grad,
+            )
+        if value is self.owner:
+            return "owner"
+        if id(value) in self.seen:
+            return "seen", self.seen[id(value)]
+        if len(self.seen) >= _LIMIT or isinstance(value, torch.nn.Module):
+            return "object", id(value)
+        self.seen[id(value)] = len(self.seen)
+        self.kept.append(value)
+        return self._inside(value)
+
+    def _inside(self, value: Any) -> Any:
+        value_type = type(value)
+        if isinstance(value, types.FunctionType):
+            cells = [self._cell(cell) for cell in value.__closure__ or ()]
+            defaults = value.__defaults__, value.__kwdefaults__, value.__dict__
+            return (
+                value_type,
+                value.__code__,
+                id(value.__globals__),
+                tuple(cells),
+                self.of(defaults),
+            )
+        if isinstance(value, types.MethodType):
+            return value_type, self.of(value.__func__), self.of(value.__self__)
+        if value_type is functools.partial:
+            return value_type, self.of((value.func, value.args, value.keywords))
+        # Why __new__: a class that C code made may keep what Python does not show.
+        builtin = next(
+            base
+            for base in value_type.__mro__
+            if not base.__flags__ & _HEAP
+            or type(base.__dict__.get("__new__")) is types.BuiltinFunctionType
+        )
+        parts: list[Any] = [value_type]
+        if issubclass(builtin, dict):
+            parts += [(self.of(key), self.of(dict_value)) for key, dict_value in dict.items(value)]
+        elif issubclass(builtin, (list, tuple)):
+            parts += map(self.of, builtin.__iter__(value))
+        elif issubclass(builtin, (set, frozenset)):
+            parts.append(frozenset(map(self.of, builtin.__iter__(value))))
+        elif builtin not in (object, types.SimpleNamespace):
+            return "object", id(value)
+        for base in value_type.__mro__:
+            slots = base.__dict__.get("__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                member = base.__dict__.get(name)
+                if isinstance(member, types.MemberDescriptorType):
+                    parts.append((name, self._slot(member, value)))
+        try:
+            state = object.__getattribute__(value, "__dict__")
+        except AttributeError:
+            return tuple(parts)
+        return (*parts, *((key, self.of(attribute)) for key, attribute in state.items()))
+
+    def _cell(self, cell: Any) -> Any:
+        try:
+            return self.of(cell.cell_contents)
+        except ValueError:  # it is empty
+            return None
+
+    def _slot(self, member: Any, value: Any) -> Any:
+        try:
+            return self.of(member.__get__(value))
+        except AttributeError:  # it is empty
+            return None

@@ -31,6 +31,14 @@ class Owners:
         self.of_path = {path: name for name, nodes in paths.items() for path in nodes}
         self.members = {name: frozenset(nodes) for name, nodes in paths.items()}
         self._cache: dict[str, str] = {"": ""}
+        self._params: dict[str, str] = {}
+
+    def of_param(self, path: str) -> str:
+        """Return the unit of a parameter."""
+        owner_name = self._params.get(path)
+        if owner_name is None:
+            owner_name = self._params[path] = self.owner(path.rpartition(".")[0])
+        return owner_name
 
     def owner(self, path: str) -> str:
         """Return the innermost unit that contains a module; ``""`` if no unit but the root does."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -27,6 +27,8 @@ from funcshard.estimate.trace.program import Program, Run, make_program
 from funcshard.estimate.trace.tape import Tape
 from funcshard.estimate.trace.tracing import trace_model
 from funcshard.plan import MixedPrecision, Plan, dtype_name, make_plan, match
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -81,13 +83,12 @@ class Profile(Shown):
         """
         if accelerator:
             return self
-        if "cpu" not in self._programs:
+
+        def on_cpu() -> Profile:
             retrace = functools.partial(self.retrace, accelerator=False)
-            self._programs["cpu"] = dataclasses.replace(
-                self, retrace=retrace, _tapes={}, _programs={}
-            )
-        on_cpu: Profile = self._programs["cpu"]
-        return on_cpu
+            return dataclasses.replace(self, retrace=retrace, _tapes={}, _programs={})
+
+        return self._once("cpu", on_cpu)
 
     def program(self, plan: Plan, *, remat: Iterable[str] = ()) -> Program:
         """Return the trace as the units of a plan see it; the profile keeps it for the next call.
@@ -98,23 +99,19 @@ class Profile(Shown):
         self.check(plan)
         paths = {unit.name: unit.paths for unit in plan.unit_list}
         stays: frozenset[str] = frozenset()
-        if self._nests(paths):  # only then it matters which units stay gathered
+        if self._once(("nests", *paths), lambda: _nested(paths)):
+            # Note: only inside other units it matters which ones stay gathered.
             stays = frozenset(
                 unit.name for unit in plan.unit_list if not unit.reshard_after_forward
             )
-        key = (tuple(paths.items()), frozenset(remat), stays)
-        if key not in self._programs:
-            repeated = self._repeated()
-            apart = [
-                path
-                for nodes in paths.values()
-                for path in nodes
-                if path in repeated and len(nodes) == 1
-            ]
+
+        def make() -> Program:
+            single_paths = [nodes[0] for nodes in paths.values() if len(nodes) == 1]
+            apart = self.tape().repeated(single_paths)
             with without_collection():
-                self._programs[key] = make_program(self.tape(remat, apart), paths, stays=stays)
-        traced_program: Program = self._programs[key]
-        return traced_program
+                return make_program(self.tape(remat, apart), paths, stays=stays)
+
+        return self._once((tuple(paths.items()), frozenset(remat), stays), make)
 
     def check(self, plan: Plan) -> None:
         """Raise unless the plan is for the parameters and the precision of the profile."""
@@ -145,45 +142,27 @@ class Profile(Shown):
     def compute_dtype(self) -> str:
         """Name of the dtype in which forward has the most FLOPs, such as ``"bfloat16"``."""
         flops = self._forward_flops()
-        return (
-            max(flops, key=lambda dtype: flops[dtype])
-            if flops
-            else next(iter(self.dtypes.values()), "float32")
-        )
+        if not flops:
+            return next(iter(self.dtypes.values()), "float32")
+        return max(flops, key=flops.__getitem__)
 
     @property
     def saved(self) -> int:
         """Bytes that autograd keeps between forward and backward."""
         return sum(self._root().saved.values())
 
-    def _nests(self, paths: Mapping[str, Sequence[str]]) -> bool:
-        """Return whether a unit other than the root contains another one."""
-        key = ("nests", *paths)
+    def _once(self, key: Hashable, make: Callable[[], _T]) -> _T:
+        """Return what ``make`` returned for a key before, or returns now."""
         if key not in self._programs:
-            self._programs[key] = _nested(paths)
-        return bool(self._programs[key])
-
-    def _repeated(self) -> frozenset[str]:
-        """Return the paths of modules that one forward calls several times."""
-        key = "repeated"
-        if key not in self._programs:
-            self._programs[key] = self.tape().repeated()
-        repeated_paths: frozenset[str] = self._programs[key]
-        return repeated_paths
+            self._programs[key] = make()
+        value: _T = self._programs[key]
+        return value
 
     def _forward_flops(self) -> Mapping[str, int]:
-        key = "forward_flops"
-        if key not in self._programs:
-            self._programs[key] = self.tape().forward_flops()
-        flops_by_path: Mapping[str, int] = self._programs[key]
-        return flops_by_path
+        return self._once("forward_flops", lambda: self.tape().forward_flops())
 
     def _root(self) -> Program:
-        key = "root"
-        if key not in self._programs:
-            self._programs[key] = make_program(self.tape(), {"": ("",)})
-        root_program: Program = self._programs[key]
-        return root_program
+        return self._once("root", lambda: make_program(self.tape(), {"": ("",)}))
 
     def _parts(self) -> list[Table]:
         runs = [run for run in self._root().steps if isinstance(run, Run)]

@@ -11,15 +11,17 @@ matter, so one program serves a sweep over these.
 from __future__ import annotations
 
 import operator
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from funcshard._utils import tree
-from funcshard.estimate.trace.categories import ACTIVATION, GRADIENT, categories_of
 from funcshard.estimate.trace.needs import Needs, Owners
 from funcshard.estimate.trace.stretches import Counts, Stretch, add_operation, compact
 from funcshard.estimate.trace.tape import (
+    ACTIVATION,
+    GRADIENT,
     LOSS,
     Alloc,
     Ask,
@@ -32,6 +34,7 @@ from funcshard.estimate.trace.tape import (
     Op,
     Tape,
     UseParam,
+    categories_of,
 )
 from funcshard.plan import Reached
 
@@ -171,30 +174,22 @@ class _Builder:
     def program(self) -> Program:
         """Return the program of the events."""
         categories = categories_of(self.events)
-        # Number of gradients that each call of a unit still awaits.
-        owners: dict[tuple[str, int], int] = {}
-        param_unit: dict[str, str] = {}
+        units, needs = self.units, self.needs
+        awaited = Counter[tuple[str, int]]()  # gradients that each call of a unit still awaits
         for event in self.events:
             if isinstance(event, Grad):
-                unit = param_unit.setdefault(
-                    event.name, self.units.owner(event.name.rpartition(".")[0])
-                )
-                owners[unit, event.call] = owners.get((unit, event.call), 0) + 1
+                awaited[units.of_param(event.path), event.call] += 1
             elif isinstance(event, Stretch):
-                for path, call, count, _ in event.grads:
-                    unit = self.units.owner(path)
-                    owners[unit, call] = owners.get((unit, call), 0) + count
-        self.ungraded = frozenset(self.units.members).difference(unit for unit, _ in owners)
-        order: list[str] = []
-        entered: dict[str, int] = {}
-        needs, path = self.needs, ""
-        grads: dict[str, list[int]] = {}
-        added: dict[str, int] = {}  # bytes of gradients in stretches
-        in_backward, began = False, False
+                for below, call, count, _ in event.grads:
+                    awaited[units.owner(below), call] += count
+        self.ungraded = frozenset(units.members).difference(unit for unit, _ in awaited)
+        order, path = [""], ""
+        entered, saved = Counter[str](), Counter[str]()
+        grads: defaultdict[str, list[int]] = defaultdict(list)
+        added = Counter[str]()  # bytes of gradients in stretches
+        in_backward = began = False
         self._mark("forward", "")
-        order.append("")
         needs.call("")
-        saved: dict[str, int] = {}
         for position, event in enumerate(self.events):
             if isinstance(event, Alloc):
                 category = categories[position]
@@ -202,26 +197,25 @@ class _Builder:
                 self.memory[category] += event.bytes
                 self.total += event.bytes
                 if category == ACTIVATION and not in_backward:
-                    saved[self.unit] = saved.get(self.unit, 0) + event.bytes
+                    saved[self.unit] += event.bytes
                 if self.highest is None or self.total > self.highest[0]:
                     self.highest = self.total, Memory(*self.memory)
             elif isinstance(event, Free):
-                live_storage = self.live.get(event.storage)
-                if live_storage is not None and live_storage[0] != GRADIENT:
+                # Note: a gradient is freed when its unit is reduced.
+                if self.live.get(event.storage, (GRADIENT, 0))[0] != GRADIENT:
                     self._free(event.storage)
             elif isinstance(event, Stretch):
                 self._add(event)
                 if event.saved and not in_backward:
-                    saved[self.unit] = saved.get(self.unit, 0) + event.saved
+                    saved[self.unit] += event.saved
                 for below, call, count, size in event.grads:
-                    unit = self.units.owner(below)
-                    owners[unit, call] -= count
-                    added[unit] = added.get(unit, 0) + size
+                    unit = units.owner(below)
+                    awaited[unit, call] -= count
+                    added[unit] += size
             elif isinstance(event, Op):
                 add_operation(self.work, event)
             elif isinstance(event, At):
                 path, phase = event
-                unit = self.units.owner(path)
                 if self.complete:
                     self._reduce_complete(path)
                 if self.lent:
@@ -233,34 +227,29 @@ class _Builder:
                 if in_backward and path != LOSS and not began:
                     began = True
                     self._mark("backward", "")
-                if (unit, run_phase) != (self.unit, self.what):
+                if (units.owner(path), run_phase) != (self.unit, self.what):
                     self._flush()
-                    self.unit, self.what = unit, run_phase
-            elif isinstance(event, Enter):
-                name = self.units.of_path.get(event.path, "") if event.path else ""
+                    self.unit, self.what = units.owner(path), run_phase
+            elif isinstance(event, (Enter, Exit)):
+                unit = units.of_path.get(event.path, "")
                 if in_backward:
-                    self._marks(needs.enter_again(name))
+                    enters = isinstance(event, Enter)
+                    self._marks(needs.enter_again(unit) if enters else needs.exit_again())
+                    continue
+                # Note: a group is called with its first member, and returns with its last one.
+                whole = unit != "" and entered[unit] % len(units.members[unit]) == 0
+                if isinstance(event, Exit):
+                    if whole:
+                        self._mark("return", unit)
                     continue
                 needs.enter(event.path, held=event.held)
-                if name:
-                    members = len(self.units.members[name])
-                    if members == 1 or entered.get(name, 0) % members == 0:
-                        self._mark("forward", name)
-                        order.append(name)
-                        needs.call(name)
-                    entered[name] = entered.get(name, 0) + 1
-            elif isinstance(event, Exit):
-                name = self.units.of_path.get(event.path, "") if event.path else ""
-                if in_backward:
-                    self._marks(needs.exit_again())
-                elif name:
-                    members = len(self.units.members[name])
-                    if members == 1 or entered[name] % members == 0:
-                        self._mark("return", name)
+                entered[unit] += 1
+                if whole:
+                    self._mark("forward", unit)
+                    order.append(unit)
+                    needs.call(unit)
             elif isinstance(event, UseParam):
-                unit = param_unit.get(event.name) or param_unit.setdefault(
-                    event.name, self.units.owner(event.name.rpartition(".")[0])
-                )
+                unit = units.of_param(event.path)
                 if in_backward:
                     self._marks(needs.use(unit, path))
                 else:
@@ -268,19 +257,18 @@ class _Builder:
             elif isinstance(event, Ask):
                 self._marks(needs.ask(event.path))
             elif isinstance(event, Grad):
-                unit = param_unit[event.name]
-                live_storage = self.live.get(event.storage)
-                if live_storage is not None:
-                    grads.setdefault(unit, []).append(event.storage)
-                owners[unit, event.call] -= 1
-                if owners[unit, event.call] == 0:
+                unit = units.of_param(event.path)
+                if event.storage in self.live:
+                    grads[unit].append(event.storage)
+                awaited[unit, event.call] -= 1
+                if awaited[unit, event.call] == 0:
                     self.complete.append((unit, grads.pop(unit, []), added.pop(unit, 0)))
                     if event.call:  # autograd has reached the node that reduces
                         self._reduce_complete(None)
         self._reduce_complete(None)
         self._flush()
         self._leave_root()
-        not_saved = frozenset(self.units.members) - needs.used
+        not_saved = frozenset(units.members) - needs.used
         return Program(tuple(self.steps), tuple(order), needs.order(), not_saved, saved)
 
     def _reduce_complete(self, path: str | None) -> None:
@@ -289,20 +277,14 @@ class _Builder:
         Autograd runs nodes in the opposite order of forward. The node that reduces a unit was made
         when forward called the unit, so it runs after the nodes of all modules inside.
         """
-        inside = (
-            set()
-            if path is None
-            else {self.units.of_path.get(node_path) for node_path in ("", *tree.upwards(path))}
-        )
-        waiting_units = [
-            complete_unit for complete_unit in self.complete if complete_unit[0] not in inside
-        ]
-        self.complete = [
-            complete_unit for complete_unit in self.complete if complete_unit[0] in inside
-        ]
-        for unit, storages, size in sorted(
-            waiting_units, key=lambda each: -self.needs.position(each[0])
-        ):
+        inside: set[str | None] = set()
+        if path is not None:
+            inside.update(map(self.units.of_path.get, tree.upwards(path)))
+        complete_units = self.complete
+        self.complete = [complete for complete in complete_units if complete[0] in inside]
+        outside = [complete for complete in complete_units if complete[0] not in inside]
+        outside.sort(key=lambda complete: -self.needs.position(complete[0]))
+        for unit, storages, size in outside:
             self._mark("reduce", unit)
             self.needs.reduce(unit)
             for storage in storages:
@@ -314,7 +296,7 @@ class _Builder:
 
     def _leave(self, path: str) -> None:
         """Leave units without gradients, as backward comes to a module outside of them."""
-        inside = {self.units.of_path.get(node_path) for node_path in ("", *tree.upwards(path))}
+        inside = set(map(self.units.of_path.get, tree.upwards(path)))
         for unit in [lent_unit for lent_unit in self.lent if lent_unit not in inside]:
             self.lent.remove(unit)
             self._mark("leave", unit)
@@ -324,10 +306,8 @@ class _Builder:
         """Leave the root after its last own computation, if it has no gradients."""
         if "" not in self.lent:
             return
-        last = next(
-            i
-            for i, step in reversed([*enumerate(self.steps)])
-            if isinstance(step, Run) and not step.unit
+        last = max(
+            i for i, step in enumerate(self.steps) if isinstance(step, Run) and not step.unit
         )
         need = self.steps.index(Mark("need", ""))
         self.steps.insert(max(last, need) + 1, Mark("leave", ""))
@@ -357,11 +337,9 @@ class _Builder:
         """End the current run."""
         if self.work or self.highest is not None:
             current_memory = Memory(*self.memory)
-            highest = (
-                current_memory
-                if self.highest is None or self.highest[0] <= self.total
-                else self.highest[1]
-            )
+            highest = current_memory
+            if self.highest is not None and self.highest[0] > self.total:
+                highest = self.highest[1]
             work = tuple([Work(dtype, *counts) for (dtype, _), counts in self.work.items()])
             work = self.works.setdefault(work, work)
             self.steps.append(Run(self.unit, self.what, work, highest, current_memory))

@@ -8,13 +8,15 @@ others, stretch by stretch. The result gives the same program as ``Tape.expanded
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from funcshard._utils import tree
-from funcshard.estimate.trace.categories import ACTIVATION, GRADIENT, categories_of
 from funcshard.estimate.trace.tape import (
+    ACTIVATION,
+    GRADIENT,
     Alloc,
     Ask,
     At,
@@ -25,10 +27,12 @@ from funcshard.estimate.trace.tape import (
     Free,
     Grad,
     Op,
-    Save,
     Tape,
     UseParam,
+    categories_of,
     joined,
+    renumbered,
+    rewritten,
 )
 
 # FLOPs, bytes and number of operations, by dtype and whether they have FLOPs.
@@ -55,7 +59,7 @@ class Stretch(NamedTuple):
             are complete there. None of them is the last one of its unit.
     """
 
-    work: tuple[tuple[tuple[str, bool], tuple[int, int, int]], ...]
+    work: tuple[tuple[tuple[str, bool], tuple[int, ...]], ...]
     highest: tuple[int, ...] | None
     end: tuple[int, ...]
     saved: int
@@ -77,55 +81,37 @@ def compact(tape: Tape, paths: Collection[str]) -> Iterator[Event | Stretch]:
     for event in tape.events:
         if isinstance(event, Call):
             lives.setdefault(event.instance, []).append(event)
-    known_lives: dict[object, tuple[tuple[Event | Stretch, ...], ...]] = {}
-    waiting: dict[int, Iterator[tuple[Event | Stretch, ...]]] = {}
+    known_lives: dict[object, list[list[Event | Stretch]]] = {}
+    waiting: dict[int, Iterator[list[Event | Stretch]]] = {}
     for event in tape.events:
         if not isinstance(event, Call):
             yield event
             continue
+        module_path = event.path
         if event.instance not in waiting:
             life = lives[event.instance]
-            units = frozenset(unit[len(event.path) + 1 :] for unit in inside.get(event.path, ()))
-            key = (
-                event.fold,
-                units,
-                tuple(
-                    (stretch.phase, _inner(stretch), frozenset(stretch.freed)) for stretch in life
-                ),
-            )
+            units = frozenset(unit[len(module_path) + 1 :] for unit in inside.get(module_path, ()))
+            exchanges = [
+                (call.phase, frozenset(dict(call.exchanged)), frozenset(call.freed))
+                for call in life
+            ]
+            key = (event.fold, units, *exchanges)
             if key not in known_lives:
                 known_lives[key] = _summarised(tape, life, units)
             waiting[event.instance] = iter(known_lives[key])
-        outside = dict(event.exchanged)
-        for life_part in next(waiting[event.instance]):
-            yield _outer(life_part, event.path, outside)
-
-
-def _inner(call: Call) -> frozenset[int]:
-    return frozenset(storage_index for storage_index, _ in call.exchanged)
-
-
-def _outer(event: Event | Stretch, path: str, outside: Mapping[int, int]) -> Event | Stretch:
-    """Return an event of a folded module as its caller sees it."""
-    if isinstance(event, Stretch):
-        if not event.grads:
-            return event
-        return event._replace(
-            grads=tuple((joined(path, grad[0]), *grad[1:]) for grad in event.grads)
-        )
-    if isinstance(event, (At, Enter, Exit, Ask)):
-        return event._replace(path=joined(path, event.path))
-    if isinstance(event, UseParam):
-        return UseParam(joined(path, event.name))
-    if isinstance(event, Grad):
-        return Grad(joined(path, event.name), outside.get(event.storage, event.storage), event.call)
-    assert isinstance(event, (Alloc, Free, Save)), "the other events are in stretches"
-    return event._replace(storage=outside[event.storage])
+        storage = renumbered(dict(event.exchanged))
+        inner_path = functools.partial(joined, module_path)
+        for part in next(waiting[event.instance]):
+            if isinstance(part, Stretch):
+                grads = tuple((inner_path(grad[0]), *grad[1:]) for grad in part.grads)
+                yield part._replace(grads=grads) if grads else part
+            else:
+                yield rewritten(part, inner_path, storage)
 
 
 def _summarised(
     tape: Tape, life: Sequence[Call], units: Collection[str]
-) -> tuple[tuple[Event | Stretch, ...], ...]:
+) -> list[list[Event | Stretch]]:
     """Return the events of one call of a fold, phase by phase, with stretches.
 
     Arguments:
@@ -134,31 +120,25 @@ def _summarised(
         units: paths of units below the module, and ``""`` if it is one itself.
     """
     # Why such calls: storages that the caller knows keep the numbers that they have inside.
-    own_calls = [
-        call._replace(
-            path="",
-            exchanged=tuple((storage_index, storage_index) for storage_index, _ in call.exchanged),
-        )
+    inner_calls = [
+        call._replace(path="", exchanged=tuple((inside, inside) for inside, _ in call.exchanged))
         for call in life
     ]
-    phases = list(tape.expanded_calls(own_calls))
-    # Why a moment first: a storage may be freed before the first operation.
-    begins = [At("", "forward" if call.phase == "forward" else "backward") for call in life]
-    every = [
-        event for begin, events in zip(begins, phases, strict=True) for event in (begin, *events)
-    ]
-    categories = categories_of(every)
+    phases = list(tape.expanded_calls(inner_calls))
+    all_events: list[Event] = []
+    for call, events in zip(life, phases, strict=True):
+        # Why a moment first: a storage may be freed before the first operation.
+        all_events.append(At("", "forward" if call.phase == "forward" else "backward"))
+        all_events += events
+    categories = categories_of(all_events)
     summary = _Summary(units)
-    summed_events, position = [], 0
+    summed_phases, position = [], 0
     for events in phases:
         position += 1
-        summed_events.append(
-            tuple(
-                summary.phase(events, [categories.get(position + i, 0) for i in range(len(events))])
-            )
-        )
+        phase_categories = [categories.get(position + i, 0) for i in range(len(events))]
+        summed_phases.append(list(summary.phase(events, phase_categories)))
         position += len(events)
-    return tuple(summed_events)
+    return summed_phases
 
 
 @dataclass(slots=True)
@@ -184,14 +164,11 @@ class _Sum:
         """Yield the stretch, unless it is empty."""
         if self.work or self.highest is not None or any(self.now) or self.grads:
             yield Stretch(
-                tuple(
-                    (key, (flops, moved, kernels))
-                    for key, (flops, moved, kernels) in self.work.items()
-                ),
-                None if self.highest is None else self.highest[1],
-                tuple(self.now),
-                self.saved,
-                tuple(
+                work=tuple((key, tuple(counts)) for key, counts in self.work.items()),
+                highest=self.highest and self.highest[1],
+                end=tuple(self.now),
+                saved=self.saved,
+                grads=tuple(
                     (path, call, count, size) for (path, call), (count, size) in self.grads.items()
                 ),
             )
@@ -214,25 +191,21 @@ class _Summary:
     def owner(self, path: str) -> str | None:
         """Return the innermost unit here that contains a module; ``None`` if the caller's does."""
         if path not in self._owners:
-            self._owners[path] = next(
-                (node for node in tree.upwards(path) if node in self.units), None
-            )
+            self._owners[path] = _innermost(path, self.units)
         return self._owners[path]
 
     def _place(self, path: str) -> object:
         """Return the innermost unit and the innermost checkpoint around a module."""
-        return self.owner(path), next(
-            (node for node in tree.upwards(path) if node in self._held), None
-        )
+        return self.owner(path), _innermost(path, self._held)
 
     def phase(
         self, events: Sequence[Event], categories: Sequence[int]
     ) -> Iterator[Event | Stretch]:
         """Yield the events that act on units or on storages of the caller, and stretches."""
         last = {
-            (self.owner(_module(each.name)), each.call): i
-            for i, each in enumerate(events)
-            if isinstance(each, Grad)
+            (self.owner(_module(event.path)), event.call): position
+            for position, event in enumerate(events)
+            if isinstance(event, Grad)
         }
         at: object = None
         forward = False
@@ -244,59 +217,62 @@ class _Summary:
             kept = False
             if isinstance(event, Op):
                 add_operation(stretch.work, event)
+            elif isinstance(event, (Alloc, Free)) and event.storage < 0:
+                kept = True  # the caller knows the storage
             elif isinstance(event, Alloc):
-                kept = event.storage < 0
-                if not kept:
-                    self.live[event.storage] = categories[position], event.bytes
-                    stretch.alloc(categories[position], event.bytes, forward)
+                self.live[event.storage] = categories[position], event.bytes
+                stretch.alloc(categories[position], event.bytes, forward)
             elif isinstance(event, Free):
-                kept = event.storage < 0
-                if not kept and self.live.get(event.storage, (GRADIENT, 0))[0] != GRADIENT:
+                if self.live.get(event.storage, (GRADIENT, 0))[0] != GRADIENT:
                     category, size = self.live.pop(event.storage)
                     stretch.now[category] -= size
             elif isinstance(event, At):
-                current_place = (self._place(event.path), event.phase)
-                kept, at, forward = current_place != at, current_place, event.phase == "forward"
+                place = self._place(event.path), event.phase
+                kept, at, forward = place != at, place, event.phase == "forward"
             elif isinstance(event, (Enter, Exit)):
                 kept = event.path in self.units
-                if forward:
-                    if isinstance(event, Enter) and event.held:
-                        self._held.add(event.path)
-                        kept = True
-                else:
+                if not forward:
                     depth -= isinstance(event, Exit)
                     kept = kept or not depth  # the outermost module decides for all inside
                     depth += isinstance(event, Enter)
+                elif isinstance(event, Enter) and event.held:
+                    self._held.add(event.path)
+                    kept = True
                 if kept:
                     moments_before = set()
             elif isinstance(event, Ask):
-                kept = (Ask, self._place(event.path)) not in moments_before
-                moments_before.add((Ask, self._place(event.path)))
-            elif isinstance(event, Save):
-                kept = event.storage < 0 and not forward
+                ask = Ask, self._place(event.path)
+                kept = ask not in moments_before
+                moments_before.add(ask)
             elif isinstance(event, UseParam):
-                use = (self.owner(_module(event.name)), at)
+                use = self.owner(_module(event.path)), at
                 kept = use not in moments_before
-                moments_before = (
-                    {use, *moments_before} if not forward else {use}
-                )  # in forward, the last use counts
+                if forward:  # the last use counts
+                    moments_before = set()
+                moments_before.add(use)
             elif isinstance(event, Grad):
-                owner = self.owner(_module(event.name))
-                kept = last[owner, event.call] == position or event.storage < 0
-                if last[owner, event.call] == position:
+                unit = self.owner(_module(event.path)), event.call
+                is_last = last[unit] == position
+                kept = is_last or event.storage < 0
+                if is_last:
                     moments_before = set()  # the unit may be freed here
                 if event.storage > 0:
-                    fresh = event.storage in self.live and event.storage not in counted
+                    figures = stretch.grads.setdefault((unit[0] or "", event.call), [0, 0])
+                    figures[0] += not kept
+                    # Note: gradients of tied parameters may share a storage, which counts once.
+                    if event.storage in self.live and event.storage not in counted:
+                        figures[1] += self.live[event.storage][1]
                     counted.add(event.storage)
-                    grads = stretch.grads.setdefault((owner or "", event.call), [0, 0])
-                    grads[0] += not kept
-                    grads[1] += self.live[event.storage][1] if fresh else 0
             if kept:
                 yield from stretch.done()
                 stretch = _Sum()
-                yield event._replace(inputs=()) if isinstance(event, Enter) else event
+                yield event
         yield from stretch.done()
 
 
-def _module(name: str) -> str:
-    return name.rpartition(".")[0]
+def _innermost(path: str, nodes: Collection[str]) -> str | None:
+    return next((node for node in tree.upwards(path) if node in nodes), None)
+
+
+def _module(path: str) -> str:
+    return path.rpartition(".")[0]

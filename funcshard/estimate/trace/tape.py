@@ -10,11 +10,14 @@ that it exchanges with its caller are negative; see ``Call``.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from funcshard._utils import tree
 
 LOSS = "(loss)"  # stands for the path of the code that computes the loss
 
@@ -33,7 +36,7 @@ class Enter(NamedTuple):
     """
 
     path: str
-    inputs: tuple[int, ...]
+    storages: tuple[int, ...]
     held: bool = False
 
 
@@ -41,7 +44,7 @@ class Exit(NamedTuple):
     """A module's forward ends, with storages of its outputs."""
 
     path: str
-    outputs: tuple[int, ...]
+    storages: tuple[int, ...]
 
 
 class Alloc(NamedTuple):
@@ -73,12 +76,12 @@ class Save(NamedTuple):
 
 
 class UseParam(NamedTuple):
-    """Autograd saves a parameter, so backward needs it; by its name.
+    """Autograd saves the parameter at a path, so backward needs it.
 
     In backward: backward uses it, or a forward that a checkpoint runs again does.
     """
 
-    name: str
+    path: str
 
 
 class Ask(NamedTuple):
@@ -88,12 +91,12 @@ class Ask(NamedTuple):
 
 
 class Grad(NamedTuple):
-    """The gradient of a parameter is complete, in a storage.
+    """The gradient of the parameter at a path is complete, in a storage.
 
     ``call``: number of the call whose gradient it is, for modules whose calls are traced apart.
     """
 
-    name: str
+    path: str
     storage: int
     call: int = 0
 
@@ -124,6 +127,27 @@ class Call(NamedTuple):
 Event = At | Enter | Exit | Alloc | Free | Op | Save | UseParam | Ask | Grad | Call
 
 
+def rewritten(event: Event, path: Callable[[str], str], storage: Callable[[int], int]) -> Event:
+    """Return an event with other paths and other numbers of storages."""
+    if isinstance(event, Op):
+        return event
+    if isinstance(event, (Alloc, Free, Save)):
+        return event._replace(storage=storage(event.storage))
+    if isinstance(event, Grad):
+        return Grad(path(event.path), storage(event.storage), event.call)
+    if isinstance(event, (Enter, Exit)):
+        return event._replace(path=path(event.path), storages=tuple(map(storage, event.storages)))
+    if isinstance(event, Call):
+        pairs = tuple((inside, storage(outside)) for inside, outside in event.exchanged)
+        return event._replace(path=path(event.path), exchanged=pairs)
+    return event._replace(path=path(event.path))
+
+
+def renumbered(numbers: Mapping[int, int]) -> Callable[[int], int]:
+    """Return the function that gives some storages other numbers."""
+    return lambda storage: numbers.get(storage, storage)
+
+
 @dataclass(frozen=True, slots=True)
 class Fold:
     """The events of one module, which represents all modules of its kind.
@@ -151,129 +175,102 @@ class Tape:
 
     def expanded(self) -> Iterator[Event]:
         """Yield all events, those of folds in place of the calls."""
-        numbers = itertools.count(1 << 40)  # far above the numbers of the tape
-        calls: dict[int, _Instance] = {}
-        for event in self.events:
-            if isinstance(event, Call):
-                yield from self._call(event, "", _outside, calls, numbers)
-            else:
-                yield event
+        for events in self.expanded_calls(self.events):
+            yield from events
 
-    def expanded_calls(self, calls: Iterable[Call]) -> Iterator[list[Event]]:
-        """Yield the events of each of some calls that are in no fold."""
-        numbers = itertools.count(1 << 40)
-        known_instances: dict[int, _Instance] = {}
-        for call in calls:
-            yield list(self._call(call, "", _outside, known_instances, numbers))
+    def expanded_calls(self, events: Iterable[Event]) -> Iterator[list[Event]]:
+        """Yield for each event, which is in no fold, itself or the events of the call."""
+        numbers = itertools.count(1 << 40)  # far above the numbers of the tape
+        instances: dict[int, _Instance] = {}
+        for event in events:
+            if isinstance(event, Call):
+                yield list(self._call(event, "", int, instances, numbers))
+            else:
+                yield [event]
 
     def forward_flops(self) -> Mapping[str, int]:
         """Return the floating-point operations of forward by dtype, without those of the loss."""
-        return _forward_flops(
-            self.events, [fold.parts.get("forward", ()) for fold in self.folds], {}
-        )
+        return self._forward_flops(self.events, {})
 
-    def repeated(self) -> frozenset[str]:
-        """Return the paths of modules that one forward calls several times."""
-        return frozenset(
-            _repeated(self.events, [fold.parts.get("forward", ()) for fold in self.folds], {})
-        )
+    def repeated(self, paths: Iterable[str]) -> set[str]:
+        """Return those of some modules that one forward calls several times."""
+        levels = [_calls(fold.parts.get("forward", ())) for fold in self.folds]
+        levels.append(_calls(self.events))  # the tape itself is the last level
+        return {path for path in paths if _is_repeated(path, levels, -1)}
 
     def _call(
         self,
         call: Call,
         prefix: str,
         outer: Callable[[int], int],
-        calls: dict[int, _Instance],
+        instances: dict[int, _Instance],
         numbers: Iterator[int],
     ) -> Iterator[Event]:
-        call_instance = calls.setdefault(call.instance, _Instance({}, {}))
-        call_instance.storages.update(
-            (inside, outer(outside)) for inside, outside in call.exchanged
-        )
-        path = joined(prefix, call.path)
-        known_numbers = call_instance.storages
-
-        def number(storage: int) -> int:
-            storage_number = known_numbers.get(storage)
-            if storage_number is None:
-                storage_number = known_numbers[storage] = next(numbers)
-            return storage_number
-
+        if call.instance not in instances:
+            instances[call.instance] = _Instance(defaultdict(numbers.__next__), {})
+        instance = instances[call.instance]
+        storages = instance.storages
+        storages.update((inside, outer(outside)) for inside, outside in call.exchanged)
+        module_path = joined(prefix, call.path)
+        path = functools.partial(joined, module_path)
+        # Note: a storage gets its number at its first event, and keeps it in later phases.
+        number = storages.__getitem__
         for event in self.folds[call.fold].parts.get(call.phase, ()):
-            if isinstance(event, Op):
-                yield event
-            elif isinstance(event, Alloc):
-                if event.storage > 0 or event.storage in known_numbers:
-                    yield Alloc(number(event.storage), event.bytes)
-            elif isinstance(event, Free):
-                if event.storage in known_numbers and (
-                    event.storage > 0 or event.storage in call.freed
-                ):
-                    yield Free(known_numbers[event.storage])
-            elif isinstance(event, At):
-                yield At(joined(path, event.path), event.phase)
-            elif isinstance(event, Call):
-                yield from self._call(event, path, number, call_instance.calls, numbers)
-            elif isinstance(event, Enter):
-                yield Enter(joined(path, event.path), tuple(map(number, event.inputs)), event.held)
-            elif isinstance(event, Exit):
-                yield Exit(joined(path, event.path), tuple(map(number, event.outputs)))
-            elif isinstance(event, Grad):
-                yield Grad(joined(path, event.name), number(event.storage), event.call)
-            elif isinstance(event, Ask):
-                yield Ask(joined(path, event.path))
-            elif isinstance(event, Save):
-                yield Save(number(event.storage), event.dtype)
-            else:
-                yield UseParam(joined(path, event.name))
+            if isinstance(event, Call):
+                yield from self._call(event, module_path, number, instance.calls, numbers)
+                continue
+            # Note: negative numbers are those of the caller, which may not know all of them.
+            if isinstance(event, Alloc) and event.storage <= 0 and event.storage not in storages:
+                continue
+            if isinstance(event, Free) and (
+                event.storage not in storages
+                or not (event.storage > 0 or event.storage in call.freed)
+            ):
+                continue
+            yield rewritten(event, path, number)
+
+    def _forward_flops(
+        self, events: tuple[Event, ...], known: dict[int, Counter[str]]
+    ) -> Counter[str]:
+        """Return the operations of forward; ``known`` keeps those of folds."""
+        flops, counts = Counter[str](), True
+        for event in events:
+            if isinstance(event, At):
+                counts = event.phase == "forward" and event.path != LOSS
+            elif isinstance(event, Op):
+                if counts and event.flops:
+                    flops[event.dtype] += event.flops
+            elif isinstance(event, Call) and event.phase == "forward":
+                if event.fold not in known:
+                    parts = self.folds[event.fold].parts
+                    known[event.fold] = self._forward_flops(parts.get("forward", ()), known)
+                flops.update(known[event.fold])
+        return flops
 
 
-def _forward_flops(
-    events: tuple[Event, ...], forwards: list[tuple[Event, ...]], known: dict[int, Counter[str]]
-) -> Counter[str]:
-    flops_by_path, counts = Counter[str](), True
-    for event in events:
-        if isinstance(event, At):
-            counts = event.phase == "forward" and event.path != LOSS
-        elif isinstance(event, Op):
-            if counts and event.flops:
-                flops_by_path[event.dtype] += event.flops
-        elif isinstance(event, Call) and event.phase == "forward":
-            if event.fold not in known:
-                known[event.fold] = _forward_flops(forwards[event.fold], forwards, known)
-            flops_by_path.update(known[event.fold])
-    return flops_by_path
-
-
-def _repeated(
-    events: tuple[Event, ...], forwards: list[tuple[Event, ...]], known: dict[int, set[str]]
-) -> set[str]:
-    counts, calls = Counter[str](), dict[str, int]()
+def _calls(events: Iterable[Event]) -> tuple[Counter[str], dict[str, int]]:
+    """Return how often forward calls each module, and the folds of those that are folded."""
+    counts, folds = Counter[str](), dict[str, int]()
     for event in events:
         if isinstance(event, At) and event.phase != "forward":
             break
         if isinstance(event, (Enter, Call)):
             counts[event.path] += 1
         if isinstance(event, Call):
-            calls[event.path] = event.fold
-    repeated_paths = {path for path, count in counts.items() if count > 1}
-    for path, fold in calls.items():
-        if fold not in known:
-            known[fold] = _repeated(forwards[fold], forwards, known)
-        inside = known[fold] if path not in repeated_paths else _paths(forwards[fold], forwards)
-        repeated_paths.update(joined(path, inner_path) for inner_path in inside)
-    return repeated_paths
+            folds[event.path] = event.fold
+    return counts, folds
 
 
-def _paths(events: tuple[Event, ...], forwards: list[tuple[Event, ...]]) -> Iterator[str]:
-    for event in events:
-        if isinstance(event, (Enter, Call)):
-            yield event.path
-        if isinstance(event, Call):
-            yield from (
-                joined(event.path, inner_path)
-                for inner_path in _paths(forwards[event.fold], forwards)
-            )
+def _is_repeated(
+    path: str, levels: Sequence[tuple[Counter[str], Mapping[str, int]]], level: int
+) -> bool:
+    """Return whether a module, or one around it, is called several times."""
+    counts, folds = levels[level]
+    around = [*tree.upwards(path)]
+    if any(counts[node_path] > 1 for node_path in around):
+        return True
+    folded = next((node_path for node_path in around if node_path in folds), path)
+    return folded != path and _is_repeated(path[len(folded) + 1 :], levels, folds[folded])
 
 
 @dataclass(slots=True)
@@ -284,10 +281,40 @@ class _Instance:
     calls: dict[int, _Instance]
 
 
-def _outside(storage: int) -> int:
-    return storage
-
-
 def joined(prefix: str, path: str) -> str:
     """Return the path of a module below another one."""
     return f"{prefix}.{path}" if prefix and path else prefix or path
+
+
+# --- categories -----------------------------------------------------------------------------------
+
+ACTIVATION, TEMPORARY, LOSS_TENSOR, GRADIENT = range(4)
+
+
+def categories_of(events: Iterable[Any]) -> dict[int, int]:
+    """Return the use of each storage, by the position of the event that makes it.
+
+    The use follows from later events: a storage that forward makes and backward frees is an
+    activation, and a gradient is known when it is complete.
+    """
+    made_at: dict[int, int] = {}
+    categories: dict[int, int] = {}
+    forward_end = None
+    path, phase = "", "forward"
+    for position, event in enumerate(events):
+        if isinstance(event, At):
+            path, phase = event
+            if phase != "forward" and forward_end is None:
+                forward_end = position
+        elif isinstance(event, Alloc):
+            made_at[event.storage] = position
+            categories[position] = LOSS_TENSOR if path == LOSS else TEMPORARY
+        elif isinstance(event, (Free, Grad)):
+            begin = made_at.get(event.storage)
+            if begin is None:
+                continue
+            if isinstance(event, Grad):
+                categories[begin] = GRADIENT
+            elif categories[begin] == TEMPORARY and forward_end is not None and begin < forward_end:
+                categories[begin] = ACTIVATION
+    return categories

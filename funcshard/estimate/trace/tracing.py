@@ -38,12 +38,11 @@ from funcshard.core import cast_inputs, cast_outputs, remat, run_in_full_precisi
 from funcshard.estimate.trace.compiled import Region
 from funcshard.estimate.trace.folding import CannotFoldError, fold_log
 from funcshard.estimate.trace.kernels import AcceleratorKernels
-from funcshard.estimate.trace.kinds import kinds_of
+from funcshard.estimate.trace.kinds import is_plain, kinds_of, value_of
 from funcshard.estimate.trace.leaves import Leaves, Table
 from funcshard.estimate.trace.recorder import Frame, Recorder
 from funcshard.estimate.trace.stubs import Form, Stub, Traced
 from funcshard.estimate.trace.tape import LOSS, Enter, Exit, Save, Tape
-from funcshard.estimate.trace.values import is_plain, value_of
 from funcshard.plan import Plan, dtype_of
 
 Loss = Callable[..., torch.Tensor]
@@ -205,11 +204,9 @@ class _Tracer:
 
     def _form_of(self, name: str) -> Hashable:
         tensor = self.forms.get(name)
-        return (
-            None
-            if tensor is None
-            else (tuple(tensor.shape), *self.dtypes.get(name, (tensor.dtype, None)))
-        )
+        if tensor is None:
+            return None
+        return tuple(tensor.shape), *self.dtypes.get(name, (tensor.dtype, None))
 
     def know(self, tensors: Any) -> None:
         """Note tensors whose memory is no part of the tape."""
@@ -271,15 +268,14 @@ class _Tracer:
         self.modules = skeleton.instantiate(
             dict.fromkeys(skeleton.parameters, self.anchor), buffers, training=self.apply.training
         )
-        paths = self.names
         for index, module in enumerate(self.modules):
             module.__dict__["_parameters"] = self._table(index)
             if specs[index].cls.forward is not nn.Module.forward:
-                state = module.__dict__
+                path, state = self.names[index], module.__dict__
                 # Why weak: a module that held itself would keep its buffers alive.
                 forward = state.get("forward") or functools.partial(_forward, weakref.ref(module))
-                call = functools.partial(self._call, index, paths[index], forward)
-                if paths[index] in self.remat:
+                call = functools.partial(self._call, index, path, forward)
+                if path in self.remat:
                     call = functools.partial(_recomputed, weakref.ref(module), call)
                 state["forward"] = call
         self._make(0)
@@ -297,18 +293,13 @@ class _Tracer:
         if name is not None:
             for reads in self.reading:
                 reads.add((index, name))
-        elif self.making:
             return
-        elif index not in self.roots:
-            path = self.names[index]
-            self.roots[index] = [
-                node_path
-                for node_path in tree.upwards(path)
-                if self.paths.get(node_path) in self.kinds
-            ]
-        for path in self.roots[index] if name is None else ():
-            if not self.recorder.runs(path):
-                self.outside.add(path)
+        if self.making:
+            return
+        if index not in self.roots:
+            around = tree.upwards(self.names[index])
+            self.roots[index] = [path for path in around if self.paths.get(path) in self.kinds]
+        self.outside.update(path for path in self.roots[index] if not self.recorder.runs(path))
 
     def _make(self, index: int) -> None:
         """Make the parameters of a module and those below it, except for modules of a kind."""
@@ -339,70 +330,69 @@ class _Tracer:
         """Run one module, or let a stub replace it."""
         recorder = self.recorder
         inputs = list(tensors_in((args, kwargs)))
-        around = recorder.fold_around()
-        if index not in self.kinds or (around is not None and not self._nests(around.path, index)):
-            return self._run(path, forward, args, kwargs, inputs)[0]
-        form = self._described(args, kwargs)
-        if form is None or self._hooked(index):
-            return self._run(path, forward, args, kwargs, inputs)[0]
-        if (
-            recorder.phase == "backward"
-            and path not in self.ran
-            and (path, form) not in self.stubbed
-        ):
-            # A checkpoint around it runs it again; in forward it ran as a part of another one.
-            return self._run(path, forward, args, kwargs, inputs)[0]
-        if path in self.ran:
-            # Why the same: a checkpoint that runs a module again expects it to save as much.
-            fold = self.ran[path] if recorder.phase == "backward" else None
-            return self._run(path, forward, args, kwargs, inputs, fold)[0]
+        run = functools.partial(self._run, path, forward, args, kwargs, inputs)
+        fold_around = recorder.fold_around()
+        input_forms = None
+        if index in self.kinds and (fold_around is None or self._nests(fold_around.path, index)):
+            input_forms = self._described(args, kwargs)
+        if input_forms is None or self._hooked(index):
+            return run()[0]
+        in_backward, place = recorder.phase == "backward", (path, input_forms)
+        # Note: in backward a checkpoint runs modules again. It expects a module to save as much as
+        # before, so a module that ran is run, also if its first call was a part of another module.
+        if path in self.ran or (in_backward and place not in self.stubbed):
+            return run(self.ran.get(path) if in_backward else None)[0]
         self._check_checkpoint()
-        cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        autocast_dtype = None
+        if torch.is_autocast_enabled("cpu"):
+            autocast_dtype = torch.get_autocast_dtype("cpu")
         key = (
             self.kinds[index],
             torch.is_grad_enabled(),
-            cast,
+            autocast_dtype,
             self._hooks_are_own(),
-            form,
-            around is None,
+            input_forms,
+            fold_around is None,
         )
-        known_stub = self.stubbed.get((path, form)) or self._standing(
-            index, self.traced.get(key, ())
-        )
-        if known_stub is not None:
-            self.stubbed[path, form] = known_stub
-            for place, name, _ in known_stub.reads:
-                self._note(self.below(index)[place], name)
-            with recorder.call(path) as frame:
-                frame.fold, frame.stub = known_stub.fold, True
-                recorder.emit(Enter(path, tuple(map(recorder.number, inputs))))
-                outs = Stub.apply(known_stub, recorder, self.anchor, *inputs)
-                recorder.emit(Exit(path, tuple(map(recorder.number, outs))))
-            recorder.watch_grads(frame, inputs, outs)
-            return known_stub.build(list(outs))
+        traced_module = self.stubbed.get(place) or self._standing(index, self.traced.get(key, ()))
+        if traced_module is not None:
+            self.stubbed[place] = traced_module
+            return self._stub(index, path, traced_module, inputs)
         self.ran[path] = None
         self._make(index)
         if key in self.never:
-            return self._run(path, forward, args, kwargs, inputs)[0]
+            return run()[0]
         fold = len(self.fold_paths)
         self.fold_paths.append(path)
         self.ran[path] = fold
-        begin, state_before = len(recorder.log), self._state(index, args, kwargs)
+        log_begin, state_before = len(recorder.log), self._state(index, args, kwargs)
         self.reading.append(set())
-        out, frame = self._run(path, forward, args, kwargs, inputs, fold)
+        out, frame = run(fold)
         reads = self.reading.pop()
         recorder.watch_grads(frame, inputs, out)
-        call_result = (
-            self._traced(index, fold, out, inputs, begin, reads)
-            if state_before == self._state(index, args, kwargs)
-            else None
-        )
+        call_result = None
+        # Note: a stub repeats outputs only, so it can't stand for a module that changes more.
+        if state_before == self._state(index, args, kwargs):
+            call_result = self._traced(index, fold, out, inputs, log_begin, reads)
         if call_result is None:
             self.never.add(key)
             self.ran[path] = frame.fold = None
         else:
             self.traced.setdefault(key, []).append(call_result)
         return out
+
+    def _stub(self, index: int, path: str, traced: Traced, inputs: list[torch.Tensor]) -> Any:
+        """Let a module that ran before represent one that is called."""
+        recorder, below = self.recorder, self.below(index)
+        for place, name, _ in traced.reads:
+            self._note(below[place], name)
+        with recorder.call(path) as frame:
+            frame.fold, frame.stub = traced.fold, True
+            recorder.emit(Enter(path, tuple(map(recorder.number, inputs))))
+            outputs = Stub.apply(traced, recorder, self.anchor, *inputs)
+            recorder.emit(Exit(path, tuple(map(recorder.number, outputs))))
+        recorder.watch_grads(frame, inputs, outputs)
+        return traced.build(list(outputs))
 
     def _standing(self, index: int, candidates: Iterable[Traced]) -> Traced | None:
         """Return the module that ran with the values of the attributes that it read."""
@@ -417,28 +407,25 @@ class _Tracer:
 
     def _hooked(self, index: int) -> bool:
         """Return whether a module below another one got a hook during the call."""
-        modules, hooks = self.modules, ("_forward_hooks", "_forward_pre_hooks")
-        return bool(modules) and any(
-            modules[module_index].__dict__[name]
+        hooks = ("_forward_hooks", "_forward_pre_hooks")
+        # Note: the modules of the call are gone in backward.
+        return bool(self.modules) and any(
+            self.modules[module_index].__dict__[name]
             for module_index in self.below(index)[1:]
             for name in hooks
         )
 
     def _state(self, index: int, args: Any, kwargs: Any) -> Any:
         """Return what a module may change besides its outputs, as a value."""
-        copied = self.copied
         state = [
-            [
-                (key, value_of(value) if (module_index, key) in copied else id(value))
-                for key, value in (*module.__dict__.items(), *module._buffers.items())
-            ]
+            (key, value_of(value) if (module_index, key) in self.copied else id(value))
             for module_index in self.below(index)
             for module in [self.modules[module_index]]
+            for key, value in (*module.__dict__.items(), *module._buffers.items())
         ]
-        values = tree.leaves((args, kwargs))
         tensors = [
             (storage_id(value), version(value))
-            for value in values
+            for value in tree.leaves((args, kwargs))
             if isinstance(value, torch.Tensor)
         ]
         return state, tensors, self._described(args, kwargs)
@@ -494,10 +481,9 @@ class _Tracer:
         recorder = self.recorder
         with recorder.call(path) as frame, self._watch_checkpoint() as held:
             frame.compiled = frame.compiled or path in self.compiled
-            inside_own_backward = (
-                frame.again and frame.parent is not None and frame.parent.path == path
-            )
-            frame.fold = None if inside_own_backward else fold
+            # Note: a checkpoint inside the module itself runs it again, as a part of its backward.
+            in_own_backward = frame.again and frame.parent is not None and frame.parent.path == path
+            frame.fold = None if in_own_backward else fold
             recorder.emit(Enter(path, tuple(map(recorder.number, inputs)), held))
             del inputs
             if path in self.compiled and not frame.again and self._hooks_are_own():
@@ -532,25 +518,20 @@ class _Tracer:
         if path not in self.apart or frame.again or not torch.is_grad_enabled():
             yield
             return
-        prefix = f"{path}." if path else ""
         tables = [
             (self.modules[index]._parameters, key, name)
-            for below, index in self.skeleton.paths().items()
-            if below == path or below.startswith(prefix)
+            for node_path, index in self.paths.items()
+            if tree.is_under(node_path, path)
             for key, name in self.skeleton.specs[index].parameters.items()
             if name is not None
         ]
-        trained = {name: self._param(name) for _, _, name in tables if self.dtypes[name][1]}
         values_before = [table[key] for table, key, _ in tables]
-        leaves = dict(
-            zip(
-                trained,
-                Leaves.apply(
-                    self.recorder, frame.number, [*trained], self.anchor, *trained.values()
-                ),
-                strict=True,
-            )
+        trained = {name: self._param(name) for _, _, name in tables if self.dtypes[name][1]}
+        own_params = Leaves.apply(
+            self.recorder, frame.number, [*trained], self.anchor, *trained.values()
         )
+        leaves = dict(zip(trained, own_params, strict=True))
+        del own_params
         for table, key, name in tables:
             if name in leaves:
                 table[key] = leaves[name]
@@ -565,26 +546,24 @@ class _Tracer:
     def _watch_checkpoint(self) -> Iterator[bool]:
         """See what a checkpoint keeps of a module; yield whether no module is between the two."""
         hooks, recorder = outer_saved_tensors_hooks(), self.recorder
-        pack = None if hooks is None else getattr(hooks[0], "func", hooks[0])
-        is_own = (
-            pack is None
-            or pack in (recorder.pack, recorder.pack_held)
-            or isinstance(getattr(pack, "__self__", None), Region)
-        )
-        if is_own or hooks is None or recorder.phase == "backward":
+        if hooks is None or recorder.phase == "backward":
             yield False
-        else:
-            with saved_tensors_hooks(functools.partial(recorder.pack_held, hooks[0]), hooks[1]):
-                yield True
+            return
+        pack = getattr(hooks[0], "func", hooks[0])
+        is_region = isinstance(getattr(pack, "__self__", None), Region)
+        if is_region or pack in (recorder.pack, recorder.pack_held):
+            yield False
+            return
+        with saved_tensors_hooks(functools.partial(recorder.pack_held, hooks[0]), hooks[1]):
+            yield True
 
     def _check_checkpoint(self) -> None:
         """Raise if another module of a kind ran in the innermost checkpoint before."""
         hooks = outer_saved_tensors_hooks()
-        checkpoint_before = self.checkpoint()
-        # Why weak: the hook holds the inputs of its checkpoint.
-        self.checkpoint = (
-            _nothing if hooks is None or self._hooks_are_own() else weakref.ref(hooks[0])
-        )
+        checkpoint_before, self.checkpoint = self.checkpoint(), _nothing
+        if hooks is not None and not self._hooks_are_own():
+            # Why weak: the hook holds the inputs of its checkpoint.
+            self.checkpoint = weakref.ref(hooks[0])
         if checkpoint_before is not None and self.checkpoint() is checkpoint_before:
             raise CannotFoldError(0)
 
@@ -599,26 +578,23 @@ class _Tracer:
         fold: int,
         out: Any,
         inputs: list[torch.Tensor],
-        begin: int,
+        log_begin: int,
         reads: set[tuple[int, str]],
     ) -> Traced | None:
         """Return how a stub repeats a module that ran, or ``None`` if no stub can."""
+        recorder, number = self.recorder, self.recorder.number
         values, build = tree.flatten(out)
         places = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
-        outs = [values[i] for i in places]
-        storages = [storage_id(tensor) for tensor in outs]
-        fresh = len(set(storages)) == len(storages) and not {*storages} & {
-            storage_id(tensor) for tensor in inputs
-        }
-        if (
-            not fresh
-            or len(storages) != len(list(tensors_in(out)))
-            or any(id_ in self.recorder.params for id_ in storages)
-        ):
+        outputs = [values[i] for i in places]
+        storages = [storage_id(tensor) for tensor in outputs]
+        # Note: a stub's outputs have their own new storages.
+        taken = {*recorder.params, *map(storage_id, inputs)}
+        fresh = len(set(storages)) == len(storages) and taken.isdisjoint(storages)
+        if not fresh or len(storages) != len(list(tensors_in(out))):
             return None
-        if not all(isinstance(value, torch.Tensor) or is_plain(value) for value in values):
+        plain_values = [None if isinstance(v, torch.Tensor) else v for v in values]
+        if not all(map(is_plain, plain_values)):
             return None  # such as a cache
-        plain_values = [None if isinstance(value, torch.Tensor) else value for value in values]
 
         def rebuilt(tensors: list[Any]) -> Any:
             filled = list(plain_values)
@@ -626,24 +602,24 @@ class _Tracer:
                 filled[i] = tensor
             return build(filled)
 
-        numbers = self.recorder.number
-        saved = {
-            event.storage for _, _, event in self.recorder.log[begin:] if isinstance(event, Save)
-        }
-        if not self._hooks_are_own():
-            saved = set(map(numbers, inputs))  # a checkpoint hides what it saves
-        kept = tuple(i for i, tensor in enumerate(inputs) if numbers(tensor) in saved)
-        kept_outputs = tuple(i for i, tensor in enumerate(outs) if numbers(tensor) in saved)
-        place = {
-            module_index: place_index for place_index, module_index in enumerate(self.below(index))
-        }
-        own_reads = [
-            (place[module_index], name, self.differing[module_index][name])
+        if self._hooks_are_own():
+            events = (event for _, _, event in recorder.log[log_begin:])
+            saved = {event.storage for event in events if isinstance(event, Save)}
+        else:
+            saved = set(map(number, inputs))  # a checkpoint hides what it saves
+        below_places = {module_index: i for i, module_index in enumerate(self.below(index))}
+        own_reads = tuple(
+            (below_places[module_index], name, self.differing[module_index][name])
             for module_index, name in reads
-            if module_index in place
-        ]
+            if module_index in below_places
+        )
         return Traced(
-            fold, tuple(map(Form.of, outs)), rebuilt, kept, kept_outputs, tuple(own_reads)
+            fold=fold,
+            outputs=tuple(map(Form.of, outputs)),
+            build=rebuilt,
+            kept_inputs=tuple(i for i, tensor in enumerate(inputs) if number(tensor) in saved),
+            kept_outputs=tuple(i for i, tensor in enumerate(outputs) if number(tensor) in saved),
+            reads=own_reads,
         )
 
 
@@ -660,14 +636,12 @@ def _holds_tensor(value: Any) -> bool:
 def _loss_of(out: Any, loss: Loss | None) -> torch.Tensor:
     if loss is not None:
         return loss(out)
-    graded_tensors = [tensor for tensor in tensors_in(out) if tensor.requires_grad]
-    if not graded_tensors:
+    outputs = [tensor for tensor in tensors_in(out) if tensor.requires_grad]
+    if not outputs:
         raise ValueError(
             "the model's outputs require no gradient, so there is no backward to trace; pass "
             "trainable parameters"
         )
-    return (
-        graded_tensors[0]
-        if len(graded_tensors) == 1 and graded_tensors[0].dim() == 0
-        else torch.stack([each.sum() for each in graded_tensors]).sum()
-    )
+    if len(outputs) == 1 and outputs[0].dim() == 0:
+        return outputs[0]
+    return torch.stack([output.sum() for output in outputs]).sum()

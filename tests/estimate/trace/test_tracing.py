@@ -207,7 +207,7 @@ def summary(tape):
         elif isinstance(event, Save):
             saved += 1
         elif isinstance(event, Grad):
-            grads.append(event.name)
+            grads.append(event.path)
     program = make_program(tape, {"": ("",)})
     runs = [(run.what, run.highest.total, run.end.total) for run in program.steps if isinstance(run, Run)]
     forward = [work.flops for run in program.steps if isinstance(run, Run) and run.what == "forward" for work in run.work]
@@ -241,7 +241,7 @@ def test_a_folded_trace_has_the_gradients_of_a_repeated_module_call_by_call(insi
     apart = [f"layers.{number}.layer" for number in range(4)] if inside else ["layers.0"]
     tapes = [trace(model, torch.zeros(3, 5, 16), apart=apart, fold=fold) for fold in (False, True)]
     assert summary(tapes[1]) == summary(tapes[0])
-    whole, folded = ([(e.name, e.call) for e in tape.expanded() if isinstance(e, Grad)] for tape in tapes)
+    whole, folded = ([(e.path, e.call) for e in tape.expanded() if isinstance(e, Grad)] for tape in tapes)
     assert folded == whole
     assert len({call for name, call in whole if name.startswith(apart[0])}) == (2 if inside else 3)
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from funcshard.estimate.machine.sources import SOURCES
-from funcshard.estimate.reports.report import Report
-from funcshard.estimate.reports.show import binds_text, moment_text, source_of
+from funcshard.estimate.reports.report import Report, binds_text, moment_text, source_of
 from funcshard.estimate.walk.step import Moment
 from tests.estimate.made_reports import MIB, report_of
 
