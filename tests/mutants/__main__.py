@@ -86,7 +86,7 @@ def run(faults: Sequence[Fault], known: dict[str, Result], results: Path, option
             try:
                 fault = todo.get_nowait()
             except queue.Empty:
-                return
+                break
             changed = planted((ROOT / fault.file).read_text(), fault)
             lines = range(0) if changed is None else changed[1]
             with lock:  # sqlite
@@ -96,6 +96,7 @@ def run(faults: Sequence[Fault], known: dict[str, Result], results: Path, option
                 known[key_of(fault)] = result
                 results.write_text(json.dumps(known, indent=0, ensure_ascii=False))
                 print(f"{total - todo.qsize()}/{total} {result.outcome} in {result.seconds} s: {fault.title}", flush=True)
+        copy.close()
 
     workers = [threading.Thread(target=work, args=(number,)) for number in range(options.workers)]
     for worker in workers:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -55,6 +55,11 @@ class Copy:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(root / name, folder / name)
         self.folder, self._moment = folder, time.time()
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
+        self._warm = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("warm.py"))],
+            cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
 
     def run(self, fault: Fault, tests: Sequence[str], limit: float) -> Result:
         """Plant a fault, run tests until one fails, and take the fault out again.
@@ -77,6 +82,10 @@ class Copy:
             self._write(path, original)
         return Result(outcome, test, round(time.monotonic() - began, 1), len(tests))
 
+    def close(self) -> None:
+        """End the process that runs the tests."""
+        self._warm.communicate()
+
     def _write(self, path: Path, text: str) -> None:
         path.write_text(text)
         # Why: Python tells whether its compiled file is old by seconds and size, and both may be equal.
@@ -84,22 +93,20 @@ class Copy:
         os.utime(path, (self._moment, self._moment))
 
     def _pytest(self, tests: Sequence[str], limit: float) -> tuple[str, str]:
-        listed = self.folder / "tests-to-run.txt"
+        listed, output_file = self.folder / "tests-to-run.txt", self.folder / "output.txt"
         listed.write_text("\n".join(tests))
         options = ["-q", "-x", "-p", "no:cacheprovider", "--timeout", str(_LONGEST_TEST), "--no-header", "--tb=no"]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", *options, f"@{listed}"],
-            cwd=self.folder, env=os.environ | {"PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        )  # fmt: skip
-        try:
-            output, _ = process.communicate(timeout=limit)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+        request = [str(self.folder), [*options, f"@{listed}"], str(output_file), limit]
+        assert self._warm.stdin is not None
+        assert self._warm.stdout is not None
+        self._warm.stdin.write(json.dumps(request) + "\n")
+        self._warm.stdin.flush()
+        code = json.loads(self._warm.stdout.readline())
+        if code is None:
             return "caught", f"the limit of {limit:.0f} s"
-        if process.returncode == 0:
+        if code == 0:
             return "survived", ""
+        output = output_file.read_text()
         # Of a test that was renamed since the coverage was measured: it catches nothing.
         renamed = {name.removeprefix(f"{self.folder}/").partition("[")[0] for name in _NOT_FOUND.findall(output)}
         left = [test for test in tests if test.partition("[")[0] not in renamed]

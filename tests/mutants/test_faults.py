@@ -57,6 +57,7 @@ def test_a_test_that_was_renamed_since_the_coverage_catches_nothing(tmp_path: Pa
     copy, tests = Copy(root, tmp_path / "copy"), ["test_a.py::test_old[1]", "test_gone.py::test_old", "test_a.py::test_new"]
     assert copy.run(_fault("x + 1", "x - 1", 1), tests, 60).outcome == "survived"
     assert copy.run(_fault("x + 1", "x - 9", 1), tests, 60)[:2] == ("caught", "test_a.py::test_new")
+    copy.close()
 
 
 def test_no_two_faults_are_the_same() -> None:
