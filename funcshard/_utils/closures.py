@@ -52,6 +52,7 @@ def _walk(value: Any, *, everything: bool) -> Iterator[Any]:
     to_visit = [value]
     while to_visit:
         reached_value = to_visit.pop()
+        # By identity, because equality and hashes are code of any class.
         if id(reached_value) in seen_ids:
             continue
         seen_ids.add(id(reached_value))

@@ -68,6 +68,7 @@ def encode(value: Any) -> dict[str, Any]:
     """Return the fields of a data class for ``json.dumps`` with ``default=dtype_name``."""
     keys, values, later, nested, _, _ = _layout(value.__class__)
     encoded: dict[str, Any] = dict(zip(keys, values(value), strict=True))
+    # Note: at its default such a field is left out, so texts of older releases stay valid.
     for name, key, default in later:
         if (part := getattr(value, name)) != default:
             encoded[key] = part
@@ -106,6 +107,7 @@ def _decoder(hint: Any) -> Callable[[str, Any], Any]:
         tuple[int, ...]: file_data.numbers,
         tuple[str, ...]: file_data.texts,
     }
+    # A decoder is made once for each hint: a plan has thousands of leaves.
     if hint in plain_decoders:
         return plain_decoders[hint]
     type_arguments = typing.get_args(hint)
@@ -152,6 +154,7 @@ def _decode_fixed(
 
 def _decode_class(cls: Any, where: str, data: Any) -> Any:
     layout = _layout(cls)
+    # No further keys either: a field that this release lacks may change the meaning of others.
     file_data.table(where, data, layout.required, layout.decoders, others=False)
     field_values = {}
     for key, part in data.items():

@@ -42,6 +42,7 @@ def untraced_with_warning(text: str) -> Callable[[Callable[P, T]], Callable[P, T
     def decorate(method: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(method)
         def warn(*args: P.args, **kwargs: P.kwargs) -> T:
+            # The object whose method this is.
             owner: Any = args[0]
             if not owner.warned.already:
                 owner.warned.already = True

@@ -82,6 +82,7 @@ def _keys_of(node: Structure) -> list[str]:
 def _merged(nodes: Sequence[Structure], path: str) -> Structure:
     """Merge the nodes of one path, which are dictionaries if there are several."""
     containers = [node for node in nodes if node is not None]
+    # The usual case: one node, which is taken as it is.
     if len(containers) < 2:
         return containers[0] if containers else None
     if not all(isinstance(node, tuple) and node[0] in _DICTS for node in containers):

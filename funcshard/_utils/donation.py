@@ -57,6 +57,7 @@ def donate(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
         memory_kind = new_leaf.dtype, new_leaf.device
         if memory_kind not in empty_tensors:
             empty_tensors[memory_kind] = new_leaf.new_empty(0)
+        # Note: both are needed. A transform looks through the class, and finds no memory.
         old_leaf.data = empty_tensors[memory_kind]
         old_leaf.__class__ = _DonatedTensor
     return new_leaves

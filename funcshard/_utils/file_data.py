@@ -50,6 +50,7 @@ def parse(data: str | bytes) -> Any:
 
 def check_depth(data: Any) -> None:
     """Raise ``ValueError`` if lists and dictionaries are nested too deeply."""
+    # Level by level, because a function that called itself would fail at the depth it looks for.
     level_nodes = [data]
     for _ in range(_DEEPEST):
         if not level_nodes:
@@ -81,6 +82,7 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def whole(name: str, value: Any, least: int = 0, most: int = MOST) -> int:
     """Return a whole number between bounds."""
+    # Why the type: True is an int for isinstance.
     if type(value) is not int or not least <= value <= most:
         raise _error(name, f"a whole number from {least} to {most}", value)
     return value

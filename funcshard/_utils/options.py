@@ -52,6 +52,7 @@ def check_count(
     if isinstance(count_value, int) and count_value >= least:
         return count_value
     rule = f"a whole number{of and f' of {of}'}, at least {least}{none and f', or None {none}'}"
+    # A float, as 1e6 is: say which whole number to pass.
     if isinstance(count_value, float) and count_value >= least and math.isfinite(count_value):
         remedy = f"pass {int(count_value)}" if count_value.is_integer() else "round it"
     raise _error(name, rule, value, count_value, remedy or f"pass at least {least}")
@@ -230,6 +231,7 @@ def did_you_mean(value: str, names: Iterable[str], *, otherwise: str) -> str:
         >>> did_you_mean("Adam", ["adamw", "sgd"], otherwise="pass one of these")
         "did you mean 'adamw'?"
     """
+    # Names of other libraries often differ in capitals only.
     by_lower_case = {name.lower(): name for name in names}
     close_matches = difflib.get_close_matches(value.lower(), by_lower_case, n=1)
     return f"did you mean {by_lower_case[close_matches[0]]!r}?" if close_matches else otherwise

@@ -36,6 +36,7 @@ def io_memory(size: int) -> memoryview:
         with contextlib.suppress(OSError):  # an older system, or one whose pages are all small
             # A forked process gets empty memory, and this one keeps its own.
             huge_memory.madvise(_WIPE_ON_FORK)
+            # The mapping is longer by one page, so that a huge page can begin inside it.
             begin = -torch.frombuffer(huge_memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
             huge_memory.madvise(_HUGE, begin, size // _HUGE_PAGE * _HUGE_PAGE)
             return memoryview(huge_memory)[begin : begin + size]

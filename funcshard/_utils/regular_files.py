@@ -54,6 +54,7 @@ def open_regular(
         raise
     try:
         _check(path, os.fstat(descriptor).st_mode)
+        # Only its opening must not wait; reads may.
         os.set_blocking(descriptor, True)
     except BaseException:
         os.close(descriptor)

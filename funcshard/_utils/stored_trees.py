@@ -81,6 +81,7 @@ def check_structure(structure: Any) -> int:
                     f"a tree must hold leaves and containers; found {str(node)[:40]}, which is no "
                     "container"
                 )
+            # Children wait in a list, so that a deep tree cannot exhaust the stack.
             _check_container(*node)
             to_visit.extend(node[2])
     if len(leaf_indices) != max(leaf_indices, default=-1) + 1:

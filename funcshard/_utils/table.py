@@ -45,6 +45,7 @@ class Table(NamedTuple):
 
     def __str__(self) -> str:
         last_rows = [self.total] if self.total else []
+        # A column is as wide as its widest cell.
         columns = [*zip(self.header, *self.rows, *last_rows, strict=True)]
         widths = [max(map(len, column)) for column in columns]
         aligns = [str.rjust if is_numeric else str.ljust for is_numeric in self._numeric()]
@@ -80,6 +81,7 @@ class Table(NamedTuple):
         """Return whether each column holds numbers; an empty cell or a dash counts as one."""
         if not self.rows:
             return [False] * len(self.header)
+        # The first column holds names, also if they are numbers.
         _, *columns = zip(*self.rows, strict=True)
         return [False] + [
             all(cell.lstrip("+−")[:1].isdigit() or cell in ("", "-") for cell in column)
@@ -137,6 +139,7 @@ class Shown(abc.ABC):
     def _repr_html_(self) -> str:
         """Return the parts as escaped HTML; several tables are side by side if they fit."""
         parts = list(self._parts())
+        # A table by itself takes the whole width.
         has_tables = sum(isinstance(part, Table) for part in parts) > 1
         page = ""
         for part in parts:
@@ -167,6 +170,7 @@ def size(number: int) -> str:
 def duration(seconds: float) -> str:
     """Return a duration as text in the unit that keeps it short: ``12.5 ms``, ``3.20 s``."""
     length = abs(seconds)
+    # The bounds are where rounding would show a number of four digits.
     if length >= 0.9995:
         return f"{seconds:,.2f} s"
     if length >= 0.9995e-3 or length == 0:

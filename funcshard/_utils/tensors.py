@@ -103,6 +103,7 @@ def map_tensors(f: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
     if isinstance(x, (list, tuple)):
         old_items = _elements(x)
         mapped_items = [map_tensors(f, item) for item in old_items]
+        # By identity: equality of tensors is a tensor.
         if all(map(operator.is_, mapped_items, old_items)):
             return x
         return type(x)(*mapped_items) if hasattr(x, "_fields") else type(x)(mapped_items)

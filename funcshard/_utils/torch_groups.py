@@ -105,6 +105,7 @@ def new_group(ranks: Sequence[int], backend: str, timeout: datetime.timedelta, n
         )
     # Why a hash: torch makes names of files and of graph nodes of it.
     hashed_name: Any = hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest()
+    # The index in the group, not in the job.
     own_index = list(ranks).index(dist.get_rank())
     with needed_for(_FEATURE):
         make_group, torch_world = (

@@ -41,6 +41,7 @@ def unscale_in_place(
     """
     by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
+        # The kernel takes real numbers of one dtype and device.
         real_tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         by_kind.setdefault((real_tensor.device, real_tensor.dtype), []).append(real_tensor)
     found_infs = {

@@ -36,6 +36,7 @@ def _state_names(
     as_usual = all(
         getattr(cls, name) is getattr(nn.Module, name) for cls in classes for name in _SAVES
     )
+    # A hook may add, rename or drop entries.
     if not as_usual or any(m._state_dict_hooks or m._state_dict_pre_hooks for _, m in every):
         return None
     state_keys: list[str] = []

@@ -45,6 +45,7 @@ def look_up(name: str) -> Any:
         try:
             private_value = getattr(private_value, part)
         except AttributeError:
+            # A module that torch has not imported is no attribute yet.
             private_value = importlib.import_module(".".join(name_parts[:part_count]))
     return private_value
 

@@ -70,6 +70,7 @@ def moved_bytes(
     written_tensors: list[torch.Tensor] = []
     if writes_inputs(operation):
         written_tensors = list(parts(tensors_in(written_arguments(operation, args, kwargs))))
+        # What is overwritten is not read first.
         if name in _FILLS:
             read_tensors = [
                 tensor

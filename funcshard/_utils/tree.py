@@ -344,6 +344,7 @@ def _kind(node: Any, metadata: Any, path: str) -> tuple[str, Any]:
             f"metadata {metadata!r} cannot be hashed; convert it to a dict, list, tuple or "
             "namedtuple first"
         ) from None
+    # A subclass, such as defaultdict, whose further state a structure does not hold.
     if isinstance(node, dict):
         raise TypeError(
             f"the {cls.__name__} {where} cannot be part of a plan; convert it to a plain dict first"

@@ -21,6 +21,7 @@ def at_least(least: int, most: int = MOST) -> Callable[[str], int]:
     """
 
     def parse(text: str) -> int:
+        # Why not int alone: it takes "1_000", and digits of other scripts.
         number = int(text) if re.fullmatch(r"[+-]?\d{1,30}", text) else None
         shown_text = text if len(text) < 40 else f"{text[:40]}…"
         if number is None or number < least:

@@ -43,6 +43,7 @@ def _summary(hardware: Hardware) -> str:
         [f"{name} FLOP/s", f"{flops / 1e9:,.1f} GFLOP/s"] for name, flops in hardware.flops.items()
     ]
     rows.append(["memory bandwidth", f"{hardware.memory_bandwidth / 1e9:,.1f} GB/s"])
+    # Figures that were not measured are left out.
     shares = {
         "FLOP/s in a training step": hardware.flops_efficiency,
         "bandwidth in a training step": hardware.memory_efficiency,

@@ -77,6 +77,7 @@ def batch(
         ``(inputs, targets)``, int64, of shape ``(size, context)``; a target is the byte that
         follows its input.
     """
+    # A hash, so that neighbouring steps and ranks draw independent windows.
     digest = hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest) >> 1)
     window_starts = torch.randint(len(data) - context, (size,), generator=generator, device="cpu")
@@ -87,6 +88,7 @@ def windows(data: torch.Tensor, *, count: int, context: int) -> tuple[torch.Tens
     """Return up to ``count`` windows, evenly spaced over ``data``, in the form of ``batch``."""
     num_starts = len(data) - context
     count = min(count, num_starts)
+    # Note: multiplied before it is divided, so that the windows reach the end.
     window_starts = torch.arange(count, device="cpu") * num_starts // count
     return _cut(data, window_starts, context)
 
@@ -124,6 +126,7 @@ def _read(files: Sequence[Path]) -> bytearray:
             continue
         with path.open("rb") as file:
             file_bytes = file.read(MOST_BYTES - len(text))
+        # A file with a zero byte holds no text.
         if len(files) == 1 or b"\0" not in file_bytes:
             text += file_bytes
     return text

@@ -107,6 +107,7 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         check_sizes(self, ("dim", "layers", "heads", "vocabulary", "hidden", "context", "kv_heads"))
+        # Latent attention has head sizes of its own.
         if self.dim % self.heads and self.latent is None:
             raise ValueError(
                 f"dim must be a multiple of heads; found dim {self.dim} and {self.heads} heads"

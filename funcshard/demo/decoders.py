@@ -82,6 +82,7 @@ class Decoder(nn.Module):
         config = self.config
         x = self.embed(tokens)
         rotary_size = config.latent.rotary if config.latent else config.head_dim
+        # Computed once for all blocks, as torchtitan does.
         turns = rotations(tokens.shape[1], rotary_size, config.rotary_base, tokens.device)
         for block in self.blocks:
             x = block(x, turns)
@@ -158,6 +159,7 @@ class LatentAttention(nn.Module):
         q_plain, q_turned = q.split([sizes.plain, sizes.rotary], dim=-1)
         q = torch.cat([q_plain, rotate(q_turned, turns)], dim=-1)
         kv, k_turned = self.wkv_a(x).split([sizes.key_value, sizes.rotary], dim=-1)
+        # All heads share the rotated part of a key.
         k_turned = rotate(k_turned.unsqueeze(2), turns)
         kv = self.wkv_b(self.kv_norm(kv)).unflatten(-1, (self.heads, -1))
         k_plain, v = kv.split([sizes.plain, sizes.value], dim=-1)
@@ -221,6 +223,7 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         count, per_token = self.sizes.count, self.sizes.per_token
+        # An expert sees tokens, whatever sequence they are of.
         tokens = x.flatten(0, -2)
         weights, chosen = self.router(tokens)
         copies, is_filled = _balanced(chosen, count)
@@ -283,6 +286,7 @@ def _balanced(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.T
     """
     flat_chosen = chosen.flatten()
     num_rows = -(-flat_chosen.numel() // experts)
+    # Copies of one expert follow one another, in the order of tokens.
     sorted_experts, sorted_order = flat_chosen.sort(stable=True)
     first_place = torch.searchsorted(
         sorted_experts, torch.arange(experts, device=flat_chosen.device)

@@ -53,6 +53,7 @@ def progress(title: str, total: int, *, quiet: bool = False, keep: bool = False)
     )
     with bars.Progress(*bar_columns, console=console, expand=True, transient=not keep) as drawing:
         task = drawing.add_task(title, total=total, words="")
+        # Note: rich draws in a thread of its own, ten times a second.
         yield lambda done, words: drawing.update(task, completed=done, words=words)
 
 

@@ -59,6 +59,7 @@ def validation_loss(
         )
         totals += torch.stack([(byte_losses.mean(1) * weights).sum(), weights.sum()])
         show(pass_index + 1, "")
+    # Sums and counts are added up, since ranks may have different numbers of windows.
     loss, count = fs.psum(totals, mesh).tolist()
     return loss / count
 
@@ -85,7 +86,9 @@ def sample(
         show: called with the number of bytes written.
         temperature: divisor of the logits; a lower one makes likely bytes likelier.
     """
+    # One seed for all ranks, which call the model together and need the same bytes.
     generator = torch.Generator().manual_seed(seed)
+    # The model has to see something, and a line begins after a break.
     written_bytes = list(b"\n")
     for sample_index in range(length):
         logits = model(torch.tensor([written_bytes[-context:]], device=mesh.device))[0, -1]

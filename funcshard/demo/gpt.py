@@ -120,6 +120,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        # One tensor under two names, which the plan stores once.
         if config.tied:
             self.head.weight = self.token.weight
         self.reset_parameters()
@@ -129,6 +130,7 @@ class GPT(nn.Module):
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)) and not module.weight.is_meta:
                 std = 0.02
+                # The blocks add to one sum, whose variance then does not grow with layers.
                 if name.endswith(".out"):
                     std /= math.sqrt(2 * self.config.layers)
                 nn.init.normal_(module.weight, std=std)

@@ -211,9 +211,11 @@ def _rank(
         threading.Thread(target=_stop_with_parent, daemon=True).start()
         try:
             world = math.prod(shape.values())
+            # Ranks that share cores slow each other down with more threads than cores.
             if "OMP_NUM_THREADS" not in os.environ:
                 torch.set_num_threads(max(1, _cores() // world))
             _use_loopback()
+            # A file, because a port may be taken by another program.
             store = dist.FileStore(str(Path(folder, "store")), world)
             group_timeout = datetime.timedelta(minutes=10)
             dist.init_process_group(
@@ -247,6 +249,7 @@ def _wait(processes: list[Any], folder: Path) -> str:
             hint = " (out of memory?)" if -code == signal.SIGKILL else ""
             name = signal.Signals(-code).name
             return f"funcshard: rank {rank} failed: it was ended by signal {name}{hint}"
+    # The names of the files begin with the time, so the first failure comes first.
     failure_texts = [path.read_text() for path in sorted(folder.glob("*.failure"))]
     failure_texts += [
         f"funcshard: rank {rank} failed with exit code {failed_ranks[rank]}"
@@ -282,6 +285,7 @@ def _on_signal(function: Callable[[bool], None]) -> Iterator[None]:
     def handler(number: int, frame: Any) -> None:
         function(next(call_count) > 0)
 
+    # The caller, such as a test, gets its own handlers back.
     handlers_before = [signal.signal(number, handler) for number in SIGNALS]
     try:
         yield

@@ -41,4 +41,5 @@ def _available_bytes() -> int | None:
     for limit_file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):  # no such file, or the text "max"
             byte_limits.append(int(Path(limit_file).read_text()))
+    # A container may have less than the machine.
     return min(byte_limits, default=None)

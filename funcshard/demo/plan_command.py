@@ -132,6 +132,7 @@ def plan_command(options: argparse.Namespace) -> int:
     if options.html:
         _write_page(Path(options.html), shown_items)
     plans = [plan for plan in shown_items if isinstance(plan, fs.Plan)]
+    # The plan alone, so that the output is a file for Plan.from_json.
     print(plans[0].to_json() if options.json and plans else "\n\n".join(map(str, shown_items)))
     reports = [report for report in shown_items if isinstance(report, Report | Infeasible)]
     return int(bool(options.budget or options.auto) and not all(r.fits for r in reports))
@@ -163,6 +164,7 @@ def _check_files(options: argparse.Namespace) -> None:
             f"--ranks must be at most {_MOST_RANKS:,}; found {options.ranks:,}: no machine has "
             "more, pass the ranks of yours"
         )
+    # Read for the error only: the estimate takes a while.
     if options.compare:
         _read(options.compare)
     if not options.html:
@@ -234,6 +236,7 @@ def _model(options: argparse.Namespace) -> nn.Module:
             f"--model must be MODULE:CALLABLE, or one of {', '.join(DECODERS)}; found {spec!r}: "
             f"{remedy}"
         )
+    # On the meta device a model of any size takes no memory.
     with torch.device("meta"):
         try:
             model = make_model()
@@ -275,6 +278,7 @@ class _Estimate:
         """Return the trace of the model in a precision, or in that of a plan."""
         profile_key: Any = precision
         if isinstance(precision, fs.Plan):
+            # Plans whose units compute in the same dtypes have the same trace.
             profile_key = tuple(unit.precision for unit in precision.unit_list)
         if profile_key not in self.profiles:
             try:
@@ -349,6 +353,7 @@ def _read(path: str) -> fs.Plan:
 
 def _write_page(path: Path, shown: list[Any]) -> None:
     html_parts = [item._repr_html_() for item in shown]
+    # Without matplotlib the page has the tables alone.
     if importlib.util.find_spec("matplotlib") is not None:
         for plan in [item for item in shown if isinstance(item, fs.Plan)]:
             html_parts.append(_image(draw_holdings(plan)))

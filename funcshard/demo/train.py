@@ -66,6 +66,7 @@ def check(settings: Settings, world_size: int) -> fs.Plan:
         params = fs.make_functional(GPT(settings.config))[1]
     mesh = {"replicate": settings.replicate, "shard": world_size // settings.replicate}
     plan = fs.make_plan(params, mesh, units=settings.units, strategy=settings.strategy)
+    # For its errors: each rank reads the text again.
     load_corpus(settings.text, settings.config.context)
     out = Path(settings.out)
     try:
@@ -137,6 +138,7 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
 
     loss_before = validate("before")
     training_began = time.perf_counter()
+    # The times of the last ten steps, for a rate that follows what the machine does now.
     step_times: deque[float] = deque([training_began], maxlen=11)
     tokens_per_step = settings.batch * config.context * mesh.world_size
 
@@ -148,6 +150,7 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
         return fs.save(path, contents, plan, mesh, wait=wait, after=saving, keep=2)
 
     with progress("Training", settings.steps, quiet=not is_first, keep=True) as show:
+        # Ranks agree before each step, because a step of some ranks alone would never end.
         while state.step < settings.steps and not stop.agreed(mesh):
             inputs, targets = batch(
                 corpus.train,
@@ -243,4 +246,5 @@ def _write(path: Path, write: Any) -> None:
     """Write a file atomically: ``path`` is the complete file or does not exist."""
     part_file = path.with_name(path.name + ".part")
     write(part_file)
+    # The system renames in one operation, whatever happens meanwhile.
     os.replace(part_file, path)

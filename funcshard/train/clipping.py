@@ -85,7 +85,9 @@ def global_norm(grads: Shards, plan: Plan, mesh: Mesh, norm_type: float = 2.0) -
                 unsharded.append(grad)
     # Along the shard axis only, because ranks along the replicate axis hold the same shards.
     norms_of_shards = all_gather_flat(_norm(sharded, norm_type, mesh).reshape(1), mesh)
+    # Buffers that are not sharded are the same on all ranks, so they are counted once, here.
     norms = [norms_of_shards, _norm(unsharded, norm_type, mesh).reshape(1)]
+    # Every rank knows from the plan whether this collective runs, whatever gradients it has.
     if any(buffer.local for unit in plan.unit_list for buffer in unit.buffers):
         norm = _norm(local, norm_type, mesh).to(local_dtype)
         norms.append(psum_world(at_own_rank(norm, mesh), mesh))
@@ -142,6 +144,7 @@ def clip_by_global_norm(
     check_number("max_norm", max_norm, above=0, remedy="for the norm alone call global_norm")
     check_flag("donate", donate)
     norm = global_norm(grads, plan, mesh, norm_type)
+    # Note: NaN stays NaN through clamp, so that a bad gradient shows.
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     leaves, unflatten = tree.flatten(grads)
     # Why once: gradients of offloaded units lie on the CPU, and the host waits for each copy.

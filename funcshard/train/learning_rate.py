@@ -106,6 +106,7 @@ class TorchSchedule:
         """Return the learning rate of the step after ``step`` steps."""
         if step >= len(self._rates):
             with self._lock:
+                # Schedulers go forward only, so each rate on the way is kept.
                 while step >= len(self._rates):
                     self._scheduler.step()
                     self._rates.append(self._now())

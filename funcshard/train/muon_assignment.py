@@ -152,6 +152,7 @@ class Matrix:
         if stage is None:
             in_leaf = self.buffer.part(self.leaf, index)
             return Part(self.leaf.path, peer, 0, in_leaf.begin, (in_leaf.numel,))
+        # A slice: it lies at its rank's place along the dim that the axis cuts.
         shape = self.shape(stage)
         dim = next(cut.dim for cut in self.leaf.cuts if cut.axis == stage)
         return Part(self.leaf.path, peer, dim, index * shape[dim], shape)
@@ -266,6 +267,7 @@ class Owners(Shown):
     def stages(self) -> tuple[Stage, ...]:
         """The stages in which parts meet, in order."""
         used_stages = {stage for matrix in self.matrices for stage, _ in matrix.owners}
+        # The shard axis first, then the model axes from the innermost, as cuts are undone.
         return tuple(stage for stage in (None, *reversed(dict(self.axes))) if stage in used_stages)
 
     def all_to_all(self, stage: Stage, position: Mapping[str, int], back: bool) -> AllToAll:
@@ -276,6 +278,7 @@ class Owners(Shown):
         owned: list[Part] = []
         for matrix in self.matrices:
             owner = dict(matrix.owners).get(stage)
+            # Ranks off the place of the earlier stages hold nothing of the matrix any more.
             if owner is None or not matrix.place(stage).items() <= position.items():
                 continue
             holders = matrix.sent(stage, ranks, back).nonzero().flatten().tolist()

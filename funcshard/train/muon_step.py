@@ -100,6 +100,7 @@ def muon(
             f"{type(adamw).__name__}"
         )
     check_options(torch.optim.Muon, [options])
+    # Raises for values that torch.optim.Muon refuses.
     _with_defaults(options_at(options, 0))
     owners = assign_owners(plan, matrices)
     matrix_layout = ParamGroupLayout(dict.fromkeys(owners.of, 0), 1, mesh.shard.rank)
@@ -171,10 +172,12 @@ class MuonStep:
         check_shards(self.plan, params)
         self._check_state(state)
         options = self._options_at(state["steps"])
+        # AdamW first: it donates the shards, and Muon then writes into the new ones.
         params, adamw_state = self.adamw(grads, state["adamw"], params)
         updates = self._update_momentum(grads, state["momentum"], options)
         updates = self._bring_to_owners(updates)
         for matrix in self.owners.matrices:
+            # The owners are the ranks at the place where all stages of a matrix have met.
             if matrix.place().items() <= self.mesh.position.items():
                 update = updates[matrix.leaf.path].view(matrix.shape())
                 updates[matrix.leaf.path] = _orthogonalise(update, options)
@@ -250,6 +253,7 @@ class MuonStep:
                 update = momentum_shard
                 if options["nesterov"]:
                     update = grad.lerp(momentum_shard, options["momentum"])
+            # Momentum may be on the CPU, of an offloaded unit; the products run on the device.
             update, end = update.to(self.mesh.device, torch.bfloat16), 0
             for leaf in buffer.leaves:
                 if leaf.path in self.slices:
@@ -281,6 +285,7 @@ class MuonStep:
                 if len(part.shape) == 1:  # elements of a flat shard
                     update = update.reshape(-1)
                 sent_parts.append(update.narrow(part.dim, part.begin, part.shape[part.dim]))
+            # The owner keeps its own part only; it comes back with the others.
             for path in {part.path for part in stage.sent}:
                 del updates[path]
             for part, update in zip(stage.received, self._exchange(stage, sent_parts), strict=True):
@@ -291,6 +296,7 @@ class MuonStep:
         """Run one all-to-all; return the parts that this rank receives."""
         flat_parts = [part.reshape(-1) for part in sent]
         if stage.event is not None:
+            # A rank without matrices takes part all the same.
             nothing = torch.empty(0, dtype=torch.bfloat16, device=self.mesh.device)
             send_buffer = torch.cat(flat_parts or [nothing])
             receive_buffer = send_buffer.new_empty(sum(stage.receive_sizes))
@@ -308,6 +314,7 @@ class MuonStep:
 
 def _with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return Muon's options with its defaults; ``torch.optim.Muon`` checks them."""
+    # The class checks the options and fills in the defaults for any matrix.
     matrix = torch.nn.Parameter(torch.empty(1, 1, dtype=torch.float32, device="cpu"))
     (group,) = torch.optim.Muon([matrix], **options).param_groups
     del group["params"]

@@ -142,6 +142,7 @@ def grouped_step(
 ) -> TorchStep:
     """Return the step of a class with parameter groups; it leaves the leaves ``left_out`` alone."""
     check_fits(plan, mesh)
+    # Group 0 has no options of its own: all leaves have ``options``, and a group overrides them.
     group_of, group_options = group_leaves(plan, groups, left_out)
     group_layout = ParamGroupLayout(group_of, len(group_options), mesh.shard.rank)
     all_options = (dict(options), *group_options[1:])
@@ -209,6 +210,7 @@ class TorchStep:
             for view in leaf_views:
                 group_members[view.group].append(view.parameter)
         optimizer = self._optimizer(group_members, state["steps"])
+        # Note: the class looks its state up by parameter, so that of the old views moves to these.
         for leaf_views, leaf_state in zip(all_views, leaf_states, strict=True):
             view_states = _split_state(leaf_state, leaf_views, num_groups)
             for view, view_state in zip(leaf_views, view_states, strict=True):
@@ -220,6 +222,7 @@ class TorchStep:
         for leaf_views, leaf_state in zip(all_views, leaf_states, strict=True):
             view_states = [optimizer.state.pop(view.parameter, {}) for view in leaf_views]
             new_states.append(_merge_state(leaf_state, leaf_views, view_states, num_groups))
+        # Whoever uses the old state gets an error, and no tensors that a step has changed.
         state["leaves"] = DONATED_STATE
         state_after = {"steps": state["steps"] + 1, "leaves": unflatten(new_states)}
         return unflatten(donate(leaves)), state_after
@@ -249,6 +252,7 @@ class TorchStep:
             steps: number of steps taken, which schedules depend on.
             paths: the trainable leaves, in the order in which the groups shall list them.
         """
+        # The class fills in its defaults, for which it needs parameters of some kind.
         no_elements = torch.empty(0, dtype=torch.float32, device="cpu")
         group_members = [[torch.nn.Parameter(no_elements)] for _ in self.options]
         group_of = dict.fromkeys(paths, 0) if self.layout is None else self.layout.group_of
@@ -262,6 +266,7 @@ class TorchStep:
     def _views(self, grads: Any, leaves: Sequence[torch.Tensor], params: Any) -> list[list[_View]]:
         """Return the views of each leaf of ``params`` that the class shall update."""
         leaf_grads = subtrees(params, grads, "the gradient", _PASS_GRADIENTS)
+        # Without groups each leaf is one view of itself, whatever its shape.
         leaf_ranges: list[_ShardRanges | None] = [None] * len(leaves)
         if self.ranges is not None:
             leaf_ranges = subtrees(params, self.ranges, "the optimizer's plan", _MAKE_WITH_PLAN)
@@ -316,6 +321,7 @@ class Schedule:
 
     def __call__(self, steps: int) -> Any:
         """Return the value of the option after a number of steps."""
+        # Note: a schedule of NumPy or of optax returns a scalar of its own class.
         value = plain_number(self.function(steps))
         check_value(self.name, value, f" at step {steps}")
         return value
@@ -439,6 +445,7 @@ def _merge_state(
     if num_groups is None:
         return states[0]
     merged_state: dict[str, Any] = {}
+    # In the order in which the class made the entries, which is the same on all ranks.
     for name in dict.fromkeys(name for state in states for name in state):
         view_values = [state.pop(name, None) for state in states]
         first_value = next((value for value in view_values if value is not None), None)
@@ -453,6 +460,7 @@ def _merge_state(
             flat_entry = first_value.new_zeros(views[-1].in_state.stop)
         for view, value in zip(views, view_values, strict=True):
             flat_slice = flat_entry[view.in_state]
+            # A class that made a new tensor, in place of updating the old one, is copied.
             if value is not None and address(value) != address(flat_slice):
                 flat_slice.copy_(value)
         merged_state[name] = flat_entry
@@ -473,6 +481,7 @@ def apply_optimizer(optimizer: Any, grads: Any, state: Any, params: Any) -> tupl
     if isinstance(optimizer, TorchOptimizer):
         return optimizer.step(grads, state, params)
     _, update = optimizer
+    # TorchOpt and optax name the parameters differently, and TorchOpt has further options.
     accepted = inspect.signature(update).parameters
     keywords: dict[str, Any] = {}
     if "inplace" in accepted:  # TorchOpt's would write into the gradients

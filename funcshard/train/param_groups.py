@@ -120,6 +120,7 @@ def group_leaves(
         for path in leaves_under(plan, group["paths"], "group path"):
             if path not in group_of:
                 continue  # the leaf is frozen, or another optimizer updates it
+            # Group 0 may give leaves away, others may not.
             if group_of[path]:
                 raise ValueError(
                     f"groups overlap: leaf {path!r} is in group {group_of[path]} and in group "

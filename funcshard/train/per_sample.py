@@ -142,6 +142,7 @@ def per_sample_grad(
         *arguments, batch = rest
         check_shards(plan, shards, mesh)
         if noise_multiplier and generator is not None:
+            # Each rank adds its shard of one draw, so the generators have to agree.
             state = hashlib.sha256(generator.get_state().numpy().tobytes()).hexdigest()[:16]
             check_same(mesh, state, "the state of per_sample_grad's generator")
         losses, norms, sums = sum_of_samples(
@@ -159,6 +160,7 @@ def per_sample_grad(
             start_reduce(sums.pop(0), _over_data_axes(entry, mesh), donated=True)
             for entry in trained_buffers
         ]
+        # Note: with samples that are drawn at random, privacy needs the expected number here.
         divisor = batch_size
         if divisor is None:
             count = float(len(losses))
@@ -189,6 +191,7 @@ def _noise(
     # Why every rank draws noise for the whole buffer: an element's noise then does not depend
     # on how many ranks share the buffer.
     buffer_noise = torch.zeros(buffer.padded_numel, dtype=grad.dtype, device=generator.device)
+    # Slices of one tensor come from one draw of the whole, so that meshes agree on the noise.
     if buffer.local:
         _draw_slices(buffer, buffer_noise, deviation, generator, mesh)
     else:

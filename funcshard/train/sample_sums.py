@@ -111,9 +111,11 @@ def sum_of_samples(
         ]
         with activate(GradReducer([entry.shard for entry in gathered], gathered=leaves)):
             loss = call(traced_shards, unflatten_sample(sample))
+        # Inside grad_and_value a loss requires a gradient if one reaches the leaves.
         loss_depends = loss_depends or getattr(loss, "requires_grad", False)
         return loss
 
+    # Note: each sample draws its own dropout.
     of_samples = torch.vmap(torch.func.grad_and_value(loss_of), (None, 0), randomness="different")
     # The sums have the dtype of the shards, also in a unit that computes in a narrower dtype.
     sums = [torch.zeros_like(entry.whole, dtype=entry.shard.dtype) for entry in trained]
@@ -124,6 +126,7 @@ def sum_of_samples(
         with torch.enable_grad():
             grads, chunk_losses = of_samples([entry.leaves for entry in trained], sample_chunk)
         for entry in gathered:
+            # A write in place would change the leaf for all samples, and no gradient would tell.
             if version(entry.whole) != entry.writes:
                 raise modified_leaf(entry.source.unit, entry.source.buffer)
         _check_direct(trained, chunk_losses)
@@ -211,6 +214,7 @@ def _norms(grads: Sequence[Grads], trained: Sequence[_Gathered], mesh: Mesh) -> 
         by_axes.setdefault(local_axes, []).append(_norm(buffer_grads))
     axes_norms = []
     for local_axes, buffer_norms in by_axes.items():
+        # Buffers along the same axes share one all-reduce.
         norm = torch.linalg.vector_norm(torch.stack(buffer_norms), dim=0)
         if local_axes:  # the rest of these buffers lies on the ranks along these axes
             other_axes = tuple(axis for axis in mesh.groups if axis not in local_axes)

@@ -163,6 +163,7 @@ class GradScaler:
         leaves, unflatten = tree.flatten(grads)
         if donate:
             leaves = donated(leaves)
+        # As torch computes it; the bits of the gradients depend on it.
         inverse = state.scale.double().reciprocal().float()
         # Why by device: gradients of offloaded units lie on the CPU, and the host waits for each
         # copy between devices.
@@ -199,6 +200,7 @@ class GradScaler:
 
         The scale shrinks if ``found_inf``, and grows after ``growth_interval`` steps without.
         """
+        # Note: no branch on a value, so that the host does not wait for the device.
         found_inf = torch.as_tensor(found_inf, device=state.scale.device)
         good_steps = state.growth_tracker + 1
         # Why float64: a factor need not be representable in float32, and torch multiplies in

@@ -61,6 +61,7 @@ def check_options(cls: type[torch.optim.Optimizer], options: Sequence[Mapping[st
         signature = inspect.signature(cls)
     except (TypeError, ValueError):  # a class that does not say what it takes
         signature = None
+    # Group 0 has the options of all leaves, so they are checked first.
     for group_index, group_options in enumerate(options):
         where = f" of group {group_index}" if group_index else ""
         merged_options = {**options[0], **group_options}
@@ -146,6 +147,7 @@ def learn_entries(
             }
             if "lr" in merged:
                 first_options["lr"] = 0.0
+            # Two elements: an entry of this shape has a value for each element of a leaf.
             parameter = _tiny()
             # A class may draw random numbers, and the caller's must not change.
             with (
@@ -184,6 +186,7 @@ def subtrees(params: Any, deeper: Any, title: str, remedy: str) -> list[Any]:
     try:
         return tree.leaves_up_to(params, deeper)
     except (TypeError, ValueError) as error:
+        # optree's message goes on with both trees.
         reason, _, _ = str(error).partition("; dict: {")  # without the tensors
         raise ValueError(
             f"{title} must be a tree like the parameters: {reason:.200}; {remedy}"

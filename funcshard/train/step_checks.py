@@ -68,6 +68,7 @@ def check_loss_fn(loss_fn: Any) -> None:
     except (TypeError, ValueError):  # a function that does not say what it takes
         return
     try:
+        # What the arguments are does not matter, only how many.
         signature.bind(None, None, None)
     except TypeError as error:
         remedy = "write lambda shards, buffers, batch: ..., also if the model has no buffers"

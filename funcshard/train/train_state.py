@@ -112,6 +112,7 @@ def choose_tree(is_first: torch.Tensor, first: T, second: T) -> T:
     flag_on = functools.cache(is_first.to)
     flag_number = functools.cache(lambda: is_first.to(torch.int64).item())
 
+    # Leaves that are one object, such as frozen shards, cost nothing.
     def choose(first_leaf: Any, second_leaf: Any) -> Any:
         if first_leaf is second_leaf:
             return second_leaf

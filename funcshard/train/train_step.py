@@ -195,6 +195,8 @@ def make_train_step(
             "a training step needs a trainable leaf; found none in the plan: set requires_grad on "
             "the module's parameters before make_functional, or on its params before make_plan"
         )
+    # Note: ranks that differ in one of these would wait for each other, or train on different
+    # models, so all of them are compared once.
     compared_options = {
         "has_aux": options.has_aux, "mutable": mutable, "max_norm": max_norm,
         "accumulate": function.micro_batches or 1, "reduce": options.reduce,
@@ -203,6 +205,7 @@ def make_train_step(
     compared_texts = {"the plan": plan.fingerprint(), **texts_of_optimizer(optimizer)}
     compared_texts |= {name: text_of(value) for name, value in compared_options.items()}
     check_all_same(mesh, compared_texts, "make_train_step")
+    # Note: a hook may keep the gradients that it gets, and then they cannot be written to.
     hooks = (options.on_grads, options.on_reduce_scattered)
     return TrainStep(
         function=function,
@@ -385,6 +388,7 @@ class TrainStep:
                 loss = self.scaler.scale(loss, state.scaler)
             if not weighted:
                 return loss, aux
+            # The loss of value_and_grad is the mean over the world; this rank's is kept here.
             local_weight += weight
             if weight > 0:  # a loss of weight zero may be NaN
                 local_total = local_total + loss_value(loss) * weight
@@ -395,6 +399,7 @@ class TrainStep:
         else:
             run = accumulating_function(loss_and_rest, function.micro_batches, self.options)
         result, grads = run(state.shards, batch)
+        # Without weights the loss is this rank's own, and __call__ averages it.
         if not weighted:
             loss, aux = result
             return (loss, loss, None, local_weight, buffers, aux), grads
@@ -431,6 +436,7 @@ class TrainStep:
             else:  # by name: a file of graphs has the names of schedules
                 metrics["lr"] = graph_recording.number(self.rate, steps)
         if scaler is not None and scaling is not None:
+            # The losses that users see have no scale.
             loss = loss / scaling.scale.to(loss.device)
             local_loss = local_loss / scaling.scale.to(local_loss.device)
             grads, metrics["found_inf"] = scaler.unscale(
@@ -473,6 +479,7 @@ class TrainStep:
                 self.optimizer, _trainable(grads, plan), opt_state, params
             )
         _log.debug("step %d ends", state.step + 1)
+        # Frozen shards stay, the trainable ones are replaced.
         shards = {name: {**state.shards[name], **params.get(name, {})} for name in state.shards}
         state_after = TrainState(shards, buffers, opt_state, state.step + 1, scaling)
         if may_skip:
@@ -500,6 +507,7 @@ class TrainStep:
             # The optimizer made its state in this step, and a skipped step would have none.
             graph_recording.replayable = False
             return after
+        # A step with infinities keeps all but the buffers and the scale, as one that runs does.
         if found_inf is not None:
             chosen = choose_tree(found_inf, before, after)
             after = chosen._replace(buffers=after.buffers, scaler=after.scaler)
@@ -526,6 +534,7 @@ def _has_data(weight: torch.Tensor) -> bool:
 def _first_rank_with(weight: float, mesh: Mesh) -> int:
     """Return the first rank whose ``weight`` is not zero; at least one rank's must not be."""
     has_data = torch.full((), float(weight > 0), dtype=torch.float32, device=mesh.device)
+    # One element for each rank, so that the sum holds what an all-gather would.
     data_by_rank = all_reduce_flat(at_own_rank(has_data, mesh), mesh)
     return int(data_by_rank.argmax().item())
 
@@ -537,12 +546,14 @@ def _broadcast(buffers: dict[str, torch.Tensor], mesh: Mesh, rank: int) -> dict[
     as the statistics of slices, or of other experts.
     """
     flat, unflatten = tree.flatten(buffers)
+    # Copies, because a broadcast writes into its argument, and the loss function owns these.
     buffer_copies = [buffer.contiguous().clone() for buffer in flat]
     local_parts = [local_part(buffer) if is_dtensor(buffer) else buffer for buffer in buffer_copies]
     source_place = position_of(rank, mesh.shape)
     for axis in ("shard", "replicate"):
         if mesh.groups[axis].size > 1:
             group = in_graph(mesh.groups[axis], axis)
+            # All are started before the first is waited for.
             for work in [group.broadcast(part, source_place[axis]) for part in local_parts]:
                 work.wait()
     return unflatten(buffer_copies)
