@@ -44,10 +44,9 @@ def reachable(value: Any) -> Iterator[Any]:
 
 def _walk(value: Any, *, everything: bool) -> Iterator[Any]:
     seen_ids: set[int] = set()
-    # Why: without a limit, the walk would go through all functions that a library's function calls.
-    followed_globals: set[int] = (
-        set()
-    )  # the global variables of functions that were found without them
+    # The files of functions that were not reached by a global variable, and the functions that
+    # were. Why: without a limit, the walk would go through all functions that a library calls.
+    followed_globals: set[int] = set()
     in_globals: set[int] = set()
     to_visit = [value]
     while to_visit:
@@ -96,22 +95,13 @@ def _named_globals(function: types.FunctionType) -> list[Any]:
     all_codes = [function.__code__]
     for code in all_codes:
         # The codes of functions inside it.
-        all_codes += [
-            constant for constant in code.co_consts if isinstance(constant, types.CodeType)
-        ]
+        all_codes += [part for part in code.co_consts if isinstance(part, types.CodeType)]
         named_globals = {name: function.__globals__.get(name) for name in code.co_names}
-        named_globals = {
-            name: value
-            for name, value in named_globals.items()
-            if issubclass(type(value), followed_types)
-        }
-        # Why not all of co_names: it also has the names of attributes. It takes the most time.
-        if named_globals:
-            followed_values.update(
-                (name, named_globals[name])
-                for name in _loaded_globals(code)
-                if name in named_globals
-            )
+        # Note: co_names also has the names of attributes, and to look at the code takes longest.
+        if any(issubclass(type(value), followed_types) for value in named_globals.values()):
+            for name in _loaded_globals(code):
+                if issubclass(type(named_globals[name]), followed_types):
+                    followed_values[name] = named_globals[name]
     return list(followed_values.values())
 
 

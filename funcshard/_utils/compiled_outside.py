@@ -51,19 +51,17 @@ def untraced_with_warning(text: str) -> Callable[[Callable[P, T]], Callable[P, T
                 )
             return method(*args, **kwargs)
 
-        hidden_method, hidden_warn = (
-            hidden_from_dynamo(method, text),
-            hidden_from_dynamo(warn, text),
-        )
+        hidden_method = hidden_from_dynamo(method, text)
+        hidden_warn = hidden_from_dynamo(warn, text)
 
         @functools.wraps(method)
         def run(*args: P.args, **kwargs: P.kwargs) -> T:
             if "torch._dynamo" not in sys.modules:
                 return method(*args, **kwargs)
             # Dynamo takes the condition for true, and Python for false.
-            return (hidden_warn if torch.compiler.is_dynamo_compiling() else hidden_method)(
-                *args, **kwargs
-            )
+            if torch.compiler.is_dynamo_compiling():
+                return hidden_warn(*args, **kwargs)
+            return hidden_method(*args, **kwargs)
 
         return run
 

@@ -204,12 +204,9 @@ def _loops_of_frames(
                 opened_locals = frame.f_locals
             elif opened_locals is not None:
                 # Why get: _check_loop finds out whether torch has other names for its variables.
-                if name == _JACREV:
-                    loops_by_level[opened_locals.get("level", -1)] = BasisLoop(name)
-                elif name == _JACFWD:
-                    loops_by_level[opened_locals.get("level", -1)] = BasisLoop(
-                        name, opened_locals.get("flat_primals", ())
-                    )
+                if name in (_JACREV, _JACFWD):
+                    arguments = opened_locals.get("flat_primals", ()) if name == _JACFWD else ()
+                    loops_by_level[opened_locals.get("level", -1)] = BasisLoop(name, arguments)
                 opened_locals = None
         # Why not in its own backward: that one runs once for each unit vector, and the collectives
         # that it records belong to the caller.

@@ -71,22 +71,21 @@ def assign_owners(plan: Plan, matrices: Iterable[str] | None = None) -> Owners:
         [('all_to_all', 36), ('all_to_all', 36)]
     """
     check_plan(plan)
-    chosen_paths = None
-    if matrices is not None:
-        chosen_paths = set(leaves_under(plan, matrices, "matrix path"))
     matrix_leaves = [
         (unit, buffer, leaf)
         for unit, buffer in trainable_buffers(plan)
         for leaf in buffer.leaves
         if len(leaf.shape) == 2 and leaf.numel
-        if chosen_paths is None or leaf.path in chosen_paths
     ]
-    if chosen_paths is not None and not matrix_leaves:
-        raise ValueError(
-            "matrices must name trainable leaves of two dimensions, or nodes that hold such "
-            f"leaves; found none among {sorted(chosen_paths)[:4]}: choose other paths, or leave matrices "
-            "out to take every matrix"
-        )
+    if matrices is not None:
+        chosen_paths = set(leaves_under(plan, matrices, "matrix path"))
+        matrix_leaves = [entry for entry in matrix_leaves if entry[2].path in chosen_paths]
+        if not matrix_leaves:
+            raise ValueError(
+                "matrices must name trainable leaves of two dimensions, or nodes that hold such "
+                f"leaves; found none among {sorted(chosen_paths)[:4]}: choose other paths, or leave matrices "
+                "out to take every matrix"
+            )
     cut_axes = {cut.axis for _, _, leaf in matrix_leaves for cut in leaf.cuts if cut.ranks > 1}
     axes = {
         axis: size for axis, size in plan.mesh_axes.items() if axis == "shard" or axis in cut_axes
