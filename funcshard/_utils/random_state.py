@@ -46,10 +46,15 @@ class RandomState:
         Arguments:
             python: whether to include the state of Python's module ``random``.
         """
+        cuda_state = None
         # Why not ask CUDA in any case: asking would create a CUDA context in a process without one.
-        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        cpu = torch.ops.funcshard.random_state() if recording_graph() else torch.get_rng_state()
-        return cls(cpu, cuda, random.getstate() if python else None)
+        if torch.cuda.is_initialized():
+            cuda_state = torch.cuda.get_rng_state()
+        # A run of a graph takes the state of that moment.
+        cpu_state = (
+            torch.ops.funcshard.random_state() if recording_graph() else torch.get_rng_state()
+        )
+        return cls(cpu_state, cuda_state, random.getstate() if python else None)
 
     def put(self) -> None:
         """Set the generators to this state; ``take`` is the inverse."""

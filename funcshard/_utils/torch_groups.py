@@ -28,7 +28,9 @@ def store_for_thread(store: Any) -> Any:
     """Return a store for a thread that continues while another one waits for an answer."""
     # Why not a clone of a file: threads can share it, and the end of a clone keeps all threads of
     # the process waiting for minutes if somebody deletes the file's folder in that moment.
-    return store if _file_of(store) else store.clone()
+    if _file_of(store):
+        return store
+    return store.clone()
 
 
 def store_is_gone(store: Any) -> bool:

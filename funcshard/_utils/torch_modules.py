@@ -24,10 +24,12 @@ def state_names(
             a module has a hook, the state dict is made.
     """
     try:
-        names_found = _state_names(every, classes)
+        usual_names = _state_names(every, classes)
     except AttributeError:  # this torch has other names
-        names_found = None
-    return tuple(module.state_dict(keep_vars=True)) if names_found is None else tuple(names_found)
+        usual_names = None
+    if usual_names is None:
+        return tuple(module.state_dict(keep_vars=True))
+    return tuple(usual_names)
 
 
 def _state_names(

@@ -34,7 +34,9 @@ def private(name: str, feature: str, otherwise: Any = _RAISE) -> Any:
     try:
         return look_up(name)
     except (AttributeError, ImportError):
-        return _missing(name, feature) if otherwise is _RAISE else otherwise
+        if otherwise is _RAISE:
+            return _missing(name, feature)
+        return otherwise
 
 
 def look_up(name: str) -> Any:

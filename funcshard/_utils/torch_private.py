@@ -296,7 +296,9 @@ def _depth_of_backward() -> int:
     while frame is not None:
         depth += frame.f_code.co_filename == torch.autograd.graph.__file__
         frame = frame.f_back  # type: ignore[assignment]
-    return max(0, depth) if _current_node() is not None else -1
+    if _current_node() is None:
+        return -1
+    return max(0, depth)
 
 
 graph_task_id: Callable[[], int] = private(
@@ -816,8 +818,10 @@ def next_sequence_number() -> int:
 def running_sequence_number() -> int | None:
     """Return the sequence number of the node that backward runs now; ``None`` outside of it."""
     node: Any = _current_node()
+    if node is None:
+        return None
     with needed_for("an estimate"):
-        return None if node is None else int(node._sequence_nr())
+        return int(node._sequence_nr())
 
 
 def refresh_flat_weights(module: torch.nn.RNNBase) -> None:

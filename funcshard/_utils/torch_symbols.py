@@ -108,7 +108,9 @@ def _expression(size: Any) -> Any:
     """Return the sympy expression of a size."""
     import sympy
 
-    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+    if isinstance(size, torch.SymInt):
+        return size.node.expr
+    return sympy.Integer(size)
 
 
 # --- conditions -----------------------------------------------------------------------------------

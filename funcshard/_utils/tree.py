@@ -83,31 +83,6 @@ def form_of(structure: Structure) -> Any:
     return tree_spec
 
 
-def class_of(kind: str, name: str) -> Any:
-    """Return the class of a namedtuple or of a custom node that a file names; nothing is imported.
-
-    Raises:
-        ValueError: no loaded module has such a class, or it is no registered container.
-    """
-    cls: Any = loaded_class(name)
-    if cls is None:
-        raise ValueError(
-            f"the tree has a {name!r}, which no loaded module has as a class: import the module "
-            "first, and define the class at its top level"
-        )
-    if kind == "namedtuple" and not optree.is_namedtuple_class(cls):
-        raise ValueError(
-            f"the tree has a {name!r}, which is no namedtuple: make the plan again, or register "
-            "the class"
-        )
-    if kind == "custom" and optree.register_pytree_node.get(cls) is None:
-        raise ValueError(
-            f"the tree has a {name!r}, which is no registered container: register it with optree "
-            "first"
-        )
-    return cls
-
-
 def paths(tree: Any) -> list[str]:
     """Return the dotted path of each leaf of ``tree``, in the order of ``leaves``."""
     return _dotted(optree.tree_paths(tree))
@@ -391,14 +366,28 @@ def _construct(structure: Structure) -> Any:
         return dict(zip(meta, children, strict=True))
     if node_kind == "ordered_dict":
         return OrderedDict(zip(meta, children, strict=True))
-    assert node_kind in ("namedtuple", "custom"), node_kind
-    cls = class_of(node_kind, meta if node_kind == "namedtuple" else meta[0])
-    registry_entry = optree.register_pytree_node.get(cls)
+    name = meta if node_kind == "namedtuple" else meta[0]
+    cls: Any = loaded_class(name)
+    if cls is None:
+        raise ValueError(
+            f"the tree has a {name!r}, which no loaded module has as a class: import the module "
+            "first, and define the class at its top level"
+        )
+    if node_kind == "namedtuple" and not optree.is_namedtuple_class(cls):
+        raise ValueError(
+            f"the tree has a {name!r}, which is no namedtuple: make the plan again, or register "
+            "the class"
+        )
+    entry: Any = optree.register_pytree_node.get(cls)
+    if node_kind == "custom" and entry is None:
+        raise ValueError(
+            f"the tree has a {name!r}, which is no registered container: register it with optree "
+            "first"
+        )
     try:
         if node_kind == "namedtuple":
             return cls(*children)
-        assert registry_entry is not None
-        return registry_entry.unflatten_func(meta[1], children)
+        return entry.unflatten_func(meta[1], children)
     # Errors of any kind: it is the code of the class, and the data may be of another one.
     except Exception as error:
         raise ValueError(

@@ -39,22 +39,22 @@ def calibrate_command(options: argparse.Namespace) -> int:
 
 
 def _summary(hardware: Hardware) -> str:
-    rows = [
+    table_rows = [
         [f"{name} FLOP/s", f"{flops / 1e9:,.1f} GFLOP/s"] for name, flops in hardware.flops.items()
     ]
-    rows.append(["memory bandwidth", f"{hardware.memory_bandwidth / 1e9:,.1f} GB/s"])
+    table_rows.append(["memory bandwidth", f"{hardware.memory_bandwidth / 1e9:,.1f} GB/s"])
     # Figures that were not measured are left out.
-    shares = {
+    measured_shares = {
         "FLOP/s in a training step": hardware.flops_efficiency,
         "bandwidth in a training step": hardware.memory_efficiency,
         "bandwidth in the optimizer": hardware.optimizer_efficiency,
     }
-    rows += [[name, f"{share:.0%}"] for name, share in shares.items() if share]
-    rows += [
+    table_rows += [[name, f"{share:.0%}"] for name, share in measured_shares.items() if share]
+    table_rows += [
         [
             f"{link.kind} on {link.size} ranks",
             f"{table.duration(link.latency)} + bytes / {link.bandwidth / 1e9:,.2f} GB/s",
         ]
         for link in hardware.node
     ]
-    return str(Table(f"Hardware {hardware.name}", ["figure", "measured"], rows))
+    return str(Table(f"Hardware {hardware.name}", ["figure", "measured"], table_rows))

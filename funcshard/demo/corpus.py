@@ -120,13 +120,13 @@ def _walk(root: Path, suffix: str = "") -> list[Path]:
 
 def _read(files: Sequence[Path]) -> bytearray:
     """Return the bytes of all files that hold text, or of a single file of any kind."""
-    text = bytearray()
+    read_text = bytearray()
     for path in files:
         if not path.is_file():  # a socket, or a broken link
             continue
         with path.open("rb") as file:
-            file_bytes = file.read(MOST_BYTES - len(text))
+            file_bytes = file.read(MOST_BYTES - len(read_text))
         # A file with a zero byte holds no text.
         if len(files) == 1 or b"\0" not in file_bytes:
-            text += file_bytes
-    return text
+            read_text += file_bytes
+    return read_text

@@ -186,8 +186,8 @@ def rotations(length: int, size: int, base: float, device: torch.device) -> torc
 
 def rotate(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
     """Return ``[batch, length, heads, size]`` with each pair turned, computed in float32."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * turns[:, None]).flatten(3).type_as(x)
+    float_pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(float_pairs * turns[:, None]).flatten(3).type_as(x)
 
 
 # --- MLPs -----------------------------------------------------------------------------------------
@@ -295,13 +295,13 @@ def _balanced(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.T
         torch.arange(flat_chosen.numel(), device=flat_chosen.device) - first_place[sorted_experts]
     )
     # Why one more place: all copies beyond an expert's rows are written there, and cut off.
-    place = torch.where(
+    row_place = torch.where(
         row_of_expert < num_rows, sorted_experts * num_rows + row_of_expert, experts * num_rows
     )
-    copies = torch.full((experts * num_rows + 1,), -1, device=flat_chosen.device).scatter(
-        0, place, sorted_order
+    token_copies = torch.full((experts * num_rows + 1,), -1, device=flat_chosen.device).scatter(
+        0, row_place, sorted_order
     )[:-1]
-    return copies.clamp(min=0), copies >= 0
+    return token_copies.clamp(min=0), token_copies >= 0
 
 
 # --- layers with weights --------------------------------------------------------------------------

@@ -98,7 +98,7 @@ def _console() -> Any:
         from rich.console import Console
     except ImportError:
         return None
-    console = Console()
-    if console.is_terminal and not console.is_dumb_terminal:
-        return console
+    rich_console = Console()
+    if rich_console.is_terminal and not rich_console.is_dumb_terminal:
+        return rich_console
     return None

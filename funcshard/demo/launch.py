@@ -96,18 +96,18 @@ def _under_torchrun() -> bool:
 
 
 def _here(job: Callable[..., None], args: tuple[Any, ...], shape: Mapping[str, int]) -> int:
-    stop, torchrun = Stop(), _under_torchrun()
+    stop, is_torchrun = Stop(), _under_torchrun()
 
     def on_signal(again: bool) -> None:
         stop.requested = True
         # Why not under torchrun: it passes a signal on to ranks that may already have got it from
         # the terminal.
-        if not torchrun:
+        if not is_torchrun:
             _announce(again)
 
     with _on_signal(on_signal):
         try:
-            if torchrun and os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+            if is_torchrun and os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
                 _use_loopback()
             job(fs.init_mesh(shape), stop, *args)
             if dist.is_initialized():
@@ -260,13 +260,13 @@ def _wait(processes: list[Any], folder: Path) -> str:
 
 def _failure(rank: int, error: BaseException) -> str:
     """Return what the user reads of an error on a rank."""
-    lines = traceback.format_exception(error)
+    trace_lines = traceback.format_exception(error)
     if not os.environ.get("FUNCSHARD_TRACEBACK"):
-        lines = ["FUNCSHARD_TRACEBACK=1 in the environment shows the traceback"]
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    error_place = f"{Path(frame.filename).name}:{frame.lineno}, in {frame.name}"
+        trace_lines = ["FUNCSHARD_TRACEBACK=1 in the environment shows the traceback"]
+    last_frame = traceback.extract_tb(error.__traceback__)[-1]
+    error_place = f"{Path(last_frame.filename).name}:{last_frame.lineno}, in {last_frame.name}"
     title = f"funcshard: rank {rank} failed: {type(error).__name__}: {error} ({error_place})"
-    return "\n".join([title, *lines])
+    return "\n".join([title, *trace_lines])
 
 
 def _announce(again: bool) -> None:

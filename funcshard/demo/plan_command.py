@@ -131,11 +131,15 @@ def plan_command(options: argparse.Namespace) -> int:
     shown_items = _shown(options, _model(options))
     if options.html:
         _write_page(Path(options.html), shown_items)
-    plans = [plan for plan in shown_items if isinstance(plan, fs.Plan)]
+    shown_plans = [plan for plan in shown_items if isinstance(plan, fs.Plan)]
     # The plan alone, so that the output is a file for Plan.from_json.
-    print(plans[0].to_json() if options.json and plans else "\n\n".join(map(str, shown_items)))
-    reports = [report for report in shown_items if isinstance(report, Report | Infeasible)]
-    return int(bool(options.budget or options.auto) and not all(r.fits for r in reports))
+    print(
+        shown_plans[0].to_json()
+        if options.json and shown_plans
+        else "\n\n".join(map(str, shown_items))
+    )
+    shown_reports = [report for report in shown_items if isinstance(report, Report | Infeasible)]
+    return int(bool(options.budget or options.auto) and not all(r.fits for r in shown_reports))
 
 
 def _check_together(options: argparse.Namespace) -> None:

@@ -122,7 +122,7 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
         restored = fs.restore(last_checkpoint, plan, mesh)
         state, losses = restored["train"], restored["losses"].tolist()
         tell(f"Resumed from {last_checkpoint}", "bold")
-    first_step, saving = state.step, None
+    first_step, last_saving = state.step, None
 
     def model(inputs: torch.Tensor) -> torch.Tensor:
         return sharded(state.shards, state.buffers, inputs)
@@ -147,7 +147,7 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
         all_losses = torch.tensor(losses, dtype=torch.float64, device="cpu")
         path = settings.checkpoints / f"step-{state.step}"
         contents = {"train": state, "losses": all_losses}
-        return fs.save(path, contents, plan, mesh, wait=wait, after=saving, keep=2)
+        return fs.save(path, contents, plan, mesh, wait=wait, after=last_saving, keep=2)
 
     with progress("Training", settings.steps, quiet=not is_first, keep=True) as show:
         # Ranks agree before each step, because a step of some ranks alone would never end.
@@ -167,16 +167,16 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
             token_rate = tokens_per_step * (len(step_times) - 1) / (step_times[-1] - step_times[0])
             show(state.step, f"loss {recent_loss:.3f}  {token_rate:,.0f} tokens/s")
             if settings.save_every and state.step % settings.save_every == 0:
-                saving = save(wait=False)
-    seconds = time.perf_counter() - training_began
+                last_saving = save(wait=False)
+    training_seconds = time.perf_counter() - training_began
     if stop.happened:
         tell(f"Stopped after {state.step} of {settings.steps} steps", "bold yellow")
     # Why first: a later failure then loses no steps.
     if settings.save_every and state.step > first_step:
         if state.step % settings.save_every:
-            saving = save(wait=True)
-        elif saving is not None:
-            saving.wait()
+            last_saving = save(wait=True)
+        elif last_saving is not None:
+            last_saving.wait()
         tell(f"Saved the checkpoint {settings.checkpoints / f'step-{state.step}'}")
 
     state_dict = fs.to_state_dict(state.shards, plan, mesh)
@@ -191,7 +191,7 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
         )
     if not is_first:
         return
-    token_rate = tokens_per_step * (state.step - first_step) / seconds
+    token_rate = tokens_per_step * (state.step - first_step) / training_seconds
     summary = {
         "settings": asdict(settings),
         "mesh": mesh.shape,
@@ -201,7 +201,7 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
         "validation": {"before": loss_before, "after": loss_after, "unit": "nats per byte"},
         "losses": losses,
         "tokens_per_second": token_rate,
-        "seconds": {"training": seconds, "all": time.perf_counter() - job_began},
+        "seconds": {"training": training_seconds, "all": time.perf_counter() - job_began},
         "sample": sample_text,
     }
     metrics_text = json.dumps(summary, indent=1) + "\n"
@@ -211,7 +211,7 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
         for begin in range(0, max(1, len(line)), 90):
             say(f"  │ {line[begin : begin + 90]}".rstrip())
     say(
-        f"\n{state.step} steps in {seconds:.0f} s, {token_rate:,.0f} tokens/s; validation loss "
+        f"\n{state.step} steps in {training_seconds:.0f} s, {token_rate:,.0f} tokens/s; validation loss "
         f"{loss_before:.3f} → {loss_after:.3f} nats per byte",
         "bold green" if loss_after < loss_before else "bold",
     )
