@@ -77,8 +77,8 @@ def make_meter(
         values: dict[str, float] = {"step": state.step}
         for name, value in metrics.items():
             if isinstance(value, torch.Tensor) and value.numel() == 1:
-                value = value.item()
-            if isinstance(value, int | float):
+                values[name] = value.item()
+            elif isinstance(value, int | float):
                 values[name] = value
         current_time = time.perf_counter()
         num_steps, seconds = state.step - last_step, current_time - last_time
