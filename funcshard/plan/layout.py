@@ -71,7 +71,8 @@ def _laid_out(
         order = [leaf.index for buffer in buffers for leaf in buffer.leaves]
         positions = {index: position for position, index in enumerate(order)}
         members: tuple[str, ...] = ()
-        if len(paths[name]) > 1:
+        # A group may have one path, if its other modules have become units of full precision.
+        if paths[name] != (name,):
             # Why only some: a group enters a module for the leaves that it owns there.
             nodes = {
                 node for leaf in owned_leaves for path in leaf.paths for node in tree.upwards(path)

@@ -109,11 +109,12 @@ def names_in_order(params: Any, leaves: Sequence[Leaf]) -> tuple[str, ...]:
     """
     names: dict[str, None] = {}
     for path, leaf in tree.insertion_order(params):
-        prefix = prefix_of(path, next(iter(module_classes(leaf)), path))
+        state_names: tuple[str, ...] = getattr(leaf, "funcshard_names", ())
         # Why only for a new path: the first parameter of a module brings the names of all.
-        if path not in names and prefix is not None:
-            state_names: tuple[str, ...] = getattr(leaf, "funcshard_names", ())
-            names.update(dict.fromkeys(prefix + name for name in state_names))
+        if state_names and path not in names:
+            prefix = prefix_of(path, next(iter(module_classes(leaf))))
+            if prefix is not None:
+                names.update(dict.fromkeys(prefix + name for name in state_names))
         names[path] = None
     names.update(dict.fromkeys(path for leaf in leaves for path in leaf.paths))
     return tuple(names)

@@ -137,3 +137,18 @@ def test_a_unit_inside_a_full_precision_module_has_no_precision_unless_it_asks_f
     with pytest.warns(UserWarning, match="hold Exact"):
         plan = fs.make_plan(params, 2, units=units, precision=half)
     assert [plan.units[name].precision for name in units] == [half, None, None, half]
+
+
+def test_a_group_whose_other_module_computes_in_full_precision_keeps_one_module() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False), nn.Linear(2, 2))
+    apply, params, buffers = fs.make_functional(net)
+    with pytest.warns(UserWarning, match="hold BatchNorm1d: '1' become units of their own"):
+        plan = fs.make_plan(params, 2, units=[["0", "1"]], precision=fs.MixedPrecision(BF16))
+    assert [(unit.name, unit.members) for unit in plan.unit_list] == [("", ()), ("0+1", ("0",)), ("1", ())]
+    assert fs.Plan.from_json(plan.to_json()) == plan
+
+    def main(mesh):
+        sharded = fs.fully_shard(apply, plan, mesh)
+        return sharded(fs.shard(params, plan, mesh), buffers, torch.ones(3, 2)).dtype
+
+    assert fs.simulate(main, 2) == [BF16] * 2
