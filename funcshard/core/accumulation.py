@@ -36,20 +36,24 @@ def micro_batch_calls(
             "the function takes (shards, *rest, batch), the batch as its last positional argument"
         )
     *first_args, batch = rest
-    take = _stream(batch, micro_batches)
+    next_micro_batch = _stream(batch, micro_batches)
     if isinstance(reduce, Mapping):
         check_reduce_units(reduce, _unit_names(shards))
     # Why one function for all: each call takes the next micro-batch, just before its forward.
-    return [lambda local: loss_fn(local, *first_args, take(), **kwargs)] * micro_batches
+    return [lambda local: loss_fn(local, *first_args, next_micro_batch(), **kwargs)] * micro_batches
 
 
 def _unit_names(shards: Any) -> list[str]:
     """Return the names of the units in a tree that may hold the shards of several models."""
     if isinstance(shards, Mapping):
-        units = [str(name) for name, inner in shards.items() if isinstance(inner, Mapping)]
-        return units + [name for inner in shards.values() for name in _unit_names(inner)]
+        unit_names = [
+            str(name) for name, inner_shards in shards.items() if isinstance(inner_shards, Mapping)
+        ]
+        return unit_names + [
+            name for inner_shards in shards.values() for name in _unit_names(inner_shards)
+        ]
     if isinstance(shards, list | tuple):
-        return [name for inner in shards for name in _unit_names(inner)]
+        return [name for inner_shards in shards for name in _unit_names(inner_shards)]
     return []
 
 
@@ -72,10 +76,10 @@ def _stream(batches: Any, micro_batches: int) -> Callable[[], Any]:
             "trace records a step on one batch, and its graph cannot ask an iterator for "
             "micro-batches; found an iterator: pass the whole batch, which accumulate splits"
         )
-    taken = itertools.count()
+    taken_count = itertools.count()
 
     def take() -> Any:
-        batch_index = next(taken)
+        batch_index = next(taken_count)
         try:
             return next(batches)
         except StopIteration:
@@ -90,25 +94,27 @@ def _stream(batches: Any, micro_batches: int) -> Callable[[], Any]:
 
 def _split(batch: Any, micro_batches: int) -> list[Any]:
     """Split a pytree of tensors into equal parts along dim 0, as views."""
-    leaves, unflatten = tree.flatten(batch)
-    sizes = [
+    batch_leaves, unflatten = tree.flatten(batch)
+    leaf_sizes = [
         leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.ndim else type(leaf).__name__
-        for leaf in leaves
+        for leaf in batch_leaves
     ]
-    size = sizes[0] if sizes else None
+    batch_size = leaf_sizes[0] if leaf_sizes else None
     # Why no set: while fs.trace records, a size may be a symbol, which has no hash.
-    if not isinstance(size, int | torch.SymInt) or any(
-        isinstance(leaf_size, str) or leaf_size != size for leaf_size in sizes
+    if not isinstance(batch_size, int | torch.SymInt) or any(
+        isinstance(leaf_size, str) or leaf_size != batch_size for leaf_size in leaf_sizes
     ):
         raise ValueError(
             "the batch must be a pytree of tensors with one size of dim 0, along which it is "
-            f"split into micro-batches; found {sorted({*map(str, sizes)}) or 'no leaves'}: "
-            f"{_remedy(leaves)}"
+            f"split into micro-batches; found {sorted({*map(str, leaf_sizes)}) or 'no leaves'}: "
+            f"{_remedy(batch_leaves)}"
         )
-    if size == 0 or size % micro_batches:
+    if batch_size == 0 or batch_size % micro_batches:
         raise ValueError(
             f"dim 0 of the batch must be a multiple of the {micro_batches} micro-batches; found "
-            f"{size}: choose a divisor, or pad the batch and weigh the samples (weighted=True)"
+            f"{batch_size}: choose a divisor, or pad the batch and weigh the samples (weighted=True)"
         )
-    split = [leaf.split([size // micro_batches] * micro_batches) for leaf in leaves]
-    return [unflatten(list(part)) for part in zip(*split, strict=True)]
+    split_leaves = [
+        leaf.split([batch_size // micro_batches] * micro_batches) for leaf in batch_leaves
+    ]
+    return [unflatten(list(leaf_parts)) for leaf_parts in zip(*split_leaves, strict=True)]

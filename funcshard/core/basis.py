@@ -50,11 +50,11 @@ def current_loops() -> Loops:
 @contextlib.contextmanager
 def within(loops: Loops) -> Iterator[None]:
     """Take ``loops`` as running here, besides those of the frames."""
-    token = _known.set(loops)
+    context_token = _known.set(loops)
     try:
         yield
     finally:
-        _known.reset(token)
+        _known.reset(context_token)
 
 
 def below_transforms(f: Callable[..., T], *args: Any) -> T:
@@ -81,10 +81,10 @@ def noted(comm: Any) -> tuple[Any, BasisLoop | None]:
 
     ``comm`` is a ``BufferComm`` or an ``AxisComm``.
     """
-    loops = {**comm.loops, **current_loops()}
-    if not loops:
+    active_loops = {**comm.loops, **current_loops()}
+    if not active_loops:
         return comm, None
-    return dataclasses.replace(comm, loops=loops), loops.get(transform_level())
+    return dataclasses.replace(comm, loops=active_loops), active_loops.get(transform_level())
 
 
 def noted_outer(comm: BufferComm) -> BufferComm:
@@ -93,8 +93,8 @@ def noted_outer(comm: BufferComm) -> BufferComm:
     That gradient is taken by the innermost loop. So only the loops around that one differentiate
     it.
     """
-    loops = basis_loops(outer=True)
-    return dataclasses.replace(comm, loops=loops) if loops else comm
+    outer_loops = basis_loops(outer=True)
+    return dataclasses.replace(comm, loops=outer_loops) if outer_loops else comm
 
 
 def refuse_cut(comm: BufferComm, loop: BasisLoop | None, vector: str) -> None:
@@ -104,13 +104,13 @@ def refuse_cut(comm: BufferComm, loop: BasisLoop | None, vector: str) -> None:
     """
     if loop is None or not comm.topology.cut:
         return
-    place, index = _unit(comm), "k"
+    place, vector_index = _unit(comm), "k"
     if vector == "row":
-        place, index = f"the gradient of {place}", "i"
+        place, vector_index = f"the gradient of {place}", "i"
     raise RuntimeError(
         f"{_caller(loop)} would mix {vector}s at {place}, cut over {comm.mesh.shard.size} ranks: "
         "every rank takes the unit vectors of its own slice at the same time, so "
-        f"{vector} {index} would be the sum of {vector} {index} of every rank's slice; {_REMEDY}"
+        f"{vector} {vector_index} would be the sum of {vector} {vector_index} of every rank's slice; {_REMEDY}"
     )
 
 
@@ -125,8 +125,8 @@ def refuse_mixed_sum(comm: BufferComm, loop: BasisLoop | None) -> None:
     digest = hashlib.sha256()
     for tensor in loop.arguments:
         digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode() + unwrapped_bytes(tensor))
-    texts = all_gather_texts(comm.mesh, digest.hexdigest(), "the tensors of a basis")
-    if comm.topology.cut or any(rank_text != texts[0] for rank_text in texts):
+    rank_digests = all_gather_texts(comm.mesh, digest.hexdigest(), "the tensors of a basis")
+    if comm.topology.cut or any(rank_text != rank_digests[0] for rank_text in rank_digests):
         raise RuntimeError(
             f"{_caller(loop)} would mix columns at the gradient of {_unit(comm)}: the "
             f"{comm.mesh.world_size} ranks differentiate by tensors of their own at the same time, "
@@ -139,15 +139,15 @@ def refuse_mixed_ranks(comm: Any, loop: BasisLoop | None) -> None:
     """Raise if ``psum`` or the like would mix derivatives along unit vectors of several ranks."""
     if loop is None or comm.ranks == 1:
         return
-    vectors, source, call = "rows", "outputs", "vjp"
+    vector_kind, vector_source, product_name = "rows", "outputs", "vjp"
     if loop.arguments:
-        vectors, source, call = "columns", "arguments", "jvp"
+        vector_kind, vector_source, product_name = "columns", "arguments", "jvp"
     raise RuntimeError(
-        f"{_caller(loop)} would mix {vectors} at {comm.title} on {comm.ranks} ranks: every rank "
-        f"takes the unit vectors of its own {source} at the same time, and the collective would "
+        f"{_caller(loop)} would mix {vector_kind} at {comm.title} on {comm.ranks} ranks: every rank "
+        f"takes the unit vectors of its own {vector_source} at the same time, and the collective would "
         "mix the derivatives along them; take the collective of the transform's result, call "
         "torch.func.grad if the function returns one number, or "
-        f"torch.func.{call} with vectors of your own"
+        f"torch.func.{product_name} with vectors of your own"
     )
 
 

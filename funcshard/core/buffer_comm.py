@@ -87,12 +87,14 @@ class BufferComm:
 
     def __post_init__(self) -> None:
         # Why here: every gather asks for these.
-        label, dtypes = self.label, self.dtypes
+        buffer_label, dtypes = self.label, self.dtypes
         if self.unit is not None:
-            label = label or f"buffer {self.buffer!r} of unit {self.unit or '(root)'!r}"
+            buffer_label = (
+                buffer_label or f"buffer {self.buffer!r} of unit {self.unit or '(root)'!r}"
+            )
         is_moved = self.offload and self.topology.mesh.device.type != "cpu"
         is_cast = dtypes.gathered != dtypes.shard or dtypes.cast is not None
-        object.__setattr__(self, "label", label)
+        object.__setattr__(self, "label", buffer_label)
         object.__setattr__(self, "moved", is_moved)
         object.__setattr__(self, "copied", self.topology.cut or is_moved or is_cast)
         object.__setattr__(self, "leaf_views", tuple(map(_leaf_view, self.plan.leaves)))
@@ -146,8 +148,8 @@ class BufferComm:
 def _leaf_view(leaf: LeafSpec) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     """Return size, stride and offset of a leaf in its flat buffer."""
     strides = [1]
-    for size in reversed(leaf.shape[1:]):
-        strides.append(strides[-1] * max(size, 1))
+    for dim_size in reversed(leaf.shape[1:]):
+        strides.append(strides[-1] * max(dim_size, 1))
     return leaf.shape, tuple(reversed(strides[: len(leaf.shape)])), leaf.offset
 
 
@@ -181,15 +183,15 @@ def _to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, Work]:
     """Start to copy a tensor to pinned memory; it must live until the copy has ended."""
     if tensor.device.type == "cpu":
         return tensor, DONE
-    out = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    host_copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     if not tensor.is_cuda or recording_graph():
-        return out.copy_(tensor), DONE
+        return host_copy.copy_(tensor), DONE
     # Why another stream: the next shards travel the other way meanwhile, on the current one.
-    stream = torch.cuda.Stream(tensor.device)
-    stream.wait_stream(torch.cuda.current_stream(tensor.device))
-    with torch.cuda.stream(stream):
-        out.copy_(tensor, non_blocking=True)
-    return out, _HostCopy(stream.record_event())
+    copy_stream = torch.cuda.Stream(tensor.device)
+    copy_stream.wait_stream(torch.cuda.current_stream(tensor.device))
+    with torch.cuda.stream(copy_stream):
+        host_copy.copy_(tensor, non_blocking=True)
+    return host_copy, _HostCopy(copy_stream.record_event())
 
 
 # --- all-gather -----------------------------------------------------------------------------------
@@ -244,14 +246,14 @@ class AllGatherHandle:
         else:
             # Why the host too: when a step returns, the optimizer may write to the shard.
             self.copied.wait()
-            full, cast = self.work.wait(), self.comm.dtypes.cast
+            full_buffer, cast = self.work.wait(), self.comm.dtypes.cast
             if cast is not None:
-                full = self._cast(full, cast)
+                full_buffer = self._cast(full_buffer, cast)
             # Why not an uncopied one: it is the shard itself, which nobody may write to anyway.
             if not self.shared or not self.comm.copied:
-                return full
-            self.full = full
-            self.writes = 0 if full.is_inference() else version(full)
+                return full_buffer
+            self.full = full_buffer
+            self.writes = 0 if full_buffer.is_inference() else version(full_buffer)
             if cast is not None:
                 self.work = DONE  # frees the data as it was sent
         # Why clone: in inference mode no version counter shows that a use writes to shared memory.
@@ -261,14 +263,18 @@ class AllGatherHandle:
     def _cast(self, sent: torch.Tensor, cast: Cast) -> torch.Tensor:
         """Return the buffer that the user's ``cast`` makes of what the ranks sent."""
         comm, gathered_dtype = self.comm, self.comm.dtypes.gathered
-        full = cast.post_all_gather(sent.view(comm.plan.shards, -1))
-        if full.ndim != 1 or full.numel() < self.numel or full.dtype != gathered_dtype:
+        full_buffer = cast.post_all_gather(sent.view(comm.plan.shards, -1))
+        if (
+            full_buffer.ndim != 1
+            or full_buffer.numel() < self.numel
+            or full_buffer.dtype != gathered_dtype
+        ):
             raise ValueError(
                 f"the cast of {comm.label} must return, after gathering, a 1-D tensor of "
                 f"{self.numel} elements and {gathered_dtype}, its param_dtype; found "
-                f"{tuple(full.shape)} and {full.dtype}"
+                f"{tuple(full_buffer.shape)} and {full_buffer.dtype}"
             )
-        return full[: self.numel]
+        return full_buffer[: self.numel]
 
 
 def start_gather(
@@ -283,35 +289,35 @@ def start_gather(
         last: whether to gather along the last dim: ``[..., n]`` into ``[..., n * ranks]``.
     """
     dtypes = comm.dtypes
-    sent, copied = shard, DONE  # type: tuple[torch.Tensor, Work]
+    sent_data, device_copy = shard, DONE  # type: tuple[torch.Tensor, Work]
     if dtypes.cast is not None:
-        sent = dtypes.cast.pre_all_gather(shard)
-        if not isinstance(sent, torch.Tensor) or sent.ndim != 1:
-            shape_text = getattr(sent, "shape", type(sent).__name__)
+        sent_data = dtypes.cast.pre_all_gather(shard)
+        if not isinstance(sent_data, torch.Tensor) or sent_data.ndim != 1:
+            shape_text = getattr(sent_data, "shape", type(sent_data).__name__)
             raise ValueError(
                 f"the cast of {comm.label} must return, before gathering, a 1-D tensor, the data "
                 f"to send; found {shape_text}"
             )
     # Why before the conversion: the shard is in pinned memory, and the device is faster.
     if comm.moved:
-        sent, copied = _to_device(sent, comm.topology.mesh.device)
+        sent_data, device_copy = _to_device(sent_data, comm.topology.mesh.device)
     if dtypes.cast is None and dtypes.gathered is not dtypes.shard:
-        sent = sent.to(dtypes.gathered)
+        sent_data = sent_data.to(dtypes.gathered)
     if not comm.topology.cut:
-        return AllGatherHandle(PrivateAllGatherWork(sent), comm, shard.shape[0], copied)
-    ranks = comm.topology.mesh.shard.size
-    group = recorded_group("all_gather", comm, "shard", sent, sent.numel() * ranks)
-    sent = sent.contiguous()
-    is_flat = sent.ndim == 1
+        return AllGatherHandle(PrivateAllGatherWork(sent_data), comm, shard.shape[0], device_copy)
+    rank_count = comm.topology.mesh.shard.size
+    group = recorded_group("all_gather", comm, "shard", sent_data, sent_data.numel() * rank_count)
+    sent_data = sent_data.contiguous()
+    is_flat = sent_data.ndim == 1
     if is_flat and comm.own and isinstance(group, CustomGroup) and group.own_all_gather is not None:
-        work: AllGatherWork = group.start_all_gather(sent, comm.label)
+        work: AllGatherWork = group.start_all_gather(sent_data, comm.label)
     elif read_only and (last or is_flat) and dtypes.cast is None:
-        work = group.all_gather_shared(sent, label=comm.label)
+        work = group.all_gather_shared(sent_data, label=comm.label)
     elif last:
-        work = all_gather_last(group, sent, label=comm.label)
+        work = all_gather_last(group, sent_data, label=comm.label)
     else:
-        work = all_gather_private(group, sent, label=comm.label)
-    return AllGatherHandle(work, comm, shard.shape[0] * ranks, copied)
+        work = all_gather_private(group, sent_data, label=comm.label)
+    return AllGatherHandle(work, comm, shard.shape[0] * rank_count, device_copy)
 
 
 Handles = Sequence[AllGatherHandle]  # of the buffers of one unit
@@ -360,11 +366,11 @@ class ReduceHandle:
         # Without a reduce-scatter, the first of these axes is the one that was reduced already.
         for axis, _ in comm.topology.repeated[not comm.topology.cut :]:
             _start_all_reduce(self.out, comm, axis).wait()
-        out = _in_shard_dtype(self.out, comm)
+        shard_sum = _in_shard_dtype(self.out, comm)
         if not comm.moved:
-            return out
-        on_host, copy = self.copied or _to_host(out)
-        copy.wait()  # while ``out`` lives
+            return shard_sum
+        on_host, copy_work = self.copied or _to_host(shard_sum)
+        copy_work.wait()  # while ``out`` lives
         return on_host
 
 
@@ -383,9 +389,9 @@ def start_reduce(full: torch.Tensor, comm: BufferComm, *, donated: bool = False)
         comm: the communication of the buffer.
         donated: whether ``full`` may be overwritten.
     """
-    topology, reduced = comm.topology, comm.dtypes.reduced
-    if reduced is not None and full.dtype != reduced:
-        full, donated = full.to(reduced), True
+    topology, reduce_dtype = comm.topology, comm.dtypes.reduced
+    if reduce_dtype is not None and full.dtype != reduce_dtype:
+        full, donated = full.to(reduce_dtype), True
     full = full.contiguous()
     if topology.cut:
         return start_scatter(
@@ -419,12 +425,14 @@ def start_scatter(
 
     Several parts are only read.
     """
-    out = parts[0].new_empty(shape, dtype=comm.dtypes.reduced or parts[0].dtype)
-    numel = out.numel() * comm.topology.mesh.shard.size
-    group = recorded_group("reduce_scatter", comm, "shard", out, numel)
-    if comm.own and isinstance(group, CustomGroup) and out.ndim == 1:
-        return ReduceHandle(out, group.start_reduce_scatter(out, parts, comm.label), comm)
-    return ReduceHandle(out, group.reduce_scatter(out, parts, label=comm.label), comm)
+    shard_sum = parts[0].new_empty(shape, dtype=comm.dtypes.reduced or parts[0].dtype)
+    full_numel = shard_sum.numel() * comm.topology.mesh.shard.size
+    group = recorded_group("reduce_scatter", comm, "shard", shard_sum, full_numel)
+    if comm.own and isinstance(group, CustomGroup) and shard_sum.ndim == 1:
+        return ReduceHandle(
+            shard_sum, group.start_reduce_scatter(shard_sum, parts, comm.label), comm
+        )
+    return ReduceHandle(shard_sum, group.reduce_scatter(shard_sum, parts, label=comm.label), comm)
 
 
 def _start_all_reduce(tensor: torch.Tensor, comm: BufferComm, axis: str) -> Work:

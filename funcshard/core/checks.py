@@ -51,10 +51,10 @@ def check_shards(
 
     With a mesh, each unit's shard is checked too, as ``check_shard`` does.
     """
-    names = [unit.name for unit in plan.unit_list]
-    if not isinstance(shards, Mapping) or shards.keys() != set(names):
+    unit_names = [unit.name for unit in plan.unit_list]
+    if not isinstance(shards, Mapping) or shards.keys() != set(unit_names):
         raise ValueError(
-            f"shards must hold the units of the plan, {names[:6]}; found {outline(shards)}: "
+            f"shards must hold the units of the plan, {unit_names[:6]}; found {outline(shards)}: "
             f"{_cause(plan, shards)}"
         )
     if mesh is not None:
@@ -98,11 +98,13 @@ def check_cut(plan: Plan, shards: Any) -> None:
     check_shards(plan, shards)
     for unit in plan.unit_list:
         _check_keys(unit, shards[unit.name])
-        for buffer in unit.buffers:
-            local = shards[unit.name][buffer.key]
-            numel = tuple(local.shape[-1:]) if isinstance(local, torch.Tensor) else None
-            if local is not None and numel != (buffer.shard_numel,):
-                raise _wrong_shard(unit, buffer, local)
+        for buffer_plan in unit.buffers:
+            local_shard = shards[unit.name][buffer_plan.key]
+            local_numel = (
+                tuple(local_shard.shape[-1:]) if isinstance(local_shard, torch.Tensor) else None
+            )
+            if local_shard is not None and local_numel != (buffer_plan.shard_numel,):
+                raise _wrong_shard(unit, buffer_plan, local_shard)
 
 
 def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh, *, none_if_frozen: bool = False) -> None:
@@ -113,49 +115,51 @@ def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh, *, none_if_frozen: bool 
     """
     _check_keys(unit, shard)
     device_type = "cpu" if unit.offload else mesh.device.type
-    for buffer in unit.buffers:
-        local = shard[buffer.key]
-        if local is None and none_if_frozen and not buffer.trainable:
+    for buffer_plan in unit.buffers:
+        local_shard = shard[buffer_plan.key]
+        if local_shard is None and none_if_frozen and not buffer_plan.trainable:
             continue
-        if not isinstance(local, torch.Tensor) or local.shape != (buffer.shard_numel,):
-            raise _wrong_shard(unit, buffer, local)
-        title = f"shard {buffer.key!r} of unit {unit.title!r}"
-        if local.dtype != dtype_of(buffer.dtype):
+        if not isinstance(local_shard, torch.Tensor) or local_shard.shape != (
+            buffer_plan.shard_numel,
+        ):
+            raise _wrong_shard(unit, buffer_plan, local_shard)
+        shard_title = f"shard {buffer_plan.key!r} of unit {unit.title!r}"
+        if local_shard.dtype != dtype_of(buffer_plan.dtype):
             raise ValueError(
-                f"{title} must have dtype {buffer.dtype}; found {local.dtype}: a plan fixes the "
+                f"{shard_title} must have dtype {buffer_plan.dtype}; found {local_shard.dtype}: a plan fixes the "
                 "dtypes of its leaves; make a new plan from params of other dtypes"
             )
-        if local.device.type != device_type:
+        if local_shard.device.type != device_type:
             rule = f"on the mesh's device, {mesh.device}"
             remedy = "move the shards with .to(mesh.device), or build the mesh on that device"
             if unit.offload:
                 rule = "on the CPU, because the plan offloads the unit"
                 remedy = "make it with shard(params, plan, mesh), or make a plan without offload"
-            raise ValueError(f"{title} must be {rule}; found {local.device}: {remedy}")
+            raise ValueError(f"{shard_title} must be {rule}; found {local_shard.device}: {remedy}")
 
 
 def _check_keys(unit: UnitPlan, shard: Any) -> None:
     """Raise ``ValueError`` unless ``shard`` holds the buffers of a unit."""
-    keys = [buffer.key for buffer in unit.buffers]
-    if not isinstance(shard, Mapping) or shard.keys() != set(keys):
+    buffer_keys = [buffer.key for buffer in unit.buffers]
+    if not isinstance(shard, Mapping) or shard.keys() != set(buffer_keys):
         raise ValueError(
-            f"the shard of unit {unit.title!r} must hold the buffers {keys}; found {outline(shard)}: "
+            f"the shard of unit {unit.title!r} must hold the buffers {buffer_keys}; found {outline(shard)}: "
             f"pass shards[{unit.name!r}] of shards made with this plan"
         )
 
 
 def _wrong_shard(unit: UnitPlan, buffer: BufferPlan, local: Any) -> ValueError:
     """Return the error for a shard that has another shape, or is no tensor."""
-    title = f"shard {buffer.key!r} of unit {unit.title!r}"
+    shard_title = f"shard {buffer.key!r} of unit {unit.title!r}"
     if not isinstance(local, torch.Tensor):
         return ValueError(
-            f"{title} must be a tensor; found {type(local).__name__}: a tree of gradients holds "
+            f"{shard_title} must be a tensor; found {type(local).__name__}: a tree of gradients holds "
             "None for frozen shards alone; put zeros there to compute with it"
         )
-    donated = "donated to a training step, or " if tuple(local.shape) == (0,) else ""
+    donated_text = "donated to a training step, or " if tuple(local.shape) == (0,) else ""
     return ValueError(
-        f"{title} must have shape {(buffer.shard_numel,)}, one of {buffer.shards} shards; found "
-        f"{tuple(local.shape)}: it was {donated}cut by another plan, for another number of ranks, "
+        f"{shard_title} must have shape {(buffer.shard_numel,)}, one of {buffer.shards} shards; found "
+        f"{tuple(local.shape)}: it was {donated_text}cut by another plan, for another number of ranks, "
         "or not at all; make it with shard(params, plan, mesh)"
     )
 
@@ -226,11 +230,11 @@ def check_leaf(
 def other_leaves(by_path: Mapping[str, Any], plan: Plan) -> str:
     """Return which leaves of the plan are missing, and which paths are no leaf; "" if all fit."""
     known_paths = {path for leaf in plan.leaves for path in (leaf.path, *leaf.aliases)}
-    missing = sorted(leaf.path for leaf in plan.leaves if leaf.path not in by_path)[:3]
-    unexpected = sorted(by_path.keys() - known_paths)[:3]
-    if not missing and not unexpected:
+    missing_paths = sorted(leaf.path for leaf in plan.leaves if leaf.path not in by_path)[:3]
+    unexpected_paths = sorted(by_path.keys() - known_paths)[:3]
+    if not missing_paths and not unexpected_paths:
         return ""
-    return f"missing: {missing or 'nothing'}, unexpected: {unexpected or 'nothing'}"
+    return f"missing: {missing_paths or 'nothing'}, unexpected: {unexpected_paths or 'nothing'}"
 
 
 def can_cast(found: torch.dtype, wanted: torch.dtype) -> bool:

@@ -87,40 +87,38 @@ class LeafChecksums:
             for axes, values in values_by_axes.items()
         }
         own_text = json.dumps([fault is not None, sums_by_axes], sort_keys=True)
-        texts = all_gather_texts(mesh, own_text, "checksums")
-        if len(set(texts)) == 1 and fault is None:
+        rank_texts = all_gather_texts(mesh, own_text, "checksums")
+        if len(set(rank_texts)) == 1 and fault is None:
             return
         # Every rank has the same texts, so from here on every rank does the same.
-        faulty, rank_sums = zip(*map(json.loads, texts), strict=True)
-        if any(faulty):
+        fault_flags, rank_sums = zip(*map(json.loads, rank_texts), strict=True)
+        if any(fault_flags):
             raise_on_every_rank(mesh, fault)
         if not _differences(rank_sums, mesh):
             return
         own_sums = {name: (local, value.item()) for name, (local, value) in self.leaf_sums.items()}
-        texts = all_gather_texts(mesh, json.dumps(own_sums), "checksums of leaves")
-        rank_sums = tuple(map(json.loads, texts))
-        differences = _differences(rank_sums, mesh)
-        if differences:
-            self._raise_first(differences, len(set().union(*rank_sums)))
+        rank_texts = all_gather_texts(mesh, json.dumps(own_sums), "checksums of leaves")
+        rank_sums = tuple(map(json.loads, rank_texts))
+        leaf_differences = _differences(rank_sums, mesh)
+        if leaf_differences:
+            self._raise_first(leaf_differences, len(set().union(*rank_sums)))
 
     def _raise_first(self, differences: _Differences, leaf_count: int) -> None:
         """Name the first leaf that differs."""
-        name = min(differences, key=tree.natural_key)
-        local, ranks, groups = differences[name]
+        leaf_name = min(differences, key=tree.natural_key)
+        local_axes, sharing_group, equal_groups = differences[leaf_name]
         sharing_ranks = "every rank"
-        if len(ranks) < self.mesh.world_size:
-            sharing_ranks = f"{_named(ranks)}, which share it"
-        ranks_text = "; ".join([*map(_named, groups[:4]), *["…"] * (len(groups) > 4)])
+        if len(sharing_group) < self.mesh.world_size:
+            sharing_ranks = f"{_named(sharing_group)}, which share it"
+        ranks_text = "; ".join([*map(_named, equal_groups[:4]), *["…"] * (len(equal_groups) > 4)])
         remedy = self.remedy
         for axis, _ in self.mesh.axes:
-            if axis not in (*AXES, *local):
-                remedy += (
-                    f", or make_plan(local={{{name!r}: {axis!r}}}) if it differs along {axis!r}"
-                )
+            if axis not in (*AXES, *local_axes):
+                remedy += f", or make_plan(local={{{leaf_name!r}: {axis!r}}}) if it differs along {axis!r}"
                 break
         raise ValueError(
-            f"leaf {name!r} of {self.what} must have the same values on {sharing_ranks}; found "
-            f"{len(groups)} different ones, on {ranks_text} ({len(differences)} of {leaf_count} "
+            f"leaf {leaf_name!r} of {self.what} must have the same values on {sharing_ranks}; found "
+            f"{len(equal_groups)} different ones, on {ranks_text} ({len(differences)} of {leaf_count} "
             f"leaves differ): {remedy}"
         )
 
@@ -135,17 +133,19 @@ _Differences = dict[str, tuple[Sequence[str], list[int], list[list[int]]]]
 
 def _differences(rank_sums: Sequence[_Sums], mesh: Mesh) -> _Differences:
     """Return what differs; a rank that lacks a name is not compared: it may have pieces of it."""
-    differences: _Differences = {}
-    local_axes = {name: local for sums in rank_sums for name, (local, _) in sums.items()}
-    for name, local in local_axes.items():
+    leaf_differences: _Differences = {}
+    local_axes = {leaf_name: local for sums in rank_sums for leaf_name, (local, _) in sums.items()}
+    for leaf_name, local in local_axes.items():
         for ranks in _sharing(local, mesh):
             ranks_by_value: dict[int, list[int]] = {}
             for rank in ranks:
-                if name in rank_sums[rank]:
-                    ranks_by_value.setdefault(rank_sums[rank][name][1], []).append(rank)
+                if leaf_name in rank_sums[rank]:
+                    ranks_by_value.setdefault(rank_sums[rank][leaf_name][1], []).append(rank)
             if len(ranks_by_value) > 1:
-                differences.setdefault(name, (local, ranks, list(ranks_by_value.values())))
-    return differences
+                leaf_differences.setdefault(
+                    leaf_name, (local, ranks, list(ranks_by_value.values()))
+                )
+    return leaf_differences
 
 
 def check_tie(spec: LeafSpec, by_path: Mapping[str, Any], where: str) -> None:
@@ -194,27 +194,29 @@ def checksum(values: torch.Tensor, weights: torch.Tensor | None = None) -> torch
     """
     if weights is None:
         weights = checksum_weights(values.device)
-    raw = byte_view(values)
-    if raw.data_ptr() % 8 or raw.storage_offset() % 8:
-        raw = raw.clone()  # because it is read in words of 8 bytes
+    raw_bytes = byte_view(values)
+    if raw_bytes.data_ptr() % 8 or raw_bytes.storage_offset() % 8:
+        raw_bytes = raw_bytes.clone()  # because it is read in words of 8 bytes
     row_bytes = 8 * _COLUMNS
     block_bytes = row_bytes * _ROWS
-    whole_bytes = len(raw) // block_bytes * block_bytes
-    blocks = raw[:whole_bytes].view(torch.int64).view(whole_bytes // block_bytes, _ROWS, _COLUMNS)
-    last_rows = torch.nn.functional.pad(raw[whole_bytes:], (0, -len(raw) % row_bytes))
+    whole_bytes = len(raw_bytes) // block_bytes * block_bytes
+    whole_blocks = (
+        raw_bytes[:whole_bytes].view(torch.int64).view(whole_bytes // block_bytes, _ROWS, _COLUMNS)
+    )
+    last_rows = torch.nn.functional.pad(raw_bytes[whole_bytes:], (0, -len(raw_bytes) % row_bytes))
     last_block = last_rows.view(torch.int64).view(1, len(last_rows) // row_bytes, _COLUMNS)
     sums = []
-    for words in (*blocks.split(_PIECE), last_block):
+    for words in (*whole_blocks.split(_PIECE), last_block):
         # Why wide elements are folded: the sum is taken modulo 2**64, so the upper bits of a word
         # count for little. Of several narrow elements in a word, the lower ones count in full.
         if values.dtype.itemsize >= 8:
             words = _folded(words)
         # Why rows first: adding is twice as fast as multiplying.
         sums.append((words.sum(1) * weights).sum(1))
-    if not len(blocks):
+    if not len(whole_blocks):
         return sums[-1][0]
     block_sums = torch.cat(sums)
-    return (_folded(block_sums) * checksum_weights(raw.device, len(block_sums))).sum()
+    return (_folded(block_sums) * checksum_weights(raw_bytes.device, len(block_sums))).sum()
 
 
 def _folded(words: torch.Tensor) -> torch.Tensor:

@@ -63,19 +63,19 @@ def psum(x: T, mesh: Mesh, *, axis: Axis = None) -> T:
     Source: ``jax.lax.psum``.
     """
     _check_tensors("psum", x, adds=True)
-    names = _names(mesh, axis)
-    local = tuple(name for name in mesh.groups if name not in names)
+    axis_names = _names(mesh, axis)
+    other_axes = tuple(name for name in mesh.groups if name not in axis_names)
     note_collective(mesh)
     leaves, unflatten = tree.flatten(x)
-    paths = [""] if leaves and leaves[0] is x else tree.paths(x)
-    topology = Topology(mesh, False, local)
-    total: T = unflatten(
+    leaf_paths = [""] if leaves and leaves[0] is x else tree.paths(x)
+    topology = Topology(mesh, False, other_axes)
+    summed_tree: T = unflatten(
         [
-            Collective.apply(leaf, SumComm(topology, label=path))
-            for leaf, path in zip(leaves, paths, strict=True)
+            Collective.apply(summed_leaf, SumComm(topology, label=path))
+            for summed_leaf, path in zip(leaves, leaf_paths, strict=True)
         ]
     )
-    return total
+    return summed_tree
 
 
 def psum_world(x: T, mesh: Mesh) -> T:
@@ -108,10 +108,10 @@ def pmean(x: T, mesh: Mesh, *, axis: Axis = None) -> T:
 
     Source: ``jax.lax.pmean``.
     """
-    total = psum(x, mesh, axis=axis)
-    ranks = _count(mesh, axis)
-    mean: T = tree.map(lambda leaf: leaf / ranks, total)
-    return mean
+    summed_tree = psum(x, mesh, axis=axis)
+    rank_count = _count(mesh, axis)
+    mean_tree: T = tree.map(lambda leaf: leaf / rank_count, summed_tree)
+    return mean_tree
 
 
 @untraced
@@ -185,8 +185,8 @@ def all_gather(x: T, mesh: Mesh, *, axis: Axis = None, dim: int = 0, tiled: bool
     check_flag("tiled", tiled)
 
     def gathered(leaf: torch.Tensor, names: tuple[str, ...]) -> torch.Tensor:
-        place = _dim("all_gather", "dim", leaf, dim, extra=0 if tiled else 1)
-        return _join(_gather(leaf, mesh, names, "all_gather"), place, tiled)
+        dim_index = _dim("all_gather", "dim", leaf, dim, extra=0 if tiled else 1)
+        return _join(_gather(leaf, mesh, names, "all_gather"), dim_index, tiled)
 
     return _mapped("all_gather", x, mesh, gathered, axis)
 
@@ -221,13 +221,15 @@ def psum_scatter(x: T, mesh: Mesh, *, axis: Axis = None, dim: int = 0, tiled: bo
     check_flag("tiled", tiled)
 
     def scattered(leaf: torch.Tensor, names: tuple[str, ...]) -> torch.Tensor:
-        place = _dim("psum_scatter", "dim", leaf, dim)
-        rows = _split("psum_scatter", leaf, place, _count(mesh, names), tiled)
-        sizes = [mesh.groups[name].size for name in names]
-        rows = rows.reshape(*sizes, *rows.shape[1:])
+        dim_index = _dim("psum_scatter", "dim", leaf, dim)
+        rank_rows = _split("psum_scatter", leaf, dim_index, _count(mesh, names), tiled)
+        axis_sizes = [mesh.groups[name].size for name in names]
+        rank_rows = rank_rows.reshape(*axis_sizes, *rank_rows.shape[1:])
         for name in names:
-            rows = Collective.apply(rows, AxisComm("reduce_scatter", mesh, name, "psum_scatter"))
-        return rows
+            rank_rows = Collective.apply(
+                rank_rows, AxisComm("reduce_scatter", mesh, name, "psum_scatter")
+            )
+        return rank_rows
 
     return _mapped("psum_scatter", x, mesh, scattered, axis, adds=True)
 
@@ -273,12 +275,12 @@ def all_to_all(
 
     def exchanged(leaf: torch.Tensor, names: tuple[str, ...]) -> torch.Tensor:
         place = _dim("all_to_all", "split_dim", leaf, split_dim)
-        target = _dim("all_to_all", "concat_dim", leaf, concat_dim)
-        sizes = [mesh.groups[name].size for name in names]
-        rows = _split("all_to_all", leaf, place, math.prod(sizes), tiled)
-        row_shape = rows.shape[1:]
-        rows = rows.reshape(*sizes, *row_shape)
-        for dim_index, (name, size) in enumerate(zip(names, sizes, strict=True)):
+        concat_index = _dim("all_to_all", "concat_dim", leaf, concat_dim)
+        axis_sizes = [mesh.groups[name].size for name in names]
+        rank_rows = _split("all_to_all", leaf, place, math.prod(axis_sizes), tiled)
+        row_shape = rank_rows.shape[1:]
+        rank_rows = rank_rows.reshape(*axis_sizes, *row_shape)
+        for dim_index, (name, size) in enumerate(zip(names, axis_sizes, strict=True)):
             comm = AxisComm(
                 kind="all_to_all",
                 mesh=mesh,
@@ -288,8 +290,10 @@ def all_to_all(
                 receive=(1,) * size,
                 busiest=size - 1,
             )
-            rows = Collective.apply(rows.movedim(dim_index, 0), comm).movedim(0, dim_index)
-        return _join(rows.reshape(math.prod(sizes), *row_shape), target, tiled)
+            rank_rows = Collective.apply(rank_rows.movedim(dim_index, 0), comm).movedim(
+                0, dim_index
+            )
+        return _join(rank_rows.reshape(math.prod(axis_sizes), *row_shape), concat_index, tiled)
 
     return _mapped("all_to_all", x, mesh, exchanged, axis)
 
@@ -322,11 +326,11 @@ def ppermute(x: T, mesh: Mesh, perm: Iterable[tuple[int, int]], *, axis: Axis = 
 
     Source: ``jax.lax.ppermute``.
     """
-    names = _names(mesh, axis)
-    sizes = {name: mesh.groups[name].size for name in names}
-    place = lambda index: tuple(position_of(index, sizes).values())  # noqa: E731
-    index_pairs = _pairs(perm, math.prod(sizes.values()), names)
-    pairs = [(place(source), place(target)) for source, target in index_pairs]
+    axis_names = _names(mesh, axis)
+    axis_sizes = {name: mesh.groups[name].size for name in axis_names}
+    position_at = lambda index: tuple(position_of(index, axis_sizes).values())  # noqa: E731
+    index_pairs = _pairs(perm, math.prod(axis_sizes.values()), axis_names)
+    position_pairs = [(position_at(source), position_at(target)) for source, target in index_pairs]
     # Why in words: ranks with different pairs would wait for data that no rank sends. The words are
     # part of the collective's label, which has to be the same on every rank.
     pairs_text = str(sorted(index_pairs))
@@ -337,7 +341,9 @@ def ppermute(x: T, mesh: Mesh, perm: Iterable[tuple[int, int]], *, axis: Axis = 
         "ppermute",
         x,
         mesh,
-        lambda leaf, _: _permuted(leaf, mesh, names, pairs, f"ppermute by {pairs_text}"),
+        lambda leaf, _: _permuted(
+            leaf, mesh, axis_names, position_pairs, f"ppermute by {pairs_text}"
+        ),
         axis,
     )
 
@@ -360,10 +366,10 @@ def axis_index(mesh: Mesh, *, axis: Axis = None) -> int:
 
     Source: ``jax.lax.axis_index``.
     """
-    index = 0
+    rank_index = 0
     for name in _names(mesh, axis):
-        index = index * mesh.groups[name].size + mesh.groups[name].rank
-    return index
+        rank_index = rank_index * mesh.groups[name].size + mesh.groups[name].rank
+    return rank_index
 
 
 # --- one leaf -------------------------------------------------------------------------------------
@@ -427,27 +433,29 @@ def _permuted(
     own_position = tuple(mesh.groups[name].rank for name in names)
     # Under way a rank may hold several tensors, or none: the pairs of those, and their rows.
     held_pairs = [pair for pair in pairs if pair[0] == own_position]
-    rows, moved = leaf.unsqueeze(0)[: len(held_pairs)], False
+    held_rows, has_moved = leaf.unsqueeze(0)[: len(held_pairs)], False
     for i, name in enumerate(names):
         # The pairs whose tensors the ranks along this axis hold now: they have their target's
         # indices along earlier axes, and their source's along later ones.
-        neighbours = own_position[:i], own_position[i + 1 :]
-        line = [pair for pair in pairs if (pair[1][:i], pair[0][i + 1 :]) == neighbours]
-        moves = [(source[i], target[i]) for source, target in line if source[i] != target[i]]
-        if not moves:
+        own_line = own_position[:i], own_position[i + 1 :]
+        line_pairs = [pair for pair in pairs if (pair[1][:i], pair[0][i + 1 :]) == own_line]
+        moving_pairs = [
+            (source[i], target[i]) for source, target in line_pairs if source[i] != target[i]
+        ]
+        if not moving_pairs:
             continue  # every rank along the axis sees that nothing moves
         # The rows that are sent lie in the order of targets, and those received in that of sources.
-        order = sorted(
+        row_order = sorted(
             range(len(held_pairs)), key=lambda row: (held_pairs[row][1][i], held_pairs[row])
         )
-        if order != list(range(len(order))):
-            rows = torch.stack([rows[row] for row in order])
-        received_pairs = [pair for pair in line if pair[1][i] == own_position[i]]
+        if row_order != list(range(len(row_order))):
+            held_rows = torch.stack([held_rows[row] for row in row_order])
+        received_pairs = [pair for pair in line_pairs if pair[1][i] == own_position[i]]
         received_pairs.sort(key=lambda pair: (pair[0][i], pair))
         ranks = range(mesh.groups[name].size)
         sent_counts = Counter(target[i] for _, target in held_pairs)
         received_counts = Counter(source[i] for source, _ in received_pairs)
-        busiest = max(max(Counter(ends).values()) for ends in zip(*moves, strict=True))
+        busiest_rows = max(max(Counter(ends).values()) for ends in zip(*moving_pairs, strict=True))
         comm = AxisComm(
             kind="ppermute",
             mesh=mesh,
@@ -455,38 +463,38 @@ def _permuted(
             name=label,
             send=tuple([sent_counts[rank] for rank in ranks]),
             receive=tuple([received_counts[rank] for rank in ranks]),
-            busiest=busiest,
+            busiest=busiest_rows,
         )
-        rows = Collective.apply(rows, comm)
-        held_pairs, moved = received_pairs, True
+        held_rows = Collective.apply(held_rows, comm)
+        held_pairs, has_moved = received_pairs, True
     if held_pairs:
-        return rows[0] if moved else rows[0].clone()
+        return held_rows[0] if has_moved else held_rows[0].clone()
     # Why a sum, of no rows: a rank that receives zeros takes part in the backward too.
-    return rows.sum(0, dtype=rows.dtype)
+    return held_rows.sum(0, dtype=held_rows.dtype)
 
 
 def _split(caller: str, leaf: torch.Tensor, dim: int, ranks: int, tiled: bool) -> torch.Tensor:
     """Return the slices of ``leaf`` along ``dim``, one for each rank, stacked along dim 0."""
-    size = leaf.shape[dim]
+    dim_size = leaf.shape[dim]
     rule, remedy = f"a multiple of the {ranks} ranks", "pad it"
     if not tiled:
         rule = f"as large as the number of ranks, {ranks}"
-        if size % ranks == 0:
+        if dim_size % ranks == 0:
             remedy = "pass tiled=True"
-    if size % ranks or not (tiled or size == ranks):
+    if dim_size % ranks or not (tiled or dim_size == ranks):
         raise ValueError(
             f"{caller} cuts dim {dim} of its tensor into one slice for each rank, so it must be "
             f"{rule}; found the shape {tuple(leaf.shape)}: {remedy}"
         )
     if not tiled:
         return leaf.movedim(dim, 0)
-    return leaf.unflatten(dim, (ranks, size // ranks)).movedim(dim, 0)
+    return leaf.unflatten(dim, (ranks, dim_size // ranks)).movedim(dim, 0)
 
 
 def _join(rows: torch.Tensor, dim: int, tiled: bool) -> torch.Tensor:
     """Return the slices along dim 0 as a new dimension ``dim``, or concatenated along ``dim``."""
-    moved = rows.movedim(0, dim)
-    return moved.flatten(dim, dim + 1) if tiled else moved
+    moved_rows = rows.movedim(0, dim)
+    return moved_rows.flatten(dim, dim + 1) if tiled else moved_rows
 
 
 # --- arguments ------------------------------------------------------------------------------------
@@ -503,10 +511,10 @@ def _mapped(
 ) -> T:
     """Return ``f(leaf, names)`` of each leaf of ``x``; ``adds`` says whether it adds over ranks."""
     _check_tensors(caller, x, adds=adds)
-    names = _names(mesh, axis)
+    axis_names = _names(mesh, axis)
     note_collective(mesh)
-    leaves, unflatten = tree.flatten(x)
-    mapped_tree: T = unflatten([f(leaf, names) for leaf in leaves])
+    tree_leaves, unflatten = tree.flatten(x)
+    mapped_tree: T = unflatten([f(leaf, axis_names) for leaf in tree_leaves])
     return mapped_tree
 
 
@@ -561,15 +569,22 @@ def _dim(caller: str, name: str, leaf: torch.Tensor, dim: int, extra: int = 0) -
 def _pairs(perm: Any, ranks: int, names: Sequence[str]) -> list[tuple[int, int]]:
     """Return the pairs ``(source, target)`` after checking them."""
     try:
-        pairs = [(operator.index(source), operator.index(target)) for source, target in perm]
+        index_pairs = [(operator.index(source), operator.index(target)) for source, target in perm]
     except (TypeError, ValueError):
-        pairs = [(-1, -1)]
-    sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
-    inside = all(0 <= index < ranks for index in (*sources, *targets))
-    if not inside or len(set(sources)) < len(pairs) or len(set(targets)) < len(pairs):
+        index_pairs = [(-1, -1)]
+    source_indices, target_indices = (
+        [source for source, _ in index_pairs],
+        [target for _, target in index_pairs],
+    )
+    all_inside = all(0 <= index < ranks for index in (*source_indices, *target_indices))
+    if (
+        not all_inside
+        or len(set(source_indices)) < len(index_pairs)
+        or len(set(target_indices)) < len(index_pairs)
+    ):
         raise ValueError(
             f"perm must be pairs (source, target) of indices along {', '.join(names)}, from 0 to "
             f"{ranks - 1}, each source and each target once; found {perm!r}: a ring is [(i, (i + "
             f"1) % {ranks}) for i in range({ranks})]"
         )
-    return pairs
+    return index_pairs

@@ -85,28 +85,30 @@ def _form(leaf: LeafSpec, mesh: Mesh) -> DTensorForm | None:
         return None
     from torch.distributed.tensor import Replicate, Shard
 
-    shape = torch.Size(leaf.whole_shape)
-    stride = torch.empty(shape, device="meta", dtype=torch.float32).stride()
+    whole_shape = torch.Size(leaf.whole_shape)
+    whole_stride = torch.empty(whole_shape, device="meta", dtype=torch.float32).stride()
     placements = tuple(Replicate() if dim is None else Shard(dim) for _, dim in leaf.placements)
-    factor = math.prod(cut.ranks for cut in leaf.cuts)
-    return DTensorForm(_device_mesh(leaf, mesh), placements, shape, stride, leaf.path, factor)
+    grad_factor = math.prod(cut.ranks for cut in leaf.cuts)
+    return DTensorForm(
+        _device_mesh(leaf, mesh), placements, whole_shape, whole_stride, leaf.path, grad_factor
+    )
 
 
 def _device_mesh(leaf: LeafSpec, mesh: Mesh) -> DeviceMesh:
     """Return the part of the mesh's DeviceMesh that a leaf is placed on."""
-    names = {axis: name for name, axis in mesh.device_axes.items()}
-    axes = [axis for axis, _ in leaf.placements]
-    if mesh.device_mesh is None or not all(axis in names for axis in axes):
-        device_axes = f"whose DeviceMesh has {list(names)}"
+    device_names = {axis: name for name, axis in mesh.device_axes.items()}
+    leaf_axes = [axis for axis, _ in leaf.placements]
+    if mesh.device_mesh is None or not all(axis in device_names for axis in leaf_axes):
+        device_axes = f"whose DeviceMesh has {list(device_names)}"
         if mesh.device_mesh is None:
             device_axes = "without one"
         raise ValueError(
-            f"leaf {leaf.path!r} is a DTensor along {axes}, so the mesh must have a DeviceMesh with "
+            f"leaf {leaf.path!r} is a DTensor along {leaf_axes}, so the mesh must have a DeviceMesh with "
             f"these axes; found {mesh.shape} {device_axes}: use init_mesh or Mesh.from_device_mesh "
             "in real processes; simulated ranks have none"
         )
-    part: DeviceMesh = mesh.device_mesh[tuple(names[axis] for axis in axes)]
-    return part
+    leaf_mesh: DeviceMesh = mesh.device_mesh[tuple(device_names[axis] for axis in leaf_axes)]
+    return leaf_mesh
 
 
 def part_as_planned(leaf: LeafSpec, value: Any, mesh: Mesh, where: str) -> Any:
@@ -123,13 +125,13 @@ def part_as_planned(leaf: LeafSpec, value: Any, mesh: Mesh, where: str) -> Any:
     """
     if not leaf.placements or not is_dtensor(value):
         return value
-    form = _form(leaf, mesh)
-    assert form is not None
-    planned = form.device_mesh, form.placements, form.shape
-    if (value.device_mesh, value.placements, value.shape) != planned:
+    planned_form = _form(leaf, mesh)
+    assert planned_form is not None
+    planned_placement = planned_form.device_mesh, planned_form.placements, planned_form.shape
+    if (value.device_mesh, value.placements, value.shape) != planned_placement:
         raise ValueError(
-            f"leaf {leaf.path!r} of {where} must be a DTensor of shape {tuple(form.shape)}, placed "
-            f"by {form.placements} on {form.device_mesh}, as planned; found {tuple(value.shape)}, "
+            f"leaf {leaf.path!r} of {where} must be a DTensor of shape {tuple(planned_form.shape)}, placed "
+            f"by {planned_form.placements} on {planned_form.device_mesh}, as planned; found {tuple(value.shape)}, "
             f"{value.placements} on {value.device_mesh}: pass the params that the plan was made "
             "for, and make the mesh from their DeviceMesh"
         )
@@ -148,9 +150,9 @@ def as_dtensors(
         RuntimeError: the code runs inside a ``torch.func`` transform.
     """
     if transforms_active():
-        path = next(form.path for form in forms if form is not None)
+        first_path = next(form.path for form in forms if form is not None)
         raise RuntimeError(
-            f"leaf {path!r} is a DTensor, and DTensors do not run inside torch.func transforms: "
+            f"leaf {first_path!r} is a DTensor, and DTensors do not run inside torch.func transforms: "
             "use value_and_grad, or a model without DTensors, whose forward calls psum"
         )
     return [
@@ -175,5 +177,5 @@ class _AsDTensor(torch.autograd.Function):
             return None, None
         if grad.placements != form.placements:
             grad = grad.redistribute(placements=form.placements)
-        local = grad.to_local() if torch.is_grad_enabled() else local_part(grad)
-        return (local if form.factor == 1 else local * form.factor), None
+        local_grad = grad.to_local() if torch.is_grad_enabled() else local_part(grad)
+        return (local_grad if form.factor == 1 else local_grad * form.factor), None

@@ -37,9 +37,9 @@ _log = logging.getLogger("funcshard.core")
 
 def ravel(leaves: Sequence[torch.Tensor], buffer: BufferPlan) -> torch.Tensor:
     """Copy ``leaves`` into a new, zero-padded buffer ``[padded_numel]``; inverse of ``views``."""
-    parts = [leaf.reshape(-1) for leaf in leaves]
-    padding = buffer.padded_numel - buffer.numel
-    return torch.cat([*parts, parts[0].new_zeros(padding)])
+    flat_leaves = [leaf.reshape(-1) for leaf in leaves]
+    padding_numel = buffer.padded_numel - buffer.numel
+    return torch.cat([*flat_leaves, flat_leaves[0].new_zeros(padding_numel)])
 
 
 def views(full: torch.Tensor, buffer: BufferPlan) -> list[torch.Tensor]:
@@ -73,15 +73,15 @@ class ShardToLeaves(torch.autograd.Function):
         handle: AllGatherHandle | None,
         read_only: bool,
     ) -> Any:
-        full = (handle or start_gather(shard, comm, read_only=read_only, last=True)).finish()
+        full_buffer = (handle or start_gather(shard, comm, read_only=read_only, last=True)).finish()
         # Why ask: on one rank it is the shard itself, or a gradient in any layout.
-        if full.ndim > 1 or not full.is_contiguous():
-            return tuple(views(full, comm.plan))
-        begin = full.storage_offset()
+        if full_buffer.ndim > 1 or not full_buffer.is_contiguous():
+            return tuple(views(full_buffer, comm.plan))
+        buffer_begin = full_buffer.storage_offset()
         # Why not ``views``: this takes half the time.
         return tuple(
             [
-                full.as_strided(size, stride, begin + offset)
+                full_buffer.as_strided(size, stride, buffer_begin + offset)
                 for size, stride, offset in comm.leaf_views
             ]
         )
@@ -137,15 +137,15 @@ class LeavesToShard(torch.autograd.Function):
     @signed
     @unseen
     def forward(comm: BufferComm, device: torch.device, *leaves: torch.Tensor | None) -> Any:
-        batch_shape, rows = _rows(comm, device, leaves)
+        batch_shape, leaf_rows = _rows(comm, device, leaves)
         buffer = comm.plan
         if not comm.topology.cut:
-            full = torch.cat(rows, -1).view(*batch_shape, buffer.padded_numel)
-            return start_reduce(full, comm, donated=True).finish()
+            full_grad = torch.cat(leaf_rows, -1).view(*batch_shape, buffer.padded_numel)
+            return start_reduce(full_grad, comm, donated=True).finish()
         shard_numel = buffer.shard_numel
         if batch_shape:
-            rows = _by_rank(rows, shard_numel, buffer.shards)
-        return start_scatter(rows, (*batch_shape, shard_numel), comm).finish()
+            leaf_rows = _by_rank(leaf_rows, shard_numel, buffer.shards)
+        return start_scatter(leaf_rows, (*batch_shape, shard_numel), comm).finish()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -160,8 +160,8 @@ class LeavesToShard(torch.autograd.Function):
         refuse_cut(ctx.comm, ctx.loop, "row")
         # Why not read-only: autograd may add other gradients to these in place.
         leaves = ShardToLeaves.apply(grad, ctx.comm.plain, None, None, False)
-        pairs = zip(leaves, ctx.has_leaf, strict=True)
-        return None, None, *(leaf if has_leaf else None for leaf, has_leaf in pairs)
+        leaf_pairs = zip(leaves, ctx.has_leaf, strict=True)
+        return None, None, *(leaf if has_leaf else None for leaf, has_leaf in leaf_pairs)
 
     @staticmethod
     def jvp(ctx: Any, _comm: None, _device: None, *leaves: torch.Tensor | None) -> Any:
@@ -191,22 +191,24 @@ def _rows(
     two, because a single one would be taken for memory that a reduction may write to.
     """
     buffer = comm.plan
-    pairs = list(zip(buffer.leaves, leaves, strict=True))
-    like = torch.empty(0, dtype=dtype_of(buffer.dtype), device=device)
+    leaf_pairs = list(zip(buffer.leaves, leaves, strict=True))
+    like_tensor = torch.empty(0, dtype=dtype_of(buffer.dtype), device=device)
     batch_shape: tuple[int, ...] = ()
-    for spec, leaf in pairs:
+    for spec, leaf in leaf_pairs:
         if leaf is not None:
-            like, batch_shape = leaf, tuple(leaf.shape[: leaf.ndim - len(spec.shape)])
+            like_tensor, batch_shape = leaf, tuple(leaf.shape[: leaf.ndim - len(spec.shape)])
             break
     row_dims = (math.prod(batch_shape),)[: len(batch_shape)]
-    rows = []
-    for spec, leaf in pairs:
-        shape = (*row_dims, spec.numel)
-        rows.append(like.new_zeros(shape) if leaf is None else _flat(leaf, shape, comm))
-    padding = buffer.padded_numel - buffer.numel
-    if padding or len(rows) == 1:
-        rows.append(like.new_zeros((*row_dims, padding)))
-    return batch_shape, rows
+    leaf_rows = []
+    for spec, leaf in leaf_pairs:
+        row_shape = (*row_dims, spec.numel)
+        leaf_rows.append(
+            like_tensor.new_zeros(row_shape) if leaf is None else _flat(leaf, row_shape, comm)
+        )
+    padding_numel = buffer.padded_numel - buffer.numel
+    if padding_numel or len(leaf_rows) == 1:
+        leaf_rows.append(like_tensor.new_zeros((*row_dims, padding_numel)))
+    return batch_shape, leaf_rows
 
 
 def _flat(leaf: torch.Tensor, shape: tuple[int, ...], comm: BufferComm) -> torch.Tensor:
@@ -220,17 +222,20 @@ def _flat(leaf: torch.Tensor, shape: tuple[int, ...], comm: BufferComm) -> torch
 
 def _by_rank(rows: Sequence[torch.Tensor], shard_numel: int, ranks: int) -> list[torch.Tensor]:
     """Return 1-D tensors whose concatenation is each rank's slices of all rows, in rank order."""
-    parts: list[torch.Tensor] = []
+    rank_parts: list[torch.Tensor] = []
     for rank in range(ranks):
-        begin, end = rank * shard_numel, (rank + 1) * shard_numel
-        slices, offset = [], 0
+        slice_begin, slice_end = rank * shard_numel, (rank + 1) * shard_numel
+        row_slices, row_offset = [], 0
         for row in rows:
-            first, last = max(begin - offset, 0), min(end - offset, row.shape[-1])
-            if first < last:  # the row has elements in this rank's slice
-                slices.append(row[:, first:last].unbind(0))
-            offset += row.shape[-1]
-        parts += [part for columns in zip(*slices, strict=True) for part in columns]
-    return parts
+            first_column, last_column = (
+                max(slice_begin - row_offset, 0),
+                min(slice_end - row_offset, row.shape[-1]),
+            )
+            if first_column < last_column:  # the row has elements in this rank's slice
+                row_slices.append(row[:, first_column:last_column].unbind(0))
+            row_offset += row.shape[-1]
+        rank_parts += [part for columns in zip(*row_slices, strict=True) for part in columns]
+    return rank_parts
 
 
 # --- flat tensors of no unit, without autograd ----------------------------------------------------

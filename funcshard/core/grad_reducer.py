@@ -81,9 +81,9 @@ class LeafGradient:
 
     def take_total(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return ``total`` and ``direct``, and forget them."""
-        taken = self.total, self.direct
+        taken_sums = self.total, self.direct
         self.total = self.direct = None
-        return taken
+        return taken_sums
 
 
 class KeptUnit(NamedTuple):
@@ -113,11 +113,13 @@ class KeptUnit(NamedTuple):
 
     def serves(self, shards: Sequence[torch.Tensor], comms: Sequence[BufferComm]) -> bool:
         """Return whether gathering these shards would give what the handles have."""
-        same = len(shards) == len(self.shards) and all(map(operator.is_, shards, self.shards))
-        if not same or not (self.comms is comms or self.comms == comms):
+        same_shards = len(shards) == len(self.shards) and all(
+            map(operator.is_, shards, self.shards)
+        )
+        if not same_shards or not (self.comms is comms or self.comms == comms):
             return False
-        unchanged = [version(shard) for shard in shards] == self.versions
-        return unchanged and all(handle.unwritten for handle in self.handles)
+        same_versions = [version(shard) for shard in shards] == self.versions
+        return same_versions and all(handle.unwritten for handle in self.handles)
 
 
 class GradReducer:
@@ -169,15 +171,15 @@ class GradReducer:
         self.at_end: list[Callable[[], None]] = []
         self.leaf_by_id = {id(shard): leaf for shard, leaf in zip(leaves, self.leaves, strict=True)}
         self._on_grad, self._on_scattered, self._reduce = on_grad, on_scattered, reduce
-        hooks = {"on_grads": on_grad, "on_reduce_scattered": on_scattered}
-        self._hook = next((name for name, hook in hooks.items() if hook is not None), "")
+        hook_by_name = {"on_grads": on_grad, "on_reduce_scattered": on_scattered}
+        self._hook = next((name for name, hook in hook_by_name.items() if hook is not None), "")
         # Autograd's number of this reducer's backward, while that runs.
         self._task: int | None = None
         self._accumulating = False
         self.zero_weight = False
         self._running: list[tuple[LeafGradient, ReduceHandle]] = []
-        for leaf, parts in zip(self.leaves, gathered, strict=False):
-            leaf.gathered = parts
+        for leaf, gathered_leaves in zip(self.leaves, gathered, strict=False):
+            leaf.gathered = gathered_leaves
 
     # --- forward ----------------------------------------------------------------------------------
 
@@ -200,14 +202,14 @@ class GradReducer:
     def _check_computed(self, shard: torch.Tensor, comm: BufferComm) -> None:
         """Raise if a shard that is no leaf needs to be one."""
         unit_name = comm.unit or ""
-        feature = self._hook
-        if not feature and (mode := unit_mode(self._reduce, unit_name)) != "each":
-            feature = f"reduce={mode!r}"
+        feature_name = self._hook
+        if not feature_name and (mode := unit_mode(self._reduce, unit_name)) != "each":
+            feature_name = f"reduce={mode!r}"
         # Why unwrapped: inside torch.func.jvp a shard does not say that it requires a gradient.
         has_grad = shard.requires_grad or (self._hook and unwrapped(shard).requires_grad)
-        if feature and comm.plan.trainable and has_grad and torch.is_grad_enabled():
+        if feature_name and comm.plan.trainable and has_grad and torch.is_grad_enabled():
             raise ValueError(
-                f"{feature} needs shards that are gathered as they are; the shard {comm.buffer!r} "
+                f"{feature_name} needs shards that are gathered as they are; the shard {comm.buffer!r} "
                 f"of unit {unit_name or '(root)'!r} was computed from others, by arithmetic or by a "
                 "torch.func transform inside loss_fn or by remat under one: leave this out, or "
                 "compute the shard before"
@@ -220,12 +222,12 @@ class GradReducer:
             comms: the communication of each buffer, which must be that of the first gather.
             shard: the unit's shard, which must be unchanged since the first gather.
         """
-        shards = [shard[comm.buffer] for comm in comms]
-        first_leaf = self.leaf_by_id.get(id(shards[0])) if shards else None
+        unit_shards = [shard[comm.buffer] for comm in comms]
+        first_leaf = self.leaf_by_id.get(id(unit_shards[0])) if unit_shards else None
         if first_leaf is None or first_leaf.kept is None:
             return None
-        kept = first_leaf.kept
-        return kept.handles if kept.serves(shards, comms) else None
+        kept_unit = first_leaf.kept
+        return kept_unit.handles if kept_unit.serves(unit_shards, comms) else None
 
     def keep(
         self,
@@ -235,21 +237,23 @@ class GradReducer:
         handles: Handles,
     ) -> None:
         """Keep a unit gathered; see ``Unshard.stay_gathered``. Its shards have to be leaves."""
-        shards = [shard[comm.buffer] for comm in comms]
-        leaves = [leaf for local in shards if (leaf := self.leaf_by_id.get(id(local))) is not None]
-        if len(leaves) == len(shards) and any(comm.copied for comm in comms):
+        unit_shards = [shard[comm.buffer] for comm in comms]
+        leaf_gradients = [
+            leaf for local in unit_shards if (leaf := self.leaf_by_id.get(id(local))) is not None
+        ]
+        if len(leaf_gradients) == len(unit_shards) and any(comm.copied for comm in comms):
             for handle in handles:
                 handle.share()
-            kept = KeptUnit(
+            kept_unit = KeptUnit(
                 unit=unit,
-                leaves=leaves,
-                shards=shards,
-                versions=[version(local) for local in shards],
+                leaves=leaf_gradients,
+                shards=unit_shards,
+                versions=[version(local) for local in unit_shards],
                 comms=comms,
                 handles=handles,
             )
-            for leaf in leaves:
-                leaf.kept = kept
+            for leaf in leaf_gradients:
+                leaf.kept = kept_unit
 
     def expect(self, shard: torch.Tensor, gathered: torch.Tensor) -> None:
         """Expect a gradient of ``shard`` if autograd records its gather.
@@ -311,8 +315,8 @@ class GradReducer:
         if not more_awaited and leaf.kept is not None:
             self._drop_kept(leaf.kept)
         if self._reduce != "each" and not leaf.mode:
-            chosen, topology = unit_mode(self._reduce, comm.unit or ""), comm.topology
-            leaf.mode = buffer_mode(chosen, cut=topology.cut, repeated=bool(topology.repeated))
+            chosen_mode, topology = unit_mode(self._reduce, comm.unit or ""), comm.topology
+            leaf.mode = buffer_mode(chosen_mode, cut=topology.cut, repeated=bool(topology.repeated))
         is_held = leaf.mode == "once"
         if self.zero_weight or is_held or self._hook:
             # Why cat: of one part it makes a copy, too, which is held or written to.
@@ -337,8 +341,8 @@ class GradReducer:
         for leaf in self.leaves:
             leaf.awaited = 0
             if leaf.held is not None and leaf.comm is not None and not self._accumulating:
-                parts, leaf.held = [leaf.held], None
-                self._start(leaf, parts, leaf.comm)
+                grad_parts, leaf.held = [leaf.held], None
+                self._start(leaf, grad_parts, leaf.comm)
         while self._running:
             self._finish_oldest()
         for leaf in self.leaves:
@@ -346,8 +350,8 @@ class GradReducer:
                 self._drop_kept(leaf.kept)
             if leaf.partial is not None and leaf.comm is not None and not self._accumulating:
                 # The last backward did not reach the leaf.
-                partial, leaf.partial = leaf.partial, None
-                self._running.append((leaf, ReduceHandle(partial, DONE, leaf.comm)))
+                partial_sum, leaf.partial = leaf.partial, None
+                self._running.append((leaf, ReduceHandle(partial_sum, DONE, leaf.comm)))
                 self._finish_oldest()
         _log.debug("root post_backward")
 
@@ -375,38 +379,38 @@ class GradReducer:
             parts = _divided(leaf, parts, comm)
         if self._on_scattered is not None and not comm.topology.cut:
             self._on_scattered(comm.unit or "", comm.plan, parts[0])
-        for _, handle in self._running:
-            handle.wait_comm()  # so that its memory is free before the next one takes more
+        for _, running_handle in self._running:
+            running_handle.wait_comm()  # so that its memory is free before the next one takes more
         self._running.append((leaf, start_reduce_parts(parts, comm)))
         while len(self._running) > _MOST_RUNNING:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        leaf, handle = self._running.pop(0)
-        comm = handle.comm
-        waits = leaf.mode == "shard_each" and self._accumulating
-        has_stages = waits or leaf.partial is not None or self._on_scattered is not None
+        leaf, reduce_handle = self._running.pop(0)
+        comm = reduce_handle.comm
+        awaits_more = leaf.mode == "shard_each" and self._accumulating
+        has_stages = awaits_more or leaf.partial is not None or self._on_scattered is not None
         if has_stages and comm.topology.cut:
-            handle.work.wait()
+            reduce_handle.work.wait()
             if leaf.partial is not None:
-                handle.out.add_(leaf.partial)
+                reduce_handle.out.add_(leaf.partial)
                 leaf.partial = None
-            if waits:
-                leaf.partial = handle.out
+            if awaits_more:
+                leaf.partial = reduce_handle.out
                 return
             if self._on_scattered is not None:
-                self._on_scattered(comm.unit or "", comm.plan, handle.out)
-        reduced = handle.finish()
+                self._on_scattered(comm.unit or "", comm.plan, reduce_handle.out)
+        reduced_grad = reduce_handle.finish()
         # A shard that is gathered twice in one call has two reductions, which add up in the order
         # of backward.
-        leaf.total = reduced if leaf.total is None else leaf.total.add_(reduced)
+        leaf.total = reduced_grad if leaf.total is None else leaf.total.add_(reduced_grad)
 
 
 def _divided(leaf: LeafGradient, parts: list[torch.Tensor], comm: BufferComm) -> list[torch.Tensor]:
     """Return a leaf's gradient, divided as ``MixedPrecision.divide_before_reduce`` says."""
-    ranks = comm.plan.shards * math.prod(group.size for _, group in comm.topology.repeated)
+    rank_count = comm.plan.shards * math.prod(group.size for _, group in comm.topology.repeated)
     divisor = 1
-    while divisor * divisor < ranks:
+    while divisor * divisor < rank_count:
         divisor *= 2
     if divisor == 1:
         return parts
@@ -423,12 +427,12 @@ _current: contextvars.ContextVar[GradReducer | None] = contextvars.ContextVar(
 @contextlib.contextmanager
 def activate(reducer: GradReducer) -> Iterator[GradReducer]:
     """Let units find ``reducer`` in the ``with`` block; the innermost of nested blocks counts."""
-    token = _current.set(reducer)
+    context_token = _current.set(reducer)
     try:
         yield reducer
     finally:
         reducer.close()
-        _current.reset(token)
+        _current.reset(context_token)
 
 
 def current_reducer() -> GradReducer | None:

@@ -59,13 +59,13 @@ class GradientOptions:
                 f"mesh must be a Mesh, or None; found {type(self.mesh).__name__}: pass the result "
                 "of init_mesh, by name"
             )
-        for name in ("has_aux", "weighted", "allow_constant"):
-            check_flag(name, getattr(self, name))
-        for name, parameters in _HOOKS.items():
-            hook = getattr(self, name)
+        for option_name in ("has_aux", "weighted", "allow_constant"):
+            check_flag(option_name, getattr(self, option_name))
+        for option_name, parameters in _HOOKS.items():
+            hook = getattr(self, option_name)
             if hook is not None and not callable(hook):
                 raise TypeError(
-                    f"{name} must be a function of {parameters}, or None; found {hook!r}"
+                    f"{option_name} must be a function of {parameters}, or None; found {hook!r}"
                 )
         if self.divisor is not None:
             check_number(
@@ -86,8 +86,10 @@ class GradientOptions:
             others: further options of that function.
         """
         if self.mesh is not None:
-            values = {**others, **{name: getattr(self, name) for name in names}}
-            check_once(self.mesh, {name: text_of(value) for name, value in values.items()}, called)
+            option_values = {**others, **{name: getattr(self, name) for name in names}}
+            check_once(
+                self.mesh, {name: text_of(value) for name, value in option_values.items()}, called
+            )
 
 
 # --- functions of the user that see gradients -----------------------------------------------------
@@ -102,28 +104,28 @@ def gradient_hook(on_grads: OnGrads) -> OnGrad:
 
     @torch.no_grad()
     def call(unit: str, buffer: BufferPlan, full: torch.Tensor) -> None:
-        paths = [leaf.path for leaf in buffer.leaves]
-        grads = dict(zip(paths, views(full, buffer), strict=True))
-        replaced = on_grads(unit, dict(grads))
-        if replaced is None:
+        leaf_paths = [leaf.path for leaf in buffer.leaves]
+        grad_views = dict(zip(leaf_paths, views(full, buffer), strict=True))
+        replaced_grads = on_grads(unit, dict(grad_views))
+        if replaced_grads is None:
             return
-        title = unit or "(root)"
-        unknown_paths: Any = outline(replaced)
-        if isinstance(replaced, Mapping):
-            unknown_paths = sorted(replaced.keys() - grads.keys())
+        unit_title = unit or "(root)"
+        unknown_paths: Any = outline(replaced_grads)
+        if isinstance(replaced_grads, Mapping):
+            unknown_paths = sorted(replaced_grads.keys() - grad_views.keys())
         if unknown_paths:
             raise ValueError(
-                f"on_grads must return None, or a dictionary from paths of unit {title!r} to "
-                f"gradients; found {unknown_paths}, the paths are {paths[:6]}"
+                f"on_grads must return None, or a dictionary from paths of unit {unit_title!r} to "
+                f"gradients; found {unknown_paths}, the paths are {leaf_paths[:6]}"
             )
-        for path, grad in replaced.items():
-            if grad.shape != grads[path].shape:
+        for path, grad in replaced_grads.items():
+            if grad.shape != grad_views[path].shape:
                 raise ValueError(
                     f"on_grads must return gradients of their leaves' shapes; for {path!r} of unit "
-                    f"{title!r} found {tuple(grad.shape)} instead of {tuple(grads[path].shape)}"
+                    f"{unit_title!r} found {tuple(grad.shape)} instead of {tuple(grad_views[path].shape)}"
                 )
-            if grad is not grads[path]:
-                grads[path].copy_(grad)
+            if grad is not grad_views[path]:
+                grad_views[path].copy_(grad)
 
     return call
 
@@ -136,15 +138,15 @@ def scattered_hook(on_reduce_scattered: OnReduceScattered) -> OnGrad:
 
     @torch.no_grad()
     def call(unit: str, buffer: BufferPlan, partial: torch.Tensor) -> None:
-        replaced = on_reduce_scattered(unit, buffer.key, partial)
-        if replaced is None or replaced is partial:
+        replaced_sum = on_reduce_scattered(unit, buffer.key, partial)
+        if replaced_sum is None or replaced_sum is partial:
             return
-        if not isinstance(replaced, torch.Tensor) or replaced.shape != partial.shape:
+        if not isinstance(replaced_sum, torch.Tensor) or replaced_sum.shape != partial.shape:
             raise ValueError(
                 "on_reduce_scattered must return None, or a tensor of the shape that it got; for "
-                f"buffer {buffer.key!r} of unit {unit or '(root)'!r} found {outline(replaced)} "
+                f"buffer {buffer.key!r} of unit {unit or '(root)'!r} found {outline(replaced_sum)} "
                 f"instead of {tuple(partial.shape)}"
             )
-        partial.copy_(replaced)
+        partial.copy_(replaced_sum)
 
     return call

@@ -248,17 +248,17 @@ def accumulate(
 
 def check_callable(caller: str, loss_fn: Any) -> None:
     """Raise ``TypeError`` unless ``loss_fn`` is a function, and no module, which has no shards."""
-    rule = f"{caller} takes a function loss_fn(shards, ...) that returns a loss"
+    call_rule = f"{caller} takes a function loss_fn(shards, ...) that returns a loss"
     if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
         raise TypeError(
-            f"{rule}; found a module with parameters of its own, {type(loss_fn).__name__}, which "
+            f"{call_rule}; found a module with parameters of its own, {type(loss_fn).__name__}, which "
             "are no shards: call the function of fully_shard inside loss_fn"
         )
     if not callable(loss_fn):
         remedy = "pass a function"
         if isinstance(loss_fn, torch.Tensor):
             remedy = "pass the function that computes the loss, not its result"
-        raise TypeError(f"{rule}; found {type(loss_fn).__name__}: {remedy}")
+        raise TypeError(f"{call_rule}; found {type(loss_fn).__name__}: {remedy}")
 
 
 def gradient_function(loss_fn: Callable[..., Any], options: GradientOptions) -> GradientFunction:
@@ -298,11 +298,13 @@ class GradientFunction:
     def __call__(self, shards: Any, /, *rest: Any, **kwargs: Any) -> tuple[Any, Any]:
         loss_fn, options = self.loss_fn, self.options
         if self.micro_batches is None:
-            calls = [lambda local: loss_fn(local, *rest, **kwargs)]
-            result, grads = evaluate(shards, calls, options)
+            loss_calls = [lambda local: loss_fn(local, *rest, **kwargs)]
+            result, grads = evaluate(shards, loss_calls, options)
             return result.value(result.aux[0], options), grads
-        calls = micro_batch_calls(loss_fn, self.micro_batches, options.reduce, shards, rest, kwargs)
-        result, grads = evaluate(shards, calls, options)
+        loss_calls = micro_batch_calls(
+            loss_fn, self.micro_batches, options.reduce, shards, rest, kwargs
+        )
+        result, grads = evaluate(shards, loss_calls, options)
         return result.value(result.aux, options), grads
 
 
@@ -347,52 +349,59 @@ def evaluate(
             "transform; use torch.func.grad there, which adds gradients over ranks, and divide "
             "them by mesh.world_size"
         )
-    leaves, unflatten = tree.flatten(shards)
-    local = [leaf.detach().requires_grad_(_differentiable(leaf)) for leaf in leaves]
+    shard_leaves, unflatten = tree.flatten(shards)
+    local_leaves = [leaf.detach().requires_grad_(_differentiable(leaf)) for leaf in shard_leaves]
     on_grad = on_scattered = None
     if options.on_grads is not None:
         on_grad = gradient_hook(options.on_grads)
     if options.on_reduce_scattered is not None:
         on_scattered = scattered_hook(options.on_reduce_scattered)
     reducer = GradReducer(
-        local, on_grad=on_grad, on_scattered=on_scattered, reduce=options.reduce, mesh=options.mesh
+        local_leaves,
+        on_grad=on_grad,
+        on_scattered=on_scattered,
+        reduce=options.reduce,
+        mesh=options.mesh,
     )
     weighted = options.weighted
     # The losses of this rank, multiplied by their factors, and the sum of its weights.
-    losses: list[torch.Tensor] = []
-    auxes, own_weight = [], 0.0
+    loss_values: list[torch.Tensor] = []
+    aux_values, own_weight = [], 0.0
     with activate(reducer), torch.enable_grad():
         for batch_index, call in enumerate(calls):
-            loss, weight, aux = _check_result(call(unflatten(local)), options)
+            loss, weight, aux = _check_result(call(unflatten(local_leaves)), options)
             factor = weight if weighted else 1 / len(calls)
             reducer.pre_backward(accumulating=batch_index + 1 < len(calls), zero_weight=factor == 0)
-            reached = _backward(loss if factor == 1 else loss * factor, local, reducer)
+            reached = _backward(loss if factor == 1 else loss * factor, local_leaves, reducer)
             if not reached and not options.allow_constant:
                 raise ValueError(_CONSTANT)
-            value = loss.detach().reshape(())
+            loss_term = loss.detach().reshape(())
             # Why not in the loss's dtype: a mean over micro-batches would be rounded at each sum.
             if weighted or len(calls) > 1:
-                value = loss_value(loss)
+                loss_term = loss_value(loss)
             if factor != 1:
-                value = _clean(value * factor, reducer)
-            losses.append(value)
+                loss_term = _clean(loss_term * factor, reducer)
+            loss_values.append(loss_term)
             own_weight += weight
-            auxes.append(tree.map(detached, aux))
+            aux_values.append(tree.map(detached, aux))
             del loss  # frees the graph before the next forward
-    total = functools.reduce(operator.add, losses)
+    total_loss = functools.reduce(operator.add, loss_values)
     mesh = _world(reducer)
     # A value_and_grad around this one differentiates a loss that is computed from this gradient.
     note_collective(mesh)
     divisor: float | torch.Tensor = mesh.world_size
     world_weight = None
     if weighted:
-        sums = psum_world(
-            torch.stack([total.double(), total.new_full((), own_weight, dtype=torch.float64)]), mesh
+        world_sums = psum_world(
+            torch.stack(
+                [total_loss.double(), total_loss.new_full((), own_weight, dtype=torch.float64)]
+            ),
+            mesh,
         )
-        divisor = torch.where(sums[1] > 0, sums[1], 1.0)
-        total, world_weight = (sums[0] / divisor).to(total.dtype), sums[1]
+        divisor = torch.where(world_sums[1] > 0, world_sums[1], 1.0)
+        total_loss, world_weight = (world_sums[0] / divisor).to(total_loss.dtype), world_sums[1]
     local_axes = [_local_axes(leaf) for leaf in reducer.leaves]
-    divisors: dict[Any, float | torch.Tensor] = {}
+    axes_divisors: dict[Any, float | torch.Tensor] = {}
     if options.divisor is not None:
         divisor = options.divisor
     else:
@@ -400,20 +409,22 @@ def evaluate(
         # order.
         axes_key = lambda axes: ([*axes[0].shape.items()], axes[1])  # noqa: E731
         for axes in sorted({axes for axes in local_axes if axes is not None}, key=axes_key):
-            divisors[axes] = _local_divisor(*axes, own_weight if weighted else None, total.device)
+            axes_divisors[axes] = _local_divisor(
+                *axes, own_weight if weighted else None, total_loss.device
+            )
 
     # Why a cache: shards of offloaded units lie on the CPU, and the host waits for each copy of a
     # divisor from the device.
     @functools.cache
     def divisor_on(device: torch.device, axes: Any) -> float | torch.Tensor:
-        value = divisors.get(axes, divisor)
-        return value.to(device) if isinstance(value, torch.Tensor) else value
+        loss_term = axes_divisors.get(axes, divisor)
+        return loss_term.to(device) if isinstance(loss_term, torch.Tensor) else loss_term
 
     grads = [
         _gradient(shard, leaf, divisor_on(shard.device, axes))
-        for shard, leaf, axes in zip(local, reducer.leaves, local_axes, strict=True)
+        for shard, leaf, axes in zip(local_leaves, reducer.leaves, local_axes, strict=True)
     ]
-    return Result(total, world_weight, auxes), unflatten(grads)
+    return Result(total_loss, world_weight, aux_values), unflatten(grads)
 
 
 def _backward(loss: torch.Tensor, local: Sequence[torch.Tensor], reducer: GradReducer) -> bool:
@@ -473,45 +484,45 @@ def _gradient(
 ) -> torch.Tensor | None:
     """Return a leaf's gradient: its reduced and its direct one, divided by ``divisor``."""
     # Why take: the graph of an output that the caller keeps refers to what the reducer knows.
-    reduced, direct = leaf.take_total()
+    reduced_grad, direct_grad = leaf.take_total()
     divisor_before = leaf.divisor
     is_frozen = leaf.comm is not None and not leaf.comm.plan.trainable
     if is_frozen or not shard.requires_grad:
         return None
-    if direct is None and reduced is None:
+    if direct_grad is None and reduced_grad is None:
         return torch.zeros_like(shard, requires_grad=False)
-    if divisor_before != 1 and direct is None:
+    if divisor_before != 1 and direct_grad is None:
         divisor = divisor / divisor_before
-    elif divisor_before != 1 and reduced is not None:
-        reduced = reduced * divisor_before
+    elif divisor_before != 1 and reduced_grad is not None:
+        reduced_grad = reduced_grad * divisor_before
     is_undivided = isinstance(divisor, float | int) and divisor == 1
-    if direct is not None:
-        total = direct if reduced is None else reduced + direct
-        return total if is_undivided else total / divisor
-    assert reduced is not None
-    return reduced if is_undivided else reduced.div_(divisor)
+    if direct_grad is not None:
+        total_grad = direct_grad if reduced_grad is None else reduced_grad + direct_grad
+        return total_grad if is_undivided else total_grad / divisor
+    assert reduced_grad is not None
+    return reduced_grad if is_undivided else reduced_grad.div_(divisor)
 
 
 def _world(reducer: GradReducer) -> Mesh:
     """Return the mesh that the mean runs over."""
-    sizes = set(reducer.worlds)
+    world_sizes = set(reducer.worlds)
     if reducer.mesh is not None:
-        sizes.add(reducer.mesh.world_size)
-    if len(sizes) > 1:
-        meshes = "meshes" if reducer.mesh is None else "units of other meshes than mesh=,"
+        world_sizes.add(reducer.mesh.world_size)
+    if len(world_sizes) > 1:
+        mesh_text = "meshes" if reducer.mesh is None else "units of other meshes than mesh=,"
         raise ValueError(
             "value_and_grad takes the mean over one mesh, to which the units inside loss_fn "
-            f"belong; found {meshes} of {sorted(sizes)} ranks: run the units of another mesh outside "
+            f"belong; found {mesh_text} of {sorted(world_sizes)} ranks: run the units of another mesh outside "
             "loss_fn and pass their results in, or, if only psum or pmean runs over a part of the "
             "ranks, pass mesh="
         )
     if reducer.mesh is not None:
         return reducer.mesh
-    ranks = ranks_of_job()
-    if not sizes and ranks > 1:
+    job_ranks = ranks_of_job()
+    if not world_sizes and job_ranks > 1:
         raise ValueError(
             "value_and_grad takes the mean over a mesh, but loss_fn ran no unit and no collective "
-            f"that tells which, and this is a job of {ranks} ranks: if these are copies of one "
+            f"that tells which, and this is a job of {job_ranks} ranks: if these are copies of one "
             "model, shard them, with strategy='no_shard' for copies; pass mesh=mesh if each "
             "rank's tensors are variables of their own, mesh=fs.Mesh() for this rank alone"
         )
@@ -537,9 +548,11 @@ def _local_divisor(
         return math.prod(
             group.size for name, group in mesh.axes if name not in local or name not in AXES
         )
-    weight = torch.full((), own_weight, dtype=torch.float64, device=device)
-    weight = all_reduce_flat(weight, mesh, local=tuple(axis for axis in local if axis in AXES))
-    return torch.where(weight > 0, weight, 1.0)
+    world_weight = torch.full((), own_weight, dtype=torch.float64, device=device)
+    world_weight = all_reduce_flat(
+        world_weight, mesh, local=tuple(axis for axis in local if axis in AXES)
+    )
+    return torch.where(world_weight > 0, world_weight, 1.0)
 
 
 # --- the values that loss_fn returns --------------------------------------------------------------
@@ -547,18 +560,18 @@ def _local_divisor(
 
 def _check_result(result: Any, options: GradientOptions) -> tuple[torch.Tensor, float, Any]:
     """Return the loss, the weight and the aux of a ``loss_fn`` result; raise if one is missing."""
-    names = ["loss", *["weight"] * options.weighted, *["aux"] * options.has_aux]
-    is_single = len(names) == 1
-    if not is_single and not (isinstance(result, tuple) and len(result) == len(names)):
+    value_names = ["loss", *["weight"] * options.weighted, *["aux"] * options.has_aux]
+    is_single = len(value_names) == 1
+    if not is_single and not (isinstance(result, tuple) and len(result) == len(value_names)):
         result_text = outline(result)
         if isinstance(result, tuple):
             result_text = f"a tuple of {len(result)}"
         raise TypeError(
             f"with has_aux={options.has_aux} and weighted={options.weighted} loss_fn must return "
-            f"({', '.join(names)}); found {result_text}"
+            f"({', '.join(value_names)}); found {result_text}"
         )
-    values = {"loss": result} if is_single else dict(zip(names, result, strict=True))
-    loss = values["loss"]
+    values_by_name = {"loss": result} if is_single else dict(zip(value_names, result, strict=True))
+    loss = values_by_name["loss"]
     if is_dtensor(loss):
         loss = loss.full_tensor()
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
@@ -566,8 +579,8 @@ def _check_result(result: Any, options: GradientOptions) -> tuple[torch.Tensor, 
             "loss_fn must return a floating-point scalar, the mean over this rank's batch; found "
             f"{_found_as_loss(loss, alone=is_single)}"
         )
-    weight = check_weight(values["weight"]) if options.weighted else 1.0
-    return loss, weight, values.get("aux")
+    weight = check_weight(values_by_name["weight"]) if options.weighted else 1.0
+    return loss, weight, values_by_name.get("aux")
 
 
 def _found_as_loss(loss: Any, alone: bool) -> str:

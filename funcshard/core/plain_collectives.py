@@ -84,21 +84,23 @@ class AxisComm:
             group.reduce_scatter(out.view(-1), [tensor.view(-1)], label=self.title).wait()
             return out
         out = tensor.new_empty((sum(self.receive), *tensor.shape[1:]))
-        sizes = [[rows * row_numel for rows in counts] for counts in (self.receive, self.send)]
-        group.all_to_all(out.view(-1), tensor.view(-1), *sizes, label=self.title).wait()
+        row_sizes = [
+            [row_count * row_numel for row_count in counts] for counts in (self.receive, self.send)
+        ]
+        group.all_to_all(out.view(-1), tensor.view(-1), *row_sizes, label=self.title).wait()
         return out
 
     def _group(self, tensor: torch.Tensor) -> Group:
         """Return the ranks along the axis, and record the collective if any data moves."""
         if self.ranks == 1:
             return self.mesh.groups[self.axis]
-        numel = tensor.numel()
+        moved_numel = tensor.numel()
         if self.kind == "all_gather":
-            numel *= self.ranks
+            moved_numel *= self.ranks
         elif self.kind != "reduce_scatter":
             # Why the busiest rank's rows: every rank of the axis records the same event.
-            numel = self.busiest * tensor.shape[1:].numel()
-        return recorded_group(self.kind, self, self.axis, tensor, numel)
+            moved_numel = self.busiest * tensor.shape[1:].numel()
+        return recorded_group(self.kind, self, self.axis, tensor, moved_numel)
 
 
 class SumComm(BufferComm):
@@ -121,8 +123,8 @@ class SumComm(BufferComm):
 
     def run(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum; always a new tensor."""
-        out = start_reduce(tensor, self).finish()
-        return tensor.clone() if out is tensor else out
+        summed_tensor = start_reduce(tensor, self).finish()
+        return tensor.clone() if summed_tensor is tensor else summed_tensor
 
 
 # --- slices of whole tensors ----------------------------------------------------------------------
@@ -142,19 +144,19 @@ def join_slices(
         first_only: whether only the first of these ranks needs the whole tensor; other ranks then
             get ``None``.
     """
-    value = leaf.detach()
+    joined_leaf = leaf.detach()
     for cut in reversed(spec.cuts):  # the innermost slices first
         if cut.ranks == 1:
             continue
         note_collective(mesh)
         with torch.no_grad():
-            slices = AxisComm("all_gather", mesh, cut.axis, f"join leaf {spec.path!r}").run(
-                value.to(mesh.device)
+            leaf_slices = AxisComm("all_gather", mesh, cut.axis, f"join leaf {spec.path!r}").run(
+                joined_leaf.to(mesh.device)
             )
             if first_only and mesh.groups[cut.axis].rank:
                 return None
-            value = torch.cat(slices.unbind(), cut.dim)
-    return value
+            joined_leaf = torch.cat(leaf_slices.unbind(), cut.dim)
+    return joined_leaf
 
 
 def slice_from_rank(src: int, whole: torch.Tensor, spec: LeafSpec, mesh: Mesh) -> torch.Tensor:
@@ -169,18 +171,24 @@ def slice_from_rank(src: int, whole: torch.Tensor, spec: LeafSpec, mesh: Mesh) -
         spec: the leaf's entry in the plan.
         mesh: the ranks.
     """
-    cuts = [cut for cut in spec.cuts if cut.ranks > 1]
-    if not cuts:
+    leaf_cuts = [cut for cut in spec.cuts if cut.ranks > 1]
+    if not leaf_cuts:
         return whole
-    source, axes = position_of(src, mesh.shape), [cut.axis for cut in cuts]
-    if any(group.rank != source[axis] for axis, group in mesh.groups.items() if axis not in axes):
+    source_position, cut_axes = position_of(src, mesh.shape), [cut.axis for cut in leaf_cuts]
+    if any(
+        group.rank != source_position[axis]
+        for axis, group in mesh.groups.items()
+        if axis not in cut_axes
+    ):
         return torch.empty(spec.shape, dtype=whole.dtype, device="meta")
     with torch.no_grad():
-        full = torch.empty(spec.whole_shape, dtype=whole.dtype, device=mesh.device)
+        whole_copy = torch.empty(spec.whole_shape, dtype=whole.dtype, device=mesh.device)
         if mesh.rank == src:
-            full.copy_(whole)
-        broadcast(full, src, mesh, axes)
-        return full[Box(slice_offsets(spec.shape, cuts, mesh.position), spec.shape).slices].clone()
+            whole_copy.copy_(whole)
+        broadcast(whole_copy, src, mesh, cut_axes)
+        return whole_copy[
+            Box(slice_offsets(spec.shape, leaf_cuts, mesh.position), spec.shape).slices
+        ].clone()
 
 
 def broadcast(
@@ -195,9 +203,11 @@ def broadcast(
         axes: the axes; the index of every calling rank along other axes is that of ``src``.
         label: a name for the tensor, for errors.
     """
-    source = position_of(src, mesh.shape)
-    later = list(mesh.groups) if axes is None else list(axes)
-    while later:
-        axis = later.pop(0)
-        if all(mesh.groups[axis_name].rank == source[axis_name] for axis_name in later):
-            mesh.groups[axis].broadcast(tensor, source[axis], label=label).wait()
+    source_position = position_of(src, mesh.shape)
+    later_axes = list(mesh.groups) if axes is None else list(axes)
+    while later_axes:
+        axis = later_axes.pop(0)
+        if all(
+            mesh.groups[axis_name].rank == source_position[axis_name] for axis_name in later_axes
+        ):
+            mesh.groups[axis].broadcast(tensor, source_position[axis], label=label).wait()

@@ -125,11 +125,11 @@ class Prefetcher:
         self._ends = False  # whether end_backward will be called
         self._by_shards = True  # whether the backward that runs computes gradients by shards
         # Why weak: a cycle would keep shards in memory until Python looks for garbage.
-        call = weakref.ref(self)
+        prefetcher_ref = weakref.ref(self)
         self._backward = BackwardOrder(
             schedule,
             self._units,
-            lambda use: (prefetcher := call()) is not None and prefetcher.reaches(use),
+            lambda use: (prefetcher := prefetcher_ref()) is not None and prefetcher.reaches(use),
         )
 
     def pre_forward(self, name: str, *, stays: bool = False) -> Handles | None:
@@ -238,11 +238,13 @@ class Prefetcher:
 
     def backward_order(self) -> tuple[tuple[str, str], ...] | None:
         """Return the order for ``Schedule.backward``; ``None`` if ``Schedule.order`` implies it."""
-        reductions = zip(self._called, itertools.repeat("reduce"), self.ran, strict=False)
-        gathers = zip(self._last, itertools.repeat("gather"), self._units, strict=False)
+        reduce_moments = zip(self._called, itertools.repeat("reduce"), self.ran, strict=False)
+        gather_moments = zip(self._last, itertools.repeat("gather"), self._units, strict=False)
         # A use without a moment is one that backward does not gather.
-        moments = sorted([entry for entry in (*gathers, *reductions) if entry[0]], reverse=True)
-        learned_order = tuple([(kind, unit) for _, kind, unit in moments])
+        all_moments = sorted(
+            [entry for entry in (*gather_moments, *reduce_moments) if entry[0]], reverse=True
+        )
+        learned_order = tuple([(kind, unit) for _, kind, unit in all_moments])
         implied_order, saved_units = [], set(self._units)
         for unit in reversed(self.ran):
             if unit in saved_units:
@@ -292,16 +294,18 @@ class ScheduleLearner:
 
     def learn(self, prefetcher: Prefetcher) -> None:
         """Take the order of a returned call: of forward, and of the backward that may follow."""
-        ran = tuple(prefetcher.ran)
+        ran_order = tuple(prefetcher.ran)
         if not self.known:
-            self.schedule = dataclasses.replace(self.schedule, order=ran)
+            self.schedule = dataclasses.replace(self.schedule, order=ran_order)
             self.known = True
-        elif not self._warned and self.schedule.forward_prefetch and ran != self.schedule.order:
+        elif (
+            not self._warned and self.schedule.forward_prefetch and ran_order != self.schedule.order
+        ):
             self._warned = True
-            pairs = itertools.zip_longest(ran, self.schedule.order)
-            position = next(i for i, (real, planned) in enumerate(pairs) if real != planned)
+            pairs = itertools.zip_longest(ran_order, self.schedule.order)
+            first_difference = next(i for i, (real, planned) in enumerate(pairs) if real != planned)
             warnings.warn(
-                f"units ran in another order than the schedule's, from position {position} on: "
+                f"units ran in another order than the schedule's, from position {first_difference} on: "
                 "forward gathered the rest of that call on demand, which is correct but not "
                 "ahead; this is said once",
                 stacklevel=callers_level(),
@@ -369,15 +373,17 @@ class UnitSource:
     @unseen
     def cut(self, gathered: Leaves) -> None:
         """Copy this rank's slices of the gathered buffers, whose leaves are ``gathered``."""
-        for i, comm in enumerate(self.slice_comms):
+        for buffer_index, comm in enumerate(self.slice_comms):
             if comm is not None:
-                group, first_leaf = comm.mesh.shard, gathered[i][0].detach()
-                numel = comm.plan.padded_numel // group.size
-                begin = first_leaf.storage_offset()
-                slices = first_leaf.as_strided((group.size, numel), (numel, 1), begin)
-                local_slice = own_row(slices, group, "shard")
-                self._sources[i] = local_slice, comm
-                self._versions[i] = version(local_slice)
+                group, first_leaf = comm.mesh.shard, gathered[buffer_index][0].detach()
+                slice_numel = comm.plan.padded_numel // group.size
+                buffer_begin = first_leaf.storage_offset()
+                all_slices = first_leaf.as_strided(
+                    (group.size, slice_numel), (slice_numel, 1), buffer_begin
+                )
+                local_slice = own_row(all_slices, group, "shard")
+                self._sources[buffer_index] = local_slice, comm
+                self._versions[buffer_index] = version(local_slice)
 
     @property
     def in_backward(self) -> bool:
@@ -464,15 +470,15 @@ class SavedUnit:
     def watch(self, gathered: Leaves) -> None:
         """Set the leaves of each gathered buffer, so that ``pack`` knows views of them."""
         for buffer_index, (first_leaf, *_) in enumerate(gathered):
-            node: Any = first_leaf.grad_fn
+            gather_node: Any = first_leaf.grad_fn
             self._buffer_of[storage_id(first_leaf)] = buffer_index
             self._forms.append((first_leaf.storage_offset(), first_leaf.device, first_leaf.dtype))
-            if node is not None:
+            if gather_node is not None:
                 # Why the id: a saved unit that held the node would keep the graph of the shards
                 # alive.
-                self._node_of[id(node)] = buffer_index
-            if isinstance(node, BackwardCFunction):
-                self.source.nodes.append(weakref.ref(node))
+                self._node_of[id(gather_node)] = buffer_index
+            if isinstance(gather_node, BackwardCFunction):
+                self.source.nodes.append(weakref.ref(gather_node))
 
     def post_backward(self) -> Callable[[], None]:
         """Return the function to call when the unit's gradients are complete."""
@@ -484,8 +490,10 @@ class SavedUnit:
 
     def handles_for(self, unit: UnitPlan, shard: UnitShard) -> Handles | None:
         """Return finished handles of its buffers, if gathering ``shard`` would give the same."""
-        pairs = list(zip(self._comms, self.source.shards, strict=True))
-        same_data = all(address(shard[comm.buffer]) == address(local) for comm, local in pairs)
+        shard_pairs = list(zip(self._comms, self.source.shards, strict=True))
+        same_data = all(
+            address(shard[comm.buffer]) == address(local) for comm, local in shard_pairs
+        )
         if unit is not self._unit or not same_data:
             return None
         return [
@@ -496,13 +504,13 @@ class SavedUnit:
     @unseen
     def gathered_again(self) -> Leaves:
         """Return the leaves of each buffer, gathered again, without a graph."""
-        gathered = []
-        for comm, full in zip(self._comms, self.buffers(), strict=True):
-            leaves = views(full.detach(), comm.plan)
+        gathered_leaves = []
+        for comm, full_buffer in zip(self._comms, self.buffers(), strict=True):
+            leaves = views(full_buffer.detach(), comm.plan)
             for leaf in leaves:
                 leaf.requires_grad_(comm.plan.trainable and leaf.is_floating_point())
-            gathered.append(tuple(leaves))
-        return tuple(gathered)
+            gathered_leaves.append(tuple(leaves))
+        return tuple(gathered_leaves)
 
     def leaves(self) -> list[torch.Tensor]:
         """Return the leaves, gathered again, without a graph, to recompute a part of forward."""
@@ -539,19 +547,19 @@ class SavedUnit:
         hooks around them (checkpoint, offload). Those may hold the module of the call, which holds
         this object; stored here, they would make a cycle.
         """
-        outer = outer_saved_tensors_hooks()
-        pack = functools.partial(self.pack, outer=outer)
-        hide_from_selective_checkpoints(pack, outer)
+        outer_hooks = outer_saved_tensors_hooks()
+        pack = functools.partial(self.pack, outer=outer_hooks)
+        hide_from_selective_checkpoints(pack, outer_hooks)
         return pack, self.unpack
 
     def pack(self, tensor: torch.Tensor, outer: Any = None) -> Any:
         """Replace a saved view of a gathered buffer by the position of that view."""
         if self._dtensors is not None and is_dtensor(tensor):
             return _PackedDTensor(self.pack(local_part(tensor), outer), DTensorForm.of(tensor))
-        view = self._packed_view(tensor)
-        if view is not None:
+        packed_view = self._packed_view(tensor)
+        if packed_view is not None:
             self.note_needed()
-            return view
+            return packed_view
         if outer:
             return _PackedByOuter(outer[1], outer[0](tensor))
         # Why detach: an operation that saves its own result would keep its graph alive for ever.
@@ -577,20 +585,24 @@ class SavedUnit:
         cast_source = cast_of(tensor)
         if cast_source is None:
             return None
-        cast, node, output, is_transposed = cast_source
-        buffer_index = self._node_of.get(id(node))
+        cast_tensor, source_node, output_index, is_transposed = cast_source
+        buffer_index = self._node_of.get(id(source_node))
         if buffer_index is None:
             return None
-        size, stride, offset = self._comms[buffer_index].leaf_views[output]
-        begin, device, _ = self._forms[buffer_index]
+        size, stride, offset = self._comms[buffer_index].leaf_views[output_index]
+        buffer_begin, device, _ = self._forms[buffer_index]
         if is_transposed:
             size, stride = size[::-1], stride[::-1]
         # Why strides: a cast to another memory format moves elements, and so does a permutation
         # that is no transpose.
-        same_layout = cast.shape == size and cast.stride() == stride and not cast.storage_offset()
-        if not same_layout or (is_transposed and len(size) != 2) or cast.device != device:
+        same_layout = (
+            cast_tensor.shape == size
+            and cast_tensor.stride() == stride
+            and not cast_tensor.storage_offset()
+        )
+        if not same_layout or (is_transposed and len(size) != 2) or cast_tensor.device != device:
             return None
-        leaf_view = size, stride, begin + offset
+        leaf_view = size, stride, buffer_begin + offset
         return _PackedView(buffer_index, leaf_view, (tensor.dtype, _view_at(tensor)))
 
     def unpack(self, packed: Any) -> torch.Tensor:
@@ -615,19 +627,19 @@ class SavedUnit:
         if self.needed and recomputing_unit.get() is None and packed.leaves_units:
             # Why now: the outer hooks may compute something again, and a plan predicts this order.
             self.buffers()
-        token = recomputing_unit.set(self)
+        context_token = recomputing_unit.set(self)
         try:
             return packed.unpack(packed.packed)
         finally:
-            recomputing_unit.reset(token)
+            recomputing_unit.reset(context_token)
 
 
 def _post_backward(
     saved_ref: weakref.ref[SavedUnit], prefetcher: Prefetcher | None, use: int
 ) -> None:
-    saved = saved_ref()  # weak: autograd may have freed all that it saved
-    if saved is not None:
-        saved.release()
+    saved_unit = saved_ref()  # weak: autograd may have freed all that it saved
+    if saved_unit is not None:
+        saved_unit.release()
     if prefetcher is not None:
         prefetcher.post_backward(use)
 

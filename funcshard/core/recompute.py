@@ -102,10 +102,12 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
         if not torch.is_grad_enabled():
             return f(*args, **kwargs)
         if hooks_allowed():
-            again = _repeatable(functools.partial(f, **kwargs), kwargs)
+            repeatable_call = _repeatable(functools.partial(f, **kwargs), kwargs)
             # torch's checkpoint would set the generator in the recording, and not in the graph.
             draws_again = not recording_graph()
-            return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=draws_again)
+            return checkpoint(
+                repeatable_call, *args, use_reentrant=False, preserve_rng_state=draws_again
+            )
         if any(isinstance(value, torch.Tensor) and is_transformed(value) for value in captured(f)):
             raise ValueError(_CAPTURED)
         tensors, build = _flattened((args, kwargs), ())
@@ -158,16 +160,16 @@ def _data_state(tensor: torch.Tensor) -> tuple[int, int]:
 
 def _apply(f: Callable[..., Any], tensors: Tensors) -> Any:
     """Return ``f(*tensors)``, rematerialised by ``_Remat``."""
-    build: Callable[[Tensors], Any] | None = None
+    build_result: Callable[[Tensors], Any] | None = None
 
     def flat(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        nonlocal build
-        outs, build = _flattened(f(*tensors), tensors)
-        return outs
+        nonlocal build_result
+        out_tensors, build_result = _flattened(f(*tensors), tensors)
+        return out_tensors
 
-    outs = _Remat.apply(_Call(flat, _AmbientState.capture(), current_loops()), *tensors)
-    assert build is not None, "apply has run the function"
-    return build(outs)
+    out_tensors = _Remat.apply(_Call(flat, _AmbientState.capture(), current_loops()), *tensors)
+    assert build_result is not None, "apply has run the function"
+    return build_result(out_tensors)
 
 
 def _flattened(
@@ -176,30 +178,32 @@ def _flattened(
     """Return the tensors in a result, each once, and a function that makes the result of them."""
     values, unflatten = tree.flatten(result)
     input_ids = {id(tensor) for tensor in inputs}
-    unique: dict[int, torch.Tensor] = {}
+    tensor_by_id: dict[int, torch.Tensor] = {}
     index_of: dict[int, int] = {}
     for value in values:
-        if isinstance(value, torch.Tensor) and id(value) not in unique:
-            index_of[id(value)] = len(unique)
+        if isinstance(value, torch.Tensor) and id(value) not in tensor_by_id:
+            index_of[id(value)] = len(tensor_by_id)
             # Why a view: an autograd Function must not return one of its inputs itself.
-            unique[id(value)] = value.view_as(value) if id(value) in input_ids else value
+            tensor_by_id[id(value)] = value.view_as(value) if id(value) in input_ids else value
     # Why apart: what is kept for later must not hold the tensors.
     indices = [index_of.get(id(value)) for value in values]
     constants = [None if isinstance(value, torch.Tensor) else value for value in values]
 
     def build(tensors: Tensors) -> Any:
-        pairs = zip(indices, constants, strict=True)
-        return unflatten([value if i is None else tensors[i] for i, value in pairs])
+        index_pairs = zip(indices, constants, strict=True)
+        return unflatten([value if i is None else tensors[i] for i, value in index_pairs])
 
-    return tuple(unique.values()), build
+    return tuple(tensor_by_id.values()), build
 
 
 def _apply_to_both(f: Callable[..., Any], first: Sequence[Any], second: Sequence[Any]) -> Any:
     """Return ``f(first, second)``, rematerialised if it may be differentiated further."""
     if not torch.is_grad_enabled():
         return f(first, second)
-    count = len(first)
-    return _apply(lambda *tensors: f(tensors[:count], tensors[count:]), [*first, *second])
+    first_count = len(first)
+    return _apply(
+        lambda *tensors: f(tensors[:first_count], tensors[first_count:]), [*first, *second]
+    )
 
 
 class _Remat(torch.autograd.Function):
@@ -211,10 +215,10 @@ class _Remat(torch.autograd.Function):
         # Why with gradients: the inputs are detached, so an output requires a gradient only if the
         # function captured a tensor that does.
         with torch.enable_grad(), _RefuseCaptured():
-            outs = below_transforms(call.run, *(tensor.detach() for tensor in tensors))
-        if any(out.requires_grad for out in outs):
+            out_tensors = below_transforms(call.run, *(tensor.detach() for tensor in tensors))
+        if any(out.requires_grad for out in out_tensors):
             raise ValueError(_CAPTURED)
-        return outs
+        return out_tensors
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -230,9 +234,9 @@ class _Remat(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         out_indices = [i for i, grad in enumerate(grads) if grad is not None]
         in_indices = [i for i, needs in enumerate(ctx.needs_input_grad[1:]) if needs]
-        vjp = functools.partial(ctx.call.vjp, ctx.loop, out_indices, in_indices)
+        vjp_call = functools.partial(ctx.call.vjp, ctx.loop, out_indices, in_indices)
         with within(ctx.outer_loops):
-            in_grads = _apply_to_both(vjp, ctx.saved_tensors, [grads[i] for i in out_indices])
+            in_grads = _apply_to_both(vjp_call, ctx.saved_tensors, [grads[i] for i in out_indices])
         # An input that needs no gradient gets None, and so does the call itself.
         by_index = dict(zip(in_indices, in_grads, strict=True))
         return None, *map(by_index.get, range(len(ctx.saved_tensors)))
@@ -240,16 +244,20 @@ class _Remat(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> Any:
         in_indices = [i for i, tangent in enumerate(tangents) if tangent is not None]
-        jvp = functools.partial(ctx.call.jvp, ctx.loop, in_indices)
+        jvp_call = functools.partial(ctx.call.jvp, ctx.loop, in_indices)
         with within(ctx.outer_loops):
-            out_tangents = _apply_to_both(jvp, ctx.saved_tensors, [tangents[i] for i in in_indices])
+            out_tangents = _apply_to_both(
+                jvp_call, ctx.saved_tensors, [tangents[i] for i in in_indices]
+            )
         return tuple(tangent if _differentiable(tangent) else None for tangent in out_tangents)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, call: _Call, *tensors: torch.Tensor) -> Any:
-        batched = torch.func.vmap(call.run, in_dims=tuple(in_dims[1:]), randomness=info.randomness)
-        outs = _Remat.apply(_Call(batched, call.ambient, call.loops), *tensors)
-        return outs, (0,) * len(outs)
+        batched_call = torch.func.vmap(
+            call.run, in_dims=tuple(in_dims[1:]), randomness=info.randomness
+        )
+        out_tensors = _Remat.apply(_Call(batched_call, call.ambient, call.loops), *tensors)
+        return out_tensors, (0,) * len(out_tensors)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -289,15 +297,15 @@ class _Call:
             with acting_for(loop, transform_level() + 1):
                 pullback = torch.func.vjp(chosen_outputs, *(inputs[i] for i in in_indices))[1]
                 return pullback(tuple(grads))
-        connected = torch.is_grad_enabled() and any(
+        is_connected_graph = torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in (*inputs, *grads)
         )
-        copies = []
+        input_copies = []
         for tensor in inputs:
             # A view is part of the graph of higher derivatives; the copy of another input is not.
-            is_connected = connected and tensor.requires_grad
-            copies.append(tensor.view_as(tensor) if is_connected else tensor.detach())
-        chosen_inputs = [copies[i].requires_grad_() for i in in_indices]
+            is_connected = is_connected_graph and tensor.requires_grad
+            input_copies.append(tensor.view_as(tensor) if is_connected else tensor.detach())
+        chosen_inputs = [input_copies[i].requires_grad_() for i in in_indices]
         # Why without hooks: the backward of the units inside follows at once, so they stay gathered
         # until then.
         with (
@@ -305,31 +313,37 @@ class _Call:
             torch.autograd.graph.disable_saved_tensors_hooks("fs.remat recomputes without them"),
         ):
             with acting_for(loop, 0):
-                outs = self.recompute(*copies)
-            pairs = zip([outs[i] for i in out_indices], grads, strict=True)
-            pairs_with_graph = [pair for pair in pairs if pair[0].requires_grad]
+                outs = self.recompute(*input_copies)
+            out_pairs = zip([outs[i] for i in out_indices], grads, strict=True)
+            pairs_with_graph = [pair for pair in out_pairs if pair[0].requires_grad]
             if not pairs_with_graph:
                 return [None] * len(in_indices)
-            tops, seeds = zip(*pairs_with_graph, strict=True)
-            del outs, pairs, pairs_with_graph
+            out_tensors, out_grads = zip(*pairs_with_graph, strict=True)
+            del outs, out_pairs, pairs_with_graph
             return torch.autograd.grad(
-                tops, chosen_inputs, seeds, allow_unused=True, create_graph=connected
+                out_tensors,
+                chosen_inputs,
+                out_grads,
+                allow_unused=True,
+                create_graph=is_connected_graph,
             )
 
     def jvp(
         self, loop: BasisLoop | None, in_indices: Sequence[int], inputs: Tensors, tangents: Tensors
     ) -> tuple[torch.Tensor, ...]:
         """Return the tangents of all outputs, from ``tangents``, those of some inputs."""
-        primals = tuple(inputs[i] for i in in_indices)
+        chosen_inputs = tuple(inputs[i] for i in in_indices)
         with acting_for(loop, transform_level() + 1):
-            return torch.func.jvp(self._restricted(in_indices, inputs), primals, tuple(tangents))[1]
+            return torch.func.jvp(
+                self._restricted(in_indices, inputs), chosen_inputs, tuple(tangents)
+            )[1]
 
     def _restricted(self, in_indices: Sequence[int], inputs: Tensors) -> Callable[..., Any]:
         """Return ``recompute`` as a function of only some of the inputs."""
 
         def restricted(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            replaced = {**dict(enumerate(inputs)), **dict(zip(in_indices, tensors, strict=True))}
-            return self.recompute(*replaced.values())
+            all_inputs = {**dict(enumerate(inputs)), **dict(zip(in_indices, tensors, strict=True))}
+            return self.recompute(*all_inputs.values())
 
         return restricted
 
@@ -355,12 +369,14 @@ class _AmbientState:
     def restored(self) -> Iterator[None]:
         """Set this state inside the ``with`` block, and restore the previous state after it."""
         current_state = self.capture()
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as exit_stack:
             if current_state.autocast != self.autocast:
                 for device_type, enabled, dtype in self.autocast:
-                    stack.enter_context(torch.autocast(device_type, dtype=dtype, enabled=enabled))
+                    exit_stack.enter_context(
+                        torch.autocast(device_type, dtype=dtype, enabled=enabled)
+                    )
             self.random.put()
-            stack.callback(current_state.random.put)
+            exit_stack.callback(current_state.random.put)
             yield
 
 

@@ -76,11 +76,11 @@ def broadcast_to_shards(value: Any, plan: Plan, mesh: Mesh) -> dict[str, dict[st
         device = torch.device("cpu") if unit.offload else mesh.device
         values_by_unit[unit.name] = {}
         for buffer in unit.buffers:
-            local = value if is_tensor else _elements(by_path, buffer, mesh)
-            axes = tuple(name for name, _ in Topology.of(buffer, unit, mesh).repeated)
-            local = local.to(device)
+            local_values = value if is_tensor else _elements(by_path, buffer, mesh)
+            copy_axes = tuple(name for name, _ in Topology.of(buffer, unit, mesh).repeated)
+            local_values = local_values.to(device)
             values_by_unit[unit.name][buffer.key] = (
-                _Copies.apply(local, mesh, axes, True) if axes else local
+                _Copies.apply(local_values, mesh, copy_axes, True) if copy_axes else local_values
             )
     return values_by_unit
 
@@ -127,10 +127,10 @@ def _by_path(value: Any, plan: Plan) -> dict[str, torch.Tensor]:
     by_path = dict(zip(paths, leaves, strict=True))
     for path, leaf in by_path.items():
         if not isinstance(leaf, torch.Tensor):
-            place = f" at {path!r}" if path else ""
+            path_text = f" at {path!r}" if path else ""
             raise TypeError(
                 "broadcast_to_shards takes a tensor, or a tree of them; found "
-                f"{type(leaf).__name__}{place}: make it one with torch.tensor(..., "
+                f"{type(leaf).__name__}{path_text}: make it one with torch.tensor(..., "
                 "device=mesh.device)"
             )
     if difference := other_leaves(by_path, plan):
@@ -143,12 +143,12 @@ def _by_path(value: Any, plan: Plan) -> dict[str, torch.Tensor]:
 
 def _elements(by_path: dict[str, torch.Tensor], buffer: BufferPlan, mesh: Mesh) -> torch.Tensor:
     """Return the elements of whole leaves that lie in this rank's shard of ``buffer``."""
-    pieces = []
+    leaf_pieces = []
     for leaf in buffer.leaves:
-        part = buffer.part(leaf, mesh.shard.rank)
-        pieces.append(_expanded(by_path[leaf.path], leaf).reshape(-1)[part.in_leaf])
-    padding = buffer.shard_numel - sum(piece.numel() for piece in pieces)
-    return torch.cat([*pieces, pieces[0].new_zeros(padding)])
+        leaf_part = buffer.part(leaf, mesh.shard.rank)
+        leaf_pieces.append(_expanded(by_path[leaf.path], leaf).reshape(-1)[leaf_part.in_leaf])
+    padding_numel = buffer.shard_numel - sum(piece.numel() for piece in leaf_pieces)
+    return torch.cat([*leaf_pieces, leaf_pieces[0].new_zeros(padding_numel)])
 
 
 def _expanded(value: torch.Tensor, leaf: LeafSpec) -> torch.Tensor:

@@ -94,28 +94,28 @@ def shard(
         "params",
         "call torch.manual_seed(0) on every rank before it builds the model, or pass src=0",
     )
-    by_path, fault = _checked_leaves(params, plan, mesh, None, checksums if check else None)
-    shards: Shards = {}
-    if fault is None:
-        shards = {unit.name: cut(unit, by_path, mesh, "params") for unit in plan.unit_list}
+    by_path, leaf_fault = _checked_leaves(params, plan, mesh, None, checksums if check else None)
+    own_shards: Shards = {}
+    if leaf_fault is None:
+        own_shards = {unit.name: cut(unit, by_path, mesh, "params") for unit in plan.unit_list}
     # Why after cutting: a rank can cut while others still read their leaves for the checksums.
-    checksums.compare(fault)
-    return shards
+    checksums.compare(leaf_fault)
+    return own_shards
 
 
 def _shard_from_rank(params: Any, plan: Plan, mesh: Mesh, src: int) -> Shards:
     """Return this rank's shards of the params of rank ``src``."""
     check_source(src, mesh)
-    by_path, fault = _checked_leaves(params, plan, mesh, src)
+    by_path, leaf_fault = _checked_leaves(params, plan, mesh, src)
     # Why before any broadcast: a rank that raised alone would leave the ranks that wait for it.
-    raise_on_every_rank(mesh, fault)
-    shards: Shards = {}
+    raise_on_every_rank(mesh, leaf_fault)
+    own_shards: Shards = {}
     for unit in plan.unit_list:
-        shards[unit.name] = {}
+        own_shards[unit.name] = {}
         for buffer in unit.buffers:
             leaves = [by_path[leaf.path] for leaf in buffer.leaves]
-            shards[unit.name][buffer.key] = cut_from_rank(src, unit, buffer, leaves, mesh)
-    return shards
+            own_shards[unit.name][buffer.key] = cut_from_rank(src, unit, buffer, leaves, mesh)
+    return own_shards
 
 
 def check_source(src: int, mesh: Mesh) -> None:
@@ -129,11 +129,11 @@ def check_source(src: int, mesh: Mesh) -> None:
 def _by_path(params: Any, plan: Plan, *, none_if_frozen: bool) -> dict[str, Any]:
     _, leaves, paths = tree.describe(params)
     by_path: dict[str, Any] = dict(zip(paths, leaves, strict=True))
-    absent = set(tree.none_paths(params)) - by_path.keys() if none_if_frozen else set()
+    absent_paths = set(tree.none_paths(params)) - by_path.keys() if none_if_frozen else set()
     for buffer in _buffers(plan):
         if buffer.trainable:
             continue
-        none_paths = [leaf.path for leaf in buffer.leaves if leaf.path in absent]
+        none_paths = [leaf.path for leaf in buffer.leaves if leaf.path in absent_paths]
         tensor_paths = [leaf.path for leaf in buffer.leaves if leaf.path in by_path]
         if none_paths and tensor_paths:
             raise ValueError(
@@ -203,27 +203,31 @@ def cut_from_rank(
     src: int, unit: UnitPlan, buffer: BufferPlan, leaves: Sequence[torch.Tensor], mesh: Mesh
 ) -> torch.Tensor:
     """Return this rank's shard of the full leaves that rank ``src`` has; every rank has to call."""
-    local = empty_shard(unit, buffer, mesh)
+    local_shard = empty_shard(unit, buffer, mesh)
     if mesh.world_size == 1 or all(axis in buffer.local for axis, _ in mesh.axes):
         for spec, leaf in zip(buffer.leaves, leaves, strict=True):
-            put(local, leaf, spec, buffer, mesh)
-        return local
-    source = position_of(src, mesh.shape)
-    repeated = [axis for axis in mesh.groups if axis != "shard" and axis not in buffer.local]
+            put(local_shard, leaf, spec, buffer, mesh)
+        return local_shard
+    source_position = position_of(src, mesh.shape)
+    repeated_axes = [axis for axis in mesh.groups if axis != "shard" and axis not in buffer.local]
     with torch.no_grad():
-        if any(mesh.groups[axis].rank != source[axis] for axis in repeated):
-            values = torch.empty_like(local, device=mesh.device)
+        if any(mesh.groups[axis].rank != source_position[axis] for axis in repeated_axes):
+            shard_values = torch.empty_like(local_shard, device=mesh.device)
         else:
-            full = torch.empty(buffer.padded_numel, dtype=local.dtype, device=mesh.device)
+            full_buffer = torch.empty(
+                buffer.padded_numel, dtype=local_shard.dtype, device=mesh.device
+            )
             if _is_source(src, buffer, mesh):
-                full.copy_(ravel(leaves, buffer))
+                full_buffer.copy_(ravel(leaves, buffer))
             if "shard" not in buffer.local:
-                mesh.shard.broadcast(full, source["shard"]).wait()
+                mesh.shard.broadcast(full_buffer, source_position["shard"]).wait()
             shard_index = mesh.shard.rank if buffer.shards > 1 else 0
-            values = full.unflatten(0, (buffer.shards, buffer.shard_numel))[shard_index].clone()
-        for axis in repeated:
-            mesh.groups[axis].broadcast(values, source[axis]).wait()
-        return local.copy_(values)
+            shard_values = full_buffer.unflatten(0, (buffer.shards, buffer.shard_numel))[
+                shard_index
+            ].clone()
+        for axis in repeated_axes:
+            mesh.groups[axis].broadcast(shard_values, source_position[axis]).wait()
+        return local_shard.copy_(shard_values)
 
 
 def _is_source(src: int, buffer: BufferPlan, mesh: Mesh) -> bool:
@@ -231,9 +235,10 @@ def _is_source(src: int, buffer: BufferPlan, mesh: Mesh) -> bool:
 
     It does if its index along each shared axis is that of ``src``.
     """
-    source = position_of(src, mesh.shape)
+    source_position = position_of(src, mesh.shape)
     return all(
-        axis in buffer.local or mesh.groups[axis].rank == index for axis, index in source.items()
+        axis in buffer.local or mesh.groups[axis].rank == index
+        for axis, index in source_position.items()
     )
 
 
@@ -274,15 +279,17 @@ def gather(shards: Shards, plan: Plan, mesh: Mesh) -> Any:
     shards = {unit.name: _in_leaf_dtypes(shards[unit.name], unit) for unit in plan.unit_list}
     check_shards(plan, shards, mesh, none_if_frozen=True)
     mesh = without_collectives(mesh)  # the values themselves, not as units send them
-    values: dict[int, torch.Tensor] = {}
+    leaf_values: dict[int, torch.Tensor] = {}
     for unit in plan.unit_list:
-        held = {key: local for key, local in shards[unit.name].items() if local is not None}
-        buffers = tuple(buffer for buffer in unit.buffers if buffer.key in held)
-        full = dataclasses.replace(unit, buffers=buffers).listed().in_full_precision()
-        f = unshard(lambda leaves: [leaf.clone() for leaf in leaves], full, mesh)
-        copies = f(held) if held else []
-        values.update({leaf.index: copy for leaf, copy in zip(full.leaves, copies, strict=True)})
-    return tree.build(plan.ordered_structure, [values.get(i) for i in range(len(plan.leaves))])
+        held_shards = {key: local for key, local in shards[unit.name].items() if local is not None}
+        buffers = tuple(buffer for buffer in unit.buffers if buffer.key in held_shards)
+        full_unit = dataclasses.replace(unit, buffers=buffers).listed().in_full_precision()
+        f = unshard(lambda leaves: [leaf.clone() for leaf in leaves], full_unit, mesh)
+        leaf_copies = f(held_shards) if held_shards else []
+        leaf_values.update(
+            {leaf.index: copy for leaf, copy in zip(full_unit.leaves, leaf_copies, strict=True)}
+        )
+    return tree.build(plan.ordered_structure, [leaf_values.get(i) for i in range(len(plan.leaves))])
 
 
 def _in_leaf_dtypes(shard: Any, unit: UnitPlan) -> Any:
@@ -294,9 +301,11 @@ def _in_leaf_dtypes(shard: Any, unit: UnitPlan) -> Any:
         return shard  # which is refused after this
     cast_shard = dict(shard)
     for buffer in unit.buffers:
-        local = cast_shard.get(buffer.key)
-        if isinstance(local, torch.Tensor) and local.dtype == unit.reduced_dtype(buffer):
-            cast_shard[buffer.key] = local.to(dtype_of(buffer.dtype))
+        local_shard = cast_shard.get(buffer.key)
+        if isinstance(local_shard, torch.Tensor) and local_shard.dtype == unit.reduced_dtype(
+            buffer
+        ):
+            cast_shard[buffer.key] = local_shard.to(dtype_of(buffer.dtype))
     return cast_shard
 
 
@@ -356,10 +365,10 @@ def put(
     shard: torch.Tensor, leaf: torch.Tensor, spec: LeafSpec, buffer: BufferPlan, mesh: Mesh
 ) -> None:
     """Copy a full leaf's elements that lie in this rank's shard of ``buffer`` into ``shard``."""
-    part = buffer.part(spec, mesh.shard.rank)
-    if part.numel:
+    leaf_part = buffer.part(spec, mesh.shard.rank)
+    if leaf_part.numel:
         with torch.no_grad():
-            shard[part.in_shard].copy_(leaf.reshape(-1)[part.in_leaf])
+            shard[leaf_part.in_shard].copy_(leaf.reshape(-1)[leaf_part.in_leaf])
 
 
 def put_whole(
@@ -372,11 +381,11 @@ def put_whole(
     if not spec.cuts:
         put(shard, whole, spec, buffer, mesh)
         return
-    part = buffer.part(spec, mesh.shard.rank)
-    origin = slice_offsets(spec.shape, spec.cuts, mesh.position)
-    rest = shard[part.in_shard]
+    leaf_part = buffer.part(spec, mesh.shard.rank)
+    slice_origin = slice_offsets(spec.shape, spec.cuts, mesh.position)
+    rest_shard = shard[leaf_part.in_shard]
     with torch.no_grad():
         # A run of elements of the raveled slice is a few boxes of the whole tensor.
-        for box in boxes(spec.shape, part.begin, part.end):
-            rest[: box.numel].view(box.sizes).copy_(whole[box.moved(origin).slices])
-            rest = rest[box.numel :]
+        for box in boxes(spec.shape, leaf_part.begin, leaf_part.end):
+            rest_shard[: box.numel].view(box.sizes).copy_(whole[box.moved(slice_origin).slices])
+            rest_shard = rest_shard[box.numel :]

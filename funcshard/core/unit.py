@@ -157,16 +157,16 @@ class Unshard:
         reducer = current_reducer()
         gathered: list[tuple[torch.Tensor, ...]] = []
         for comm, handle in zip(self.comms, handles or itertools.repeat(None), strict=False):
-            local = shard[comm.buffer]
-            leaves: Any = reducer and reducer.note_gather(local, comm)
+            local_shard = shard[comm.buffer]
+            leaves: Any = reducer and reducer.note_gather(local_shard, comm)
             if leaves is None:
                 if not comm.plan.trainable:
-                    local = local.detach()
+                    local_shard = local_shard.detach()
                 leaves = ShardToLeaves.apply(
-                    local, comm, post_backward, handle, transforms_active()
+                    local_shard, comm, post_backward, handle, transforms_active()
                 )
                 if reducer is not None:
-                    reducer.expect(local, leaves[0])
+                    reducer.expect(local_shard, leaves[0])
             gathered.append(tuple(leaves))
         return tuple(gathered)
 
@@ -204,48 +204,48 @@ class Unshard:
         if handles is None:
             check_shard(self.unit, shard, self.mesh)
         saved: SavedUnit | None = None
-        freed, started = self.freed and self.gathers, handles is not None
+        is_freed, has_started = self.freed and self.gathers, handles is not None
         if torch.is_grad_enabled() and hooks_allowed():
-            reducer, recomputing = current_reducer(), recomputing_unit.get()
-            saved = SavedUnit(self, shard, prefetcher if freed and started else None)
-            if started and not freed and reducer is not None:
+            reducer, recomputing_saved = current_reducer(), recomputing_unit.get()
+            saved = SavedUnit(self, shard, prefetcher if is_freed and has_started else None)
+            if has_started and not is_freed and reducer is not None:
                 saved.kept = functools.partial(reducer.find_kept, self.comms, shard)
-            if freed and not started and recomputing is not None:
-                handles = recomputing.handles_for(self.unit, shard)
+            if is_freed and not has_started and recomputing_saved is not None:
+                handles = recomputing_saved.handles_for(self.unit, shard)
         leaves = self.gather(shard, handles, None if saved is None else saved.post_backward())
-        if saved is not None and freed:
+        if saved is not None and is_freed:
             saved.watch(leaves)
         return Gathered(
             leaves=leaves,
             saved=saved,
-            freed=freed,
+            freed=is_freed,
             shared=handles is not None or bool(transforms_active()),
             mode=grad_mode(),
         )
 
     def run(self, gathered: Leaves, /, *args: Any, **kwargs: Any) -> Any:
         """Call ``apply`` with the leaves from ``gather``; cast as the precision says."""
-        hidden: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        hidden_views: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if dispatch_modes() and in_selective_checkpoint() and not transforms_active():
-            hidden = UnseenViews({storage_id(leaves[0]) for leaves in gathered})
-        leaves = [leaf for leaves in gathered for leaf in leaves]
+            hidden_views = UnseenViews({storage_id(leaf_tensors[0]) for leaf_tensors in gathered})
+        leaf_tensors = [leaf for leaf_tensors in gathered for leaf in leaf_tensors]
         if self.dtensors is not None:
-            leaves = as_dtensors(leaves, self.dtensors)
-        params = leaves if self.listed else tree.build(self.unit.structure, leaves)
+            leaf_tensors = as_dtensors(leaf_tensors, self.dtensors)
+        leaf_tree = leaf_tensors if self.listed else tree.build(self.unit.structure, leaf_tensors)
         versions_before = _versions(gathered)
-        logs = _log.isEnabledFor(logging.DEBUG)
-        if logs:
+        is_logging = _log.isEnabledFor(logging.DEBUG)
+        if is_logging:
             _log.debug("pre_forward of unit %r", self.unit.title)
         try:
-            with hidden:
+            with hidden_views:
                 if self.unit.full_precision:
-                    apply = functools.partial(self.apply, params)
+                    apply = functools.partial(self.apply, leaf_tree)
                     result = run_in_full_precision(self.dtype, apply, args, kwargs)
                 else:
                     precision = self.unit.precision
                     if precision is not None:
                         args, kwargs = cast_inputs(precision, self.unit.name == "", args, kwargs)
-                    result = self.apply(params, *args, **kwargs)
+                    result = self.apply(leaf_tree, *args, **kwargs)
                     if precision is not None:
                         result = cast_outputs(precision, result)
         except RuntimeError as error:
@@ -258,7 +258,7 @@ class Unshard:
                 ) from error
             raise
         _check_unchanged(versions_before, gathered, self.unit)
-        if logs:
+        if is_logging:
             _log.debug("post_forward of unit %r", self.unit.title)
         return result
 
@@ -306,16 +306,16 @@ class UnshardHandle:
                 call of ``value_and_grad`` that needs its gradient.
             RuntimeError: the shard was modified in place after the gather had started.
         """
-        title, handles = f"the handle of unit {self.unit.title!r}", self._handles
+        handle_title, started_handles = f"the handle of unit {self.unit.title!r}", self._handles
         if f.unit != self.unit or f.comms != self._comms:
             raise ValueError(
-                f"{title} was passed to a function of unit {f.unit.title!r}; pass it to the "
+                f"{handle_title} was passed to a function of unit {f.unit.title!r}; pass it to the "
                 "function whose start made it"
             )
         if not transforms_active():
             if torch.is_grad_enabled() and current_reducer() is not self._reducer:
                 raise ValueError(
-                    f"{title} was started outside of this call of value_and_grad, which would lose "
+                    f"{handle_title} was started outside of this call of value_and_grad, which would lose "
                     "the gradient of its shard; call start inside loss_fn, on the shards that "
                     "loss_fn is called with"
                 )
@@ -325,19 +325,19 @@ class UnshardHandle:
                     "had started; call start after the change"
                 )
         if not f.freed:
-            return self.shard, handles
+            return self.shard, started_handles
         # A checkpoint that runs the call again in backward gathers for itself, and a transform has
         # to see the all-gather.
         if transforms_active() or graph_task_id() != -1:
             return self.shard, None
         if self._used:
             raise ValueError(
-                f"{title} was used before, and a function from reshard frees the leaves after each "
+                f"{handle_title} was used before, and a function from reshard frees the leaves after each "
                 "call; call start for each call, or use the function from unshard to keep the "
                 "leaves"
             )
         self._handles, self._used = None, True
-        return self.shard, handles
+        return self.shard, started_handles
 
 
 def grad_mode() -> tuple[bool, bool]:
@@ -369,7 +369,7 @@ class Gathered:
 
     def run(self, f: Unshard, /, *args: Any, **kwargs: Any) -> Any:
         """Run a function of the unit's leaves."""
-        token = current_unit.set(self.saved)
+        context_token = current_unit.set(self.saved)
         try:
             if self.freed and self.saved is not None:
                 with saved_tensors_hooks(*self.saved.hooks()):
@@ -378,7 +378,7 @@ class Gathered:
                 result = f.run(self.leaves, *args, **kwargs)
             return copy_aliased_outputs(result, self.leaves) if self.shared else result
         finally:
-            current_unit.reset(token)
+            current_unit.reset(context_token)
 
     def run_recomputed(
         self, f: Unshard, /, module: Any, forward: Any, args: Any, kwargs: Any
@@ -394,11 +394,11 @@ class Gathered:
 
         def run(args: Any, kwargs: Any) -> Any:
             leaves = first.pop() if first else saved.gathered_again()
-            token = current_unit.set(saved)
+            context_token = current_unit.set(saved)
             try:
                 return copy_aliased_outputs(f.run(leaves, module, forward, args, kwargs), leaves)
             finally:
-                current_unit.reset(token)
+                current_unit.reset(context_token)
                 # They have no graph in forward, and another one in backward.
                 forget_parametrized(module)
 
@@ -488,8 +488,8 @@ def run_in_full_precision(
     """
     first_dtype = next((x.dtype for x in tensors_in((args, kwargs)) if x.is_floating_point()), None)
     args, kwargs = cast_tree((args, kwargs), dtype)
-    out = run(*args, **kwargs)
-    return out if first_dtype is None else cast_tree(out, first_dtype)
+    output_tree = run(*args, **kwargs)
+    return output_tree if first_dtype is None else cast_tree(output_tree, first_dtype)
 
 
 _READ_ONLY = (
@@ -505,14 +505,14 @@ def _versions(gathered: Leaves) -> list[int]:
     In inference mode tensors have no version counter, and each rank's leaves have memory of their
     own.
     """
-    firsts = [leaves[0] for leaves in gathered]
+    first_leaves = [leaves[0] for leaves in gathered]
     if transforms_active():
         # Why unwrapped: a write counts in the version of the wrapped tensor alone, and the tensors
         # that vmap wraps do not share theirs.
-        firsts = [unwrapped(first) for first in firsts]
+        first_leaves = [unwrapped(first) for first in first_leaves]
     elif torch.is_inference_mode_enabled():
         return [0] * len(gathered)
-    return [0 if first.is_inference() else version(first) for first in firsts]
+    return [0 if first.is_inference() else version(first) for first in first_leaves]
 
 
 def _is_refused_write(error_text: str, gathered: Leaves) -> bool:
@@ -521,9 +521,9 @@ def _is_refused_write(error_text: str, gathered: Leaves) -> bool:
     if "a leaf Variable that requires grad" in error_text:
         # Under per_sample_grad, leaves are the arguments of a gradient.
         return reducer is not None and reducer.has_gathered
-    nodes = [leaves[0].grad_fn for leaves in gathered]
-    names = [node.name().removesuffix("Backward") for node in nodes if node is not None]
-    return "inplace" in error_text and any(name in error_text for name in names)
+    gather_nodes = [leaves[0].grad_fn for leaves in gathered]
+    node_names = [node.name().removesuffix("Backward") for node in gather_nodes if node is not None]
+    return "inplace" in error_text and any(name in error_text for name in node_names)
 
 
 def _check_unchanged(before: Sequence[int], gathered: Leaves, unit: UnitPlan) -> None:
@@ -531,19 +531,19 @@ def _check_unchanged(before: Sequence[int], gathered: Leaves, unit: UnitPlan) ->
     versions_now = _versions(gathered)
     if versions_now == before:
         return
-    for old, new, buffer in zip(before, versions_now, unit.buffers, strict=True):
-        if new != old:
+    for old_version, new_version, buffer in zip(before, versions_now, unit.buffers, strict=True):
+        if new_version != old_version:
             raise modified_leaf(unit, buffer)
 
 
 def modified_leaf(unit: UnitPlan, buffer: BufferPlan) -> RuntimeError:
     """Return the error that says that a unit's forward wrote to a leaf."""
-    paths = ", ".join(
+    leaf_paths = ", ".join(
         [repr(leaf.path) for leaf in buffer.leaves[:3]] + ["…"] * (len(buffer.leaves) > 3)
     )
     return RuntimeError(
         f"the forward of unit {unit.title!r} modified a leaf in place, one of buffer "
-        f"{buffer.key!r} ({paths}); {_READ_ONLY}"
+        f"{buffer.key!r} ({leaf_paths}); {_READ_ONLY}"
     )
 
 
@@ -594,14 +594,14 @@ def copy_aliased_outputs(result: Any, gathered: Leaves) -> Any:
     The caller may write to a copy, and the copy does not keep the gathered buffer in memory.
     Tensors are found as ``map_tensors`` finds them.
     """
-    plain = type(result) is torch.Tensor and result.layout is torch.strided
-    if plain and len(gathered) == 1 and not transforms_active():  # only for speed
+    is_plain = type(result) is torch.Tensor and result.layout is torch.strided
+    if is_plain and len(gathered) == 1 and not transforms_active():  # only for speed
         return _clone(result) if storage_id(result) == storage_id(gathered[0][0]) else result
-    storages = {storage_id(unwrapped(leaves[0])) for leaves in gathered}
+    leaf_storages = {storage_id(unwrapped(leaves[0])) for leaves in gathered}
 
     def unaliased(value: torch.Tensor) -> torch.Tensor:
         parts = stored_parts(unwrapped(value))
-        return _clone(value) if any(storage_id(part) in storages for part in parts) else value
+        return _clone(value) if any(storage_id(part) in leaf_storages for part in parts) else value
 
     return map_tensors(unaliased, result)
 
