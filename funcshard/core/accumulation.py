@@ -79,6 +79,7 @@ def _stream(batches: Any, micro_batches: int) -> Callable[[], Any]:
     taken_count = itertools.count()
 
     def take() -> Any:
+        # For the error: how many the iterator gave.
         batch_index = next(taken_count)
         try:
             return next(batches)

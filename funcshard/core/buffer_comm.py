@@ -92,11 +92,13 @@ class BufferComm:
             buffer_label = (
                 buffer_label or f"buffer {self.buffer!r} of unit {self.unit or '(root)'!r}"
             )
+        # With a mesh on the CPU, offloading has nothing to move.
         is_moved = self.offload and self.topology.mesh.device.type != "cpu"
         is_cast = dtypes.gathered != dtypes.shard or dtypes.cast is not None
         object.__setattr__(self, "label", buffer_label)
         object.__setattr__(self, "moved", is_moved)
         object.__setattr__(self, "copied", self.topology.cut or is_moved or is_cast)
+        # The views do not change from gather to gather, unlike the memory that they are in.
         object.__setattr__(self, "leaf_views", tuple(map(_leaf_view, self.plan.leaves)))
 
     @classmethod
@@ -104,6 +106,7 @@ class BufferComm:
         cls, mesh: Mesh, unit: UnitPlan, buffer: BufferPlan, cast: Cast | None = None
     ) -> BufferComm:
         """Return the communication of one buffer of a unit."""
+        # Integer leaves travel as they are; the unit says so for each buffer.
         precision = unit.precision
         dtypes = CommDtypes(
             shard=dtype_of(buffer.dtype),
@@ -138,6 +141,7 @@ class BufferComm:
     @property
     def plain(self) -> BufferComm:
         """The same without functions of the user's: for tangents, which are no parameters."""
+        # The usual case keeps the object, and so costs nothing.
         if self.dtypes.cast is None and not self.own:
             return self
         return dataclasses.replace(
@@ -174,6 +178,7 @@ def _to_device(tensor: torch.Tensor, device: torch.device) -> tuple[torch.Tensor
     """Start to copy a tensor to the device; return the copy, ready for the current stream."""
     if device.type != "cuda" or recording_graph():  # a graph replays no events
         return tensor.to(device), DONE
+    # Pinned memory makes the copy asynchronous; the event tells when the host may reuse it.
     return tensor.to(device, non_blocking=True), _HostCopy(
         torch.cuda.current_stream(device).record_event()
     )
@@ -241,6 +246,7 @@ class AllGatherHandle:
 
         A shared handle waits each time: each use may have its own stream.
         """
+        # A later use: the buffer is there, and only its stream may have to wait.
         if self.full is not None:
             self.work.wait()
         else:
@@ -307,12 +313,15 @@ def start_gather(
         return AllGatherHandle(PrivateAllGatherWork(sent_data), comm, shard.shape[0], device_copy)
     rank_count = comm.topology.mesh.shard.size
     group = recorded_group("all_gather", comm, "shard", sent_data, sent_data.numel() * rank_count)
+    # A gradient of a gradient may have any layout; shards are contiguous already.
     sent_data = sent_data.contiguous()
     is_flat = sent_data.ndim == 1
     if is_flat and comm.own and isinstance(group, CustomGroup) and group.own_all_gather is not None:
         work: AllGatherWork = group.start_all_gather(sent_data, comm.label)
+    # One block of shared memory serves all ranks of a machine.
     elif read_only and (last or is_flat) and dtypes.cast is None:
         work = group.all_gather_shared(sent_data, label=comm.label)
+    # vmap puts its dims first, so ranks lie side by side in the last dim.
     elif last:
         work = all_gather_last(group, sent_data, label=comm.label)
     else:
@@ -369,6 +378,7 @@ class ReduceHandle:
         shard_sum = _in_shard_dtype(self.out, comm)
         if not comm.moved:
             return shard_sum
+        # Without a communication the copy has started with the handle.
         on_host, copy_work = self.copied or _to_host(shard_sum)
         copy_work.wait()  # while ``out`` lives
         return on_host
@@ -390,6 +400,7 @@ def start_reduce(full: torch.Tensor, comm: BufferComm, *, donated: bool = False)
         donated: whether ``full`` may be overwritten.
     """
     topology, reduce_dtype = comm.topology, comm.dtypes.reduced
+    # A converted copy belongs to us, whoever owns the addend.
     if reduce_dtype is not None and full.dtype != reduce_dtype:
         full, donated = full.to(reduce_dtype), True
     full = full.contiguous()
@@ -397,6 +408,7 @@ def start_reduce(full: torch.Tensor, comm: BufferComm, *, donated: bool = False)
         return start_scatter(
             [full.view(-1)], (full.shape[0] // topology.mesh.shard.size, *full.shape[1:]), comm
         )
+    # One rank holds the buffer alone, so its addend is the sum.
     if not topology.repeated:
         if not comm.moved:
             return ReduceHandle(full, DONE, comm)
@@ -425,6 +437,7 @@ def start_scatter(
 
     Several parts are only read.
     """
+    # The result is new memory, because the parts are only read.
     shard_sum = parts[0].new_empty(shape, dtype=comm.dtypes.reduced or parts[0].dtype)
     full_numel = shard_sum.numel() * comm.topology.mesh.shard.size
     group = recorded_group("reduce_scatter", comm, "shard", shard_sum, full_numel)
@@ -476,6 +489,7 @@ def recorded_group(kind: str, comm: Any, axis: str, tensor: torch.Tensor, numel:
             f"cannot batch {comm.title} on {comm.mesh.world_size} ranks: use torch.vmap over the "
             "cotangents of torch.func.vjp; docs/transforms.md, 'Columns', says which make a matrix"
         )
+    # An empty buffer sends nothing.
     if numel and recording():
         sent_bytes, dtype = numel * tensor.element_size(), dtype_name(tensor.dtype)
         emit(Event(kind, comm.unit, comm.buffer, dtype, sent_bytes, axis, group.size))

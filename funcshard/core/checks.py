@@ -66,6 +66,7 @@ def _cause(plan: Plan, misfit: Any) -> str:
     """Return what was passed in place of shards, as far as its form tells, and what to do."""
     if isinstance(misfit, torch.nn.Module):
         return module_remedy(misfit, "shards = fs.shard(params, plan, mesh)")
+    # A TrainState, or anything that has its shards in an attribute.
     if hasattr(misfit, "shards"):
         return "this is a state, whose shards are an entry of it: pass state.shards"
     if isinstance(misfit, torch.Tensor):
@@ -100,6 +101,7 @@ def check_cut(plan: Plan, shards: Any) -> None:
         _check_keys(unit, shards[unit.name])
         for buffer_plan in unit.buffers:
             local_shard = shards[unit.name][buffer_plan.key]
+            # Stacks of shards have more dims, of which the last is the shard's.
             local_numel = (
                 tuple(local_shard.shape[-1:]) if isinstance(local_shard, torch.Tensor) else None
             )
@@ -156,6 +158,7 @@ def _wrong_shard(unit: UnitPlan, buffer: BufferPlan, local: Any) -> ValueError:
             f"{shard_title} must be a tensor; found {type(local).__name__}: a tree of gradients holds "
             "None for frozen shards alone; put zeros there to compute with it"
         )
+    # A step empties the tensors that it was given.
     donated_text = "donated to a training step, or " if tuple(local.shape) == (0,) else ""
     return ValueError(
         f"{shard_title} must have shape {(buffer.shard_numel,)}, one of {buffer.shards} shards; found "
@@ -255,6 +258,7 @@ def raise_on_every_rank(mesh: Mesh, fault: Exception | None) -> None:
     for rank, fault_text in enumerate(fault_texts):
         if rank_fault := json.loads(fault_text):
             error_name, message = rank_fault
+            # The class is known by name only, because errors travel as text.
             raise _ERRORS.get(error_name, ValueError)(f"{message} (found on rank {rank})")
 
 

@@ -137,6 +137,7 @@ def _differences(rank_sums: Sequence[_Sums], mesh: Mesh) -> _Differences:
     local_axes = {leaf_name: local for sums in rank_sums for leaf_name, (local, _) in sums.items()}
     for leaf_name, local in local_axes.items():
         for ranks in _sharing(local, mesh):
+            # Ranks that hold the same values are one group.
             ranks_by_value: dict[int, list[int]] = {}
             for rank in ranks:
                 if leaf_name in rank_sums[rank]:
@@ -203,6 +204,7 @@ def checksum(values: torch.Tensor, weights: torch.Tensor | None = None) -> torch
     whole_blocks = (
         raw_bytes[:whole_bytes].view(torch.int64).view(whole_bytes // block_bytes, _ROWS, _COLUMNS)
     )
+    # Less than a block is left: whole rows of it, the last one with zeros.
     last_rows = torch.nn.functional.pad(raw_bytes[whole_bytes:], (0, -len(raw_bytes) % row_bytes))
     last_block = last_rows.view(torch.int64).view(1, len(last_rows) // row_bytes, _COLUMNS)
     sums = []

@@ -68,6 +68,7 @@ def psum(x: T, mesh: Mesh, *, axis: Axis = None) -> T:
     note_collective(mesh)
     leaves, unflatten = tree.flatten(x)
     leaf_paths = [""] if leaves and leaves[0] is x else tree.paths(x)
+    # The sum runs over all axes along which the data counts as repeated.
     topology = Topology(mesh, False, other_axes)
     summed_tree: T = unflatten(
         [
@@ -414,6 +415,7 @@ class Collective(torch.autograd.Function):
 def _gather(leaf: torch.Tensor, mesh: Mesh, names: tuple[str, ...], caller: str) -> torch.Tensor:
     """Return the tensors of all ranks along the axes, stacked along a new dim 0."""
     shape = leaf.shape
+    # The last axis first, so that the first one ends up in front.
     for name in reversed(names):
         leaf = Collective.apply(leaf, AxisComm("all_gather", mesh, name, caller))
     return leaf.reshape(_count(mesh, names), *shape)
@@ -448,6 +450,7 @@ def _permuted(
         row_order = sorted(
             range(len(held_pairs)), key=lambda row: (held_pairs[row][1][i], held_pairs[row])
         )
+        # In order already: no copy.
         if row_order != list(range(len(row_order))):
             held_rows = torch.stack([held_rows[row] for row in row_order])
         received_pairs = [pair for pair in line_pairs if pair[1][i] == own_position[i]]
@@ -553,6 +556,7 @@ def _check_tensors(caller: str, x: Any, *, adds: bool = False) -> None:
 def _dim(caller: str, name: str, leaf: torch.Tensor, dim: int, extra: int = 0) -> int:
     """Return ``dim`` counted from the first, of ``leaf`` with ``extra`` more dimensions."""
     ndim = leaf.ndim + extra
+    # True is an Integral, and never meant as a dimension.
     is_whole = isinstance(dim, Integral) and not isinstance(dim, bool)
     if is_whole and -ndim <= int(dim) < ndim:
         return int(dim) % ndim
@@ -571,6 +575,7 @@ def _pairs(perm: Any, ranks: int, names: Sequence[str]) -> list[tuple[int, int]]
     try:
         index_pairs = [(operator.index(source), operator.index(target)) for source, target in perm]
     except (TypeError, ValueError):
+        # Which the next check refuses.
         index_pairs = [(-1, -1)]
     source_indices, target_indices = (
         [source for source, _ in index_pairs],

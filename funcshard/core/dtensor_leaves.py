@@ -86,8 +86,10 @@ def _form(leaf: LeafSpec, mesh: Mesh) -> DTensorForm | None:
     from torch.distributed.tensor import Replicate, Shard
 
     whole_shape = torch.Size(leaf.whole_shape)
+    # On meta, the default strides come from torch itself.
     whole_stride = torch.empty(whole_shape, device="meta", dtype=torch.float32).stride()
     placements = tuple(Replicate() if dim is None else Shard(dim) for _, dim in leaf.placements)
+    # See the top of the file.
     grad_factor = math.prod(cut.ranks for cut in leaf.cuts)
     return DTensorForm(
         _device_mesh(leaf, mesh), placements, whole_shape, whole_stride, leaf.path, grad_factor
@@ -175,7 +177,9 @@ class _AsDTensor(torch.autograd.Function):
         form: DTensorForm = ctx.form
         if grad is None:
             return None, None
+        # DTensor may return a gradient as a partial sum.
         if grad.placements != form.placements:
             grad = grad.redistribute(placements=form.placements)
+        # to_local makes a node, which only higher derivatives need.
         local_grad = grad.to_local() if torch.is_grad_enabled() else local_part(grad)
         return (local_grad if form.factor == 1 else local_grad * form.factor), None

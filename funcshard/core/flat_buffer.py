@@ -47,6 +47,7 @@ def views(full: torch.Tensor, buffer: BufferPlan) -> list[torch.Tensor]:
 
     The inverse is ``ravel``.
     """
+    # narrow and view copy nothing, as the leaf is contiguous in the last dim.
     batch_shape = full.shape[:-1]
     return [
         full.narrow(-1, leaf.offset, leaf.numel).view(batch_shape + leaf.shape)
@@ -140,9 +141,11 @@ class LeavesToShard(torch.autograd.Function):
         batch_shape, leaf_rows = _rows(comm, device, leaves)
         buffer = comm.plan
         if not comm.topology.cut:
+            # Nothing is scattered, so the whole gradient is one tensor.
             full_grad = torch.cat(leaf_rows, -1).view(*batch_shape, buffer.padded_numel)
             return start_reduce(full_grad, comm, donated=True).finish()
         shard_numel = buffer.shard_numel
+        # With vmap each rank gets a slice of every row, so the rows are cut up by rank.
         if batch_shape:
             leaf_rows = _by_rank(leaf_rows, shard_numel, buffer.shards)
         return start_scatter(leaf_rows, (*batch_shape, shard_numel), comm).finish()
@@ -151,6 +154,7 @@ class LeavesToShard(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.comm, ctx.device, *leaves = inputs
         ctx.loop = None
+        # The gradient has to be None where the input was.
         ctx.has_leaf = [leaf is not None for leaf in leaves]
         if any(ctx.needs_input_grad) or transforms_active():
             ctx.comm, ctx.loop = noted(ctx.comm)
@@ -174,6 +178,7 @@ class LeavesToShard(torch.autograd.Function):
     ) -> Any:
         batched_leaves = []
         for leaf, dim in zip(leaves, in_dims[2:], strict=True):
+            # vmap does not map over this leaf, whose gradient is that of every sample.
             if leaf is not None and dim is None:
                 leaf = leaf.expand(info.batch_size, *leaf.shape)
             elif leaf is not None:
@@ -198,6 +203,7 @@ def _rows(
         if leaf is not None:
             like_tensor, batch_shape = leaf, tuple(leaf.shape[: leaf.ndim - len(spec.shape)])
             break
+    # All dims of vmap are one for the reduction; without any there is none.
     row_dims = (math.prod(batch_shape),)[: len(batch_shape)]
     leaf_rows = []
     for spec, leaf in leaf_pairs:
@@ -206,6 +212,7 @@ def _rows(
             like_tensor.new_zeros(row_shape) if leaf is None else _flat(leaf, row_shape, comm)
         )
     padding_numel = buffer.padded_numel - buffer.numel
+    # Padding comes last in the buffer; an empty part only makes the single one two.
     if padding_numel or len(leaf_rows) == 1:
         leaf_rows.append(like_tensor.new_zeros((*row_dims, padding_numel)))
     return batch_shape, leaf_rows
@@ -223,6 +230,7 @@ def _flat(leaf: torch.Tensor, shape: tuple[int, ...], comm: BufferComm) -> torch
 def _by_rank(rows: Sequence[torch.Tensor], shard_numel: int, ranks: int) -> list[torch.Tensor]:
     """Return 1-D tensors whose concatenation is each rank's slices of all rows, in rank order."""
     rank_parts: list[torch.Tensor] = []
+    # A leaf may lie in the slices of several ranks, and a slice may hold several leaves.
     for rank in range(ranks):
         slice_begin, slice_end = rank * shard_numel, (rank + 1) * shard_numel
         row_slices, row_offset = [], 0

@@ -171,6 +171,7 @@ class GradReducer:
         self.at_end: list[Callable[[], None]] = []
         self.leaf_by_id = {id(shard): leaf for shard, leaf in zip(leaves, self.leaves, strict=True)}
         self._on_grad, self._on_scattered, self._reduce = on_grad, on_scattered, reduce
+        # Errors name the one that is in use.
         hook_by_name = {"on_grads": on_grad, "on_reduce_scattered": on_scattered}
         self._hook = next((name for name, hook in hook_by_name.items() if hook is not None), "")
         # Autograd's number of this reducer's backward, while that runs.
@@ -191,6 +192,7 @@ class GradReducer:
                 that.
         """
         mesh = comm.topology.mesh
+        # The mean is over these ranks; evaluate raises if there are several numbers of them.
         self.worlds[mesh.world_size] = mesh
         leaf = self.leaf_by_id.get(id(shard))
         if leaf is None:
@@ -241,6 +243,7 @@ class GradReducer:
         leaf_gradients = [
             leaf for local in unit_shards if (leaf := self.leaf_by_id.get(id(local))) is not None
         ]
+        # A shard that is computed from others has no gradient here that could end its stay.
         if len(leaf_gradients) == len(unit_shards) and any(comm.copied for comm in comms):
             for handle in handles:
                 handle.share()
@@ -312,8 +315,10 @@ class GradReducer:
         leaf.comm = comm
         leaf.awaited -= 1
         more_awaited = leaf.awaited > 0
+        # The last gradient of the unit has come, so no forward or recomputation needs it.
         if not more_awaited and leaf.kept is not None:
             self._drop_kept(leaf.kept)
+        # Looked up once for each leaf: globs are slow.
         if self._reduce != "each" and not leaf.mode:
             chosen_mode, topology = unit_mode(self._reduce, comm.unit or ""), comm.topology
             leaf.mode = buffer_mode(chosen_mode, cut=topology.cut, repeated=bool(topology.repeated))
@@ -324,10 +329,13 @@ class GradReducer:
             if comm.dtypes.reduced is not None:
                 whole_gradient = whole_gradient.to(comm.dtypes.reduced)
             parts = [whole_gradient]
+        # Infinity times zero is NaN, and this micro-batch must count nothing.
         if self.zero_weight:
             parts[0].nan_to_num_(0.0, 0.0, 0.0)
+        # Earlier micro-batches come first in the sum, as in one process.
         if leaf.held is not None:
             parts, leaf.held = [leaf.held.add_(parts[0])], None
+        # More gradients of the leaf come before its only reduction.
         if is_held and (self._accumulating or more_awaited):
             leaf.held = parts[0]
         else:
@@ -336,6 +344,7 @@ class GradReducer:
     def post_backward(self) -> None:
         """End this backward: wait for every reduction."""
         self._task = None
+        # The prefetcher drops what it gathered for nothing.
         while self.at_end:
             self.at_end.pop()()
         for leaf in self.leaves:
@@ -365,6 +374,7 @@ class GradReducer:
 
     def _drop_kept(self, kept: KeptUnit) -> None:
         """Free a unit that has stayed gathered, unless it stays until the last micro-batch."""
+        # The next micro-batch uses the same gathered buffers.
         if self._accumulating and not kept.unit.reshard_after_backward:
             return
         # Why all its buffers: see ``ShardToLeaves.backward``.
@@ -377,6 +387,7 @@ class GradReducer:
             self._on_grad(comm.unit or "", comm.plan, parts[0])
         if comm.dtypes.divided:
             parts = _divided(leaf, parts, comm)
+        # Without a reduce-scatter, the hook comes before the only stage.
         if self._on_scattered is not None and not comm.topology.cut:
             self._on_scattered(comm.unit or "", comm.plan, parts[0])
         for _, running_handle in self._running:
@@ -389,6 +400,7 @@ class GradReducer:
         leaf, reduce_handle = self._running.pop(0)
         comm = reduce_handle.comm
         awaits_more = leaf.mode == "shard_each" and self._accumulating
+        # Only these look at the sum between reduce-scatter and all-reduce.
         has_stages = awaits_more or leaf.partial is not None or self._on_scattered is not None
         if has_stages and comm.topology.cut:
             reduce_handle.work.wait()
@@ -409,6 +421,7 @@ class GradReducer:
 def _divided(leaf: LeafGradient, parts: list[torch.Tensor], comm: BufferComm) -> list[torch.Tensor]:
     """Return a leaf's gradient, divided as ``MixedPrecision.divide_before_reduce`` says."""
     rank_count = comm.plan.shards * math.prod(group.size for _, group in comm.topology.repeated)
+    # A power of two near the square root of the ranks divides float16 without rounding.
     divisor = 1
     while divisor * divisor < rank_count:
         divisor *= 2

@@ -370,9 +370,11 @@ def evaluate(
     with activate(reducer), torch.enable_grad():
         for batch_index, call in enumerate(calls):
             loss, weight, aux = _check_result(call(unflatten(local_leaves)), options)
+            # The loss is multiplied, and not the gradient, so that hooks see the weighted gradient.
             factor = weight if weighted else 1 / len(calls)
             reducer.pre_backward(accumulating=batch_index + 1 < len(calls), zero_weight=factor == 0)
             reached = _backward(loss if factor == 1 else loss * factor, local_leaves, reducer)
+            # Zeros would hide that the loss uses other tensors than the shards.
             if not reached and not options.allow_constant:
                 raise ValueError(_CONSTANT)
             loss_term = loss.detach().reshape(())
@@ -398,6 +400,7 @@ def evaluate(
             ),
             mesh,
         )
+        # No rank has data: the loss and the gradients are zero.
         divisor = torch.where(world_sums[1] > 0, world_sums[1], 1.0)
         total_loss, world_weight = (world_sums[0] / divisor).to(total_loss.dtype), world_sums[1]
     local_axes = [_local_axes(leaf) for leaf in reducer.leaves]
@@ -491,8 +494,10 @@ def _gradient(
         return None
     if direct_grad is None and reduced_grad is None:
         return torch.zeros_like(shard, requires_grad=False)
+    # The unit divided before its reduction, so the rest of the divisor is left.
     if divisor_before != 1 and direct_grad is None:
         divisor = divisor / divisor_before
+    # The direct gradient was not divided, so the reduced one is made like it.
     elif divisor_before != 1 and reduced_grad is not None:
         reduced_grad = reduced_grad * divisor_before
     is_undivided = isinstance(divisor, float | int) and divisor == 1
@@ -500,6 +505,7 @@ def _gradient(
         total_grad = direct_grad if reduced_grad is None else reduced_grad + direct_grad
         return total_grad if is_undivided else total_grad / divisor
     assert reduced_grad is not None
+    # The reducer made this tensor, so nobody else sees that it changes.
     return reduced_grad if is_undivided else reduced_grad.div_(divisor)
 
 
@@ -518,6 +524,7 @@ def _world(reducer: GradReducer) -> Mesh:
         )
     if reducer.mesh is not None:
         return reducer.mesh
+    # Without a collective the ranks may be unrelated, or copies of one model: only the user knows.
     job_ranks = ranks_of_job()
     if not world_sizes and job_ranks > 1:
         raise ValueError(
@@ -573,6 +580,7 @@ def _check_result(result: Any, options: GradientOptions) -> tuple[torch.Tensor, 
     values_by_name = {"loss": result} if is_single else dict(zip(value_names, result, strict=True))
     loss = values_by_name["loss"]
     if is_dtensor(loss):
+        # Tensor parallelism may leave the loss as a DTensor, equal on all ranks.
         loss = loss.full_tensor()
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         raise TypeError(
@@ -619,6 +627,7 @@ def check_weight(weight: Any) -> float:
     try:
         weight_value = float(weight)
     except (TypeError, ValueError, RuntimeError):
+        # Which the next check refuses.
         weight_value = math.nan
     if not 0 <= weight_value < math.inf:
         raise ValueError(

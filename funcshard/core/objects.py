@@ -57,6 +57,7 @@ def _check(value: Any, path: str) -> None:
     """Raise ``TypeError`` unless JSON gives the same value back."""
     if type(value) is dict:
         for key, inner in value.items():
+            # json.dumps would turn other keys into strings without a word.
             if type(key) is not str:
                 raise TypeError(
                     f"the keys of {path} must be strings, as JSON has no others; found {key!r}: "

@@ -75,6 +75,7 @@ class AxisComm:
 
     def run(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the result of this rank; always a new tensor."""
+        # Groups send memory as it lies.
         tensor = tensor.contiguous()
         group, row_numel = self._group(tensor), tensor.shape[1:].numel()
         if self.kind == "all_gather":
@@ -153,6 +154,7 @@ def join_slices(
             leaf_slices = AxisComm("all_gather", mesh, cut.axis, f"join leaf {spec.path!r}").run(
                 joined_leaf.to(mesh.device)
             )
+            # The other ranks have sent their slices, and are done.
             if first_only and mesh.groups[cut.axis].rank:
                 return None
             joined_leaf = torch.cat(leaf_slices.unbind(), cut.dim)

@@ -154,6 +154,7 @@ class Prefetcher:
         # ranks have not sent this one.
         for handle in handles:
             handle.wait_comm()
+        # The next call of this unit takes the same handles.
         if self._forward.call(name, stays=stays):
             self._handles[name] = [handle.share() for handle in handles]
         self._now += 1
@@ -165,6 +166,7 @@ class Prefetcher:
     def save(self, source: UnitSource) -> int:
         """Number what backward gathers a unit from."""
         self.sources.append(source)
+        # A unit saves right after it was called.
         self._units.append(self.ran[-1] if self.ran else "")
         self._now += 1
         self._began.append(self._now)
@@ -184,8 +186,11 @@ class Prefetcher:
             handle.work.wait()
         self._handles.clear()
         for use, name in enumerate(self._units):
+            # Earlier backwards needed the unit, though forward cannot see it: a checkpoint hides
+            # the use.
             if name in self._inside and not self._last[use]:
                 self._last[use] = self._began[use]
+        # Backward reaches the latest use first.
         self._backward.expect(sorted((-last, use) for use, last in enumerate(self._last) if last))
 
     def begin_backward(self) -> None:
@@ -205,9 +210,11 @@ class Prefetcher:
         """
         if not self._last[use]:
             self._inside.add(self._units[use])
+        # A frozen unit has no nodes, and tells nothing about the backward that runs.
         if source.nodes:
             self._by_shards = source.in_backward
         if use not in self._ahead:
+            # A second backward through the same graph gathers on demand.
             if self.sources[use] is not None:
                 self._backward.gather(use)
             self._ahead[use] = start_gathers(source.sources())
@@ -257,6 +264,7 @@ class Prefetcher:
             source = self.sources[use]
             assert source is not None, "reaches() leaves out uses that backward has left for good"
             self._ahead[use] = start_gathers(source.sources())
+        # Outside of value_and_grad nobody says when backward ends, so nothing is dropped early.
         reducer = None if self._ends or not self._ahead else current_reducer()
         if reducer is not None:
             self._ends = True
@@ -374,6 +382,7 @@ class UnitSource:
     def cut(self, gathered: Leaves) -> None:
         """Copy this rank's slices of the gathered buffers, whose leaves are ``gathered``."""
         for buffer_index, comm in enumerate(self.slice_comms):
+            # A buffer that is not cut is gathered from its shard, as before.
             if comm is not None:
                 group, first_leaf = comm.mesh.shard, gathered[buffer_index][0].detach()
                 slice_numel = comm.plan.padded_numel // group.size
@@ -381,6 +390,7 @@ class UnitSource:
                 all_slices = first_leaf.as_strided(
                     (group.size, slice_numel), (slice_numel, 1), buffer_begin
                 )
+                # A copy, so that the gathered buffer is free.
                 local_slice = own_row(all_slices, group, "shard")
                 self._sources[buffer_index] = local_slice, comm
                 self._versions[buffer_index] = version(local_slice)
@@ -390,6 +400,7 @@ class UnitSource:
         """Whether the backward that runs computes gradients of the unit; yes if it has no nodes."""
         if not self.nodes or graph_task_id() == -1:
             return True
+        # A node that is gone belongs to a graph that was freed.
         return any(runs_in_backward(node) for ref in self.nodes if (node := ref()) is not None)
 
     @property
@@ -548,6 +559,7 @@ class SavedUnit:
         this object; stored here, they would make a cycle.
         """
         outer_hooks = outer_saved_tensors_hooks()
+        # A partial takes attributes, and a bound method does not.
         pack = functools.partial(self.pack, outer=outer_hooks)
         hide_from_selective_checkpoints(pack, outer_hooks)
         return pack, self.unpack
@@ -582,6 +594,7 @@ class SavedUnit:
         is_view = buffer_index is not None and tensor.dtype == self._forms[buffer_index][2]
         if buffer_index is not None and is_view and not tensor.is_conj():
             return _PackedView(buffer_index, _view_at(tensor))
+        # Autocast made a copy, which autograd would keep until backward.
         cast_source = cast_of(tensor)
         if cast_source is None:
             return None
@@ -610,6 +623,7 @@ class SavedUnit:
         if isinstance(packed, _PackedDTensor):
             return packed.form.whole(self.unpack(packed.local))
         if isinstance(packed, _PackedView):
+            # as_strided copies nothing, and the version counter is that of the new buffer.
             leaf_or_view = self.buffers()[packed.buffer_index].as_strided(*packed.view)
             if packed.cast is None:
                 return leaf_or_view
@@ -627,6 +641,7 @@ class SavedUnit:
         if self.needed and recomputing_unit.get() is None and packed.leaves_units:
             # Why now: the outer hooks may compute something again, and a plan predicts this order.
             self.buffers()
+        # Units that the outer hooks call again find this one gathered.
         context_token = recomputing_unit.set(self)
         try:
             return packed.unpack(packed.packed)

@@ -228,6 +228,7 @@ class _Remat(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
+        # Integers have no gradient.
         ctx.mark_non_differentiable(*(out for out in output if not _differentiable(out)))
 
     @staticmethod
@@ -370,6 +371,7 @@ class _AmbientState:
         """Set this state inside the ``with`` block, and restore the previous state after it."""
         current_state = self.capture()
         with contextlib.ExitStack() as exit_stack:
+            # Leaving autocast clears its cache of casts, so it is left alone if nothing changes.
             if current_state.autocast != self.autocast:
                 for device_type, enabled, dtype in self.autocast:
                     exit_stack.enter_context(

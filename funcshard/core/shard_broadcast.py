@@ -77,6 +77,7 @@ def broadcast_to_shards(value: Any, plan: Plan, mesh: Mesh) -> dict[str, dict[st
         values_by_unit[unit.name] = {}
         for buffer in unit.buffers:
             local_values = value if is_tensor else _elements(by_path, buffer, mesh)
+            # Along these axes ranks hold copies of the shard.
             copy_axes = tuple(name for name, _ in Topology.of(buffer, unit, mesh).repeated)
             local_values = local_values.to(device)
             values_by_unit[unit.name][buffer.key] = (
@@ -97,6 +98,7 @@ class _Copies(torch.autograd.Function):
     @signed
     def forward(value: torch.Tensor, mesh: Mesh, axes: tuple[str, ...], whole: bool) -> Any:
         if whole:
+            # A view, because a Function must not return its input itself.
             return value.view_as(value)
         return value / math.prod(mesh.groups[name].size for name in axes)
 

@@ -141,9 +141,11 @@ def _by_path(params: Any, plan: Plan, *, none_if_frozen: bool) -> dict[str, Any]
                 f"None for {none_paths[0]!r}, and a tensor for {tensor_paths[0]!r}: pass zeros for "
                 "None"
             )
+        # The whole buffer is None, as in a tree of gradients.
         if len(none_paths) == len(buffer.leaves):
             by_path |= dict.fromkeys(none_paths)
     if difference := other_leaves(by_path, plan):
+        # The usual mistakes are a module and shards.
         remedy = module_remedy(params, "params") or "make the plan from these params"
         if isinstance(params, Mapping) and params.keys() == plan.units.keys():
             remedy = (
@@ -179,6 +181,7 @@ def _checked_leaves(
     try:
         by_path = _by_path(params, plan, none_if_frozen=src is None)
         for buffer in _buffers(plan):
+            # Other ranks' values are replaced, so they need none.
             meta = src is not None and not _is_source(src, buffer, mesh)
             for leaf in buffer.leaves:
                 value = part_as_planned(leaf, by_path[leaf.path], mesh, "params")
@@ -209,8 +212,10 @@ def cut_from_rank(
             put(local_shard, leaf, spec, buffer, mesh)
         return local_shard
     source_position = position_of(src, mesh.shape)
+    # Ranks along these axes hold copies of the same shard.
     repeated_axes = [axis for axis in mesh.groups if axis != "shard" and axis not in buffer.local]
     with torch.no_grad():
+        # This rank gets its shard from a copy, not from the source's row.
         if any(mesh.groups[axis].rank != source_position[axis] for axis in repeated_axes):
             shard_values = torch.empty_like(local_shard, device=mesh.device)
         else:
@@ -276,6 +281,7 @@ def gather(shards: Shards, plan: Plan, mesh: Mesh) -> Any:
     """
     check_mesh(plan, mesh)
     check_shards(plan, shards)
+    # Gradients may be in reduce_dtype, which the checks would refuse.
     shards = {unit.name: _in_leaf_dtypes(shards[unit.name], unit) for unit in plan.unit_list}
     check_shards(plan, shards, mesh, none_if_frozen=True)
     mesh = without_collectives(mesh)  # the values themselves, not as units send them
@@ -283,6 +289,7 @@ def gather(shards: Shards, plan: Plan, mesh: Mesh) -> Any:
     for unit in plan.unit_list:
         held_shards = {key: local for key, local in shards[unit.name].items() if local is not None}
         buffers = tuple(buffer for buffer in unit.buffers if buffer.key in held_shards)
+        # A unit of the buffers that are there, without casts.
         full_unit = dataclasses.replace(unit, buffers=buffers).listed().in_full_precision()
         f = unshard(lambda leaves: [leaf.clone() for leaf in leaves], full_unit, mesh)
         leaf_copies = f(held_shards) if held_shards else []
@@ -331,6 +338,7 @@ def cut(
     shard: dict[str, Any] = {}
     for buffer in unit.buffers:
         if not buffer.trainable and buffer.leaves and by_path[buffer.leaves[0].path] is None:
+            # A tree of gradients has None for frozen leaves.
             shard[buffer.key] = None
             continue
         shard[buffer.key] = empty_shard(unit, buffer, mesh)
@@ -352,6 +360,7 @@ def empty_shard(unit: UnitPlan, buffer: BufferPlan, mesh: Mesh) -> torch.Tensor:
         device="cpu" if unit.offload else mesh.device,
         pin_memory=unit.offload and mesh.device.type == "cuda",
     )
+    # Only the padding: put writes the rest.
     shard[buffer.filled(mesh.shard.rank) :].zero_()
     return shard
 

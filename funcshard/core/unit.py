@@ -156,10 +156,13 @@ class Unshard:
             return unseen(self.gather)(shard, handles, post_backward)
         reducer = current_reducer()
         gathered: list[tuple[torch.Tensor, ...]] = []
+        # Without handles, the Function starts each gather itself, so that transforms see it.
         for comm, handle in zip(self.comms, handles or itertools.repeat(None), strict=False):
             local_shard = shard[comm.buffer]
+            # per_sample_grad differentiates by leaves that it gathered itself.
             leaves: Any = reducer and reducer.note_gather(local_shard, comm)
             if leaves is None:
+                # A frozen buffer has no autograd node, so that backward does not reduce it.
                 if not comm.plan.trainable:
                     local_shard = local_shard.detach()
                 leaves = ShardToLeaves.apply(
@@ -207,9 +210,14 @@ class Unshard:
         is_freed, has_started = self.freed and self.gathers, handles is not None
         if torch.is_grad_enabled() and hooks_allowed():
             reducer, recomputing_saved = current_reducer(), recomputing_unit.get()
+            # Why not without a started gather: the prefetcher does not know a unit that gathered
+            # for itself.
             saved = SavedUnit(self, shard, prefetcher if is_freed and has_started else None)
+            # The unit stays gathered, so a recomputation in backward may find the same buffers.
             if has_started and not is_freed and reducer is not None:
                 saved.kept = functools.partial(reducer.find_kept, self.comms, shard)
+            # A checkpoint around the unit calls it again in backward, where its buffers are
+            # gathered.
             if is_freed and not has_started and recomputing_saved is not None:
                 handles = recomputing_saved.handles_for(self.unit, shard)
         leaves = self.gather(shard, handles, None if saved is None else saved.post_backward())
@@ -227,10 +235,11 @@ class Unshard:
         """Call ``apply`` with the leaves from ``gather``; cast as the precision says."""
         hidden_views: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if dispatch_modes() and in_selective_checkpoint() and not transforms_active():
-            hidden_views = UnseenViews({storage_id(leaf_tensors[0]) for leaf_tensors in gathered})
-        leaf_tensors = [leaf for leaf_tensors in gathered for leaf in leaf_tensors]
+            hidden_views = UnseenViews({storage_id(leaves[0]) for leaves in gathered})
+        leaf_tensors = [leaf for leaves in gathered for leaf in leaves]
         if self.dtensors is not None:
             leaf_tensors = as_dtensors(leaf_tensors, self.dtensors)
+        # Why a list if possible: building the tree takes a part of a small unit's time.
         leaf_tree = leaf_tensors if self.listed else tree.build(self.unit.structure, leaf_tensors)
         versions_before = _versions(gathered)
         is_logging = _log.isEnabledFor(logging.DEBUG)
@@ -372,6 +381,7 @@ class Gathered:
         context_token = current_unit.set(self.saved)
         try:
             if self.freed and self.saved is not None:
+                # Autograd calls these for each tensor that it saves while the forward runs.
                 with saved_tensors_hooks(*self.saved.hooks()):
                     result = f.run(self.leaves, *args, **kwargs)
             else:
@@ -387,6 +397,7 @@ class Gathered:
         saved = self.saved
         if saved is None or not torch.is_grad_enabled():
             return self.run(f, module, forward, args, kwargs)
+        # Backward computes the module again if any gradient passes through it.
         if f.trainable or any(tensor.requires_grad for tensor in tensors_in((args, kwargs))):
             saved.note_needed()
         # Why a list: what backward runs must not hold the leaves that forward gathered.
@@ -448,6 +459,7 @@ class RecomputeParams(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         leaf_index = self.numbers.get(name)
+        # Outside of a backward, user code has to meet the placeholder.
         if leaf_index is None or graph_task_id() == -1:
             return super().__getitem__(name)
         return self.saved.leaves()[leaf_index]
@@ -467,6 +479,7 @@ def cast_inputs(
     """
     if precision is None or precision.param_dtype is None:
         return args, kwargs
+    # The root has an option of its own, because its inputs are those of the whole model.
     if not (precision.cast_forward_inputs or (root and precision.cast_root_forward_inputs)):
         return args, kwargs
     return cast_tree((args, kwargs), precision.param_dtype)
@@ -486,6 +499,7 @@ def run_in_full_precision(
 
     Inputs are cast to ``dtype``, and outputs to the dtype of the first input.
     """
+    # The caller should not notice that a module inside computes in another dtype.
     first_dtype = next((x.dtype for x in tensors_in((args, kwargs)) if x.is_floating_point()), None)
     args, kwargs = cast_tree((args, kwargs), dtype)
     output_tree = run(*args, **kwargs)
@@ -594,6 +608,7 @@ def copy_aliased_outputs(result: Any, gathered: Leaves) -> Any:
     The caller may write to a copy, and the copy does not keep the gathered buffer in memory.
     Tensors are found as ``map_tensors`` finds them.
     """
+    # Most units return one plain tensor.
     is_plain = type(result) is torch.Tensor and result.layout is torch.strided
     if is_plain and len(gathered) == 1 and not transforms_active():  # only for speed
         return _clone(result) if storage_id(result) == storage_id(gathered[0][0]) else result
