@@ -103,14 +103,16 @@ class DrawnValues:
         """Note an operation on the tensor, and return whether that was possible."""
         # Why numbers alone: a tensor or a generator among the arguments may change before the
         # operation runs.
-        plain = all(x is None or isinstance(x, int | float) for x in tree.leaves((args, kwargs)))
-        if self.whole is not None or not plain:
+        only_numbers = all(
+            x is None or isinstance(x, int | float) for x in tree.leaves((args, kwargs))
+        )
+        if self.whole is not None or not only_numbers:
             return False
         if func in _RANDOM_WRITES:
-            blocks = -(-prod(self.shape) // BLOCK)
+            block_count = -(-prod(self.shape) // BLOCK)
             kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
             self.steps = [(func, args, kwargs, self.draws.next_seed)]
-            self.draws.next_seed += blocks
+            self.draws.next_seed += block_count
         elif func in _CONSTANT_WRITES:
             self.steps = [(func, args, kwargs, None)]
         elif func in _CHANGES and self.steps:
@@ -122,10 +124,10 @@ class DrawnValues:
     def make_whole(self) -> torch.Tensor:
         """Make all values, and return them; operations on the tensor now run on these."""
         if self.whole is None:
-            whole = blank_tensor(self.shape, self.dtype, self.draws.device)
+            all_values = blank_tensor(self.shape, self.dtype, self.draws.device)
             if self.steps:
-                self.write(whole.view(-1), 0)
-            self.whole, self.steps = whole, []
+                self.write(all_values.view(-1), 0)
+            self.whole, self.steps = all_values, []
         return self.whole
 
     def assign(self, values: torch.Tensor) -> None:
@@ -138,42 +140,44 @@ class DrawnValues:
         """Write values into ``out``, of one dim: those from an index of the raveled tensor on."""
         device, end = self.draws.device, begin + out.numel()
         generator = torch.Generator("cpu" if device.type == "meta" else device)
-        in_place = out.device.type == device.type
+        same_device = out.device.type == device.type
         for block in range(begin // BLOCK, -(-end // BLOCK)):
-            low, high = block * BLOCK, min((block + 1) * BLOCK, prod(self.shape))
-            inside = in_place and begin <= low and high <= end
-            part = out[max(low, begin) - begin : min(high, end) - begin]
+            block_begin, block_end = block * BLOCK, min((block + 1) * BLOCK, prod(self.shape))
+            fits_in_out = same_device and begin <= block_begin and block_end <= end
+            out_part = out[max(block_begin, begin) - begin : min(block_end, end) - begin]
             # Why whole blocks: the numbers at a block's end depend on those before them.
-            values = part
-            if not inside:
-                values = torch.empty(high - low, dtype=self.dtype, device=device)
+            block_values = out_part
+            if not fits_in_out:
+                block_values = torch.empty(block_end - block_begin, dtype=self.dtype, device=device)
             for func, args, kwargs, seed in self.steps:
                 if seed is None:
-                    func(values, *args, **kwargs)
+                    func(block_values, *args, **kwargs)
                 else:
-                    func(values, *args, **kwargs, generator=generator.manual_seed(seed + block))
-            if not inside:
-                part.copy_(values[max(begin - low, 0) : end - low])
+                    func(
+                        block_values, *args, **kwargs, generator=generator.manual_seed(seed + block)
+                    )
+            if not fits_in_out:
+                out_part.copy_(block_values[max(begin - block_begin, 0) : end - block_begin])
 
     def put(self, shard: torch.Tensor, spec: LeafSpec, buffer: BufferPlan, mesh: Mesh) -> None:
         """Write the elements of a leaf that lie in this rank's shard into ``shard``."""
-        part = buffer.part(spec, mesh.shard.rank)
-        elements = shard[part.in_shard]
+        leaf_part = buffer.part(spec, mesh.shard.rank)
+        shard_elements = shard[leaf_part.in_shard]
         if not spec.cuts:
-            self.write(elements, part.begin)
+            self.write(shard_elements, leaf_part.begin)
             return
         # Note: a box of the slice is no run of the whole tensor, but lies in some of its rows.
-        origin = slice_offsets(spec.shape, spec.cuts, mesh.position)
+        slice_origin = slice_offsets(spec.shape, spec.cuts, mesh.position)
         row_shape = self.shape[1:]
-        for box in boxes(spec.shape, part.begin, part.end):
-            rows, *other_dims = box.moved(origin).slices
-            row_count = rows.stop - rows.start
-            values = torch.empty(
+        for box in boxes(spec.shape, leaf_part.begin, leaf_part.end):
+            row_range, *other_dims = box.moved(slice_origin).slices
+            row_count = row_range.stop - row_range.start
+            row_values = torch.empty(
                 (row_count, *row_shape), dtype=self.dtype, device=self.draws.device
             )
-            self.write(values.view(-1), rows.start * prod(row_shape))
-            elements[: box.numel].view(box.sizes).copy_(values[:, *other_dims])
-            elements = elements[box.numel :]
+            self.write(row_values.view(-1), row_range.start * prod(row_shape))
+            shard_elements[: box.numel].view(box.sizes).copy_(row_values[:, *other_dims])
+            shard_elements = shard_elements[box.numel :]
 
     def digest(self) -> torch.Tensor:
         """Return a tensor that differs on two ranks if their values do."""
@@ -208,15 +212,15 @@ class _Drawn(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        first = args[0] if args else None
-        if isinstance(first, cls):
+        first_arg = args[0] if args else None
+        if isinstance(first_arg, cls):
             if func in _SAME:
-                return cls.of(first.drawn)
-            if first.drawn.note(func, args[1:], kwargs):
-                return first
+                return cls.of(first_arg.drawn)
+            if first_arg.drawn.note(func, args[1:], kwargs):
+                return first_arg
         result = func(*_whole(args), **_whole(kwargs))
-        if isinstance(first, cls) and result is first.drawn.whole:
-            return first  # an operation in place returns the tensor that it wrote
+        if isinstance(first_arg, cls) and result is first_arg.drawn.whole:
+            return first_arg  # an operation in place returns the tensor that it wrote
         return result
 
 

@@ -62,12 +62,12 @@ def call_precision(plan: Plan, apply: Functional) -> CallPrecision:
     if plan.precision is None and all(unit.precision is None for unit in units.values()):
         # Why early: a model has thousands of modules.
         return CallPrecision(None, {}, frozenset())
-    innermost = innermost_in({name: unit.paths for name, unit in units.items()})
+    innermost_unit = innermost_in({name: unit.paths for name, unit in units.items()})
     full_precision_paths = [name for name, unit in units.items() if unit.full_precision]
     full_precision: list[int] = []
     buffer_dtypes: dict[str, torch.dtype] = {}
     for path, index in apply.skeleton.paths().items():
-        unit = units.get(innermost(path) or "")
+        unit = units.get(innermost_unit(path) or "")
         precision = plan.precision if unit is None else unit.precision
         if precision is None or tree.is_under_any(path, full_precision_paths):
             continue
@@ -76,23 +76,23 @@ def call_precision(plan: Plan, apply: Functional) -> CallPrecision:
             full_precision_paths.append(path)
             full_precision.append(index)
         elif precision.buffer_dtype is not None and not _evaluates_in_full(precision, index, apply):
-            names = [name for name in specs[index].buffers.values() if name is not None]
-            buffer_dtypes.update(dict.fromkeys(names, precision.buffer_dtype))
-    root = units[""].precision if "" in units else plan.precision
-    if _evaluates_in_full(root, 0, apply):
-        root = None
-    return CallPrecision(root, buffer_dtypes, frozenset(full_precision))
+            buffer_names = [name for name in specs[index].buffers.values() if name is not None]
+            buffer_dtypes.update(dict.fromkeys(buffer_names, precision.buffer_dtype))
+    root_precision = units[""].precision if "" in units else plan.precision
+    if _evaluates_in_full(root_precision, 0, apply):
+        root_precision = None
+    return CallPrecision(root_precision, buffer_dtypes, frozenset(full_precision))
 
 
 def _check_uncast(path: str, plan: Plan, apply: Functional) -> None:
     """Raise if a unit of lower precision owns a parameter of a module in full precision."""
     for unit in plan.unit_list:
         for leaf in unit.leaves if unit.precision is not None else ():
-            for name in apply.skeleton.parameters[leaf.path]:
-                if tree.is_under(name, path):
+            for leaf_name in apply.skeleton.parameters[leaf.path]:
+                if tree.is_under(leaf_name, path):
                     raise ValueError(
                         f"module {path!r} is of ignored_classes, which are in full precision, but "
-                        f"its parameter {name!r} is in unit {unit.title!r}, of lower precision: "
+                        f"its parameter {leaf_name!r} is in unit {unit.title!r}, of lower precision: "
                         "pass make_plan the params of make_functional unchanged, or name the "
                         "module among the units, with a precision of None"
                     )
@@ -108,8 +108,8 @@ def effective_unit(unit: UnitPlan, apply: Functional) -> UnitPlan:
     precision = unit.precision
     if precision is None:
         return unit
-    indices = [apply.skeleton.find(path) or 0 for path in unit.paths]
-    if all(_evaluates_in_full(precision, index, apply) for index in indices):
+    module_indices = [apply.skeleton.find(path) or 0 for path in unit.paths]
+    if all(_evaluates_in_full(precision, index, apply) for index in module_indices):
         return unit.in_full_precision()
     if unit.name == "":
         precision = dataclasses.replace(precision, output_dtype=None)
@@ -130,6 +130,6 @@ def forward_in_full_precision(
 ) -> Any:
     """Run a module that is no unit in the widest dtype of its buffers and inner parameters."""
     tensors = (*module.parameters(), *module.buffers(recurse=False))
-    dtypes = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
-    widest = max(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
-    return run_in_full_precision(widest, forward, (args, kwargs), {})
+    float_dtypes = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
+    widest_dtype = max(float_dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
+    return run_in_full_precision(widest_dtype, forward, (args, kwargs), {})

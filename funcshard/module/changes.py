@@ -53,30 +53,30 @@ def unchanged(params: NamedTensors) -> Iterator[None]:
     Raises:
         RuntimeError: the block wrote values to a parameter, which only a copy of it could undo.
     """
-    tensors = list(params.values())
+    param_tensors = list(params.values())
     # Why only leaves: torch warns if you ask for the grad of others.
-    leaves = [tensor for tensor in tensors if tensor.is_leaf]
+    leaf_params = [tensor for tensor in param_tensors if tensor.is_leaf]
     # Note: every call pays for these lines, so they loop in C.
-    flags_and_grads = list(map(_flag_and_grad, leaves))
-    attributes_before = [vars(tensor).copy() for tensor in tensors]
-    versions_before = _versions(tensors)
+    flags_and_grads = list(map(_flag_and_grad, leaf_params))
+    attributes_before = [vars(tensor).copy() for tensor in param_tensors]
+    versions_before = _versions(param_tensors)
     try:
         yield
     finally:
-        for tensor, (trainable, grad) in zip(leaves, flags_and_grads, strict=True):
+        for tensor, (trainable, grad) in zip(leaf_params, flags_and_grads, strict=True):
             if tensor.requires_grad is not trainable:
                 tensor.requires_grad_(trainable)
             if tensor.grad is not grad:
                 tensor.grad = grad
-        for tensor, before in zip(tensors, attributes_before, strict=True):
+        for tensor, before in zip(param_tensors, attributes_before, strict=True):
             after = vars(tensor)
-            same = len(after) == len(before) and all(
+            same_attributes = len(after) == len(before) and all(
                 map(operator.is_, after.values(), before.values())
             )
-            if not same:
+            if not same_attributes:
                 after.clear()
                 after.update(before)
-    versions_after = _versions(tensors)
+    versions_after = _versions(param_tensors)
     if versions_after != versions_before:
         versions = zip(params, versions_before, versions_after, strict=True)
         name = next(name for name, before, after in versions if before != after)
@@ -192,16 +192,16 @@ class DiscardedChanges:
         # their versions. BatchNorm also counts its batches, which the versions show.
         all_values = training not in self.compared
         self.compared.add(training)
-        changed = []
-        for index, key, name in self.buffers:
-            after, before = modules[index]._buffers.get(key), call_buffers[name]
+        changed_names = []
+        for index, key, buffer_name in self.buffers:
+            after, before = modules[index]._buffers.get(key), call_buffers[buffer_name]
             suspicious = all_values or after is not before or version(before) != 0
-            if suspicious and _differ(after, caller_buffers[name], before.dtype):
-                changed.append(name)
-        if changed:
+            if suspicious and _differ(after, caller_buffers[buffer_name], before.dtype):
+                changed_names.append(buffer_name)
+        if changed_names:
             self.buffers = []
             self._warn(
-                f"changed buffers of the module ({_some(changed)}), and the call threw the changes "
+                f"changed buffers of the module ({_some(changed_names)}), and the call threw the changes "
                 "away: use make_functional(module, mutable=True), whose calls return the new "
                 "buffers, or apply.eval() if the module should not change them"
             )
@@ -209,32 +209,32 @@ class DiscardedChanges:
     def _look_at_attributes(
         self, mode: tuple[Any, bool | None], call_kind: Any, modules: Sequence[nn.Module]
     ) -> None:
-        changed = [
+        changed_attributes = [
             (index, name)
             for (index, name), before in self.filled.pop(mode, {}).items()
             if digest(vars(modules[index]).get(name)) != before
         ]
         if call_kind not in self.kinds and len(self.kinds) < _MAX_KINDS:
             self.kinds.add(call_kind)
-            filled = {}
+            filled_digests = {}
             for index, (spec, module) in enumerate(zip(self.skeleton.specs, modules, strict=True)):
                 for name, old, new in _changes(spec, module, modules):
                     if _was_unset(old, new):
-                        filled[index, name] = digest(new)
+                        filled_digests[index, name] = digest(new)
                     else:
-                        changed.append((index, name))
+                        changed_attributes.append((index, name))
             # Why forward alone: methods such as generate leave their caches behind.
-            if filled and mode[0] == "forward":
-                self.filled[mode] = filled
-        if changed:
+            if filled_digests and mode[0] == "forward":
+                self.filled[mode] = filled_digests
+        if changed_attributes:
             self.warned = True
             specs = self.skeleton.specs
-            paths = [
+            attribute_paths = [
                 f"{specs[index].path}.{name}".removeprefix(".")
-                for index, name in dict.fromkeys(changed)
+                for index, name in dict.fromkeys(changed_attributes)
             ]
             self._warn(
-                f"set attributes of the module ({_some(paths)}), and the call threw them away: the "
+                f"set attributes of the module ({_some(attribute_paths)}), and the call threw them away: the "
                 "next call begins with the attributes that the module had in make_functional. Run "
                 "what shares them in one call, with apply.method(function), or keep them in "
                 "buffers, with mutable=True"
@@ -262,8 +262,8 @@ def _changes(
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yield name, old and new value of each attribute of a module that a call changed."""
     for name, child in module._modules.items():
-        index = spec.children.get(name)
-        if child is not None and (index is None or modules[index] is not child):
+        child_index = spec.children.get(name)
+        if child is not None and (child_index is None or modules[child_index] is not child):
             yield name, child, child
     for name, new in module.__dict__.items():
         old = spec.attributes.get(name, _MISSING)
@@ -281,8 +281,8 @@ def _changes(
             old = inspect.getattr_static(spec.cls, name, _MISSING)
         if old is _MISSING:
             continue
-        digests = {digest(old), digest(new)}
-        if len(digests) == 2 and None not in digests:
+        both_digests = {digest(old), digest(new)}
+        if len(both_digests) == 2 and None not in both_digests:
             yield name, old, new
 
 
@@ -293,13 +293,22 @@ def _was_unset(old: Any, new: Any) -> bool:
     """
     if _is_unset(old):
         return True
-    before, after = getattr(old, "__dict__", None), getattr(new, "__dict__", None)
-    if type(old) is not type(new) or not isinstance(before, dict) or not isinstance(after, dict):
+    old_attributes, new_attributes = getattr(old, "__dict__", None), getattr(new, "__dict__", None)
+    if (
+        type(old) is not type(new)
+        or not isinstance(old_attributes, dict)
+        or not isinstance(new_attributes, dict)
+    ):
         return False
-    changed = [
-        name for name in after if name not in before or digest(before[name]) != digest(after[name])
+    changed_names = [
+        name
+        for name in new_attributes
+        if name not in old_attributes
+        or digest(old_attributes[name]) != digest(new_attributes[name])
     ]
-    return bool(changed) and all(_is_unset(before.get(name)) for name in changed)
+    return bool(changed_names) and all(
+        _is_unset(old_attributes.get(name)) for name in changed_names
+    )
 
 
 def _is_unset(value: Any) -> bool:
@@ -308,8 +317,10 @@ def _is_unset(value: Any) -> bool:
 
 def _some(names: Sequence[str]) -> str:
     """Return the first of some names, for a message."""
-    more = [f"{len(names) - 3} more"] if len(names) > 3 else []
-    return ", ".join([*map(repr, names[:3]), *more])
+    shown_names = [repr(name) for name in names[:3]]
+    if len(names) > 3:
+        shown_names.append(f"{len(names) - 3} more")
+    return ", ".join(shown_names)
 
 
 # --- changes after the copy -----------------------------------------------------------------------
@@ -353,16 +364,19 @@ class LateChanges:
         if self.looked or module is None:
             return
         self.looked = True
-        before, after = self.before, _state(module)
-        if len(after[_TRAINING]) != len(before[_TRAINING]):
+        state_before, state_after = self.before, _state(module)
+        if len(state_after[_TRAINING]) != len(state_before[_TRAINING]):
             return  # it has other modules, as with adapters
         if any(parameter.is_meta for parameter in module.parameters()):
-            after[_WRITTEN] = before[_WRITTEN]  # the values were dropped, to free memory
-        changes = [change for change, numbers in after.items() if numbers != before[change]]
-        if changes:
+            # Note: the values were dropped, to free memory.
+            state_after[_WRITTEN] = state_before[_WRITTEN]
+        change_titles = [
+            change for change, numbers in state_after.items() if numbers != state_before[change]
+        ]
+        if change_titles:
             warnings.warn(
                 f"{type(module).__name__} was changed after make_functional had copied it: "
-                f"{', and '.join(changes)}. Neither apply nor params see that: change the module "
+                f"{', and '.join(change_titles)}. Neither apply nor params see that: change the module "
                 "first, or call make_functional again; for values alone call from_state_dict, for "
                 "another mode pass apply.eval() or apply.train()",
                 stacklevel=callers_level(),
@@ -393,12 +407,12 @@ def digest(value: Any) -> bytes | None:
     Functions have none, and neither have values that refer to modules or parameters: copies of
     them differ in each call.
     """
-    state = hashlib.blake2b(digest_size=16)
+    hash_state = hashlib.blake2b(digest_size=16)
     try:
-        _feed(value, state.update, {})
+        _feed(value, hash_state.update, {})
     except Exception:  # whatever a user's object raises
         return None
-    return state.digest()
+    return hash_state.digest()
 
 
 def _feed(value: Any, update: Callable[[bytes], None], seen: dict[int, Any]) -> None:
@@ -406,8 +420,8 @@ def _feed(value: Any, update: Callable[[bytes], None], seen: dict[int, Any]) -> 
     if cls in _PLAIN or isinstance(value, _OF_TORCH):
         update(f"{cls.__name__} {value!r};".encode())
         return
-    unknown = (nn.Module, nn.Parameter, types.FunctionType, types.MethodType)
-    if isinstance(value, unknown) or len(seen) > _MAX_OBJECTS:
+    without_digest = (nn.Module, nn.Parameter, types.FunctionType, types.MethodType)
+    if isinstance(value, without_digest) or len(seen) > _MAX_OBJECTS:
         raise _Unknown
     update(f"{cls.__module__}.{cls.__qualname__}:".encode())
     if id(value) in seen:
@@ -422,8 +436,10 @@ def _feed(value: Any, update: Callable[[bytes], None], seen: dict[int, Any]) -> 
         _feed_tensor(value.get_state(), update)
     elif isinstance(value, (list, tuple, deque)):
         # Why the iterators of built-in classes: an object of a user may iterate in its own way.
-        base = next(base for base in (list, tuple, deque) if isinstance(value, base))
-        for item in base.__iter__(value):  # type: ignore[arg-type]
+        base_class = next(
+            base_class for base_class in (list, tuple, deque) if isinstance(value, base_class)
+        )
+        for item in base_class.__iter__(value):  # type: ignore[arg-type]
             _feed(item, update, seen)
     elif isinstance(value, dict):
         _feed([*dict.items(value)], update, seen)
@@ -438,9 +454,9 @@ def _feed_tensor(value: torch.Tensor, update: Callable[[bytes], None]) -> None:
     update(f"{value.dtype} {tuple(value.shape)} {value.device} ".encode())
     if value.is_meta or value.layout != torch.strided or type(value) is not torch.Tensor:
         return
-    data = byte_view(value.detach())
-    if data.numel() > _MAX_BYTES:
+    tensor_bytes = byte_view(value.detach())
+    if tensor_bytes.numel() > _MAX_BYTES:
         # Why two sums: bytes that change places leave the first one as it was.
-        update(f"{int(data.sum())} {int(data[::2].sum())}".encode())
-        data = data[:: data.numel() // _MAX_BYTES]
-    update(bytes(data.tolist()))
+        update(f"{int(tensor_bytes.sum())} {int(tensor_bytes[::2].sum())}".encode())
+        tensor_bytes = tensor_bytes[:: tensor_bytes.numel() // _MAX_BYTES]
+    update(bytes(tensor_bytes.tolist()))

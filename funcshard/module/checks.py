@@ -81,10 +81,10 @@ def _check_tensors(noun: str, tensors: NamedTensors) -> None:
 def _check_max_norm(modules: Modules) -> None:
     for path, m in modules:
         if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm is not None:
-            weight = f"{path}.weight".removeprefix(".")
+            weight_name = f"{path}.weight".removeprefix(".")
             raise ValueError(
                 f"module {path or '(root)'!r} ({type(m).__name__}) has max_norm={m.max_norm}, so "
-                f"its forward writes to its parameter {weight!r}, and a pure function cannot keep "
+                f"its forward writes to its parameter {weight_name!r}, and a pure function cannot keep "
                 "that change: set the module's max_norm to None, and rescale the weight between "
                 "steps, or in forward by torch.nn.utils.parametrize"
             )
@@ -103,12 +103,12 @@ def _warn_of_compiled(modules: Modules) -> None:
 
 def check_plan_names(parameters: Collection[str], planned: Collection[str]) -> None:
     """Raise ``ValueError`` unless the plan holds the parameters of the module, and no others."""
-    missing = sorted({*parameters} - {*planned})
-    unexpected = sorted({*planned} - {*parameters})
-    if missing or unexpected:
+    missing_names = sorted({*parameters} - {*planned})
+    unexpected_names = sorted({*planned} - {*parameters})
+    if missing_names or unexpected_names:
         raise ValueError(
-            f"the plan was made for another module; it lacks {missing[:3] or 'nothing'} of this "
-            f"one's parameters and has {unexpected[:3] or 'nothing'} besides: make the plan from "
+            f"the plan was made for another module; it lacks {missing_names[:3] or 'nothing'} of this "
+            f"one's parameters and has {unexpected_names[:3] or 'nothing'} besides: make the plan from "
             "the params of this module's make_functional, or name parameters that it should lack "
             "in ignored_params"
         )
@@ -180,8 +180,10 @@ def absent_attribute(maker: str, name: str, cls: type | None) -> AttributeError:
         name: the attribute.
         cls: the module's class, if it is known.
     """
-    advice, call = _ADVICE[maker]
+    advice, method_call = _ADVICE[maker]
     is_method = callable(getattr(cls, name, None)) and not hasattr(nn.Module, name)
     if is_method and name not in advice and not name.startswith("_"):
-        advice = {name: f"it is a method of the module, whose function is {call.format(name)}"}
+        advice = {
+            name: f"it is a method of the module, whose function is {method_call.format(name)}"
+        }
     return absent(f"a function of {maker}", name, advice)

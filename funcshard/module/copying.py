@@ -113,23 +113,28 @@ class Capture:
 
     def empty_copy(self) -> types.FunctionType:
         """Return a copy whose cells are empty where they lead to the tree."""
-        old = self.function
-        closure = list(old.__closure__ or ())
+        old_function = self.function
+        closure = list(old_function.__closure__ or ())
         for cell_index in self.cells:
             closure[cell_index] = types.CellType()
-        new = types.FunctionType(
-            old.__code__, old.__globals__, old.__name__, old.__defaults__, tuple(closure)
+        new_function = types.FunctionType(
+            old_function.__code__,
+            old_function.__globals__,
+            old_function.__name__,
+            old_function.__defaults__,
+            tuple(closure),
         )
-        new.__kwdefaults__, new.__qualname__ = old.__kwdefaults__, old.__qualname__
-        new.__dict__.update(old.__dict__)
-        return new
+        new_function.__kwdefaults__ = old_function.__kwdefaults__
+        new_function.__qualname__ = old_function.__qualname__
+        new_function.__dict__.update(old_function.__dict__)
+        return new_function
 
     def fill(self, new: types.FunctionType, memo: dict[int, Any]) -> None:
         """Give a copy what the function captured, copied: the contents of cells, and defaults."""
         old_closure, new_closure = self.function.__closure__ or (), new.__closure__ or ()
         for cell_index in self.cells:
-            contents = old_closure[cell_index].cell_contents
-            new_closure[cell_index].cell_contents = copied(contents, memo)
+            cell_contents = old_closure[cell_index].cell_contents
+            new_closure[cell_index].cell_contents = copied(cell_contents, memo)
         if self.defaults:
             new.__defaults__ = copied(self.function.__defaults__, memo)
             new.__kwdefaults__ = copied(self.function.__kwdefaults__, memo)
@@ -155,45 +160,48 @@ class References:
         """Return the references of attributes; ``parts`` are the ids of the tree's objects."""
         captures: dict[int, Capture] = {}
         methods: list[types.MethodType] = []
-        shared: list[Any] = []
-        values = {
+        shared_objects: list[Any] = []
+        distinct_values = {
             id(value): value
             for value in attributes
             if isinstance(value, types.FunctionType) or not is_immutable(value)
         }
-        reached = {id(item): item for value in values.values() for item in reachable(value)}
-        for item in reached.values():
+        reached_objects = {
+            id(item): item for value in distinct_values.values() for item in reachable(value)
+        }
+        for item in reached_objects.values():
             if issubclass(type(item), (DeviceMesh, torch.jit.ScriptFunction)):
-                shared.append(item)
+                shared_objects.append(item)
             elif isinstance(item, types.MethodType):
                 methods.append(item)
             elif isinstance(item, types.FunctionType):
                 closure = enumerate(item.__closure__ or ())
-                cells = tuple(cell_index for cell_index, cell in closure if _leads(cell, parts))
-                defaults = any(_leads(d, parts) for d in (item.__defaults__, item.__kwdefaults__))
-                if cells or defaults:
-                    captures[id(item)] = Capture(item, cells, defaults)
+                followed_cells = tuple(index for index, cell in closure if _leads(cell, parts))
+                all_defaults = item.__defaults__, item.__kwdefaults__
+                follows_defaults = any(_leads(values, parts) for values in all_defaults)
+                if followed_cells or follows_defaults:
+                    captures[id(item)] = Capture(item, followed_cells, follows_defaults)
         # Note: a method of another function leads to the tree by its object alone, and deepcopy
         # follows that.
-        rebound = [
+        followed_methods = [
             method
             for method in methods
             if id(method.__func__) in captures
             or (not isinstance(method.__func__, types.FunctionType) and _leads(method, parts))
         ]
-        return cls(tuple(captures.values()), tuple(rebound), tuple(shared))
+        return cls(tuple(captures.values()), tuple(followed_methods), tuple(shared_objects))
 
     @contextlib.contextmanager
     def in_memo(self, memo: dict[int, Any]) -> Iterator[dict[int, Any]]:
         """Yield a memo for ``copied`` that holds copies of the functions, which the end fills."""
         memo.update((id(value), value) for value in self.shared)
-        functions = [(capture, capture.empty_copy()) for capture in self.captures]
-        memo.update((id(capture.function), function) for capture, function in functions)
+        function_copies = [(capture, capture.empty_copy()) for capture in self.captures]
+        memo.update((id(capture.function), function) for capture, function in function_copies)
         if self.methods:
             memo = _MethodsToo(memo, self.methods)
         yield memo
         # Why only now: what a function captured may refer to objects that hold the function.
-        for capture, function in functions:
+        for capture, function in function_copies:
             capture.fill(function, memo)
 
 
@@ -242,22 +250,22 @@ def make_template(
     Returns:
         The modules of the copy, in the same order, and its empty tensors by name.
     """
-    empty = torch.empty(0, device="meta", dtype=torch.float32)
+    empty_tensor = torch.empty(0, device="meta", dtype=torch.float32)
     stand_ins: Tensors = {}
     for name, tensor in tensors.items():
-        stand_ins[name] = empty.detach()
+        stand_ins[name] = empty_tensor.detach()
         if isinstance(tensor, nn.Parameter):
-            stand_ins[name] = nn.Parameter(empty, requires_grad=False)
+            stand_ins[name] = nn.Parameter(empty_tensor, requires_grad=False)
     memo: dict[int, Any] = {id(tensors[name]): stand_in for name, stand_in in stand_ins.items()}
-    parts = {*map(id, modules), *memo}
+    part_ids = {*map(id, modules), *memo}
     attributes: list[Any] = []
     for m in modules:
         # Why not by deepcopy: a module has a dozen empty tables of hooks, which take most of its
         # time.
-        for key, kind in TORCH_CONTAINERS.items():
+        for key, table_type in TORCH_CONTAINERS.items():
             table = m.__dict__.get(key)
-            if type(table) is kind and not table:
-                memo[id(table)] = kind()
+            if type(table) is table_type and not table:
+                memo[id(table)] = table_type()
         for key, value in attributes_to_follow(m):
             if not is_immutable(value):
                 # Why a clone: an earlier forward may have kept a tensor that has a graph, which
@@ -270,17 +278,19 @@ def make_template(
             # Why not torch's own: a hook may refer to any module that its user likes.
             if key not in TORCH_CONTAINERS:
                 attributes.append(value)
-    references = References.of(attributes, parts)
+    references = References.of(attributes, part_ids)
     with references.in_memo(memo) as memo:
         _copy_by_attributes(modules, memo)
-        root = copy.deepcopy(modules[0], memo)
-    copies = list(root.modules())
+        root_copy = copy.deepcopy(modules[0], memo)
+    module_copies = list(root_copy.modules())
     if references.captures:
         # Why again: deepcopy of a module copies its attributes without ``copied``.
-        for m in copies:
-            functions = [(k, v) for k, v in vars(m).items() if isinstance(v, types.FunctionType)]
-            m.__dict__.update((key, copied(value, memo)) for key, value in functions)
-    return copies, stand_ins
+        for m in module_copies:
+            function_attributes = [
+                (k, v) for k, v in vars(m).items() if isinstance(v, types.FunctionType)
+            ]
+            m.__dict__.update((key, copied(value, memo)) for key, value in function_attributes)
+    return module_copies, stand_ins
 
 
 def _copy_by_attributes(modules: Sequence[nn.Module], memo: dict[int, Any]) -> None:
@@ -291,23 +301,27 @@ def _copy_by_attributes(modules: Sequence[nn.Module], memo: dict[int, Any]) -> N
     e3nn's modules does.
     """
     originals: list[nn.Module] = []
-    for m in modules:
-        cls = type(m)
-        if isinstance(m, fx.GraphModule):
+    for module in modules:
+        cls = type(module)
+        if isinstance(module, fx.GraphModule):
             # Why a class of its own: when the module's graph is edited, the forward of its class is
             # replaced.
-            names = {key: getattr(cls, key) for key in ("forward", "__module__", "__qualname__")}
-            memo[id(m)] = object.__new__(type(cls.__name__, (cls,), names))
-            originals.append(m)
-        elif _has_own_pickle(cls) and _can_copy_attributes(m, memo | {id(m): m for m in modules}):
-            memo[id(m)] = object.__new__(cls)
-            originals.append(m)
-    for m in originals:
-        shared = graph_attributes(type(m))
-        memo[id(m)].__dict__.update(
+            class_attributes = {
+                key: getattr(cls, key) for key in ("forward", "__module__", "__qualname__")
+            }
+            memo[id(module)] = object.__new__(type(cls.__name__, (cls,), class_attributes))
+            originals.append(module)
+        elif _has_own_pickle(cls) and _can_copy_attributes(
+            module, memo | {id(module): module for module in modules}
+        ):
+            memo[id(module)] = object.__new__(cls)
+            originals.append(module)
+    for module in originals:
+        shared_keys = graph_attributes(type(module))
+        memo[id(module)].__dict__.update(
             {
-                key: value if key in shared else copy.deepcopy(value, memo)
-                for key, value in m.__dict__.items()
+                key: value if key in shared_keys else copy.deepcopy(value, memo)
+                for key, value in module.__dict__.items()
             }
         )
 

@@ -176,14 +176,14 @@ def fully_shard(
         remat = [remat]
     with without_collection():
         remat_names = read_remat(remat)
-        options = {
+        option_texts = {
             "the schedule": str(schedule),
             "remat": text_of(remat_names if isinstance(remat_names, bool) else sorted(remat_names)),
             "cast": text_of(cast),
             "compiler": text_of(compiler),
             "methods": text_of(methods),
         }
-        check_mesh(plan, mesh, options, "fully_shard")
+        check_mesh(plan, mesh, option_texts, "fully_shard")
         skeleton = apply.skeleton
         shapes = skeleton.shapes
         ignored_names = names_under(ignored_params, tuple(shapes), "ignored_params")
@@ -192,36 +192,38 @@ def fully_shard(
         _warn_of_unfrozen(skeleton, plan)
         if apply.late_changes is not None:
             apply.late_changes.look()
-        recomputed = frozenset(recomputed_modules(plan, remat_names))
+        recomputed_paths = frozenset(recomputed_modules(plan, remat_names))
         if schedule is not None:
             check_schedule(schedule, plan)
-        paths = [path for unit in plan.unit_list for path in unit.paths]
-        indices = {path: index for path in paths if (index := skeleton.find(path)) is not None}
-        method_names = read_methods(methods, skeleton, indices)
+        module_paths = [path for unit in plan.unit_list for path in unit.paths]
+        module_indices = {
+            path: index for path in module_paths if (index := skeleton.find(path)) is not None
+        }
+        method_names = read_methods(methods, skeleton, module_indices)
         precision = call_precision(plan, apply)
         units: dict[str, tuple[UnitModule, ...]] = {}
-        outside: Tensors = {}
+        outside_tensors: Tensors = {}
         for planned_unit in plan.unit_list:
             unit = effective_unit(planned_unit, apply)
-            comms = unit_comms(unit, mesh, cast)
+            buffer_comms = unit_comms(unit, mesh, cast)
             units[unit.name] = unit_modules(
-                unit, skeleton, mesh, comms, remat=recomputed, methods=method_names
+                unit, skeleton, mesh, buffer_comms, remat=recomputed_paths, methods=method_names
             )
             for buffer in unit.buffers:
                 for leaf in buffer.leaves:
-                    outside[leaf.path] = placeholder(leaf, buffer, unit, mesh.device)
+                    outside_tensors[leaf.path] = placeholder(leaf, buffer, unit, mesh.device)
         return FullyShard(
             apply=apply,
             plan=plan,
             mesh=mesh,
             units=units,
             methods=entering_methods(
-                apply, indices, precision.full_precision, method_names, compiler
+                apply, module_indices, precision.full_precision, method_names, compiler
             ),
-            outside=outside,
+            outside=outside_tensors,
             ignored=ignored,
             precision=precision,
-            slow_path=without_fast_path(skeleton, indices),
+            slow_path=without_fast_path(skeleton, module_indices),
             _learner=ScheduleLearner(schedule or make_schedule(plan), schedule is not None),
             warned=Warned(already=compiler is not None),
         )
@@ -273,30 +275,33 @@ class FullyShard:
     )
     def __call__(self, shards: Shards, buffers: NamedTensors, /, *args: Any, **kwargs: Any) -> Any:
         check_shards(self.plan, shards, self.mesh)
-        apply, learner, outside = self.apply, self._learner, self.outside
+        apply, learner, outside_tensors = self.apply, self._learner, self.outside
         if self.ignored:
-            outside, buffers = take_ignored(self.ignored, buffers, outside)
+            outside_tensors, buffers = take_ignored(self.ignored, buffers, outside_tensors)
         call_buffers = apply.copies(buffers)  # which the call may write to
         if self.mesh.device.type != "meta" and any(
             value.is_meta for value in call_buffers.values()
         ):
             _check_buffers_on_meta(call_buffers, shards)
         call_buffers = self.precision.cast_buffers(call_buffers)
-        modules = apply.skeleton.instantiate(outside, call_buffers, training=apply.training)
-        call = UnitCall.start(self.units, shards, learner, self.mesh)
-        entries: list[tuple[int, Callable[..., Any]]] = [
-            (member.index, functools.partial(call.enter, member))
+        modules = apply.skeleton.instantiate(outside_tensors, call_buffers, training=apply.training)
+        unit_call = UnitCall.start(self.units, shards, learner, self.mesh)
+        entry_functions: list[tuple[int, Callable[..., Any]]] = [
+            (member.index, functools.partial(unit_call.enter, member))
             for name, members in self.units.items()
             for member in members
             if name != ""
         ]
-        entries += [(index, forward_in_full_precision) for index in self.precision.full_precision]
-        if 0 in self.methods:
-            entries.append((0, _run_inside))
-        entered = [
-            (modules[index], UnitEntry(enter, self.methods[index])) for index, enter in entries
+        entry_functions += [
+            (index, forward_in_full_precision) for index in self.precision.full_precision
         ]
-        for module, entry in entered:
+        if 0 in self.methods:
+            entry_functions.append((0, _run_inside))
+        entered_modules = [
+            (modules[index], UnitEntry(enter, self.methods[index]))
+            for index, enter in entry_functions
+        ]
+        for module, entry in entered_modules:
             entry.begin(module)
         for layer_index in self.slow_path:
             leave_fast_path(modules[layer_index])
@@ -304,25 +309,25 @@ class FullyShard:
         _log.debug("root pre_forward")
         try:
             if "" in self.units:
-                out = call.enter(self.units[""][0], modules[0], forward, args, kwargs)
+                out = unit_call.enter(self.units[""][0], modules[0], forward, args, kwargs)
             else:
                 out = forward(*cast_inputs(self.precision.root, True, args, kwargs))
         finally:
-            for module, entry in entered:
+            for module, entry in entered_modules:
                 entry.end(module)
-            call.close_groups()
-            if call.prefetcher is not None:
-                call.prefetcher.post_forward()
+            unit_call.close_groups()
+            if unit_call.prefetcher is not None:
+                unit_call.prefetcher.post_forward()
         _log.debug("root post_forward")
         new_buffers: Tensors = {}
         if apply.mutable:
             out, new_buffers = out
         out = cast_outputs(self.precision.root, out)
-        if call.prefetcher is not None:
+        if unit_call.prefetcher is not None:
             if not learner.known:
-                check_order(self.mesh, "no unit", call.prefetcher)
-            learner.learn(call.prefetcher)
-            _begin_backward_with(out, call.prefetcher)
+                check_order(self.mesh, "no unit", unit_call.prefetcher)
+            learner.learn(unit_call.prefetcher)
+            _begin_backward_with(out, unit_call.prefetcher)
         mode = apply.method_name, apply.training
         apply.discarded.look(mode, modules, call_buffers, buffers, kwargs)
         if apply.mutable:
@@ -361,8 +366,8 @@ def _run_inside(module: nn.Module, forward: Callable[..., Any], args: Any, kwarg
 def _begin_backward_with(out: Any, prefetcher: Prefetcher) -> None:
     """Let the prefetcher begin as soon as backward has the gradient of the call's last output."""
     reducer = current_reducer()
-    computed = [tensor for tensor in tensors_in(out) if tensor.grad_fn is not None]
-    if reducer is None or not prefetcher.sources or not computed:
+    computed_outputs = [tensor for tensor in tensors_in(out) if tensor.grad_fn is not None]
+    if reducer is None or not prefetcher.sources or not computed_outputs:
         return
 
     def begin(_: torch.Tensor) -> None:
@@ -371,8 +376,8 @@ def _begin_backward_with(out: Any, prefetcher: Prefetcher) -> None:
 
     # Why the last: backward may compute the gradient of another output only after those of some
     # units; and if the loss depends on that output alone, backward does not reach the last units.
-    last = max(computed, key=lambda tensor: sequence_number(tensor.grad_fn))
-    last.register_hook(begin)
+    last_output = max(computed_outputs, key=lambda tensor: sequence_number(tensor.grad_fn))
+    last_output.register_hook(begin)
 
 
 def _misfit(apply: Any) -> str:
@@ -388,17 +393,19 @@ def _misfit(apply: Any) -> str:
         return "all that it returned, a tuple: write apply, params, buffers = fs.make_functional(module), and pass apply"
     if isinstance(getattr(apply, "__self__", None), Functional):
         return f"the method {apply.__name__}: call it, as in apply.{apply.__name__}()"
-    name = getattr(apply, "__qualname__", None) or type(apply).__name__
-    return f"{name}: for a function written by hand, use unshard and reshard around its units"
+    function_name = getattr(apply, "__qualname__", None) or type(apply).__name__
+    return (
+        f"{function_name}: for a function written by hand, use unshard and reshard around its units"
+    )
 
 
 def _check_buffers_on_meta(buffers: NamedTensors, shards: Shards) -> None:
     """Raise ``ValueError`` if buffers are on meta and shards are not."""
     if all(shard.is_meta for shard in tensors_in(shards)):
         return
-    name = next(name for name, value in buffers.items() if value.is_meta)
+    buffer_name = next(name for name, value in buffers.items() if value.is_meta)
     raise ValueError(
-        f"buffers must have values, as the shards do; found {name!r} on the meta device: compute "
+        f"buffers must have values, as the shards do; found {buffer_name!r} on the meta device: compute "
         "the buffers with init_buffers(module, mesh), or take those that init_module or "
         "from_pretrained returns"
     )
@@ -406,12 +413,14 @@ def _check_buffers_on_meta(buffers: NamedTensors, shards: Shards) -> None:
 
 def _warn_of_unfrozen(skeleton: Skeleton, plan: Plan) -> None:
     """Warn if the plan trains every parameter although some were frozen in the module."""
-    buffers = [buffer for unit in plan.unit_list for buffer in unit.buffers if buffer.trainable]
-    trained = {leaf.path for buffer in buffers for leaf in buffer.leaves}
-    frozen = sorted(skeleton.frozen & trained)
-    if frozen and trained == skeleton.shapes.keys():
+    trainable_buffers = [
+        buffer for unit in plan.unit_list for buffer in unit.buffers if buffer.trainable
+    ]
+    trained_names = {leaf.path for buffer in trainable_buffers for leaf in buffer.leaves}
+    frozen_names = sorted(skeleton.frozen & trained_names)
+    if frozen_names and trained_names == skeleton.shapes.keys():
         warnings.warn(
-            f"the plan trains every parameter, but {len(frozen)} of them, such as {frozen[0]!r}, "
+            f"the plan trains every parameter, but {len(frozen_names)} of them, such as {frozen_names[0]!r}, "
             "required no gradient when make_functional copied the module; .to(dtype) and "
             ".detach() make tensors that do not say so: cast the module before make_functional "
             "and give make_plan its params, or call module.requires_grad_() before it to train "
@@ -422,22 +431,22 @@ def _warn_of_unfrozen(skeleton: Skeleton, plan: Plan) -> None:
 
 def _check_plan(skeleton: Skeleton, plan: Plan, ignored: Mapping[str, Any]) -> None:
     check_ignored(ignored, plan)
-    planned = {leaf.path: (unit, leaf) for unit in plan.unit_list for leaf in unit.leaves}
-    check_plan_names(skeleton.shapes.keys() - ignored.keys(), planned)
-    for path in filter(planned.get, skeleton.shapes):
-        unit, leaf = planned[path]
-        shape = skeleton.shapes[path]
+    planned_leaves = {leaf.path: (unit, leaf) for unit in plan.unit_list for leaf in unit.leaves}
+    check_plan_names(skeleton.shapes.keys() - ignored.keys(), planned_leaves)
+    for path in filter(planned_leaves.get, skeleton.shapes):
+        unit, leaf = planned_leaves[path]
+        module_shape = skeleton.shapes[path]
         planned_shape = leaf.whole_shape if leaf.placements else leaf.shape
-        if planned_shape != shape:
+        if planned_shape != module_shape:
             raise ValueError(
                 f"the plan was made for another module: parameter {path!r} has shape "
-                f"{planned_shape} in the plan and {shape} in the module; make the plan from the "
+                f"{planned_shape} in the plan and {module_shape} in the module; make the plan from the "
                 "params of this module's make_functional"
             )
-        for name in skeleton.parameters[path]:
-            if not tree.is_under_any(name, unit.paths):
+        for tied_name in skeleton.parameters[path]:
+            if not tree.is_under_any(tied_name, unit.paths):
                 raise ValueError(
-                    f"parameter {path!r} is tied to {name!r}, which lies outside unit "
+                    f"parameter {path!r} is tied to {tied_name!r}, which lies outside unit "
                     f"{unit.title!r} that owns it: pass make_plan the params that make_functional "
                     "returned, or ties=apply.ties"
                 )

@@ -88,15 +88,15 @@ def make_functional(
     check_flag("mutable", mutable)
     with without_collection():
         skeleton, params, buffers = make_skeleton(module)
-        for name, names in skeleton.parameters.items():
-            param: Any = params[name]
+        for first_name, all_names in skeleton.parameters.items():
+            param: Any = params[first_name]
             # Why these attributes: make_plan reads from them all names of a tied parameter, the
             # classes of the modules that contain a parameter, and the order of the module's state
             # dict. The second one also says that the parameter is frozen unless it requires a
             # gradient.
-            if len(names) > 1:
-                param.funcshard_paths = names
-            param.funcshard_modules = {alias: skeleton.classes(alias) for alias in names}
+            if len(all_names) > 1:
+                param.funcshard_paths = all_names
+            param.funcshard_modules = {alias: skeleton.classes(alias) for alias in all_names}
             param.funcshard_names = skeleton.state_names
     apply = Functional(
         skeleton=skeleton,
@@ -156,10 +156,12 @@ class Functional:
         return out
 
     def __repr__(self) -> str:
-        name = getattr(self.method_name, "__qualname__", self.method_name)
-        method = "" if name == "forward" else f".{name}"
-        mode = {None: "", True: " in training mode", False: " in evaluation mode"}[self.training]
-        return f"<apply of make_functional({self.skeleton.specs[0].cls.__name__}){method}{mode}>"
+        method_name = getattr(self.method_name, "__qualname__", self.method_name)
+        method_suffix = "" if method_name == "forward" else f".{method_name}"
+        mode_suffix = {None: "", True: " in training mode", False: " in evaluation mode"}[
+            self.training
+        ]
+        return f"<apply of make_functional({self.skeleton.specs[0].cls.__name__}){method_suffix}{mode_suffix}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Functional:
         return self  # as for a Python function, which cannot change either
@@ -220,25 +222,32 @@ class Functional:
             ValueError: there are different values under two names of a tied parameter.
         """
         first_names = {
-            alias: name
-            for name, *aliases in self.ties
+            alias: first_name
+            for first_name, *aliases in self.ties
             for alias in aliases
-            if alias in params and name in params
+            if alias in params and first_name in params
         }
-        for alias, name in first_names.items():
-            if params[alias] is not params[name] and not torch.equal(params[alias], params[name]):
+        for alias, first_name in first_names.items():
+            if params[alias] is not params[first_name] and not torch.equal(
+                params[alias], params[first_name]
+            ):
                 raise ValueError(
-                    f"params hold different values of {name!r} and {alias!r}, which the module "
-                    f"ties: pass one of them, under the name {name!r}"
+                    f"params hold different values of {first_name!r} and {alias!r}, which the module "
+                    f"ties: pass one of them, under the name {first_name!r}"
                 )
         return {name: value for name, value in params.items() if name not in first_names}
 
     def persistent(self, buffers: NamedTensors) -> Tensors:
         """Return the buffers in the module's state dict, under all names that they have there."""
         self.check_names("buffers", buffers, self.skeleton.buffers)
-        names = self.skeleton.buffers
-        saved = set(self.skeleton.state_names)
-        return {name: buffers[first] for first in buffers for name in names[first] if name in saved}
+        all_names = self.skeleton.buffers
+        saved_names = set(self.skeleton.state_names)
+        return {
+            name: buffers[first_name]
+            for first_name in buffers
+            for name in all_names[first_name]
+            if name in saved_names
+        }
 
     def copies(self, buffers: NamedTensors) -> Tensors:
         """Return copies of the buffers, into which one call may write."""
@@ -247,17 +256,19 @@ class Functional:
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the method on ``module``, the root of a call's own modules; return the result."""
-        name = self.method_name
-        if callable(name):
-            out = name(module, *args, **kwargs)
+        method_name = self.method_name
+        if callable(method_name):
+            out = method_name(module, *args, **kwargs)
         else:
-            out = (module if name == "forward" else getattr(module, name))(*args, **kwargs)
+            # Why the module itself: its hooks run only then.
+            method = module if method_name == "forward" else getattr(module, method_name)
+            out = method(*args, **kwargs)
         if not self.mutable:
             return out
-        after = dict(module.named_buffers(remove_duplicate=False))
+        buffers_after = dict(module.named_buffers(remove_duplicate=False))
         # Why copies: a checkpoint that runs a part of forward again in backward writes into the
         # call's buffers again.
-        return out, _copies({name: after[name].detach() for name in self.skeleton.buffers})
+        return out, _copies({name: buffers_after[name].detach() for name in self.skeleton.buffers})
 
     @staticmethod
     def check_names(kind: str, tensors: Any, expected: Mapping[str, Any]) -> None:
@@ -269,14 +280,14 @@ class Functional:
                 f"{module_remedy(tensors, kind) or remedy}"
             )
         if tensors.keys() != expected.keys():
-            missing = sorted(expected.keys() - tensors.keys())
-            unexpected = sorted(tensors.keys() - expected.keys())
+            missing_names = sorted(expected.keys() - tensors.keys())
+            unexpected_names = sorted(tensors.keys() - expected.keys())
             remedy += ", or one with its names"
             if is_tree_of_shards(tensors):
                 remedy = "these are shards: call the function of fully_shard, or fs.gather(shards, plan, mesh) first"
             raise ValueError(
-                f"{kind} must hold the module's names; missing: {missing[:3] or 'nothing'}, "
-                f"unexpected: {unexpected[:3] or 'nothing'}: {remedy}"
+                f"{kind} must hold the module's names; missing: {missing_names[:3] or 'nothing'}, "
+                f"unexpected: {unexpected_names[:3] or 'nothing'}: {remedy}"
             )
 
 

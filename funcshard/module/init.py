@@ -123,17 +123,17 @@ def _init_unit(
     checksums: LeafChecksums,
 ) -> Tensors:
     """Return the shard of a unit; its leaves are freed before ``init`` makes those of the next."""
-    values = init(unit)
-    paths = sorted([leaf.path for leaf in unit.leaves])
-    if not isinstance(values, Mapping) or values.keys() != {*paths}:
+    leaf_values = init(unit)
+    leaf_paths = sorted([leaf.path for leaf in unit.leaves])
+    if not isinstance(leaf_values, Mapping) or leaf_values.keys() != {*leaf_paths}:
         raise ValueError(
             f"init must return {{path: tensor}} for the leaves of unit {unit.title!r}, "
-            f"{paths[:6]}; found {outline(values)}"
+            f"{leaf_paths[:6]}; found {outline(leaf_values)}"
         )
-    shard = cut(unit, values, mesh, "init(unit)", whole=True)
+    shard = cut(unit, leaf_values, mesh, "init(unit)", whole=True)
     for buffer in unit.buffers:
         for leaf in buffer.leaves:
-            checksums.add(leaf.path, values[leaf.path], own_axes(buffer.local, leaf.cuts))
+            checksums.add(leaf.path, leaf_values[leaf.path], own_axes(buffer.local, leaf.cuts))
     return shard
 
 
@@ -227,67 +227,73 @@ def _reset_module(
 ) -> tuple[Shards, Tensors]:
     """Reset a copy of the module, one unit after another; see ``init_module``."""
     locations = _locate(module, plan)
-    new = copy.deepcopy(module)  # cheap: its parameters are meta tensors
+    new_module = copy.deepcopy(module)  # cheap: its parameters are meta tensors
     parameters = module.named_parameters(remove_duplicate=False)
-    frozen = {name for name, parameter in parameters if not parameter.requires_grad}
-    blank_buffers = allocate_buffers(new, mesh.device)
+    frozen_names = {name for name, parameter in parameters if not parameter.requires_grad}
+    blank_buffers = allocate_buffers(new_module, mesh.device)
     placeholders: dict[str, Any] = {
         leaf.path: placeholder(leaf, buffer, unit.in_full_precision(), mesh.device)
         for unit, buffer, leaf in dict.fromkeys(locations.values())
     }
-    for path, m in new.named_modules():
+    for path, m in new_module.named_modules():
         m._parameters.update(
             {key: placeholders[locations[name].leaf.path] for key, name in _own_names(path, m)}
         )
-    shards = {u.name: {b.key: empty_shard(u, b, mesh) for b in u.buffers} for u in plan.unit_list}
-    written: set[str] = set()
+    new_shards = {
+        u.name: {b.key: empty_shard(u, b, mesh) for b in u.buffers} for u in plan.unit_list
+    }
+    written_paths: set[str] = set()
     # The leaves that are drawn in blocks, at the end: a reset may overwrite what it drew before.
-    puts: dict[str, Callable[[], None]] = {}
+    later_puts: dict[str, Callable[[], None]] = {}
 
     def keep(name: str, value: Any, blank: Any) -> None:
         """Keep this rank's part of a parameter that was reset, if it was written."""
         unit, buffer, leaf = locations[name]
-        shard, axes = shards[unit.name][buffer.key], own_axes(buffer.local, leaf.cuts)
-        drawn = drawn_values(value)
-        if drawn is not None and drawn.steps:
+        shard, local_axes = new_shards[unit.name][buffer.key], own_axes(buffer.local, leaf.cuts)
+        drawn_leaf = drawn_values(value)
+        if drawn_leaf is not None and drawn_leaf.steps:
             check_leaf(value, leaf, buffer, _WHAT, whole=True)
-            puts[leaf.path] = functools.partial(drawn.put, shard, leaf, buffer, mesh)
-            checksums.add(leaf.path, drawn.digest(), axes)
+            later_puts[leaf.path] = functools.partial(drawn_leaf.put, shard, leaf, buffer, mesh)
+            checksums.add(leaf.path, drawn_leaf.digest(), local_axes)
             return
-        if drawn is not None:
-            value = blank = drawn.whole
+        if drawn_leaf is not None:
+            value = blank = drawn_leaf.whole
         if value is not placeholders[leaf.path] and was_written(value, blank, name):
-            puts.pop(leaf.path, None)
+            later_puts.pop(leaf.path, None)
             check_leaf(value, leaf, buffer, _WHAT, whole=True)
             put_whole(shard, value, leaf, buffer, mesh)
-            checksums.add(leaf.path, value, axes)
-            written.add(leaf.path)
+            checksums.add(leaf.path, value, local_axes)
+            written_paths.add(leaf.path)
 
-    def reset_together(members: list[tuple[str, nn.Module]]) -> None:
+    def reset_together(unit_modules: list[tuple[str, nn.Module]]) -> None:
         """Allocate parameters of one unit's modules, reset these, and keep this rank's slices."""
-        entries = [(m._parameters, *names) for path, m in members for names in _own_names(path, m)]
-        blanks: dict[str, Any] = {}
-        for table, key, name in entries:
+        table_entries = [
+            (m._parameters, *names) for path, m in unit_modules for names in _own_names(path, m)
+        ]
+        blank_params: dict[str, Any] = {}
+        for table, key, name in table_entries:
             _, buffer, leaf = locations[name]
-            if leaf.path not in blanks:
+            if leaf.path not in blank_params:
                 blank = _blank(leaf, buffer, mesh.device, draws)
-                blanks[leaf.path] = nn.Parameter(blank, buffer.trainable and name not in frozen)
-            table[key] = blanks[leaf.path]
-        for path, m in members:
+                blank_params[leaf.path] = nn.Parameter(
+                    blank, buffer.trainable and name not in frozen_names
+                )
+            table[key] = blank_params[leaf.path]
+        for path, m in unit_modules:
             _reset(path, m, reset)
-        for table, key, name in entries:
+        for table, key, name in table_entries:
             leaf_path = locations[name].leaf.path
             value: Any = table[key]
             table[key] = placeholders[leaf_path]
-            keep(name, value, blanks[leaf_path])
+            keep(name, value, blank_params[leaf_path])
 
-    innermost = innermost_in({unit.name: unit.paths for unit in plan.unit_list})
+    innermost_unit = innermost_in({unit.name: unit.paths for unit in plan.unit_list})
     with torch.no_grad():
-        for _, members in itertools.groupby(
-            in_apply_order(new), lambda item: innermost(item[0]) or ""
+        for _, unit_modules in itertools.groupby(
+            in_apply_order(new_module), lambda item: innermost_unit(item[0]) or ""
         ):
-            reset_together(list(members))
-        for path, put_values in puts.items():
+            reset_together(list(unit_modules))
+        for path, put_values in later_puts.items():
             try:
                 put_values()
             except Exception as error:
@@ -295,16 +301,20 @@ def _reset_module(
                     f"while parameter {path!r} was drawn in blocks, as its module's reset had asked"
                 )
                 raise
-    written |= puts.keys()
-    unwritten = [leaf.path for leaf in plan.leaves if leaf.path not in written]
-    check_written([*unwritten, *unwritten_buffers(new, blank_buffers)])
-    return shards, dict(new.named_buffers())
+    written_paths |= later_puts.keys()
+    unwritten_paths = [leaf.path for leaf in plan.leaves if leaf.path not in written_paths]
+    check_written([*unwritten_paths, *unwritten_buffers(new_module, blank_buffers)])
+    return new_shards, dict(new_module.named_buffers())
 
 
 def _own_names(path: str, module: nn.Module) -> list[tuple[str, str]]:
     """Return (key in the module's table, name in the model) of the module's own parameters."""
     table = module._parameters
-    return [(k, f"{path}.{k}".removeprefix(".")) for k, p in table.items() if p is not None]
+    return [
+        (key, f"{path}.{key}".removeprefix("."))
+        for key, parameter in table.items()
+        if parameter is not None
+    ]
 
 
 def _blank(
@@ -328,17 +338,19 @@ def _locate(module: nn.Module, plan: Plan) -> dict[str, _Location]:
     parameters = dict(module.named_parameters(remove_duplicate=False))
     check_plan_names(parameters.keys(), locations.keys())
     for leaf in plan.leaves:
-        untied = [name for name in leaf.aliases if parameters[name] is not parameters[leaf.path]]
-        if untied:
+        untied_names = [
+            name for name in leaf.aliases if parameters[name] is not parameters[leaf.path]
+        ]
+        if untied_names:
             raise ValueError(
-                f"the plan ties parameter {leaf.path!r} to {untied[0]!r}; found two parameters in "
+                f"the plan ties parameter {leaf.path!r} to {untied_names[0]!r}; found two parameters in "
                 "the module: tie them again, or make the plan from make_functional(module)'s "
                 "params"
             )
-    real = [name for name, parameter in parameters.items() if not parameter.is_meta]
-    if real:
+    real_names = [name for name, parameter in parameters.items() if not parameter.is_meta]
+    if real_names:
         raise ValueError(
-            f"init_module takes a module with all parameters on meta; {real[:3]} have values: use "
+            f"init_module takes a module with all parameters on meta; {real_names[:3]} have values: use "
             "shard(params, plan, mesh) for parameters that have values, or build the module under "
             "torch.device('meta')"
         )
@@ -362,10 +374,14 @@ def _reset(path: str, module: nn.Module, reset: Reset | None) -> None:
 
 
 def _check_random_state(mesh: Mesh) -> None:
-    states = [torch.get_rng_state()]
+    generator_states = [torch.get_rng_state()]
     if mesh.device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(mesh.device))
-    digest = hashlib.sha256(b"".join(bytes(state.tolist()) for state in states)).hexdigest()[:16]
+        generator_states.append(torch.cuda.get_rng_state(mesh.device))
+    state_digest = hashlib.sha256(
+        b"".join(bytes(state.tolist()) for state in generator_states)
+    ).hexdigest()[:16]
     check_same(
-        mesh, digest, "the state of torch's random number generators, as after torch.manual_seed,"
+        mesh,
+        state_digest,
+        "the state of torch's random number generators, as after torch.manual_seed,",
     )

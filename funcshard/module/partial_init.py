@@ -95,36 +95,48 @@ def init_missing(
         missing: paths of the leaves.
         reset: as in ``init_buffers``, for the modules that hold the leaves and those around them.
     """
-    new = copy.deepcopy(module)
+    new_module = copy.deepcopy(module)
     remedy = "call torch.manual_seed(0) on every rank before"
     checksums = LeafChecksums(mesh, "the parameters that the files lack", remedy)
     with compared(checksums):
-        _reset_buffers(new, mesh, None)  # because a reset may read them
+        _reset_buffers(new_module, mesh, None)  # because a reset may read them
         for unit in plan.unit_list:
             for buffer in unit.buffers:
-                leaves = {leaf.path: leaf for leaf in buffer.leaves if leaf.path in missing}
-                for path, value in _reset_parameters(new, mesh, leaves, reset).items():
-                    put_whole(shards[unit.name][buffer.key], value, leaves[path], buffer, mesh)
-                    checksums.add(path, value, own_axes(buffer.local, leaves[path].cuts))
+                missing_leaves = {leaf.path: leaf for leaf in buffer.leaves if leaf.path in missing}
+                for path, leaf_value in _reset_parameters(
+                    new_module, mesh, missing_leaves, reset
+                ).items():
+                    put_whole(
+                        shards[unit.name][buffer.key],
+                        leaf_value,
+                        missing_leaves[path],
+                        buffer,
+                        mesh,
+                    )
+                    checksums.add(
+                        path, leaf_value, own_axes(buffer.local, missing_leaves[path].cuts)
+                    )
 
 
 def _reset_parameters(
     module: nn.Module, mesh: Mesh, names: Collection[str], reset: Reset | None
 ) -> Tensors:
     """Return initial values of some parameters, by name; the module's own are on meta again."""
-    before = {name: module.get_parameter(name) for name in names}
-    blanks = {
+    meta_params = {name: module.get_parameter(name) for name in names}
+    blank_params = {
         name: nn.Parameter(blank_tensor(old.shape, old.dtype, mesh.device), old.requires_grad)
-        for name, old in before.items()
+        for name, old in meta_params.items()
     }
     for name in names:
-        _replace(module, before[name], blanks[name])
-    _reset_around(module, blanks, reset)
-    values = {name: module.get_parameter(name) for name in names}
-    check_written([name for name in names if not was_written(values[name], blanks[name], name)])
-    for name, value in values.items():
-        _replace(module, value, before[name])
-    return {name: value.detach() for name, value in values.items()}
+        _replace(module, meta_params[name], blank_params[name])
+    _reset_around(module, blank_params, reset)
+    new_values = {name: module.get_parameter(name) for name in names}
+    check_written(
+        [name for name in names if not was_written(new_values[name], blank_params[name], name)]
+    )
+    for name, value in new_values.items():
+        _replace(module, value, meta_params[name])
+    return {name: value.detach() for name, value in new_values.items()}
 
 
 def _replace(module: nn.Module, old: Any, new: Any) -> None:
@@ -146,37 +158,39 @@ def _reset_buffers(module: nn.Module, mesh: Mesh, reset: Reset | None) -> Tensor
 @torch.no_grad()
 def _reset_around(module: nn.Module, blanks: NamedTensors, reset: Reset | None) -> None:
     """Reset the modules that hold the tensors named in ``blanks``, and those around them."""
-    holders = dict.fromkeys(name.rpartition(".")[0] for name in blanks)
-    around = {outer for path in holders for outer in tree.upwards(path)}
+    holder_paths = dict.fromkeys(name.rpartition(".")[0] for name in blanks)
+    around_paths = {outer for path in holder_paths for outer in tree.upwards(path)}
     for path, m in in_apply_order(module):
         init_weights = reset or _init_weights_around(module, path)
-        if path in around and init_weights is not None:
+        if path in around_paths and init_weights is not None:
             init_weights(m)
     if reset is None:
-        for path in holders:
+        for path in holder_paths:
             _reset_rest(module.get_submodule(path), blanks.values())
 
 
 def _reset_rest(module: nn.Module, blanks: Collection[torch.Tensor]) -> None:
     """Call the module's own reset for the tensors that ``_init_weights`` left blank."""
-    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    unwritten = [tensor for tensor in tensors if not tensor.is_meta and is_blank(tensor)]
-    method = own_reset(module)
-    if method is None or not {*map(id, unwritten)} & {*map(id, blanks)}:
+    own_tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    unwritten_tensors = [
+        tensor for tensor in own_tensors if not tensor.is_meta and is_blank(tensor)
+    ]
+    reset_method = own_reset(module)
+    if reset_method is None or not {*map(id, unwritten_tensors)} & {*map(id, blanks)}:
         return
     # Why: ``_init_weights`` has decided on the values of the other tensors.
-    decided = [
+    decided_values = [
         (tensor, tensor.detach().clone())
-        for tensor in tensors
+        for tensor in own_tensors
         if not tensor.is_meta and not is_blank(tensor)
     ]
-    method()
-    for tensor, value in decided:
+    reset_method()
+    for tensor, value in decided_values:
         tensor.copy_(value)
 
 
 def _init_weights_around(module: nn.Module, path: str) -> Reset | None:
     """Return the ``_init_weights`` of the innermost module that has one and holds ``path``."""
     inside_out = (module.get_submodule(outer) for outer in tree.upwards(path))
-    methods = (getattr(m, "_init_weights", None) for m in inside_out)
-    return next(filter(None, methods), None)
+    init_methods = (getattr(m, "_init_weights", None) for m in inside_out)
+    return next(filter(None, init_methods), None)

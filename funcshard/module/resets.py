@@ -59,14 +59,16 @@ def check_written(unwritten: Collection[str]) -> None:
 def allocate_buffers(module: nn.Module, device: torch.device) -> Tensors:
     """Move the module's buffers to ``device``; return those that were on meta and are blank."""
     blanks: Tensors = {}
-    moved: dict[int, torch.Tensor] = {}
+    moved_buffers: dict[int, torch.Tensor] = {}
     for name, buffer in module.named_buffers():
         if buffer.is_meta:
             blanks[name] = blank_tensor(buffer.shape, buffer.dtype, device)
-        moved[id(buffer)] = blanks.get(name, buffer).to(device)
+        moved_buffers[id(buffer)] = blanks.get(name, buffer).to(device)
     # Why every table: one buffer may stand in several.
     for m in module.modules():
-        m._buffers.update({key: moved[id(b)] for key, b in m._buffers.items() if b is not None})
+        m._buffers.update(
+            {key: moved_buffers[id(b)] for key, b in m._buffers.items() if b is not None}
+        )
     return blanks
 
 

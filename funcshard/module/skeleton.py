@@ -144,10 +144,13 @@ class Skeleton:
         modules: list[nn.Module] = [object.__new__(spec.cls) for spec in self.specs]
         # Why all keys beforehand, and each line by itself: it takes less time, and these lines run
         # for every module of every call.
-        begin = {**dict.fromkeys(TORCH_ATTRIBUTES), **{key: kind() for key, kind in _SHARED_TABLES}}
+        empty_state = {
+            **dict.fromkeys(TORCH_ATTRIBUTES),
+            **{key: kind() for key, kind in _SHARED_TABLES},
+        }
         set_state = object.__setattr__  # that of nn.Module takes longer
         for spec, module in zip(self.specs, modules, strict=True):
-            state = begin.copy()
+            state = empty_state.copy()
             state["_forward_hooks"] = OrderedDict()
             state["_forward_pre_hooks"] = OrderedDict()
             state["_backward_hooks"] = OrderedDict()
@@ -203,8 +206,10 @@ class Skeleton:
 
     def classes(self, name: str) -> tuple[type[nn.Module], ...]:
         """Return the classes of the modules that contain a parameter or buffer, the root first."""
-        indices = [self.find(path) for path in tree.upwards(name.rpartition(".")[0])]
-        return tuple([self.specs[index].cls for index in reversed(indices) if index is not None])
+        module_indices = [self.find(path) for path in tree.upwards(name.rpartition(".")[0])]
+        return tuple(
+            [self.specs[index].cls for index in reversed(module_indices) if index is not None]
+        )
 
 
 def make_skeleton(module: nn.Module) -> tuple[Skeleton, Tensors, Tensors]:
@@ -224,45 +229,45 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, Tensors, Tensors]:
     parameters, parameter_names = _by_name(module.named_parameters(remove_duplicate=False))
     buffers, buffer_names = _by_name(module.named_buffers(remove_duplicate=False))
     check_module(modules, parameters, buffers)
-    template, stand_ins = make_template([m for _, m in modules], {**parameters, **buffers})
-    module_indices = {id(m): index for index, m in enumerate(template)}
+    template_modules, stand_ins = make_template([m for _, m in modules], {**parameters, **buffers})
+    module_indices = {id(m): index for index, m in enumerate(template_modules)}
     tensor_names = {id(stand_in): name for name, stand_in in stand_ins.items()}
     specs = tuple(
         [
             _spec(path, m, tensor_names, module_indices)
-            for (path, _), m in zip(modules, template, strict=True)
+            for (path, _), m in zip(modules, template_modules, strict=True)
         ]
     )
     hook_tables: list[tuple[int, str]] = []
     copied_attributes: list[tuple[int, str]] = []
-    attributes: list[tuple[int, str, Any]] = []
-    for index, m in enumerate(template):
+    own_attributes: list[tuple[int, str, Any]] = []
+    for index, m in enumerate(template_modules):
         for key, value in attributes_to_follow(m):
             # Why torch's by themselves: a hook may refer to any module that its user likes.
             if key not in TORCH_CONTAINERS:
-                attributes.append((index, key, value))
+                own_attributes.append((index, key, value))
             elif _is_plain_table(value):
                 hook_tables.append((index, key))
             else:
                 copied_attributes.append((index, key))
     references = References.of(
-        [value for _, _, value in attributes], module_indices.keys() | tensor_names.keys()
+        [value for _, _, value in own_attributes], module_indices.keys() | tensor_names.keys()
     )
-    functions = {id(capture.function) for capture in references.captures}
+    captured_functions = {id(capture.function) for capture in references.captures}
     copied_attributes += [
         (index, key)
-        for index, key, value in attributes
-        if id(value) in functions or _needs_copy(specs[index].cls, value)
+        for index, key, value in own_attributes
+        if id(value) in captured_functions or _needs_copy(specs[index].cls, value)
     ]
     every = list(module.named_modules(remove_duplicate=False))
     skeleton = Skeleton(
-        modules=tuple(template),
+        modules=tuple(template_modules),
         stand_ins=stand_ins,
         specs=specs,
         copied_attributes=tuple(copied_attributes),
         hook_tables=tuple(hook_tables),
         references=references,
-        large=_large_tensors(value for _, _, value in attributes),
+        large=_large_tensors(value for _, _, value in own_attributes),
         parameters=parameter_names,
         shapes={name: tuple(parameter.shape) for name, parameter in parameters.items()},
         frozen=frozenset([name for name, p in parameters.items() if not p.requires_grad]),
@@ -274,10 +279,10 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, Tensors, Tensors]:
         for name, parameter in parameters.items()
     }
     new_buffers = {name: buffer.detach().clone() for name, buffer in buffers.items()}
-    if attributes:
-        originals = [*parameters.values(), *[m for _, m in modules], *template]
-        trial = skeleton.instantiate(new_parameters, new_buffers)
-        _check_copies(trial, attributes, specs, {*map(id, originals)})
+    if own_attributes:
+        originals = [*parameters.values(), *[m for _, m in modules], *template_modules]
+        trial_modules = skeleton.instantiate(new_parameters, new_buffers)
+        _check_copies(trial_modules, own_attributes, specs, {*map(id, originals)})
     return skeleton, new_parameters, new_buffers
 
 
@@ -335,27 +340,27 @@ def _is_plain_table(table: Any) -> bool:
 
 def _large_tensors(values: Iterable[Any]) -> tuple[torch.Tensor, ...]:
     """Return the large plain tensors among attributes, and inside their lists and dictionaries."""
-    tensors: dict[int, torch.Tensor] = {}
+    plain_tensors: dict[int, torch.Tensor] = {}
     for value in values:
         items: Iterable[Any] = (value,)
         if type(value) is dict:
             items = value.values()
         elif type(value) in (list, tuple):
             items = value
-        tensors.update(
+        plain_tensors.update(
             (id(item), item)
             for item in items
             if type(item) is torch.Tensor and item.layout is torch.strided
         )
     # Note: of views, deepcopy copies the memory once.
-    storages = Counter(map(storage_id, tensors.values()))
+    storage_counts = Counter(map(storage_id, plain_tensors.values()))
     return tuple(
         [
             tensor
-            for tensor in tensors.values()
+            for tensor in plain_tensors.values()
             if tensor.numel() >= LARGE
             and not (tensor.requires_grad or vars(tensor))
-            and storages[storage_id(tensor)] == 1
+            and storage_counts[storage_id(tensor)] == 1
         ]
     )
 
@@ -375,8 +380,10 @@ def _check_copies(
         foreign: ids of the objects outside the call.
     """
     for index, key, value in attributes:
-        trial = modules[index].__dict__[key]
-        if not isinstance(value, Mesh) and any(id(inner) in foreign for inner in reachable(trial)):
+        call_value = modules[index].__dict__[key]
+        if not isinstance(value, Mesh) and any(
+            id(inner) in foreign for inner in reachable(call_value)
+        ):
             raise TypeError(
                 f"attribute {key!r} of module {specs[index].path or '(root)'!r} refers to a module "
                 "or parameter of the model in a way that copying does not follow (a global "

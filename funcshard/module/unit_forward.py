@@ -129,33 +129,33 @@ def _checked_index(
     unit: UnitPlan, path: str, skeleton: Skeleton, methods: Mapping[int, Sequence[str]]
 ) -> int:
     """Return the index of a module of ``unit``, after checking that it has something to enter."""
-    index = skeleton.find(path)
-    title = repr(unit.title)
+    module_index = skeleton.find(path)
+    unit_title = repr(unit.title)
     if unit.members:
-        title += f", its module {path!r},"
+        unit_title += f", its module {path!r},"
     fault = None
-    if index is None:
+    if module_index is None:
         fault = "no module of this model"
     else:
-        cls = skeleton.specs[index].cls
-        if path and cls.forward is nn.Module.forward and not methods.get(index):
+        cls = skeleton.specs[module_index].cls
+        if path and cls.forward is nn.Module.forward and not methods.get(module_index):
             fault = f"a {cls.__name__}, which has no forward of its own"
-    if index is None or fault is not None:
+    if module_index is None or fault is not None:
         raise ValueError(
-            f"unit {title} is {fault}; a unit's parameters are gathered when its forward is called: "
+            f"unit {unit_title} is {fault}; a unit's parameters are gathered when its forward is called: "
             "choose the modules that are called, such as its children, or name its methods in "
             "fully_shard(methods=...)"
         )
-    for hook in skeleton.specs[index].attributes.get("_forward_pre_hooks", {}).values():
+    for hook in skeleton.specs[module_index].attributes.get("_forward_pre_hooks", {}).values():
         if path and type(hook).__module__.startswith("torch.nn.utils."):
             raise ValueError(
-                f"unit {title} has a hook of {type(hook).__module__} ({type(hook).__name__}), "
+                f"unit {unit_title} has a hook of {type(hook).__module__} ({type(hook).__name__}), "
                 "which computes a weight from parameters before the unit's forward, and they are "
                 "gathered only during that forward: use the functions of "
                 "torch.nn.utils.parametrizations, call prune.remove, or make a module around "
                 f"{path!r} the unit"
             )
-    return index
+    return module_index
 
 
 @dataclass(slots=True, eq=False)
@@ -219,41 +219,45 @@ class UnitCall:
         group, prefetcher = self.units[member.f.unit.name], self.prefetcher
         if len(group) > 1:
             if prefetcher is None:
-                alone = member.remat or transform_level() != self.level
+                gathers_alone = member.remat or transform_level() != self.level
             else:
-                alone = prefetcher.returned or not hooks_allowed()
-            if not alone:
+                gathers_alone = prefetcher.returned or not hooks_allowed()
+            if not gathers_alone:
                 return self._run_in_group(group, member, inputs)
         if member.remat:
             return self._run_recomputed(member, inputs)
         return self._run_alone(member, inputs)
 
     def _run_in_group(self, group: Sequence[UnitModule], member: UnitModule, inputs: Inputs) -> Any:
-        name = member.f.unit.name
-        gathered, waiting = self.groups.get(name) or (None, {m.index for m in group})
+        unit_name = member.f.unit.name
+        gathered, waiting_modules = self.groups.get(unit_name) or (None, {m.index for m in group})
         # Why by the mode: leaves that were gathered without gradients have no node for backward.
         if gathered is None or gathered.mode != grad_mode():
             if gathered is not None:
                 gathered.close()
             # Why not by the inputs: they are those of the first module alone.
             gathered = self._gather(member.f, needed=torch.is_grad_enabled())
-            self.groups[name] = gathered, waiting
+            self.groups[unit_name] = gathered, waiting_modules
         try:
-            run = gathered.run_recomputed if member.remat else gathered.run
-            return run(member.f, *inputs)
+            run_member = gathered.run_recomputed if member.remat else gathered.run
+            return run_member(member.f, *inputs)
         finally:
-            waiting.discard(member.index)
+            waiting_modules.discard(member.index)
             # Note: the module may have called others of the group, which closed it, or gathered it
             # again.
-            if not waiting and name in self.groups and self.groups[name][1] is waiting:
-                self.groups.pop(name)[0].close()
+            if (
+                not waiting_modules
+                and unit_name in self.groups
+                and self.groups[unit_name][1] is waiting_modules
+            ):
+                self.groups.pop(unit_name)[0].close()
 
     def _run_alone(self, member: UnitModule, inputs: Inputs) -> Any:
         """Gather the unit for one module, and run that."""
-        needed = torch.is_grad_enabled() and (
+        needs_leaves = torch.is_grad_enabled() and (
             member.f.trainable or any(tensor.requires_grad for tensor in tensors_in(inputs[2:]))
         )
-        gathered = self._gather(member.f, needed=needed)
+        gathered = self._gather(member.f, needed=needs_leaves)
         try:
             return gathered.run(member.f, *inputs)
         finally:
@@ -305,8 +309,10 @@ class UnitCall:
             shards_before = self.shards
             self.shards = {**shards_before, **shards}
             try:
-                copies = {id(b): b.clone() for b in tree.leaves(buffers)}  # a tied one stays tied
-                _set_buffers(owners, tree.map(lambda b: copies[id(b)], buffers))
+                buffer_copies = {
+                    id(b): b.clone() for b in tree.leaves(buffers)
+                }  # a tied one stays tied
+                _set_buffers(owners, tree.map(lambda b: buffer_copies[id(b)], buffers))
                 out = self._run_alone(member, (module, forward, args, kwargs))
                 return out, _get_buffers(owners)
             finally:
@@ -375,7 +381,9 @@ class UnitEntry:
 
     def begin(self, module: nn.Module) -> None:
         """Let the methods of ``module`` enter the unit."""
-        self.hidden = {n: types.MethodType(method, module) for n, method in self.methods.items()}
+        self.hidden = {
+            name: types.MethodType(method, module) for name, method in self.methods.items()
+        }
         state = module.__dict__
         self.exchange(state)
         state[_ENTRY] = self
@@ -441,13 +449,15 @@ def through_unit(
 
 def table_entries(unit: UnitPlan, skeleton: Skeleton) -> dict[str, TableEntries]:
     """Return the entries at and below each module of ``unit`` that hold leaves of the unit."""
-    tables: dict[str, dict[tuple[str, ...], dict[str, int]]] = {path: {} for path in unit.paths}
-    for index, leaf in enumerate(unit.leaves):
+    unit_tables: dict[str, dict[tuple[str, ...], dict[str, int]]] = {
+        path: {} for path in unit.paths
+    }
+    for leaf_index, leaf in enumerate(unit.leaves):
         for name in skeleton.parameters[leaf.path]:
-            for path in filter(tables.__contains__, tree.upwards(name)):
+            for path in filter(unit_tables.__contains__, tree.upwards(name)):
                 *modules, key = name.removeprefix(f"{path}.").split(".")
-                tables[path].setdefault(tuple(modules), {})[key] = index
-    return {path: tuple(entries.items()) for path, entries in tables.items()}
+                unit_tables[path].setdefault(tuple(modules), {})[key] = leaf_index
+    return {path: tuple(entries.items()) for path, entries in unit_tables.items()}
 
 
 def forward_with_leaves(
@@ -464,7 +474,7 @@ def forward_with_leaves(
     """
     # Dictionary, key, and the value that the dictionary holds after forward.
     afterwards: list[tuple[dict[str, Any], str, Any]] = []
-    saved = current_unit.get() if torch.is_grad_enabled() else None
+    saved_unit = current_unit.get() if torch.is_grad_enabled() else None
     try:
         for path, entries in tables:
             owner = module
@@ -475,11 +485,13 @@ def forward_with_leaves(
             # again from backward, and then has to read the leaves, gathered again. All other code
             # has to read the placeholders. Why another one during forward: the table that is there
             # may be such a one, which would answer in backward with leaves that it gathers itself.
-            later = table if saved is None else RecomputeParams.of(table, saved, entries)
-            afterwards.append((owner.__dict__, "_parameters", later))
+            later_table = (
+                table if saved_unit is None else RecomputeParams.of(table, saved_unit, entries)
+            )
+            afterwards.append((owner.__dict__, "_parameters", later_table))
             table = owner.__dict__["_parameters"] = dict(table)
-            for key, index in entries.items():
-                table[key] = leaves[index]  # type: ignore[assignment]
+            for key, leaf_index in entries.items():
+                table[key] = leaves[leaf_index]  # type: ignore[assignment]
             if isinstance(owner, nn.RNNBase):
                 # Why: an RNN keeps a second list of its weights, which would keep the gathered
                 # leaves alive.

@@ -46,22 +46,22 @@ def entering_methods(
         methods: the methods besides ``forward`` that enter units, by index of the module.
         compiler: the function that compiles a forward, if there is any.
     """
-    specs, compiled = apply.skeleton.specs, {}
+    specs, compiled_forwards = apply.skeleton.specs, {}
     if compiler is not None:
-        compiled = compile_units(apply, units, full_precision, compiler)
-    entering: dict[int, UnitMethods] = {
+        compiled_forwards = compile_units(apply, units, full_precision, compiler)
+    methods_by_index: dict[int, UnitMethods] = {
         index: {
-            "forward": through_unit(specs[index].cls, "forward", compiled.get(index)),
+            "forward": through_unit(specs[index].cls, "forward", compiled_forwards.get(index)),
             **{name: through_unit(specs[index].cls, name) for name in methods.get(index, ())},
         }
         for index in {*full_precision, *units.values()} - {0}
     }
     # Note: the call itself enters the root, so its method is hidden only if it is compiled.
-    if 0 in compiled:
+    if 0 in compiled_forwards:
         assert isinstance(apply.method_name, str), "compile_units compiles methods of classes"
-        method = through_unit(specs[0].cls, apply.method_name, compiled[0])
-        entering[0] = {apply.method_name: method}
-    return entering
+        method = through_unit(specs[0].cls, apply.method_name, compiled_forwards[0])
+        methods_by_index[0] = {apply.method_name: method}
+    return methods_by_index
 
 
 # --- methods --------------------------------------------------------------------------------------
@@ -87,44 +87,46 @@ def read_methods(
             f"methods must be a dictionary from units to lists of method names; found {methods!r}: "
             f"write {{'encoder': ['encode']}}"
         )
-    paths = [path for path in units if path]
+    unit_paths = [path for path in units if path]
     for entry, names in methods.items():
         if isinstance(names, str) or not isinstance(names, Iterable):
             raise TypeError(
                 f"the methods of {entry!r} must be a list of names; found {names!r}: write "
                 f"[{names!r}]"
             )
-        if not any(matches(entry, path) for path in paths):
+        if not any(matches(entry, path) for path in unit_paths):
             raise ValueError(
                 f"methods must name units of the plan inside the model; found {entry!r}; its units "
-                f"are {paths[:6]}: make the module a unit, or, for a method of the whole model, "
+                f"are {unit_paths[:6]}: make the module a unit, or, for a method of the whole model, "
                 "call fully_shard(apply.method(name), plan, mesh)"
             )
     names_by_index: dict[int, tuple[str, ...]] = {}
-    for path in paths:
+    for path in unit_paths:
         entry = last_match(methods, path)
         if entry is not None:
-            index = units[path]
-            names_by_index[index] = tuple(dict.fromkeys(methods[entry]))
-            _check_names(path, skeleton.specs[index].cls, names_by_index[index])
+            module_index = units[path]
+            names_by_index[module_index] = tuple(dict.fromkeys(methods[entry]))
+            _check_names(path, skeleton.specs[module_index].cls, names_by_index[module_index])
     return names_by_index
 
 
 def _check_names(path: str, cls: type[nn.Module], names: Sequence[str]) -> None:
     """Raise unless all names are those of methods that can enter a unit of class ``cls``."""
-    methods = [
+    method_names = [
         name
         for name in dir(cls)
         if isinstance(inspect.getattr_static(cls, name), types.FunctionType)
         and name != "forward"
         and not (name.startswith("__") and name.endswith("__"))
     ]
-    wrong = next((name for name in names if name not in methods), None)
-    if wrong is not None:
-        own_names = [name for name in methods if name[0] != "_" and not hasattr(nn.Module, name)]
+    wrong_name = next((name for name in names if name not in method_names), None)
+    if wrong_name is not None:
+        own_names = [
+            name for name in method_names if name[0] != "_" and not hasattr(nn.Module, name)
+        ]
         raise ValueError(
             f"methods of {path!r} must be methods that the class {cls.__name__} defines, besides "
-            f"forward and those that Python calls; found {wrong!r}; leave it out, or name one of "
+            f"forward and those that Python calls; found {wrong_name!r}; leave it out, or name one of "
             f"{own_names[:6]}"
         )
 
@@ -150,32 +152,34 @@ def compile_units(
     """
     specs = apply.skeleton.specs
     barriers = {*units, *[specs[index].path for index in full_precision]}
-    compiled: dict[Any, Callable[..., Any]] = {}
-    by_index: dict[int, Callable[..., Any]] = {}
+    compiled_methods: dict[Any, Callable[..., Any]] = {}
+    forwards_by_index: dict[int, Callable[..., Any]] = {}
     for unit_path, index in units.items():
         method_name = "forward" if unit_path else apply.method_name
         if callable(method_name):
             continue
-        method = inspect.getattr_static(specs[index].cls, method_name, None)
-        around = any(path != unit_path and tree.is_under(path, unit_path) for path in barriers)
-        if isinstance(method, types.FunctionType) and not around:
-            if method not in compiled:
-                compiled[method] = _compile_forward(method, compiler)
-            by_index[index] = compiled[method]
-    return by_index
+        class_method = inspect.getattr_static(specs[index].cls, method_name, None)
+        contains_unit = any(
+            path != unit_path and tree.is_under(path, unit_path) for path in barriers
+        )
+        if isinstance(class_method, types.FunctionType) and not contains_unit:
+            if class_method not in compiled_methods:
+                compiled_methods[class_method] = _compile_forward(class_method, compiler)
+            forwards_by_index[index] = compiled_methods[class_method]
+    return forwards_by_index
 
 
 def _compile_forward(forward: Callable[..., Any], compiler: Compiler) -> Callable[..., Any]:
     try:
-        compiled = compiler(forward)
+        compiled_forward = compiler(forward)
     except TypeError as error:
         raise TypeError(
             f"compiler must be a function such as torch.compile; {compiler!r} raised: {error}"
         ) from error
-    if not callable(compiled):
+    if not callable(compiled_forward):
         raise TypeError(
             "compiler must be a function such as torch.compile, which returns a function; "
-            f"{compiler!r} returned {type(compiled).__name__}"
+            f"{compiler!r} returned {type(compiled_forward).__name__}"
         )
 
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -183,7 +187,7 @@ def _compile_forward(forward: Callable[..., Any], compiler: Compiler) -> Callabl
             # Why not compiled: a torch.func transform makes Dynamo give up the function's code, for
             # later calls too. A graph records the operations of the forward itself.
             return forward(module, *args, **kwargs)
-        return compiled(module, *args, **kwargs)
+        return compiled_forward(module, *args, **kwargs)
 
     return run
 
@@ -229,11 +233,11 @@ def _return_nothing(module: nn.Module, args: Any, result: Any) -> None:
 
 def check_ignored(ignored: Shapes, plan: Plan) -> None:
     """Raise ``ValueError`` if an ignored parameter is a leaf of ``plan``."""
-    planned = {path for leaf in plan.leaves for path in (leaf.path, *leaf.aliases)}
-    both = next((name for name in ignored if name in planned), None)
-    if both is not None:
+    planned_names = {path for leaf in plan.leaves for path in (leaf.path, *leaf.aliases)}
+    common_name = next((name for name in ignored if name in planned_names), None)
+    if common_name is not None:
         raise ValueError(
-            f"ignored_params match {both!r}, which is a leaf of the plan; make the plan from the "
+            f"ignored_params match {common_name!r}, which is a leaf of the plan; make the plan from the "
             "params without those that are ignored, or do not ignore it"
         )
 
@@ -253,10 +257,10 @@ def take_ignored(ignored: Shapes, buffers: Any, params: NamedTensors) -> tuple[T
     for name, shape in ignored.items():
         tensor = call_buffers.pop(name, None)
         if not isinstance(tensor, torch.Tensor) or tensor.shape != shape:
-            title = outline(buffers[name]) if name in buffers else "nothing"
+            value_title = outline(buffers[name]) if name in buffers else "nothing"
             raise ValueError(
                 f"buffers must hold a tensor of shape {tuple(shape)} for {name!r}, which is in "
-                f"ignored_params; found {title}: pass {{**buffers, **own}}, where own has the "
+                f"ignored_params; found {value_title}: pass {{**buffers, **own}}, where own has the "
                 "ignored parameters by name"
             )
         call_params[name] = tensor
