@@ -46,6 +46,8 @@ def _take_phases(graph: fx.Graph) -> None:
             graph.erase_node(node)
         elif node.op not in ("placeholder", "output"):
             node.meta["phase"] = phase
+            # Note: torch notes no result of an operation that only writes, such as _foreach_add_.
+            node.meta.setdefault("val", None)
 
 
 def _take_items(graph: fx.Graph, node: fx.Node) -> None:

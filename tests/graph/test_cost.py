@@ -14,7 +14,7 @@ import funcshard as fs
 from benchmarks.fake_ranks import fake_mesh
 from funcshard.graph.cost import cost_of
 from tests.graph.test_loading import BATCH, made
-from tests.graph.test_traced import CASES, batch_of
+from tests.graph.test_traced import CASES, batch_of, torch_optimizer
 from tests.graph.test_traced import made as made_net
 
 
@@ -70,3 +70,11 @@ def test_each_kind_of_operation_moves_the_bytes_of_its_tensors() -> None:
             node.meta["val"] = node.target(*args)
     step_graph: Any = fs.trace(*made(fs.Mesh()), BATCH).graph
     assert cost_of(dataclasses.replace(step_graph, graph=graph)).bytes == 24 * (3 + 2 + 2 + 2)
+
+
+@pytest.mark.parametrize("option", ["foreach", "fused"])
+def test_operations_without_a_result_have_a_cost_on_one_rank(option: str) -> None:
+    mesh = fs.Mesh()
+    optimizer = torch_optimizer(torch.optim.SGD, lr=0.1, **{option: True})
+    step, state = made_net(mesh, optimizer=optimizer)
+    assert fs.trace(step, state, batch_of(mesh, 0)).cost().bytes > 0
