@@ -91,8 +91,8 @@ def read_regular(
         file_size = os.fstat(file.fileno()).st_size
         if most is not None and file_size > most:
             raise ValueError(
-                f"{os.fspath(path)} has {file_size} bytes, and such a file has at most {most}: it is "
-                "damaged"
+                f"{os.fspath(path)} has {file_size} bytes, and such a file has at most {most}: it "
+                "is damaged"
             )
         return file.read()
 

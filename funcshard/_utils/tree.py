@@ -142,8 +142,8 @@ def describe(
     if len(set(paths)) != len(paths):
         path_twice = next(p for p, uses in Counter(paths).items() if uses > 1)
         raise ValueError(
-            f"two leaves of the tree have the path {path_twice!r}; paths join keys with dots, and every "
-            "leaf needs a path of its own: rename one of the keys"
+            f"two leaves of the tree have the path {path_twice!r}; paths join keys with dots, and "
+            "every leaf needs a path of its own: rename one of the keys"
         )
     return structure, walk.leaf_values, paths
 

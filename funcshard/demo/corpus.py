@@ -57,9 +57,9 @@ def load_corpus(text: str | os.PathLike[str] | None, context: int) -> Corpus:
     num_valid = int(HELD_OUT * len(text_bytes))
     if num_valid < context + 1:
         raise ValueError(
-            f"the text is too short: {title} has {len(text_bytes):,} bytes, of which {num_valid:,} are "
-            f"held out, and a context of {context} needs {context + 1:,}: pass a longer text, or a "
-            "smaller --context"
+            f"the text is too short: {title} has {len(text_bytes):,} bytes, of which {num_valid:,} "
+            f"are held out, and a context of {context} needs {context + 1:,}: pass a longer text, "
+            "or a smaller --context"
         )
     description = f"{title}, {len(text_bytes) / 2**20:.1f} MiB, the last {HELD_OUT:.0%} held out"
     train, valid = torch.frombuffer(text_bytes, dtype=torch.uint8).tensor_split(

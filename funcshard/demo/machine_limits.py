@@ -26,8 +26,9 @@ def check_fits(ranks: int, parameters: int = 0, activations: int = 0) -> None:
     if available_bytes is not None and needed_bytes > available_bytes:
         raise ValueError(
             f"{ranks:,} ranks and a model of {parameters:,} parameters need about "
-            f"{needed_bytes / 2**30:,.1f} GiB, and this machine has {available_bytes / 2**30:,.1f} GiB: choose "
-            "fewer --ranks, or a smaller model; python -m funcshard plan takes any number of both"
+            f"{needed_bytes / 2**30:,.1f} GiB, and this machine has {available_bytes / 2**30:,.1f} "
+            "GiB: choose fewer --ranks, or a smaller model; python -m funcshard plan takes any "
+            "number of both"
         )
 
 

@@ -305,8 +305,8 @@ def _cross_entropy(logits: Any, targets: torch.Tensor) -> torch.Tensor:
     if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != targets.shape:
         raise ValueError(
             "the model must return logits [batch, seq, vocabulary] for tokens of shape "
-            f"{list(targets.shape)}; found {outline(logits)}: give --inputs, and let the model return its "
-            "loss"
+            f"{list(targets.shape)}; found {outline(logits)}: give --inputs, and let the model "
+            "return its loss"
         )
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
 

@@ -211,8 +211,8 @@ def train(mesh: fs.Mesh, stop: Stop, settings: Settings) -> None:
         for begin in range(0, max(1, len(line)), 90):
             say(f"  │ {line[begin : begin + 90]}".rstrip())
     say(
-        f"\n{state.step} steps in {training_seconds:.0f} s, {token_rate:,.0f} tokens/s; validation loss "
-        f"{loss_before:.3f} → {loss_after:.3f} nats per byte",
+        f"\n{state.step} steps in {training_seconds:.0f} s, {token_rate:,.0f} tokens/s; "
+        f"validation loss {loss_before:.3f} → {loss_after:.3f} nats per byte",
         "bold green" if loss_after < loss_before else "bold",
     )
     say(f"Saved model.pt, plan.json and metrics.json in {out}")

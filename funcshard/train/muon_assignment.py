@@ -83,8 +83,8 @@ def assign_owners(plan: Plan, matrices: Iterable[str] | None = None) -> Owners:
         if not matrix_leaves:
             raise ValueError(
                 "matrices must name trainable leaves of two dimensions, or nodes that hold such "
-                f"leaves; found none among {sorted(chosen_paths)[:4]}: choose other paths, or leave matrices "
-                "out to take every matrix"
+                f"leaves; found none among {sorted(chosen_paths)[:4]}: choose other paths, or "
+                "leave matrices out to take every matrix"
             )
     cut_axes = {cut.axis for _, _, leaf in matrix_leaves for cut in leaf.cuts if cut.ranks > 1}
     axes = {

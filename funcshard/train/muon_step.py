@@ -230,9 +230,10 @@ class MuonStep:
             unit_momentum = state["momentum"].get(unit_name, {}).get(key)
             if getattr(unit_momentum, "shape", None) != (numel,):
                 raise ValueError(
-                    f"muon's momentum of buffer {key!r} of unit {unit_name or '(root)'!r} must have "
-                    f"shape ({numel},), the elements of matrices in this shard; found {outline(unit_momentum)}, of "
-                    f"another plan, number of ranks or choice of matrices: {NEW_STATE}"
+                    f"muon's momentum of buffer {key!r} of unit {unit_name or '(root)'!r} must "
+                    f"have shape ({numel},), the elements of matrices in this shard; found "
+                    f"{outline(unit_momentum)}, of another plan, number of ranks or choice of "
+                    f"matrices: {NEW_STATE}"
                 )
 
     def _update_momentum(

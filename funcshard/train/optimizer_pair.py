@@ -69,7 +69,8 @@ def refusal(cls: Any) -> Exception:
     error_type = ValueError if callable(cls) else TypeError
     return error_type(
         "torch_optimizer takes a class of optimizers that updates each element by itself, because "
-        f"it works on flat shards; found {_title(cls)}, known are {', '.join(_NAMES.split())}: {remedy}"
+        f"it works on flat shards; found {_title(cls)}, known are {', '.join(_NAMES.split())}: "
+        f"{remedy}"
     )
 
 
@@ -87,9 +88,9 @@ def check_optimizer(optimizer: Any, plan: Plan) -> None:
         )
         if own_buffers != buffers:
             raise ValueError(
-                "the optimizer's groups or matrices lie elsewhere in these shards: it was made with "
-                f"plan {own_plan.fingerprint()}; found plan {plan.fingerprint()} here: make the "
-                "optimizer and the step with one plan"
+                "the optimizer's groups or matrices lie elsewhere in these shards: it was made "
+                f"with plan {own_plan.fingerprint()}; found plan {plan.fingerprint()} here: make "
+                "the optimizer and the step with one plan"
             )
     elif is_opened or not is_pair:
         cls = optimizer if isinstance(optimizer, type) else type(optimizer)

@@ -274,13 +274,14 @@ class TorchStep:
         for leaf, grad, ranges in zip(leaves, leaf_grads, leaf_ranges, strict=True):
             if ranges is not None and leaf.shape != (ranges.numel,):
                 raise ValueError(
-                    f"shard {tree.paths(params)[len(all_views)]!r} must have shape ({ranges.numel},), "
-                    f"as in the optimizer's plan; found {outline(leaf)}: {_MAKE_WITH_PLAN}"
+                    f"shard {tree.paths(params)[len(all_views)]!r} must have shape "
+                    f"({ranges.numel},), as in the optimizer's plan; found {outline(leaf)}: "
+                    f"{_MAKE_WITH_PLAN}"
                 )
             if grad is not None and getattr(grad, "shape", None) != leaf.shape:
                 raise ValueError(
-                    f"the gradient of leaf {tree.paths(params)[len(all_views)]!r} must have its shape, "
-                    f"{tuple(leaf.shape)}; found {outline(grad)}: {_PASS_GRADIENTS}"
+                    f"the gradient of leaf {tree.paths(params)[len(all_views)]!r} must have its "
+                    f"shape, {tuple(leaf.shape)}; found {outline(grad)}: {_PASS_GRADIENTS}"
                 )
             all_views.append(_views_of(leaf.detach(), grad, ranges))
         return all_views

@@ -124,8 +124,8 @@ def group_leaves(
             if group_of[path]:
                 raise ValueError(
                     f"groups overlap: leaf {path!r} is in group {group_of[path]} and in group "
-                    f"{group_index}; a leaf can have the options of one group only: take it out of one "
-                    "of the two"
+                    f"{group_index}; a leaf can have the options of one group only: take it out of "
+                    "one of the two"
                 )
             group_of[path] = group_index
         group_options.append({key: value for key, value in group.items() if key != "paths"})

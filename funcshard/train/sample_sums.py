@@ -290,8 +290,8 @@ def _check_samples(count: int, chunk_size: int | None, mesh: Mesh) -> None:
         if rank_count != counts_by_rank[peer]:
             raise ValueError(
                 f"ranks along {' and '.join(map(repr, axes))} must pass the same samples, whose "
-                f"losses they compute together; found {counts_by_rank[peer]} on rank {peer} and {rank_count} on "
-                f"rank {rank}: split the batch along the data axes only"
+                f"losses they compute together; found {counts_by_rank[peer]} on rank {peer} and "
+                f"{rank_count} on rank {rank}: split the batch along the data axes only"
             )
 
 
@@ -307,7 +307,7 @@ def _check_direct(trained: Sequence[_Gathered], losses: torch.Tensor) -> None:
         if grad is not None and grad.any():
             raise ValueError(
                 "per_sample_grad differentiates gathered units only; a gradient reached the shard "
-                f"{entry.source.buffer.key!r} of unit {entry.source.unit.title!r} by another way, such as a "
-                "penalty on the shard itself or remat around the unit: leave these out of "
-                "loss_fn, and add a penalty's gradient to the result"
+                f"{entry.source.buffer.key!r} of unit {entry.source.unit.title!r} by another way, "
+                "such as a penalty on the shard itself or remat around the unit: leave these out "
+                "of loss_fn, and add a penalty's gradient to the result"
             )

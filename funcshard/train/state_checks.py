@@ -23,8 +23,8 @@ from funcshard.train.optimizer_pair import ELEMENTWISE
 
 # What to do about a state that does not fit.
 NEW_STATE = (
-    "make a new one with optimizer.init(shards), or keep the optimizer, plan and mesh that this one "
-    "was made with"
+    "make a new one with optimizer.init(shards), or keep the optimizer, plan and mesh that this "
+    "one was made with"
 )
 _PASS_NUMBER = "pass a number, or change the schedule"
 

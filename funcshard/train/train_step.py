@@ -269,9 +269,9 @@ def _named_results(result: Any, has_aux: bool, mutable: bool, weighted: bool) ->
         if isinstance(result, tuple):
             result_text = f"a tuple of {len(result)}"
         raise TypeError(
-            f"with has_aux={has_aux}, mutable={mutable} and weighted={weighted} loss_fn must return "
-            f"({', '.join(result_names)}); found {result_text}: for (loss, aux) pass has_aux=True, for "
-            "(loss, new_buffers) mutable=True, for (loss, weight) weighted=True"
+            f"with has_aux={has_aux}, mutable={mutable} and weighted={weighted} loss_fn must "
+            f"return ({', '.join(result_names)}); found {result_text}: for (loss, aux) pass "
+            "has_aux=True, for (loss, new_buffers) mutable=True, for (loss, weight) weighted=True"
         )
     return dict(zip(result_names, result, strict=True))
 
