@@ -71,8 +71,10 @@ def below(loops: Loops, level: int) -> Loops:
 @contextlib.contextmanager
 def acting_for(loop: BasisLoop | None, level: int) -> Iterator[None]:
     """Take the transform that will run at ``level`` as part of ``loop``, or of no loop."""
-    own_loop = {} if loop is None else {level: loop}
-    with within({**below(_known.get(), level), **own_loop}):
+    loops = dict(below(_known.get(), level))
+    if loop is not None:
+        loops[level] = loop
+    with within(loops):
         yield
 
 
@@ -94,7 +96,9 @@ def noted_outer(comm: BufferComm) -> BufferComm:
     it.
     """
     outer_loops = basis_loops(outer=True)
-    return dataclasses.replace(comm, loops=outer_loops) if outer_loops else comm
+    if not outer_loops:
+        return comm
+    return dataclasses.replace(comm, loops=outer_loops)
 
 
 def refuse_cut(comm: BufferComm, loop: BasisLoop | None, vector: str) -> None:

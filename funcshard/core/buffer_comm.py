@@ -157,6 +157,11 @@ def _leaf_view(leaf: LeafSpec) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     return leaf.shape, tuple(reversed(strides[: len(leaf.shape)])), leaf.offset
 
 
+def write_count(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written to, which inference mode does not count."""
+    return 0 if tensor.is_inference() else version(tensor)
+
+
 # --- offload --------------------------------------------------------------------------------------
 
 
@@ -259,12 +264,14 @@ class AllGatherHandle:
             if not self.shared or not self.comm.copied:
                 return full_buffer
             self.full = full_buffer
-            self.writes = 0 if full_buffer.is_inference() else version(full_buffer)
+            self.writes = write_count(full_buffer)
             if cast is not None:
                 self.work = DONE  # frees the data as it was sent
         # Why clone: in inference mode no version counter shows that a use writes to shared memory.
         is_private = self.full.is_inference() or torch.is_inference_mode_enabled()
-        return self.full.clone() if is_private else self.full.detach()
+        if is_private:
+            return self.full.clone()
+        return self.full.detach()
 
     def _cast(self, sent: torch.Tensor, cast: Cast) -> torch.Tensor:
         """Return the buffer that the user's ``cast`` makes of what the ranks sent."""

@@ -159,7 +159,7 @@ def _wrong_shard(unit: UnitPlan, buffer: BufferPlan, local: Any) -> ValueError:
             "None for frozen shards alone; put zeros there to compute with it"
         )
     # A step empties the tensors that it was given.
-    donated_text = "donated to a training step, or " if tuple(local.shape) == (0,) else ""
+    donated_text = "donated to a training step, or " * (tuple(local.shape) == (0,))
     return ValueError(
         f"{shard_title} must have shape {(buffer.shard_numel,)}, one of {buffer.shards} shards; found "
         f"{tuple(local.shape)}: it was {donated_text}cut by another plan, for another number of ranks, "

@@ -82,10 +82,9 @@ class LeafChecksums:
         values_by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
         for _, (local, value) in sorted(self.leaf_sums.items()):
             values_by_axes.setdefault(local, []).append(value.to(device))
-        sums_by_axes = {
-            " ".join(axes): (axes, int(checksum(torch.stack(values))))
-            for axes, values in values_by_axes.items()
-        }
+        sums_by_axes: dict[str, tuple[tuple[str, ...], int]] = {}
+        for axes, values in values_by_axes.items():
+            sums_by_axes[" ".join(axes)] = axes, int(checksum(torch.stack(values)))
         own_text = json.dumps([fault is not None, sums_by_axes], sort_keys=True)
         rank_texts = all_gather_texts(mesh, own_text, "checksums")
         if len(set(rank_texts)) == 1 and fault is None:

@@ -186,7 +186,7 @@ def all_gather(x: T, mesh: Mesh, *, axis: Axis = None, dim: int = 0, tiled: bool
     check_flag("tiled", tiled)
 
     def gathered(leaf: torch.Tensor, names: tuple[str, ...]) -> torch.Tensor:
-        dim_index = _dim("all_gather", "dim", leaf, dim, extra=0 if tiled else 1)
+        dim_index = _dim("all_gather", "dim", leaf, dim, extra=int(not tiled))
         return _join(_gather(leaf, mesh, names, "all_gather"), dim_index, tiled)
 
     return _mapped("all_gather", x, mesh, gathered, axis)
@@ -470,8 +470,10 @@ def _permuted(
         )
         held_rows = Collective.apply(held_rows, comm)
         held_pairs, has_moved = received_pairs, True
+    if held_pairs and has_moved:
+        return held_rows[0]
     if held_pairs:
-        return held_rows[0] if has_moved else held_rows[0].clone()
+        return held_rows[0].clone()
     # Why a sum, of no rows: a rank that receives zeros takes part in the backward too.
     return held_rows.sum(0, dtype=held_rows.dtype)
 

@@ -182,4 +182,6 @@ class _AsDTensor(torch.autograd.Function):
             grad = grad.redistribute(placements=form.placements)
         # to_local makes a node, which only higher derivatives need.
         local_grad = grad.to_local() if torch.is_grad_enabled() else local_part(grad)
-        return (local_grad if form.factor == 1 else local_grad * form.factor), None
+        if form.factor != 1:
+            local_grad = local_grad * form.factor
+        return local_grad, None

@@ -20,7 +20,6 @@ import contextlib
 import contextvars
 import logging
 import math
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -98,28 +97,28 @@ class KeptUnit(NamedTuple):
     Attributes:
         unit: the unit.
         leaves: what is known of its shards.
-        shards: its shards.
-        versions: how often each shard had been written to when it was gathered.
+        shard_states: identity and version of each shard when it was gathered.
         comms: the communication of its buffers.
         handles: the handles of its all-gathers.
     """
 
     unit: UnitPlan
     leaves: Sequence[LeafGradient]
-    shards: Sequence[torch.Tensor]
-    versions: list[int]
+    shard_states: list[tuple[int, int]]
     comms: Sequence[BufferComm]
     handles: Handles
 
     def serves(self, shards: Sequence[torch.Tensor], comms: Sequence[BufferComm]) -> bool:
         """Return whether gathering these shards would give what the handles have."""
-        same_shards = len(shards) == len(self.shards) and all(
-            map(operator.is_, shards, self.shards)
-        )
-        if not same_shards or not (self.comms is comms or self.comms == comms):
+        if _states(shards) != self.shard_states:
             return False
-        same_versions = [version(shard) for shard in shards] == self.versions
-        return same_versions and all(handle.unwritten for handle in self.handles)
+        same_comms = self.comms is comms or self.comms == comms
+        return same_comms and all(handle.unwritten for handle in self.handles)
+
+
+def _states(shards: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    # Why not the shards: their ids are those of the leaves, which live as long as the reducer.
+    return [(id(shard), version(shard)) for shard in shards]
 
 
 class GradReducer:
@@ -250,8 +249,7 @@ class GradReducer:
             kept_unit = KeptUnit(
                 unit=unit,
                 leaves=leaf_gradients,
-                shards=unit_shards,
-                versions=[version(local) for local in unit_shards],
+                shard_states=_states(unit_shards),
                 comms=comms,
                 handles=handles,
             )

@@ -327,8 +327,8 @@ class Result(NamedTuple):
 
     def value(self, aux: Any, options: GradientOptions) -> Any:
         """Return the loss, or a tuple of loss, weight and ``aux``, as far as they are asked for."""
-        optional_values = [self.weight] * options.weighted + [aux] * options.has_aux
-        return (self.loss, *optional_values) if optional_values else self.loss
+        values = [self.loss, *[self.weight] * options.weighted, *[aux] * options.has_aux]
+        return tuple(values) if len(values) > 1 else self.loss
 
 
 @untraced
@@ -420,8 +420,10 @@ def evaluate(
     # divisor from the device.
     @functools.cache
     def divisor_on(device: torch.device, axes: Any) -> float | torch.Tensor:
-        loss_term = axes_divisors.get(axes, divisor)
-        return loss_term.to(device) if isinstance(loss_term, torch.Tensor) else loss_term
+        own_divisor = axes_divisors.get(axes, divisor)
+        if isinstance(own_divisor, torch.Tensor):
+            return own_divisor.to(device)
+        return own_divisor
 
     grads = [
         _gradient(shard, leaf, divisor_on(shard.device, axes))
@@ -469,7 +471,9 @@ def _backward(loss: torch.Tensor, local: Sequence[torch.Tensor], reducer: GradRe
             if grad is not None:
                 reached = True
                 grad = _clean(grad, reducer)
-                leaf.direct = grad if leaf.direct is None else leaf.direct + grad
+                if leaf.direct is not None:
+                    grad = leaf.direct + grad
+                leaf.direct = grad
     reducer.post_backward()
     return reached or reducer.received or not trained_pairs
 
@@ -502,8 +506,9 @@ def _gradient(
         reduced_grad = reduced_grad * divisor_before
     is_undivided = isinstance(divisor, float | int) and divisor == 1
     if direct_grad is not None:
-        total_grad = direct_grad if reduced_grad is None else reduced_grad + direct_grad
-        return total_grad if is_undivided else total_grad / divisor
+        if reduced_grad is not None:
+            direct_grad = reduced_grad + direct_grad
+        return direct_grad if is_undivided else direct_grad / divisor
     assert reduced_grad is not None
     # The reducer made this tensor, so nobody else sees that it changes.
     return reduced_grad if is_undivided else reduced_grad.div_(divisor)
@@ -515,7 +520,9 @@ def _world(reducer: GradReducer) -> Mesh:
     if reducer.mesh is not None:
         world_sizes.add(reducer.mesh.world_size)
     if len(world_sizes) > 1:
-        mesh_text = "meshes" if reducer.mesh is None else "units of other meshes than mesh=,"
+        mesh_text = "meshes"
+        if reducer.mesh is not None:
+            mesh_text = "units of other meshes than mesh=,"
         raise ValueError(
             "value_and_grad takes the mean over one mesh, to which the units inside loss_fn "
             f"belong; found {mesh_text} of {sorted(world_sizes)} ranks: run the units of another mesh outside "

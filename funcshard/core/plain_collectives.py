@@ -125,7 +125,9 @@ class SumComm(BufferComm):
     def run(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum; always a new tensor."""
         summed_tensor = start_reduce(tensor, self).finish()
-        return tensor.clone() if summed_tensor is tensor else summed_tensor
+        if summed_tensor is tensor:  # there is one rank
+            return tensor.clone()
+        return summed_tensor
 
 
 # --- slices of whole tensors ----------------------------------------------------------------------
@@ -206,7 +208,7 @@ def broadcast(
         label: a name for the tensor, for errors.
     """
     source_position = position_of(src, mesh.shape)
-    later_axes = list(mesh.groups) if axes is None else list(axes)
+    later_axes = list(axes or mesh.groups)
     while later_axes:
         axis = later_axes.pop(0)
         if all(

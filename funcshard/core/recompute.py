@@ -37,7 +37,6 @@ from funcshard._utils import (
     transform_level,
     transforms_active,
     tree,
-    version,
 )
 from funcshard.core.basis import (
     Loops,
@@ -47,6 +46,7 @@ from funcshard.core.basis import (
     current_loops,
     within,
 )
+from funcshard.core.buffer_comm import write_count
 from funcshard.core.prefetcher import hooks_allowed
 
 Tensors = Sequence[torch.Tensor]
@@ -154,8 +154,7 @@ def _repeatable(f: Callable[..., Any], held: Any) -> Callable[..., Any]:
 
 def _data_state(tensor: torch.Tensor) -> tuple[int, int]:
     """Return two numbers, one of which changes if ``tensor`` is written to or gets other data."""
-    writes = 0 if tensor.is_inference() else version(tensor)
-    return writes, storage_id(tensor) if tensor.layout is torch.strided else 0
+    return write_count(tensor), storage_id(tensor)
 
 
 def _apply(f: Callable[..., Any], tensors: Tensors) -> Any:

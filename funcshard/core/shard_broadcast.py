@@ -80,9 +80,9 @@ def broadcast_to_shards(value: Any, plan: Plan, mesh: Mesh) -> dict[str, dict[st
             # Along these axes ranks hold copies of the shard.
             copy_axes = tuple(name for name, _ in Topology.of(buffer, unit, mesh).repeated)
             local_values = local_values.to(device)
-            values_by_unit[unit.name][buffer.key] = (
-                _Copies.apply(local_values, mesh, copy_axes, True) if copy_axes else local_values
-            )
+            if copy_axes:
+                local_values = _Copies.apply(local_values, mesh, copy_axes, True)
+            values_by_unit[unit.name][buffer.key] = local_values
     return values_by_unit
 
 
@@ -129,7 +129,7 @@ def _by_path(value: Any, plan: Plan) -> dict[str, torch.Tensor]:
     by_path = dict(zip(paths, leaves, strict=True))
     for path, leaf in by_path.items():
         if not isinstance(leaf, torch.Tensor):
-            path_text = f" at {path!r}" if path else ""
+            path_text = path and f" at {path!r}"
             raise TypeError(
                 "broadcast_to_shards takes a tensor, or a tree of them; found "
                 f"{type(leaf).__name__}{path_text}: make it one with torch.tensor(..., "

@@ -48,6 +48,7 @@ from funcshard.core.buffer_comm import (
     UnitShard,
     start_gather,
     start_gathers,
+    write_count,
 )
 from funcshard.core.checks import check_shard
 from funcshard.core.dtensor_leaves import DTensorForm, as_dtensors
@@ -503,7 +504,9 @@ def run_in_full_precision(
     first_dtype = next((x.dtype for x in tensors_in((args, kwargs)) if x.is_floating_point()), None)
     args, kwargs = cast_tree((args, kwargs), dtype)
     output_tree = run(*args, **kwargs)
-    return output_tree if first_dtype is None else cast_tree(output_tree, first_dtype)
+    if first_dtype is None:
+        return output_tree
+    return cast_tree(output_tree, first_dtype)
 
 
 _READ_ONLY = (
@@ -526,7 +529,7 @@ def _versions(gathered: Leaves) -> list[int]:
         first_leaves = [unwrapped(first) for first in first_leaves]
     elif torch.is_inference_mode_enabled():
         return [0] * len(gathered)
-    return [0 if first.is_inference() else version(first) for first in first_leaves]
+    return [write_count(first_leaf) for first_leaf in first_leaves]
 
 
 def _is_refused_write(error_text: str, gathered: Leaves) -> bool:
