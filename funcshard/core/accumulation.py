@@ -100,16 +100,16 @@ def _split(batch: Any, micro_batches: int) -> list[Any]:
         leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.ndim else type(leaf).__name__
         for leaf in batch_leaves
     ]
-    batch_size = leaf_sizes[0] if leaf_sizes else None
     # Why no set: while fs.trace records, a size may be a symbol, which has no hash.
-    if not isinstance(batch_size, int | torch.SymInt) or any(
-        isinstance(leaf_size, str) or leaf_size != batch_size for leaf_size in leaf_sizes
+    if not leaf_sizes or any(
+        isinstance(leaf_size, str) or leaf_size != leaf_sizes[0] for leaf_size in leaf_sizes
     ):
         raise ValueError(
             "the batch must be a pytree of tensors with one size of dim 0, along which it is "
             f"split into micro-batches; found {sorted({*map(str, leaf_sizes)}) or 'no leaves'}: "
             f"{_remedy(batch_leaves)}"
         )
+    batch_size: Any = leaf_sizes[0]
     if batch_size == 0 or batch_size % micro_batches:
         raise ValueError(
             f"dim 0 of the batch must be a multiple of the {micro_batches} micro-batches; found "

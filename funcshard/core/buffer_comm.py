@@ -67,6 +67,7 @@ class BufferComm:
         own: whether functions of ``with_collectives`` carry the data, if the mesh has any.
         plan: the leaves in the buffer; none for data of no unit.
         loops: torch's loops over unit vectors that the collectives are part of; see ``basis``.
+        mesh: the ranks.
         moved: whether shards and gathered buffers are on different devices.
         copied: whether a gathered buffer takes memory besides the shard's.
         leaf_views: where each leaf lies in the gathered buffer.
@@ -81,6 +82,7 @@ class BufferComm:
     own: bool = False
     plan: BufferPlan = field(default=_NO_LEAVES, compare=False)
     loops: Mapping[int, BasisLoop] = field(default_factory=dict, compare=False)
+    mesh: Mesh = field(init=False, compare=False, repr=False)
     moved: bool = field(init=False, compare=False)
     copied: bool = field(init=False, compare=False)
     leaf_views: LeafViews = field(init=False, compare=False)
@@ -93,9 +95,11 @@ class BufferComm:
                 buffer_label or f"buffer {self.buffer!r} of unit {self.unit or '(root)'!r}"
             )
         # With a mesh on the CPU, offloading has nothing to move.
-        is_moved = self.offload and self.topology.mesh.device.type != "cpu"
+        mesh = self.topology.mesh
+        is_moved = self.offload and mesh.device.type != "cpu"
         is_cast = dtypes.gathered != dtypes.shard or dtypes.cast is not None
         object.__setattr__(self, "label", buffer_label)
+        object.__setattr__(self, "mesh", mesh)
         object.__setattr__(self, "moved", is_moved)
         object.__setattr__(self, "copied", self.topology.cut or is_moved or is_cast)
         # The views do not change from gather to gather, unlike the memory that they are in.
@@ -125,11 +129,6 @@ class BufferComm:
             own=any(isinstance(group, CustomGroup) for _, group in mesh.axes),
             plan=buffer,
         )
-
-    @property
-    def mesh(self) -> Mesh:
-        """The ranks."""
-        return self.topology.mesh
 
     @property
     def title(self) -> str:
@@ -243,7 +242,7 @@ class AllGatherHandle:
 
     def wait_comm(self) -> None:
         """On CPU, wait for the data; on CUDA, do nothing: ``finish`` makes the stream wait."""
-        if self.comm.topology.mesh.device.type == "cpu":
+        if self.comm.mesh.device.type == "cpu":
             self.work.wait()
 
     def finish(self) -> torch.Tensor:
@@ -313,12 +312,12 @@ def start_gather(
             )
     # Why before the conversion: the shard is in pinned memory, and the device is faster.
     if comm.moved:
-        sent_data, device_copy = _to_device(sent_data, comm.topology.mesh.device)
+        sent_data, device_copy = _to_device(sent_data, comm.mesh.device)
     if dtypes.cast is None and dtypes.gathered is not dtypes.shard:
         sent_data = sent_data.to(dtypes.gathered)
     if not comm.topology.cut:
         return AllGatherHandle(PrivateAllGatherWork(sent_data), comm, shard.shape[0], device_copy)
-    rank_count = comm.topology.mesh.shard.size
+    rank_count = comm.mesh.shard.size
     group = recorded_group("all_gather", comm, "shard", sent_data, sent_data.numel() * rank_count)
     # A gradient of a gradient may have any layout; shards are contiguous already.
     sent_data = sent_data.contiguous()
@@ -372,7 +371,7 @@ class ReduceHandle:
 
         On the CPU only the result takes memory afterwards.
         """
-        if self.comm.topology.mesh.device.type == "cpu":
+        if self.comm.mesh.device.type == "cpu":
             self.work.wait()
 
     def finish(self) -> torch.Tensor:
@@ -413,7 +412,7 @@ def start_reduce(full: torch.Tensor, comm: BufferComm, *, donated: bool = False)
     full = full.contiguous()
     if topology.cut:
         return start_scatter(
-            [full.view(-1)], (full.shape[0] // topology.mesh.shard.size, *full.shape[1:]), comm
+            [full.view(-1)], (full.shape[0] // comm.mesh.shard.size, *full.shape[1:]), comm
         )
     # One rank holds the buffer alone, so its addend is the sum.
     if not topology.repeated:
@@ -446,7 +445,7 @@ def start_scatter(
     """
     # The result is new memory, because the parts are only read.
     shard_sum = parts[0].new_empty(shape, dtype=comm.dtypes.reduced or parts[0].dtype)
-    full_numel = shard_sum.numel() * comm.topology.mesh.shard.size
+    full_numel = shard_sum.numel() * comm.mesh.shard.size
     group = recorded_group("reduce_scatter", comm, "shard", shard_sum, full_numel)
     if comm.own and isinstance(group, CustomGroup) and shard_sum.ndim == 1:
         return ReduceHandle(

@@ -78,12 +78,6 @@ class LeafGradient:
     direct: torch.Tensor | None = None
     divisor: int = 1
 
-    def take_total(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return ``total`` and ``direct``, and forget them."""
-        taken_sums = self.total, self.direct
-        self.total = self.direct = None
-        return taken_sums
-
 
 class KeptUnit(NamedTuple):
     """The gathered buffers of a unit that stays gathered within one call of ``value_and_grad``.
@@ -190,7 +184,7 @@ class GradReducer:
             ValueError: ``loss_fn`` computed the shard from others, and a feature in use forbids
                 that.
         """
-        mesh = comm.topology.mesh
+        mesh = comm.mesh
         # The mean is over these ranks; evaluate raises if there are several numbers of them.
         self.worlds[mesh.world_size] = mesh
         leaf = self.leaf_by_id.get(id(shard))

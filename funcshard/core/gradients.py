@@ -350,7 +350,10 @@ def evaluate(
             "them by mesh.world_size"
         )
     shard_leaves, unflatten = tree.flatten(shards)
-    local_leaves = [leaf.detach().requires_grad_(_differentiable(leaf)) for leaf in shard_leaves]
+    local_leaves = [
+        leaf.detach().requires_grad_(leaf.is_floating_point() or leaf.is_complex())
+        for leaf in shard_leaves
+    ]
     on_grad = on_scattered = None
     if options.on_grads is not None:
         on_grad = gradient_hook(options.on_grads)
@@ -490,8 +493,9 @@ def _gradient(
     shard: torch.Tensor, leaf: LeafGradient, divisor: float | torch.Tensor
 ) -> torch.Tensor | None:
     """Return a leaf's gradient: its reduced and its direct one, divided by ``divisor``."""
-    # Why take: the graph of an output that the caller keeps refers to what the reducer knows.
-    reduced_grad, direct_grad = leaf.take_total()
+    reduced_grad, direct_grad = leaf.total, leaf.direct
+    # Why: the graph of an output that the caller keeps refers to what the reducer knows.
+    leaf.total = leaf.direct = None
     divisor_before = leaf.divisor
     is_frozen = leaf.comm is not None and not leaf.comm.plan.trainable
     if is_frozen or not shard.requires_grad:
@@ -657,7 +661,3 @@ def detached(x: Any) -> Any:
 def _clean(x: torch.Tensor, reducer: GradReducer) -> torch.Tensor:
     # Why: infinity times zero is NaN, and a loss with weight zero must have no effect.
     return x.nan_to_num(0.0, 0.0, 0.0) if reducer.zero_weight else x
-
-
-def _differentiable(leaf: torch.Tensor) -> bool:
-    return leaf.is_floating_point() or leaf.is_complex()

@@ -85,7 +85,7 @@ def test_parts_of_a_gradient_are_put_together_only_to_be_written_to_or_held(make
         assert same or [part.dtype for part in reduced[0]] == [torch.float32]  # one new tensor, to be donated
         # Other code may hold the gradients of the leaves, so they must not change.
         assert all(torch.equal(part, copy) or part.isnan().all() for part, copy in zip(parts, copies, strict=True))
-        assert reducer.leaves[0].take_total()[0].tolist() == wanted
+        assert reducer.leaves[0].total.tolist() == wanted
 
 
 class Recorded(LocalGroup):
