@@ -32,16 +32,18 @@ BLOCK = 2**15
 _aten = torch.ops.aten
 # Operations that write every element without reading any: with random numbers, and with a constant.
 _RANDOM_WRITES = {
-    _aten.normal_.default, _aten.uniform_.default, _aten.exponential_.default, _aten.log_normal_.default,
-    _aten.cauchy_.default, _aten.bernoulli_.float, _aten.random_.default, _aten.random_.to,
-    getattr(_aten.random_, "from"),
+    _aten.normal_.default, _aten.uniform_.default, _aten.exponential_.default,
+    _aten.log_normal_.default, _aten.cauchy_.default, _aten.bernoulli_.float,
+    _aten.random_.default, _aten.random_.to, getattr(_aten.random_, "from"),
 }  # fmt: skip
 _CONSTANT_WRITES = {_aten.zero_.default, _aten.fill_.Scalar}
 # Operations that change each element by itself.
 _CHANGES = {
-    _aten.add_.Tensor, _aten.add_.Scalar, _aten.sub_.Tensor, _aten.sub_.Scalar, _aten.mul_.Tensor, _aten.mul_.Scalar,
-    _aten.div_.Tensor, _aten.div_.Scalar, _aten.pow_.Scalar, _aten.neg_.default, _aten.abs_.default, _aten.exp_.default,
-    _aten.log_.default, _aten.sqrt_.default, _aten.tanh_.default, _aten.sigmoid_.default, _aten.erfinv_.default,
+    _aten.add_.Tensor, _aten.add_.Scalar, _aten.sub_.Tensor, _aten.sub_.Scalar,
+    _aten.mul_.Tensor, _aten.mul_.Scalar, _aten.div_.Tensor, _aten.div_.Scalar,
+    _aten.pow_.Scalar, _aten.neg_.default, _aten.abs_.default, _aten.exp_.default,
+    _aten.log_.default, _aten.sqrt_.default, _aten.tanh_.default, _aten.sigmoid_.default,
+    _aten.erfinv_.default,
     _aten.clamp_.default, _aten.clamp_min_.default, _aten.clamp_max_.default,
 }  # fmt: skip
 # Operations that return the tensor itself, for autograd another one.
@@ -69,11 +71,6 @@ class BlockDraws:
 
     device: torch.device
     next_seed: int
-
-    @classmethod
-    def after_seed(cls, device: torch.device) -> BlockDraws:
-        """Return draws that begin where torch's generator on the CPU is, which moves on."""
-        return cls(device, int(torch.randint(2**62, (), device="cpu")))
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor without memory; ``drawn_values`` returns what operations wrote to it."""

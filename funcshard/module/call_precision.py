@@ -39,7 +39,7 @@ class CallPrecision:
         cast = {
             name: buffers[name].to(dtype)
             for name, dtype in self.buffer_dtypes.items()
-            if buffers[name].is_floating_point()
+            if buffers[name].is_floating_point()  # a counter of batches stays an integer
         }
         return {**buffers, **cast}
 
@@ -66,6 +66,7 @@ def call_precision(plan: Plan, apply: Functional) -> CallPrecision:
     full_precision_paths = [name for name, unit in units.items() if unit.full_precision]
     full_precision: list[int] = []
     buffer_dtypes: dict[str, torch.dtype] = {}
+    # Note: parents come first, so what is inside a full-precision module is met after it.
     for path, index in apply.skeleton.paths().items():
         unit = units.get(innermost_unit(path) or "")
         precision = plan.precision if unit is None else unit.precision
@@ -92,9 +93,9 @@ def _check_uncast(path: str, plan: Plan, apply: Functional) -> None:
                 if tree.is_under(leaf_name, path):
                     raise ValueError(
                         f"module {path!r} is of ignored_classes, which are in full precision, but "
-                        f"its parameter {leaf_name!r} is in unit {unit.title!r}, of lower precision: "
-                        "pass make_plan the params of make_functional unchanged, or name the "
-                        "module among the units, with a precision of None"
+                        f"its parameter {leaf_name!r} is in unit {unit.title!r}, of lower "
+                        "precision: pass make_plan the params of make_functional unchanged, or "
+                        "name the module among the units, with a precision of None"
                     )
 
 
@@ -108,7 +109,7 @@ def effective_unit(unit: UnitPlan, apply: Functional) -> UnitPlan:
     precision = unit.precision
     if precision is None:
         return unit
-    module_indices = [apply.skeleton.find(path) or 0 for path in unit.paths]
+    module_indices = [apply.skeleton.indices.get(path, 0) for path in unit.paths]
     if all(_evaluates_in_full(precision, index, apply) for index in module_indices):
         return unit.in_full_precision()
     if unit.name == "":

@@ -22,7 +22,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -99,7 +98,6 @@ def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
 # --- changes that calls throw away ----------------------------------------------------------------
 
 
-@dataclass(slots=True, eq=False)
 class DiscardedChanges:
     """Looks for what calls change in their modules and do not return.
 
@@ -115,7 +113,8 @@ class DiscardedChanges:
 
     Attributes:
         skeleton: the module.
-        buffers: (index of a module, key in its buffer table, name) of each buffer to watch.
+        buffers: (index of a module, key in its buffer table, name) of each buffer to watch; none
+            with ``mutable``, when calls return the new buffers.
         compared: the training flags of the calls after which the values of all buffers were
             compared.
         kinds: the kinds of calls of which no more attributes are looked at, if nothing is
@@ -125,26 +124,23 @@ class DiscardedChanges:
         warned: whether the warning of attributes was given.
     """
 
-    skeleton: Skeleton
-    buffers: Sequence[tuple[int, str, str]]
-    compared: set[bool | None] = field(default_factory=set)
-    kinds: set[Any] = field(default_factory=set)
-    filled: dict[Any, dict[tuple[int, str], bytes | None]] = field(default_factory=dict)
-    warned: bool = False
-
-    @classmethod
-    def of(cls, skeleton: Skeleton, *, mutable: bool) -> DiscardedChanges:
-        """Return the object for a function; with ``mutable``, calls return the new buffers."""
+    def __init__(self, skeleton: Skeleton, *, mutable: bool) -> None:
+        self.skeleton = skeleton
+        self.buffers: list[tuple[int, str, str]] = []
+        self.compared: set[bool | None] = set()
+        self.kinds: set[Any] = set()
+        self.filled: dict[Any, dict[tuple[int, str], bytes | None]] = {}
+        self.warned = False
         saved_names = set(skeleton.state_names)
-        # Why only those of the state dict: others hold values that a forward may compute again at
-        # any time.
-        buffers = [
-            (index, key, name)
-            for index, spec in enumerate(skeleton.specs)
-            for key, name in spec.buffers.items()
-            if name is not None and not saved_names.isdisjoint(skeleton.buffers[name])
-        ]
-        return cls(skeleton, [] if mutable else buffers)
+        if not mutable:
+            # Why only those of the state dict: others hold values that a forward may compute again
+            # at any time.
+            self.buffers = [
+                (index, key, name)
+                for index, spec in enumerate(skeleton.specs)
+                for key, name in spec.buffers.items()
+                if name is not None and not saved_names.isdisjoint(skeleton.buffers[name])
+            ]
 
     def look(
         self,
@@ -201,9 +197,9 @@ class DiscardedChanges:
         if changed_names:
             self.buffers = []
             self._warn(
-                f"changed buffers of the module ({_some(changed_names)}), and the call threw the changes "
-                "away: use make_functional(module, mutable=True), whose calls return the new "
-                "buffers, or apply.eval() if the module should not change them"
+                f"changed buffers of the module ({_some(changed_names)}), and the call threw the "
+                "changes away: use make_functional(module, mutable=True), whose calls return the "
+                "new buffers, or apply.eval() if the module should not change them"
             )
 
     def _look_at_attributes(
@@ -234,10 +230,10 @@ class DiscardedChanges:
                 for index, name in dict.fromkeys(changed_attributes)
             ]
             self._warn(
-                f"set attributes of the module ({_some(attribute_paths)}), and the call threw them away: the "
-                "next call begins with the attributes that the module had in make_functional. Run "
-                "what shares them in one call, with apply.method(function), or keep them in "
-                "buffers, with mutable=True"
+                f"set attributes of the module ({_some(attribute_paths)}), and the call threw them "
+                "away: the next call begins with the attributes that the module had in "
+                "make_functional. Run what shares them in one call, with apply.method(function), "
+                "or keep them in buffers, with mutable=True"
             )
 
     def _warn(self, change: str) -> None:
@@ -267,15 +263,10 @@ def _changes(
             yield name, child, child
     for name, new in module.__dict__.items():
         old = spec.attributes.get(name, _MISSING)
-        if (
-            old is new
-            or name in TORCH_ATTRIBUTES
-            or name == "forward"
-            or name.startswith("_funcshard")
-        ):
-            continue
-        # Why: a hook of torch's old spectral_norm, prune or weight_norm computes it in each call.
-        if f"{name}_orig" in spec.parameters or f"{name}_g" in spec.parameters:
+        internal = name in TORCH_ATTRIBUTES or name == "forward" or name.startswith("_funcshard")
+        # Note: a hook of torch's old spectral_norm, prune or weight_norm computes it in each call.
+        by_hook = f"{name}_orig" in spec.parameters or f"{name}_g" in spec.parameters
+        if old is new or internal or by_hook:
             continue
         if old is _MISSING:  # the class may have a value for all of its objects
             old = inspect.getattr_static(spec.cls, name, _MISSING)
@@ -330,7 +321,6 @@ _WRITTEN = "its parameters were written, as load_state_dict and optimizers do"
 _TRAINING = "train() or eval() was called"
 
 
-@dataclass(slots=True, eq=False)
 class LateChanges:
     """The state of a module when ``make_functional`` copied it; ``look`` compares, once.
 
@@ -346,14 +336,10 @@ class LateChanges:
         looked: whether it was compared.
     """
 
-    module: weakref.ref[nn.Module]
-    before: dict[str, list[int]]
-    looked: bool = False
-
-    @classmethod
-    def of(cls, module: nn.Module) -> LateChanges:
-        """Return the object for a module."""
-        return cls(weakref.ref(module), _state(module))
+    def __init__(self, module: nn.Module) -> None:
+        self.module = weakref.ref(module)
+        self.before = _state(module)
+        self.looked = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # the module stays in its process
@@ -376,9 +362,9 @@ class LateChanges:
         if change_titles:
             warnings.warn(
                 f"{type(module).__name__} was changed after make_functional had copied it: "
-                f"{', and '.join(change_titles)}. Neither apply nor params see that: change the module "
-                "first, or call make_functional again; for values alone call from_state_dict, for "
-                "another mode pass apply.eval() or apply.train()",
+                f"{', and '.join(change_titles)}. Neither apply nor params see that: change the "
+                "module first, or call make_functional again; for values alone call "
+                "from_state_dict, for another mode pass apply.eval() or apply.train()",
                 stacklevel=callers_level(),
             )
 

@@ -46,6 +46,7 @@ def _why_refused(m: nn.Module) -> str | None:
     # Why by name: an import of torch.distributed.fsdp or torch._dynamo takes a while.
     if any(base.__module__.startswith("torch.distributed.fsdp.") for base in cls.__mro__):
         return f"is parallelized by FSDP, {_EXCHANGES}; use the module without it: {_IN_PLACE}"
+    # Note: module.compile(), which compiles in place, is no wrapper; it only warns.
     if cls.__name__ == "OptimizedModule" and "_orig_mod" in m._modules:
         return (
             "was wrapped by torch.compile, and the wrapper always runs the module that it wraps, "
@@ -84,9 +85,9 @@ def _check_max_norm(modules: Modules) -> None:
             weight_name = f"{path}.weight".removeprefix(".")
             raise ValueError(
                 f"module {path or '(root)'!r} ({type(m).__name__}) has max_norm={m.max_norm}, so "
-                f"its forward writes to its parameter {weight_name!r}, and a pure function cannot keep "
-                "that change: set the module's max_norm to None, and rescale the weight between "
-                "steps, or in forward by torch.nn.utils.parametrize"
+                f"its forward writes to its parameter {weight_name!r}, and a pure function cannot "
+                "keep that change: set the module's max_norm to None, and rescale the weight "
+                "between steps, or in forward by torch.nn.utils.parametrize"
             )
 
 
@@ -107,10 +108,10 @@ def check_plan_names(parameters: Collection[str], planned: Collection[str]) -> N
     unexpected_names = sorted({*planned} - {*parameters})
     if missing_names or unexpected_names:
         raise ValueError(
-            f"the plan was made for another module; it lacks {missing_names[:3] or 'nothing'} of this "
-            f"one's parameters and has {unexpected_names[:3] or 'nothing'} besides: make the plan from "
-            "the params of this module's make_functional, or name parameters that it should lack "
-            "in ignored_params"
+            f"the plan was made for another module; it lacks {missing_names[:3] or 'nothing'} of "
+            f"this one's parameters and has {unexpected_names[:3] or 'nothing'} besides: make the "
+            "plan from the params of this module's make_functional, or name parameters that it "
+            "should lack in ignored_params"
         )
 
 
@@ -129,7 +130,8 @@ _APPLY = {
     "parameters": _BEFORE,
     "named_parameters": _BEFORE,
     "state_dict": f"{_BEFORE}; call fs.to_state_dict(shards, plan, mesh) with shards",
-    "load_state_dict": "call fs.from_state_dict(state_dict, plan, mesh), or load the module before make_functional",
+    "load_state_dict": "call fs.from_state_dict(state_dict, plan, mesh), or load the module before "
+    "make_functional",
     "requires_grad_": "call it on the module before make_functional",
     **dict.fromkeys(_HOOK_METHODS, _HOOKS),
     **dict.fromkeys(_CASTS, "call module.to(...) before make_functional"),
@@ -147,7 +149,8 @@ _SHARDED = {
     "load_state_dict": "call shards = fs.from_state_dict(state_dict, plan, mesh)",
     "requires_grad_": "freeze parameters of the module before make_functional",
     **dict.fromkeys(_HOOK_METHODS, _HOOKS),
-    "module": "the module is no part of it: fs.to_state_dict(shards, plan, mesh) is for module.load_state_dict",
+    "module": "the module is no part of it: fs.to_state_dict(shards, plan, mesh) is for "
+    "module.load_state_dict",
     "compile": "pass compiler=torch.compile to fully_shard",
     "no_sync": _SYNC,
     "set_requires_gradient_sync": _SYNC,

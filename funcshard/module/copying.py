@@ -329,8 +329,9 @@ def _copy_by_attributes(modules: Sequence[nn.Module], memo: dict[int, Any]) -> N
 def _can_copy_attributes(module: nn.Module, memo: dict[int, Any]) -> bool:
     """Return whether all attributes can be copied; a pickle may leave out others, or make them."""
     attributes = {key: value for key, value in module.__dict__.items() if key not in TABLES}
+    # Why: a copy of a weak reference refers to the same object, as that of nn.LSTM to its weights.
     if any(issubclass(type(value), weakref.ref) for value in reachable([*attributes.values()])):
-        return False  # copies refer to the same object, as that of nn.LSTM to its weights
+        return False
     try:
         copy.deepcopy(attributes, memo)
     except Exception:  # of any kind: it is the code of any object

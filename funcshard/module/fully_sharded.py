@@ -183,6 +183,7 @@ def fully_shard(
             "compiler": text_of(compiler),
             "methods": text_of(methods),
         }
+        # Why before anything else: ranks with other options would wait for each other.
         check_mesh(plan, mesh, option_texts, "fully_shard")
         skeleton = apply.skeleton
         shapes = skeleton.shapes
@@ -195,9 +196,12 @@ def fully_shard(
         recomputed_paths = frozenset(recomputed_modules(plan, remat_names))
         if schedule is not None:
             check_schedule(schedule, plan)
-        module_paths = [path for unit in plan.unit_list for path in unit.paths]
+        # Note: a path at which there is no module is refused below, by unit_modules.
         module_indices = {
-            path: index for path in module_paths if (index := skeleton.find(path)) is not None
+            path: skeleton.indices[path]
+            for unit in plan.unit_list
+            for path in unit.paths
+            if path in skeleton.indices
         }
         method_names = read_methods(methods, skeleton, module_indices)
         precision = call_precision(plan, apply)
@@ -276,7 +280,7 @@ class FullyShard:
     def __call__(self, shards: Shards, buffers: NamedTensors, /, *args: Any, **kwargs: Any) -> Any:
         check_shards(self.plan, shards, self.mesh)
         apply, learner, outside_tensors = self.apply, self._learner, self.outside
-        if self.ignored:
+        if self.ignored and isinstance(buffers, Mapping):
             outside_tensors, buffers = take_ignored(self.ignored, buffers, outside_tensors)
         call_buffers = apply.copies(buffers)  # which the call may write to
         if self.mesh.device.type != "meta" and any(
@@ -284,13 +288,14 @@ class FullyShard:
         ):
             _check_buffers_on_meta(call_buffers, shards)
         call_buffers = self.precision.cast_buffers(call_buffers)
+        # Note: outside of their units, modules hold placeholders for parameters.
         modules = apply.skeleton.instantiate(outside_tensors, call_buffers, training=apply.training)
-        unit_call = UnitCall.start(self.units, shards, learner, self.mesh)
+        unit_call = UnitCall(self.units, shards, learner, self.mesh)
         entry_functions: list[tuple[int, Callable[..., Any]]] = [
             (member.index, functools.partial(unit_call.enter, member))
             for name, members in self.units.items()
             for member in members
-            if name != ""
+            if name != ""  # the call enters the root itself, below
         ]
         entry_functions += [
             (index, forward_in_full_precision) for index in self.precision.full_precision
@@ -313,17 +318,20 @@ class FullyShard:
             else:
                 out = forward(*cast_inputs(self.precision.root, True, args, kwargs))
         finally:
+            # Why also after an error: modules that refer to themselves would wait for gc.
             for module, entry in entered_modules:
                 entry.end(module)
             unit_call.close_groups()
             if unit_call.prefetcher is not None:
                 unit_call.prefetcher.post_forward()
         _log.debug("root post_forward")
+        # Note: new buffers keep the dtypes of the caller's buffers, whatever the outputs get.
         new_buffers: Tensors = {}
         if apply.mutable:
             out, new_buffers = out
         out = cast_outputs(self.precision.root, out)
         if unit_call.prefetcher is not None:
+            # Why after the last unit too: another rank may have more units to come.
             if not learner.known:
                 check_order(self.mesh, "no unit", unit_call.prefetcher)
             learner.learn(unit_call.prefetcher)
@@ -335,7 +343,8 @@ class FullyShard:
         return out
 
     def __repr__(self) -> str:
-        return f"<fully_shard of {self.apply.skeleton.specs[0].cls.__name__}, plan {self.plan.fingerprint()}, {self.mesh!r}>"
+        title = type(self.apply.skeleton.template).__name__
+        return f"<fully_shard of {title}, plan {self.plan.fingerprint()}, {self.mesh!r}>"
 
     if not TYPE_CHECKING:  # which then still knows what this class lacks
 
@@ -390,7 +399,10 @@ def _misfit(apply: Any) -> str:
     if isinstance(apply, nn.Module):
         return f"a module, {type(apply).__name__}: {module_remedy(apply, 'apply')}"
     if isinstance(apply, tuple) and apply and isinstance(apply[0], Functional):
-        return "all that it returned, a tuple: write apply, params, buffers = fs.make_functional(module), and pass apply"
+        return (
+            "all that it returned, a tuple: write apply, params, buffers = "
+            "fs.make_functional(module), and pass apply"
+        )
     if isinstance(getattr(apply, "__self__", None), Functional):
         return f"the method {apply.__name__}: call it, as in apply.{apply.__name__}()"
     function_name = getattr(apply, "__qualname__", None) or type(apply).__name__
@@ -405,8 +417,8 @@ def _check_buffers_on_meta(buffers: NamedTensors, shards: Shards) -> None:
         return
     buffer_name = next(name for name, value in buffers.items() if value.is_meta)
     raise ValueError(
-        f"buffers must have values, as the shards do; found {buffer_name!r} on the meta device: compute "
-        "the buffers with init_buffers(module, mesh), or take those that init_module or "
+        f"buffers must have values, as the shards do; found {buffer_name!r} on the meta device: "
+        "compute the buffers with init_buffers(module, mesh), or take those that init_module or "
         "from_pretrained returns"
     )
 
@@ -418,9 +430,11 @@ def _warn_of_unfrozen(skeleton: Skeleton, plan: Plan) -> None:
     ]
     trained_names = {leaf.path for buffer in trainable_buffers for leaf in buffer.leaves}
     frozen_names = sorted(skeleton.frozen & trained_names)
+    # Note: a plan that freezes others was made on purpose.
     if frozen_names and trained_names == skeleton.shapes.keys():
         warnings.warn(
-            f"the plan trains every parameter, but {len(frozen_names)} of them, such as {frozen_names[0]!r}, "
+            f"the plan trains every parameter, but {len(frozen_names)} of them, such as "
+            f"{frozen_names[0]!r}, "
             "required no gradient when make_functional copied the module; .to(dtype) and "
             ".detach() make tensors that do not say so: cast the module before make_functional "
             "and give make_plan its params, or call module.requires_grad_() before it to train "
@@ -440,8 +454,8 @@ def _check_plan(skeleton: Skeleton, plan: Plan, ignored: Mapping[str, Any]) -> N
         if planned_shape != module_shape:
             raise ValueError(
                 f"the plan was made for another module: parameter {path!r} has shape "
-                f"{planned_shape} in the plan and {module_shape} in the module; make the plan from the "
-                "params of this module's make_functional"
+                f"{planned_shape} in the plan and {module_shape} in the module; make the plan from "
+                "the params of this module's make_functional"
             )
         for tied_name in skeleton.parameters[path]:
             if not tree.is_under_any(tied_name, unit.paths):

@@ -101,8 +101,8 @@ def make_functional(
     apply = Functional(
         skeleton=skeleton,
         mutable=mutable,
-        discarded=DiscardedChanges.of(skeleton, mutable=mutable),
-        late_changes=LateChanges.of(module),
+        discarded=DiscardedChanges(skeleton, mutable=mutable),
+        late_changes=LateChanges(module),
     )
     return apply, params, buffers
 
@@ -141,6 +141,7 @@ class Functional:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        # Note: only a state dict, with all names of tied parameters, has more names.
         if isinstance(params, Mapping) and len(params) > len(self.skeleton.parameters):
             params = self.without_ties(params)
         self.check_names("params", params, self.skeleton.parameters)
@@ -161,7 +162,8 @@ class Functional:
         mode_suffix = {None: "", True: " in training mode", False: " in evaluation mode"}[
             self.training
         ]
-        return f"<apply of make_functional({self.skeleton.specs[0].cls.__name__}){method_suffix}{mode_suffix}>"
+        title = type(self.skeleton.template).__name__
+        return f"<apply of make_functional({title}){method_suffix}{mode_suffix}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Functional:
         return self  # as for a Python function, which cannot change either
@@ -232,8 +234,8 @@ class Functional:
                 params[alias], params[first_name]
             ):
                 raise ValueError(
-                    f"params hold different values of {first_name!r} and {alias!r}, which the module "
-                    f"ties: pass one of them, under the name {first_name!r}"
+                    f"params hold different values of {first_name!r} and {alias!r}, which the "
+                    f"module ties: pass one of them, under the name {first_name!r}"
                 )
         return {name: value for name, value in params.items() if name not in first_names}
 
@@ -284,7 +286,10 @@ class Functional:
             unexpected_names = sorted(tensors.keys() - expected.keys())
             remedy += ", or one with its names"
             if is_tree_of_shards(tensors):
-                remedy = "these are shards: call the function of fully_shard, or fs.gather(shards, plan, mesh) first"
+                remedy = (
+                    "these are shards: call the function of fully_shard, or "
+                    "fs.gather(shards, plan, mesh) first"
+                )
             raise ValueError(
                 f"{kind} must hold the module's names; missing: {missing_names[:3] or 'nothing'}, "
                 f"unexpected: {unexpected_names[:3] or 'nothing'}: {remedy}"

@@ -130,6 +130,7 @@ def _init_unit(
             f"init must return {{path: tensor}} for the leaves of unit {unit.title!r}, "
             f"{leaf_paths[:6]}; found {outline(leaf_values)}"
         )
+    # Why before the checksums: it tells leaves of another shape or dtype.
     shard = cut(unit, leaf_values, mesh, "init(unit)", whole=True)
     for buffer in unit.buffers:
         for leaf in buffer.leaves:
@@ -211,7 +212,8 @@ def init_module(
     _check_random_state(mesh)
     block_draws = None
     if draws == "blocks":
-        block_draws = BlockDraws.after_seed(mesh.device)
+        # Why torch's generator: torch.manual_seed then decides on these draws too.
+        block_draws = BlockDraws(mesh.device, int(torch.randint(2**62, (), device="cpu")))
     checksums = LeafChecksums(mesh, _WHAT, _REMEDY)
     with compared(checksums):
         return _reset_module(module, plan, mesh, reset, checksums, block_draws)
@@ -235,6 +237,7 @@ def _reset_module(
         leaf.path: placeholder(leaf, buffer, unit.in_full_precision(), mesh.device)
         for unit, buffer, leaf in dict.fromkeys(locations.values())
     }
+    # Why placeholders: a reset that uses a parameter of another unit gets an error, not garbage.
     for path, m in new_module.named_modules():
         m._parameters.update(
             {key: placeholders[locations[name].leaf.path] for key, name in _own_names(path, m)}
@@ -256,9 +259,11 @@ def _reset_module(
             later_puts[leaf.path] = functools.partial(drawn_leaf.put, shard, leaf, buffer, mesh)
             checksums.add(leaf.path, drawn_leaf.digest(), local_axes)
             return
+        # Note: an operation needed all values, so every rank has made them.
         if drawn_leaf is not None:
             value = blank = drawn_leaf.whole
         if value is not placeholders[leaf.path] and was_written(value, blank, name):
+            # Note: a tied parameter, or one of a shared module, is reset once for each path.
             later_puts.pop(leaf.path, None)
             check_leaf(value, leaf, buffer, _WHAT, whole=True)
             put_whole(shard, value, leaf, buffer, mesh)
@@ -273,6 +278,7 @@ def _reset_module(
         blank_params: dict[str, Any] = {}
         for table, key, name in table_entries:
             _, buffer, leaf = locations[name]
+            # Note: a tied parameter stays one parameter while its modules are reset.
             if leaf.path not in blank_params:
                 blank = _blank(leaf, buffer, mesh.device, draws)
                 blank_params[leaf.path] = nn.Parameter(
@@ -289,6 +295,8 @@ def _reset_module(
 
     innermost_unit = innermost_in({unit.name: unit.paths for unit in plan.unit_list})
     with torch.no_grad():
+        # Why runs of modules, and not all of a unit: the order of resets decides which random
+        # numbers a module draws.
         for _, unit_modules in itertools.groupby(
             in_apply_order(new_module), lambda item: innermost_unit(item[0]) or ""
         ):
@@ -343,16 +351,16 @@ def _locate(module: nn.Module, plan: Plan) -> dict[str, _Location]:
         ]
         if untied_names:
             raise ValueError(
-                f"the plan ties parameter {leaf.path!r} to {untied_names[0]!r}; found two parameters in "
-                "the module: tie them again, or make the plan from make_functional(module)'s "
-                "params"
+                f"the plan ties parameter {leaf.path!r} to {untied_names[0]!r}; found two "
+                "parameters in the module: tie them again, or make the plan from "
+                "make_functional(module)'s params"
             )
     real_names = [name for name, parameter in parameters.items() if not parameter.is_meta]
     if real_names:
         raise ValueError(
-            f"init_module takes a module with all parameters on meta; {real_names[:3]} have values: use "
-            "shard(params, plan, mesh) for parameters that have values, or build the module under "
-            "torch.device('meta')"
+            f"init_module takes a module with all parameters on meta; {real_names[:3]} have "
+            "values: use shard(params, plan, mesh) for parameters that have values, or build the "
+            "module under torch.device('meta')"
         )
     return locations
 
@@ -377,6 +385,7 @@ def _check_random_state(mesh: Mesh) -> None:
     generator_states = [torch.get_rng_state()]
     if mesh.device.type == "cuda":
         generator_states.append(torch.cuda.get_rng_state(mesh.device))
+    # Why a digest: a generator's state has 5 kB, and the text goes to every rank.
     state_digest = hashlib.sha256(
         b"".join(bytes(state.tolist()) for state in generator_states)
     ).hexdigest()[:16]

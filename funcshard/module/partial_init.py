@@ -100,22 +100,17 @@ def init_missing(
     checksums = LeafChecksums(mesh, "the parameters that the files lack", remedy)
     with compared(checksums):
         _reset_buffers(new_module, mesh, None)  # because a reset may read them
+        # Why buffer by buffer: only these leaves are in memory at a time.
         for unit in plan.unit_list:
             for buffer in unit.buffers:
-                missing_leaves = {leaf.path: leaf for leaf in buffer.leaves if leaf.path in missing}
-                for path, leaf_value in _reset_parameters(
-                    new_module, mesh, missing_leaves, reset
-                ).items():
-                    put_whole(
-                        shards[unit.name][buffer.key],
-                        leaf_value,
-                        missing_leaves[path],
-                        buffer,
-                        mesh,
-                    )
-                    checksums.add(
-                        path, leaf_value, own_axes(buffer.local, missing_leaves[path].cuts)
-                    )
+                leaves = [leaf for leaf in buffer.leaves if leaf.path in missing]
+                if not leaves:
+                    continue
+                leaf_values = _reset_parameters(new_module, mesh, [x.path for x in leaves], reset)
+                for leaf in leaves:
+                    value = leaf_values[leaf.path]
+                    put_whole(shards[unit.name][buffer.key], value, leaf, buffer, mesh)
+                    checksums.add(leaf.path, value, own_axes(buffer.local, leaf.cuts))
 
 
 def _reset_parameters(
@@ -123,17 +118,15 @@ def _reset_parameters(
 ) -> Tensors:
     """Return initial values of some parameters, by name; the module's own are on meta again."""
     meta_params = {name: module.get_parameter(name) for name in names}
-    blank_params = {
-        name: nn.Parameter(blank_tensor(old.shape, old.dtype, mesh.device), old.requires_grad)
-        for name, old in meta_params.items()
-    }
-    for name in names:
-        _replace(module, meta_params[name], blank_params[name])
+    blank_params: dict[str, Any] = {}
+    for name, old in meta_params.items():
+        blank = blank_tensor(old.shape, old.dtype, mesh.device)
+        blank_params[name] = nn.Parameter(blank, old.requires_grad)
+        _replace(module, old, blank_params[name])
     _reset_around(module, blank_params, reset)
     new_values = {name: module.get_parameter(name) for name in names}
-    check_written(
-        [name for name in names if not was_written(new_values[name], blank_params[name], name)]
-    )
+    check_written([n for n in names if not was_written(new_values[n], blank_params[n], n)])
+    # Why on meta again: the next leaves take the memory of these.
     for name, value in new_values.items():
         _replace(module, value, meta_params[name])
     return {name: value.detach() for name, value in new_values.items()}
@@ -161,9 +154,11 @@ def _reset_around(module: nn.Module, blanks: NamedTensors, reset: Reset | None) 
     holder_paths = dict.fromkeys(name.rpartition(".")[0] for name in blanks)
     around_paths = {outer for path in holder_paths for outer in tree.upwards(path)}
     for path, m in in_apply_order(module):
-        init_weights = reset or _init_weights_around(module, path)
-        if path in around_paths and init_weights is not None:
-            init_weights(m)
+        if path in around_paths:
+            init_weights = reset or _init_weights_around(module, path)
+            if init_weights is not None:
+                init_weights(m)
+    # Why as well: Hugging Face's _init_weights leaves out what a module computes by itself.
     if reset is None:
         for path in holder_paths:
             _reset_rest(module.get_submodule(path), blanks.values())
@@ -171,21 +166,17 @@ def _reset_around(module: nn.Module, blanks: NamedTensors, reset: Reset | None) 
 
 def _reset_rest(module: nn.Module, blanks: Collection[torch.Tensor]) -> None:
     """Call the module's own reset for the tensors that ``_init_weights`` left blank."""
-    own_tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    unwritten_tensors = [
-        tensor for tensor in own_tensors if not tensor.is_meta and is_blank(tensor)
-    ]
+    tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    real_tensors = [tensor for tensor in tensors if not tensor.is_meta]
+    blank_ids = {id(tensor) for tensor in real_tensors if is_blank(tensor)}
     reset_method = own_reset(module)
-    if reset_method is None or not {*map(id, unwritten_tensors)} & {*map(id, blanks)}:
+    if reset_method is None or blank_ids.isdisjoint(map(id, blanks)):
         return
     # Why: ``_init_weights`` has decided on the values of the other tensors.
-    decided_values = [
-        (tensor, tensor.detach().clone())
-        for tensor in own_tensors
-        if not tensor.is_meta and not is_blank(tensor)
-    ]
+    decided_tensors = [tensor for tensor in real_tensors if id(tensor) not in blank_ids]
+    decided_values = [tensor.detach().clone() for tensor in decided_tensors]
     reset_method()
-    for tensor, value in decided_values:
+    for tensor, value in zip(decided_tensors, decided_values, strict=True):
         tensor.copy_(value)
 
 

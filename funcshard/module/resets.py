@@ -34,6 +34,7 @@ def is_blank(value: torch.Tensor) -> bool:
 
 def was_written(value: torch.Tensor | None, blank: torch.Tensor, name: str) -> bool:
     """Return whether a reset wrote ``blank`` or assigned a tensor; raise if it wrote a part."""
+    # Note: a reset that assigns a parameter has written all of it.
     if value is None or value is not blank:
         return value is not None
     if not is_blank(value):

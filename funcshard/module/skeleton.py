@@ -93,6 +93,7 @@ class Skeleton:
         modules: the template, a copy of the modules that never runs: each once, parents first.
         stand_ins: the empty tensor that the template holds for each parameter and buffer.
         specs: the same modules as data.
+        indices: the index of each module, by all of its paths.
         copied_attributes: (index of a module, name of an attribute) for the attributes that are
             copied for each call, because the call could change them or because they lead to a
             module or tensor of the tree.
@@ -110,6 +111,7 @@ class Skeleton:
     modules: tuple[nn.Module, ...]
     stand_ins: Tensors
     specs: tuple[ModuleSpec, ...]
+    indices: dict[str, int]
     copied_attributes: tuple[tuple[int, str], ...]
     hook_tables: tuple[tuple[int, str], ...]
     references: References
@@ -172,6 +174,7 @@ class Skeleton:
             set_state(module, "__dict__", state)
         for index, name in self.hook_tables:
             modules[index].__dict__[name] = self.specs[index].attributes[name].copy()
+        # Why not always: most modules of torch have nothing to copy, and the memo takes time.
         if self.copied_attributes:
             self._copy_attributes(modules, {**buffers, **parameters})
         return modules
@@ -193,23 +196,14 @@ class Skeleton:
             for index, key in self.copied_attributes:
                 modules[index].__dict__[key] = copied(self.specs[index].attributes[key], memo)
 
-    def find(self, path: str) -> int | None:
-        """Return the index of the module at a dotted ``path``; ``None`` if no module is there."""
-        index: int | None = 0
-        for name in path.split(".") if path else ():
-            index = None if index is None else self.specs[index].children.get(name)
-        return index
-
     def paths(self) -> dict[str, int]:
         """Return the index of every module by its path, or its first path if it is shared."""
         return {spec.path: index for index, spec in enumerate(self.specs)}
 
     def classes(self, name: str) -> tuple[type[nn.Module], ...]:
         """Return the classes of the modules that contain a parameter or buffer, the root first."""
-        module_indices = [self.find(path) for path in tree.upwards(name.rpartition(".")[0])]
-        return tuple(
-            [self.specs[index].cls for index in reversed(module_indices) if index is not None]
-        )
+        outer_paths = list(tree.upwards(name.rpartition(".")[0]))
+        return tuple([self.specs[self.indices[path]].cls for path in reversed(outer_paths)])
 
 
 def make_skeleton(module: nn.Module) -> tuple[Skeleton, Tensors, Tensors]:
@@ -253,17 +247,20 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, Tensors, Tensors]:
     references = References.of(
         [value for _, _, value in own_attributes], module_indices.keys() | tensor_names.keys()
     )
+    # Why these too: a function is immutable, but a call needs its own if it captured modules.
     captured_functions = {id(capture.function) for capture in references.captures}
     copied_attributes += [
         (index, key)
         for index, key, value in own_attributes
         if id(value) in captured_functions or _needs_copy(specs[index].cls, value)
     ]
-    every = list(module.named_modules(remove_duplicate=False))
+    all_paths = list(module.named_modules(remove_duplicate=False))
+    original_indices = {id(m): index for index, (_, m) in enumerate(modules)}
     skeleton = Skeleton(
         modules=tuple(template_modules),
         stand_ins=stand_ins,
         specs=specs,
+        indices={path: original_indices[id(m)] for path, m in all_paths},
         copied_attributes=tuple(copied_attributes),
         hook_tables=tuple(hook_tables),
         references=references,
@@ -272,13 +269,14 @@ def make_skeleton(module: nn.Module) -> tuple[Skeleton, Tensors, Tensors]:
         shapes={name: tuple(parameter.shape) for name, parameter in parameters.items()},
         frozen=frozenset([name for name, p in parameters.items() if not p.requires_grad]),
         buffers=buffer_names,
-        state_names=state_names(module, every, {type(m) for _, m in modules}),
+        state_names=state_names(module, all_paths, {type(m) for _, m in modules}),
     )
     new_parameters = {
         name: parameter.detach().clone().requires_grad_(parameter.requires_grad)
         for name, parameter in parameters.items()
     }
     new_buffers = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+    # Why a trial call: only what a copy leads to shows whether copying followed every reference.
     if own_attributes:
         originals = [*parameters.values(), *[m for _, m in modules], *template_modules]
         trial_modules = skeleton.instantiate(new_parameters, new_buffers)

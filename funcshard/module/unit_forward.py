@@ -62,7 +62,8 @@ Forward = Callable[[Any, Any], Any]  # of args and kwargs
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Inputs = tuple[nn.Module, Forward, Args, Kwargs]  # what runs in a unit
-UnitMethods = Mapping[str, Callable[..., Any]]  # name -> the method that runs through the unit
+Method = Callable[..., Any]
+UnitMethods = Mapping[str, Method]  # name -> the method that runs through the unit
 
 # The parameter tables that hold a unit's leaves: path of a module below the unit's module -> (key
 # in the module's parameter table -> index of the leaf in the unit).
@@ -129,7 +130,7 @@ def _checked_index(
     unit: UnitPlan, path: str, skeleton: Skeleton, methods: Mapping[int, Sequence[str]]
 ) -> int:
     """Return the index of a module of ``unit``, after checking that it has something to enter."""
-    module_index = skeleton.find(path)
+    module_index = skeleton.indices.get(path)
     unit_title = repr(unit.title)
     if unit.members:
         unit_title += f", its module {path!r},"
@@ -142,9 +143,9 @@ def _checked_index(
             fault = f"a {cls.__name__}, which has no forward of its own"
     if module_index is None or fault is not None:
         raise ValueError(
-            f"unit {unit_title} is {fault}; a unit's parameters are gathered when its forward is called: "
-            "choose the modules that are called, such as its children, or name its methods in "
-            "fully_shard(methods=...)"
+            f"unit {unit_title} is {fault}; a unit's parameters are gathered when its forward is "
+            "called: choose the modules that are called, such as its children, or name its methods "
+            "in fully_shard(methods=...)"
         )
     for hook in skeleton.specs[module_index].attributes.get("_forward_pre_hooks", {}).values():
         if path and type(hook).__module__.startswith("torch.nn.utils."):
@@ -158,7 +159,6 @@ def _checked_index(
     return module_index
 
 
-@dataclass(slots=True, eq=False)
 class UnitCall:
     """The part of one call that its units share.
 
@@ -172,38 +172,28 @@ class UnitCall:
         groups: the groups that are gathered now, and the indices of the modules that have not run.
     """
 
-    units: Mapping[str, Sequence[UnitModule]]
-    shards: dict[str, NamedTensors]
-    prefetcher: Prefetcher | None
-    mesh: Mesh | None
-    level: int
-    used: dict[str, list[tuple[int, Any]]] = field(default_factory=dict)
-    groups: dict[str, tuple[Gathered, set[int]]] = field(default_factory=dict)
-
-    @classmethod
-    def start(
-        cls,
+    def __init__(
+        self,
         units: Mapping[str, Sequence[UnitModule]],
         shards: Shards,
         learner: ScheduleLearner,
         mesh: Mesh,
-    ) -> UnitCall:
-        """Return the shared part of a new call."""
-        prefetcher = None
+    ) -> None:
+        self.units = units
+        self.shards = dict(shards)
+        self.mesh = None if learner.known else mesh
+        self.level = transform_level()
+        self.used: dict[str, list[tuple[int, Any]]] = {}
+        self.groups: dict[str, tuple[Gathered, set[int]]] = {}
+        self.prefetcher = None
         if not transforms_active():
-            prefetcher = Prefetcher(
+            self.prefetcher = Prefetcher(
                 learner.schedule,
+                # Note: not of self, which would be a cycle.
                 lambda name: start_unit(units[name][0].f, shards[name]),
                 known=learner.known,
                 inside=learner.inside,
             )
-        return cls(
-            units=units,
-            shards=dict(shards),
-            prefetcher=prefetcher,
-            mesh=None if learner.known else mesh,
-            level=transform_level(),
-        )
 
     @untraced
     def enter(
@@ -215,6 +205,7 @@ class UnitCall:
         modules have run, or at the end of the call. A module that backward computes again, or that
         is inside a transform that the call is not, gathers the group for itself.
         """
+        # Note: user code calls the module, maybe from backward, when the call has returned.
         inputs = module, forward, args, kwargs
         group, prefetcher = self.units[member.f.unit.name], self.prefetcher
         if len(group) > 1:
@@ -375,7 +366,7 @@ class UnitEntry:
             these methods; inside, the methods.
     """
 
-    enter: Callable[..., Any]
+    enter: Method
     methods: UnitMethods
     hidden: dict[str, Any] = field(default_factory=dict)
 
@@ -406,9 +397,7 @@ class UnitEntry:
                 state[name] = types.MethodType(method, weakref.ref(module))
 
 
-def through_unit(
-    cls: type[nn.Module], name: str, compiled: Callable[..., Any] | None = None
-) -> Callable[..., Any]:
+def through_unit(cls: type[nn.Module], name: str, compiled: Method | None = None) -> Method:
     """Return a method that runs a method of ``cls`` through the unit of the module.
 
     Arguments:
@@ -452,6 +441,7 @@ def table_entries(unit: UnitPlan, skeleton: Skeleton) -> dict[str, TableEntries]
     unit_tables: dict[str, dict[tuple[str, ...], dict[str, int]]] = {
         path: {} for path in unit.paths
     }
+    # Note: a tied leaf is in the tables of all of its names, so a unit gathers it once.
     for leaf_index, leaf in enumerate(unit.leaves):
         for name in skeleton.parameters[leaf.path]:
             for path in filter(unit_tables.__contains__, tree.upwards(name)):

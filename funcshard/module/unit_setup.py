@@ -22,11 +22,11 @@ from funcshard._utils import check_thread, outline, recording_graph, transforms_
 from funcshard.module.copying import NamedTensors, Tensors
 from funcshard.module.functional import Functional
 from funcshard.module.skeleton import Skeleton
-from funcshard.module.unit_forward import UnitMethods, through_unit
+from funcshard.module.unit_forward import Method, UnitMethods, through_unit
 from funcshard.plan import Plan, last_match, matches
 
 # A function such as torch.compile: it takes a function and returns one with the same results.
-Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+Compiler = Callable[[Method], Method]
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -97,11 +97,12 @@ def read_methods(
         if not any(matches(entry, path) for path in unit_paths):
             raise ValueError(
                 f"methods must name units of the plan inside the model; found {entry!r}; its units "
-                f"are {unit_paths[:6]}: make the module a unit, or, for a method of the whole model, "
-                "call fully_shard(apply.method(name), plan, mesh)"
+                f"are {unit_paths[:6]}: make the module a unit, or, for a method of the whole "
+                "model, call fully_shard(apply.method(name), plan, mesh)"
             )
     names_by_index: dict[int, tuple[str, ...]] = {}
     for path in unit_paths:
+        # Note: the last entry that matches counts, as in other options.
         entry = last_match(methods, path)
         if entry is not None:
             module_index = units[path]
@@ -112,6 +113,7 @@ def read_methods(
 
 def _check_names(path: str, cls: type[nn.Module], names: Sequence[str]) -> None:
     """Raise unless all names are those of methods that can enter a unit of class ``cls``."""
+    # Why dir: methods that the class inherited count too.
     method_names = [
         name
         for name in dir(cls)
@@ -126,8 +128,8 @@ def _check_names(path: str, cls: type[nn.Module], names: Sequence[str]) -> None:
         ]
         raise ValueError(
             f"methods of {path!r} must be methods that the class {cls.__name__} defines, besides "
-            f"forward and those that Python calls; found {wrong_name!r}; leave it out, or name one of "
-            f"{own_names[:6]}"
+            f"forward and those that Python calls; found {wrong_name!r}; leave it out, or name one "
+            f"of {own_names[:6]}"
         )
 
 
@@ -143,7 +145,7 @@ def check_compiler(compiler: Any) -> None:
 
 def compile_units(
     apply: Functional, units: Mapping[str, int], full_precision: Collection[int], compiler: Compiler
-) -> dict[int, Callable[..., Any]]:
+) -> dict[int, Method]:
     """Compile the forward of each unit that contains no other unit and no full-precision module.
 
     A compiled forward contains nothing of this library: its graph is that of a plain module, with
@@ -151,17 +153,20 @@ def compile_units(
     and its inputs. It is returned by the index of each module that is compiled.
     """
     specs = apply.skeleton.specs
+    # Note: a call enters full-precision modules as it enters units.
     barriers = {*units, *[specs[index].path for index in full_precision]}
-    compiled_methods: dict[Any, Callable[..., Any]] = {}
-    forwards_by_index: dict[int, Callable[..., Any]] = {}
+    compiled_methods: dict[Any, Method] = {}
+    forwards_by_index: dict[int, Method] = {}
     for unit_path, index in units.items():
         method_name = "forward" if unit_path else apply.method_name
         if callable(method_name):
             continue
+        # Why static: a method that is no plain function, such as a partial, runs uncompiled.
         class_method = inspect.getattr_static(specs[index].cls, method_name, None)
         contains_unit = any(
             path != unit_path and tree.is_under(path, unit_path) for path in barriers
         )
+        # Why not around units: collectives would break the graph.
         if isinstance(class_method, types.FunctionType) and not contains_unit:
             if class_method not in compiled_methods:
                 compiled_methods[class_method] = _compile_forward(class_method, compiler)
@@ -169,7 +174,7 @@ def compile_units(
     return forwards_by_index
 
 
-def _compile_forward(forward: Callable[..., Any], compiler: Compiler) -> Callable[..., Any]:
+def _compile_forward(forward: Method, compiler: Compiler) -> Method:
     try:
         compiled_forward = compiler(forward)
     except TypeError as error:
@@ -237,22 +242,19 @@ def check_ignored(ignored: Shapes, plan: Plan) -> None:
     common_name = next((name for name in ignored if name in planned_names), None)
     if common_name is not None:
         raise ValueError(
-            f"ignored_params match {common_name!r}, which is a leaf of the plan; make the plan from the "
-            "params without those that are ignored, or do not ignore it"
+            f"ignored_params match {common_name!r}, which is a leaf of the plan; make the plan "
+            "from the params without those that are ignored, or do not ignore it"
         )
 
 
-def take_ignored(ignored: Shapes, buffers: Any, params: NamedTensors) -> tuple[Tensors, Tensors]:
+def take_ignored(
+    ignored: Shapes, buffers: NamedTensors, params: NamedTensors
+) -> tuple[Tensors, Tensors]:
     """Return ``params`` with the ignored ones among ``buffers``, and the buffers without them.
 
     Raises:
         ValueError: an ignored parameter is missing, or has another shape than in the module.
-        TypeError: ``buffers`` is not a dictionary.
     """
-    if not isinstance(buffers, Mapping):
-        raise TypeError(
-            f"buffers must be a dictionary {{name: tensor}}; found {type(buffers).__name__}"
-        )
     call_params, call_buffers = dict(params), dict(buffers)
     for name, shape in ignored.items():
         tensor = call_buffers.pop(name, None)
@@ -260,8 +262,8 @@ def take_ignored(ignored: Shapes, buffers: Any, params: NamedTensors) -> tuple[T
             value_title = outline(buffers[name]) if name in buffers else "nothing"
             raise ValueError(
                 f"buffers must hold a tensor of shape {tuple(shape)} for {name!r}, which is in "
-                f"ignored_params; found {value_title}: pass {{**buffers, **own}}, where own has the "
-                "ignored parameters by name"
+                f"ignored_params; found {value_title}: pass {{**buffers, **own}}, where own has "
+                "the ignored parameters by name"
             )
         call_params[name] = tensor
     return call_params, call_buffers
