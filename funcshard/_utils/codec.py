@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import operator
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -113,14 +114,17 @@ def _decoder(hint: Any) -> Callable[[str, Any], Any]:
     type_arguments = typing.get_args(hint)
     if isinstance(hint, types.UnionType):
         return functools.partial(_decode_union, type_arguments)
-    if typing.get_origin(hint) is tuple and type_arguments[-1] is ...:
-        return functools.partial(_decode_items, type_arguments[0])
-    if typing.get_origin(hint) is tuple:
-        return functools.partial(_decode_fixed, tuple, type_arguments)
     if dataclasses.is_dataclass(hint):
         return functools.partial(_decode_class, hint)
-    assert issubclass(hint, tuple), f"no data is stored as {hint}"
-    return functools.partial(_decode_fixed, hint._make, tuple(typing.get_type_hints(hint).values()))
+    if type_arguments and type_arguments[-1] is ...:
+        decode_item = _decoder(type_arguments[0])
+        return functools.partial(_decode_sequence, tuple, itertools.repeat(decode_item), None)
+    make: Any = tuple
+    if not type_arguments:
+        assert issubclass(hint, tuple), f"no data is stored as {hint}"
+        make, type_arguments = hint._make, tuple(typing.get_type_hints(hint).values())
+    decoders = [_decoder(type_argument) for type_argument in type_arguments]
+    return functools.partial(_decode_sequence, make, decoders, len(decoders))
 
 
 def _decode_union(choices: tuple[Any, ...], where: str, data: Any) -> Any:
@@ -131,25 +135,15 @@ def _decode_union(choices: tuple[Any, ...], where: str, data: Any) -> Any:
     return decode(hint, data, where)
 
 
-def _decode_items(hint: Any, where: str, data: Any) -> tuple[Any, ...]:
-    decode_item = _decoder(hint)
-    items = file_data.listed(where, data)
-    return tuple(
-        [decode_item(f"{where}[{index}]", item_data) for index, item_data in enumerate(items)]
-    )
-
-
-def _decode_fixed(
-    make: Callable[[list[Any]], Any], hints: tuple[Any, ...], where: str, data: Any
+def _decode_sequence(
+    make: Callable[[list[Any]], Any],
+    decoders: Iterable[Callable[[str, Any], Any]],
+    length: int | None,
+    where: str,
+    data: Any,
 ) -> Any:
-    items = file_data.listed(where, data, len(hints))
-    typed_items = zip(hints, items, strict=True)
-    return make(
-        [
-            decode(hint, item_data, f"{where}[{i}]")
-            for i, (hint, item_data) in enumerate(typed_items)
-        ]
-    )
+    items = zip(decoders, file_data.listed(where, data, length), strict=False)
+    return make([decode_item(f"{where}[{i}]", item) for i, (decode_item, item) in enumerate(items)])
 
 
 def _decode_class(cls: Any, where: str, data: Any) -> Any:
