@@ -2,16 +2,16 @@
 
 Read ``group`` and ``mesh`` first. The other files are different ways to run a group's collectives.
 
-- ``group``: ``Group``, the ranks along a mesh axis and their collectives; ``LocalGroup``, one rank.
+- ``group``: ``Group``, the ranks along a mesh axis and their collectives; ``LocalGroup``, one rank;
+  ``WrappedGroup``, a group around another one, to change single collectives.
 - ``mesh``: ``Mesh``, the ranks as a grid with named axes, and ``init_mesh``.
 - ``job``: the process's start under torchrun, and the process groups of a mesh.
 - ``agreement``: checks that all ranks pass the same arguments. ``meeting``: the same before a mesh
   is made, and a look for lost ranks while torch connects the others.
 - ``topology``: the mesh axes along which a buffer is cut or repeated, and the dtypes it is sent in.
-- ``wrapped_group``: ``WrappedGroup``, a group around another one, to change single collectives.
 - ``user_collectives``: ``with_collectives``, the user's own functions for the data of units.
 - ``step_recording``: whether ``fs.trace`` records a step here. ``recorded_group``: collectives as
-  operations of its graph. ``own_rank``: the rank's position as one.
+  operations of its graph, and the rank's position as one.
 - ``simulation``: ``simulate``, which runs ranks as threads of one process.
 - ``torch_group``: ``TorchGroup``, a group over a ``torch.distributed`` process group.
 - ``gloo``: its collectives over gloo.
@@ -41,6 +41,7 @@ from funcshard.comm.group import (
     Op,
     PrivateAllGatherWork,
     Work,
+    WrappedGroup,
     all_gather_last,
     all_gather_private,
     concatenate,
@@ -48,13 +49,11 @@ from funcshard.comm.group import (
     sum_in_rank_order,
 )
 from funcshard.comm.mesh import Mesh, find_lost_rank, init_mesh, neighbours, ranks_of_job, remade
-from funcshard.comm.own_rank import at_own_rank, own_row
-from funcshard.comm.recorded_group import RecordedGroup, in_graph
+from funcshard.comm.recorded_group import RecordedGroup, at_own_rank, in_graph, own_row
 from funcshard.comm.simulation import simulate
 from funcshard.comm.step_recording import StepRecording, current_recording, record_step
 from funcshard.comm.topology import CommDtypes, Topology
 from funcshard.comm.user_collectives import CustomGroup, with_collectives, without_collectives
-from funcshard.comm.wrapped_group import WrappedGroup
 
 __all__ = [
     "DONE",

@@ -61,15 +61,17 @@ def check_all_same(
     """
     # Why every rank first reads every text: a rank that raised before the last collective would
     # leave the ranks that wait in it.
-    rows = all_gather_texts(
+    rank_texts = all_gather_texts(
         mesh, json.dumps(dict(texts)), label or "a comparison of " + ", ".join(texts)
     )
-    if len(set(rows)) > 1:
-        difference = first_difference(
-            [json.loads(row) for row in rows], range(len(rows)), remedy=remedy
+    if len(set(rank_texts)) > 1:
+        first_error = first_difference(
+            [json.loads(rank_text) for rank_text in rank_texts],
+            range(len(rank_texts)),
+            remedy=remedy,
         )
-        if difference:
-            raise ValueError(difference)
+        if first_error:
+            raise ValueError(first_error)
 
 
 def check_once(mesh: Ranks, texts: Mapping[str, str], label: str) -> None:
@@ -95,7 +97,7 @@ def first_difference(
         ranks: number of each of these ranks.
         remedy: as in ``check_same``.
     """
-    for row_name in dict.fromkeys(name for row in rows for name in row):
+    for row_name in dict.fromkeys(text_name for row in rows for text_name in row):
         own_text = rows[0].get(row_name, "nothing")
         for rank, row in zip(ranks, rows, strict=True):
             other_text = row.get(row_name, "nothing")
@@ -114,15 +116,16 @@ def text_of(value: Any) -> str:
     lambda, may be the same as any function of another rank.
     """
     if isinstance(value, functools.partial):
-        inner = text_of(value.func)
-        argument_texts = [
-            *map(text_of, value.args),
-            *(f"{name}={text_of(argument)}" for name, argument in sorted(value.keywords.items())),
-        ]
-        return inner if inner == _SOME else f"{inner}({', '.join(argument_texts)})"
+        function_text = text_of(value.func)
+        if function_text == _SOME:
+            return function_text
+        arguments = [*map(text_of, value.args)]
+        arguments += [f"{name}={text_of(item)}" for name, item in sorted(value.keywords.items())]
+        return f"{function_text}({', '.join(arguments)})"
     if isinstance(value, Mapping):
         # Why sorted: a program may make it from a set, whose order differs between processes.
-        return f"{{{', '.join(sorted(f'{text_of(key)}: {text_of(argument)}' for key, argument in value.items()))}}}"
+        item_texts = sorted(f"{text_of(key)}: {text_of(item)}" for key, item in value.items())
+        return f"{{{', '.join(item_texts)}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(text_of, value))}]"
     if isinstance(value, set | frozenset):
@@ -135,17 +138,13 @@ def text_of(value: Any) -> str:
     if callable(value):
         return f"{module}.{name}" if module and name and "<" not in name else _SOME
     if dataclasses.is_dataclass(value):
-        fields = {
-            class_field.name: getattr(value, class_field.name)
-            for class_field in dataclasses.fields(value)
-        }
-        return f"{type(value).__name__}({text_of(fields)})"
+        field_names = [class_field.name for class_field in dataclasses.fields(value)]
+        field_values = {field_name: getattr(value, field_name) for field_name in field_names}
+        return f"{type(value).__name__}({text_of(field_values)})"
+    if isinstance(value, torch.dtype | torch.device | enum.Enum):
+        return str(value)
     # Why no other text: that of an object may hold its address.
-    return (
-        str(value)
-        if isinstance(value, torch.dtype | torch.device | enum.Enum)
-        else f"a {type(value).__name__}"
-    )
+    return f"a {type(value).__name__}"
 
 
 def _may_be_the_same(own: str, other: str) -> bool:
@@ -168,17 +167,14 @@ def all_gather_texts(mesh: Ranks, text: str, label: str = "") -> list[str]:
     for _, group in mesh.axes:  # the last axis first, which gives the order of ranks
         # Why one for all: the message then does not grow with the ranks of the axes before, and a
         # thousand equal messages are read once.
-        count = len(texts)
-        parts = group.all_gather_text(
-            json.dumps(texts[:1] if len(set(texts)) == 1 else texts), label=label
-        )
-        read = {part: json.loads(part) for part in set(parts)}
-        if len(read) == 1 and len(read[parts[0]]) == 1:
-            texts = read[parts[0]] * (count * len(parts))
-            continue
-        texts = [
-            rank_text
-            for part in parts
-            for rank_text in (read[part] if len(read[part]) == count else read[part] * count)
-        ]
+        texts_before = len(texts)
+        if len(set(texts)) == 1:
+            texts = texts[:1]
+        group_messages = group.all_gather_text(json.dumps(texts), label=label)
+        texts_of = {
+            group_message: json.loads(group_message) for group_message in set(group_messages)
+        }
+        texts = []
+        for group_message in group_messages:
+            texts += texts_of[group_message] * (texts_before // len(texts_of[group_message]))
     return texts

@@ -200,14 +200,14 @@ class DesyncDetector:
         """
         # Why not dist.all_gather_object: it unpickles, and needs NumPy.
         self._append("all_gather_text", label, None)
-        data = text.encode()
-        code = int.from_bytes(hashlib.sha256(data).digest()[:8], "big") & MASK
-        longest, highest, lowest = self._compare_now(len(data), code, -code)
+        text_bytes = text.encode()
+        text_hash = int.from_bytes(hashlib.sha256(text_bytes).digest()[:8], "big") & MASK
+        longest_text, highest, lowest = self._compare_now(len(text_bytes), text_hash, -text_hash)
         if highest == -lowest:
             return [text] * len(self.ranks)
-        padded = data.ljust(longest, _PADDING)
-        rows = self._gather(torch.tensor([*padded], dtype=torch.uint8, device="cpu"))
-        return [bytes(row).rstrip(_PADDING).decode() for row in rows.tolist()]
+        padded_bytes = text_bytes.ljust(longest_text, _PADDING)
+        byte_rows = self._gather(torch.tensor([*padded_bytes], dtype=torch.uint8, device="cpu"))
+        return [bytes(byte_row).rstrip(_PADDING).decode() for byte_row in byte_rows.tolist()]
 
     def wait(self, works: Sequence[Any], number: int) -> None:
         """Wait for every work of collective ``number``.
@@ -223,10 +223,10 @@ class DesyncDetector:
         check_process(self._process, self.ranks[self.rank])
         serial = None
         for work in works:
-            timeout = self._timeout
+            wait_timeout = self._timeout
             while True:
                 try:
-                    work.wait(timeout)
+                    work.wait(wait_timeout)
                     break
                 except RuntimeError:
                     # a completed work has failed, or ended just now; any other has only timed out
@@ -239,7 +239,7 @@ class DesyncDetector:
                 if serial is None and self.journal is not None:
                     serial = self.journal.begin_wait()
                 self.look(number, serial)
-                timeout = self._timeout / 8
+                wait_timeout = self._timeout / 8
 
     def look(self, number: int, serial: int | None = None) -> None:
         """Look whether this rank waits for collective ``number`` in vain.
@@ -307,24 +307,24 @@ class DesyncDetector:
             if tensor is None
             else (kind, label, tensor.dtype, tensor.numel())
         )
-        codes, new_size = self._codes.get(entry), False
-        if codes is None:
+        entry_hashes, new_size = self._codes.get(entry), False
+        if entry_hashes is None:
             if len(self._codes) >= MOST_CONTEXTS:
                 self._codes.clear()
                 if len(self._sizes) >= MOST_CONTEXTS:
                     self._sizes.clear()
             # Why not hash(): it differs between processes.
-            codes = self._codes[entry] = (
+            entry_hashes = self._codes[entry] = (
                 zlib.crc32(repr(entry).encode()),
                 zlib.crc32(repr(entry[:3]).encode()),
             )
-            self._sizes[codes[1]] += 1
-            new_size = self._sizes[codes[1]] <= MOST_SIZES
-        code, kind_code = codes
+            self._sizes[entry_hashes[1]] += 1
+            new_size = self._sizes[entry_hashes[1]] <= MOST_SIZES
+        entry_hash, kind_code = entry_hashes
         self.number += 1
         self.thread = get_ident()
         self._entries.append(entry)
-        self.history = (self.history * 6364136223846793005 + code + 1) & MASK
+        self.history = (self.history * 6364136223846793005 + entry_hash + 1) & MASK
         return kind_code, new_size
 
     def _compare_now(self, *values: int) -> list[int]:
@@ -332,13 +332,13 @@ class DesyncDetector:
         self._finish_comparison()
         comparison = self.comparison = self._start_comparison(*values)
         self._finish_comparison()
-        return [int(value) for value in comparison.highest[4:]]
+        return [int(maximum) for maximum in comparison.highest[4:]]
 
     def _start_comparison(self, *values: int) -> Comparison:
         own = self.number, self.history
         # Why one fixed size: ranks that disagree on a collective must still be able to compare.
-        numbers = [*own, -self.number, -self.history, *(*values, 0, 0, 0)[:3]]
-        highest = torch.tensor(numbers, device="cpu")
+        compared_numbers = [*own, -self.number, -self.history, *(*values, 0, 0, 0)[:3]]
+        highest = torch.tensor(compared_numbers, device="cpu")
         work = dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self.control, async_op=True)
         return Comparison(own, highest, work)
 
@@ -353,34 +353,40 @@ class DesyncDetector:
             return
         # Every rank comes here, because the maxima are not all those of any single rank.
         own_row = [number, history]
-        rows = self._gather(torch.tensor(own_row, device="cpu")).tolist()
-        last = len(rows) - 1
-        rank = next(rank for rank, row in enumerate(rows) if row != own_row or rank == last)
-        self.raise_desync(number, rank, rows[rank][0])
+        rank_rows = self._gather(torch.tensor(own_row, device="cpu")).tolist()
+        last_rank = len(rank_rows) - 1
+        rank = next(
+            rank
+            for rank, rank_row in enumerate(rank_rows)
+            if rank_row != own_row or rank == last_rank
+        )
+        self.raise_desync(number, rank, rank_rows[rank][0])
 
     def _gather(self, own: torch.Tensor) -> torch.Tensor:
         """Return the rows of all ranks, which have equal sizes."""
-        rows = own.new_empty(len(self.ranks) * len(own))
-        self.wait([gather_single(rows, own, group=self.control, async_op=True)], self.number)
-        return rows.view(-1, len(own))
+        gathered_rows = own.new_empty(len(self.ranks) * len(own))
+        self.wait(
+            [gather_single(gathered_rows, own, group=self.control, async_op=True)], self.number
+        )
+        return gathered_rows.view(-1, len(own))
 
     def _find_difference_within(self, seconds: float) -> str:
         """Call ``_find_difference`` until it finds one, for at most ``seconds``."""
-        end = time.monotonic() + seconds
-        while not (difference := self._find_difference()) and time.monotonic() < end:
+        end_time = time.monotonic() + seconds
+        while not (difference := self._find_difference()) and time.monotonic() < end_time:
             time.sleep(min(0.05, seconds))
         return difference
 
     def _find_difference(self) -> str:
         """Return an error message about the first difference between ranks; ``""`` for none."""
-        for rank, (last_number, titles) in sorted(self._exchange_entries().items()):
-            for number, title in enumerate(titles, last_number - len(titles) + 1):
+        for other_rank, (last_number, other_titles) in sorted(self._exchange_entries().items()):
+            for number, other_title in enumerate(other_titles, last_number - len(other_titles) + 1):
                 own_title = self._describe(number)
-                if number in self._recorded and title != own_title:
+                if number in self._recorded and other_title != own_title:
                     return (
                         f"ranks issue different collectives: number {number} on mesh axis "
-                        f"{self.axis!r} is {own_title} on {self._title(self.rank)} and {title} on "
-                        f"{self._title(rank)}; every rank has to issue the same ones in the same "
+                        f"{self.axis!r} is {own_title} on {self._title(self.rank)} and {other_title} on "
+                        f"{self._title(other_rank)}; every rank has to issue the same ones in the same "
                         "order"
                     )
         return ""
@@ -391,23 +397,23 @@ class DesyncDetector:
         Returns:
             For each other rank that has written: its number of collectives, and the latest of them.
         """
-        entries: dict[int, tuple[int, list[str]]] = {}
+        entries_by_rank: dict[int, tuple[int, list[str]]] = {}
         if self.store is None:
-            return entries
+            return entries_by_rank
         size = len(self.ranks)
         distances = [1 << power for power in range(size.bit_length() - 1)]
         # Why these first, of many: the ranks on both sides of a difference read each other.
-        near = [(self.rank + sign * away) % size for away in distances for sign in (1, -1)]
+        near_ranks = [(self.rank + sign * away) % size for away in distances for sign in (1, -1)]
         self._looks += 1
         # Why suppressed: the store is silent, its process has ended, or a text is cut short.
         with contextlib.suppress(RuntimeError, ValueError):
-            titles = [self._describe(number) for number in self._recorded]
-            self.store.set(str(self.rank), json.dumps([self.number, titles]))
-            for rank in some_of(range(size), self._looks, near):
-                text = read(self.store, rank) if rank != self.rank else b""
-                if text:
-                    entries[rank] = json.loads(text)
-        return entries
+            own_titles = [self._describe(number) for number in self._recorded]
+            self.store.set(str(self.rank), json.dumps([self.number, own_titles]))
+            for rank in some_of(range(size), self._looks, near_ranks):
+                rank_text = read(self.store, rank) if rank != self.rank else b""
+                if rank_text:
+                    entries_by_rank[rank] = json.loads(rank_text)
+        return entries_by_rank
 
     def raise_failure(self, error: Exception, number: int) -> NoReturn:
         """Raise for collective ``number``, which failed with ``error``.
@@ -432,41 +438,47 @@ class DesyncDetector:
         self.close_connections()
         if difference:
             raise RuntimeError(f"{difference}. Communication ended with: {error}") from error
-        numbers = {rank: last_number for rank, (last_number, _) in self._exchange_entries().items()}
-        behind = []
+        last_numbers = {
+            rank: last_number for rank, (last_number, _) in self._exchange_entries().items()
+        }
+        ranks_behind = []
         for rank in range(len(self.ranks)):
-            if rank != self.rank and numbers.get(rank, 0) < number:
-                seen = f"last seen at number {numbers[rank]}" if rank in numbers else "never seen"
-                behind.append(f"{self._title(rank)} ({seen})")
-        if len(behind) > MOST_READ:
-            behind[MOST_READ:] = [f"and {len(behind) - MOST_READ} more ranks"]
-        where = "all ranks have reached it"
-        if behind:
-            where = f"not known to have reached it: {', '.join(behind)}"
+            if rank != self.rank and last_numbers.get(rank, 0) < number:
+                last_seen = (
+                    f"last seen at number {last_numbers[rank]}"
+                    if rank in last_numbers
+                    else "never seen"
+                )
+                ranks_behind.append(f"{self._title(rank)} ({last_seen})")
+        if len(ranks_behind) > MOST_READ:
+            ranks_behind[MOST_READ:] = [f"and {len(ranks_behind) - MOST_READ} more ranks"]
+        where_text = "all ranks have reached it"
+        if ranks_behind:
+            where_text = f"not known to have reached it: {', '.join(ranks_behind)}"
         raise RuntimeError(
             f"{self._title(self.rank)} waited for {self._describe(number)}, collective number "
-            f"{number} on mesh axis {self.axis!r}, which failed; {where}. Communication ended "
+            f"{number} on mesh axis {self.axis!r}, which failed; {where_text}. Communication ended "
             f"with: {error}"
         ) from error
 
     def _find_circle(self, number: int, serial: int | None, *, failed: bool = False) -> str:
         """Return an error message if ranks wait for each other on several axes; ``""`` if not."""
-        old = number <= self.number - KEPT
-        if self.journal is None or (serial is None and not failed) or old:
+        is_forgotten = number <= self.number - KEPT
+        if self.journal is None or (serial is None and not failed) or is_forgotten:
             return ""
-        ranks = self._needed(number)
+        needed_ranks = self._needed(number)
         waited_for = f"{self._describe(number)} (number {number} on mesh axis {self.axis!r})"
         return self.journal.find_circle(
-            Wait(self._group, number, waited_for, ranks, serial or 0), failed=failed
+            Wait(self._group, number, waited_for, needed_ranks, serial or 0), failed=failed
         )
 
     def _needed(self, number: int) -> Sequence[int]:
         """Return the global ranks without whose part collective ``number`` cannot end here."""
-        needed = self._partial.get(number)
+        needed_positions = self._partial.get(number)
         return (
             self.ranks
-            if needed is None
-            else [self.ranks[peer_rank] for peer_rank in needed if peer_rank != self.rank]
+            if needed_positions is None
+            else [self.ranks[peer_rank] for peer_rank in needed_positions if peer_rank != self.rank]
         )
 
     def find_lost(self) -> str:
@@ -488,18 +500,18 @@ class DesyncDetector:
         # Why: kernels of NCCL that wait for other ranks keep the process until their timeout.
         while self._not_aborted:
             abort_group(self._not_aborted.pop())
-        neighbour = (self.rank + 1) % len(self.ranks)
+        next_rank = (self.rank + 1) % len(self.ranks)
         # Why a receive: gloo has no call that closes a group's connections, but a receive that
         # times out closes all of them.
         for group in self.groups:
             with contextlib.suppress(RuntimeError, ValueError):  # timed out, or closed already
-                receive = dist.irecv(
+                receive_work = dist.irecv(
                     torch.empty(1, dtype=torch.float32, device="cpu"),
                     group=group,
-                    group_src=neighbour,
+                    group_src=next_rank,
                 )
-                if receive is not None:
-                    receive.wait(datetime.timedelta(milliseconds=1))
+                if receive_work is not None:
+                    receive_work.wait(datetime.timedelta(milliseconds=1))
 
     @property
     def _recorded(self) -> range:

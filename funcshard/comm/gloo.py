@@ -54,69 +54,78 @@ class Gloo:
     def all_gather(self, op: Op, number: int) -> Work:
         out, shard = op.out, op.data
         if out.numel() * out.element_size() <= _SMALL:
-            copies = shard.detach().repeat(self.size, *[1] * (shard.dim() - 1))
+            shard_copies = shard.detach().repeat(self.size, *[1] * (shard.dim() - 1))
             work = dist.all_to_all_single(
-                _as_known(out), _as_known(copies), group=self.group, async_op=True
+                _as_known(out), _as_known(shard_copies), group=self.group, async_op=True
             )
             return self._work([work], number)
-        slices = out.chunk(self.size)
-        slices[self.rank].copy_(shard)
-        works = [self._start_broadcast(part, src, self.group) for src, part in enumerate(slices)]
+        rank_slices = out.chunk(self.size)
+        rank_slices[self.rank].copy_(shard)
+        works = [
+            self._start_broadcast(rank_slice, src, self.group)
+            for src, rank_slice in enumerate(rank_slices)
+        ]
         return self._work(works, number)
 
     def reduce_scatter(self, op: Op, number: int) -> Work:
-        out, full = op.out.view(-1), op.data
+        out, full_tensor = op.out.view(-1), op.data
         # Why the first and the last rank leave out their own slice: it lies at an end of ``full``,
         # so the rest is contiguous, and they need not send the slice to themselves.
         ends = (slice(len(out), None), slice(None, -len(out)))
-        sent = full[ends[self.rank > 0]] if self.rank in (0, self.size - 1) else full
-        sizes = [len(out)] * self.size
-        sizes[self.rank] -= len(full) - len(sent)
-        received = torch.empty_like(sent)
-        rows = _as_known(full).shape[0] // full.shape[0]  # gloo's elements per element of ours
-        splits = [rows * size for size in sizes]
+        sent_slices = (
+            full_tensor[ends[self.rank > 0]] if self.rank in (0, self.size - 1) else full_tensor
+        )
+        slice_sizes = [len(out)] * self.size
+        slice_sizes[self.rank] -= len(full_tensor) - len(sent_slices)
+        received_slices = torch.empty_like(sent_slices)
+        elements_each = (
+            _as_known(full_tensor).shape[0] // full_tensor.shape[0]
+        )  # gloo's elements per element of ours
+        split_sizes = [elements_each * slice_size for slice_size in slice_sizes]
         work = dist.all_to_all_single(
-            _as_known(received),
-            _as_known(sent),
-            splits,
-            splits,
+            _as_known(received_slices),
+            _as_known(sent_slices),
+            split_sizes,
+            split_sizes,
             group=self.reductions,
             async_op=True,
         )
 
         def finish() -> None:
             self.desync.wait([work], number)
-            parts = list(received.split(sizes))
-            if sent is not full:
-                parts[self.rank] = full[-len(out) :] if self.rank else full[: len(out)]
-            sum_in_rank_order(out, parts)
+            rank_parts = list(received_slices.split(slice_sizes))
+            if sent_slices is not full_tensor:
+                rank_parts[self.rank] = (
+                    full_tensor[-len(out) :] if self.rank else full_tensor[: len(out)]
+                )
+            sum_in_rank_order(out, rank_parts)
 
         return DeferredWork(finish)
 
     def all_reduce(self, op: Op, number: int) -> Work:
         flat = op.out.view(-1)
-        parts = flat.tensor_split(self.size)  # sizes may differ by one, or be zero
-        own_part = parts[self.rank]
-        received = flat.new_empty(self.size * own_part.numel())
-        sizes = [_as_known(part).numel() for part in parts]
+        rank_parts = flat.tensor_split(self.size)  # sizes may differ by one, or be zero
+        own_part = rank_parts[self.rank]
+        received_parts = flat.new_empty(self.size * own_part.numel())
+        part_sizes = [_as_known(rank_part).numel() for rank_part in rank_parts]
         own_sizes = [_as_known(own_part).numel()] * self.size
-        scatter = dist.all_to_all_single(
-            _as_known(received),
+        scatter_work = dist.all_to_all_single(
+            _as_known(received_parts),
             _as_known(flat),
             own_sizes,
-            sizes,
+            part_sizes,
             group=self.reductions,
             async_op=True,
         )
 
         def finish() -> None:
-            self.desync.wait([scatter], number)
+            self.desync.wait([scatter_work], number)
             if own_part.numel():
-                sum_in_rank_order(own_part, received.chunk(self.size))
+                sum_in_rank_order(own_part, received_parts.chunk(self.size))
             works = [
-                self._start_broadcast(part, src, self.reductions)
-                for src, part in enumerate(parts)
-                if part.numel()
+                self._start_broadcast(rank_part, src, self.reductions)
+                for src, rank_part in enumerate(rank_parts)
+                if rank_part.numel()
             ]
             self.desync.wait(works, number)
 
@@ -128,10 +137,17 @@ class Gloo:
     def all_to_all(self, op: Op, number: int) -> Work:
         out, full = op.out, op.data
         # gloo's elements per element of ours
-        width = 1 if out.dtype in _DTYPES else out.element_size()
-        receive, send = ([width * size for size in sizes] for sizes in (op.out_sizes, op.sizes))
+        element_width = 1 if out.dtype in _DTYPES else out.element_size()
+        receive_sizes, send_sizes = (
+            [element_width * size for size in sizes] for sizes in (op.out_sizes, op.sizes)
+        )
         work = dist.all_to_all_single(
-            _as_known(out), _as_known(full), receive, send, group=self.group, async_op=True
+            _as_known(out),
+            _as_known(full),
+            receive_sizes,
+            send_sizes,
+            group=self.group,
+            async_op=True,
         )
         return self._work([work], number)
 

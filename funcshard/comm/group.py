@@ -196,14 +196,14 @@ def all_gather_private(
 
 def all_gather_last(group: Group, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
     """Start an all-gather along the last dim of ``shard`` into new memory of this rank's own."""
-    work = all_gather_private(group, shard, label=label)
+    gather_work = all_gather_private(group, shard, label=label)
     if shard.ndim == 1:
-        return work
-    size, shape = group.size, shard.shape
+        return gather_work
+    group_size, shard_shape = group.size, shard.shape
 
     def finish() -> torch.Tensor:
-        rows = work.wait().view(size, *shape)
-        return rows.movedim(0, -2).flatten(-2)
+        gathered_rows = gather_work.wait().view(group_size, *shard_shape)
+        return gathered_rows.movedim(0, -2).flatten(-2)
 
     return DeferredWork(finish)
 
@@ -230,6 +230,48 @@ class LocalGroup(Group):
         return [text]
 
 
+@dataclass(frozen=True, slots=True)
+class WrappedGroup(Group):
+    """A ``Group`` that does the same as another one; subclasses replace single methods.
+
+    Attributes:
+        inner: the group that runs the collectives.
+    """
+
+    inner: Group
+
+    @property
+    def rank(self) -> int:
+        return self.inner.rank
+
+    @property
+    def size(self) -> int:
+        return self.inner.size
+
+    @property
+    def global_rank(self) -> int:
+        return self.inner.global_rank
+
+    def around(self, group: Group) -> Group:
+        """Return ``group``, a part of this group, with those changes that parts have too."""
+        return self.inner.around(group) if isinstance(self.inner, WrappedGroup) else group
+
+    def start(self, op: Op) -> Work:
+        return self.inner.start(op)
+
+    def subgroup(self, global_ranks: Sequence[int], axis: str) -> Group:
+        return self.inner.subgroup(global_ranks, axis)
+
+    def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        return self.inner.empty(numel, like)
+
+    def all_gather_shared(self, shard: torch.Tensor, *, label: str = "") -> AllGatherWork:
+        return self.inner.all_gather_shared(shard, label=label)
+
+    def all_gather_text(self, text: str, *, label: str = "") -> list[str]:
+        return self.inner.all_gather_text(text, label=label)
+
+
 def concatenate(parts: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
     """Return the concatenation of 1-D ``parts``, in ``out`` if given; else a single part itself."""
     if len(parts) == 1:
@@ -239,13 +281,13 @@ def concatenate(parts: Sequence[torch.Tensor], out: torch.Tensor | None = None) 
 
 def slice_parts(parts: Sequence[torch.Tensor], begin: int, end: int) -> list[torch.Tensor]:
     """Return views of elements ``begin`` to ``end`` of the concatenation of 1-D ``parts``."""
-    views, offset = [], 0
+    part_views, offset = [], 0
     for part in parts:
         first, last = max(begin - offset, 0), min(end - offset, part.numel())
         if first < last:
-            views.append(part[first:last])
+            part_views.append(part[first:last])
         offset += part.numel()
-    return views
+    return part_views
 
 
 def sum_in_rank_order(out: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:

@@ -49,9 +49,9 @@ def start(kind: str, world: int, timeout: float, limits: Limits) -> None:
         RuntimeError: the other ranks have not come in time, or one is lost.
     """
     rank = _number("RANK", 0)
-    port = _number("MASTER_PORT", 0)
-    address = os.environ.get("MASTER_ADDR")
-    if not address:
+    master_port = _number("MASTER_PORT", 0)
+    master_address = os.environ.get("MASTER_ADDR")
+    if not master_address:
         raise ValueError(
             "the environment variable MASTER_ADDR must name the machine of rank 0, because RANK "
             "and WORLD_SIZE are set; found none: start the program with torchrun, or unset RANK "
@@ -59,15 +59,15 @@ def start(kind: str, world: int, timeout: float, limits: Limits) -> None:
         )
     if kind == "cuda" and "LOCAL_RANK" in os.environ:
         _choose_gpu(_number("LOCAL_RANK", 0))
-    limit = datetime.timedelta(seconds=timeout)
+    job_timeout = datetime.timedelta(seconds=timeout)
     try:
-        _check_launcher(address, port, limits.patience)
-        store = _store_of_job(address, port, rank, world, limit)
+        _check_launcher(master_address, master_port, limits.patience)
+        store = _store_of_job(master_address, master_port, rank, world, job_timeout)
         backend = "nccl" if kind == "cuda" else "gloo"
 
         def connect() -> None:
             dist.init_process_group(
-                backend, store=store, timeout=limit, rank=rank, world_size=world
+                backend, store=store, timeout=job_timeout, rank=rank, world_size=world
             )
 
         if kind == "cuda":  # the current GPU is one of the thread
@@ -78,7 +78,7 @@ def start(kind: str, world: int, timeout: float, limits: Limits) -> None:
         raise RuntimeError(str(lost)) from None
     except (RuntimeError, OSError) as error:
         raise RuntimeError(
-            f"rank {rank} of {world} cannot join the job at {address}:{port} within {timeout:g} s: "
+            f"rank {rank} of {world} cannot join the job at {master_address}:{master_port} within {timeout:g} s: "
             "every process has to call init_mesh, and the address of rank 0 must be reachable; "
             "read the logs of the other ranks, and see MASTER_ADDR and MASTER_PORT. Communication "
             f"ended with: {error}"
@@ -100,7 +100,7 @@ def meet_for_mesh(
     # With torch's stand-in "fake", the other ranks do not exist.
     if len(ranks) == 1 or dist.get_backend() == "fake":
         return
-    facts = {
+    mesh_facts = {
         "the function that makes the mesh": call,
         "the shape of the mesh": axes_text(sizes),
         "the device of the mesh": kind,
@@ -108,9 +108,9 @@ def meet_for_mesh(
         if [*ranks] == sorted(ranks)
         else str([*ranks]),
     }
-    timeout, title = group_timeout(dist.group.WORLD), f"{call} of {axes_text(sizes)} ranks"
+    timeout, call_title = group_timeout(dist.group.WORLD), f"{call} of {axes_text(sizes)} ranks"
     seconds = timeout.total_seconds()
-    meet(journal_of_job(), sorted(ranks), title, facts, timeout=seconds, limits=limits)
+    meet(journal_of_job(), sorted(ranks), call_title, mesh_facts, timeout=seconds, limits=limits)
 
 
 def device_mesh_of(kind: str, sizes: Mapping[str, int], limits: Limits) -> DeviceMesh:
@@ -118,26 +118,26 @@ def device_mesh_of(kind: str, sizes: Mapping[str, int], limits: Limits) -> Devic
 
     Why not ``init_device_mesh``: its groups have another timeout, half an hour.
     """
-    names, shape, world = tuple(sizes), tuple(sizes.values()), dist.get_world_size()
-    job, backend = dist.group.WORLD, str(dist.get_backend())
-    assert job is not None, "init_mesh has made the default group"
+    axis_names, shape, world = tuple(sizes), tuple(sizes.values()), dist.get_world_size()
+    job_group, backend = dist.group.WORLD, str(dist.get_backend())
+    assert job_group is not None, "init_mesh has made the default group"
     # With a device that is bound to the default group, all ranks split its communicator together.
-    if backend == "fake" or getattr(job, "bound_device_id", None) is not None:
-        return init_device_mesh(kind, shape, mesh_dim_names=names)
+    if backend == "fake" or getattr(job_group, "bound_device_id", None) is not None:
+        return init_device_mesh(kind, shape, mesh_dim_names=axis_names)
     if kind == "cuda" and not torch.cuda.is_initialized():
         _choose_gpu(
             _number("LOCAL_RANK", 0)
             if "LOCAL_RANK" in os.environ
             else dist.get_rank() % torch.cuda.device_count()
         )
-    ranks = torch.arange(world, device="cpu").view(shape)
-    groups = []
-    for axis, line in lines_through(dist.get_rank(), sizes).items():
-        group, limit = job, group_timeout(job)
-        if len(line) < world:
-            group = connected(line, backend, limit, f"mesh axis {axis!r}", limits)
-        groups.append(group)
-    return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=names)
+    rank_grid = torch.arange(world, device="cpu").view(shape)
+    axis_groups = []
+    for axis, line_ranks in lines_through(dist.get_rank(), sizes).items():
+        axis_group, job_timeout = job_group, group_timeout(job_group)
+        if len(line_ranks) < world:
+            axis_group = connected(line_ranks, backend, job_timeout, f"mesh axis {axis!r}", limits)
+        axis_groups.append(axis_group)
+    return DeviceMesh.from_group(axis_groups, kind, mesh=rank_grid, mesh_dim_names=axis_names)
 
 
 def lines_through(rank: int, sizes: Mapping[str, int]) -> dict[str, list[int]]:
@@ -208,12 +208,12 @@ def _check_launcher(address: str, port: int, patience: float) -> None:
     Why: torch tries until its timeout to reach a store. But an agent has its store before it starts
     ranks, so a store that refuses connections has ended with its agent.
     """
-    end = time.monotonic() + patience
+    end_time = time.monotonic() + patience
     while os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         try:
             socket.create_connection((address, port), timeout=patience).close()
         except ConnectionRefusedError as error:
-            if time.monotonic() > end:
+            if time.monotonic() > end_time:
                 raise ConnectionRefusedError(
                     f"{error}: torchrun, which holds the store of the job, has ended"
                 ) from None
@@ -231,10 +231,10 @@ def _store_of_job(
     # Why a prefix: torchrun keeps one store for all attempts, in which torch would find the
     # addresses of the previous attempt's ranks. On a single node every rank has the same number of
     # the attempt, which serves as the prefix. On several nodes the numbers may differ.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    attempt_text = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     local_size = os.environ.get("LOCAL_WORLD_SIZE")
     if (
-        attempt == "0"
+        attempt_text == "0"
         or local_size != os.environ["WORLD_SIZE"]
         or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     ):
@@ -242,5 +242,5 @@ def _store_of_job(
         store.set_timeout(timeout)
         return dist.PrefixStore("default_pg", store)
     return dist.PrefixStore(
-        f"attempt {attempt}", dist.TCPStore(address, port, is_master=False, timeout=timeout)
+        f"attempt {attempt_text}", dist.TCPStore(address, port, is_master=False, timeout=timeout)
     )

@@ -34,25 +34,15 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from funcshard._utils import destroy_group, has_ended
-from funcshard.comm.liveness import Heart, read, some_of
+from funcshard.comm.liveness import Detector, Heart, read, some_of
 
 # Number of ranks that an error describes, and number of ranks of the longest circle that is found.
 _MOST_DESCRIBED, _LONGEST = 8, 200
-
-
-class _Detector(Protocol):
-    """The part of a ``DesyncDetector`` that a journal reads."""
-
-    number: int
-    thread: int
-
-    def close_connections(self) -> None:
-        """Close this rank's connections on the axis."""
 
 
 class Wait(NamedTuple):
@@ -123,9 +113,9 @@ def compact(ranks: Sequence[int]) -> Sequence[int]:
     """
     if len(ranks) > 1 and ranks[0] != ranks[1]:
         step = ranks[1] - ranks[0]
-        regular = range(ranks[0], ranks[0] + step * len(ranks), step)
-        if all(found_rank == expected for found_rank, expected in zip(ranks, regular, strict=True)):
-            return regular
+        regular_ranks = range(ranks[0], ranks[0] + step * len(ranks), step)
+        if [*ranks] == [*regular_ranks]:
+            return regular_ranks
     return ranks
 
 
@@ -182,14 +172,14 @@ class Journal:
         self.unused: list[Unused] = []
         self._process = os.getpid()
         self._counts: dict[str, int] = {}
-        self._detectors: weakref.WeakValueDictionary[str, _Detector] = weakref.WeakValueDictionary()
+        self._detectors: weakref.WeakValueDictionary[str, Detector] = weakref.WeakValueDictionary()
         self._beat = 0
         self._serial = 0
         self._looks = 0
         self._suspected: dict[int, _Note] = {}
         self._seen: dict[int, _Note] = {}
 
-    def add(self, group: str, detector: _Detector) -> None:
+    def add(self, group: str, detector: Detector) -> None:
         """Add the detector of one axis."""
         self._detectors[group] = detector
 
@@ -259,9 +249,9 @@ class Journal:
             # Why the group first: torch joins gloo's threads when it destroys a group. A thread
             # that is still in a comparison needs Python's lock to free its tensors, and the join
             # holds it for ever. Until then the comparison keeps them.
-            group, unused.group = unused.group, None
-            destroy_group(group)
-            del group
+            unused_group, unused.group = unused.group, None
+            destroy_group(unused_group)
+            del unused_group
 
     def finish(self, seconds: float) -> None:
         """Wait so long for the last comparisons of axes that are gone, at the end of the process.
@@ -270,10 +260,12 @@ class Journal:
         """
         if os.getpid() != self._process:  # a forked child has none of gloo's threads
             return
-        end = time.monotonic() + seconds
+        end_time = time.monotonic() + seconds
         for comparison in [unused.comparison for unused in self.unused]:
             while (
-                comparison is not None and not has_ended(comparison.work) and time.monotonic() < end
+                comparison is not None
+                and not has_ended(comparison.work)
+                and time.monotonic() < end_time
             ):
                 time.sleep(0.001)
 
@@ -283,8 +275,10 @@ class Journal:
         thread_number = threading.get_ident()
         counts: dict[str, int | None] = dict(self._counts)
         counts |= {
-            group: detector_state.number if detector_state.thread in (0, thread_number) else None
-            for group, detector_state in self._detectors.items()
+            group_name: detector_state.number
+            if detector_state.thread in (0, thread_number)
+            else None
+            for group_name, detector_state in self._detectors.items()
         }
         note = _Note(self._beat, wait, counts, blocker)
         self.store.set(str(self.rank), note.text())
@@ -298,7 +292,7 @@ class Journal:
         """
         notes: dict[int, _Note | None] = {self.rank: own}
         path = {self.rank: own}
-        done = set[int]()
+        done_ranks = set[int]()
         # For each rank of the path, those for which it waits and that are still to be visited.
         branches = [iter(self._next(own, notes))]
         while branches:
@@ -306,11 +300,11 @@ class Journal:
             next_rank = next(branches[-1], None)
             if next_rank is None:
                 branches.pop()
-                done.add(rank)
+                done_ranks.add(rank)
                 del path[rank]
                 continue
             next_note = self._read(next_rank, notes)
-            if next_note is None or next_rank == rank or next_rank in done:
+            if next_note is None or next_rank == rank or next_rank in done_ranks:
                 continue
             if not next_note.lacks(note.wait):
                 continue
@@ -323,27 +317,29 @@ class Journal:
                 break
             path[next_rank] = next_note
             branches.append(iter(self._next(next_note, notes) if len(path) < _LONGEST else ()))
-        waiting = {r: note for r, note in notes.items() if note is not None and not note.ended}
-        self._seen.update(waiting)
+        waiting_notes = {
+            r: note for r, note in notes.items() if note is not None and not note.ended
+        }
+        self._seen.update(waiting_notes)
         return path
 
     def _read(self, rank: int, notes: dict[int, _Note | None]) -> _Note | None:
         if rank not in notes:
-            text = read(self.store, rank)
-            notes[rank] = _Note.of(text) if text else None
+            note_text = read(self.store, rank)
+            notes[rank] = _Note.of(note_text) if note_text else None
         return notes[rank]
 
     def _next(self, note: _Note, notes: Mapping[int, object]) -> Sequence[int]:
         """Return the ranks for which a rank waits; of many some, and others at the next look."""
-        ranks = note.wait.ranks
+        waited_ranks = note.wait.ranks
         # Why first: a circle counts if a second look finds it again.
-        known_ranks = [rank for rank in (*self._suspected, *notes) if rank in ranks]
-        return some_of(ranks, self._looks, known_ranks)
+        known_ranks = [rank for rank in (*self._suspected, *notes) if rank in waited_ranks]
+        return some_of(waited_ranks, self._looks, known_ranks)
 
     def _ended_meanwhile(self, rank: int, note: _Note) -> bool:
         """Return whether a rank has ended since this one saw it wait: its note is of this job."""
-        seen = self._seen.get(rank)
-        return seen is not None and seen.wait == note.wait and note.beat > seen.beat
+        seen_note = self._seen.get(rank)
+        return seen_note is not None and seen_note.wait == note.wait and note.beat > seen_note.beat
 
 
 def _lasts(note: _Note, before: _Note | None) -> bool:
@@ -368,14 +364,14 @@ def _blocker(note: _Note, circle: dict[int, _Note]) -> int | None:
 
 
 def _message(circle: dict[int, _Note]) -> str:
-    lines = [
+    rank_lines = [
         f"rank {rank} waits for {note.wait.what}, which rank {_blocker(note, circle)} has not "
         "reached"
-        for rank, note in list(circle.items())[:_MOST_DESCRIBED]
+        for rank, note in circle.items()
     ]
-    if len(circle) > _MOST_DESCRIBED:
-        lines.append(f"and {len(circle) - _MOST_DESCRIBED} more ranks")
+    if len(rank_lines) > _MOST_DESCRIBED:
+        rank_lines[_MOST_DESCRIBED:] = [f"and {len(rank_lines) - _MOST_DESCRIBED} more ranks"]
     return (
         "ranks wait for each other in collectives of different axes or meshes, and none can go "
-        f"on: {'; '.join(lines)}; every rank has to issue the same ones in the same order"
+        f"on: {'; '.join(rank_lines)}; every rank has to issue the same ones in the same order"
     )

@@ -62,13 +62,17 @@ _FAREWELL, _FOUND = "farewell", "given up"
 _LEFT = "has left the job"
 
 
-class _Detector(Protocol):
-    """The part of a ``DesyncDetector`` that a heart reads."""
+class Detector(Protocol):
+    """The part of a ``DesyncDetector`` that a heart and a journal use."""
 
     number: int
+    thread: int
 
     def latest(self) -> str:
         """Return the latest collective as text."""
+
+    def close_connections(self) -> None:
+        """Close this rank's connections on the axis."""
 
 
 # Seconds without a sign of life after which a rank is given up, by default.
@@ -139,7 +143,7 @@ class _Pulse:
     every: float = _LONGEST
     number: int = 0
     clock: float = 0.0
-    detectors: list[tuple[weakref.ref[_Detector], int]] = field(default_factory=list)
+    detectors: list[tuple[weakref.ref[Detector], int]] = field(default_factory=list)
     latest: str = "no collective yet"
     questions: queue.SimpleQueue[_Question | None] = field(default_factory=queue.SimpleQueue)
     ended: bool = False
@@ -183,13 +187,12 @@ class Heart:
         # for such garbage.
         return self.part(self._prefix)
 
-    def watch(self, detector: _Detector, give_up: float) -> None:
+    def watch(self, detector: Detector, give_up: float) -> None:
         """Beat often enough for ``give_up``, and with the collectives of one more detector."""
         pulse = self._pulse
         pulse.every = min(pulse.every, give_up / _BEATS)
-        pulse.detectors = [each for each in pulse.detectors if each[0]() is not None] + [
-            (weakref.ref(detector), 0)
-        ]
+        living_detectors = [watched for watched in pulse.detectors if watched[0]() is not None]
+        pulse.detectors = [*living_detectors, (weakref.ref(detector), 0)]
         pulse.questions.put(None)
 
     def part(self, prefix: str) -> StorePart:
@@ -205,7 +208,7 @@ class Heart:
             Exception: ``call`` raised it.
         """
         pulse, question = self._pulse, _Question(call)
-        begin, answer, error = time.monotonic(), None, None
+        begin_time, answer, error = time.monotonic(), None, None
         try:
             if not pulse.ended:
                 pulse.questions.put(question)
@@ -219,10 +222,12 @@ class Heart:
             error = SilentStoreError(f"the store of the job has not answered for {_ANSWER:g} s")
         current_time = time.monotonic()
         # Why the minimum: no time counts in which this process was suspended.
-        waited = min(current_time - begin, _ANSWER)
-        between = min(begin - self._last_question, _LONGEST) if self._silence else 0.0
+        waited_seconds = min(current_time - begin_time, _ANSWER)
+        silent_between = min(begin_time - self._last_question, _LONGEST) if self._silence else 0.0
         self._silence = (
-            self._silence + waited + between if isinstance(error, SilentStoreError) else 0.0
+            self._silence + waited_seconds + silent_between
+            if isinstance(error, SilentStoreError)
+            else 0.0
         )
         self._last_question = current_time
         if error is not None:
@@ -252,12 +257,12 @@ class Heart:
             lost_text = self._finding()
             if not lost_text:
                 self._looks += 1
-                others = [rank for rank in some_of(ranks, self._looks) if rank != self._rank]
-                reasons = {rank: self._why_lost(rank, give_up, is_away) for rank in others}
-                lost = {rank: why for rank, why in reasons.items() if why}
-                if lost:
-                    lost_text = _message(lost, self._rank, give_up)
-                    beats = {rank: self._seen[rank][0].decode() for rank in lost}
+                other_ranks = [rank for rank in some_of(ranks, self._looks) if rank != self._rank]
+                all_reasons = {rank: self._why_lost(rank, give_up, is_away) for rank in other_ranks}
+                lost_reasons = {rank: why for rank, why in all_reasons.items() if why}
+                if lost_reasons:
+                    lost_text = _message(lost_reasons, self._rank, give_up)
+                    beats = {rank: self._seen[rank][0].decode() for rank in lost_reasons}
                     self.store.set(_FOUND, json.dumps([lost_text, beats]))
         except SilentStoreError:
             if self._silence < give_up:
@@ -286,19 +291,20 @@ class Heart:
             self._seen[rank] = beat, clock
         if not beat:  # it has made no mesh yet
             return ""
-        beat_count, latest, (name, process, *place), *every = json.loads(beat)
-        where = f"process {process} on {name}, last seen in {latest}"
-        if beat_count == _FAREWELL:
-            return f"rank {rank} {_LEFT} ({where})" if is_away(rank) else ""
-        silent = clock - self._seen[rank][1]
-        if _has_ended(process, place):
-            return f"the process of rank {rank} has ended ({where})"
-        is_silent = silent >= max([give_up, *(2 * beat_interval for beat_interval in every)])
-        return (
-            f"rank {rank} has given no sign of life for {silent:.0f} s ({where})"
-            if is_silent
-            else ""
+        beat_count, latest_collective, (machine_name, process, *place), *beat_intervals = (
+            json.loads(beat)
         )
+        process_text = f"process {process} on {machine_name}, last seen in {latest_collective}"
+        if beat_count == _FAREWELL:
+            return f"rank {rank} {_LEFT} ({process_text})" if is_away(rank) else ""
+        silent_seconds = clock - self._seen[rank][1]
+        if _has_ended(process, place):
+            return f"the process of rank {rank} has ended ({process_text})"
+        if silent_seconds < max(
+            [give_up, *(2 * beat_interval for beat_interval in beat_intervals)]
+        ):
+            return ""
+        return f"rank {rank} has given no sign of life for {silent_seconds:.0f} s ({process_text})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,9 +366,9 @@ def some_of(ranks: Sequence[int], look: int, first: Sequence[int] = ()) -> Seque
     """
     if len(ranks) <= MOST_READ:
         return ranks
-    begin = look * MOST_READ
-    others = [ranks[(begin + i) % len(ranks)] for i in range(MOST_READ)]
-    return list(dict.fromkeys((*first, *others)))
+    first_index = look * MOST_READ
+    other_ranks = [ranks[(first_index + i) % len(ranks)] for i in range(MOST_READ)]
+    return list(dict.fromkeys((*first, *other_ranks)))
 
 
 def check_process(process: int, rank: int) -> None:
@@ -380,37 +386,27 @@ def check_process(process: int, rank: int) -> None:
 
 def _beat(pulse: _Pulse) -> None:
     """Beat, and answer questions, until the heart is gone, or the process that holds the store."""
-    last, due = time.monotonic(), 0.0
+    last_time, beat_due = time.monotonic(), 0.0
     while not pulse.ended:
-        question = _next_question(pulse, max(0.0, due - last))
+        question = None  # nothing in time, or a request to beat
+        with contextlib.suppress(queue.Empty):
+            question = pulse.questions.get(timeout=max(0.0, beat_due - last_time))
         current_time = time.monotonic()
         # Why the minimum: no time counts in which this process was suspended.
-        pulse.clock += min(current_time - last, 2 * pulse.every)
-        last = current_time
-        if not pulse.ended and (question is None or current_time >= due):
+        pulse.clock += min(current_time - last_time, 2 * pulse.every)
+        last_time = current_time
+        if not pulse.ended and (question is None or current_time >= beat_due):
             _call(pulse, lambda store: _write_beat(pulse, store))
-            due = current_time + pulse.every
+            beat_due = current_time + pulse.every
         if question is not None and not question.late:
             question.answers.put(_call(pulse, question.call))
     if not pulse.fault:
-        _call(
-            pulse,
-            lambda store: store.set(
-                pulse.key, json.dumps([_FAREWELL, pulse.latest, _place_of(os.getpid())])
-            ),
-        )
+        farewell = json.dumps([_FAREWELL, pulse.latest, _place_of(os.getpid())])
+        _call(pulse, lambda store: store.set(pulse.key, farewell))
     with contextlib.suppress(queue.Empty):
         while True:
             if question := pulse.questions.get_nowait():
                 question.answers.put((None, RuntimeError(pulse.fault or "the heart has stopped")))
-
-
-def _next_question(pulse: _Pulse, seconds: float) -> _Question | None:
-    """Return the next question; ``None`` after so many seconds, or if somebody asks for a beat."""
-    try:
-        return pulse.questions.get(timeout=seconds)
-    except queue.Empty:
-        return None
 
 
 def _call(pulse: _Pulse, call: Callable[[Any], Any]) -> tuple[Any, Exception | None]:
@@ -435,9 +431,9 @@ def _call(pulse: _Pulse, call: Callable[[Any], Any]) -> tuple[Any, Exception | N
                 pulse.ended, pulse.fault = True, str(error)
             except (RuntimeError, OSError):  # not known: the next call tries it again
                 break
-    return None, SilentStoreError(str(error)) if isinstance(
-        error, RuntimeError
-    ) and not pulse.fault else error
+    if isinstance(error, RuntimeError) and not pulse.fault:
+        error = SilentStoreError(str(error))
+    return None, error
 
 
 def _write_beat(pulse: _Pulse, store: Any) -> None:
@@ -449,9 +445,8 @@ def _write_beat(pulse: _Pulse, store: Any) -> None:
             pulse.latest = detector.latest()
             detectors[at] = detector_reference, detector.number
     pulse.number += 1
-    store.set(
-        pulse.key, json.dumps([pulse.number, pulse.latest, _place_of(os.getpid()), pulse.every])
-    )
+    beat = [pulse.number, pulse.latest, _place_of(os.getpid()), pulse.every]
+    store.set(pulse.key, json.dumps(beat))
 
 
 def _stop(pulse: _Pulse, thread: threading.Thread, process: int) -> None:
@@ -472,9 +467,9 @@ def _place_of(process: int) -> list[Any]:
         of the number, and the time when the process began; the last two are ``""`` if unknown.
     """
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        space = f"{boot} {os.readlink('/proc/self/ns/pid')}"
-        return [socket.gethostname(), process, space, _began(process)]
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        process_space = f"{boot_id} {os.readlink('/proc/self/ns/pid')}"
+        return [socket.gethostname(), process, process_space, _began(process)]
     except OSError:
         return [socket.gethostname(), process, "", ""]
 
@@ -486,11 +481,11 @@ def _began(process: int) -> str:
 
 def _has_ended(process: int, place: list[str]) -> bool:
     """Return whether a process of this machine has ended; ``False`` if that is not known."""
-    _, _, space, _ = _place_of(os.getpid())
-    if not space or space != place[0] or not hasattr(os, "pidfd_open"):
+    _, _, own_space, _ = _place_of(os.getpid())
+    if not own_space or own_space != place[0] or not hasattr(os, "pidfd_open"):
         return False
     try:
-        file = os.pidfd_open(process)
+        process_file = os.pidfd_open(process)
     except ProcessLookupError:
         return True
     except OSError:
@@ -500,19 +495,20 @@ def _has_ended(process: int, place: list[str]) -> bool:
         if _began(process) != place[1]:
             return True
         poll = select.poll()
-        poll.register(file, select.POLLIN)
+        poll.register(process_file, select.POLLIN)
         return bool(poll.poll(0))  # it can be read once all threads of the process have ended
     except OSError:
         return False
     finally:
-        os.close(file)
+        os.close(process_file)
 
 
 def _message(lost: dict[int, str], rank: int, give_up: float) -> str:
-    reasons = [*lost.values()][:_MOST_NAMED] + [f"and {len(lost) - _MOST_NAMED} more"] * (
-        len(lost) > _MOST_NAMED
-    )
-    if all(_LEFT in reason for reason in lost.values()):
+    reasons = [*lost.values()]
+    all_left = all(_LEFT in reason for reason in reasons)
+    if len(reasons) > _MOST_NAMED:
+        reasons[_MOST_NAMED:] = [f"and {len(reasons) - _MOST_NAMED} more"]
+    if all_left:
         return (
             f"{'; '.join(reasons)}: rank {rank} waited for it to make a mesh; every rank has to "
             "make the same meshes in the same order, so read the log of that rank first"

@@ -118,52 +118,54 @@ class _Meeting:
     def wait(self, timeout: float, limits: Limits) -> str:
         """Return the answer of the first rank, once all ranks have come."""
         # Why no wait of the store: that of a file asks once a second.
-        begin = current_time = time.monotonic()
-        next_look, pause, serial = begin + limits.patience, _SHORTEST, None
+        begin_time = current_time = time.monotonic()
+        next_look, sleep_seconds, serial = begin_time + limits.patience, _SHORTEST, None
         while True:
-            silent = False
+            is_silent = False
             try:
                 answer = self._ask()
                 if answer is not None:
                     return answer
             except SilentStoreError:
-                silent = True
-            if current_time >= begin + timeout:
+                is_silent = True
+            if current_time >= begin_time + timeout:
                 raise LostError(self._late(timeout))
             if current_time >= next_look:
                 serial = self.journal.begin_wait() if serial is None else serial
-                self._look(serial, limits.give_up, silent)
+                self._look(serial, limits.give_up, is_silent)
                 next_look = current_time + limits.patience / 8
-            time.sleep(pause)
-            pause, current_time = min(1.5 * pause, _LONGEST), time.monotonic()
+            time.sleep(sleep_seconds)
+            sleep_seconds, current_time = min(1.5 * sleep_seconds, _LONGEST), time.monotonic()
 
     def _look(self, serial: int, give_up: float, silent: bool) -> None:
         """Raise ``LostError`` if this rank waits in vain."""
         journal, lost_text = self.journal, ""
-        others = [rank for rank in self.ranks if rank != journal.rank]
+        other_ranks = [rank for rank in self.ranks if rank != journal.rank]
         if not silent:
-            title = f"{self.call}, number {self.number} of these ranks"
-            lost_text = journal.find_circle(Wait(self.group, self.number, title, others, serial))
+            call_title = f"{self.call}, number {self.number} of these ranks"
+            lost_text = journal.find_circle(
+                Wait(self.group, self.number, call_title, other_ranks, serial)
+            )
         if not lost_text and journal.heart is not None:
-            lost_text = journal.heart.find_lost(others, give_up, self._is_away)
+            lost_text = journal.heart.find_lost(other_ranks, give_up, self._is_away)
         if lost_text:
             journal.close_connections()
             raise LostError(lost_text)
 
     def _ask(self) -> str | None:
         """Return the answer; ``None`` if ranks have not come yet. You may call it again."""
-        store, own_rank, answer = self.store, self.journal.rank, self.key("answer")
+        store, own_rank, answer_key = self.store, self.journal.rank, self.key("answer")
         if not self.told:
             store.set(self.key(own_rank), json.dumps(self.facts))
             self.told = True
         if own_rank != self.ranks[0]:
-            return store.get(answer).decode() if store.check([answer]) else None
+            return store.get(answer_key).decode() if store.check([answer_key]) else None
         if not self.rows and not store.check([self.key(rank) for rank in self.ranks]):
             return None
         for rank in self.ranks[len(self.rows) :]:
             self.rows.append(json.loads(store.get(self.key(rank))))
         difference = first_difference(self.rows, self.ranks)
-        store.set(answer, difference)
+        store.set(answer_key, difference)
         return difference
 
     def forget_previous(self) -> None:
@@ -177,17 +179,19 @@ class _Meeting:
 
     def _is_away(self, rank: int) -> bool:
         """Return whether a rank has not come, or not told what it found out."""
-        answered = rank != self.ranks[0] or self.store.check([self.key("answer")])
-        return not answered or not self.store.check([self.key(rank)])
+        has_answered = rank != self.ranks[0] or self.store.check([self.key("answer")])
+        return not has_answered or not self.store.check([self.key(rank)])
 
     def _late(self, timeout: float) -> str:
-        away = list[int]()
+        missing_ranks = list[int]()
         with contextlib.suppress(SilentStoreError):
-            away += [rank for rank in self.ranks if not self.store.check([self.key(rank)])]
-        named = ", ".join(map(str, away[:_MOST_NAMED])) + ", and others" * (len(away) > _MOST_NAMED)
+            missing_ranks += [rank for rank in self.ranks if not self.store.check([self.key(rank)])]
+        ranks_text = ", ".join(map(str, missing_ranks[:_MOST_NAMED])) + ", and others" * (
+            len(missing_ranks) > _MOST_NAMED
+        )
         return (
             f"rank {self.journal.rank} waited {timeout:g} s in {self.call}, which is number "
-            f"{self.number} of these ranks, and rank {named or self.ranks[0]} has not come: every "
+            f"{self.number} of these ranks, and rank {ranks_text or self.ranks[0]} has not come: every "
             "rank has to make the same meshes in the same order; read the log of the rank that is "
             "missing, or pass a larger timeout if it is slow"
         )
@@ -217,9 +221,9 @@ def watched(connect: Callable[[], T], heart: Heart, ranks: Sequence[int], limits
 
     # Why a daemon: a call that waits in vain must not keep the process from ending.
     threading.Thread(target=call, name="funcshard connecting", daemon=True).start()
-    seconds = limits.patience
-    while not concurrent.futures.wait([connected], seconds).done:
-        if lost := heart.find_lost(ranks, limits.give_up):
-            raise LostError(lost)
-        seconds = limits.patience / 8
+    look_seconds = limits.patience
+    while not concurrent.futures.wait([connected], look_seconds).done:
+        if lost_text := heart.find_lost(ranks, limits.give_up):
+            raise LostError(lost_text)
+        look_seconds = limits.patience / 8
     return connected.result()

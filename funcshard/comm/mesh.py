@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from funcshard._utils import absent, check_device, check_flag, check_number
 from funcshard.comm.agreement import all_gather_texts, first_difference
-from funcshard.comm.group import Group, LocalGroup
+from funcshard.comm.group import Group, LocalGroup, WrappedGroup
 from funcshard.comm.job import (
     check_gpu,
     device_mesh_of,
@@ -32,7 +32,6 @@ from funcshard.comm.job import (
 )
 from funcshard.comm.liveness import GIVE_UP, Limits
 from funcshard.comm.torch_group import TorchGroup, give_back
-from funcshard.comm.wrapped_group import WrappedGroup
 from funcshard.plan import AXES, axes_text, mesh_axes_of
 
 _ALL = "mesh.world_size is the number of all ranks"
@@ -130,8 +129,10 @@ class Mesh:
                     f"{group!r} for {axis!r}: init_mesh() makes the mesh of a process, simulate "
                     "passes one to each rank, and fs.Mesh() is one rank alone"
                 )
-        sizes = mesh_axes_of({axis: group.size for axis, group in groups.items()} or {"shard": 1})
-        groups = {axis: groups[axis] if axis in groups else LocalGroup() for axis in sizes}
+        axis_sizes = mesh_axes_of(
+            {axis: group.size for axis, group in groups.items()} or {"shard": 1}
+        )
+        groups = {axis: groups[axis] if axis in groups else LocalGroup() for axis in axis_sizes}
         object.__setattr__(self, "groups", groups)
         device = check_device(self.device)
         if device.type == "cuda" and device.index is None and torch.cuda.is_available():
@@ -142,7 +143,7 @@ class Mesh:
         larger_axes = [(axis, group) for axis, group in reversed(groups.items()) if group.size > 1]
         object.__setattr__(self, "axes", tuple(larger_axes))
         # Why here: every unit asks for it in every call.
-        object.__setattr__(self, "world_size", math.prod(sizes.values()))
+        object.__setattr__(self, "world_size", math.prod(axis_sizes.values()))
 
     @property
     def rank(self) -> int:
@@ -196,8 +197,10 @@ class Mesh:
         Raises:
             ValueError: the mesh has no such axis.
         """
-        names = self.names(axes)
-        return remade(self, {axis: group for axis, group in self.groups.items() if axis in names})
+        axis_names = self.names(axes)
+        return remade(
+            self, {axis: group for axis, group in self.groups.items() if axis in axis_names}
+        )
 
     def names(self, axes: str | Sequence[str]) -> tuple[str, ...]:
         """Return one or several names of axes as a tuple, in the given order.
@@ -205,19 +208,19 @@ class Mesh:
         Raises:
             ValueError: the mesh has no such axis, a name is given twice, or none is.
         """
-        names: tuple[Any, ...] = ()
+        axis_names: tuple[Any, ...] = ()
         if isinstance(axes, str):
-            names = (axes,)
+            axis_names = (axes,)
         elif isinstance(axes, tuple | list):
-            names = tuple(axes)
-        are_known = all(isinstance(name, str) and name in self.groups for name in names)
-        if not names or not are_known or len(set(names)) < len(names):
+            axis_names = tuple(axes)
+        are_known = all(isinstance(name, str) and name in self.groups for name in axis_names)
+        if not axis_names or not are_known or len(set(axis_names)) < len(axis_names):
             raise ValueError(
                 "axis must name one axis of the mesh, or several different ones in a tuple; found "
                 f"{axes!r}: the mesh has {', '.join(map(repr, self.groups))}; name others in "
                 f"init_mesh({{...}})"
             )
-        return names
+        return axis_names
 
     def reshaped(self, shape: Mapping[str, int]) -> Mesh:
         """Return a mesh of another shape over the same ranks, in the same order.
@@ -240,29 +243,29 @@ class Mesh:
             >>> fs.simulate(main, world_size=4)
             [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
         """
-        sizes = _sizes(shape, self.world_size)
-        if list(sizes.items()) == list(self.shape.items()):
+        axis_sizes = _sizes(shape, self.world_size)
+        if list(axis_sizes.items()) == list(self.shape.items()):
             return self
         if self.world_size == 1:
-            return Mesh(dict.fromkeys(sizes, LocalGroup()), self.device)
+            return Mesh(dict.fromkeys(axis_sizes, LocalGroup()), self.device)
         group = self.axes[0][1]
         own_shape = json.dumps(
-            [group.global_rank, {"the shape of Mesh.reshaped": axes_text(sizes)}]
+            [group.global_rank, {"the shape of Mesh.reshaped": axes_text(axis_sizes)}]
         )
-        rows = [
+        rank_rows = [
             json.loads(shape_text)
             for shape_text in all_gather_texts(self, own_shape, "Mesh.reshaped")
         ]
-        ranks = [rank for rank, _ in rows]
-        if difference := first_difference([shape for _, shape in rows], range(len(rows))):
+        global_ranks = [rank for rank, _ in rank_rows]
+        if difference := first_difference([shape for _, shape in rank_rows], range(len(rank_rows))):
             raise ValueError(difference)
-        along = {
-            axis: [ranks[rank_index] for rank_index in line]
-            for axis, line in lines_through(self.rank, sizes).items()
+        ranks_along = {
+            axis: [global_ranks[rank_index] for rank_index in line_ranks]
+            for axis, line_ranks in lines_through(self.rank, axis_sizes).items()
         }
         groups = {
-            axis: group.subgroup(line, axis) if len(line) > 1 else LocalGroup()
-            for axis, line in along.items()
+            axis: group.subgroup(line_ranks, axis) if len(line_ranks) > 1 else LocalGroup()
+            for axis, line_ranks in ranks_along.items()
         }
         return Mesh(groups, self.device)
 
@@ -311,9 +314,11 @@ class Mesh:
                 "init_mesh() without one"
             )
         axis_names = _names_of(device_mesh, names)
-        sizes = dict(zip(axis_names, device_mesh.shape, strict=True))
-        ranks = device_mesh.mesh.flatten().tolist()
-        meet_for_mesh(ranks, sizes, device_mesh.device_type, "Mesh.from_device_mesh", limits)
+        axis_sizes = dict(zip(axis_names, device_mesh.shape, strict=True))
+        mesh_ranks = device_mesh.mesh.flatten().tolist()
+        meet_for_mesh(
+            mesh_ranks, axis_sizes, device_mesh.device_type, "Mesh.from_device_mesh", limits
+        )
         return _over(device_mesh, axis_names, limits, shared_memory, ours=False)
 
 
@@ -328,21 +333,25 @@ def neighbours(mesh: Mesh, ranks: int) -> Mesh:
         ranks: number of ranks of a part; it divides the number of ranks of the shard axis.
     """
     # Why the size of the axis too: in a mesh of other axes alone, this rank is the whole row.
-    parts, key = mesh.memo.parts, (mesh.shard.size, ranks)
-    if key not in parts:
+    known_parts, part_key = mesh.memo.parts, (mesh.shard.size, ranks)
+    if part_key not in known_parts:
         label = f"the parts of {ranks} ranks"
-        row = [
+        row_ranks = [
             int(rank_text)
             for rank_text in mesh.shard.all_gather_text(str(mesh.shard.global_rank), label=label)
         ]
-        first = mesh.shard.rank // ranks * ranks
-        group = mesh.shard.subgroup(row[first : first + ranks], "shard")
+        first_rank = mesh.shard.rank // ranks * ranks
+        group = mesh.shard.subgroup(row_ranks[first_rank : first_rank + ranks], "shard")
         while isinstance(group, WrappedGroup):
             group = group.inner
-        parts[key] = Mesh({"shard": group}, mesh.device)
-    plain = parts[key].shard
-    group = mesh.shard.around(plain) if isinstance(mesh.shard, WrappedGroup) else plain
-    return parts[key] if group is plain else remade(parts[key], {"shard": group})
+        known_parts[part_key] = Mesh({"shard": group}, mesh.device)
+    plain_group = known_parts[part_key].shard
+    group = mesh.shard.around(plain_group) if isinstance(mesh.shard, WrappedGroup) else plain_group
+    return (
+        known_parts[part_key]
+        if group is plain_group
+        else remade(known_parts[part_key], {"shard": group})
+    )
 
 
 def remade(mesh: Mesh, groups: Mapping[str, Group]) -> Mesh:
@@ -417,30 +426,30 @@ def init_mesh(
     check_number(
         "timeout", timeout, above=0, below=1e9, remedy="pass a number of seconds, such as 600.0"
     )
-    simulated = _simulated.get()
-    if simulated is not None:
-        return simulated if shape is None else simulated.reshaped(shape)
+    simulated_mesh = _simulated.get()
+    if simulated_mesh is not None:
+        return simulated_mesh if shape is None else simulated_mesh.reshaped(shape)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device_kind = check_device(device).type
     started = is_started()
     check_gpu(device_kind)
-    launched = None if started else launched_ranks()
-    world = dist.get_world_size() if started else launched or 1
-    sizes = _sizes({"shard": world} if shape is None else shape, world)
-    if launched is not None:
+    launched_world = None if started else launched_ranks()
+    world = dist.get_world_size() if started else launched_world or 1
+    axis_sizes = _sizes({"shard": world} if shape is None else shape, world)
+    if launched_world is not None:
         start(device_kind, world, timeout, limits)
     elif not started:
-        return Mesh(dict.fromkeys(sizes, LocalGroup()), device_of(device_kind))
-    meet_for_mesh(range(world), sizes, device_kind, "init_mesh", limits)
+        return Mesh(dict.fromkeys(axis_sizes, LocalGroup()), device_of(device_kind))
+    meet_for_mesh(range(world), axis_sizes, device_kind, "init_mesh", limits)
     # Why without a replicate axis of one rank: it would need a process group for each rank.
-    named = {
+    named_sizes = {
         axis: size
-        for axis, size in sizes.items()
+        for axis, size in axis_sizes.items()
         if axis != "replicate" or size > 1 or axis in (shape or ())
     }
-    device_mesh = device_mesh_of(device_kind, named, limits)
-    return _over(device_mesh, list(named), limits, shared_memory, ours=True)
+    device_mesh = device_mesh_of(device_kind, named_sizes, limits)
+    return _over(device_mesh, list(named_sizes), limits, shared_memory, ours=True)
 
 
 def _over(
@@ -457,17 +466,17 @@ def _over(
     """
     groups: dict[str, Group] = {}
     device_kind = device_mesh.device_type
-    for dim, name in enumerate(names):
+    for dim, axis_name in enumerate(names):
         group = device_mesh.get_group(dim)
-        users: list[Any] = [device_mesh]  # DTensors may hold it for longer
-        groups[name] = LocalGroup()
+        group_users: list[Any] = [device_mesh]  # DTensors may hold it for longer
+        groups[axis_name] = LocalGroup()
         if dist.get_world_size(group) > 1:
-            groups[name] = torch_group = TorchGroup.of(
-                group, name, device_kind, limits=limits, shared_memory=shared_memory
+            groups[axis_name] = torch_group = TorchGroup.of(
+                group, axis_name, device_kind, limits=limits, shared_memory=shared_memory
             )
-            users += [torch_group.desync]
+            group_users += [torch_group.desync]
         if ours:
-            give_back(group, *users)
+            give_back(group, *group_users)
     device_names = device_mesh.mesh_dim_names or ()
     return Mesh(
         groups, device_of(device_kind), device_mesh, dict(zip(device_names, names, strict=False))
@@ -496,19 +505,19 @@ def find_lost_rank(mesh: Mesh) -> str:
     For waits outside of collectives, which look by themselves. It looks at the ranks along the axes
     of this rank, and reads what all others have found.
     """
-    for _, group in mesh.axes:
-        while isinstance(group, WrappedGroup):
-            group = group.inner
-        if isinstance(group, TorchGroup) and (lost_text := group.desync.find_lost()):
+    for _, axis_group in mesh.axes:
+        while isinstance(axis_group, WrappedGroup):
+            axis_group = axis_group.inner
+        if isinstance(axis_group, TorchGroup) and (lost_text := axis_group.desync.find_lost()):
             return lost_text
     return ""
 
 
 def ranks_of_job() -> int:
     """Return the number of ranks that run this code: those of the simulation, or the processes."""
-    simulated = _simulated.get()
-    if simulated is not None:
-        return simulated.world_size
+    simulated_mesh = _simulated.get()
+    if simulated_mesh is not None:
+        return simulated_mesh.world_size
     return dist.get_world_size() if is_started() else 1
 
 
@@ -524,14 +533,14 @@ def _sizes(shape: Mapping[str, int], world: int) -> dict[str, int]:
         raise TypeError(
             f'a mesh shape must be {{"replicate": R, "shard": S}}, for {world} ranks in all; found {shape!r}: {remedy}'
         )
-    sizes = mesh_axes_of(shape or {"shard": 1}, "a mesh shape:")
-    if math.prod(sizes.values()) != world:
+    axis_sizes = mesh_axes_of(shape or {"shard": 1}, "a mesh shape:")
+    if math.prod(axis_sizes.values()) != world:
         raise ValueError(
             f"mesh shape {dict(shape)} must have as many ranks as the world: {world}; found "
-            f"{axes_text(sizes)}: pass whole numbers whose product is {world}, or no shape for one "
+            f"{axes_text(axis_sizes)}: pass whole numbers whose product is {world}, or no shape for one "
             "axis"
         )
-    return sizes
+    return axis_sizes
 
 
 def _names_of(device_mesh: DeviceMesh, names: Mapping[str, str] | None) -> list[str]:

@@ -5,6 +5,9 @@ A collective writes into memory that torch's tracers do not see change. So ``in_
 collective becomes two operations: one that starts it, such as ``funcshard::all_gather``, and
 ``funcshard::wait``. Their arguments name the unit, the buffer and the mesh axis, and no process
 group, so the graph is the same on all ranks. ``funcshard.graph`` runs them.
+
+Nor may a rank's own position become a constant of the graph. So it is the result of an operation
+too, ``funcshard::coordinate``, and all that depends on it is computed from that tensor.
 """
 
 from __future__ import annotations
@@ -16,10 +19,18 @@ from typing import Any
 
 import torch
 
-from funcshard.comm.group import AllGatherWork, DeferredWork, Group, Op, Work, all_gather_last
+from funcshard.comm.group import (
+    AllGatherWork,
+    DeferredWork,
+    Group,
+    Op,
+    Work,
+    WrappedGroup,
+    all_gather_last,
+)
+from funcshard.comm.mesh import Mesh
 from funcshard.comm.step_recording import current_recording
 from funcshard.comm.user_collectives import CustomGroup
-from funcshard.comm.wrapped_group import WrappedGroup
 
 # --- the operations -------------------------------------------------------------------------------
 
@@ -33,11 +44,14 @@ _SCHEMAS = {
     "wait": "(Tensor pending) -> Tensor",
     "number": "(int index, SymInt steps) -> Tensor",
     "phase": "(str name) -> ()",
+    "coordinate": "(str axis, int ranks) -> Tensor",
 }
 for _name, _schema in _SCHEMAS.items():
     # Why this tag: the result depends on other ranks, so that torch must neither compute a constant
     # of it, nor take one operation for another with the same arguments.
-    _tags = () if _name in ("wait", "number") else (torch.Tag.nondeterministic_seeded,)
+    _tags = (
+        () if _name in ("wait", "number", "coordinate") else (torch.Tag.nondeterministic_seeded,)
+    )
     torch.library.define(f"funcshard::{_name}", _schema, tags=_tags)
 
 
@@ -85,6 +99,11 @@ def _(index: int, steps: int) -> torch.Tensor:
 @torch.library.register_fake("funcshard::phase")
 def _(name: str) -> None:
     pass
+
+
+@torch.library.register_fake("funcshard::coordinate")
+def _(axis: str, ranks: int) -> torch.Tensor:
+    return torch.empty((), dtype=torch.int64, device="cpu")
 
 
 # --- the group ------------------------------------------------------------------------------------
@@ -158,3 +177,41 @@ class RecordedGroup(WrappedGroup):
         assert recording is not None, "a RecordedGroup lives as long as the recording"
         recording.start()
         return self.unit, self.buffer, self.axis, self.size, label
+
+
+# --- the rank's position --------------------------------------------------------------------------
+
+
+def own_row(rows: torch.Tensor, group: Group, axis: str) -> torch.Tensor:
+    """Return a copy of the row of ``rows`` that has this rank's number.
+
+    Arguments:
+        rows: a tensor with one row for each rank of the group.
+        group: the ranks, along an axis or on a part of it.
+        axis: name of the axis.
+    """
+    if current_recording() is None:
+        return rows[group.rank].clone()
+    row_index = torch.ops.funcshard.coordinate(axis, group.size).to(rows.device)
+    return rows.index_select(0, row_index.reshape(1))[0]
+
+
+def at_own_rank(value: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """Return one number for each rank of the mesh: ``value`` at this rank, and zeros elsewhere.
+
+    Arguments:
+        value: a tensor with one element.
+        mesh: the ranks.
+    """
+    of_ranks = value.new_zeros(mesh.world_size)
+    if current_recording() is None:
+        of_ranks[mesh.rank] = value
+        return of_ranks
+    rank_number = torch.zeros((), dtype=torch.int64, device="cpu")
+    for axis, group in mesh.groups.items():
+        if group.size > 1:
+            rank_number = rank_number * group.size + torch.ops.funcshard.coordinate(
+                axis, group.size
+            )
+    is_own = torch.arange(mesh.world_size, device=value.device) == rank_number.to(value.device)
+    return torch.where(is_own, value, of_ranks)

@@ -107,8 +107,8 @@ def simulate(
         raise TypeError(
             f"simulate takes the program of one rank, fn(mesh), before world_size; found {fn!r}"
         )
-    sizes = mesh_axes_of(world_size, "world_size")
-    if (ranks := math.prod(sizes.values())) > _MOST_RANKS:
+    axis_sizes = mesh_axes_of(world_size, "world_size")
+    if (ranks := math.prod(axis_sizes.values())) > _MOST_RANKS:
         raise ValueError(
             f"world_size must be at most {_MOST_RANKS:,} ranks, because each is a thread of this "
             f"process; found {ranks:,}: pass fewer ranks"
@@ -129,10 +129,10 @@ def simulate(
 
     def mesh_of(rank: int) -> Mesh:
         groups: dict[str, Group] = {
-            axis: _SimulatedGroup(world, tuple(line), line.index(rank), axis)
-            if len(line) > 1
+            axis: _SimulatedGroup(world, tuple(line_ranks), line_ranks.index(rank), axis)
+            if len(line_ranks) > 1
             else LocalGroup()
-            for axis, line in lines_through(rank, sizes).items()
+            for axis, line_ranks in lines_through(rank, axis_sizes).items()
         }
         return Mesh(groups, device)
 
@@ -169,10 +169,10 @@ def simulate(
             torch.set_num_threads(threads)
         # Why not for one rank: it has the level alone, and torch.func.linearize opens it itself.
         with one_forward_level() if world.size > 1 else contextlib.nullcontext():
-            for thread in rank_threads:
-                thread.start()
-            for thread in rank_threads:
-                thread.join()
+            for rank_thread in rank_threads:
+                rank_thread.start()
+            for rank_thread in rank_threads:
+                rank_thread.join()
     except BaseException as error:  # such as Ctrl-C: the ranks end at their next collective
         world.fail(None, error)
         raise
@@ -263,9 +263,9 @@ class _World:
         number = self._counts[ranks, position] = self._counts.get((ranks, position), 0) + 1
         collective = self._open.setdefault((ranks, number), joined)
         if collective.title != joined.title:
-            first = next(iter(collective.arguments))
+            first_position = next(iter(collective.arguments))
             (low, low_title), (high, high_title) = sorted(
-                [(ranks[first], collective.title), (ranks[position], joined.title)]
+                [(ranks[first_position], collective.title), (ranks[position], joined.title)]
             )
             raise RuntimeError(
                 f"ranks issue different collectives: number {number} on mesh axis {joined.axis!r} "
@@ -286,7 +286,7 @@ class _World:
         """
         running = _running.get()  # nothing in a thread that the rank started
         if rank in self._left or (running is not None and running != (self, rank)):
-            used = (
+            used_text = (
                 "in another simulation"
                 if running is None or running[0] is not self
                 else f"by rank {running[1]}"
@@ -294,7 +294,7 @@ class _World:
             misuse_text = (
                 f"the simulation of rank {rank} has ended"
                 if rank in self._left
-                else f"it is used {used}"
+                else f"it is used {used_text}"
             )
             raise RuntimeError(
                 "a simulated mesh belongs to one rank of one simulation; found the mesh of rank "
@@ -316,31 +316,33 @@ class _World:
 
     def _pass_turn(self, rank: int) -> None:
         """Give the turn to the next rank after ``rank`` that can go on; fail if no rank can."""
-        order = [(rank + i) % self.size for i in range(1, self.size + 1)]
-        present = [r for r in order if r not in self._left]
-        ready = [
-            r
-            for r in present
-            if r not in self._waits or self._waits[r].done or self.failure is not None
+        turn_order = [(rank + i) % self.size for i in range(1, self.size + 1)]
+        present_ranks = [other_rank for other_rank in turn_order if other_rank not in self._left]
+        ready_ranks = [
+            other_rank
+            for other_rank in present_ranks
+            if other_rank not in self._waits
+            or self._waits[other_rank].done
+            or self.failure is not None
         ]
-        if present and not ready:
+        if present_ranks and not ready_ranks:
             self.fail(None, RuntimeError(self._deadlock()))
-            ready = present
-        self._turn = ready[0] if ready else None
-        if ready:
-            self._waits.pop(ready[0], None)
+            ready_ranks = present_ranks
+        self._turn = ready_ranks[0] if ready_ranks else None
+        if ready_ranks:
+            self._waits.pop(ready_ranks[0], None)
         self._changed.notify_all()
 
     def _deadlock(self) -> str:
         """Return the error message of a deadlock."""
-        lines = [
-            f"rank {r} has returned"
-            if r in self._left
-            else f"rank {r} waits in {self._waits[r].describe()}"
-            for r in range(self.size)
+        rank_lines = [
+            f"rank {other_rank} has returned"
+            if other_rank in self._left
+            else f"rank {other_rank} waits in {self._waits[other_rank].describe()}"
+            for other_rank in range(self.size)
         ]
         rule = "every rank has to call the same functions in the same order, even if one rank alone uses a result"
-        return f"simulated ranks wait for each other and none can go on: {'; '.join(lines)}; {rule}"
+        return f"simulated ranks wait for each other and none can go on: {'; '.join(rank_lines)}; {rule}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -373,9 +375,9 @@ class _Collective:
         self.arguments.clear()
 
     def describe(self) -> str:
-        joined = ", ".join(str(self.ranks[position]) for position in sorted(self.arguments))
+        joined_text = ", ".join(str(self.ranks[position]) for position in sorted(self.arguments))
         return (
-            f"{self.title} (number {self.number} on mesh axis {self.axis!r}), which ranks {joined} "
+            f"{self.title} (number {self.number} on mesh axis {self.axis!r}), which ranks {joined_text} "
             "have joined"
         )
 
@@ -416,14 +418,14 @@ class _SimulatedGroup(Group):
         if not op.out.numel():
             return DONE
         if op.kind == "reduce_scatter":
-            full = concatenate(op.data).to(op.out.dtype)
-            op, tensors = op._replace(data=full), [op.out, full]
+            full_tensor = concatenate(op.data).to(op.out.dtype)
+            op, tensors = op._replace(data=full_tensor), [op.out, full_tensor]
         elif op.kind == "broadcast":
             title = f"broadcast from rank {op.src}"
-        shapes = [
+        tensor_shapes = [
             f"{_dtype(tensor)}{list(tensor.shape)}" for tensor in tensors if tensor is not None
         ]
-        return self._join(f"{title} of {', '.join(shapes)}", _RUN[op.kind], op, op.label)
+        return self._join(f"{title} of {', '.join(tensor_shapes)}", _RUN[op.kind], op, op.label)
 
     def all_gather_text(self, text: str, *, label: str = "") -> list[str]:
         texts: list[str] = []
@@ -457,14 +459,14 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 def _all_gather(ops: list[Op]) -> None:
     for op in ops:
-        for part, source in zip(op.out.chunk(len(ops)), ops, strict=True):
-            part.copy_(source.data)
+        for part, source_op in zip(op.out.chunk(len(ops)), ops, strict=True):
+            part.copy_(source_op.data)
 
 
 def _reduce_scatter(ops: list[Op]) -> None:
     for rank, op in enumerate(ops):
-        slices = [source.data.chunk(len(ops))[rank].view_as(op.out) for source in ops]
-        sum_in_rank_order(op.out, slices)
+        rank_slices = [source_op.data.chunk(len(ops))[rank].view_as(op.out) for source_op in ops]
+        sum_in_rank_order(op.out, rank_slices)
 
 
 def _all_reduce(ops: list[Op]) -> None:
@@ -481,8 +483,8 @@ def _broadcast(ops: list[Op]) -> None:
 
 def _all_to_all(ops: list[Op]) -> None:
     for rank, op in enumerate(ops):
-        sources = [source.data.split(list(source.sizes))[rank] for source in ops]
-        for part, source_part in zip(op.out.split(list(op.out_sizes)), sources, strict=True):
+        source_parts = [source_op.data.split(list(source_op.sizes))[rank] for source_op in ops]
+        for part, source_part in zip(op.out.split(list(op.out_sizes)), source_parts, strict=True):
             part.copy_(source_part)
 
 

@@ -37,15 +37,17 @@ class Topology:
     def __post_init__(self) -> None:
         # Why here: every collective asks for these several times.
         mesh = self.mesh
-        cut = self.sharded and "shard" not in self.local and mesh.shard.size > 1
+        is_cut = self.sharded and "shard" not in self.local and mesh.shard.size > 1
         # The shard axis comes first, as in predictions, then the replicate axis, then the others.
         groups = {"shard": mesh.shard, "replicate": mesh.replicate, **mesh.groups}
-        axes = [axis for axis in groups.items() if axis[1].size > 1 and axis[0] not in self.local]
-        object.__setattr__(self, "cut", cut)
+        communicated_axes = [
+            axis for axis in groups.items() if axis[1].size > 1 and axis[0] not in self.local
+        ]
+        object.__setattr__(self, "cut", is_cut)
         object.__setattr__(
             self,
             "repeated",
-            tuple(axis for axis in axes if not (self.sharded and axis[0] == "shard")),
+            tuple(axis for axis in communicated_axes if not (self.sharded and axis[0] == "shard")),
         )
 
     @classmethod

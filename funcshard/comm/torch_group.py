@@ -39,7 +39,7 @@ from funcshard.comm.journal import Journal, Unused
 from funcshard.comm.liveness import LIMITS, Heart, Limits, LostError
 from funcshard.comm.meeting import name_of, watched
 from funcshard.comm.native import Native
-from funcshard.comm.shm import Pool, SharedMemoryBackend, connect, private_block
+from funcshard.comm.shm import Exchange, Pool, SharedMemoryBackend, connect, private_block
 
 _log = logging.getLogger("funcshard.comm")
 
@@ -101,55 +101,61 @@ class TorchGroup(Group):
             separate_reductions: whether reductions get a separate process group; by default on
                 every backend but gloo.
         """
-        name = str(dist.get_backend(group)).lower()
-        if ":" in name:  # such as cpu:gloo,cuda:nccl
-            name = dict(pair.split(":") for pair in name.split(","))[device]
-        native = "gloo" not in name
+        backend_name = str(dist.get_backend(group)).lower()
+        if ":" in backend_name:  # such as cpu:gloo,cuda:nccl
+            backend_name = dict(pair.split(":") for pair in backend_name.split(","))[device]
+        is_native = "gloo" not in backend_name
         rank = dist.get_rank(group)
-        ranks = dist.get_process_group_ranks(group)
-        detector = functools.partial(DesyncDetector, axis, ranks, rank)
-        if name == "fake":  # torch's stand-in for a backend: the other ranks do not exist
+        global_ranks = dist.get_process_group_ranks(group)
+        detector = functools.partial(DesyncDetector, axis, global_ranks, rank)
+        if backend_name == "fake":  # torch's stand-in for a backend: the other ranks do not exist
             native_only = Native(group, group)
-            return cls(group, rank, len(ranks), native_only, None, device, detector(group))
+            return cls(group, rank, len(global_ranks), native_only, None, device, detector(group))
         if separate_reductions is None:
-            separate_reductions = native
-        timeout, where = group_timeout(group), f"mesh axis {axis!r}"
+            separate_reductions = is_native
+        timeout, axis_text = group_timeout(group), f"mesh axis {axis!r}"
         journal = journal_of_job()
-        control = connected(ranks, "gloo", timeout, where, limits)
+        control = connected(global_ranks, "gloo", timeout, axis_text, limits)
         heart = journal.heart
         assert heart is not None, "the journal of a job has one"
-        store = heart.part(f"funcshard/{control.group_name}")
-        reductions = group
+        axis_store = heart.part(f"funcshard/{control.group_name}")
+        reduction_group = group
         if separate_reductions:
-            reductions = connected(ranks, name, timeout, where, limits)
-        gloo_groups = [control] if native else [group, reductions, control]
+            reduction_group = connected(global_ranks, backend_name, timeout, axis_text, limits)
+        gloo_groups = [control] if is_native else [group, reduction_group, control]
         detector = functools.partial(
             detector, control, limits=limits, groups=gloo_groups, heart=heart
         )
         sockets = {}
-        if not native and device == "cpu":
+        if not is_native and device == "cpu":
             # Why a detector and a store prefix for the rendezvous alone: a rank that waits in it
             # may write its entries to the store. The detectors of the axis count from 1 again, and
             # must not compare those entries with their own.
-            rendezvous = detector(store.part("rendezvous"))
-            sockets = connect(rank, len(ranks), rendezvous.all_gather_text, wanted=shared_memory)
+            rendezvous = detector(axis_store.part("rendezvous"))
+            sockets = connect(
+                rank, len(global_ranks), rendezvous.all_gather_text, wanted=shared_memory
+            )
         desync = detector(
-            store,
+            axis_store,
             connections=tuple(sockets.values()),
-            aborted=[group, reductions] if native else (),
+            aborted=[group, reduction_group] if is_native else (),
             journal=journal,
         )
-        backend: Gloo | Native = Native(group, reductions)
-        if not native:
-            backend = Gloo(rank, len(ranks), group, reductions, desync)
-        shm, way = None, name
+        backend: Gloo | Native = Native(group, reduction_group)
+        if not is_native:
+            backend = Gloo(rank, len(global_ranks), group, reduction_group, desync)
+        shm, way_text = None, backend_name
         if sockets:
-            shm = SharedMemoryBackend(rank, sockets, desync, timeout.total_seconds())
-            way = f"{name}, through shared memory"
+            shm = SharedMemoryBackend(Exchange(rank, sockets, desync, timeout.total_seconds()))
+            way_text = f"{backend_name}, through shared memory"
         _log.debug(
-            "mesh axis %r of ranks %s: this is rank %d, over %s", axis, ranks, dist.get_rank(), way
+            "mesh axis %r of ranks %s: this is rank %d, over %s",
+            axis,
+            global_ranks,
+            dist.get_rank(),
+            way_text,
         )
-        return cls(group, rank, len(ranks), backend, shm, device, desync, shared_memory)
+        return cls(group, rank, len(global_ranks), backend, shm, device, desync, shared_memory)
 
     @property
     def global_rank(self) -> int:
@@ -158,10 +164,10 @@ class TorchGroup(Group):
     def subgroup(self, global_ranks: Sequence[int], axis: str) -> TorchGroup:
         # Only the ranks of the new group synchronise, so some of a job's processes can do this
         # alone.
-        backend, timeout = str(dist.get_backend(self.group)), group_timeout(self.group)
-        limits, where = self.desync.limits, f"mesh axis {axis!r}"
+        backend_name, timeout = str(dist.get_backend(self.group)), group_timeout(self.group)
+        limits, axis_text = self.desync.limits, f"mesh axis {axis!r}"
         sub_group = TorchGroup.of(
-            connected(list(global_ranks), backend, timeout, where, limits),
+            connected(list(global_ranks), backend_name, timeout, axis_text, limits),
             axis,
             self.device,
             limits=limits,
@@ -177,27 +183,31 @@ class TorchGroup(Group):
         return self.pool.tensor(numel, like.dtype)
 
     def start(self, op: Op) -> Work:
-        kind, out, needs = op.kind, op.out, None
+        recorded_kind, out, needed_ranks = op.kind, op.out, None
         carrier: Gloo | Native | SharedMemoryBackend = self.shm or self.backend
-        recorded = out
-        if kind == "all_to_all":
+        recorded_tensor = out
+        if recorded_kind == "all_to_all":
             # A rank that neither sends nor receives has to call this too. Sizes differ between
             # ranks, so they are not recorded.
-            carrier, recorded = self.backend, out[:0]
+            carrier, recorded_tensor = self.backend, out[:0]
             if not all(op.out_sizes):
-                needs = [rank for rank, size in enumerate(op.out_sizes) if size]
+                needed_ranks = [rank for rank, size in enumerate(op.out_sizes) if size]
         elif not out.numel():
             return DONE
-        elif kind == "broadcast":
-            kind = f"broadcast from rank {op.src}"
-            needs = [op.src] if self.shm is None else None
-        elif kind == "reduce_scatter":
-            recorded = out.reshape(1, -1).expand(self.size, -1)
+        elif recorded_kind == "broadcast":
+            recorded_kind = f"broadcast from rank {op.src}"
+            needed_ranks = [op.src] if self.shm is None else None
+        elif recorded_kind == "reduce_scatter":
+            recorded_tensor = out.reshape(1, -1).expand(self.size, -1)
         checks_itself = carrier is self.shm
         number = self.desync.record(
-            kind, op.label, recorded, self_checking=checks_itself, needs=needs
+            recorded_kind,
+            op.label,
+            recorded_tensor,
+            self_checking=checks_itself,
+            needs=needed_ranks,
         )
-        if kind == "reduce_scatter" and not checks_itself:
+        if recorded_kind == "reduce_scatter" and not checks_itself:
             full = op.data[0]
             if len(op.data) > 1:
                 full = concatenate(op.data, self.empty(self.size * out.numel(), out))
@@ -209,8 +219,8 @@ class TorchGroup(Group):
         # The choice depends only on facts that are the same on every rank, such as sizes.
         if self.shm is None or shard.device.type != "cpu" or shard.nbytes * self.size < _POOLED:
             return all_gather_last(self, shard, label=label)
-        recorded = shard.reshape(1, -1).expand(self.size, -1)
-        number = self.desync.record("all_gather", label, recorded, self_checking=True)
+        recorded_tensor = shard.reshape(1, -1).expand(self.size, -1)
+        number = self.desync.record("all_gather", label, recorded_tensor, self_checking=True)
         return self.shm.all_gather_shared(shard, number)
 
     def all_gather_text(self, text: str, *, label: str = "") -> list[str]:
@@ -270,13 +280,13 @@ def give_back(group: Any, *users: Any) -> None:
     """
     if str(dist.get_backend(group)) != "gloo" or group is dist.group.WORLD:
         return
-    unused = journal_of_job().unused
+    unused_groups = journal_of_job().unused
     users_left = [*range(len(users))]
 
     def gone() -> None:
         users_left.pop()
         if not users_left:
-            unused.append(Unused(group))
+            unused_groups.append(Unused(group))
 
     for user in users:
         weakref.finalize(user, gone).atexit = False
@@ -297,13 +307,13 @@ def connected(
     Raises:
         RuntimeError: a rank cannot be reached.
     """
-    journal, name = journal_of_job(), name_of("group", ranks)
+    journal, action_name = journal_of_job(), name_of("group", ranks)
     # Why here: Python collects garbage on any thread and in the middle of torch's code, where a
     # group cannot be destroyed. A rank that makes a group has met the other ranks just now, so
     # they have left the collectives of a mesh that is gone here.
     journal.destroy_unused()
-    called = f"funcshard {name} {journal.count(name)}"
-    connect = functools.partial(new_group, ranks, backend, timeout, called)
+    group_name = f"funcshard {action_name} {journal.count(action_name)}"
+    connect = functools.partial(new_group, ranks, backend, timeout, group_name)
     try:
         if backend != "gloo" or journal.heart is None:  # the current GPU is one of the thread
             return connect()

@@ -8,15 +8,24 @@ dicts and ``psum`` never see a rounded value.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from funcshard.comm.group import AllGatherWork, DeferredWork, Group, LocalGroup, Work
+from funcshard.comm.group import (
+    AllGatherWork,
+    DeferredWork,
+    Group,
+    LocalGroup,
+    Work,
+    WrappedGroup,
+    all_gather_private,
+)
 from funcshard.comm.group import PrivateAllGatherWork as Pending
 from funcshard.comm.mesh import Mesh, remade
-from funcshard.comm.wrapped_group import WrappedGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +55,15 @@ class Collectives:
 
     def all_gather(self, tensor: torch.Tensor) -> Pending:
         """Start to concatenate every rank's ``tensor`` along dim 0, in order of ranks."""
-        tensor = tensor.contiguous()
-        out = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
-        return Pending(out, self.group.all_gather(out, tensor, label=self.label))
+        return all_gather_private(self.group, tensor.contiguous(), label=self.label)
 
     def reduce_scatter(self, tensor: torch.Tensor) -> Pending:
         """Start to add up every rank's ``tensor``; this rank gets its part of dim 0."""
-        flat, rows = tensor.contiguous().view(-1), self._rows(tensor)
-        out = tensor.new_empty(rows, *tensor.shape[1:])
-        return Pending(out, self.group.reduce_scatter(out.view(-1), [flat], label=self.label))
+        flat_tensor, own_rows = tensor.contiguous().view(-1), self._rows(tensor)
+        out = tensor.new_empty(own_rows, *tensor.shape[1:])
+        return Pending(
+            out, self.group.reduce_scatter(out.view(-1), [flat_tensor], label=self.label)
+        )
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         """Start to add up every rank's ``tensor``; each rank gets the whole sum."""
@@ -70,12 +79,19 @@ class Collectives:
         tensor = tensor.contiguous()
         out = torch.empty_like(tensor)
         # Why bytes: gloo does not know every dtype of one byte.
-        sent, received = (
-            each.view(-1).view(torch.uint8) if each.itemsize == 1 else each.view(-1)
-            for each in (tensor, out)
+        sent_bytes, received_bytes = (
+            flat_tensor.view(-1).view(torch.uint8)
+            if flat_tensor.itemsize == 1
+            else flat_tensor.view(-1)
+            for flat_tensor in (tensor, out)
         )
-        sizes = [sent.numel() // self.size] * self.size
-        return Pending(out, self.group.all_to_all(received, sent, sizes, sizes, label=self.label))
+        part_sizes = [sent_bytes.numel() // self.size] * self.size
+        return Pending(
+            out,
+            self.group.all_to_all(
+                received_bytes, sent_bytes, part_sizes, part_sizes, label=self.label
+            ),
+        )
 
     def _rows(self, tensor: torch.Tensor) -> int:
         """Return how many rows of ``tensor`` each rank gets."""
@@ -178,21 +194,15 @@ def with_collectives(
                 f"units run all_gather and reduce_scatter along 'shard' only; found {collective_kind} for "
                 f"{axis!r}: pass all_reduce for this axis"
             )
-    group = mesh.groups[axis]
-    if isinstance(group, LocalGroup):
+    axis_group = mesh.groups[axis]
+    if isinstance(axis_group, LocalGroup):
         return mesh  # one rank has nothing to communicate
-    if isinstance(group, CustomGroup):
-        user_functions = {
-            collective_kind: start or getattr(group, f"own_{collective_kind}")
-            for collective_kind, start in user_functions.items()
-        }
-        group = group.inner
-    custom_group = CustomGroup(
-        group,
-        axis,
-        **{f"own_{collective_kind}": start for collective_kind, start in user_functions.items()},
-    )
-    return remade(mesh, {**mesh.groups, axis: custom_group})
+    if not isinstance(axis_group, CustomGroup):
+        axis_group = CustomGroup(axis_group, axis)
+    group_changes: dict[str, Any] = {
+        f"own_{kind}": start for kind, start in user_functions.items() if start is not None
+    }
+    return remade(mesh, {**mesh.groups, axis: dataclasses.replace(axis_group, **group_changes)})
 
 
 def without_collectives(mesh: Mesh) -> Mesh:
@@ -229,8 +239,12 @@ class CustomGroup(WrappedGroup):
         """Start to reduce a unit's gradient, the concatenation of 1-D ``parts``, into ``out``."""
         if self.own_reduce_scatter is None:
             return self.inner.reduce_scatter(out, parts, label=label)
-        full = torch.cat([part.to(out.dtype) for part in parts]) if len(parts) > 1 else parts[0]
-        finish = self._start("reduce_scatter", self.own_reduce_scatter, full, len(out), label)
+        full_tensor = (
+            torch.cat([part.to(out.dtype) for part in parts]) if len(parts) > 1 else parts[0]
+        )
+        finish = self._start(
+            "reduce_scatter", self.own_reduce_scatter, full_tensor, len(out), label
+        )
         return DeferredWork(lambda: _copy(out, finish()))
 
     def start_all_reduce(self, tensor: torch.Tensor, label: str) -> Work:
@@ -244,32 +258,29 @@ class CustomGroup(WrappedGroup):
         self, kind: str, start: Start, tensor: torch.Tensor, numel: int, label: str
     ) -> Callable[[], torch.Tensor]:
         """Call a function of the user's; return a function that waits, and checks the result."""
-        where = f"{kind} of with_collectives along {self.axis!r}, for {label or 'a tensor'},"
+        call_text = f"{kind} of with_collectives along {self.axis!r}, for {label or 'a tensor'},"
         with torch.no_grad():
-            wait = start(tensor, Collectives(self.inner, label))
-        if not callable(wait):
+            user_wait = start(tensor, Collectives(self.inner, label))
+        if not callable(user_wait):
             raise TypeError(
-                f"{where} must return a function that waits and returns the result; found "
-                f"{type(wait).__name__}: return lambda: result"
+                f"{call_text} must return a function that waits and returns the result; found "
+                f"{type(user_wait).__name__}: return lambda: result"
             )
         dtype = tensor.dtype
 
         def finish() -> torch.Tensor:
             with torch.no_grad():
-                wait_result = wait()
+                wait_result = user_wait()
             if (
                 not isinstance(wait_result, torch.Tensor)
                 or wait_result.shape != (numel,)
                 or wait_result.dtype != dtype
             ):
-                tensors = isinstance(wait_result, torch.Tensor)
-                held = (
-                    f"{tuple(wait_result.shape)} and {wait_result.dtype}"
-                    if tensors
-                    else type(wait_result).__name__
-                )
+                result_text = type(wait_result).__name__
+                if isinstance(wait_result, torch.Tensor):
+                    result_text = f"{tuple(wait_result.shape)} and {wait_result.dtype}"
                 raise ValueError(
-                    f"{where} must give a tensor of shape ({numel},) and {dtype}; found {held}: "
+                    f"{call_text} must give a tensor of shape ({numel},) and {dtype}; found {result_text}: "
                     "cast it back"
                 )
             return wait_result

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import funcshard as fs
 from funcshard._utils import tree
 from funcshard.comm import neighbours
-from funcshard.comm.wrapped_group import WrappedGroup
+from funcshard.comm.group import WrappedGroup
 from tests.core.units import of_module, requiring_grad, same_bits
 from tests.module.law import Runs, calls_on, sharded_call
 from tests.ranks import on_ranks, run_ranks, run_simulated

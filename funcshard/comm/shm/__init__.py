@@ -14,7 +14,8 @@ the CPU, so a first reading can skip this wing. In reading order:
 from __future__ import annotations
 
 from funcshard.comm.shm.backend import SharedMemoryBackend
+from funcshard.comm.shm.exchange import Exchange
 from funcshard.comm.shm.pool import Pool, private_block
 from funcshard.comm.shm.rendezvous import connect
 
-__all__ = ["Pool", "SharedMemoryBackend", "connect", "private_block"]
+__all__ = ["Exchange", "Pool", "SharedMemoryBackend", "connect", "private_block"]

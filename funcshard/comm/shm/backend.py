@@ -20,17 +20,15 @@ much earlier.
 
 from __future__ import annotations
 
-import socket
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from funcshard._utils import recording_or_transforming
 from funcshard.comm import (
     AllGatherWork,
-    DeferredWork,
-    DesyncDetector,
     Op,
     Work,
     concatenate,
@@ -48,31 +46,17 @@ _SMALL_BYTES, _FEW_RANKS = 1 << 16, 2
 class SharedMemoryBackend:
     """The collectives of one rank on one group, whose ranks run on one machine.
 
-    The methods are those of ``Group``. ``number`` is the number that the desync detector gave the
+    Each method is as in ``Group``, and takes the number that the desync detector gave the
     collective.
-
-    Arguments:
-        rank: this process's rank.
-        connections: a socket to every other rank, as ``connect`` returns them; they are closed when
-            the backend is gone.
-        desync: the desync detector of the group.
-        timeout: seconds after which a collective that a rank has not joined is an error.
 
     Attributes:
         exchange: this rank's side of the protocol.
         blocks: the shared memory of this rank.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        connections: Mapping[int, socket.socket],
-        desync: DesyncDetector,
-        timeout: float,
-    ) -> None:
-        self._rank, self._size = rank, len(connections) + 1
-        self.exchange = Exchange(rank, connections, desync, timeout)
-        self.blocks = self.exchange.blocks
+    def __init__(self, exchange: Exchange) -> None:
+        self._rank, self._size = exchange.rank, exchange.size
+        self.exchange, self.blocks = exchange, exchange.blocks
         # Reductions that ``poll`` reads once all is there.
         self._early: list[weakref.ref[_CollectiveWork]] = []
         self._output_tensors: dict[int, int] = {}  # live tensors in each shared output, by number
@@ -87,10 +71,10 @@ class SharedMemoryBackend:
         key, exchange = self._contribute(number, 0, shard), self.exchange
 
         def read() -> None:
-            rows = out.view(self._size, -1)
+            output_rows = out.view(self._size, -1)
             shards = exchange.all_contributions(key, shard.numel(), out.dtype)
-            for row, peer_shard in zip(rows, shards, strict=True):
-                row.copy_(peer_shard)
+            for output_row, peer_shard in zip(output_rows, shards, strict=True):
+                output_row.copy_(peer_shard)
 
         return _CollectiveWork(self, key, read)
 
@@ -100,9 +84,9 @@ class SharedMemoryBackend:
         shape, dtype = shard.shape, shard.dtype
         self._output_tensors[number] = 0
         if not self._rank:
-            size = shard.nbytes * self._size
+            output_bytes = shard.nbytes * self._size
             exchange.contributions[-number] = (
-                self.blocks.take_or_wait(size, self._busy_outputs, exchange.receive),
+                self.blocks.take_or_wait(output_bytes, self._busy_outputs, exchange.receive),
                 0,
             )
         output = self._output(key)
@@ -120,48 +104,41 @@ class SharedMemoryBackend:
             exchange.announce(
                 key, IN_OUTPUT, None if self._rank else exchange.contributions[-number][0]
             )
-        gathered: list[torch.Tensor] = []
-        work = _CollectiveWork(
-            self, key, lambda: gathered.append(self._read_output(number, shape, dtype))
-        )
-
-        def finish() -> torch.Tensor:
-            work.wait()
-            return gathered.pop()
-
-        return DeferredWork(finish)
+        return _CollectiveWork(self, key, lambda: self._read_output(number, shape, dtype))
 
     def reduce_scatter(self, op: Op, number: int) -> Work:
         """See ``Group``."""
         own_output, rank, exchange = op.out.view(-1), self._rank, self.exchange
         key = self._begin(number)
-        n = own_output.numel()
-        numel = n * (self._size - 1)
-        block, offset = self.blocks.reserve(numel * own_output.itemsize)
-        written = block.tensor(numel, own_output.dtype, offset=offset)
+        own_numel = own_output.numel()
+        peers_numel = own_numel * (self._size - 1)
+        block, offset = self.blocks.reserve(peers_numel * own_output.itemsize)
+        peer_slices = block.tensor(peers_numel, own_output.dtype, offset=offset)
+        lower_slices, higher_slices = peer_slices.tensor_split([rank * own_numel])
+        begin = 0
         # The slices of the peers go into the block. This rank's slice goes to ``out``.
-        for target, begin in (
-            (written[: rank * n], 0),
-            (own_output, rank * n),
-            (written[rank * n :], (rank + 1) * n),
-        ):
-            if len(target):
-                concatenate(slice_parts(op.data, begin, begin + len(target)), target)
+        for written_part in (lower_slices, own_output, higher_slices):
+            end = begin + len(written_part)
+            if begin < end:
+                concatenate(slice_parts(op.data, begin, end), written_part)
+            begin = end
         exchange.contributions[key] = (block, offset)
         exchange.announce(key, offset, block)
 
         def read() -> None:
-            # A contribution leaves out the slice of the rank that wrote it. So this rank's slice
-            # comes one position earlier in the contributions of lower ranks.
-            peers = [r for r in range(self._size) if r != rank]
-            slices = [
-                exchange.contribution(key, r, (rank + (r > rank)) * n, own_output.dtype)[-n:]
-                for r in peers
-            ]
-            # Why clone: the first addition overwrites ``own``, so a slice that is added later must
-            # lie elsewhere.
-            slices.insert(rank, own_output.clone() if rank > 1 else own_output)
-            sum_in_rank_order(own_output, slices)
+            rank_slices = []
+            for peer_rank in range(self._size):
+                if peer_rank == rank:
+                    # Why clone: the first addition overwrites ``own_output``, so a slice that is
+                    # added later must lie elsewhere.
+                    rank_slices.append(own_output.clone() if rank > 1 else own_output)
+                    continue
+                # A contribution leaves out the slice of the rank that wrote it. So this rank's
+                # slice comes one position earlier in the contributions of lower ranks.
+                end = (rank + (peer_rank > rank)) * own_numel
+                contribution = exchange.contribution(key, peer_rank, end, own_output.dtype)
+                rank_slices.append(contribution[-own_numel:])
+            sum_in_rank_order(own_output, rank_slices)
 
         work = _CollectiveWork(self, key, read, adds_in_place=True)
         # An inference tensor cannot be written to outside inference mode.
@@ -180,21 +157,25 @@ class SharedMemoryBackend:
 
             return _CollectiveWork(self, key, read)
 
-        parts = flat.tensor_split(self._size)  # sizes may differ by one
-        mine = parts[self._rank]
-        begin = sum(map(torch.Tensor.numel, parts[: self._rank]))
+        rank_parts = flat.tensor_split(self._size)  # sizes may differ by one
+        own_part = rank_parts[self._rank]
+        own_begin = sum(map(torch.Tensor.numel, rank_parts[: self._rank]))
 
         def read_in_two_phases() -> None:
-            contributions = exchange.all_contributions(key, begin + mine.numel(), flat.dtype)
-            sum_in_rank_order(mine, [peer_part[begin:] for peer_part in contributions])
-            second = key + 1
+            contributions = exchange.all_contributions(
+                key, own_begin + own_part.numel(), flat.dtype
+            )
+            sum_in_rank_order(own_part, [peer_part[own_begin:] for peer_part in contributions])
+            second_key = key + 1
             # Otherwise an earlier wait was interrupted after this.
-            if second not in exchange.contributions:
-                self._contribute(number, 1, mine)
-            Arrival(exchange, second).wait_and_compare()
-            for rank, part in enumerate(parts):
+            if second_key not in exchange.contributions:
+                self._contribute(number, 1, own_part)
+            Arrival(exchange, second_key).wait_and_compare()
+            for rank, rank_part in enumerate(rank_parts):
                 if rank != self._rank:
-                    part.copy_(exchange.contribution(second, rank, part.numel(), flat.dtype))
+                    rank_part.copy_(
+                        exchange.contribution(second_key, rank, rank_part.numel(), flat.dtype)
+                    )
 
         return _CollectiveWork(self, key, read_in_two_phases)
 
@@ -258,29 +239,35 @@ class SharedMemoryBackend:
         if not self._rank:
             block, _ = exchange.contributions[-collective_index]
             return block.tensor(len(block.memory), torch.uint8)
-        first = exchange.peers.all[0]
-        message = first.received.get(key)
+        first_peer = exchange.peers.all[0]
+        message = first_peer.received.get(key)
         if (
             message is None
             or message.offset != IN_OUTPUT
             or message.history != exchange.in_progress[collective_index]
         ):
             return None
-        return first.blocks[message.block]
+        return first_peer.blocks[message.block]
 
     def _read_output(self, number: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """Return the gathered tensor in a shared output; copy the shards that are not there yet."""
-        key, freed, exchange, numel = 2 * number, self._freed_tensors, self.exchange, shape.numel()
+        freed_tensors, exchange, numel = self._freed_tensors, self.exchange, shape.numel()
+        key = 2 * number
         peers, output = exchange.peers.all, self._output(key)
         if output is None:
             exchange.desync.raise_desync(number, 0, peers[0].latest)
         self._output_tensors[number] += 1
-        gathered = tracked_view(output, self._size * numel, dtype, lambda _: freed.append(number))
-        rows = _slices(gathered, shape, self._size)
+        gathered = tracked_view(
+            output, self._size * numel, dtype, lambda _: freed_tensors.append(number)
+        )
+        rank_rows = _slices(gathered, shape, self._size)
+
+        def copy_shard(rank: int) -> None:
+            shard = exchange.contribution(key, rank, numel, dtype)
+            rank_rows[rank].copy_(shard.view(rank_rows[0].shape))
+
         if key in exchange.contributions:  # this rank was ahead of rank 0
-            rows[self._rank].copy_(
-                exchange.contribution(key, self._rank, numel, dtype).view(rows[0].shape)
-            )
+            copy_shard(self._rank)
             # The message names the block once more: Exchange.finish on the peers then knows that a
             # block waits for their release.
             exchange.announce(key, IN_OUTPUT, exchange.contributions[key][0])
@@ -292,10 +279,9 @@ class SharedMemoryBackend:
         for peer in peers:
             # Several ranks may copy it, with the same bytes.
             if peer.received[key].offset != IN_OUTPUT:
-                rows[peer.rank].copy_(
-                    exchange.contribution(key, peer.rank, numel, dtype).view(rows[0].shape)
-                )
-        gathered = gathered if len(shape) == 1 else gathered.view(*shape[:-1], -1)
+                copy_shard(peer.rank)
+        if len(shape) > 1:
+            gathered = gathered.view(*shape[:-1], -1)
         # Why a copy: inference tensors have no version counter, so a write to memory that all ranks
         # share would go unnoticed.
         return gathered.clone() if torch.is_inference_mode_enabled() else gathered
@@ -332,25 +318,28 @@ class _CollectiveWork:
         "_broken",
         "_key",
         "_read",
+        "_result",
     )
 
     def __init__(
         self,
         backend: SharedMemoryBackend,
         key: int,
-        read: Callable[[], object],
+        read: Callable[[], Any],
         *,
         adds_in_place: bool = False,
     ) -> None:
         self._backend, self._key, self._adds_in_place = backend, key, adds_in_place
-        self._read: Callable[[], object] | None = read
+        self._read: Callable[[], Any] | None = read
         self._arrival = Arrival(backend.exchange, key)
-        self._broken = False
+        self._broken, self._result = False, None
 
-    def wait(self) -> None:
+    def wait(self) -> Any:
+        """Return the result of ``read``."""
         if self._read is not None:
             self._arrival.wait_and_compare()
             self._finish(self._read)
+        return self._result
 
     def finish_if_arrived(self) -> bool:
         """Read now if every rank has contributed; return whether there is nothing left to do."""
@@ -362,14 +351,14 @@ class _CollectiveWork:
             self._finish(self._read)
         return self._read is None
 
-    def _finish(self, read: Callable[[], object]) -> None:
+    def _finish(self, read: Callable[[], Any]) -> None:
         if self._broken:
             raise RuntimeError(
                 "a reduce-scatter was interrupted while it added up, so its output is not valid "
                 "and it cannot be waited for again; run the step again"
             )
         try:
-            read()
+            self._result = read()
             self._read = None
         except BaseException:
             self._broken = self._adds_in_place

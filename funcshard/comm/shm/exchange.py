@@ -153,7 +153,7 @@ class Exchange:
         Raises:
             RuntimeError: the process of a peer has ended before it announced either.
         """
-        arrived = True
+        all_arrived = True
         for peer in self.peers.all:
             # Why only the first phase counts: a peer announces the second one when it waits, which
             # may be after it has begun the next collective.
@@ -161,16 +161,16 @@ class Exchange:
                 continue
             if not peer.open:
                 raise RuntimeError(f"Connection closed by rank {peer.rank} of the group")
-            arrived = False
-        return arrived
+            all_arrived = False
+        return all_arrived
 
     def first_without(self, key: int) -> Peer | None:
         """Return the first peer that has not announced ``key`` with this rank's history."""
-        history = self.in_progress[key >> 1]
+        own_history = self.in_progress[key >> 1]
         peer_without = (
             peer
             for peer in self.peers.all
-            if key not in peer.received or peer.received[key].history != history
+            if key not in peer.received or peer.received[key].history != own_history
         )
         return next(peer_without, None)
 
@@ -203,7 +203,7 @@ class Exchange:
         if self.in_progress.pop(number, None) is None:
             return
         keys = (2 * number, 2 * number + 1)
-        received = {
+        received_messages = {
             peer.rank: peer.received.pop(key)
             for peer in self.peers.all
             for key in keys
@@ -211,17 +211,17 @@ class Exchange:
         }
         # Whether the peers have large blocks in this collective. In most collectives their blocks
         # are as large as this rank's. In an all_gather_shared only ranks ahead of rank 0 have one.
-        large = any(
+        has_large = any(
             len(self.contributions[key][0].memory) > SLAB_BYTES
             for key in keys
             if key in self.contributions
         )
         if shared_output:
-            large = any(message.block for rank, message in received.items() if rank)
+            has_large = any(message.block for rank, message in received_messages.items() if rank)
         self.release(number)
         # Why at once: a peer that cannot use its large block again soon has to make another one.
         # Releases of small blocks go with the messages of the next collectives.
-        while large and self._unannounced:
+        while has_large and self._unannounced:
             self.announce()
 
     def release(self, released: int) -> None:
@@ -234,8 +234,8 @@ class Exchange:
         """Count one more rank's release; after the last one free this rank's memory."""
         if released < 0 and self.rank:
             return
-        count = self._releases[released] = self._releases.get(released, 0) + 1
-        if count < self.size:
+        release_count = self._releases[released] = self._releases.get(released, 0) + 1
+        if release_count < self.size:
             return
         del self._releases[released]
         for key in (2 * released, 2 * released + 1) if released > 0 else (released,):
@@ -270,13 +270,13 @@ class Arrival:
             RuntimeError: ``patience`` or the group's timeout is over, or the process of a peer has
                 ended.
         """
-        end = (
+        end_time = (
             self._end
             if patience is None
             else min(self._end, time.monotonic() + patience.total_seconds())
         )
         while not self._exchange.has_arrived(self._key):
-            seconds_left = end - time.monotonic()
+            seconds_left = end_time - time.monotonic()
             # Why receive once more after the end: this thread may have spent the time elsewhere
             # while the messages came.
             if not self._exchange.receive(max(seconds_left, 0.0)) and seconds_left <= 0:

@@ -105,11 +105,13 @@ def map_block(file: int) -> torch.Tensor:
         The bytes of the block as a 1-D uint8 tensor.
     """
     # Why not mmap.mmap: it keeps one file open for each mapped block of each other rank.
-    name, size = f"/proc/self/fd/{file}", os.fstat(file).st_size
+    file_name, file_bytes = f"/proc/self/fd/{file}", os.fstat(file).st_size
     # Why inference mode is off: a tensor made in inference mode cannot be written to outside it,
     # and this mapping outlives the mode in which its message arrived.
     with torch.inference_mode(False):
-        return torch.from_file(name, shared=True, size=size, dtype=torch.uint8, device="cpu")
+        return torch.from_file(
+            file_name, shared=True, size=file_bytes, dtype=torch.uint8, device="cpu"
+        )
 
 
 def tracked_view(
@@ -168,28 +170,32 @@ class Pool:
         Returns:
             The block, and the number of a block that the pool has dropped in its place, or 0.
         """
-        free = self._free
+        free_blocks = self._free
         self._takes += 1
         # Why reversed: of equal blocks the pool takes the one that came back last, so blocks that
         # are not needed move to the front of the list.
-        fitting = [block for block in reversed(free) if fits(block, size)]
-        free_block = min(fitting, key=lambda block: len(block.memory)) if fitting else None
-        dropped = None
+        fitting_blocks = [block for block in reversed(free_blocks) if fits(block, size)]
+        free_block = (
+            min(fitting_blocks, key=lambda block: len(block.memory)) if fitting_blocks else None
+        )
+        dropped_block = None
         if free_block is not None:
-            free.remove(free_block)
-            if free and free[0].idle_since + _IDLE_TAKES < self._takes:
-                dropped = free[0]
+            free_blocks.remove(free_block)
+            if free_blocks and free_blocks[0].idle_since + _IDLE_TAKES < self._takes:
+                dropped_block = free_blocks[0]
         else:  # a new block replaces the largest of the free blocks that are too small
-            small = [block for block in free if len(block.memory) < size]
-            dropped = max(small, key=lambda block: len(block.memory)) if small else None
-        if dropped is not None:
-            free.remove(dropped)
-            dropped.close()
+            small_blocks = [block for block in free_blocks if len(block.memory) < size]
+            dropped_block = (
+                max(small_blocks, key=lambda block: len(block.memory)) if small_blocks else None
+            )
+        if dropped_block is not None:
+            free_blocks.remove(dropped_block)
+            dropped_block.close()
         if free_block is None:
             free_block = self._make(size)
             self.made += 1
             free_block.number = self.made
-        return free_block, dropped.number if dropped is not None else 0
+        return free_block, dropped_block.number if dropped_block is not None else 0
 
     def give_back(self, block: Block) -> None:
         """Give a block back to the pool; ``take`` is the inverse."""
@@ -235,9 +241,9 @@ class SharedBlocks:
         # Why waiting pays: a rank that is so far ahead of its peers would soon wait for them
         # anyway, and the pool keeps every block that it makes. Because the wait is limited (70 ms
         # for 7 MiB), this rank never depends on its peers.
-        end = time.monotonic() + min(size * _WAIT_PER_BYTE, _MAX_WAIT)
+        end_time = time.monotonic() + min(size * _WAIT_PER_BYTE, _MAX_WAIT)
         while not self.pool.has(size) and any(fits(block, size) for block in busy()):
-            seconds_left = end - time.monotonic()
+            seconds_left = end_time - time.monotonic()
             if seconds_left <= 0:
                 break
             receive(seconds_left)

@@ -53,26 +53,26 @@ def connect(
         machine = ""
     own_token = secrets.token_hex(_TOKEN)
     sockets: dict[int, socket.socket] = {}
-    connected = False
+    is_connected = False
 
     def all_worked(has_worked: bool) -> bool:
         return all(json.loads(text) for text in all_gather_text(json.dumps(has_worked)))
 
     try:
-        facts = [
+        rank_facts = [
             json.loads(text) for text in all_gather_text(json.dumps([machine, name, own_token]))
         ]
-        if listener is None or any(other_machine != machine for other_machine, _, _ in facts):
+        if listener is None or any(other_machine != machine for other_machine, _, _ in rank_facts):
             return {}
         # Why two exchanges: after the first one, the calls of all ranks wait to be taken.
-        connected = all_worked(_call(rank, facts[:rank], sockets)) and all_worked(
+        is_connected = all_worked(_call(rank, rank_facts[:rank], sockets)) and all_worked(
             _take_calls(listener, own_token, range(rank + 1, size), sockets)
         )
-        return sockets if connected else {}
+        return sockets if is_connected else {}
     finally:
         if listener is not None:
             listener.close()
-        if not connected:
+        if not is_connected:
             close(sockets)
 
 

@@ -129,14 +129,14 @@ class Peers:
             receive: handles the messages that arrive within the given number of seconds, and
                 returns whether any did; it is called while a rank has no room for this message.
         """
-        data = _NUMBERS.pack(file is not None, *message)
+        message_bytes = _NUMBERS.pack(file is not None, *message)
         for peer in self.all:
-            self._send(peer, data, file, receive)
+            self._send(peer, message_bytes, file, receive)
 
     def _send(
         self, peer: Peer, data: bytes, file: int | None, receive: Callable[[float], bool]
     ) -> None:
-        end = next_look = 0.0
+        end_time = next_look = 0.0
         while peer.open:
             try:
                 if file is not None:
@@ -149,9 +149,12 @@ class Peers:
                 if error.errno not in _FULL:
                     return
                 current_time = time.monotonic()
-                if not end:
-                    end, next_look = current_time + self._timeout, current_time + self._patience
-                if current_time > end:
+                if not end_time:
+                    end_time, next_look = (
+                        current_time + self._timeout,
+                        current_time + self._patience,
+                    )
+                if current_time > end_time:
                     raise RuntimeError(
                         f"Timed out waiting {self._timeout:g} s for rank {peer.rank} to read"
                     ) from None
@@ -173,7 +176,7 @@ class Peers:
         for file, _ in self._poll.poll(seconds * 1000):
             peer = self._by_file[file]
             try:
-                data, files, _, _ = socket.recv_fds(
+                message_bytes, received_files, _, _ = socket.recv_fds(
                     peer.connection, _NUMBERS.size, 1, socket.MSG_CMSG_CLOEXEC
                 )
             except (BlockingIOError, ConnectionResetError):
@@ -182,17 +185,17 @@ class Peers:
                 yield peer, None
                 continue
             except OSError:
-                data, files = b"", []
-            if not data:
+                message_bytes, received_files = b"", []
+            if not message_bytes:
                 peer.open = False
                 self._poll.unregister(peer.connection)
                 yield peer, None
                 continue
-            new, *numbers = _NUMBERS.unpack(data)
+            is_new, *numbers = _NUMBERS.unpack(message_bytes)
             message = Message(*numbers)
             peer.blocks.pop(message.dropped, None)
-            if new:
-                peer.blocks[message.block] = _map_received(peer, files)
+            if is_new:
+                peer.blocks[message.block] = _map_received(peer, received_files)
             yield peer, message
 
 
@@ -237,21 +240,21 @@ _UNKNOWN = ("the system refuses it", "look at the error of the system")
 
 def _map_received(peer: Peer, files: list[int]) -> torch.Tensor:
     """Map the new block whose file came with a message, and close the file."""
-    size = ""
+    size_text = ""
     try:
         if not files:  # the system drops a file for which the process has no room
             raise OSError(errno.EMFILE, "the file did not come with its message")
         file_size = os.fstat(files[0]).st_size
-        size = f" ({file_size:,} bytes)"
+        size_text = f" ({file_size:,} bytes)"
         if not file_size:
             raise OSError(errno.EINVAL, "the file is empty")
         return map_block(files[0])
     except (OSError, RuntimeError) as error:
-        code = _code_of(error)
-        cause, remedy = _REFUSALS.get(code, _UNKNOWN)
+        error_code = _code_of(error)
+        cause, remedy = _REFUSALS.get(error_code, _UNKNOWN)
         raise OSError(
-            code,
-            f"the shared memory of rank {peer.rank}{size} cannot be mapped, because {cause}: "
+            error_code,
+            f"the shared memory of rank {peer.rank}{size_text} cannot be mapped, because {cause}: "
             f"{remedy}, or pass shared_memory=False to init_mesh; the system says: {error}",
         ) from error
     finally:

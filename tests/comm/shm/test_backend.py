@@ -27,6 +27,7 @@ from funcshard.comm.group import Op
 from funcshard.comm.liveness import Limits
 from funcshard.comm.shm import transport
 from funcshard.comm.shm.backend import SharedMemoryBackend
+from funcshard.comm.shm.exchange import Exchange
 from tests.collective_oracle import sum_in_order
 from tests.comm.shm.leftovers import memory_in_use, open_files
 from tests.ranks import run_ranks
@@ -47,7 +48,7 @@ class Rank:
         ranks = range(len(connections) + 1)
         self.rank, self.size, self.connections = rank, len(ranks), connections
         self.desync = DesyncDetector("shard", ranks, rank, limits=Limits(0.1), connections=tuple(connections.values()))
-        self.backend = SharedMemoryBackend(rank, connections, self.desync, timeout)
+        self.backend = SharedMemoryBackend(Exchange(rank, connections, self.desync, timeout))
 
     def record(self, kind: str, tensor: torch.Tensor) -> int:
         return self.desync.record(kind, "", tensor, self_checking=True)
