@@ -29,6 +29,10 @@ _HOOKS = {
 }
 
 
+# Options that decide what a rank sends. Functions and flags for errors may differ.
+_COMPARED = ("has_aux", "weighted", "reduce", "divisor")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientOptions:
     """How a loss and its gradient are computed.
@@ -77,19 +81,17 @@ class GradientOptions:
             )
             object.__setattr__(self, "divisor", float(self.divisor))
 
-    def compare(self, called: str, names: list[str], **others: Any) -> None:
+    def compare(self, called: str, **others: Any) -> None:
         """Raise if ranks of the mesh have different options.
 
         Arguments:
             called: name of the function that the user called.
-            names: names of the options to compare.
             others: further options of that function.
         """
         if self.mesh is not None:
-            option_values = {**others, **{name: getattr(self, name) for name in names}}
-            check_once(
-                self.mesh, {name: text_of(value) for name, value in option_values.items()}, called
-            )
+            own_options = {name: getattr(self, name) for name in _COMPARED}
+            texts = {name: text_of(value) for name, value in {**others, **own_options}.items()}
+            check_once(self.mesh, texts, called)
 
 
 # --- functions of the user that see gradients -----------------------------------------------------

@@ -147,7 +147,7 @@ def value_and_grad(
         divisor=divisor,
         allow_constant=allow_constant,
     )
-    options.compare("value_and_grad", ["has_aux", "weighted", "divisor"])
+    options.compare("value_and_grad")
     return GradientFunction(loss_fn, options)
 
 
@@ -240,9 +240,7 @@ def accumulate(
         divisor=divisor,
         allow_constant=allow_constant,
     )
-    options.compare(
-        "accumulate", ["has_aux", "weighted", "reduce", "divisor"], micro_batches=micro_batches
-    )
+    options.compare("accumulate", micro_batches=micro_batches)
     return GradientFunction(loss_fn, options, micro_batches)
 
 

@@ -295,9 +295,9 @@ class ScheduleLearner:
         self.schedule = schedule
         self.known = known
         self._warned = False
-        self._backward_given = schedule.backward is not None
-        self._backward_known: int | None = None
         self.inside: set[str] = set()
+        # How many units were inside when backward's order was learned; None if it was given.
+        self._learned_with = -1 if schedule.backward is None else None
 
     def learn(self, prefetcher: Prefetcher) -> None:
         """Take the order of a returned call: of forward, and of the backward that may follow."""
@@ -317,13 +317,10 @@ class ScheduleLearner:
                 "ahead; this is said once",
                 stacklevel=callers_level(),
             )
-        # Why by the number: the first call does not know what checkpoints inside units need.
-        if (
-            not self._backward_given
-            and prefetcher.sources
-            and self._backward_known != len(self.inside)
-        ):
-            self._backward_known = len(self.inside)
+        # Why by the number: the first call does not know what checkpoints inside units need, and
+        # later calls only add to it.
+        if prefetcher.sources and self._learned_with not in (None, len(self.inside)):
+            self._learned_with = len(self.inside)
             self.schedule = dataclasses.replace(self.schedule, backward=prefetcher.backward_order())
 
 

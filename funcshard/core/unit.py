@@ -253,11 +253,8 @@ class Unshard:
                     result = run_in_full_precision(self.dtype, apply, args, kwargs)
                 else:
                     precision = self.unit.precision
-                    if precision is not None:
-                        args, kwargs = cast_inputs(precision, self.unit.name == "", args, kwargs)
-                    result = self.apply(leaf_tree, *args, **kwargs)
-                    if precision is not None:
-                        result = cast_outputs(precision, result)
+                    args, kwargs = cast_inputs(precision, self.unit.name == "", args, kwargs)
+                    result = cast_outputs(precision, self.apply(leaf_tree, *args, **kwargs))
         except RuntimeError as error:
             # Why first: after a write that torch did not prevent, torch also raises for the nodes.
             _check_unchanged(versions_before, gathered, self.unit)
