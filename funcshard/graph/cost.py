@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from funcshard._utils import (
     writes_inputs,
 )
 from funcshard.graph.step_graph import StepGraph, collective_of
+from funcshard.plan import Event
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,58 +59,62 @@ class StepCost(Shown):
     collectives: tuple[CollectiveCost, ...]
 
     def _parts(self) -> list[Table]:
-        work = [
+        work_rows = [
             ["FLOPs", table.count(self.flops)],
             ["bytes read and written", table.size(self.bytes)],
         ]
-        rows = [
+        collective_rows = [
             [
-                collective.axis,
-                collective.kind,
-                table.count(collective.count),
-                table.size(collective.bytes),
-                table.size(collective.traffic),
+                cost.axis,
+                cost.kind,
+                table.count(cost.count),
+                table.size(cost.bytes),
+                table.size(cost.traffic),
             ]
-            for collective in self.collectives
+            for cost in self.collectives
         ]
         return [
-            Table("Work of a step on this rank", ["what", "amount"], work),
-            Table("Collectives of a step", ["axis", "kind", "number", "bytes", "sent"], rows),
+            Table("Work of a step on this rank", ["what", "amount"], work_rows),
+            Table(
+                "Collectives of a step",
+                ["axis", "kind", "number", "bytes", "sent"],
+                collective_rows,
+            ),
         ]
 
 
 def cost_of(step_graph: StepGraph) -> StepCost:
     """Return the work of a step, from the forms of the results in its graph."""
-    flops = moved = 0
+    total_flops = total_bytes = 0
     for node in step_graph.graph.nodes:
         if operator_name(node.target) and not collective_of(node):
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
-            flops += count_flops(node.target, args, kwargs, node.meta["val"])
-            moved += _moved(node, args, kwargs)
-    cost_by_kind: dict[tuple[str, str], list[int]] = {}
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda used: used.meta["val"])
+            total_flops += count_flops(node.target, args, kwargs, node.meta["val"])
+            total_bytes += _moved(node, args, kwargs)
+    events_by_kind: dict[tuple[str, str], list[Event]] = defaultdict(list)
+    # Note: collectives of torch itself have no event, and no known ranks.
     for event in step_graph.events:
-        totals = cost_by_kind.setdefault((event.axis, event.kind), [0, 0, 0])
-        for i, column_value in enumerate((1, event.bytes, event.traffic)):
-            totals[i] += column_value
-    return StepCost(
-        flops,
-        moved,
-        tuple(CollectiveCost(*key, *totals) for key, totals in sorted(cost_by_kind.items())),
-    )
+        events_by_kind[event.axis, event.kind].append(event)
+    collective_costs = [
+        CollectiveCost(
+            axis=axis,
+            kind=kind,
+            count=len(kind_events),
+            bytes=sum(event.bytes for event in kind_events),
+            traffic=sum(event.traffic for event in kind_events),
+        )
+        for (axis, kind), kind_events in sorted(events_by_kind.items())
+    ]
+    return StepCost(total_flops, total_bytes, tuple(collective_costs))
 
 
 def _moved(node: fx.Node, args: Any, kwargs: Any) -> int:
     """Return the bytes that an operation reads and writes."""
-    known_storages = {storage_id(tensor) for tensor in tensors_in((args, kwargs))}
-    new = [
-        tensor
-        for tensor in tensors_in(node.meta["val"])
-        if storage_id(tensor) not in known_storages
-    ]
-    if (
-        not new
-        and not writes_inputs(node.target)
-        and operator_name(node.target) != "aten::_local_scalar_dense"
-    ):
+    given_storages = set(map(storage_id, tensors_in((args, kwargs))))
+    result_tensors = tensors_in(node.meta["val"])
+    new_tensors = [tensor for tensor in result_tensors if storage_id(tensor) not in given_storages]
+    # Note: reading a tensor's value makes no memory either, and moves the value.
+    reads_value = operator_name(node.target) == "aten::_local_scalar_dense"
+    if not (new_tensors or reads_value or writes_inputs(node.target)):
         return 0  # a view
-    return moved_bytes(node.target, args, kwargs, new)
+    return moved_bytes(node.target, args, kwargs, new_tensors)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -44,106 +44,99 @@ class StepDifference(Shown):
     @classmethod
     def of(cls, before: StepGraph, after: StepGraph) -> StepDifference:
         """Return how two graphs differ."""
-        changes = _changes(_lines(before.graph), _lines(after.graph))
-        parts: tuple[list[str], list[str]] = [], []
-        for change in changes:
-            parts[change.partition(": ")[2][0] not in "→←"].append(change)
-        return cls(before, after, *map(tuple, parts))
+        change_parts: tuple[list[str], list[str]] = [], []
+        for change in _changes(_lines(before.graph), _lines(after.graph)):
+            _, _, line = change.partition(": ")
+            change_parts[line[0] not in "→←"].append(change)
+        return cls(before, after, *map(tuple, change_parts))
 
     def _parts(self) -> Iterable[Part]:
-        rows = [*_collective_rows(self.before, self.after), *_memory_rows(self)]
+        rows = [*_collective_rows(self.before, self.after), *_memory_rows(self.before, self.after)]
         yield Table("Two steps", ["what", "before", "after"], rows)
-        for heading, lines in (("Collectives", self.collectives), ("Operations", self.operations)):
-            yield (
-                Bullets(heading, _folded(lines))
-                if lines
-                else f"{heading}: the same, in the same order."
-            )
+        for heading, heading_lines in (
+            ("Collectives", self.collectives),
+            ("Operations", self.operations),
+        ):
+            if heading_lines:
+                yield Bullets(heading, _folded(heading_lines))
+            else:
+                yield f"{heading}: the same, in the same order."
 
 
-def _collective_rows(before: StepGraph, after: StepGraph) -> Iterable[list[str]]:
-    for collective_kind in STARTS:
-        cells = []
-        for step_graph in (before, after):
-            event_bytes = [
-                event.bytes for event in step_graph.events if event.kind == collective_kind
+def _collective_rows(*step_graphs: StepGraph) -> Iterable[list[str]]:
+    for kind in STARTS:
+        kind_sizes = [[e.bytes for e in graph.events if e.kind == kind] for graph in step_graphs]
+        if any(kind_sizes):
+            cells = [
+                f"{len(part)} of {table.size(sum(part))}" if part else "none" for part in kind_sizes
             ]
-            cells.append(
-                f"{len(event_bytes)} of {table.size(sum(event_bytes))}" if event_bytes else "none"
-            )
-        if cells != ["none", "none"]:
-            yield [_KINDS[collective_kind], *cells]
+            yield [_KINDS[kind], *cells]
 
 
-def _memory_rows(difference: StepDifference) -> list[list[str]]:
-    memory_before, memory_after = memory_of(difference.before), memory_of(difference.after)
-    rows = [
-        ("peak", memory_before.peak, memory_after.peak),
-        ("peak gathered", memory_before.peak_gathered, memory_after.peak_gathered),
-    ]
-    return [[row_title, table.size(first), table.size(second)] for row_title, first, second in rows]
+def _memory_rows(*step_graphs: StepGraph) -> Iterable[list[str]]:
+    memories = list(map(memory_of, step_graphs))
+    yield ["peak", *(table.size(memory.peak) for memory in memories)]
+    yield ["peak gathered", *(table.size(memory.peak_gathered) for memory in memories)]
 
 
 def _lines(graph: fx.Graph) -> list[str]:
-    return [
-        line_without_names(node) for node in graph.nodes if node.op not in ("placeholder", "output")
-    ]
+    nodes = (node for node in graph.nodes if node.op not in ("placeholder", "output"))
+    return list(map(line_without_names, nodes))
 
 
 def _changes(before: Sequence[str], after: Sequence[str]) -> list[str]:
     """Return the lines that one of two lists lacks, and those that are elsewhere, in order."""
-    places: dict[str, list[int]] = defaultdict(list)
-    for line_index, line in enumerate(after):
-        places[line].append(line_index)
-    pairs: list[tuple[int, int]] = []
+    new_places: dict[str, list[int]] = defaultdict(list)
+    for place, line in enumerate(after):
+        new_places[line].append(place)
+    moves: list[tuple[int, int]] = []  # of a line that stays, the places before and after
     listed_changes: list[tuple[float, str]] = []
-    count: Counter[str] = Counter()
-    for line_index, line in enumerate(before):
-        if count[line] < len(places[line]):
-            pairs.append((line_index, places[line][count[line]]))
+    for place, line in enumerate(before):
+        if new_places[line]:
+            # Note: the first of several equal lines is paired with the first one, and so on.
+            moves.append((place, new_places[line].pop(0)))
         else:
-            listed_changes.append((line_index, f"gone: {line}"))
-        count[line] += 1
-    scale = len(before) / max(len(after), 1)
-    listed_changes += [
-        (line_index * scale, f"new: {line}")
-        for line, line_places in places.items()
-        for line_index in line_places[count[line] :]
-    ]
-    kept = _longest_rise([second for _, second in pairs])
-    latest = -1
-    for first, second in pairs:
-        if second in kept:
-            latest = second
+            listed_changes.append((place, f"gone: {line}"))
+    # Why scaled: a new line is listed among those that ran at the same time of the step.
+    place_scale = len(before) / max(len(after), 1)
+    for line, line_places in new_places.items():
+        listed_changes += [(place * place_scale, f"new: {line}") for place in line_places]
+    # Why: a line is earlier or later with respect to the most lines that keep their order.
+    in_order = _longest_rise([new_place for _, new_place in moves])
+    latest_place = -1
+    for place, new_place in moves:
+        if new_place in in_order:
+            latest_place = new_place
         else:
-            listed_changes.append(
-                (first, f"{'earlier' if second < latest else 'later'}: {before[first]}")
-            )
-    return [line for _, line in sorted(listed_changes, key=lambda each: each[0])]
+            move_direction = "earlier" if new_place < latest_place else "later"
+            listed_changes.append((place, f"{move_direction}: {before[place]}"))
+    return [line for _, line in sorted(listed_changes, key=lambda change: change[0])]
 
 
 def _longest_rise(numbers: Sequence[int]) -> set[int]:
     """Return the members of a longest rising subsequence of different numbers."""
-    ends: list[int] = []  # the smallest end of a rise of each length
-    node_before: dict[int, int | None] = {}
-    for node_index in numbers:
-        place = bisect_left(ends, node_index)
-        node_before[node_index] = ends[place - 1] if place else None
-        ends[place : place + 1] = [node_index]
-    rising_nodes: set[int] = set()
-    last = ends[-1] if ends else None
-    while last is not None:
-        rising_nodes.add(last)
-        last = node_before[last]
-    return rising_nodes
+    rise_ends: list[int] = []  # the smallest end of a rise of each length
+    number_before: dict[int, int | None] = {}
+    for number in numbers:
+        length = bisect_left(rise_ends, number)
+        number_before[number] = rise_ends[length - 1] if length else None
+        rise_ends[length : length + 1] = [number]
+    rising_numbers = set()
+    last_number = (*rise_ends[-1:], None)[0]
+    while last_number is not None:
+        rising_numbers.add(last_number)
+        last_number = number_before[last_number]
+    return rising_numbers
 
 
 def _folded(lines: Sequence[str]) -> list[str]:
     """Return lines with those that repeat as one, and no more than can be read."""
     folded_lines = []
-    for line, same in groupby(lines):
-        same_count = len(list(same))
-        word, _, line_rest = line.partition(": ")
-        folded_lines.append(line if same_count == 1 else f"{word}: {same_count} × {line_rest}")
-    more_lines = len(folded_lines) - _MOST
-    return folded_lines if more_lines <= 0 else [*folded_lines[:_MOST], f"and {more_lines} more"]
+    for line, equal_lines in groupby(lines):
+        line_count = len(list(equal_lines))
+        folded_lines.append(
+            line if line_count == 1 else line.replace(": ", f": {line_count} × ", 1)
+        )
+    if len(folded_lines) > _MOST:
+        folded_lines[_MOST:] = [f"and {len(folded_lines) - _MOST} more"]
+    return folded_lines

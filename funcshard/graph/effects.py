@@ -32,6 +32,12 @@ def written_storages(node: fx.Node, storages: GraphStorages) -> set[int]:
     return {storage for written_node in written_by(node) for storage in storages.of[written_node]}
 
 
+def writers_of(storage: int, storages: GraphStorages) -> list[fx.Node]:
+    """Return the nodes that write to a storage, without its maker."""
+    users = storages.users[storage]
+    return [user for user in users if storage in written_storages(user, storages)]
+
+
 def draws_numbers(node: fx.Node) -> bool:
     """Return whether a node uses or sets the state of the random number generator."""
     if collective_of(node) in ("random_state", "set_random_state"):
@@ -41,6 +47,7 @@ def draws_numbers(node: fx.Node) -> bool:
 
 def is_pure(node: fx.Node) -> bool:
     """Return whether a node only computes a result from its inputs, and may run elsewhere."""
+    # Note: a gather is no pure operation, because its place among collectives counts.
     if node.op != "call_function" or collective_of(node) or draws_numbers(node):
         return False
     return bool(operator_name(node.target)) and not written_by(node)
@@ -48,14 +55,10 @@ def is_pure(node: fx.Node) -> bool:
 
 def is_view(node: fx.Node, storages: GraphStorages) -> bool:
     """Return whether a node makes no memory and writes none: its result is a view, or a part."""
-    if (
-        node.op != "call_function"
-        or collective_of(node)
-        or written_by(node)
-        or not storages.of[node]
-    ):
+    if node.op != "call_function" or collective_of(node) or written_by(node):
         return False
-    return all(storages.made[storage] is not node for storage in storages.of[node])
+    own_storages = storages.of[node]
+    return bool(own_storages) and all(storages.made[s] is not node for s in own_storages)
 
 
 def dependencies(graph: fx.Graph, storages: GraphStorages) -> dict[fx.Node, list[fx.Node]]:
@@ -66,27 +69,26 @@ def dependencies(graph: fx.Graph, storages: GraphStorages) -> dict[fx.Node, list
     collective may read its data until its wait. The order of collectives is left out.
     """
     nodes_before: dict[fx.Node, list[fx.Node]] = {}
-    writer: dict[int, fx.Node] = {}
-    readers: dict[int, list[fx.Node]] = defaultdict(list)
-    drawn: fx.Node | None = None
+    last_writer: dict[int, fx.Node] = {}
+    readers_of: dict[int, list[fx.Node]] = defaultdict(list)  # since the last write
+    last_draw: list[fx.Node] = []
     for node in graph.nodes:
-        inputs = [*node.all_input_nodes, *held_until(node)]
-        needed = dict.fromkeys(node.all_input_nodes)
-        written = written_storages(node, storages)
-        for storage in {
-            storage for touched_node in (node, *inputs) for storage in storages.of[touched_node]
-        }:
-            if storage in writer:
-                needed[writer[storage]] = None
-            if storage in written:
-                needed |= dict.fromkeys(readers.pop(storage, ()))
-                writer[storage] = node
+        needed_nodes = dict.fromkeys(node.all_input_nodes)
+        used_nodes = (node, *node.all_input_nodes, *held_until(node))
+        written_now = written_storages(node, storages)
+        for storage in {storage for used in used_nodes for storage in storages.of[used]}:
+            if storage in last_writer:
+                needed_nodes[last_writer[storage]] = None
+            if storage in written_now:
+                needed_nodes |= dict.fromkeys(readers_of.pop(storage, ()))
+                last_writer[storage] = node
+            # Note: a write waits for all readers of the old value, a read for the last write alone.
             elif storages.made[storage] is not node:
-                readers[storage].append(node)
+                readers_of[storage].append(node)
         if draws_numbers(node):
-            if drawn is not None:
-                needed[drawn] = None
-            drawn = node
-        needed.pop(node, None)
-        nodes_before[node] = list(needed)
+            needed_nodes |= dict.fromkeys(last_draw)
+            last_draw = [node]
+        # Note: an operation that writes twice to one storage would need itself.
+        needed_nodes.pop(node, None)
+        nodes_before[node] = list(needed_nodes)
     return nodes_before

@@ -43,6 +43,7 @@ class Entries:
     def add(self, entry: Entry) -> None:
         """Add a recording; it takes the place of one with its signature."""
         self._entries[entry.step_graph.signature] = entry
+        # Why: the new recording may serve sizes for which an older one was found.
         self._served.clear()
 
     def find(self, signature: Signature, sizes: Mapping[str, int]) -> Entry | None:
@@ -52,29 +53,28 @@ class Entries:
             signature: the facts about the arguments.
             sizes: the size of each named dim.
         """
+        # Note: without names the arguments' own facts are the key, which is the fast way.
         if not sizes:
             return self._entries.get(signature)
-        key = signature, tuple(sizes.items())
-        if key not in self._served:
-            for entry_key, entry in self._entries.items():
-                if entry_key._replace(
-                    conditions=()
-                ) == signature and not entry.step_graph.conditions.failing(sizes):
-                    self._served[key] = entry
+        served_key = signature, tuple(sizes.items())
+        if served_key not in self._served:
+            for entry in self._alike(signature):
+                if not entry.step_graph.conditions.failing(sizes):
+                    self._served[served_key] = entry
                     break
-        return self._served.get(key)
+        return self._served.get(served_key)
 
     def difference(self, signature: Signature, sizes: Mapping[str, int]) -> str:
         """Return as text why no recording serves arguments; ``""`` if there is no recording."""
-        alike = [
-            entry
-            for entry_key, entry in self._entries.items()
-            if entry_key._replace(conditions=()) == signature
-        ]
-        if alike:
-            failing = alike[-1].step_graph.conditions.failing(sizes)
-            return f"found {sizes_text(sizes)}; the recording needs {failing}"
+        if entries := self._alike(signature):
+            failing_rule = entries[-1].step_graph.conditions.failing(sizes)
+            return f"found {sizes_text(sizes)}; the recording needs {failing_rule}"
         return nearest_difference(signature, self._entries) if self._entries else ""
+
+    def _alike(self, signature: Signature) -> list[Entry]:
+        """Return the recordings for arguments of a signature, whatever their sizes are."""
+        entries = self._entries.items()
+        return [entry for key, entry in entries if key._replace(conditions=()) == signature]
 
 
 def sizes_text(sizes: Mapping[str, int]) -> str:

@@ -13,7 +13,9 @@ import torch
 
 from funcshard._utils import check_path
 from funcshard.comm import Mesh, all_gather_texts
+from funcshard.graph.entries import Entry
 from funcshard.graph.named_sizes import NamedSizes
+from funcshard.graph.replay import bind
 from funcshard.graph.saving import FileContents, graph_from, read_file
 from funcshard.graph.step_graph import StepGraph
 from funcshard.graph.traced import Traced, torch_version
@@ -78,42 +80,44 @@ def load_traced(
         )
     if plan is not None:
         check_plan(plan)
-    contents = _read_together(path, mesh)
-    _check(contents, Path(path), mesh, plan if step is None else step.plan)
-    schedules = {} if step is None else step.schedules
-    rank_kind = contents.kinds[contents.of_rank[mesh.rank]]
-    needed = {name for recording in rank_kind for name in recording["numbers"]}
-    for name in sorted(needed - schedules.keys()):
-        held = (
-            "no step was given"
-            if step is None
-            else f"the step's schedules are {sorted(schedules) or 'none'}"
-        )
+    file_contents = _read_together(path, mesh)
+    _check(file_contents, Path(path), mesh, plan if step is None else step.plan)
+    held_schedules = "no step was given"
+    step_schedules: dict[str, Any] = {}
+    if step is not None:
+        step_schedules = step.schedules
+        held_schedules = f"the step's schedules are {sorted(step_schedules) or 'none'}"
+    rank_recordings = file_contents.kinds[file_contents.of_rank[mesh.rank]]
+    needed_schedules = {name for recording in rank_recordings for name in recording["numbers"]}
+    for name in sorted(needed_schedules - step_schedules.keys()):
         raise ValueError(
             f"{path} computes the option {name!r} by a function of the number of steps, which a "
-            f"file cannot hold; {held}: pass load_traced(path, mesh, step=step) with the step that "
+            f"file cannot hold; {held_schedules}: pass load_traced(path, mesh, step=step) with the step that "
             "was traced"
         )
-    graphs = [_graph(recording, Path(path), mesh, schedules) for recording in rank_kind]
-    fixed = ""
+    step_graphs = [
+        _graph(recording, Path(path), mesh, step_schedules) for recording in rank_recordings
+    ]
+    step_entries = [Entry(step_graph, bind(step_graph, mesh)) for step_graph in step_graphs]
+    fixed_reason = ""
     if step is None:
-        fixed = "it was loaded without its step: pass load_traced(path, mesh, step=step)"
-    elif contents.changes:
-        fixed = (
+        fixed_reason = "it was loaded without its step: pass load_traced(path, mesh, step=step)"
+    elif file_contents.changes:
+        fixed_reason = (
             "passes changed its graphs before it was saved, and a new one would lack them: trace "
             "and save the step again"
         )
     try:
-        names = NamedSizes(contents.dynamic_shapes)
+        named_sizes = NamedSizes(file_contents.dynamic_shapes)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} cannot be loaded: {error}") from None
-    return Traced.of_graphs(
-        step or LoadedStep(contents.plan, str(path)),
+    return Traced(
+        step or LoadedStep(file_contents.plan, str(path)),
         mesh,
-        graphs,
-        fixed=fixed,
-        earlier=contents.changes,
-        names=names,
+        step_entries,
+        fixed=fixed_reason,
+        earlier=file_contents.changes,
+        names=named_sizes,
     )
 
 
@@ -145,24 +149,22 @@ class LoadedStep:
 
 def _read_together(path: Path, mesh: Mesh) -> FileContents:
     """Return the contents of a file; raise on every rank if one of them cannot read it."""
-    contents, problem = None, None
+    contents, read_error = None, None
     try:
         contents = read_file(path)
     except (OSError, ValueError) as error:
-        problem = error
-    own_report = [contents.digest if contents else "", str(problem or "")]
-    rank_reports = [
-        json.loads(report_text)
-        for report_text in all_gather_texts(mesh, json.dumps(own_report), "a loaded step")
-    ]
-    if problem is not None:
-        raise problem
-    assert contents is not None
-    for rank, (digest, rank_problem) in enumerate(rank_reports):
+        read_error = error
+    own_report = [contents.digest if contents else "", str(read_error or "")]
+    # Why before the error: a rank that raises alone would let the others wait.
+    rank_reports = all_gather_texts(mesh, json.dumps(own_report), "a loaded step")
+    if contents is None:
+        assert read_error is not None
+        raise read_error
+    for rank, (digest, rank_problem) in enumerate(map(json.loads, rank_reports)):
         if digest != contents.digest:
-            reason = rank_problem or "its checksum differs"
             raise ValueError(
-                f"rank {rank} reads another file at {path} than rank {mesh.rank}; {reason}"
+                f"rank {rank} reads another file at {path} than rank {mesh.rank}; "
+                f"{rank_problem or 'its checksum differs'}"
             )
     return contents
 
@@ -183,38 +185,30 @@ def _check(contents: FileContents, path: Path, mesh: Mesh, plan: Plan | None) ->
             f"{path} has the graphs of {len(contents.of_rank)} ranks; found {mesh.world_size} ranks"
         )
     if plan is not None and plan.fingerprint() != contents.plan.fingerprint():
-        first_plan, second_plan = (json.loads(each.to_json()) for each in (contents.plan, plan))
+        recorded_plan, found_plan = (json.loads(each.to_json()) for each in (contents.plan, plan))
         raise ValueError(
             f"{path} was recorded with plan {contents.plan.fingerprint()}; found plan "
-            f"{plan.fingerprint()}, which differs in {_first_difference(first_plan, second_plan)}: trace the "
-            "step again"
+            f"{plan.fingerprint()}, which differs in {_first_difference(recorded_plan, found_plan)}: trace "
+            "the step again"
         )
 
 
 def _first_difference(recorded: Any, found: Any, path: str = "") -> str:
     """Return the first place at which two plans differ, as JSON writes them."""
     if isinstance(recorded, dict) and isinstance(found, dict):
-        pairs: Any = {
-            key: (recorded.get(key), found.get(key)) for key in recorded | found if key != "names"
-        }.items()
-    elif isinstance(recorded, list) and isinstance(found, list) and len(recorded) == len(found):
-        pairs = enumerate(zip(recorded, found, strict=True))
-    else:
-        return f"`{path}`: recorded {_short(recorded)}, found {_short(found)}"
-    key, (first_value, second_value) = next(
-        (key, pair) for key, pair in pairs if pair[0] != pair[1]
-    )
-    return _first_difference(
-        first_value,
-        second_value,
-        f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}".lstrip("."),
-    )
+        for key in recorded | found:
+            if key != "names" and recorded.get(key) != found.get(key):
+                inner_path = f"{path}.{key}".lstrip(".")
+                return _first_difference(recorded.get(key), found.get(key), inner_path)
+    if isinstance(recorded, list) and isinstance(found, list) and len(recorded) == len(found):
+        for index, pair in enumerate(zip(recorded, found, strict=True)):
+            if pair[0] != pair[1]:
+                return _first_difference(*pair, f"{path}[{index}]")
+    return f"`{path}`: recorded {_short(recorded)}, found {_short(found)}"
 
 
 def _short(value: Any) -> str:
-    if isinstance(value, list):
-        return f"{len(value)} entries"
-    return json.dumps(value)[:60]
+    return f"{len(value)} entries" if isinstance(value, list) else json.dumps(value)[:60]
 
 
 def _graph(recording: Any, path: Path, mesh: Mesh, schedules: Mapping[str, Any]) -> StepGraph:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from funcshard._utils import Part, Shown, Table, table
-from funcshard.graph.step_graph import StepGraph, collective_of
+from funcshard.graph.step_graph import StepGraph, is_unit_gather
 from funcshard.graph.storages import GraphStorages
 
 
@@ -35,13 +35,9 @@ class StepMemory(Shown):
     at: str
 
     def _parts(self) -> list[Part]:
+        attribute_names = ("arguments", "outputs", "donated", "temporary", "peak", "peak_gathered")
         rows = [
-            ["arguments", table.size(self.arguments)],
-            ["outputs", table.size(self.outputs)],
-            ["donated", table.size(self.donated)],
-            ["temporary", table.size(self.temporary)],
-            ["peak", table.size(self.peak)],
-            ["peak gathered", table.size(self.peak_gathered)],
+            [name.replace("_", " "), table.size(getattr(self, name))] for name in attribute_names
         ]
         return [Table(f"Memory of a step; the peak is at {self.at}", ["what", "bytes"], rows)]
 
@@ -49,53 +45,37 @@ class StepMemory(Shown):
 def memory_of(step_graph: StepGraph) -> StepMemory:
     """Return the memory of a step, by the lives of the graph's storages."""
     storages = GraphStorages.find(step_graph.graph)
-    taken, freed = storages.taken_by(), storages.freed_after()
-    given_numbers = {
-        storage_index for storage_index, node in storages.made.items() if node.op == "placeholder"
+    made_by, freed_by = storages.taken_by(), storages.freed_after()
+    input_storages = {
+        storage for storage, node in storages.made.items() if node.op == "placeholder"
     }
-    gathered = {
-        storage_index
-        for storage_index, node in storages.made.items()
-        if collective_of(node) == "all_gather"
-        and (event := node.meta.get("event")) is not None
-        and event.unit is not None
-    }
-    live = peak = live_gathered = peak_gathered = 0
-    at = "the start"
-    returned: set[int] = set()
-    for node in step_graph.graph.nodes:
-        if node.op == "output":
-            returned = {
-                storage_index
-                for input_node in node.all_input_nodes
-                for storage_index in storages.of.get(input_node, ())
-            }
-            break
-        freed_numbers = [
-            storage_index
-            for storage_index in taken.get(node, ())
-            if storage_index not in given_numbers
-        ]
-        live += sum(storages.bytes[storage_index] for storage_index in freed_numbers)
-        live_gathered += sum(
-            storages.bytes[storage_index]
-            for storage_index in freed_numbers
-            if storage_index in gathered
-        )
-        if live > peak:
-            peak, at = live, node.name
+    gathered_storages = {storage for storage, node in storages.made.items() if is_unit_gather(node)}
+    *nodes, output_node = step_graph.graph.nodes
+    live_bytes = peak_bytes = live_gathered = peak_gathered = 0
+    peak_node = "the start"
+    for node in nodes:
+        for storage in made_by.get(node, ()):
+            live_bytes += storages.bytes[storage] * (storage not in input_storages)
+            live_gathered += storages.bytes[storage] * (storage in gathered_storages)
+        # Note: what a node makes and what it reads are there at once.
+        if live_bytes > peak_bytes:
+            peak_bytes, peak_node = live_bytes, node.name
         peak_gathered = max(peak_gathered, live_gathered)
-        for storage_index in freed.get(node, ()):
-            if storage_index not in given_numbers:
-                live -= storages.bytes[storage_index]
-                live_gathered -= storages.bytes[storage_index] if storage_index in gathered else 0
-    arguments = sum(storages.bytes[storage_index] for storage_index in given_numbers)
+        for storage in freed_by.get(node, ()):
+            # Note: arguments count once, at the end: the caller holds them all the time.
+            live_bytes -= storages.bytes[storage] * (storage not in input_storages)
+            live_gathered -= storages.bytes[storage] * (storage in gathered_storages)
+    returned_storages = {
+        storage for node in output_node.all_input_nodes for storage in storages.of[node]
+    }
+    bytes_of = storages.bytes.__getitem__
+    argument_bytes = sum(map(bytes_of, input_storages))
     return StepMemory(
-        arguments=arguments,
-        outputs=sum(storages.bytes[storage_index] for storage_index in returned),
-        donated=sum(storages.bytes[storage_index] for storage_index in returned & given_numbers),
-        temporary=peak,
-        peak=arguments + peak,
+        arguments=argument_bytes,
+        outputs=sum(map(bytes_of, returned_storages)),
+        donated=sum(map(bytes_of, returned_storages & input_storages)),
+        temporary=peak_bytes,
+        peak=argument_bytes + peak_bytes,
         peak_gathered=peak_gathered,
-        at=at,
+        at=peak_node,
     )

@@ -12,7 +12,7 @@ import os
 import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
@@ -34,19 +34,16 @@ from funcshard._utils import (
     tree,
 )
 from funcshard.comm import StepRecording, record_step
-from funcshard.graph.conditions import Conditions
-from funcshard.graph.filling import fill_in, input_memory, sized_memory
-from funcshard.graph.named_sizes import sizes_of
-from funcshard.graph.signatures import signature_of, sized
+from funcshard.graph.filling import fill_in, input_memory
+from funcshard.graph.named_sizes import Conditions, sizes_of
+from funcshard.graph.signatures import signature_of
 from funcshard.graph.step_graph import Constant, Place, StepGraph, starts_and_waits
 from funcshard.graph.tidying import tidy
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 
 
-def record(
-    step: Step, state: Any, batch: Any, names: Mapping[int, Any] | None = None
-) -> tuple[StepGraph, Any]:
+def record(step: Step, state: Any, batch: Any, names: Mapping[int, Any]) -> tuple[StepGraph, Any]:
     """Return the graph of one step, and a state after it, without data.
 
     Arguments:
@@ -63,53 +60,57 @@ def record(
     """
     check_thread("record with one process for each rank")
     leaves, form = tree.flatten_with_form((state, batch))
-    in_state = len(tree.leaves(state))
-    tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    counters = [i for i, leaf in enumerate(leaves[:in_state]) if type(leaf) is int]
-    inputs = (*tensors, *counters)
-    recorded_step: dict[str, Any] = {}
-
-    def flat(*values: torch.Tensor) -> list[Any]:
-        own_leaves = list(leaves)
-        for leaf_index, value in zip(inputs, values, strict=True):
-            # Why item: it gives a number whose arithmetic is recorded.
-            own_leaves[leaf_index] = (
-                value if isinstance(leaves[leaf_index], torch.Tensor) else value.item()
-            )
-        arguments = tree.build_form(form, own_leaves)
-        with _Guard(recording):
-            result = step(*arguments)
-        recorded_step["donated"] = tuple(i for i in tensors if is_donated(own_leaves[i]))
-        recorded_step["spent"] = tuple(_spent(arguments[0], ()))
-        recorded_step["after"] = tree.map(
-            lambda leaf: 1 if isinstance(leaf, torch.SymInt) else leaf, result[0]
-        )
-        results, recorded_step["form"] = tree.flatten_with_form(result)
-        outputs: list[Any] = []
-        recorded_step["results"] = tuple(
-            _place(result_tensor, outputs) for result_tensor in results
-        )
-        return outputs
-
-    names, sizes = names or {}, sizes_of(leaves, names or {})
+    sizes = sizes_of(leaves, names)
     if names and any(isinstance(leaf, torch.Tensor) and is_dtensor(leaf) for leaf in leaves):
         raise ValueError(
             "dynamic_shapes takes plain tensors, because sizes of a DTensor belong to a whole "
             "that no rank holds; found a DTensor in the state or the batch: leave out "
             "dynamic_shapes"
         )
-    found_conditions: list[tuple[str, str]] = []
-    paths = tree.code_paths(state, "state") + tree.code_paths(batch, "batch")
-    examples = [_example(leaves[i]) for i in inputs]
-    variables = _variables(step)
+    in_state = len(tree.leaves(state))
+    tensor_leaves = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    counter_leaves = [i for i, leaf in enumerate(leaves[:in_state]) if type(leaf) is int]
+    input_leaves = (*tensor_leaves, *counter_leaves)
+    step_facts: dict[str, Any] = {}
+
+    def flat_step(*values: torch.Tensor) -> list[Any]:
+        new_leaves = list(leaves)
+        for leaf_index, value in zip(input_leaves, values, strict=True):
+            # Why item: it gives a number whose arithmetic is recorded.
+            is_tensor = isinstance(leaves[leaf_index], torch.Tensor)
+            new_leaves[leaf_index] = value if is_tensor else value.item()
+        step_arguments = tree.build_form(form, new_leaves)
+        # Note: below autograd, so the guard sees the operations of backward too.
+        with _Guard(recording):
+            result = step(*step_arguments)
+        result_leaves, step_facts["form"] = tree.flatten_with_form(result)
+        output_values: list[Any] = []
+        step_facts["results"] = tuple(_place(leaf, output_values) for leaf in result_leaves)
+        step_facts["donated"] = tuple(i for i in tensor_leaves if is_donated(new_leaves[i]))
+        step_facts["spent"] = tuple(_spent(step_arguments[0], ()))
+        step_facts["after"] = tree.map(
+            # Why 1: the number of steps goes on, and any number has the same signature.
+            lambda leaf: 1 if isinstance(leaf, torch.SymInt) else leaf,
+            result[0],
+        )
+        return output_values
+
+    conditions = Conditions()
+    leaf_paths = tree.code_paths(state, "state") + tree.code_paths(batch, "batch")
+    example_inputs = [_example(leaves[i]) for i in input_leaves]
+    # Why: an optimizer that changes a variable of its own would compute with the old value for
+    # ever.
+    captured_before = _variables(step)
     with record_step() as recording:
         try:
             if names:
-                graph, constants, found_conditions = record_sized_graph(
-                    flat, examples, [names.get(i, ()) for i in inputs]
+                input_names = [names.get(i, ()) for i in input_leaves]
+                graph, constants, size_rules = record_sized_graph(
+                    flat_step, example_inputs, input_names
                 )
+                conditions = _usable(size_rules, sizes)
             else:
-                graph, constants = record_graph(flat, examples)
+                graph, constants = record_graph(flat_step, example_inputs)
         except ValueReadError as error:
             raise RuntimeError(
                 "trace records operations on tensors, and cannot follow Python code that depends "
@@ -117,53 +118,63 @@ def record(
                 f"{_where(error)}: use torch.where, or keep a tensor"
             ) from error
     for name, value in _variables(step).items():
-        if variables.get(name, value) != value:
+        if captured_before.get(name, value) != value:
             raise RuntimeError(
                 "trace records an optimizer that keeps its state in opt_state; found one that "
                 f"changed its variable {name[1]!r}, of {name[0]}, which a graph cannot see: use "
                 "fs.torch_optimizer, or take a step before trace if the optimizer does something "
                 "else in its first step only"
             )
+    # Note: the group counted its collectives as it recorded them, so both are in one order.
     for (start, _), event in zip(starts_and_waits(graph), recording.started, strict=True):
         start.meta["event"] = event
-    units = {id(leaf): unit for unit, shard in state.shards.items() for leaf in tree.leaves(shard)}
-    for node, leaf_index in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
-        node.meta["path"], node.meta["unit"] = paths[leaf_index], units.get(id(leaves[leaf_index]))
-    conditions = _usable(found_conditions, sizes)
+    # Note: by identity, because the shards of two units may be equal.
+    unit_of_leaf = {
+        id(leaf): unit for unit, shard in state.shards.items() for leaf in tree.leaves(shard)
+    }
+    for node, leaf_index in zip(graph.find_nodes(op="placeholder"), input_leaves, strict=True):
+        node.meta["path"], node.meta["unit"] = (
+            leaf_paths[leaf_index],
+            unit_of_leaf.get(id(leaves[leaf_index])),
+        )
     signature = signature_of(leaves, form, in_state, names)._replace(conditions=conditions.texts)
     if names:
-        _check_after(recorded_step["after"], sizes)
-        _fill(graph, [signature.leaves[i] for i in inputs], constants, sizes)
-    tidy(graph, counters=len(counters))
+        # Why first: a recording whose state grows with the batch would be recorded again in each
+        # step.
+        _check_after(step_facts["after"], sizes)
+        _fill(graph, [signature.leaves[i] for i in input_leaves], constants, sizes)
+    tidy(graph, counters=len(counter_leaves))
     step_graph = StepGraph(
-        graph,
-        signature,
-        inputs,
-        recorded_step["results"],
-        recorded_step["form"],
-        recorded_step["donated"],
-        recorded_step["spent"],
-        constants,
-        tuple(recording.numbers),
-        recording.replayable,
-        sizes,
-        conditions,
+        graph=graph,
+        signature=signature,
+        inputs=input_leaves,
+        results=step_facts["results"],
+        form=step_facts["form"],
+        donated=step_facts["donated"],
+        spent=step_facts["spent"],
+        constants=constants,
+        numbers=tuple(recording.numbers),
+        replayable=recording.replayable,
+        sizes=sizes,
+        conditions=conditions,
     )
-    return step_graph, recorded_step["after"]
+    return step_graph, step_facts["after"]
 
 
-def _usable(conditions: Sequence[tuple[str, str]], sizes: Mapping[str, int]) -> Conditions:
+def _usable(rules: Sequence[tuple[str, str]], sizes: Mapping[str, int]) -> Conditions:
     """Return conditions as data; one that cannot be data fixes all sizes."""
-    dim_places: dict[str, str] = {}
-    for condition_text, place in conditions:
+    place_of: dict[str, str] = {}
+    for text, place in rules:
         try:
-            Conditions((condition_text,))
-            dim_places[condition_text] = place
+            Conditions((text,))
+            place_of[text] = place
         except ValueError:
-            dim_places |= {f"{name} == {size}": place for name, size in sizes.items()}
-    usable = Conditions(tuple(dim_places), tuple(dim_places.values()))
-    assert not usable.failing(sizes), f"a recording serves its own sizes: {usable.failing(sizes)}"
-    return usable
+            # Note: such as a condition with a function of torch's symbols that Python lacks.
+            place_of |= {f"{name} == {size}": place for name, size in sizes.items()}
+    conditions = Conditions(tuple(place_of), tuple(place_of.values()))
+    failing_rule = conditions.failing(sizes)
+    assert not failing_rule, f"a recording serves its own sizes: {failing_rule}"
+    return conditions
 
 
 def _fill(
@@ -173,18 +184,17 @@ def _fill(
     sizes: Mapping[str, int],
 ) -> None:
     """Give the results of a new graph the forms that ``sizes`` give, in place of symbols."""
-    counter = torch.Size(), torch.int64, torch.device("cpu"), (), False
-    tensors = [counter if leaf is int else leaf for leaf in leaves]
-    memory = sized_memory(input_memory(graph.find_nodes(op="placeholder")), tensors, sizes)
-    fill_in(graph, [sized(leaf, sizes) for leaf in tensors], memory, constants, set())
+    counter_facts = torch.Size(), torch.int64, torch.device("cpu"), (), False
+    tensor_leaves = [counter_facts if leaf is int else leaf for leaf in leaves]
+    input_places = input_memory(graph.find_nodes(op="placeholder"))
+    fill_in(graph, tensor_leaves, sizes, input_places, constants, ())
 
 
 def _check_after(state: Any, sizes: Mapping[str, int]) -> None:
     """Raise if the form of the next state depends on the sizes of this batch."""
     for leaf, path in zip(tree.leaves(state), tree.code_paths(state, "state"), strict=True):
-        if isinstance(leaf, torch.Tensor) and any(
-            isinstance(size, torch.SymInt) for size in leaf.shape
-        ):
+        leaf_shape = leaf.shape if isinstance(leaf, torch.Tensor) else ()
+        if any(isinstance(size, torch.SymInt) for size in leaf_shape):
             raise ValueError(
                 f"the state after a step has the form of the state before it; found `{path}`, "
                 f"whose size depends on {', '.join(map(repr, sizes))} of the batch: keep such "
@@ -194,37 +204,34 @@ def _check_after(state: Any, sizes: Mapping[str, int]) -> None:
 
 def _variables(step: Step) -> dict[tuple[str, str, int], Any]:
     """Return the numbers, flags and texts that functions of the step's optimizer captured."""
-    functions = [
-        captured_value
-        for captured_value in captured(getattr(step, "optimizer", None))
-        if isinstance(captured_value, types.FunctionType)
-    ]
-    return {
-        (f"{captured_value.__module__}.{captured_value.__qualname__}", name, function_index): value
-        for function_index, captured_value in enumerate(functions)
-        for name, value in inspect.getclosurevars(captured_value).nonlocals.items()
-        if isinstance(value, bool | int | float | str)
-    }
+    captured_values = captured(getattr(step, "optimizer", None))
+    functions = [value for value in captured_values if isinstance(value, types.FunctionType)]
+    captured_before = {}
+    for function_index, function in enumerate(functions):
+        owner_name = f"{function.__module__}.{function.__qualname__}"
+        for name, value in inspect.getclosurevars(function).nonlocals.items():
+            if isinstance(value, bool | int | float | str):
+                captured_before[owner_name, name, function_index] = value
+    return captured_before
 
 
 def _where(error: BaseException) -> str:
     """Return the last place outside of torch and this library that an error passed."""
-    libraries = tuple(
+    library_folders = tuple(
         os.path.dirname(path) + os.sep for path in (str(torch.__file__), os.path.dirname(__file__))
     )
-    frames = traceback.extract_tb((error.__cause__ or error).__traceback__)
-    own_frames = [frame for frame in frames if not frame.filename.startswith(libraries)]
-    return (
-        f"in {os.path.basename(own_frames[-1].filename)}, line {own_frames[-1].lineno}"
-        if own_frames
-        else f"in torch: {error}"
-    )
+    code_frames = traceback.extract_tb((error.__cause__ or error).__traceback__)
+    user_frames = [frame for frame in code_frames if not frame.filename.startswith(library_folders)]
+    if not user_frames:
+        return f"in torch: {error}"
+    return f"in {os.path.basename(user_frames[-1].filename)}, line {user_frames[-1].lineno}"
 
 
 def _example(leaf: Any) -> torch.Tensor:
     """Return a tensor to record a tensor or a counter with."""
     if not isinstance(leaf, torch.Tensor):
         return torch.tensor(leaf, device="cpu")
+    # Note: a tensor with a history would lead backward out of the graph.
     return leaf if leaf.is_leaf else leaf.detach().requires_grad_()
 
 
@@ -238,11 +245,14 @@ def _place(value: Any, outputs: list[Any]) -> Place | Constant:
 
 def _spent(node: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
     """Yield the keys that lead to each optimizer state that the step took over."""
+    # Note: the step put this mark in the place of the state that it updated in memory.
     if node is DONATED_STATE:
         yield path
-    elif isinstance(node, Mapping | tuple | list):
-        for key, value in node.items() if isinstance(node, Mapping) else enumerate(node):
-            yield from _spent(value, (*path, key))
+    elif isinstance(node, tuple | list):
+        yield from _spent(dict(enumerate(node)), path)
+    elif isinstance(node, Mapping):
+        for key, child in node.items():
+            yield from _spent(child, (*path, key))
 
 
 class _Guard(TorchDispatchMode):
@@ -255,8 +265,8 @@ class _Guard(TorchDispatchMode):
         self._set_back = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        values = tree.leaves((args, kwargs or {}))
-        given_tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        argument_leaves = tree.leaves((args, kwargs or {}))
+        given_tensors = [value for value in argument_leaves if isinstance(value, torch.Tensor)]
         if any(is_dtensor(value) for value in given_tensors):
             # A DTensor runs the operations of its part, which come here again.
             return NotImplemented
@@ -269,7 +279,7 @@ class _Guard(TorchDispatchMode):
                 f"backward; found {func}: recompute whole units, with fully_shard(remat=...), or "
                 "functions, with fs.remat"
             )
-        if any(isinstance(value, torch.Generator) for value in values):
+        if any(isinstance(value, torch.Generator) for value in argument_leaves):
             raise RuntimeError(
                 "trace records random numbers of torch's own generator; found a torch.Generator "
                 f"given to {func}, which a run of the graph could not seed again: leave generator "
@@ -277,21 +287,9 @@ class _Guard(TorchDispatchMode):
             )
         # Why not lift_fresh: torch.tensor(1.0) inside the step makes a constant of the graph.
         if "lift_fresh" not in func.name():
-            for value in given_tensors:
-                if not is_fake(value) and is_zero_tensor(value):
-                    raise ValueError(
-                        "trace cannot record this torch.func.jvp: torch differentiates an "
-                        "operation forwards with zeros that no recording sees, as for LayerNorm; "
-                        f"found them in {func}: run the step itself, or take the derivative with "
-                        "torch.func.vjp"
-                    )
-                if not is_fake(value):
-                    raise ValueError(
-                        "trace records a step whose tensors all come from its arguments; found a "
-                        f"tensor of shape {tuple(value.shape)} and {value.dtype} in {func}, which "
-                        "the step took from elsewhere and which would be a constant of the graph: "
-                        "pass it in the state's buffers or in the batch"
-                    )
+            for tensor in given_tensors:
+                if not is_fake(tensor):
+                    _refuse(tensor, func)
         return func(*args, **(kwargs or {}))
 
     def _note_phase(self, func: Any, tensors: list[torch.Tensor]) -> None:
@@ -304,8 +302,27 @@ class _Guard(TorchDispatchMode):
             differentiates = func is not torch.ops.aten.detach.default and any(
                 tensor.requires_grad for tensor in tensors
             )
-            again_gathers = differentiates or func is torch.ops.funcshard.all_gather.default
-            phase = "forward" if again_gathers or not self._phase else self._phase
+            gathers = func is torch.ops.funcshard.all_gather.default
+            phase = self._phase
+            if differentiates or gathers or not phase:
+                phase = "forward"
         if phase != self._phase:
             self._phase = phase
             torch.ops.funcshard.phase(phase)
+
+
+def _refuse(tensor: torch.Tensor, func: Any) -> NoReturn:
+    """Raise the error for a tensor that comes from none of the step's arguments."""
+    if is_zero_tensor(tensor):
+        raise ValueError(
+            "trace cannot record this torch.func.jvp: torch differentiates an "
+            "operation forwards with zeros that no recording sees, as for LayerNorm; "
+            f"found them in {func}: run the step itself, or take the derivative with "
+            "torch.func.vjp"
+        )
+    raise ValueError(
+        "trace records a step whose tensors all come from its arguments; found a "
+        f"tensor of shape {tuple(tensor.shape)} and {tensor.dtype} in {func}, which "
+        "the step took from elsewhere and which would be a constant of the graph: "
+        "pass it in the state's buffers or in the batch"
+    )

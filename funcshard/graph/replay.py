@@ -22,44 +22,48 @@ def bind(step_graph: StepGraph, mesh: Mesh) -> Callable[..., list[Any]]:
     """
     storages = GraphStorages.find(step_graph.graph)
     graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    graph.output(graph.graph_copy(step_graph.graph, copies))
-    for node, own_nodes in copies.items():
-        lower(node, own_nodes, step_graph, mesh, storages)
+    copy_of: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(step_graph.graph, copy_of))
+    for node, copy in copy_of.items():
+        lower(node, copy, step_graph, mesh, storages)
     return fx.GraphModule(dict(step_graph.constants), graph).forward
 
 
 def lower(
-    node: fx.Node, own: fx.Node, step_graph: StepGraph, mesh: Mesh, storages: GraphStorages
+    node: fx.Node, copy: fx.Node, step_graph: StepGraph, mesh: Mesh, storages: GraphStorages
 ) -> None:
     """Let the copy of a node call what the node does on a mesh, if it is an operation of ours."""
-    collective_kind = collective_of(node)
-    if collective_kind == "wait":
-        own.target = _wait
-    elif collective_kind == "number":
-        tensor = isinstance(node.meta["val"], torch.Tensor)
-        index: Any = node.args[0]
-        own.target, own.args = _Number(step_graph.numbers[index], tensor), own.args[1:]
-    elif collective_kind == "coordinate":
-        axis: Any = node.args[0]
-        ranks: Any = node.args[1]
-        own.target, own.args = _Coordinate(_group(mesh, axis, ranks).rank), ()
-    elif collective_kind in ("random_state", "set_random_state"):
+    operation_name = collective_of(node)
+    node_args: Any = node.args
+    if operation_name == "wait":
+        copy.target = _wait
+    elif operation_name == "number":
+        is_tensor = isinstance(node.meta["val"], torch.Tensor)
+        # Note: the number of the schedule goes, and the number of steps stays.
+        copy.target = _number(step_graph.numbers[node_args[0]], is_tensor)
+        copy.args = copy.args[1:]
+    elif operation_name == "coordinate":
+        copy.target, copy.args = torch.tensor, (_group(mesh, *node_args[:2]).rank,)
+        copy.kwargs = {"device": "cpu"}
+    elif operation_name == "random_state":
         # Why not torch.get_rng_state: a GPU has a generator of its own.
-        own.target = RandomState.take if collective_kind == "random_state" else RandomState.put
-    elif collective_kind:
-        own.target = _Start(node, collective_kind, mesh, donated=_is_free(node, storages))
-        own.args, own.kwargs = own.args[: 2 if collective_kind == "broadcast" else 1], {}
+        copy.target = RandomState.take
+    elif operation_name == "set_random_state":
+        copy.target = RandomState.put
+    elif operation_name:
+        # Note: unit, axis and label are known now; only data, and the source of a broadcast, are
+        # arguments.
+        copy.target = _Start(node, operation_name, mesh, donated=_is_free(node, storages))
+        copy.args, copy.kwargs = copy.args[: 2 if operation_name == "broadcast" else 1], {}
 
 
 def _is_free(start: fx.Node, storages: GraphStorages) -> bool:
     """Return whether a collective may overwrite its data, because nothing reads it afterwards."""
     data: Any = start.args[0]
-    data_storages = storages.of.get(data, ())
-    return (
-        len(data_storages) == 1
-        and storages.made[data_storages[0]].op != "placeholder"
-        and storages.last(data_storages[0]) is start
+    data_storages = storages.of.get(data, ())  # none of a list of parts
+    return len(data_storages) == 1 and all(
+        storages.made[storage].op != "placeholder" and storages.last(storage) is start
+        for storage in data_storages
     )
 
 
@@ -68,29 +72,14 @@ def _wait(pending: Any) -> torch.Tensor:
     return waited_tensor
 
 
-class _Number:
-    """A number of the graph that a Python function computes from the number of steps."""
+def _number(function: Callable[[int], float], is_tensor: bool) -> Callable[[int], Any]:
+    """Return the operation that computes a number from the number of steps."""
 
-    __name__ = "number"
+    def number(steps: int) -> Any:
+        value = float(function(steps))
+        return torch.tensor(value, dtype=torch.float64, device="cpu") if is_tensor else value
 
-    def __init__(self, function: Callable[[int], float], tensor: bool) -> None:
-        self._function, self._tensor = function, tensor
-
-    def __call__(self, steps: int) -> Any:
-        value = float(self._function(steps))
-        return torch.tensor(value, dtype=torch.float64, device="cpu") if self._tensor else value
-
-
-class _Coordinate:
-    """The number of this rank along an axis, as a tensor."""
-
-    __name__ = "coordinate"
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-
-    def __call__(self) -> torch.Tensor:
-        return torch.tensor(self._rank, device="cpu")
+    return number
 
 
 class _Pending:
@@ -104,6 +93,7 @@ class _Pending:
     def wait(self) -> torch.Tensor:
         """Return the result once it is ready."""
         self._work.wait()
+        # Why: data that a collective read is free with its wait, as memory_of counts.
         self._held = None
         return self._out
 
@@ -111,49 +101,53 @@ class _Pending:
 class _Start:
     """The start of a collective: a function from its data to the collective that runs."""
 
-    def __init__(self, node: fx.Node, kind: str, mesh: Mesh, *, donated: bool) -> None:
-        node_arguments = operator_arguments(node.target, node.args, node.kwargs)
-        self.__name__ = kind
-        self._run = getattr(self, f"_{kind}")
+    def __init__(self, node: fx.Node, name: str, mesh: Mesh, *, donated: bool) -> None:
+        self.__name__ = name
+        self._start = getattr(self, f"_{name}")
         self._event = node.meta.get("event")
-        self._group = _group(mesh, node_arguments["axis"], node_arguments["ranks"])
-        self._given, self._label, self._donated = node_arguments, node_arguments["label"], donated
+        self._arguments = operator_arguments(node.target, node.args, node.kwargs)
+        self._group = _group(mesh, self._arguments["axis"], self._arguments["ranks"])
+        self._label, self._donated = self._arguments["label"], donated
 
     def __call__(self, *data: Any) -> Any:
+        # Why asked first: making a list of events costs more than the check, in each collective.
         if self._event is not None and recording():
             emit(self._event)
-        return self._run(*data)
+        return self._start(*data)
 
     def _all_gather(self, shard: torch.Tensor) -> Any:
-        if self._given["shared"]:
+        if self._arguments["shared"]:
             return self._group.all_gather_shared(shard, label=self._label)
         return all_gather_private(self._group, shard, label=self._label)
 
     def _reduce_scatter(self, parts: Sequence[torch.Tensor]) -> Any:
-        out = parts[0].new_empty(
-            sum(part.numel() for part in parts) // self._group.size, dtype=self._given["dtype"]
-        )
+        shard_numel = sum(part.numel() for part in parts) // self._group.size
+        out_tensor = parts[0].new_empty(shard_numel, dtype=self._arguments["dtype"])
         # Why one: a group copies several parts at once, and reads a single one until it is done.
-        held = parts if len(parts) == 1 else None
-        return _Pending(self._group.reduce_scatter(out, parts, label=self._label), out, held)
+        held_parts = parts if len(parts) == 1 else None
+        return _Pending(
+            self._group.reduce_scatter(out_tensor, parts, label=self._label), out_tensor, held_parts
+        )
 
-    def _all_reduce(self, tensor: torch.Tensor) -> Any:
-        out = tensor if self._donated else tensor.clone()
-        return _Pending(self._group.all_reduce(out, label=self._label), out)
+    def _all_reduce(self, tensor: torch.Tensor, *src: int) -> Any:
+        out_tensor = tensor if self._donated else tensor.clone()
+        start = getattr(self._group, self.__name__)
+        return _Pending(start(out_tensor, *src, label=self._label), out_tensor)
 
-    def _broadcast(self, tensor: torch.Tensor, src: int) -> Any:
-        out = tensor if self._donated else tensor.clone()
-        return _Pending(self._group.broadcast(out, src, label=self._label), out)
+    _broadcast = _all_reduce  # which takes the source too
 
     def _all_to_all(self, full: torch.Tensor) -> Any:
-        out_sizes, sizes = self._given["out_sizes"], self._given["sizes"]
-        out = full.new_empty(sum(out_sizes))
+        split_sizes = self._arguments["out_sizes"], self._arguments["sizes"]
+        out_tensor = full.new_empty(sum(split_sizes[0]))
         return _Pending(
-            self._group.all_to_all(out, full, out_sizes, sizes, label=self._label), out, full
+            self._group.all_to_all(out_tensor, full, *split_sizes, label=self._label),
+            out_tensor,
+            full,
         )
 
 
 def _group(mesh: Mesh, axis: str, ranks: int) -> Group:
     """Return the group of an axis, or of this rank's neighbours on it."""
-    group = mesh.groups[axis]
-    return group if group.size == ranks else neighbours(mesh, ranks).shard
+    # Note: reshard_after_forward=n gathers from n neighbours, which are a part of the axis.
+    axis_group = mesh.groups[axis]
+    return axis_group if axis_group.size == ranks else neighbours(mesh, ranks).shard

@@ -33,14 +33,18 @@ def sections_of(graph: fx.Graph) -> Iterator[Section]:
     operation uses parameters of another unit. Other collectives begin no section, because most of
     them serve a unit that runs later. Operations that use no parameters belong to the unit before.
     """
-    owner = _owners(graph)
+    owner_of_node = _owners(graph)
     current_section = Section("", None, [])
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
         phase = node.meta.get("phase", current_section.phase)
-        unit = owner.get(node, current_section.unit if phase == current_section.phase else None)
-        if (phase, unit) != (current_section.phase, current_section.unit):
+        # Why not the unit before in another phase: backward begins with the loss, which is of no
+        # unit.
+        unit = owner_of_node.get(
+            node, current_section.unit if phase == current_section.phase else None
+        )
+        if (phase, unit) != current_section[:2]:
             if current_section.nodes:
                 yield current_section
             current_section = Section(phase, unit, [])
@@ -55,26 +59,25 @@ def _owners(graph: fx.Graph) -> dict[fx.Node, str]:
     In the update, the reduced gradients count too.
     """
     storages = GraphStorages.find(graph)
-    params: dict[int, str] = {}
-    grads: dict[int, str] = {}
-    for storage_index, node in storages.made.items():
+    unit_of_params: dict[int, str] = {}
+    unit_of_grads: dict[int, str] = {}
+    for storage, node in storages.made.items():
         event = node.meta.get("event")
+        # Note: gathered buffers are parameters, reduced ones gradients.
         if event is not None and event.unit is not None:
-            (params if event.kind == "all_gather" else grads)[storage_index] = event.unit
+            (unit_of_params if event.kind == "all_gather" else unit_of_grads)[storage] = event.unit
         elif node.meta.get("unit") is not None:
-            params[storage_index] = node.meta["unit"]
+            unit_of_params[storage] = node.meta["unit"]
     owner_of_node = {}
     for node in graph.nodes:
-        collective_kind = collective_of(node)
-        if collective_kind not in ("", "wait"):
+        if collective_of(node) not in ("", "wait"):
             continue
-        counted = params | grads if node.meta.get("phase") == "update" else params
-        read = {
-            storage_index
-            for input_node in node.all_input_nodes
-            for storage_index in storages.of[input_node]
-        }
-        units = {counted[storage_index] for storage_index in read if storage_index in counted}
+        unit_of = (
+            unit_of_params | unit_of_grads if node.meta.get("phase") == "update" else unit_of_params
+        )
+        read_storages = {storage for used in node.all_input_nodes for storage in storages.of[used]}
+        units = {unit_of[storage] for storage in read_storages if storage in unit_of}
+        # Note: a norm over all gradients belongs to no unit, and stays where it is.
         if len(units) == 1:
             (owner_of_node[node],) = units
     return owner_of_node

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from funcshard._utils import operator_name, table, tree
+from funcshard.graph.entries import sizes_text
 from funcshard.graph.sections import Section, sections_of
 from funcshard.graph.step_graph import StepGraph, collective_of
 from funcshard.plan import dtype_name
@@ -31,35 +32,35 @@ def graph_text(step_graph: StepGraph) -> str:
     which unit the operations after it belong to.
     """
     names = _names(step_graph)
-    sections = sections_of(step_graph.graph)
-    body = [f"\n  ── {_title(section)} ──\n{_body(section, names)}" for section in sections]
-    inputs = (f"  {line}" for line in _inputs(step_graph, names))
-    return "\n".join(
-        ["step(", *inputs, ")", *_sizes(step_graph), *body, "", _results(step_graph, names)]
-    )
+    lines = ["step(", *(f"  {line}" for line in _inputs(step_graph, names)), ")"]
+    lines += _sizes(step_graph)
+    for section in sections_of(step_graph.graph):
+        lines += [f"\n  ── {_title(section)} ──", _body(section, names)]
+    return "\n".join([*lines, "", _results(step_graph, names)])
 
 
 def graph_html(step_graph: StepGraph) -> str:
     """Return a graph as HTML: its sections, each of which opens to its operations."""
     names = _names(step_graph)
     inputs = [*_inputs(step_graph, names), *_sizes(step_graph)]
-    parts = [("inputs", len(inputs), list[str](), "\n".join(inputs))]
+    detail_parts = [_details("inputs", len(inputs), [], "\n".join(inputs))]
     for section in sections_of(step_graph.graph):
-        lines = [
-            _line(node, names) for node in section.nodes if collective_of(node) in (*_VERBS, "wait")
-        ]
-        parts.append((_title(section), len(section.nodes), lines, _body(section, names)))
-    (output,) = step_graph.graph.find_nodes(op="output")
-    parts.append(("return", len(output.args[0]), [], _results(step_graph, names)))
-    return "".join(_details(*part) for part in parts)
+        starts_and_waits = [n for n in section.nodes if collective_of(n) in (*_VERBS, "wait")]
+        lines = [_line(node, names) for node in starts_and_waits]
+        detail_parts.append(
+            _details(_title(section), len(section.nodes), lines, _body(section, names))
+        )
+    outputs: Any = step_graph.graph.output_node().args[0]
+    detail_parts.append(_details("return", len(outputs), [], _results(step_graph, names)))
+    return "".join(detail_parts)
 
 
 def _details(title: str, count: int, collectives: list[str], text: str) -> str:
     """Return a heading with the collectives under it, which opens to a text."""
-    short = "<br>".join(html.escape(line.partition(" = ")[2]) for line in collectives)
+    short_lines = "<br>".join(html.escape(line.partition(" = ")[2]) for line in collectives)
     return (
         f'<details style="margin:2px 0"><summary><b>{html.escape(title)}</b> <span style="opacity:0.6">{count}</span>'
-        f'<div style="font:85% monospace;opacity:0.75;margin:0 0 4px 16px">{short}</div></summary>'
+        f'<div style="font:85% monospace;opacity:0.75;margin:0 0 4px 16px">{short_lines}</div></summary>'
         f'<pre style="margin:4px 0 8px 16px;font-size:85%">{html.escape(text)}</pre></details>'
     )
 
@@ -72,34 +73,27 @@ def _names(step_graph: StepGraph) -> dict[fx.Node, str]:
 
 def _inputs(step_graph: StepGraph, names: dict[fx.Node, str]) -> list[str]:
     """Return a line for each input of a graph."""
-    leaves = [step_graph.signature.leaves[i] for i in step_graph.inputs]
-    nodes = [node for node in names if node.op == "placeholder"]
-    input_names = [
-        (f"{names[node]}:{_input_form(node, leaf)}", node)
-        for node, leaf in zip(nodes, leaves, strict=True)
-    ]
-    width = max((len(input_text) for input_text, _ in input_names), default=0)
-    return [
-        f"{input_text:{width}}  {node.meta.get('path', '')}".rstrip()
-        for input_text, node in input_names
-    ]
-
-
-def _input_form(node: fx.Node, leaf: Any) -> str:
-    """Return the form of an input; a size that may change is its name."""
-    form = _form(node.meta.get("val"))
-    named = isinstance(leaf, tuple) and any(isinstance(size, str) for size in leaf[0])
-    return f"{form.partition('[')[0]}[{','.join(map(str, leaf[0]))}]" if named else form
+    input_texts, input_paths = [], []
+    placeholders = step_graph.graph.find_nodes(op="placeholder")
+    for node, leaf_index in zip(placeholders, step_graph.inputs, strict=True):
+        input_form = _form(node.meta.get("val"))
+        leaf: Any = step_graph.signature.leaves[leaf_index]
+        # Note: a size that may change is its name in the signature, and a number in the graph.
+        if isinstance(leaf, tuple) and any(isinstance(size, str) for size in leaf[0]):
+            input_form = f"{input_form.partition('[')[0]}[{','.join(map(str, leaf[0]))}]"
+        input_texts.append(f"{names[node]}:{input_form}")
+        input_paths.append(node.meta.get("path", ""))
+    text_width = max(map(len, input_texts), default=0)
+    text_pairs = zip(input_texts, input_paths, strict=True)
+    return [f"{result:{text_width}}  {path}".rstrip() for result, path in text_pairs]
 
 
 def _sizes(step_graph: StepGraph) -> list[str]:
     """Return a line for the sizes of a graph that serves others too."""
-    sizes = ", ".join(f"{name} = {size}" for name, size in step_graph.sizes.items())
-    return (
-        [f"shown for {sizes}, and runs for all with {', '.join(step_graph.conditions.texts)}"]
-        if sizes
-        else []
-    )
+    if not step_graph.sizes:
+        return []
+    size_rules = ", ".join(step_graph.conditions.texts)
+    return [f"shown for {sizes_text(step_graph.sizes)}, and runs for all with {size_rules}"]
 
 
 def _title(section: Section) -> str:
@@ -111,58 +105,45 @@ def _body(section: Section, names: dict[fx.Node, str]) -> str:
 
 
 def _results(step_graph: StepGraph, names: dict[fx.Node, str]) -> str:
-    (output,) = step_graph.graph.find_nodes(op="output")
-    return f"return {', '.join(_operand(result_node, names) for result_node in output.args[0])}"
+    outputs: Any = step_graph.graph.output_node().args[0]
+    return f"return {', '.join(_operand(output, names) for output in outputs)}"
 
 
 def line_without_names(node: fx.Node) -> str:
     """Return the line of a node with the forms of its operands; that of a collective has none."""
-    collective_kind = collective_of(node)
-    if collective_kind in _VERBS:
-        return f"→ {_collective(node, collective_kind)}"
-    if collective_kind == "wait":
-        (start,) = node.all_input_nodes
-        return f"← {_collective(start, collective_of(start))}"
-    return _line(
-        node,
-        {
-            line_node: _form(line_node.meta.get("val"))
-            for line_node in (node, *node.all_input_nodes)
-        },
-    ).partition(":")[2]
+    form_of_node = {used: _form(used.meta.get("val")) for used in (node, *node.all_input_nodes)}
+    if collective_of(node) in (*_VERBS, "wait"):
+        return _arrow(node)
+    return _line(node, form_of_node).partition(":")[2]
 
 
 def _line(node: fx.Node, names: dict[fx.Node, str]) -> str:
-    collective_kind = collective_of(node)
-    result = f"{names[node]}:{_form(node.meta.get('val'))}"
-    if collective_kind in _VERBS:
-        return f"{result} = → {_collective(node, collective_kind)} {_operand(node.args[0], names)}"
-    if collective_kind == "wait":
-        (start,) = node.all_input_nodes
-        return f"{result} = ← {_collective(start, collective_of(start))} {names[start]}"
-    operands = [_operand(operand, names) for operand in node.args]
-    operands += [
-        f"{key}={_operand(value, names)}" for key, value in node.kwargs.items() if value is not None
-    ]
-    return f"{result} = {_operation(node, collective_kind)} {' '.join(operands)}".rstrip()
+    result_text = f"{names[node]}:{_form(node.meta.get('val'))} ="
+    operation_name = collective_of(node)
+    if operation_name in (*_VERBS, "wait"):
+        # Note: the event says what the further arguments of a collective say.
+        return f"{result_text} {_arrow(node)} {_operand(node.args[0], names)}"
+    operation_name = operation_name or operator_name(node.target).partition("::")[2]
+    if not operation_name:  # a constant, or a function on numbers
+        operation_name = getattr(node.target, "__name__", str(node.target))
+    operand_texts = [_operand(operand, names) for operand in node.args]
+    for key, value in node.kwargs.items():
+        if value is not None:
+            operand_texts.append(f"{key}={_operand(value, names)}")
+    return f"{result_text} {operation_name} {' '.join(operand_texts)}".rstrip()
 
 
-def _operation(node: fx.Node, kind: str) -> str:
-    name = kind or operator_name(node.target).partition("::")[2]
-    return name or (
-        str(node.target)
-        if node.op == "get_attr"
-        else getattr(node.target, "__name__", str(node.target))
-    )
-
-
-def _collective(node: fx.Node, kind: str) -> str:
-    """Return a collective as text, such as ``gather blocks.3 float32 3.4 MiB``."""
-    event = node.meta.get("event")
+def _arrow(node: fx.Node) -> str:
+    """Return the start or the wait of a collective, as ``→ gather blocks.3 float32 3.4 MiB``."""
+    is_wait = collective_of(node) == "wait"
+    start = node.all_input_nodes[0] if is_wait else node
+    arrow_text = f"{'→←'[is_wait]} {_VERBS[collective_of(start)]}"
+    event = start.meta.get("event")
     if event is None:
-        return _VERBS[kind]
-    owner = "" if event.unit is None else f"{event.unit or '(root)'} {event.buffer} "
-    return f"{_VERBS[kind]} {owner}{table.size(event.bytes)} along {event.axis}"
+        return arrow_text
+    if event.unit is not None:
+        arrow_text += f" {event.unit or '(root)'} {event.buffer}"
+    return f"{arrow_text} {table.size(event.bytes)} along {event.axis}"
 
 
 def _form(value: Any) -> str:

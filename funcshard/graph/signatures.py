@@ -41,20 +41,32 @@ def signature_of(
         names: for the number of a leaf the names of its dims, ``None`` for a fixed size.
     """
     autocast = [
-        (torch.is_autocast_enabled(device_kind), torch.get_autocast_dtype(device_kind))
-        for device_kind in ("cpu", "cuda")
+        (torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+        for device_type in ("cpu", "cuda")
     ]
     modes = torch.is_inference_mode_enabled(), *autocast
-    leaf_signatures = [_leaf_signature(leaf, i < counters) for i, leaf in enumerate(leaves)]
+    leaf_facts = [_leaf_facts(leaf, i < counters) for i, leaf in enumerate(leaves)]
     for leaf_index, named_dims in (names or {}).items():
-        leaf_signatures[leaf_index] = _named(leaves[leaf_index], named_dims)
-    return Signature(form, modes, tuple(leaf_signatures))
+        leaf_facts[leaf_index] = _named_facts(leaves[leaf_index], named_dims)
+    return Signature(form, modes, tuple(leaf_facts))
 
 
-def _named(tensor: torch.Tensor, names: Sequence[str | None]) -> Hashable:
-    shape = tuple(
-        [size if name is None else name for name, size in zip(names, tensor.shape, strict=True)]
-    )
+def _leaf_facts(leaf: Any, in_state: bool) -> Hashable:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.dtype, leaf.device, leaf.stride(), leaf.requires_grad
+    # Note: the number of steps is an input, a number in the batch a constant.
+    if in_state and type(leaf) is int:
+        return int
+    try:
+        hash(leaf)
+    except TypeError:
+        # Note: such as a set; a text tells two of them apart well enough for a recording.
+        return type(leaf), repr(leaf)
+    return type(leaf), leaf
+
+
+def _named_facts(tensor: torch.Tensor, names: Sequence[str | None]) -> Hashable:
+    shape = tuple([name or size for name, size in zip(names, tensor.shape, strict=True)])
     strides = None if tensor.stride() == contiguous_strides(tensor.shape) else tensor.stride()
     return shape, tensor.dtype, tensor.device, strides, tensor.requires_grad
 
@@ -70,29 +82,14 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 def sized(leaf: Any, sizes: Mapping[str, int]) -> Any:
     """Return the facts about a tensor, with numbers in the place of names and of no strides."""
     shape, dtype, device, strides, requires_grad = leaf
-    shape = torch.Size([sizes[size] if isinstance(size, str) else size for size in shape])
-    return (
-        shape,
-        dtype,
-        device,
-        contiguous_strides(shape) if strides is None else strides,
-        requires_grad,
-    )
+    # Note: a number has no name, so it is its own size.
+    shape = torch.Size([sizes.get(size, size) for size in shape])
+    if strides is None:
+        strides = contiguous_strides(shape)
+    return shape, dtype, device, strides, requires_grad
 
 
-def _leaf_signature(leaf: Any, in_state: bool) -> Hashable:
-    if isinstance(leaf, torch.Tensor):
-        return leaf.shape, leaf.dtype, leaf.device, leaf.stride(), leaf.requires_grad
-    if in_state and type(leaf) is int:
-        return int
-    try:
-        hash(leaf)
-    except TypeError:
-        return type(leaf), repr(leaf)
-    return type(leaf), leaf
-
-
-# --- differences in words -------------------------------------------------------------------------
+# --- differences as text --------------------------------------------------------------------------
 
 
 def nearest_difference(found: Signature, recorded: Iterable[Signature]) -> str:
@@ -106,43 +103,35 @@ def difference(recorded: Signature, found: Signature) -> str:
     It names one leaf, and the number of further ones; ``""`` if the signatures are equal.
     """
     if recorded.form != found.form:
-        return _other_form(_paths(recorded.form), _paths(found.form))
+        return _form_difference(_paths(recorded.form), _paths(found.form))
     names = ("inference mode", "autocast on the CPU", "autocast on CUDA")
-    for name, mode_before, mode_now in zip(names, recorded.modes, found.modes, strict=True):
-        if mode_before != mode_now:
-            return f"{name}: recorded {_mode(mode_before)}, found {_mode(mode_now)}"
-    differing = [
-        i
-        for i, pair in enumerate(zip(recorded.leaves, found.leaves, strict=True))
-        if pair[0] != pair[1]
-    ]
-    if not differing:
+    for name, *modes in zip(names, recorded.modes, found.modes, strict=True):
+        if modes[0] != modes[1]:
+            return f"{name}: recorded {_mode(modes[0])}, found {_mode(modes[1])}"
+    leaf_pairs = list(zip(_paths(found.form), recorded.leaves, found.leaves, strict=True))
+    differing_leaves = [pair for pair in leaf_pairs if pair[1] != pair[2]]
+    if not differing_leaves:
         return ""
     # Why the batch first: other shapes of a batch are the usual reason.
-    paths = _paths(found.form)
-    first = next((i for i in differing if paths[i].startswith("batch")), differing[0])
-    more_differing = len(differing) - 1
-    further = (
-        f", and {more_differing} other {'leaf differs' if more_differing == 1 else 'leaves differ'}"
-        if more_differing
-        else ""
-    )
-    mode_before, mode_now = _described(recorded.leaves[first], found.leaves[first])
-    return f"leaf `{paths[first]}`: recorded {mode_before}, found {mode_now}{further}"
+    differing_leaves.sort(key=lambda pair: not pair[0].startswith("batch"))
+    path, *leaves = differing_leaves[0]
+    for fact_count in range(2, 6):
+        recorded_text, found_text = (_described(leaf, fact_count) for leaf in leaves)
+        if recorded_text != found_text:
+            break
+    others, further_text = len(differing_leaves) - 1, ""
+    if others:
+        verb = "leaf differs" if others == 1 else "leaves differ"
+        further_text = f", and {others} other {verb}"
+    return f"leaf `{path}`: recorded {recorded_text}, found {found_text}{further_text}"
 
 
 def _distance(recorded: Signature, found: Signature) -> tuple[int, int]:
     """Return how far two signatures are apart: other trees are further than other leaves."""
     if recorded.form != found.form:
         return 1, len({*_paths(recorded.form)} ^ {*_paths(found.form)})
-    differing = sum(
-        first_leaf != second_leaf
-        for first_leaf, second_leaf in zip(recorded.leaves, found.leaves, strict=True)
-    )
-    return 0, differing + sum(
-        first_mode != second_mode
-        for first_mode, second_mode in zip(recorded.modes, found.modes, strict=True)
-    )
+    all_facts = [(*signature.modes, *signature.leaves) for signature in (recorded, found)]
+    return 0, sum(fact != other_fact for fact, other_fact in zip(*all_facts, strict=True))
 
 
 def _paths(form: Any) -> list[str]:
@@ -151,43 +140,36 @@ def _paths(form: Any) -> list[str]:
     return tree.code_paths(state, "state") + tree.code_paths(batch, "batch")
 
 
-def _other_form(recorded: list[str], found: list[str]) -> str:
-    for words, paths, others in (
-        ("has the new leaf", found, {*recorded}),
-        ("lacks the leaf", recorded, {*found}),
-    ):
-        differing = [path for path in paths if path not in others]
-        if differing:
-            more_text = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
-            return f"the tree {words} `{differing[0]}`{more_text}"
-    return "the tree has the same leaves in containers of other types"
+def _form_difference(recorded: list[str], found: list[str]) -> str:
+    old_set, new_set = {*recorded}, {*found}
+    new_paths = [path for path in found if path not in old_set]
+    gone_paths = [path for path in recorded if path not in new_set]
+    changed_paths = new_paths or gone_paths
+    if not changed_paths:
+        return "the tree has the same leaves in containers of other types"
+    verb_text = "has the new leaf" if new_paths else "lacks the leaf"
+    further_text = f" and {len(changed_paths) - 1} more" * (len(changed_paths) > 1)
+    return f"the tree {verb_text} `{changed_paths[0]}`{further_text}"
 
 
-def _mode(value: Any) -> str:
-    enabled, dtype = (value, None) if isinstance(value, bool) else value
-    return ("on" if enabled else "off") + (
-        f" with {dtype_name(dtype)}" if dtype is not None else ""
-    )
+def _mode(mode: Any) -> str:
+    if isinstance(mode, bool):
+        return "on" if mode else "off"
+    enabled, dtype = mode
+    return f"{_mode(enabled)} with {dtype_name(dtype)}"
 
 
-def _described(recorded: Any, found: Any) -> tuple[str, str]:
-    """Return two leaves as text, with as many facts as make them differ."""
-    for facts in range(2, 6):
-        first_text, second_text = _leaf(recorded, facts), _leaf(found, facts)
-        if first_text != second_text:
-            break
-    return first_text, second_text
-
-
-def _leaf(leaf: Any, facts: int) -> str:
+def _described(leaf: Any, fact_count: int) -> str:
+    """Return a leaf as text, with as many of its facts as tell two leaves apart."""
     if leaf is int:
         return "a counter"
     if len(leaf) == 2:
         return f"{leaf[0].__name__} {leaf[1]!r}"
     shape, dtype, device, stride, requires_grad = leaf
-    further = (
+    fact_texts = [
+        f"{dtype_name(dtype)}[{', '.join(map(str, shape))}]",
         f"on {device}",
         "contiguous" if stride is None else f"of strides {list(stride)}",
         "that requires a gradient" if requires_grad else "without gradient",
-    )
-    return " ".join([f"{dtype_name(dtype)}[{', '.join(map(str, shape))}]", *further[: facts - 2]])
+    ]
+    return " ".join(fact_texts[: fact_count - 1])

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from funcshard._utils import operator_name
-from funcshard.graph.conditions import Conditions
+from funcshard.graph.named_sizes import Conditions
 from funcshard.graph.signatures import Signature
 from funcshard.plan import Event
 
@@ -71,6 +71,7 @@ class StepGraph:
     def copy(self) -> StepGraph:
         """Return the same graph with its own nodes, for a pass to change."""
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        # Note: graph_copy copies meta with each node, and returns the output's argument.
         graph.output(graph.graph_copy(self.graph, copies))
         return dataclasses.replace(self, graph=graph)
 
@@ -93,6 +94,12 @@ def collective_of(node: fx.Node) -> str:
     """
     space, _, name = operator_name(node.target).partition("::")
     return name if space == "funcshard" else ""
+
+
+def is_unit_gather(node: fx.Node) -> bool:
+    """Return whether a node starts the all-gather of a unit."""
+    event = node.meta.get("event")
+    return collective_of(node) == "all_gather" and event is not None and event.unit is not None
 
 
 def starts_and_waits(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[fx.Node]]]:

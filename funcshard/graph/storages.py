@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from funcshard._utils import storage_id, tree
+from funcshard._utils import storage_id, tensors_in
 from funcshard.graph.step_graph import collective_of
 
 
@@ -36,53 +37,43 @@ class GraphStorages:
     def find(cls, graph: fx.Graph) -> GraphStorages:
         """Return the storages of a graph, from the tensors in ``meta["val"]``."""
         graph_storages = cls({}, {}, {}, {})
-        waited: dict[int, int] = {}  # storage of a wait's result -> that of its start's
+        of, made_by = graph_storages.of, graph_storages.made
+        start_storage: dict[int, int] = {}  # by storage of a wait's result
         for node in graph.nodes:
-            if node.op == "output":
-                own_numbers: list[int] = []
-            else:
-                value = node.meta.get("val")
-                leaves = [value] if isinstance(value, torch.Tensor) else tree.leaves(value)
-                tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-                numbers = map(storage_id, tensors)
-                own_numbers = [
-                    waited.get(storage_index, storage_index) for storage_index in numbers
-                ]
-                if collective_of(node) == "wait":
-                    (start,) = node.all_input_nodes
-                    waited[own_numbers[0]] = graph_storages.of[start][0]
-                    own_numbers = [*graph_storages.of[start]]
-                for storage, tensor in zip(own_numbers, tensors, strict=True):
-                    if storage not in graph_storages.made:
-                        graph_storages.made[storage] = node
-                        graph_storages.bytes[storage] = tensor.untyped_storage().nbytes()
-                        graph_storages.users[storage] = []
-            graph_storages.of[node] = tuple(dict.fromkeys(own_numbers))
-            touched = {
-                storage
-                for touched_node in (node, *node.all_input_nodes, *held_until(node))
-                for storage in graph_storages.of[touched_node]
-            }
-            for storage in touched:
-                if graph_storages.made[storage] is not node:
+            result_tensors: list[torch.Tensor] = []
+            if node.op != "output":
+                result_tensors = list(tensors_in(node.meta.get("val")))
+            own_storages = list(map(storage_id, result_tensors))
+            is_wait = collective_of(node) == "wait"
+            if is_wait:
+                (start,) = node.all_input_nodes
+                start_storage[own_storages[0]] = of[start][0]
+            # Note: views of a wait's result lie in the memory of the start too.
+            own_storages = [start_storage.get(storage, storage) for storage in own_storages]
+            for storage, tensor in zip(own_storages, result_tensors, strict=True):
+                if storage not in made_by:
+                    graph_storages._add(storage, node, tensor.untyped_storage().nbytes())
+            # Note: several results may be views of one storage.
+            of[node] = tuple(dict.fromkeys(own_storages))
+            used_nodes = (node, *node.all_input_nodes, *held_until(node))
+            for storage in {storage for used in used_nodes for storage in of[used]}:
+                # Note: the maker is no user, so that a storage without users is free at once.
+                if made_by[storage] is not node:
                     graph_storages.users[storage].append(node)
-            if collective_of(node) == "wait":
-                graph_storages._add_sent(node.all_input_nodes[0], node)
+            if is_wait:
+                graph_storages._add_sent(start, node)
         return graph_storages
+
+    def _add(self, storage: int, node: fx.Node, size: int) -> None:
+        self.made[storage], self.bytes[storage], self.users[storage] = node, size, []
 
     def _add_sent(self, start: fx.Node, wait: fx.Node) -> None:
         """Add the memory into which a group copies several parts that it reduces."""
         if collective_of(start) == "reduce_scatter" and len(start.all_input_nodes) > 1:
-            sent_index = -len(self.made)  # no tensor of the graph lies there
-            size = (
-                sum(part.meta["val"].numel() for part in start.all_input_nodes)
-                * wait.meta["val"].itemsize
-            )
-            self.made[sent_index], self.bytes[sent_index], self.users[sent_index] = (
-                start,
-                size,
-                [wait],
-            )
+            sent_storage = -len(self.made)  # no tensor of the graph lies there
+            sent_elements = sum(part.meta["val"].numel() for part in start.all_input_nodes)
+            self._add(sent_storage, start, sent_elements * wait.meta["val"].itemsize)
+            self.users[sent_storage].append(wait)
 
     def last(self, storage: int) -> fx.Node:
         """Return the last node that uses a storage; the graph's output, if it returns it."""
@@ -90,17 +81,18 @@ class GraphStorages:
 
     def taken_by(self) -> dict[fx.Node, list[int]]:
         """Return the storages that each node makes."""
-        taken_numbers: dict[fx.Node, list[int]] = defaultdict(list)
-        for storage, node in self.made.items():
-            taken_numbers[node].append(storage)
-        return taken_numbers
+        return _grouped((node, storage) for storage, node in self.made.items())
 
     def freed_after(self) -> dict[fx.Node, list[int]]:
         """Return the storages that are free after each node."""
-        freed_numbers: dict[fx.Node, list[int]] = defaultdict(list)
-        for storage in self.made:
-            freed_numbers[self.last(storage)].append(storage)
-        return freed_numbers
+        return _grouped((self.last(storage), storage) for storage in self.made)
+
+
+def _grouped(pairs: Iterable[tuple[fx.Node, int]]) -> dict[fx.Node, list[int]]:
+    storages_of_node: dict[fx.Node, list[int]] = defaultdict(list)
+    for node, storage in pairs:
+        storages_of_node[node].append(storage)
+    return storages_of_node
 
 
 def held_until(node: fx.Node) -> list[fx.Node]:
@@ -108,10 +100,7 @@ def held_until(node: fx.Node) -> list[fx.Node]:
     if collective_of(node) != "wait":
         return []
     (start,) = node.all_input_nodes
-    # Why: a group copies several parts when it starts, and a reduction along one axis replaces its
-    # data.
-    reads = (
-        collective_of(start) in ("all_gather", "all_to_all", "reduce_scatter")
-        and len(start.all_input_nodes) == 1
-    )
-    return start.all_input_nodes if reads else []
+    # Why one input: a group copies several parts when it starts. A reduction along one axis and a
+    # broadcast replace their data, so no wait holds it.
+    holds = collective_of(start) in ("all_gather", "all_to_all", "reduce_scatter")
+    return start.all_input_nodes if holds and len(start.all_input_nodes) == 1 else []

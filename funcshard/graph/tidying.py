@@ -1,4 +1,4 @@
-"""Take operations out of a new graph that do nothing when it runs."""
+"""Change the nodes of a graph: take out what does nothing when it runs, add and replace nodes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from funcshard._utils import is_random, operator_name, storage_id, tree, writes_inputs
+from funcshard._utils import is_random, operator_name, storage_id, tensors_in, writes_inputs
 from funcshard.graph.step_graph import collective_of
 from funcshard.graph.storages import GraphStorages
 
@@ -39,13 +39,13 @@ def tidy(graph: fx.Graph, *, counters: int) -> None:
 
 def _take_phases(graph: fx.Graph) -> None:
     """Move the marks of ``funcshard::phase`` into ``meta["phase"]`` of the nodes after each."""
-    phase: Any = "sizes"  # the numbers at the start of a graph for any size
+    phase_name: Any = "sizes"  # the numbers at the start of a graph for any size
     for node in list(graph.nodes):
         if collective_of(node) == "phase":
-            phase = node.args[0]
+            phase_name = node.args[0]
             graph.erase_node(node)
         elif node.op not in ("placeholder", "output"):
-            node.meta["phase"] = phase
+            node.meta["phase"] = phase_name
             # Note: torch notes no result of an operation that only writes, such as _foreach_add_.
             node.meta.setdefault("val", None)
 
@@ -54,6 +54,7 @@ def _take_items(graph: fx.Graph, node: fx.Node) -> None:
     """Let a node be the number itself, which the recording took out of a tensor."""
     for user in list(node.users):
         if operator_name(user.target) == "aten::_local_scalar_dense":
+            # Note: the item of a tensor with the number; in the graph the number itself comes in.
             user.replace_all_uses_with(node)
             node.meta["val"] = user.meta.get("val")
             graph.erase_node(user)
@@ -66,49 +67,31 @@ def _drop_copies(graph: fx.Graph) -> None:
     the recording holds a copy from one into the other.
     """
     storages = GraphStorages.find(graph)
-    position = {node: node_index for node_index, node in enumerate(graph.nodes)}
-    # By storage of a copy: its position, and its source.
-    moved: dict[int, tuple[int, torch.Tensor]] = {}
+    node_position = {node: node_index for node_index, node in enumerate(graph.nodes)}
     for copy in [node for node in graph.nodes if operator_name(node.target) == "aten::copy_"]:
-        target, source = copy.args[:2]
-        target_value, source_value = target.meta["val"], source.meta["val"]
-        waited = _behind_views(source)
-        (into,), (result,) = storages.of[target], storages.of[source]
-        if collective_of(waited) != "wait" or _layout(target_value) != _layout(source_value):
+        target_node, source_node = copy.args[:2]
+        target_value, source_value = target_node.meta["val"], source_node.meta["val"]
+        (target_storage,), (source_storage,) = storages.of[target_node], storages.of[source_node]
+        waited_node = source_node
+        while operator_name(waited_node.target) in _VIEWS:
+            (waited_node,) = waited_node.all_input_nodes
+        if collective_of(waited_node) != "wait" or _layout(target_value) != _layout(source_value):
             continue
-        if storages.made[into].op == "placeholder" or _read_after(copy, into, storages, position):
+        # Note: an argument is written to for the caller, who reads it.
+        if storages.made[target_storage].op == "placeholder":
             continue
-        if any(position[user] > position[copy] for user in storages.users[result]):
-            continue
-        copy.replace_all_uses_with(source)
-        graph.erase_node(copy)
-        moved[storage_id(target_value)] = position[copy], source_value
-    # Why: views of a copy, and the results of writes to it, now lie in the memory of its source.
-    for node in graph.nodes if moved else ():
-        if node.op != "output":
-            at = position[node]
-            node.meta["val"] = tree.map(
-                lambda value, at=at: _moved(value, moved, at), node.meta.get("val")
-            )
-
-
-def _moved(value: Any, moved: dict[int, tuple[int, torch.Tensor]], position: int) -> Any:
-    """Return a result of the node at ``position`` in the memory that its copy's source has."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    copied, source = moved.get(storage_id(value), (position, value))
-    if copied >= position or source.untyped_storage().nbytes() < value.untyped_storage().nbytes():
-        return value
-    size = value.dtype.itemsize
-    whole_tensor = source.as_strided(
-        (source.untyped_storage().nbytes() // source.dtype.itemsize,), (1,), 0
-    ).view(torch.uint8)
-    whole_tensor = whole_tensor[: whole_tensor.numel() // size * size].view(value.dtype)
-    return _moved(
-        whole_tensor.as_strided(value.shape, value.stride(), value.storage_offset()),
-        moved,
-        position,
-    )
+        sharing_nodes = (storages.made[target_storage], *storages.users[target_storage])
+        later_users = [
+            user
+            for node in sharing_nodes
+            if node_position[node] < node_position[copy] and target_storage in storages.of[node]
+            for user in node.users
+        ]
+        # Why: only what reads the copy through its own result can read the source instead.
+        later_users += storages.users[source_storage]
+        if all(node_position[user] <= node_position[copy] for user in later_users):
+            replace_node(copy, source_node)
+            graph.erase_node(copy)
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -116,28 +99,9 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
-def _read_after(
-    copy: fx.Node, storage: int, storages: GraphStorages, position: dict[fx.Node, int]
-) -> bool:
-    """Return whether a node after ``copy`` uses its target other than through its result."""
-    return any(
-        position[user] > position[copy]
-        and any(
-            position[input_node] < position[copy] and storage in storages.of[input_node]
-            for input_node in user.all_input_nodes
-        )
-        for user in storages.users[storage]
-    )
-
-
-def _behind_views(node: fx.Node) -> fx.Node:
-    while operator_name(node.target) in _VIEWS:
-        (node,) = node.all_input_nodes
-    return node
-
-
 def drop_unused_nodes(graph: fx.Graph) -> None:
     """Take out operations without users, unless they write, draw random numbers or communicate."""
+    # Why from the end: what only served an unused operation is unused too.
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users and not _has_effect(node):
             graph.erase_node(node)
@@ -146,7 +110,50 @@ def drop_unused_nodes(graph: fx.Graph) -> None:
 def _has_effect(node: fx.Node) -> bool:
     if collective_of(node) not in ("", "coordinate", "number", "random_state"):
         return True
-    name = operator_name(node.target)
-    if not name or name.startswith("profiler::"):
+    operator_text = operator_name(node.target)
+    if not operator_text or operator_text.startswith("profiler::"):
         return False
     return writes_inputs(node.target) or is_random(node.target, node.args, node.kwargs)
+
+
+# --- new nodes ------------------------------------------------------------------------------------
+
+
+def add_node(graph: fx.Graph, operation: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """Add a call of an operation at the graph's insertion point, with the form of its result.
+
+    It runs in the phase of the step that follows it.
+    """
+    node = graph.call_function(operation, args, kwargs)
+    node.meta["val"] = _form_of(node)
+    node.meta["phase"] = node.next.meta.get("phase", "")
+    return node
+
+
+def replace_node(node: fx.Node, new_node: fx.Node) -> None:
+    """Let the users of a node use a new one; views of the node become views of the new one."""
+    waiting_users = [(user, _storages(node)) for user in node.users]
+    node.replace_all_uses_with(new_node)
+    for user, replaced_storages in waiting_users:  # which grows
+        storages_before = _storages(user)
+        # Note: only views and writes have results in memory that was replaced.
+        if user.op == "call_function" and storages_before & replaced_storages:
+            user.meta["val"] = _form_of(user)
+            further_storages = storages_before - _storages(user)
+            waiting_users += [(further_user, further_storages) for further_user in user.users]
+
+
+def _storages(node: fx.Node) -> set[int]:
+    return set(map(storage_id, tensors_in(node.meta.get("val"))))
+
+
+def _form_of(node: fx.Node) -> Any:
+    """Return the result of a node without data, from the results of its inputs."""
+    node_target: Any = node.target
+    given_args, given_kwargs = fx.node.map_arg(
+        (node.args, node.kwargs), lambda used: used.meta["val"]
+    )
+    # Why: a user may call a pass inside autocast, which the graph has recorded as operations.
+    cpu_off, cuda_off = (torch.autocast(device, enabled=False) for device in ("cpu", "cuda"))
+    with torch.no_grad(), cpu_off, cuda_off:
+        return node_target(*given_args, **given_kwargs)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -108,17 +108,11 @@ Change = Callable[[StepGraph], StepGraph]  # a pass: it leaves its argument as i
 Bind = Callable[[StepGraph, Mesh], Callable[..., list[Any]]]
 
 
-class _Later:
-    """A function that is made when it is called for the first time."""
-
-    def __init__(self, make: Callable[[], Callable[..., list[Any]]]) -> None:
-        self._make = make
-        self._run: Callable[..., list[Any]] | None = None
-
-    def __call__(self, *inputs: Any) -> list[Any]:
-        if self._run is None:
-            self._run = self._make()
-        return self._run(*inputs)
+def _run_later(make: Callable[[], Callable[..., list[Any]]]) -> Callable[..., list[Any]]:
+    """Return a function that is made when it is called for the first time."""
+    # Note: a cache of no arguments; the compiled code of fx takes a while to make.
+    make_once = functools.cache(make)
+    return lambda *inputs: make_once()(*inputs)
 
 
 class Traced:
@@ -134,41 +128,33 @@ class Traced:
         self,
         step: Any,
         mesh: Mesh,
+        entries: Iterable[Entry] = (),
         *,
         changes: tuple[Change, ...] = (),
         bind: Bind = bind,
         fixed: str = "",
         earlier: int = 0,
         names: NamedSizes | None = None,
-        entries: Entries | None = None,
     ) -> None:
-        """Make a step without recordings; users call ``trace``.
+        """Make a step of recordings; users call ``trace``.
 
         Arguments:
             step: the step.
             mesh: the ranks.
+            entries: the recordings so far, after all changes.
             changes: the changes of each recording before it runs, in order.
             bind: makes a graph a function that runs.
             fixed: why nothing can be recorded again; ``""`` if it can.
             earlier: number of changes that the recordings had before they were loaded.
             names: the sizes of batches that may change.
-            entries: the recordings; none by default.
         """
         self.step, self.mesh = step, mesh
         self._changes, self._bind, self._fixed, self._earlier = changes, bind, fixed, earlier
         self._names = names or NamedSizes(None)
-        self._entries = entries or Entries()
+        self._entries = Entries()
+        for entry in entries:
+            self._entries.add(entry)
         self.warned = Warned()
-
-    @classmethod
-    def of_graphs(
-        cls, step: Any, mesh: Mesh, graphs: Iterable[StepGraph], **options: Any
-    ) -> Traced:
-        """Return a step with recordings that were made before; ``load_traced`` calls this."""
-        traced_step = cls(step, mesh, **options)
-        for step_graph in graphs:
-            traced_step._add(step_graph)
-        return traced_step
 
     def changed(self, change: Change) -> Traced:
         """Return this step with one more change of its graphs; this one stays as it is.
@@ -182,11 +168,20 @@ class Traced:
         """
 
         def checked(step_graph: StepGraph) -> StepGraph:
-            new = change(step_graph)
-            check_graph(new.graph)
-            return new
+            new_graph = change(step_graph)
+            check_graph(new_graph.graph)
+            return new_graph
 
-        return self._with((*self._changes, checked), self._bind, later=self._bind is bind)
+        new_entries = []
+        for entry in self._entries:
+            step_graph = checked(entry.step_graph)
+            if self._bind is bind:
+                # Why later: most passes are not the last. Compiling takes long, and is done now.
+                run = _run_later(functools.partial(bind, step_graph, self.mesh))
+            else:
+                run = self._bind(step_graph, self.mesh)
+            new_entries.append(Entry(step_graph, run))
+        return self._like(new_entries, (*self._changes, checked), self._bind)
 
     def compile(self, backend: Backend = "inductor") -> Traced:
         """Return this step with compiled operations; this one stays as it is.
@@ -222,36 +217,23 @@ class Traced:
             >>> fs.simulate(main, world_size=2)
             [1, 1]
         """
-        return self._with(self._changes, CompilingBind(backend))
+        bind = CompilingBind(backend)
+        step_graphs = [entry.step_graph for entry in self._entries]
+        new_entries = [Entry(step_graph, bind(step_graph, self.mesh)) for step_graph in step_graphs]
+        return self._like(new_entries, self._changes, bind)
 
-    def _with(self, changes: tuple[Change, ...], bind: Bind, *, later: bool = False) -> Traced:
-        """Return this step with more changes, or with another way to run.
-
-        Arguments:
-            changes: those of this step, and more.
-            bind: makes a graph a function that runs.
-            later: whether it does so with the first call, because most passes are not the last. A
-                compiled step is bound at once, since compiling takes long.
-        """
-        entries = Entries()
-        for entry in self._entries:
-            step_graph = entry.step_graph
-            for change in changes[len(self._changes) :]:
-                step_graph = change(step_graph)
-            run = (
-                _Later(partial(bind, step_graph, self.mesh))
-                if later
-                else bind(step_graph, self.mesh)
-            )
-            entries.add(Entry(step_graph, run))
-        return self._like(entries, changes, bind)
-
-    def _like(self, entries: Entries, changes: tuple[Change, ...], bind: Bind) -> Traced:
+    def _like(self, entries: Iterable[Entry], changes: tuple[Change, ...], bind: Bind) -> Traced:
         """Return this step with other recordings."""
         return Traced(
-            self.step, self.mesh, changes=changes, bind=bind, fixed=self._fixed, earlier=self._earlier, names=self._names,
-            entries=entries,
-        )  # fmt: skip
+            self.step,
+            self.mesh,
+            entries,
+            changes=changes,
+            bind=bind,
+            fixed=self._fixed,
+            earlier=self._earlier,
+            names=self._names,
+        )
 
     def with_sizes(self, **sizes: int) -> Traced:
         """Return this step with the ``memory()``, ``cost()`` and text of batches of other sizes.
@@ -279,24 +261,29 @@ class Traced:
             >>> more.memory().arguments - traced.memory().arguments
             1176
         """
-        sizes = {name: check_count(name, size, 0, of="elements") for name, size in sizes.items()}
+        for name, size in sizes.items():
+            check_count(name, size, 0, of="elements")
         if sizes.keys() != self.sizes.keys():
-            known_sizes = f"the names {', '.join(self.sizes)}" if self.sizes else "none"
+            known_names = ", ".join(self.sizes)
             raise ValueError(
                 "with_sizes takes a size for each name of trace(dynamic_shapes=...), which gave "
-                f"{known_sizes}; found {', '.join(sizes) or 'none'}"
+                f"{known_names and 'the names '}{known_names or 'none'}; found "
+                f"{', '.join(sizes) or 'none'}"
             )
-        serving = [each for each in self._entries if not each.step_graph.conditions.failing(sizes)]
-        if not serving:
+        new_entries = [
+            # Note: one function runs all sizes; only the forms for memory, cost and text are
+            # others.
+            Entry(filled(entry.step_graph, sizes), entry.run)
+            for entry in self._entries
+            if not entry.step_graph.conditions.failing(sizes)
+        ]
+        if not new_entries:
             failing = self.graph.conditions.failing(sizes)
             raise ValueError(
                 f"no recording serves {sizes_text(sizes)}; the last one needs {failing}: call it "
                 "with such a batch"
             )
-        entries = Entries()
-        for entry in serving:
-            entries.add(Entry(filled(entry.step_graph, sizes), entry.run))
-        return self._like(entries, self._changes, self._bind)
+        return self._like(new_entries, self._changes, self._bind)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -315,36 +302,39 @@ class Traced:
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Take one step; return the new state and the metrics."""
         (step_graph, run), leaves = self.graph_for(state, batch)
+        # Note: a step that may be skipped makes its optimizer state in Python, in its first call.
         if not step_graph.replayable:
             return self.step(state, batch)
         with torch.no_grad():
+            # Note: backward is part of the graph, so autograd has nothing to record.
             outputs = run(*[leaves[i] for i in step_graph.inputs])
             # Why detach: a donated argument and the result that has its memory are two objects.
             outputs = [
                 output.detach() if isinstance(output, torch.Tensor) else output
                 for output in outputs
             ]
+        # Note: as in the step itself, whoever uses the old state afterwards gets an error.
         donate([leaves[i] for i in step_graph.donated])
         for path in step_graph.spent:
             _spend(state, path)
-        results = [
-            outputs[step_result.number] if isinstance(step_result, Place) else step_result.value
-            for step_result in step_graph.results
+        step_results = [
+            outputs[result.number] if isinstance(result, Place) else result.value
+            for result in step_graph.results
         ]
-        state, metrics = tree.build_form(step_graph.form, results)
+        state, metrics = tree.build_form(step_graph.form, step_results)
         return state, metrics
 
     def graph_for(self, state: Any, batch: Any) -> tuple[Entry, list[Any]]:
         """Return the graph for some arguments, recorded if need be, and the arguments' leaves."""
-        leaves, names, sizes, signature = self._facts(state, batch)
+        leaves, dim_names, sizes, signature = self._facts(state, batch)
         step_entry = self._entries.find(signature, sizes)
         if step_entry is None:
-            step_entry, state_after = self._record(signature, sizes, names, state, batch)
+            step_entry, state_after = self._record(signature, sizes, dim_names, state, batch)
             # The next step's state may have another form. Why no further: a number in it may change
             # with every step.
-            _, names, _, ahead = self._facts(state_after, batch)
+            _, dim_names, _, ahead = self._facts(state_after, batch)
             if self._entries.find(ahead, sizes) is None:
-                self._record(ahead, sizes, names, state_after, batch, what="the step after it")
+                self._record(ahead, sizes, dim_names, state_after, batch, what="the step after it")
         return step_entry, leaves
 
     def _facts(
@@ -352,12 +342,12 @@ class Traced:
     ) -> tuple[list[Any], dict[int, Any], dict[str, int], Signature]:
         """Return the leaves of arguments, the names and sizes of dims, and their signature."""
         leaves, form = tree.flatten_with_form((state, batch))
-        names = self._names.of(leaves, form)
+        dim_names = self._names.of(leaves, form)
         return (
             leaves,
-            names,
-            sizes_of(leaves, names),
-            signature_of(leaves, form, len(tree.leaves(state)), names),
+            dim_names,
+            sizes_of(leaves, dim_names),
+            signature_of(leaves, form, len(tree.leaves(state)), dim_names),
         )
 
     @property
@@ -419,25 +409,34 @@ class Traced:
         """
         path = check_path("path", path)
         check_flag("per_rank", per_rank)
-        text, error = "", ""
+        # Why no error yet: the other ranks already wait for this one's text.
+        own_text = error = ""
         try:
-            text = self._text()
+            own_text = self._text()
         except ValueError as problem:
             error = str(problem)
-        facts = {
+        file_facts = {
             "torch": torch_version(),
             "mesh": self.mesh.shape,
             "plan": json.loads(self.plan.to_json()),
             "changes": self._earlier + len(self._changes),
             "dynamic_shapes": self._names.spec,
         }
-        starts = [
-            node for entry in self._entries for node, _ in starts_and_waits(entry.step_graph.graph)
+        collectives = [
+            f"{collective_of(start)} {start.meta.get('event')}"
+            for entry in self._entries
+            for start, _ in starts_and_waits(entry.step_graph.graph)
         ]
-        collectives = "\n".join(
-            f"{collective_of(node)} {node.meta.get('event')}" for node in starts
+        # Note: a rank with an error calls this too, because the others wait for it there.
+        save_together(
+            path,
+            file_facts,
+            own_text,
+            "\n".join(collectives),
+            self.mesh,
+            per_rank=per_rank,
+            error=error,
         )
-        save_together(path, facts, text, collectives, self.mesh, per_rank=per_rank, error=error)
 
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits: the same for equal graphs, on all ranks, in all processes.
@@ -450,8 +449,8 @@ class Traced:
         return text_digest(self._text())[:16]
 
     def _text(self) -> str:
-        graphs = [graph_to(entry.step_graph, self.step.schedules) for entry in self._entries]
-        return recordings_text(graphs)
+        step_graphs = [graph_to(entry.step_graph, self.step.schedules) for entry in self._entries]
+        return recordings_text(step_graphs)
 
     @property
     def plan(self) -> Plan:
@@ -469,18 +468,25 @@ class Traced:
         *,
         what: str = "a step again",
     ) -> tuple[Entry, Any]:
-        differs = self._entries.difference(signature, sizes)
+        difference = self._entries.difference(signature, sizes)
         if self._fixed:
             raise ValueError(
-                f"this traced step has no graph for these arguments ({differs}), and {self._fixed}"
+                f"this traced step has no graph for these arguments ({difference}), and "
+                f"{self._fixed}"
             )
-        recorded, state_after = record(self.step, state, batch, names)
-        new_entry = self._add(recorded)
+        step_graph, state_after = record(self.step, state, batch, names)
+        # Note: passes see later recordings too, so a changed step stays changed.
+        for change in self._changes:
+            step_graph = change(step_graph)
+        entry = Entry(step_graph, self._bind(step_graph, self.mesh))
+        self._entries.add(entry)
         _log.debug(
             "trace records %s; it has %d recordings",
-            f"{what}: {differs}" if differs else "a step",
+            f"{what}: {difference}" if difference else "a step",
             len(self._entries),
         )
+        # Why: a loader without padding would record in each step, and nobody would see why it is
+        # slow.
         if len(self._entries) == _MANY:
             warnings.warn(
                 f"the step was recorded for {_MANY} kinds of arguments, and records again for "
@@ -488,14 +494,7 @@ class Traced:
                 "with dynamic_shapes=",
                 stacklevel=3,
             )
-        return new_entry, state_after
-
-    def _add(self, step_graph: StepGraph) -> Entry:
-        for change in self._changes:
-            step_graph = change(step_graph)
-        new_entry = Entry(step_graph, self._bind(step_graph, self.mesh))
-        self._entries.add(new_entry)
-        return new_entry
+        return entry, state_after
 
 
 def torch_version() -> str:

@@ -17,9 +17,9 @@ from funcshard._utils import Boxed, compile_with, find_backend, inductor, put_nu
 from funcshard.comm import Mesh
 from funcshard.graph.compiling.regions import Cut, Region, region_graph, region_text
 from funcshard.graph.compiling.schedule import CompiledRegion, as_function
-from funcshard.graph.conditions import Conditions
 from funcshard.graph.effects import written_by
 from funcshard.graph.filling import filled
+from funcshard.graph.named_sizes import Conditions
 from funcshard.graph.replay import lower
 from funcshard.graph.step_graph import StepGraph, collective_of
 from funcshard.graph.storages import GraphStorages
@@ -67,23 +67,28 @@ class CompilingBind:
         if step_graph.sizes:
             return self._bind_sizes(step_graph, mesh)
         cut = Cut(step_graph.graph)
-        graphs = {step: region_graph(step, cut) for step in cut.steps if isinstance(step, Region)}
-        texts = {region: region_text(graph) for region, graph in graphs.items()}
-        graph_by_text = {texts[region]: graph for region, graph in graphs.items()}
+        region_graphs = {
+            step: region_graph(step, cut) for step in cut.steps if isinstance(step, Region)
+        }
+        code_of_region = {region: region_text(graph) for region, graph in region_graphs.items()}
+        graph_by_text = {code_of_region[region]: graph for region, graph in region_graphs.items()}
         unique_texts = list(graph_by_text)
         # Why rotated: ranks that compile at once find each other's results in Inductor's cache.
-        begin = len(unique_texts) * mesh.rank // mesh.world_size
-        for text in unique_texts[begin:] + unique_texts[:begin]:
-            self._compile(text, graph_by_text[text])
-        calls = {region: CompiledRegion(self._compiled[text]) for region, text in texts.items()}
+        first_index = len(unique_texts) * mesh.rank // mesh.world_size
+        for region_code in unique_texts[first_index:] + unique_texts[:first_index]:
+            self._compile(region_code, graph_by_text[region_code])
+        calls = {
+            region: CompiledRegion(self._compiled[region_code])
+            for region, region_code in code_of_region.items()
+        }
         return Compiled(_schedule(step_graph, mesh, cut, calls), dict(step_graph.constants))
 
     def _bind_sizes(self, step_graph: StepGraph, mesh: Mesh) -> Callable[..., list[Any]]:
         """Return a graph for any size as a function, which is compiled for each size that comes."""
         dim_of_name: dict[str, tuple[int, int]] = {}  # an input of the graph, and its dim
         for input_index, leaf_index in enumerate(step_graph.inputs):
-            leaf: Any = step_graph.signature.leaves[leaf_index]
-            for dim, size in enumerate(leaf[0]) if isinstance(leaf, tuple) else ():
+            leaf_facts: Any = step_graph.signature.leaves[leaf_index]
+            for dim, size in enumerate(leaf_facts[0]) if isinstance(leaf_facts, tuple) else ():
                 if isinstance(size, str):
                     dim_of_name.setdefault(size, (input_index, dim))
         own_sizes = tuple(step_graph.sizes[name] for name in dim_of_name)
@@ -106,19 +111,22 @@ class CompilingBind:
 
     def _compile(self, text: str, graph: fx.Graph) -> None:
         with _compiling:
+            # Note: another recording, or another rank of a simulation, may have compiled it
+            # meanwhile.
             if text in self._compiled:
                 return
-            start = time.perf_counter()
-            module = fx.GraphModule(torch.nn.Module(), graph)
-            examples = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
+            start_time = time.perf_counter()
+            # Note: a region takes all tensors as inputs, so its module has no attributes.
+            region_module = fx.GraphModule(torch.nn.Module(), graph)
+            example_inputs = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
             if isinstance(self.backend, str):
-                self._compiled[text] = inductor(module, examples)
+                self._compiled[text] = inductor(region_module, example_inputs)
             else:
-                self._compiled[text] = compile_with(self.backend, module, examples)
+                self._compiled[text] = compile_with(self.backend, region_module, example_inputs)
             _log.debug(
                 "compile: a region of %d operations took %.1f s",
                 len(graph.nodes),
-                time.perf_counter() - start,
+                time.perf_counter() - start_time,
             )
 
 
@@ -126,10 +134,10 @@ def _with_fixed_sizes(step_graph: StepGraph, sizes: Mapping[str, int]) -> StepGr
     """Return a graph for any size as a graph for some sizes, which are numbers in it."""
     filled_graph = filled(step_graph, sizes)
     for node in list(filled_graph.graph.nodes):
-        value = node.meta.get("val")
-        is_number = node.op == "call_function" and type(value) in (int, float, bool)
+        node_value = node.meta.get("val")
+        is_number = node.op == "call_function" and type(node_value) in (int, float, bool)
         if is_number and not collective_of(node):
-            put_number(node, value)
+            put_number(node, node_value)
             filled_graph.graph.erase_node(node)
     return dataclasses.replace(filled_graph, sizes={}, conditions=Conditions())
 
@@ -143,19 +151,19 @@ def _schedule(
     """Return the graph of all calls of a step."""
     storages = GraphStorages.find(step_graph.graph)
     graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
+    copy_of: dict[fx.Node, fx.Node] = {}
     for step in cut.steps:
         if isinstance(step, Region):
-            inputs = [_view_in(graph, node, cut, copies) for node in step.inputs]
-            call = graph.call_function(calls[step], (inputs,))
+            region_inputs = [_view_in(graph, node, cut, copy_of) for node in step.inputs]
+            region_call = graph.call_function(calls[step], (region_inputs,))
             for output_index, node in enumerate(step.outputs):
-                copies[node] = graph.call_function(operator.getitem, (call, output_index))
-                copies[node].meta["val"] = node.meta["val"]
+                copy_of[node] = graph.call_function(operator.getitem, (region_call, output_index))
+                copy_of[node].meta["val"] = node.meta["val"]
         else:
-            copies[step] = graph.node_copy(step, lambda node: _view_in(graph, node, cut, copies))
-            lower(step, copies[step], step_graph, mesh, storages)
-    outputs: Any = step_graph.graph.output_node().args[0]
-    graph.output(fx.node.map_arg(outputs, lambda node: _view_in(graph, node, cut, copies)))
+            copy_of[step] = graph.node_copy(step, lambda node: _view_in(graph, node, cut, copy_of))
+            lower(step, copy_of[step], step_graph, mesh, storages)
+    output_nodes: Any = step_graph.graph.output_node().args[0]
+    graph.output(fx.node.map_arg(output_nodes, lambda node: _view_in(graph, node, cut, copy_of)))
     return graph
 
 
@@ -170,19 +178,22 @@ def _short_view(
     graph: fx.Graph, node: fx.Node, cut: Cut, copies: dict[fx.Node, fx.Node]
 ) -> fx.Node:
     base = cut.behind(node)
-    view, whole = node.meta["val"], base.meta["val"]
+    view_value, base_value = node.meta["val"], base.meta["val"]
     # Note: the result of a split is a tuple, and a view of another dtype needs its own operation.
     if (
-        isinstance(view, torch.Tensor)
-        and isinstance(whole, torch.Tensor)
-        and view.dtype == whole.dtype
+        isinstance(view_value, torch.Tensor)
+        and isinstance(base_value, torch.Tensor)
+        and view_value.dtype == base_value.dtype
     ):
-        if _layout(view) == _layout(whole):
+        if _layout(view_value) == _layout(base_value):
             return _view_in(graph, base, cut, copies)
-        is_reshaped = view.numel() == whole.numel()
-        if is_reshaped and view.is_contiguous() and whole.is_contiguous():
+        # Why: a chain of views then is one call, in each step.
+        is_reshaped = view_value.numel() == base_value.numel()
+        if is_reshaped and view_value.is_contiguous() and base_value.is_contiguous():
             viewed = _view_in(graph, base, cut, copies)
-            return graph.call_function(torch.ops.aten.view.default, (viewed, list(view.shape)))
+            return graph.call_function(
+                torch.ops.aten.view.default, (viewed, list(view_value.shape))
+            )
     if written_by(node):
         return _view_in(graph, cut.views[node], cut, copies)
     return graph.node_copy(node, lambda viewed: _view_in(graph, viewed, cut, copies))

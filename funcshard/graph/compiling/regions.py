@@ -126,10 +126,11 @@ class Cut:
             or any(scatter_name in name for scatter_name in _SCATTERED)
         ):
             return False
+        # Note: a compiler has other random numbers, and one code for each shape.
         if _UNCOMPILED_TAGS & set(target.tags):
             return False
-        results = [leaf for leaf in tree.leaves(node.meta.get("val")) if leaf is not None]
-        if any(not isinstance(leaf, torch.Tensor) or leaf.is_complex() for leaf in results):
+        result_leaves = [leaf for leaf in tree.leaves(node.meta.get("val")) if leaf is not None]
+        if any(not isinstance(leaf, torch.Tensor) or leaf.is_complex() for leaf in result_leaves):
             return False
         # Note: a compiler would bake a number in, such as the learning rate of this step.
         return not any(map(_is_number, node.all_input_nodes))
@@ -152,9 +153,11 @@ class Cut:
         if first_region is second_region:
             return
         # Why the smaller one: a long region that grows node by node is not copied each time.
-        small, large = sorted((first_region, second_region), key=lambda region: len(region.nodes))
-        large.nodes += small.nodes
-        self._region_of.update(dict.fromkeys(small.nodes, large))
+        smaller_region, larger_region = sorted(
+            (first_region, second_region), key=lambda region: len(region.nodes)
+        )
+        larger_region.nodes += smaller_region.nodes
+        self._region_of.update(dict.fromkeys(smaller_region.nodes, larger_region))
 
     def _end_stretch(self) -> None:
         """Add the calls and regions of the stretch; a region that is too small as its nodes."""
@@ -176,29 +179,33 @@ class Cut:
 
     def _join_writers(self) -> None:
         """Let operations of the stretch be in one region if one writes memory that another uses."""
-        users: dict[int, list[fx.Node]] = defaultdict(list)
-        written: set[int] = set()
+        users_of: dict[int, list[fx.Node]] = defaultdict(list)
+        written_storages: set[int] = set()
         for node in self._compute:
             used_nodes = (node, *node.all_input_nodes)
-            touched = {storage for used in used_nodes for storage in self._storages.of[used]}
-            for storage in touched:
-                users[storage].append(node)
+            touched_storages = {
+                storage for used in used_nodes for storage in self._storages.of[used]
+            }
+            for storage in touched_storages:
+                users_of[storage].append(node)
             if written_by(node):
-                written |= touched
-        for storage in written:
-            first_user, *further_users = users[storage]
+                written_storages |= touched_storages
+        for storage in written_storages:
+            first_user, *further_users = users_of[storage]
             for user in further_users:
                 self._join(first_user, user)
 
     def _inputs(self, nodes: list[fx.Node]) -> list[fx.Node]:
         inside = set(nodes)
-        outside = [n for node in nodes for n in node.all_input_nodes if n not in inside]
-        bases = dict.fromkeys(map(self.behind, outside))
-        return [base for base in bases if base not in inside]
+        outside_nodes = [n for node in nodes for n in node.all_input_nodes if n not in inside]
+        # Note: several views of one tensor are one input.
+        base_nodes = dict.fromkeys(map(self.behind, outside_nodes))
+        return [base for base in base_nodes if base not in inside]
 
     def _is_worth(self, region: Region) -> bool:
-        storages = [storage for node in region.inputs for storage in self._storages.of[node]]
-        if len(set(storages)) < len(storages):
+        input_storages = [storage for node in region.inputs for storage in self._storages.of[node]]
+        # Why: Inductor assumes that a write to one input changes no other.
+        if len(set(input_storages)) < len(input_storages):
             return False
         if not all(isinstance(node.meta.get("val"), torch.Tensor) for node in region.inputs):
             return False
@@ -244,13 +251,13 @@ def _is_number(node: fx.Node) -> bool:
 def region_graph(region: Region, cut: Cut) -> fx.Graph:
     """Return a region as a graph from its inputs to the list of its outputs."""
     graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
+    copy_of: dict[fx.Node, fx.Node] = {}
     for input_index, node in enumerate(region.inputs):
-        copies[node] = graph.placeholder(f"in{input_index}")
-        copies[node].meta["val"] = node.meta["val"]
+        copy_of[node] = graph.placeholder(f"in{input_index}")
+        copy_of[node].meta["val"] = node.meta["val"]
     for node in region.nodes:
-        copies[node] = graph.node_copy(node, lambda used: view_in(graph, used, cut, copies))
-    graph.output([copies[node] for node in region.outputs])
+        copy_of[node] = graph.node_copy(node, lambda used: view_in(graph, used, cut, copy_of))
+    graph.output([copy_of[node] for node in region.outputs])
     return graph
 
 
@@ -266,20 +273,20 @@ def view_in(graph: fx.Graph, node: fx.Node, cut: Cut, copies: dict[fx.Node, fx.N
 
 def region_text(graph: fx.Graph) -> str:
     """Return a region's graph as text: all that a compiled function depends on."""
-    names: dict[fx.Node, str] = {}
+    node_names: dict[fx.Node, str] = {}
     lines = []
     for node in graph.nodes:
         if node.op == "output":
-            lines.append(f"return {_operand(node.args[0], names)}")
+            lines.append(f"return {_operand(node.args[0], node_names)}")
             continue
-        names[node] = f"%{len(names)}"
+        node_names[node] = f"%{len(node_names)}"
         if node.op == "placeholder":
-            value = node.meta["val"]
-            layout = tuple(value.shape), value.stride(), value.storage_offset()
-            lines.append(f"{names[node]} = {(value.dtype, *layout, value.device)}")
+            input_value = node.meta["val"]
+            layout = tuple(input_value.shape), input_value.stride(), input_value.storage_offset()
+            lines.append(f"{node_names[node]} = {(input_value.dtype, *layout, input_value.device)}")
         else:
-            operands = f"{_operand(node.args, names)} {_operand(node.kwargs, names)}"
-            lines.append(f"{names[node]} = {node.target} {operands}")
+            operands = f"{_operand(node.args, node_names)} {_operand(node.kwargs, node_names)}"
+            lines.append(f"{node_names[node]} = {node.target} {operands}")
     return "\n".join(lines)
 
 

@@ -58,23 +58,26 @@ class _Writer:
         freed_after = _last_uses(self.graph)
         parameters = []
         for node_index, node in enumerate(self.graph.nodes):
-            name = self.names.setdefault(node, f"v{node_index}")
+            node_name = self.names.setdefault(node, f"v{node_index}")
             if node.op == "placeholder":
-                parameters.append(name)
+                parameters.append(node_name)
             elif node.op == "output":
                 self.lines.append(f"return {self._operand(node.args[0])}")
                 break
             elif node.op == "get_attr":
-                self.lines.append(f"{name} = {self._global(self.constants[str(node.target)])}")
+                self.lines.append(f"{node_name} = {self._global(self.constants[str(node.target)])}")
             elif _is_region(node):
                 self._call_region(node, freed_after[node])
                 continue
             elif not _is_part(node):
-                self.lines.append(f"{name} = {self._call(node)}")
+                self.lines.append(f"{node_name} = {self._call(node)}")
             self._free(freed_after[node])
-        body = "\n".join(f"    {line}" for line in self.lines)
-        code = compile(f"def run({', '.join(parameters)}):\n{body}\n", "<compiled step>", "exec")
-        exec(code, self.globals)
+        function_body = "\n".join(f"    {line}" for line in self.lines)
+        code_object = compile(
+            f"def run({', '.join(parameters)}):\n{function_body}\n", "<compiled step>", "exec"
+        )
+        # Note: the text has only names that were made here; a file's names are not among them.
+        exec(code_object, self.globals)
         run: Callable[..., list[Any]] = self.globals["run"]
         return run
 
@@ -83,27 +86,28 @@ class _Writer:
         self.lines.append(f"box = {self._operand(node.args[0])}")
         # Why before the call: the box alone then holds the inputs, so the region can free them.
         self._free(freed_nodes)
-        parts: dict[Any, fx.Node] = {user.args[1]: user for user in node.users}
-        part_names = ["_"] * (max(parts, default=-1) + 1)
-        for part_index, part in parts.items():
+        part_of_index: dict[Any, fx.Node] = {user.args[1]: user for user in node.users}
+        part_names = ["_"] * (max(part_of_index, default=-1) + 1)
+        for part_index, part_node in part_of_index.items():
             # Note: the part comes later in the graph, and keeps this name.
-            part_names[part_index] = self.names[part] = f"p{len(self.names)}_{part_index}"
+            part_names[part_index] = self.names[part_node] = f"p{len(self.names)}_{part_index}"
         assigned = "".join(f"{name}, " for name in part_names)
-        self.lines.append(f"{assigned}{'= ' * bool(parts)}{self._global(target.run)}(box)")
+        self.lines.append(f"{assigned}{'= ' * bool(part_of_index)}{self._global(target.run)}(box)")
 
     def _call(self, node: fx.Node) -> str:
-        operands = [self._operand(operand) for operand in node.args]
-        operands += [f"{key}={self._operand(value)}" for key, value in node.kwargs.items()]
-        method = _METHODS.get(operator_name(node.target))
-        if method and not node.kwargs:
-            return f"{operands[0]}.{method}({', '.join(operands[1:])})"
+        operand_texts = [self._operand(operand) for operand in node.args]
+        operand_texts += [f"{key}={self._operand(value)}" for key, value in node.kwargs.items()]
+        method_name = _METHODS.get(operator_name(node.target))
+        if method_name and not node.kwargs:
+            return f"{operand_texts[0]}.{method_name}({', '.join(operand_texts[1:])})"
         if node.target is operator.getitem:
-            return f"{operands[0]}[{operands[1]}]"
-        return f"{self._global(node.target)}({', '.join(operands)})"
+            return f"{operand_texts[0]}[{operand_texts[1]}]"
+        return f"{self._global(node.target)}({', '.join(operand_texts)})"
 
     def _free(self, nodes: list[fx.Node]) -> None:
-        if names := [self.names[node] for node in nodes if node in self.names]:
-            self.lines.append(f"del {', '.join(names)}")
+        if freed_names := [self.names[node] for node in nodes if node in self.names]:
+            # Note: a local variable would hold its tensor until the end of the step.
+            self.lines.append(f"del {', '.join(freed_names)}")
 
     def _operand(self, value: Any) -> str:
         if isinstance(value, fx.Node):
@@ -112,12 +116,13 @@ class _Writer:
             return f"[{', '.join(map(self._operand, value))}]"
         if value is None or isinstance(value, bool | int | float | str):
             return repr(value)
+        # Note: devices, dtypes and operators.
         return self._global(value)
 
     def _global(self, value: Any) -> str:
-        name = self.global_names.setdefault(id(value), f"g{len(self.global_names)}")
-        self.globals[name] = value
-        return name
+        global_name = self.global_names.setdefault(id(value), f"g{len(self.global_names)}")
+        self.globals[global_name] = value
+        return global_name
 
 
 def _is_region(node: fx.Node) -> bool:

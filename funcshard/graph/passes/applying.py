@@ -1,25 +1,22 @@
-"""How a pass is applied: to a copy of each recording, with a check of the result."""
+"""Apply a pass: change a copy of each recording, and check the result."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from funcshard.graph.checking import check_graph
+from funcshard.graph.checking import check_order
 from funcshard.graph.step_graph import StepGraph
 from funcshard.graph.tidying import drop_unused_nodes
 from funcshard.graph.traced import Traced
 
 
-def applied(
-    traced: Traced, edit: Callable[[StepGraph], None], name: str, *, keeps_order: bool = True
-) -> Traced:
+def applied(traced: Traced, edit: Callable[[StepGraph], None], name: str) -> Traced:
     """Return a traced step whose graphs are changed by ``edit``, now and when it records again.
 
     Arguments:
         traced: the step.
         edit: changes a graph in place; nodes without users are taken out afterwards.
         name: name of the pass, for errors.
-        keeps_order: whether the collectives stay in their order.
 
     Raises:
         TypeError: ``traced`` is no traced step.
@@ -30,10 +27,53 @@ def applied(
         )
 
     def change(step_graph: StepGraph) -> StepGraph:
-        new = step_graph.copy()
-        edit(new)
-        drop_unused_nodes(new.graph)
-        check_graph(new.graph, before=step_graph.graph, keeps_order=keeps_order)
-        return new
+        changed_graph = step_graph.copy()
+        edit(changed_graph)
+        drop_unused_nodes(changed_graph.graph)
+        check_order(changed_graph.graph, step_graph.graph)
+        return changed_graph
 
+    # Note: changed checks that the graph may run.
     return traced.changed(change)
+
+
+def drop_unused(traced: Traced) -> Traced:
+    """Take out operations whose results no operation reads.
+
+    Operations that write to memory, draw random numbers or communicate stay. Recordings and the
+    results of all other passes hold no such operations; those of your own changes may.
+
+    Arguments:
+        traced: the step, which does not change.
+
+    Returns:
+        The changed step, with the bits and the collectives of ``traced``.
+
+    Raises:
+        TypeError: ``traced`` is no traced step.
+
+    Example:
+        >>> import torch, funcshard as fs
+        >>> apply, params, buffers = fs.make_functional(torch.nn.Linear(3, 1))
+        >>> def add_cosine(step_graph):
+        ...     new = step_graph.copy()
+        ...     first, *_, output = new.graph.nodes
+        ...     with new.graph.inserting_before(output):
+        ...         cosine = new.graph.call_function(torch.ops.aten.cos.default, (first,))
+        ...     cosine.meta["val"] = first.meta["val"].cos()
+        ...     return new
+        >>> def main(mesh):
+        ...     plan = fs.make_plan(params, mesh)
+        ...     sharded = fs.fully_shard(apply, plan, mesh)
+        ...     loss_fn = lambda shards, buffers, x: sharded(shards, buffers, x).square().mean()
+        ...     optimizer = fs.torch_optimizer(torch.optim.SGD, lr=0.1)
+        ...     step = fs.make_train_step(loss_fn, optimizer, plan, mesh)
+        ...     state = step.init(fs.shard(params, plan, mesh), buffers)
+        ...     more = fs.trace(step, state, torch.ones(2, 3)).changed(add_cosine)
+        ...     return "cos" in str(more), "cos" in str(fs.passes.drop_unused(more))
+        >>> fs.simulate(main, world_size=2)[0]
+        (True, False)
+
+    Source: dead code elimination.
+    """
+    return applied(traced, lambda step_graph: None, "drop_unused")

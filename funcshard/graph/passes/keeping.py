@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import fx
 
 from funcshard._utils import check_bytes
-from funcshard.graph.editing import replace_node
-from funcshard.graph.effects import written_storages
+from funcshard.graph.effects import is_pure, writers_of
 from funcshard.graph.passes.applying import applied
-from funcshard.graph.passes.gathers import Gathered, gathered_buffers, uses_of
-from funcshard.graph.step_graph import STARTS, StepGraph, collective_of
+from funcshard.graph.step_graph import (
+    STARTS,
+    StepGraph,
+    collective_of,
+    is_unit_gather,
+    starts_and_waits,
+)
 from funcshard.graph.storages import GraphStorages
-from funcshard.graph.tidying import drop_unused_nodes
+from funcshard.graph.tidying import replace_node
 from funcshard.graph.traced import Traced
 
 
@@ -65,86 +70,146 @@ def keep_gathered(traced: Traced, *, budget: int | str) -> Traced:
     return applied(traced, lambda step_graph: _keep(step_graph, limit), "keep_gathered")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Gather:
+    """The all-gather of a unit.
+
+    Attributes:
+        start: the node that starts it.
+        wait: the node that waits for it.
+        storage: the memory of the gathered buffer.
+        sources: the data that this rank sends, and all nodes that it is computed from.
+    """
+
+    start: fx.Node
+    wait: fx.Node
+    storage: int
+    sources: set[fx.Node]
+
+    @property
+    def key(self) -> Hashable:
+        """The data and the ranks of a gather; two gathers with equal results have equal keys."""
+        event = self.start.meta["event"]
+        # Why the payload too: micro-batches gather equal data, and an updated shard is other data.
+        return event.unit, event.buffer, *self.start.args[4:6], _value_of(self.start.args[0])
+
+
 class _Candidate(NamedTuple):
     """A gather that is not needed if the buffer of an earlier one stays.
 
     Attributes:
-        first: the earlier buffer.
-        second: the buffer that the gather fills.
+        first: the earlier gather.
+        second: the gather that is not needed.
+        bytes: the size of the buffer.
         moments: the collectives during which the earlier buffer stays, by number.
     """
 
-    first: Gathered
-    second: Gathered
+    first: _Gather
+    second: _Gather
+    bytes: int
     moments: range
 
 
 def _keep(step_graph: StepGraph, limit: int) -> None:
-    storages = GraphStorages.find(step_graph.graph)
-    kept: dict[Gathered, Gathered] = {}
-    chosen = _chosen(_candidates(step_graph.graph, storages), limit)
-    for first, second, _ in chosen:
-        kept[second] = kept.get(first, first)
-        replace_node(second.wait, kept[second].wait)
-    drop_unused_nodes(step_graph.graph)
-    for candidate in chosen:
-        step_graph.graph.erase_node(candidate.second.wait)
-        step_graph.graph.erase_node(candidate.second.start)
+    kept_wait: dict[fx.Node, fx.Node] = {}
+    for first, second, _, _ in _chosen(_candidates(step_graph.graph), limit):
+        # Note: of three gathers in a row, the third reads the buffer of the first one too.
+        kept_wait[second.wait] = kept_wait.get(first.wait, first.wait)
+        replace_node(second.wait, kept_wait[second.wait])
+        step_graph.graph.erase_node(second.wait)
+        step_graph.graph.erase_node(second.start)
 
 
-def _candidates(graph: fx.Graph, storages: GraphStorages) -> list[_Candidate]:
+def _candidates(graph: fx.Graph) -> list[_Candidate]:
     """Return the gathers of data that was gathered before, and that no operation writes to."""
-    position = {node: node_index for node_index, node in enumerate(graph.nodes)}
+    storages = GraphStorages.find(graph)
+    node_position = {node: node_index for node_index, node in enumerate(graph.nodes)}
     # Why by collectives, and not by operations: their number is the same on all ranks.
-    moment = dict(
-        zip(
-            position,
-            accumulate((collective_of(node) in STARTS for node in position), initial=0),
-            strict=False,
-        )
+    collective_counts = accumulate(
+        (collective_of(node) in STARTS for node in node_position), initial=0
     )
+    moment = dict(zip(node_position, collective_counts, strict=False))
     kept_candidates = []
-    last: dict[Hashable, Gathered] = {}
-    for second in gathered_buffers(graph, storages):
-        first = last.get(second.key)
-        last[second.key] = second
-        if first is None or _written(storages, position, first, second):
+    last_gather: dict[Hashable, _Gather] = {}
+    for second in _gathers(graph, storages):
+        first = last_gather.get(second.key)
+        last_gather[second.key] = second
+        if first is None or _is_written(first, second, storages, node_position):
             continue
-        uses = (first.wait, *uses_of(first.wait, storages))
-        moments = range(max(map(moment.__getitem__, uses)), moment[second.start] + 1)
-        kept_candidates.append(_Candidate(first, second, moments))
+        # Why from the last use: until then the step holds the buffer anyway.
+        last_use = storages.last(first.storage)
+        held_moments = range(moment[last_use], moment[second.start] + 1)
+        kept_candidates.append(
+            _Candidate(first, second, storages.bytes[second.storage], held_moments)
+        )
     return kept_candidates
 
 
-def _written(
-    storages: GraphStorages, position: dict[fx.Node, int], one: Gathered, other: Gathered
+def _gathers(graph: fx.Graph, storages: GraphStorages) -> list[_Gather]:
+    """Return the gathers of units, in order.
+
+    A gather is left out if its data comes from another one, as with ``reshard_after_forward=n``.
+    """
+    unit_gathers = []
+    for start, (wait,) in starts_and_waits(graph):
+        if is_unit_gather(start) and (source_nodes := _sources(start.all_input_nodes[0], storages)):
+            unit_gathers.append(_Gather(start, wait, storages.of[wait][0], source_nodes))
+    return unit_gathers
+
+
+def _sources(payload: fx.Node, storages: GraphStorages) -> set[fx.Node]:
+    """Return the nodes that data is computed from, itself included.
+
+    The set is empty if these are more than inputs of the graph and pure operations, or if another
+    operation writes to a result of them.
+    """
+    source_nodes: set[fx.Node] = set()
+    waiting_nodes = [payload]
+    while waiting_nodes:
+        node = waiting_nodes.pop()
+        source_nodes.add(node)
+        if node.op == "call_function":
+            new_storages = [s for s in storages.of[node] if storages.made[s] is node]
+            if not is_pure(node) or any(writers_of(s, storages) for s in new_storages):
+                return set()
+            waiting_nodes += node.all_input_nodes
+    return source_nodes
+
+
+def _value_of(value: Any) -> Hashable:
+    """Return how an argument is computed; equal for equal computations of the same inputs."""
+    if isinstance(value, fx.Node) and is_pure(value):
+        return value.target, _value_of(value.args), _value_of(value.kwargs)
+    if isinstance(value, Mapping):
+        return tuple((key, _value_of(item)) for key, item in value.items())
+    if isinstance(value, tuple | list):
+        return tuple(map(_value_of, value))
+    hashable: Hashable = value
+    return hashable
+
+
+def _is_written(
+    first: _Gather, second: _Gather, storages: GraphStorages, position: dict[fx.Node, int]
 ) -> bool:
     """Return whether a node writes to a gathered buffer, or to the shard between two gathers."""
-    for gathered_buffer in (one, other):
-        if any(
-            storages.of[gathered_buffer.wait][0] in written_storages(user, storages)
-            for user in uses_of(gathered_buffer.wait, storages)
-        ):
-            return True
-    inputs = {
-        touched_node
-        for node in (other.payload, *other.payload_nodes())
-        for touched_node in (node, *node.all_input_nodes)
-    }
-    for storage in {storage for node in inputs for storage in storages.of[node]}:
-        for user in storages.users[storage]:
-            between = position[one.start] < position[user] < position[other.start]
-            if between and storage in written_storages(user, storages):
-                return True
-    return False
+    if writers_of(first.storage, storages) or writers_of(second.storage, storages):
+        return True
+    shard_storages = {storage for node in second.sources for storage in storages.of[node]}
+    shard_writers = [
+        writer for storage in shard_storages for writer in writers_of(storage, storages)
+    ]
+    between_gathers = range(position[first.start], position[second.start])
+    return any(position[writer] in between_gathers for writer in shard_writers)
 
 
 def _chosen(candidates: list[_Candidate], limit: int) -> list[_Candidate]:
     """Return, in order, those to keep: the shortest first, as long as the budget holds."""
-    held: Counter[int] = Counter()
-    chosen_candidates = []
-    for candidate in sorted(candidates, key=lambda each: len(each.moments)):
-        if all(held[moment] + candidate.second.bytes <= limit for moment in candidate.moments):
-            held.update(dict.fromkeys(candidate.moments, candidate.second.bytes))
-            chosen_candidates.append(candidate)
-    return [each for each in candidates if each in chosen_candidates]
+    held_bytes: Counter[int] = Counter()
+    chosen_candidates = set()
+    for candidate in sorted(candidates, key=lambda candidate: len(candidate.moments)):
+        held_moments = candidate.moments
+        if all(held_bytes[moment] + candidate.bytes <= limit for moment in held_moments):
+            held_bytes.update(dict.fromkeys(held_moments, candidate.bytes))
+            # Note: gathers that follow each other closely hold memory for the shortest time.
+            chosen_candidates.add(candidate)
+    return [candidate for candidate in candidates if candidate in chosen_candidates]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
 from torch import fx
 
 from funcshard._utils import check_bytes, check_count
-from funcshard.graph.effects import communicates, is_pure, is_view, written_storages
+from funcshard.graph.effects import communicates, dependencies, is_pure, is_view
+from funcshard.graph.memory import memory_of
 from funcshard.graph.passes.applying import applied
-from funcshard.graph.passes.timeline import Timeline
-from funcshard.graph.step_graph import StepGraph, collective_of, starts_and_waits
-from funcshard.graph.storages import held_until
+from funcshard.graph.step_graph import StepGraph, collective_of, is_unit_gather, starts_and_waits
+from funcshard.graph.storages import GraphStorages, held_until
 from funcshard.graph.traced import Traced
 
 
@@ -110,79 +113,57 @@ def wait_later(traced: Traced, *, budget: int | str | None = None) -> Traced:
 
 def _gather_earlier(step_graph: StepGraph, by: int | None, budget: int | None) -> None:
     timeline = Timeline(step_graph, budget)
-    # Why freed: a unit that is gathered again while it is still gathered takes memory twice.
-    freed: dict[str, fx.Node] = {}
-    node_before = None
+    needed_before = dependencies(step_graph.graph, timeline.storages)
+    freed_after: dict[str, fx.Node] = {}  # by unit
     for start, (wait,) in list(starts_and_waits(step_graph.graph)):
-        if _is_unit_gather(start):
+        if is_unit_gather(start):
             unit = start.meta["event"].unit
-            bounds = [node for node in (node_before, freed.get(unit)) if node is not None]
-            _move_start(timeline, start, bounds, by)
-            freed[unit] = timeline.last[timeline.storages.of[wait][0]]
-        node_before = start
+            moved_nodes = [*_own_inputs(start), start]
+            move_bounds = {before for node in moved_nodes for before in needed_before[node]}
+            move_bounds -= {*moved_nodes}
+            # Why: a unit that is gathered again while it is still gathered takes memory twice.
+            if unit in freed_after:
+                move_bounds.add(freed_after[unit])
+            _move_start(timeline, moved_nodes, move_bounds, by)
+            freed_after[unit] = timeline.last[timeline.storages.of[wait][0]]
 
 
-def _is_unit_gather(node: fx.Node) -> bool:
-    event = node.meta.get("event")
-    return collective_of(node) == "all_gather" and event is not None and event.unit is not None
-
-
-def _move_start(timeline: Timeline, start: fx.Node, before: list[fx.Node], by: int | None) -> None:
+def _move_start(
+    timeline: Timeline, moved: list[fx.Node], bounds: Iterable[fx.Node], by: int | None
+) -> None:
     """Move the start of a gather, with the operations that make its data, to its earliest place."""
     order, position = timeline.order, timeline.position
-    group = _own_inputs(start)
-    # Why after the graph's inputs: a later pass may join the gather with those of other shards.
-    inputs = sum(node.op == "placeholder" for node in order)
-    floor = max(map(position.__getitem__, before), default=inputs - 1)
-    # Why also here: collectives of torch, as of DTensors, are no unit's.
-    floor = max(
-        (
-            node_index
-            for node_index in range(floor + 1, position[start])
-            if communicates(order[node_index])
-        ),
-        default=floor,
-    )
-    for node in (*group, start):
-        for input_node in node.all_input_nodes:
-            if input_node not in group:
-                floor = max(floor, position[input_node])
-            for storage in timeline.storages.of[input_node]:
-                writers = [
-                    user
-                    for user in timeline.storages.users[storage]
-                    if position[user] < position[start]
-                ]
-                writes = [
-                    position[user]
-                    for user in writers
-                    if storage in written_storages(user, timeline.storages)
-                ]
-                floor = max(floor, *writes, -1)
-    moved = sorted((*group, start), key=position.__getitem__)
-    place, held, overtaken = position[start], 0, 0
-    for node_index in range(position[start], floor, -1):
+    *_, start = moved
+    moved.sort(key=position.__getitem__)
+    lowest_index = max(map(position.__getitem__, bounds), default=-1)
+    new_place, held_bytes, overtaken = position[start], 0, 0
+    for node_index in range(position[start], lowest_index, -1):
         node = order[node_index]
-        overtaken += collective_of(node) == "wait" and _is_unit_gather(node.all_input_nodes[0])
-        if timeline.live[node] + held > timeline.limit or (by is not None and overtaken > by):
+        # Why not before an input: a later pass may join the gather with those of other shards.
+        if node.op == "placeholder" or (communicates(node) and node is not start):
             break
-        held += timeline.taken[node] if node in moved else 0
-        place = node_index
-    if place < position[moved[0]]:
-        timeline.move(moved, place)
+        # Note: a wait stands for a unit whose computation the gather overtakes.
+        overtaken += collective_of(node) == "wait" and is_unit_gather(node.all_input_nodes[0])
+        if timeline.live[node] + held_bytes > timeline.limit or (by is not None and overtaken > by):
+            break
+        if node in moved:
+            held_bytes += timeline.taken[node]
+        new_place = node_index
+    if new_place < position[moved[0]]:
+        # Note: the inputs go along even if they alone could move no further.
+        timeline.move(moved, new_place)
 
 
-def _own_inputs(node: fx.Node) -> list[fx.Node]:
+def _own_inputs(node: fx.Node) -> set[fx.Node]:
     """Return the nodes that only help to compute the inputs of a node, and may run elsewhere."""
-    own_nodes: list[fx.Node] = []
-    waiting = list(node.all_input_nodes)
-    while waiting:
-        waiting_node = waiting.pop()
-        if is_pure(waiting_node) and all(
-            user is node or user in own_nodes for user in waiting_node.users
-        ):
-            own_nodes.append(waiting_node)
-            waiting += waiting_node.all_input_nodes
+    own_nodes: set[fx.Node] = set()
+    waiting_nodes = list(node.all_input_nodes)
+    while waiting_nodes:
+        input_node = waiting_nodes.pop()
+        # Note: a node with several such users is met again after each of them.
+        if is_pure(input_node) and input_node.users.keys() <= {node, *own_nodes}:
+            own_nodes.add(input_node)
+            waiting_nodes += input_node.all_input_nodes
     return own_nodes
 
 
@@ -192,41 +173,112 @@ def _own_inputs(node: fx.Node) -> list[fx.Node]:
 def _wait_later(step_graph: StepGraph, budget: int | None) -> None:
     timeline = Timeline(step_graph, budget)
     # Why the last first: a wait that stays behind would stop those before it.
-    for _, (wait,) in reversed(list(starts_and_waits(step_graph.graph))):
-        _move_wait(timeline, wait)
+    for start, (wait,) in reversed(list(starts_and_waits(step_graph.graph))):
+        _move_wait(timeline, start, wait)
 
 
-def _move_wait(timeline: Timeline, wait: fx.Node) -> None:
+def _move_wait(timeline: Timeline, start: fx.Node, wait: fx.Node) -> None:
     """Move a wait, and the views of its result, as late as may be."""
     position, storages = timeline.position, timeline.storages
-    moved = [wait]
-    uses: list[fx.Node] = []
-    for node in moved:
+    moved_nodes = [wait]
+    result_uses: list[fx.Node] = []
+    for node in moved_nodes:  # which grows
         for user in node.users:
-            views = is_view(user, storages) and user.all_input_nodes == [node]
-            (moved if views else uses).append(user)
-    end = min(map(position.__getitem__, uses), default=position[wait])
-    (start,) = wait.all_input_nodes
-    data = {
-        storage
-        for node in held_until(wait)
-        for storage in storages.of[node]
-        if storage in timeline.last
-    }
-    # A copy that is sent is data too.
-    data |= {storage for storage in timeline.made[start] if storage not in storages.of[start]}
-    place = position[wait] + 1
-    for node_index in range(position[wait] + 1, end):
+            views_node = is_view(user, storages) and user.all_input_nodes == [node]
+            (moved_nodes if views_node else result_uses).append(user)
+    first_use = min(map(position.__getitem__, result_uses), default=position[wait])
+    sent_data = {storage for node in held_until(wait) for storage in storages.of[node]}
+    # A copy that is sent is data too, and no result of the start.
+    sent_data |= {*timeline.made[start]} - {*storages.of[start]}
+    sent_data &= timeline.last.keys()  # arguments stay anyway
+    new_place = position[wait] + 1
+    for node_index in range(position[wait] + 1, first_use):
         node = timeline.order[node_index]
-        held = sum(
-            storages.bytes[storage]
-            for storage in data
-            if position[timeline.last[storage]] < node_index
-        )
-        if timeline.live[node] + held > timeline.limit:
+        ended_storages = [s for s in sent_data if position[timeline.last[s]] < node_index]
+        # Note: data whose last use is over lives on until the wait.
+        held_bytes = sum(storages.bytes[storage] for storage in ended_storages)
+        if timeline.live[node] + held_bytes > timeline.limit:
             break
-        place = node_index + 1
-    moved.sort(key=position.__getitem__)
-    timeline.move(moved, place)
-    for storage in data:
-        timeline.set_last(storage, max(timeline.last[storage], wait, key=position.__getitem__))
+        new_place = node_index + 1
+    moved_nodes.sort(key=position.__getitem__)
+    timeline.move(moved_nodes, new_place)
+    for storage in sent_data:
+        if position[timeline.last[storage]] < position[wait]:
+            # Note: later moves have to count this data until the new place of the wait.
+            timeline.set_last(storage, wait)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+class Timeline:
+    """The nodes of a graph, which ``move`` puts into another order, and the bytes held meanwhile.
+
+    Arguments:
+        step_graph: the graph; moves change it in place.
+        budget: the most bytes that the step may hold; by default the peak that it has.
+
+    Attributes:
+        storages: the storages of the graph, in the order that it had.
+        order: the nodes.
+        position: the number of each node in ``order``.
+        limit: the most bytes that may be held besides the arguments.
+        made: the storages that each node makes.
+        taken: their bytes.
+        last: the node after which each storage is free, arguments left out.
+        live: the bytes held while each node runs, besides the arguments.
+    """
+
+    def __init__(self, step_graph: StepGraph, budget: int | None) -> None:
+        memory = memory_of(step_graph)
+        self.storages = GraphStorages.find(step_graph.graph)
+        self.order = list(step_graph.graph.nodes)
+        self.position = {node: node_index for node_index, node in enumerate(self.order)}
+        self.limit = memory.temporary if budget is None else budget - memory.arguments
+        self.made = self.storages.taken_by()
+        self.taken: dict[fx.Node, int] = defaultdict(int)
+        self.last: dict[int, fx.Node] = {}
+        self.live: dict[fx.Node, int] = {}
+        self._freed: dict[fx.Node, int] = defaultdict(int)
+        for storage, node in self.storages.made.items():
+            if node.op != "placeholder":
+                self.taken[node] += self.storages.bytes[storage]
+                self.last[storage] = self.storages.last(storage)
+                self._freed[self.last[storage]] += self.storages.bytes[storage]
+        self._count(0, len(self.order))
+
+    def move(self, nodes: Sequence[fx.Node], place: int) -> None:
+        """Move nodes, in the order given, before the node that is number ``place`` now."""
+        old_positions = [self.position[node] for node in nodes]
+        first, end = min(place, *old_positions), max(place, max(old_positions) + 1)
+        moved_nodes = set(nodes)
+        early_nodes = [node for node in self.order[first:place] if node not in moved_nodes]
+        late_nodes = [node for node in self.order[place:end] if node not in moved_nodes]
+        # Note: fx has no move of several nodes; each goes before what follows them.
+        anchor_node = (*late_nodes, self.order[end])[0]
+        for node in nodes:
+            anchor_node.prepend(node)
+        self.order[first:end] = [*early_nodes, *nodes, *late_nodes]
+        for node_index in range(first, end):
+            self.position[self.order[node_index]] = node_index
+        # Note: outside of this range the same bytes are held as before.
+        self._count(first, end)
+
+    def set_last(self, storage: int, node: fx.Node) -> None:
+        """Note that a storage is free after another, later node."""
+        last_before = self.last[storage]
+        self._freed[last_before] -= self.storages.bytes[storage]
+        self._freed[node] += self.storages.bytes[storage]
+        self.last[storage] = node
+        self._count(self.position[last_before], self.position[node] + 1)
+
+    def _count(self, first: int, end: int) -> None:
+        """Count the bytes that are held again, from operation ``first`` to ``end``."""
+        held_bytes = 0
+        if first:
+            node_before = self.order[first - 1]
+            held_bytes = self.live[node_before] - self._freed[node_before]
+        for node in self.order[first:end]:
+            held_bytes += self.taken[node]
+            self.live[node] = held_bytes
+            held_bytes -= self._freed[node]

@@ -9,11 +9,11 @@ from typing import Any
 from torch import fx
 
 from funcshard._utils import list_arguments, operator_arguments, operator_name, tree
-from funcshard.graph.editing import add_node, replace_node
 from funcshard.graph.effects import communicates, dependencies, written_storages
 from funcshard.graph.passes.applying import applied
 from funcshard.graph.step_graph import Place, StepGraph, starts_and_waits
 from funcshard.graph.storages import GraphStorages
+from funcshard.graph.tidying import add_node, replace_node
 from funcshard.graph.traced import Traced
 
 
@@ -56,140 +56,120 @@ def update_early(traced: Traced) -> Traced:
     return applied(traced, _update_early, "update_early")
 
 
-Units = frozenset[str]
-
-
 def _update_early(step_graph: StepGraph) -> None:
     graph = step_graph.graph
     _split_lists(graph)
     storages = GraphStorages.find(graph)
-    needed = dependencies(graph, storages)
-    position = {node: node_index for node_index, node in enumerate(graph.nodes)}
+    needed_before = dependencies(graph, storages)
+    node_position = {node: node_index for node_index, node in enumerate(graph.nodes)}
     arrivals = _arrivals(graph)
-    awaited = _awaited(needed, arrivals)
-    reasons: list[str] = []
-    ends: dict[fx.Node, fx.Node] = {}  # by arrival, the last operation that was moved after it
-    moved: set[fx.Node] = set()
-    updates = [node for node in _updates(step_graph, storages) if awaited[node]]
-    arrival = {node: max(awaited[node], key=position.__getitem__) for node in updates}
+    awaited_by = _awaited(needed_before, arrivals)
+    update_nodes = [node for node in _updates(step_graph, storages) if awaited_by[node]]
+    last_arrival = {
+        node: max(awaited_by[node], key=node_position.__getitem__) for node in update_nodes
+    }
+    failure_reasons: list[str] = []
+    moved_nodes: set[fx.Node] = set()
+    last_moved: dict[fx.Node, fx.Node] = {}  # by the arrival after which it was moved
     # Why in this order: operations that several updates need move to the first of them.
-    for node in sorted(updates, key=lambda each: position[arrival[each]]):
-        place = arrival[node]
-        group = _after(place, node, needed, position, moved)
-        stop = next((group_node for group_node in group if communicates(group_node)), None)
-        if len({arrivals[wait_node] for wait_node in awaited[node]}) > 1:
-            reasons.append(_joint(node, needed, awaited, arrivals))
-        elif stop is not None:
-            reasons.append(
-                f"a collective, {stop.name!r}, on which the update of {_names(arrivals[place])} "
-                "depends"
+    for node in sorted(update_nodes, key=lambda update: node_position[last_arrival[update]]):
+        arrival = last_arrival[node]
+        needed_group: set[fx.Node] = set()
+        waiting_nodes = [node]
+        while waiting_nodes:
+            needed_node = waiting_nodes.pop()
+            is_done = needed_node in needed_group or needed_node in moved_nodes
+            if not is_done and node_position[needed_node] > node_position[arrival]:
+                needed_group.add(needed_node)
+                waiting_nodes += needed_before[needed_node]
+        # Why: ranks would issue it at another place among their collectives.
+        collectives = [group_node for group_node in needed_group if communicates(group_node)]
+        if len({arrivals[wait] for wait in awaited_by[node]}) > 1:
+            failure_reasons.append(_joining_operation(node, needed_before, awaited_by, arrivals))
+        elif collectives:
+            failure_reasons.append(
+                f"a collective, {collectives[0].name!r}, on which the update of "
+                f"{_names([arrivals[arrival]])} depends"
             )
         else:
-            for group_node in sorted(group, key=position.__getitem__):
-                ends.get(place, place).append(group_node)
-                ends[place] = group_node
-            moved.update(group)
-    if reasons and not moved:
+            for group_node in sorted(needed_group, key=node_position.__getitem__):
+                last_moved.get(arrival, arrival).append(group_node)
+                last_moved[arrival] = group_node
+            moved_nodes |= needed_group
+    if failure_reasons and not moved_nodes:
         raise ValueError(
             "update_early moves updates that depend on the gradients of their own unit alone; "
-            f"found {reasons[0]}: leave out this pass, or max_norm, scaler, weighted and "
+            f"found {failure_reasons[0]}: leave out this pass, or max_norm, scaler, weighted and "
             "optimizers that communicate"
         )
 
 
-def _arrivals(graph: fx.Graph) -> dict[fx.Node, Units]:
-    """Return the waits with which the gradients of units are complete, and the units of each."""
-    last: dict[tuple[str, str], fx.Node] = {}
+def _arrivals(graph: fx.Graph) -> dict[fx.Node, str]:
+    """Return the waits with which the gradients of units are complete, and the unit of each."""
+    # Note: with replicas and micro-batches a buffer is reduced several times; the last one counts.
+    last_wait: dict[tuple[str, str], fx.Node] = {}
     for start, (wait,) in starts_and_waits(graph):
-        event = start.meta.get("event")
-        if (
-            event is not None
-            and event.unit is not None
-            and event.kind in ("reduce_scatter", "all_reduce")
-        ):
-            last[event.unit, event.buffer] = wait
-    units_by_node: dict[fx.Node, Units] = {}
-    for (unit, _), wait in last.items():
-        units_by_node[wait] = units_by_node.get(wait, frozenset()) | {unit}
-    return units_by_node
+        event: Any = start.meta.get("event")
+        if event is None or event.unit is None:
+            continue
+        if event.kind in ("reduce_scatter", "all_reduce"):
+            last_wait[event.unit, event.buffer] = wait
+    return {wait: unit for (unit, _), wait in last_wait.items()}
 
 
 def _awaited(
-    needed: Mapping[fx.Node, Sequence[fx.Node]], arrivals: Mapping[fx.Node, Units]
+    needed: Mapping[fx.Node, Sequence[fx.Node]], arrivals: Mapping[fx.Node, str]
 ) -> dict[fx.Node, frozenset[fx.Node]]:
     """Return, by node, the arrivals that it depends on."""
-    awaited_nodes: dict[fx.Node, frozenset[fx.Node]] = {}
+    awaited_by: dict[fx.Node, frozenset[fx.Node]] = {}
     for node, nodes_before in needed.items():
-        own_waits = [
-            awaited_nodes[node_before] for node_before in nodes_before if awaited_nodes[node_before]
-        ]
-        joined = own_waits[0] if len(own_waits) == 1 else frozenset().union(*own_waits)
-        awaited_nodes[node] = joined | {node} if node in arrivals else joined
-    return awaited_nodes
+        wait_sets = [awaited_by[before] for before in nodes_before if awaited_by[before]]
+        # Why not one union for all: most nodes have one such input, and share its set.
+        joined = wait_sets[0] if len(wait_sets) == 1 else frozenset().union(*wait_sets)
+        if node in arrivals:
+            joined |= {node}
+        awaited_by[node] = joined
+    return awaited_by
 
 
 def _updates(step_graph: StepGraph, storages: GraphStorages) -> list[fx.Node]:
     """Return the nodes that make the new state, or write it into the memory of the old one."""
     state, _ = tree.build_form(step_graph.form, range(len(step_graph.results)))
-    *_, output = step_graph.graph.nodes
-    outputs: Any = output.args[0]
-    places = step_graph.results[: len(tree.leaves(state))]
-    update_nodes = {outputs[place.number]: None for place in places if isinstance(place, Place)}
-    given_numbers = {
-        storage_index for storage_index, node in storages.made.items() if node.op == "placeholder"
-    }
-    update_nodes |= {
-        node: None
-        for node in step_graph.graph.nodes
-        if written_storages(node, storages) & given_numbers
-    }
+    state_results = step_graph.results[: len(tree.leaves(state))]
+    output_nodes: Any = step_graph.graph.output_node().args[0]
+    update_nodes = dict.fromkeys(
+        output_nodes[r.number] for r in state_results if isinstance(r, Place)
+    )
+    for node in step_graph.graph.nodes:
+        written_makers = {storages.made[storage].op for storage in written_storages(node, storages)}
+        # Note: a fused optimizer returns nothing, and writes into the old state.
+        if "placeholder" in written_makers:
+            update_nodes[node] = None
     return [node for node in update_nodes if node.op == "call_function"]
 
 
-def _after(
-    place: fx.Node,
-    node: fx.Node,
-    needed: Mapping[fx.Node, Sequence[fx.Node]],
-    position: Mapping[fx.Node, int],
-    moved: set[fx.Node],
-) -> set[fx.Node]:
-    """Return a node and all that it needs, without those before ``place`` or moved already."""
-    later_nodes: set[fx.Node] = set()
-    waiting = [node]
-    while waiting:
-        waiting_node = waiting.pop()
-        if (
-            waiting_node not in later_nodes
-            and waiting_node not in moved
-            and position[waiting_node] > position[place]
-        ):
-            later_nodes.add(waiting_node)
-            waiting += needed[waiting_node]
-    return later_nodes
-
-
-def _joint(
+def _joining_operation(
     node: fx.Node,
     needed: Mapping[fx.Node, Sequence[fx.Node]],
     awaited: Mapping[fx.Node, frozenset[fx.Node]],
-    arrivals: Mapping[fx.Node, Units],
+    arrivals: Mapping[fx.Node, str],
 ) -> str:
-    """Return words for the first operation on which a node depends and that joins several units."""
-    while larger := [
-        needed_node
-        for needed_node in needed[node]
-        if len({arrivals[wait] for wait in awaited[needed_node]}) > 1
-    ]:
-        node = larger[0]
-    units = frozenset().union(*(arrivals[wait_node] for wait_node in awaited[node]))
-    return f"{operator_name(node.target) or node.name}, which joins gradients of {_names(units)}"
+    """Describe the first operation on which a node depends and that joins several units."""
+    joining_nodes = [node]
+    # Note: this walks towards the inputs, as long as an input joins several units already.
+    while joining_nodes:
+        node, *_ = joining_nodes
+        joining_nodes = [
+            before for before in needed[node] if len({arrivals[w] for w in awaited[before]}) > 1
+        ]
+    joined_units = {arrivals[wait] for wait in awaited[node]}
+    return f"{operator_name(node.target) or node.name}, which joins gradients of {_names(joined_units)}"
 
 
 def _names(units: Iterable[str]) -> str:
-    names = sorted(unit or "(root)" for unit in units)
-    return ", ".join(map(repr, names[:3])) + (
-        f" and {len(names) - 3} more" if len(names) > 3 else ""
-    )
+    unit_names = sorted(unit or "(root)" for unit in units)
+    further_text = f" and {len(unit_names) - 3} more" * (len(unit_names) > 3)
+    return f"{', '.join(map(repr, unit_names[:3]))}{further_text}"
 
 
 # --- operations on lists --------------------------------------------------------------------------
@@ -207,27 +187,27 @@ def _split_lists(graph: fx.Graph) -> None:
 
 
 def _split_list(graph: fx.Graph, node: fx.Node) -> None:
-    given = operator_arguments(node.target, node.args, node.kwargs)
-    names = [name for name in list_arguments(node.target) if given.get(name)]
-    count = len(given[names[0]]) if names else 0
-    if count < 2 or any(len(given[name]) != count for name in names):
+    node_arguments = operator_arguments(node.target, node.args, node.kwargs)
+    list_names = {name for name in list_arguments(node.target) if node_arguments.get(name)}
+    list_lengths = {len(node_arguments[name]) for name in list_names}
+    if len(list_lengths) != 1 or list_lengths == {1}:
         return
-    results: dict[int, fx.Node] = {}
+    used_parts: Any = {user.args[1] for user in node.users}  # each of which is a getitem
+    # Note: in place of one kernel for all tensors there are as many kernels as tensors.
+    part_results: dict[Any, fx.Node] = {}
     with graph.inserting_before(node):
-        for part_index in range(count):
-            own_arguments = {
-                name: [value[part_index]] if name in names else value
-                for name, value in given.items()
+        for part_index in range(*list_lengths):
+            part_arguments = {
+                name: [value[part_index]] if name in list_names else value
+                for name, value in node_arguments.items()
             }
-            args = [own_arguments.pop(name) for name in list(own_arguments)[: len(node.args)]]
-            part = add_node(graph, node.target, *args, **own_arguments)
-            if any(
-                user.target is operator.getitem and user.args[1] == part_index
-                for user in node.users
-            ):
-                results[part_index] = add_node(graph, operator.getitem, part, 0)
+            part_args = [
+                part_arguments.pop(name) for name in list(part_arguments)[: len(node.args)]
+            ]
+            part = add_node(graph, node.target, *part_args, **part_arguments)
+            if part_index in used_parts:
+                part_results[part_index] = add_node(graph, operator.getitem, part, 0)
     for user in list(node.users):
-        place: Any = user.args[1]
-        replace_node(user, results[place])
+        replace_node(user, part_results[user.args[1]])
         graph.erase_node(user)
     graph.erase_node(node)

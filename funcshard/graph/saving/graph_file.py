@@ -1,7 +1,7 @@
-"""The file of a traced step: two lines of facts, then the graphs, one operation a line.
+"""The file of a traced step, for all ranks: two lines of facts, then one line an operation.
 
 The first line has the format and a checksum of all that follows. Reading a file runs no code of it:
-see ``operators`` for the operations that it may name.
+see ``operations`` for the operations that it may name.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from funcshard._utils import file_data, read_regular
+from funcshard.comm import Mesh, all_gather_texts
 from funcshard.plan import Plan, plan_from_data
 
 FORMAT = "funcshard.graph/1"
+_SHOWN = 90  # characters of a line in an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,39 +43,29 @@ class FileContents:
     plan: Plan
     changes: int
     dynamic_shapes: Any
-    of_rank: list[int]
+    of_rank: Sequence[int]
     kinds: list[Any]
     digest: str
 
 
 def recordings_text(recordings: Sequence[dict[str, Any]]) -> str:
     """Return recordings as JSON text, with a line for each operation and each leaf."""
-    return "[\n" + ",\n".join(map(_recording_text, recordings)) + "\n]"
+    recording_texts = ["{\n" + _fields(recording) + "\n}" for recording in recordings]
+    return _lines(recording_texts)
 
 
-def _recording_text(recording: dict[str, Any]) -> str:
-    parts = []
-    for key, value in recording.items():
-        as_text: Callable[[Any], str] = _object if key == "signature" else _short
-        if isinstance(value, list) and key == "nodes":
-            as_text = _lines
-        parts.append(f"{json.dumps(key)}: {as_text(value)}")
-    return "{\n" + ",\n".join(parts) + "\n}"
+def _fields(data: dict[str, Any]) -> str:
+    return ",\n".join(f"{json.dumps(key)}: {_value_text(key, data[key])}" for key in data)
 
 
-def _object(value: dict[str, Any]) -> str:
-    return (
-        "{"
-        + ",\n".join(
-            f"{json.dumps(k)}: {_lines(v) if k == 'leaves' else _short(v)}"
-            for k, v in value.items()
-        )
-        + "}"
-    )
+def _value_text(key: str, value: Any) -> str:
+    if key in ("nodes", "leaves"):
+        return _lines(map(_short, value))
+    return "{" + _fields(value) + "}" if key == "signature" else _short(value)
 
 
-def _lines(values: list[Any]) -> str:
-    return "[\n" + ",\n".join(map(_short, values)) + "\n]"
+def _lines(texts: Iterable[str]) -> str:
+    return "[\n" + ",\n".join(texts) + "\n]"
 
 
 def _short(value: Any) -> str:
@@ -87,18 +79,19 @@ def text_digest(text: str) -> str:
 
 def write_file(path: Path, facts: dict[str, Any], kinds: Sequence[str]) -> None:
     """Write a file under another name, and rename it once it is complete."""
-    file_text = f"{_short(facts)}\n[\n" + ",\n".join(kinds) + "\n]\n"
-    head = _short({"format": FORMAT, "sha256": text_digest(file_text)})
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    file_text = f"{_short(facts)}\n{_lines(kinds)}\n"
+    first_line = _short({"format": FORMAT, "sha256": text_digest(file_text)})
+    part_path = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with open(part, "w", newline="\n") as file:
-            file.write(f"{head}\n{file_text}")
+        with open(part_path, "w", newline="\n") as file:
+            file.write(f"{first_line}\n{file_text}")
             file.flush()
+            # Why: the rename must not come before the data, if the machine stops.
             os.fsync(file.fileno())
-        os.replace(part, path)
+        os.replace(part_path, path)
     finally:
         with contextlib.suppress(FileNotFoundError):
-            part.unlink()
+            part_path.unlink()
 
 
 def read_file(path: Path) -> FileContents:
@@ -109,48 +102,137 @@ def read_file(path: Path) -> FileContents:
         ValueError: ``write_file`` did not write it, or it is damaged.
     """
     data = read_regular(path)
-    first, _, file_rest = data.partition(b"\n")
+    first_part, _, file_rest = data.partition(b"\n")
     try:
-        head = file_data.table("its first line", file_data.parse(first), ("format",))
+        first_line = file_data.table("its first line", file_data.parse(first_part), ("format",))
     except ValueError:
         raise ValueError(
-            f"{path} is not a file of Traced.save; found {first[:40]!r} in its first line"
+            f"{path} is not a file of Traced.save; found {first_part[:40]!r} in its first line"
         ) from None
-    if head["format"] != FORMAT:
-        format_text = file_data.shown(head["format"])
+    if first_line["format"] != FORMAT:
+        format_text = file_data.shown(first_line["format"])
         raise ValueError(
             f"{path} is of format {format_text}; this version of funcshard reads {FORMAT!r}"
         )
     digest = hashlib.sha256(file_rest).hexdigest()
-    if head.get("sha256") != digest:
+    if first_line.get("sha256") != digest:
         raise ValueError(
             f"{path} is damaged: its checksum is not the one that was saved; save the traced step "
             "again"
         )
     try:
-        facts, _, kinds = file_rest.partition(b"\n")
-        return _contents(file_data.parse(facts), file_data.parse(kinds), digest)
+        facts, _, kind_texts = file_rest.partition(b"\n")
+        return _contents(file_data.parse(facts), file_data.parse(kind_texts), digest)
     except ValueError as error:
         raise ValueError(f"{path} cannot be read: {error}; save the traced step again") from None
 
 
 def _contents(facts: Any, kinds: Any, digest: str) -> FileContents:
-    file_data.table(
-        "its second line", facts, ("torch", "mesh", "plan", "changes", "dynamic_shapes", "of_rank")
-    )
-    for graph_kind in file_data.listed("the graphs", kinds):
-        for recording in file_data.listed("the graphs of a rank", graph_kind):
+    fact_keys = ("torch", "mesh", "plan", "changes", "dynamic_shapes", "of_rank")
+    file_data.table("its second line", facts, fact_keys)
+    for recordings in file_data.listed("the graphs", kinds):
+        for recording in file_data.listed("the graphs of a rank", recordings):
             file_data.texts(
                 "numbers", file_data.table("a graph", recording, ("numbers",))["numbers"]
             )
-    mesh = file_data.table("the mesh", facts["mesh"])
+    mesh_sizes = file_data.table("the mesh", facts["mesh"])
     return FileContents(
-        file_data.text("torch", facts["torch"]),
-        {axis: file_data.whole("the size of an axis", size, 1) for axis, size in mesh.items()},
-        plan_from_data(facts["plan"]),
-        file_data.whole("changes", facts["changes"]),
-        facts["dynamic_shapes"],
-        list(file_data.numbers("of_rank", facts["of_rank"], 0, len(kinds) - 1)),
-        kinds,
-        digest,
+        torch=file_data.text("torch", facts["torch"]),
+        mesh={
+            axis: file_data.whole("the size of an axis", size, 1)
+            for axis, size in mesh_sizes.items()
+        },
+        plan=plan_from_data(facts["plan"]),
+        changes=file_data.whole("changes", facts["changes"]),
+        dynamic_shapes=facts["dynamic_shapes"],
+        of_rank=file_data.numbers("of_rank", facts["of_rank"], 0, len(kinds) - 1),
+        kinds=kinds,
+        digest=digest,
     )
+
+
+# --- all ranks ------------------------------------------------------------------------------------
+
+
+def save_together(
+    path: Path,
+    facts: dict[str, Any],
+    text: str,
+    collectives: str,
+    mesh: Mesh,
+    *,
+    per_rank: bool,
+    error: str = "",
+) -> None:
+    """Write one file for all ranks; every rank of the mesh has to call this.
+
+    Arguments:
+        path: the file.
+        facts: the plan, the mesh and so on, the same on every rank.
+        text: this rank's recordings.
+        collectives: this rank's collectives, which have to be the same on every rank.
+        mesh: the ranks.
+        per_rank: whether ranks may have other graphs.
+        error: why this rank has no recordings to save.
+
+    Raises:
+        ValueError: ranks differ, or one of them has an error.
+    """
+    # Why digests: texts of many MiB are sent only if they differ.
+    own_report = [error, text_digest(json.dumps([facts, per_rank])), text_digest(text)]
+    rank_reports = map(json.loads, all_gather_texts(mesh, json.dumps(own_report), "a saved step"))
+    rank_errors, fact_digests, text_digests = zip(*rank_reports, strict=True)
+    for rank in range(mesh.world_size):
+        if rank_errors[rank]:
+            raise ValueError(error or f"rank {rank} cannot save: {rank_errors[rank]}")
+        if fact_digests[rank] != fact_digests[0]:
+            raise ValueError(
+                f"every rank saves the same step with the same options; ranks 0 and {rank} differ "
+                "in the plan, the mesh, the number of passes or per_rank"
+            )
+    # Note: the first rank of each kind of graph, in order.
+    first_ranks = [text_digests.index(digest) for digest in dict.fromkeys(text_digests)]
+    kind_texts: Sequence[str] = [text]
+    if len(first_ranks) > 1:
+        # Note: one rank of each kind is enough.
+        own_texts = [text, collectives] if mesh.rank in first_ranks else []
+        sent = all_gather_texts(mesh, json.dumps(own_texts), "the graphs of a saved step")
+        kind_texts, collectives_of = zip(
+            *(json.loads(sent[rank]) for rank in first_ranks), strict=True
+        )
+        for kind_index, rank in enumerate(first_ranks):
+            if collectives_of[kind_index] != collectives_of[0]:
+                raise ValueError(
+                    f"the collectives of ranks 0 and {rank} differ, so a run would wait for ever: "
+                    f"{_first_difference(collectives_of[0], collectives_of[kind_index])}"
+                )
+            if rank > 0 and not per_rank:
+                raise ValueError(
+                    f"the graphs of ranks 0 and {rank} differ, and one file holds one graph for "
+                    f"all: {_first_difference(kind_texts[0], kind_texts[kind_index])}; if ranks have other "
+                    "work, as with muon and groups of an optimizer, pass save(path, per_rank=True)"
+                )
+    write_failure = ""
+    if mesh.rank == 0:
+        of_rank = [first_ranks.index(text_digests.index(digest)) for digest in text_digests]
+        try:
+            write_file(path, {**facts, "of_rank": of_rank}, kind_texts)
+        except OSError as problem:
+            write_failure = f"rank 0 cannot write {path}: {problem}"
+    # Why: no rank returns before the file is there.
+    write_failure = all_gather_texts(mesh, write_failure, "the end of a saved step")[0]
+    if write_failure:
+        raise OSError(write_failure)
+
+
+def _first_difference(first_text: str, second_text: str) -> str:
+    texts = first_text.splitlines(), second_text.splitlines()
+    for line_index, lines in enumerate(zip(*texts, strict=False)):
+        if lines[0] != lines[1]:
+            equal_chars = [
+                first_part == second_part for first_part, second_part in zip(*lines, strict=False)
+            ]
+            begin = max(0, [*equal_chars, False].index(False) - _SHOWN // 2)
+            first_part, second_part = (line[begin : begin + _SHOWN] for line in lines)
+            return f"line {line_index + 1} is {first_part!r} and {second_part!r}"
+    return f"one has {len(texts[0])} lines, the other {len(texts[1])}"
