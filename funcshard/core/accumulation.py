@@ -86,8 +86,8 @@ def _stream(batches: Any, micro_batches: int) -> Callable[[], Any]:
         except StopIteration:
             raise ValueError(
                 f"an iterator must hold the {micro_batches} micro-batches of every call, on every "
-                f"rank; found {batch_index}: leave out the incomplete rest of an epoch, or continue "
-                "with batches of weight zero (weighted=True)"
+                f"rank; found {batch_index}: leave out the incomplete rest of an epoch, or "
+                "continue with batches of weight zero (weighted=True)"
             ) from None
 
     return take
@@ -113,7 +113,8 @@ def _split(batch: Any, micro_batches: int) -> list[Any]:
     if batch_size == 0 or batch_size % micro_batches:
         raise ValueError(
             f"dim 0 of the batch must be a multiple of the {micro_batches} micro-batches; found "
-            f"{batch_size}: choose a divisor, or pad the batch and weigh the samples (weighted=True)"
+            f"{batch_size}: choose a divisor, or pad the batch and weigh the samples "
+            "(weighted=True)"
         )
     split_leaves = [
         leaf.split([batch_size // micro_batches] * micro_batches) for leaf in batch_leaves

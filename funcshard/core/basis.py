@@ -113,8 +113,9 @@ def refuse_cut(comm: BufferComm, loop: BasisLoop | None, vector: str) -> None:
         place, vector_index = f"the gradient of {place}", "i"
     raise RuntimeError(
         f"{_caller(loop)} would mix {vector}s at {place}, cut over {comm.mesh.shard.size} ranks: "
-        "every rank takes the unit vectors of its own slice at the same time, so "
-        f"{vector} {vector_index} would be the sum of {vector} {vector_index} of every rank's slice; {_REMEDY}"
+        f"every rank takes the unit vectors of its own slice at the same time, so {vector} "
+        f"{vector_index} would be the sum of {vector} {vector_index} of every rank's slice; "
+        f"{_REMEDY}"
     )
 
 
@@ -147,10 +148,10 @@ def refuse_mixed_ranks(comm: Any, loop: BasisLoop | None) -> None:
     if loop.arguments:
         vector_kind, vector_source, product_name = "columns", "arguments", "jvp"
     raise RuntimeError(
-        f"{_caller(loop)} would mix {vector_kind} at {comm.title} on {comm.ranks} ranks: every rank "
-        f"takes the unit vectors of its own {vector_source} at the same time, and the collective would "
-        "mix the derivatives along them; take the collective of the transform's result, call "
-        "torch.func.grad if the function returns one number, or "
+        f"{_caller(loop)} would mix {vector_kind} at {comm.title} on {comm.ranks} ranks: every "
+        f"rank takes the unit vectors of its own {vector_source} at the same time, and the "
+        "collective would mix the derivatives along them; take the collective of the transform's "
+        "result, call torch.func.grad if the function returns one number, or "
         f"torch.func.{product_name} with vectors of your own"
     )
 

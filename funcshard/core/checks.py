@@ -128,8 +128,8 @@ def check_shard(unit: UnitPlan, shard: Any, mesh: Mesh, *, none_if_frozen: bool 
         shard_title = f"shard {buffer_plan.key!r} of unit {unit.title!r}"
         if local_shard.dtype != dtype_of(buffer_plan.dtype):
             raise ValueError(
-                f"{shard_title} must have dtype {buffer_plan.dtype}; found {local_shard.dtype}: a plan fixes the "
-                "dtypes of its leaves; make a new plan from params of other dtypes"
+                f"{shard_title} must have dtype {buffer_plan.dtype}; found {local_shard.dtype}: a "
+                "plan fixes the dtypes of its leaves; make a new plan from params of other dtypes"
             )
         if local_shard.device.type != device_type:
             rule = f"on the mesh's device, {mesh.device}"
@@ -145,8 +145,8 @@ def _check_keys(unit: UnitPlan, shard: Any) -> None:
     buffer_keys = [buffer.key for buffer in unit.buffers]
     if not isinstance(shard, Mapping) or shard.keys() != set(buffer_keys):
         raise ValueError(
-            f"the shard of unit {unit.title!r} must hold the buffers {buffer_keys}; found {outline(shard)}: "
-            f"pass shards[{unit.name!r}] of shards made with this plan"
+            f"the shard of unit {unit.title!r} must hold the buffers {buffer_keys}; found "
+            f"{outline(shard)}: pass shards[{unit.name!r}] of shards made with this plan"
         )
 
 
@@ -155,15 +155,15 @@ def _wrong_shard(unit: UnitPlan, buffer: BufferPlan, local: Any) -> ValueError:
     shard_title = f"shard {buffer.key!r} of unit {unit.title!r}"
     if not isinstance(local, torch.Tensor):
         return ValueError(
-            f"{shard_title} must be a tensor; found {type(local).__name__}: a tree of gradients holds "
-            "None for frozen shards alone; put zeros there to compute with it"
+            f"{shard_title} must be a tensor; found {type(local).__name__}: a tree of gradients "
+            "holds None for frozen shards alone; put zeros there to compute with it"
         )
     # A step empties the tensors that it was given.
     donated_text = "donated to a training step, or " * (tuple(local.shape) == (0,))
     return ValueError(
-        f"{shard_title} must have shape {(buffer.shard_numel,)}, one of {buffer.shards} shards; found "
-        f"{tuple(local.shape)}: it was {donated_text}cut by another plan, for another number of ranks, "
-        "or not at all; make it with shard(params, plan, mesh)"
+        f"{shard_title} must have shape {(buffer.shard_numel,)}, one of {buffer.shards} shards; "
+        f"found {tuple(local.shape)}: it was {donated_text}cut by another plan, for another number "
+        "of ranks, or not at all; make it with shard(params, plan, mesh)"
     )
 
 

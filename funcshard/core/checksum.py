@@ -116,9 +116,9 @@ class LeafChecksums:
                 remedy += f", or make_plan(local={{{leaf_name!r}: {axis!r}}}) if it differs along {axis!r}"
                 break
         raise ValueError(
-            f"leaf {leaf_name!r} of {self.what} must have the same values on {sharing_ranks}; found "
-            f"{len(equal_groups)} different ones, on {ranks_text} ({len(differences)} of {leaf_count} "
-            f"leaves differ): {remedy}"
+            f"leaf {leaf_name!r} of {self.what} must have the same values on {sharing_ranks}; "
+            f"found {len(equal_groups)} different ones, on {ranks_text} ({len(differences)} of "
+            f"{leaf_count} leaves differ): {remedy}"
         )
 
 

@@ -567,8 +567,8 @@ def _dim(caller: str, name: str, leaf: torch.Tensor, dim: int, extra: int = 0) -
         rule = "and its tensor has none"
     error_type = ValueError if is_whole else TypeError
     raise error_type(
-        f"{name} of {caller} must be the number of a dimension, {rule}; found {dim!r}: the shape of "
-        f"the tensor is {tuple(leaf.shape)}"
+        f"{name} of {caller} must be the number of a dimension, {rule}; found {dim!r}: the shape "
+        f"of the tensor is {tuple(leaf.shape)}"
     )
 
 

@@ -105,9 +105,9 @@ def _device_mesh(leaf: LeafSpec, mesh: Mesh) -> DeviceMesh:
         if mesh.device_mesh is None:
             device_axes = "without one"
         raise ValueError(
-            f"leaf {leaf.path!r} is a DTensor along {leaf_axes}, so the mesh must have a DeviceMesh with "
-            f"these axes; found {mesh.shape} {device_axes}: use init_mesh or Mesh.from_device_mesh "
-            "in real processes; simulated ranks have none"
+            f"leaf {leaf.path!r} is a DTensor along {leaf_axes}, so the mesh must have a "
+            f"DeviceMesh with these axes; found {mesh.shape} {device_axes}: use init_mesh or "
+            "Mesh.from_device_mesh in real processes; simulated ranks have none"
         )
     leaf_mesh: DeviceMesh = mesh.device_mesh[tuple(device_names[axis] for axis in leaf_axes)]
     return leaf_mesh
@@ -132,8 +132,9 @@ def part_as_planned(leaf: LeafSpec, value: Any, mesh: Mesh, where: str) -> Any:
     planned_placement = planned_form.device_mesh, planned_form.placements, planned_form.shape
     if (value.device_mesh, value.placements, value.shape) != planned_placement:
         raise ValueError(
-            f"leaf {leaf.path!r} of {where} must be a DTensor of shape {tuple(planned_form.shape)}, placed "
-            f"by {planned_form.placements} on {planned_form.device_mesh}, as planned; found {tuple(value.shape)}, "
+            f"leaf {leaf.path!r} of {where} must be a DTensor of shape "
+            f"{tuple(planned_form.shape)}, placed by {planned_form.placements} on "
+            f"{planned_form.device_mesh}, as planned; found {tuple(value.shape)}, "
             f"{value.placements} on {value.device_mesh}: pass the params that the plan was made "
             "for, and make the mesh from their DeviceMesh"
         )
@@ -154,8 +155,8 @@ def as_dtensors(
     if transforms_active():
         first_path = next(form.path for form in forms if form is not None)
         raise RuntimeError(
-            f"leaf {first_path!r} is a DTensor, and DTensors do not run inside torch.func transforms: "
-            "use value_and_grad, or a model without DTensors, whose forward calls psum"
+            f"leaf {first_path!r} is a DTensor, and DTensors do not run inside torch.func "
+            "transforms: use value_and_grad, or a model without DTensors, whose forward calls psum"
         )
     return [
         leaf if form is None else _AsDTensor.apply(leaf, form)

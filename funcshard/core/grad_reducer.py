@@ -204,10 +204,10 @@ class GradReducer:
         has_grad = shard.requires_grad or (self._hook and unwrapped(shard).requires_grad)
         if feature_name and comm.plan.trainable and has_grad and torch.is_grad_enabled():
             raise ValueError(
-                f"{feature_name} needs shards that are gathered as they are; the shard {comm.buffer!r} "
-                f"of unit {unit_name or '(root)'!r} was computed from others, by arithmetic or by a "
-                "torch.func transform inside loss_fn or by remat under one: leave this out, or "
-                "compute the shard before"
+                f"{feature_name} needs shards that are gathered as they are; the shard "
+                f"{comm.buffer!r} of unit {unit_name or '(root)'!r} was computed from others, by "
+                "arithmetic or by a torch.func transform inside loss_fn or by remat under one: "
+                "leave this out, or compute the shard before"
             )
 
     def find_kept(self, comms: Sequence[BufferComm], shard: UnitShard) -> Handles | None:

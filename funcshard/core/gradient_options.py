@@ -124,7 +124,8 @@ def gradient_hook(on_grads: OnGrads) -> OnGrad:
             if grad.shape != grad_views[path].shape:
                 raise ValueError(
                     f"on_grads must return gradients of their leaves' shapes; for {path!r} of unit "
-                    f"{unit_title!r} found {tuple(grad.shape)} instead of {tuple(grad_views[path].shape)}"
+                    f"{unit_title!r} found {tuple(grad.shape)} instead of "
+                    f"{tuple(grad_views[path].shape)}"
                 )
             if grad is not grad_views[path]:
                 grad_views[path].copy_(grad)

@@ -249,8 +249,8 @@ def check_callable(caller: str, loss_fn: Any) -> None:
     call_rule = f"{caller} takes a function loss_fn(shards, ...) that returns a loss"
     if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
         raise TypeError(
-            f"{call_rule}; found a module with parameters of its own, {type(loss_fn).__name__}, which "
-            "are no shards: call the function of fully_shard inside loss_fn"
+            f"{call_rule}; found a module with parameters of its own, {type(loss_fn).__name__}, "
+            "which are no shards: call the function of fully_shard inside loss_fn"
         )
     if not callable(loss_fn):
         remedy = "pass a function"
@@ -527,9 +527,9 @@ def _world(reducer: GradReducer) -> Mesh:
             mesh_text = "units of other meshes than mesh=,"
         raise ValueError(
             "value_and_grad takes the mean over one mesh, to which the units inside loss_fn "
-            f"belong; found {mesh_text} of {sorted(world_sizes)} ranks: run the units of another mesh outside "
-            "loss_fn and pass their results in, or, if only psum or pmean runs over a part of the "
-            "ranks, pass mesh="
+            f"belong; found {mesh_text} of {sorted(world_sizes)} ranks: run the units of another "
+            "mesh outside loss_fn and pass their results in, or, if only psum or pmean runs over "
+            "a part of the ranks, pass mesh="
         )
     if reducer.mesh is not None:
         return reducer.mesh

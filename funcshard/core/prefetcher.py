@@ -312,8 +312,8 @@ class ScheduleLearner:
             pairs = itertools.zip_longest(ran_order, self.schedule.order)
             first_difference = next(i for i, (real, planned) in enumerate(pairs) if real != planned)
             warnings.warn(
-                f"units ran in another order than the schedule's, from position {first_difference} on: "
-                "forward gathered the rest of that call on demand, which is correct but not "
+                f"units ran in another order than the schedule's, from position {first_difference} "
+                "on: forward gathered the rest of that call on demand, which is correct but not "
                 "ahead; this is said once",
                 stacklevel=callers_level(),
             )

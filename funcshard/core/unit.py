@@ -322,9 +322,9 @@ class UnshardHandle:
         if not transforms_active():
             if torch.is_grad_enabled() and current_reducer() is not self._reducer:
                 raise ValueError(
-                    f"{handle_title} was started outside of this call of value_and_grad, which would lose "
-                    "the gradient of its shard; call start inside loss_fn, on the shards that "
-                    "loss_fn is called with"
+                    f"{handle_title} was started outside of this call of value_and_grad, which "
+                    "would lose the gradient of its shard; call start inside loss_fn, on the "
+                    "shards that loss_fn is called with"
                 )
             if [version(local) for local in self.shard.values()] != self._versions:
                 raise RuntimeError(
@@ -339,9 +339,9 @@ class UnshardHandle:
             return self.shard, None
         if self._used:
             raise ValueError(
-                f"{handle_title} was used before, and a function from reshard frees the leaves after each "
-                "call; call start for each call, or use the function from unshard to keep the "
-                "leaves"
+                f"{handle_title} was used before, and a function from reshard frees the leaves "
+                "after each call; call start for each call, or use the function from unshard to "
+                "keep the leaves"
             )
         self._handles, self._used = None, True
         return self.shard, started_handles
