@@ -141,11 +141,6 @@ class GradReducer:
         at_end: functions to call at the end of the backward that runs.
     """
 
-    __slots__ = (
-        "_accumulating", "_hook", "_on_grad", "_on_scattered", "_reduce", "_running", "_task", "at_end",
-        "has_gathered", "leaf_by_id", "leaves", "mesh", "received", "worlds", "zero_weight",
-    )  # fmt: skip
-
     def __init__(
         self,
         leaves: Sequence[torch.Tensor],
