@@ -99,5 +99,3 @@ STRANGE: dict[str, Any] = {
 
 NO_COPY: dict[str, Any] = {"a proxy of a dead object": _dead_proxy, "an object without a class": LyingClass}
 """The same for objects that ``copy.deepcopy`` cannot copy."""
-
-ITERATED_BY_DEEPCOPY = {"a list without a length", "a dictionary without a length"}

@@ -50,21 +50,6 @@ def test_cut_of_a_tree_that_mixes_nesting_and_dotted_keys_holds_every_leaf_under
     assert sorted(tree.describe(tree.build(outer, paths))[1]) == sorted(paths)
 
 
-@pytest.mark.parametrize("path", ["a", "a.b", "a.b.c", "a-b", "b", "b.10"])
-def test_a_flat_dictionary_is_cut_as_a_nested_one_is(path: str) -> None:
-    keys = sorted(["a-b.c", "a.b", "a.b-c", "a.bc.d", "a/b.c", "b.10.w", "b.2.w", "b.10.x.y"])
-    if path == "a.b.c":
-        keys = sorted([*(key for key in keys if key != "a.b"), "a.b.c.d"])
-    structure, _, _ = tree.describe(dict.fromkeys(keys, 0) | {key: i for i, key in enumerate(keys)})
-    own = [i for i, key in enumerate(keys) if tree.is_under(key, path)]
-    keep = {i: number for number, i in enumerate(own[1:] or own)}
-    found = cutter(structure, [path])(path, keep)
-    names = [keys[i][len(path) + 1 :] for i in own]
-    dotted = any("." in name for name in names)
-    kept = [(name, keep.get(i)) for name, i in zip(names, own, strict=True) if i in keep or not dotted]
-    assert found == (keep[own[0]] if names == [""] else ("dict", *map(tuple, zip(*kept, strict=True))))
-
-
 def test_keys_of_one_text_are_all_found() -> None:
     structure, leaves, _ = tree.describe({1: None, "1": Leaf()})
     assert tree.build(cutter(structure, ["1"])("1", {0: 0}), leaves) == leaves[0]

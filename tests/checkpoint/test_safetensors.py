@@ -181,28 +181,6 @@ def test_an_export_removes_what_killed_ones_left_and_no_checkpoint(tmp_path: Pat
     assert sorted(path.name for path in tmp_path.glob(".*")) == sorted(names[1:])
 
 
-UNUSUAL = ("uint16", "uint32", "uint64", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
-
-
-@pytest.mark.parametrize("name", UNUSUAL)
-def test_dtypes_that_few_programs_have_are_those_of_safetensors_and_come_back(name: str, tmp_path: Path) -> None:
-    dtype = getattr(torch, name)
-    draw = torch.randint(0, 256, (6 * dtype.itemsize,), dtype=torch.uint8)
-    params = {"w": draw.view(dtype).view(2, 3), "v": torch.ones(3)}
-
-    def main(mesh: fs.Mesh) -> list[torch.Tensor]:
-        plan = fs.make_plan(params, mesh)
-        fs.export_safetensors(tmp_path / "ours.safetensors", fs.shard(params, plan, mesh), plan, mesh)
-        files = [tmp_path / "ours.safetensors", tmp_path / "theirs.safetensors"]
-        return [fs.gather(fs.import_safetensors(file, plan, mesh), plan, mesh)["w"] for file in files]
-
-    safetensors.torch.save_file(params, tmp_path / "theirs.safetensors")
-    results = [result for results in fs.simulate(main, 2) for result in results]
-    for result in [*results, safetensors.torch.load_file(tmp_path / "ours.safetensors")["w"]]:
-        assert (result.dtype, result.shape) == (dtype, (2, 3))
-        assert torch.equal(result.view(torch.uint8), params["w"].view(torch.uint8))
-
-
 def test_numbers_of_four_bits_count_one_by_one_in_files(tmp_path: Path) -> None:
     params, path = {"v": torch.ones(3)}, tmp_path / "net.safetensors"
     packed = torch.randint(0, 256, (2, 3), dtype=torch.uint8).view(torch.float4_e2m1fn_x2)

@@ -174,22 +174,6 @@ def test_init_mesh_inside_a_rank_is_the_mesh_of_the_rank() -> None:
     assert fs.init_mesh().world_size == 1
 
 
-def test_an_error_in_a_world_inside_a_rank_names_both_ranks() -> None:
-    def inner(mesh: fs.Mesh) -> None:
-        if mesh.rank == 1:
-            raise ValueError("deep")
-        add_up(mesh)
-
-    def main(mesh: fs.Mesh) -> None:
-        if mesh.rank == 2:
-            fs.simulate(inner, 2)
-        add_up(mesh)
-
-    with pytest.raises(ValueError, match="deep") as caught:
-        fs.simulate(main, 3)
-    assert caught.value.__notes__ == ["raised on rank 1 of 2 simulated ranks", "raised on rank 2 of 3 simulated ranks"]
-
-
 X, V = torch.tensor([0.5, 2.0]), torch.tensor([1.0, -1.0])
 
 

@@ -269,17 +269,6 @@ def test_a_failure_while_saving_fails_the_command(tmp_path: Path, text: Path, ca
     assert "Traceback" not in err
 
 
-@pytest.mark.slow
-def test_the_default_text_is_the_standard_library() -> None:
-    corpus = load_corpus(None, 128)
-    assert "standard library of Python" in corpus.description
-    assert b"import" in bytes(corpus.train.tolist())
-    assert 0.01 < len(corpus.valid) / (len(corpus.train) + len(corpus.valid)) < 0.06
-    again = load_corpus(None, 128)
-    assert torch.equal(corpus.train, again.train)
-    assert torch.equal(corpus.valid, again.valid)
-
-
 def test_a_folder_is_read_without_files_that_are_no_text_and_its_end_is_held_out(tmp_path: Path) -> None:
     contents = {f"{number:03}.txt": bytes([33 + number]) * 50 for number in range(60)}
     for name, data in contents.items():

@@ -9,7 +9,6 @@ import torch
 
 import funcshard as fs
 from funcshard.graph.difference import _changes
-from funcshard.graph.step_graph import starts_and_waits
 from tests.graph.test_memory import made
 
 
@@ -35,20 +34,6 @@ def test_collectives_that_go_come_first_with_their_bytes(traced: Any) -> None:
     assert "gathers            8 of 1.0 MiB  7 of 904.8 KiB" in text
     assert text.index("peak gathered") < text.index("gone: →") < text.index("Operations")
     assert [line.replace("new", "gone") for line in kept.diff(traced).collectives] == [*traced.diff(kept).collectives]
-
-
-@pytest.mark.parametrize("later", [True, False])
-def test_a_line_that_moves_says_where_it_went(traced: Any, later: bool) -> None:
-    def move(step_graph: Any) -> Any:
-        new = step_graph.copy()
-        start, (wait,) = list(starts_and_waits(new.graph))[1]
-        (next(iter(wait.users)) if later else start.prev.prev).prepend(wait if later else start)
-        return new
-
-    changed = traced.changed(move)
-    words = "later: ← gather" if later else "earlier: → gather"
-    assert [line[: len(words)] for line in traced.diff(changed).collectives] == [words]
-    assert traced.diff(changed).operations == ()
 
 
 @pytest.mark.slow

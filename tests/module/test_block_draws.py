@@ -12,7 +12,7 @@ import funcshard as fs
 from funcshard.module import block_draws
 from tests.module.law import same_bits
 from tests.module.test_init import MODULES, on_meta
-from tests.ranks import on_ranks, one_thread
+from tests.ranks import on_ranks
 
 WORLDS = [3, {"replicate": 2, "shard": 2}]
 SMALL = 7  # elements of a block, so that leaves have several blocks and shards cut them
@@ -179,17 +179,6 @@ def test_a_rank_draws_the_blocks_that_its_shards_touch(mesh: fs.Mesh, world: int
     with Counted() as counted:
         initialised(net, mesh, ["*"])
     assert 0 <= counted.drawn - 2_000 / world <= extra
-
-
-def test_any_number_of_threads_makes_the_same_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()  # blocks of their own size
-    # Of a larger block, the last bits depend on where threads cut it.
-    net = on_meta(lambda: Written(lambda w: w.uniform_().pow_(2.3), (196_616,), torch.float32))
-    with one_thread():
-        alone = initialised(net, fs.Mesh())
-        for threads in (2, 3):
-            torch.set_num_threads(threads)
-            same_bits(initialised(net, fs.Mesh()), alone)
 
 
 REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {

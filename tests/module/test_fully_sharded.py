@@ -80,23 +80,6 @@ def test_only_the_root_and_the_running_unit_are_gathered_at_any_moment(mesh, str
     assert (log.most, log.alive()) == (most, 0)
 
 
-def test_forward_without_gradients_gathers_each_unit_once_and_leaves_nothing_behind():
-    log = Log()
-    net = made(Model, log)
-    apply, *rest = fs.make_functional(net)
-
-    def without_gradients(model, tokens):
-        with torch.no_grad(), fs.record_events() as events:
-            out = model(tokens)
-        return out, [event.unit for event in events]
-
-    results = outputs_on(2, (apply.eval(), *rest), TOKENS, ["blocks.*"], program=without_gradients)
-    assert log.alive() == 0
-    for out, gathered in results:
-        torch.testing.assert_close(out, net(TOKENS))
-        assert gathered == ["", "blocks.0", "blocks.1", "blocks.2"]
-
-
 @pytest.mark.slow
 def test_calls_do_not_disturb_each_other():
     def mixed(model, tokens):

@@ -18,8 +18,7 @@ from torch.nn import functional as F
 import funcshard as fs
 from funcshard._utils import without_collection
 from funcshard.module.skeleton import make_skeleton
-from tests.module.law import Runs, calls_on, check_equal, outputs_on
-from tests.strange_objects import ITERATED_BY_DEEPCOPY, STRANGE
+from tests.module.law import Runs, check_equal, outputs_on
 
 x = torch.randn(4, 3)
 
@@ -264,20 +263,6 @@ def test_a_handle_that_the_module_keeps_removes_the_hook_of_its_call() -> None:
     assert len(module.lin._forward_hooks) == 1
     module.handle.remove()
     assert torch.equal(torch.stack(apply(params, buffers, x)), torch.stack([alone * 2, alone]))
-
-
-@pytest.mark.parametrize("name", [name for name in STRANGE if name not in ITERATED_BY_DEEPCOPY])
-def test_a_module_may_keep_objects_that_raise_when_looked_at(name: str) -> None:
-    module = Runs(lambda m, x, *args: (m.lin(x), m.strange, args), lin=nn.Linear(3, 3))
-    module.strange, given = STRANGE[name](), STRANGE[name]()
-    module.held = {"strange": [STRANGE[name]()]}
-    apply, params, buffers = fs.make_functional(module)
-    out, strange, args = apply(params, buffers, x, given)
-    assert torch.equal(out, module(x)[0])
-    assert type(strange) is type(given)
-    assert args[0] is given
-    for call in calls_on(2, (apply, params, buffers), x, program=lambda model, x: model(x, given)[0].sum(), calls=3):
-        assert torch.equal(call.loss, out.sum())
 
 
 def _around(m: nn.Module) -> None:

@@ -43,8 +43,3 @@ def test_a_row_names_tests_that_exist_or_is_open_with_what_is_missing():
     assert [name for name, text in beside.items() if "::" not in text and "**open**: " not in text] == []
     defined = {file: names_in(ROOT / "tests" / file) for file in dict(NAMED)}
     assert [f"{file}::{name}" for file, name in NAMED if name not in defined[file]] == []
-
-
-def test_a_row_is_read_with_its_name_and_what_stands_beside():
-    page = "## a.py\n\n| upstream | here |\n|---|---|\n| `test_x` | `test_y.py::test_z`; **open**: w |\n"
-    assert rows_of(page) == {"a.py": [("test_x", "`test_y.py::test_z`; **open**: w")]}

@@ -89,21 +89,6 @@ LEAVES: dict[str, tuple[torch.Tensor, str | None, float]] = {
 }
 
 
-@pytest.mark.parametrize(("leaf", "axis", "expected"), LEAVES.values(), ids=LEAVES)
-def test_the_norm_of_one_leaf(leaf: torch.Tensor, axis: str | None, expected: float) -> None:
-    def main(mesh: fs.Mesh) -> torch.Tensor:
-        plan = fs.make_plan({"w": leaf}, mesh, local={"w": axis} if axis else ())
-        shards = fs.shard({"w": leaf}, plan, mesh)
-        clipped, norm = fs.clip_by_global_norm(shards, plan, mesh, max(1.0, expected / 2))
-        if expected > 2:
-            torch.testing.assert_close(fs.gather(clipped, plan, mesh)["w"], leaf / 2, rtol=1e-6, atol=0)
-        return norm
-
-    wide = torch.promote_types(torch.float32, leaf.dtype.to_real())
-    for norm in fs.simulate(main, {"replicate": 2, "shard": 2}):
-        torch.testing.assert_close(norm, torch.tensor(expected, dtype=wide), rtol=1e-6, atol=0, equal_nan=True)
-
-
 @meshes
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_norms_and_clipping_count_every_element_of_the_whole_model_once(shape: dict[str, int], strategy: str) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 import funcshard as fs
 from funcshard._utils import tree
-from tests.ranks import on_ranks, run_ranks, run_simulated
+from tests.ranks import on_ranks
 
 INF = float("inf")
 # Step -> (rank, value): the rank that has an infinity or NaN in that step. In a world of one it is
@@ -82,22 +82,6 @@ def trained(mesh: fs.Mesh, options: dict[str, Any], scaler: Any) -> tuple[list[A
             told.append({name: metrics[name] for name in ("loss", "grad_norm") if name in metrics})
         assert state.step == len(told)
     return scaling, told, fs.gather(state.shards, step.plan, mesh)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "run", "world"),
-    [pytest.param(options, run_simulated, 2, id=name) for name, options in OPTIONS.items()]
-    + [pytest.param({}, run_simulated, 1, id="alone"), pytest.param({}, run_ranks, 2, id="processes")],
-)
-def test_scaled_training_is_the_unscaled_one_of_the_steps_without_an_infinity(options: Any, run: Any, world: int) -> None:
-    # Powers of two change no bit, but fewer gradients become zero in float16.
-    near = {"rtol": 1e-3, "atol": 1e-4} if options is OPTIONS["float16 kept"] else {"rtol": 0, "atol": 0}
-    twins = run_simulated(trained, world, options, None)
-    for (scaling, told, params), (_, plainly_told, plain) in zip(run(trained, world, options, SCALER), twins, strict=True):
-        assert scaling == list(zip(SCALES, TAKEN, strict=True))
-        torch.testing.assert_close(told, plainly_told, **near)
-        torch.testing.assert_close(params, plain, **near)
 
 
 @on_ranks(2)

@@ -3,7 +3,7 @@
 import pytest
 
 griffe = pytest.importorskip("griffe")
-from website.docstrings import Docstrings, as_markdown  # noqa: E402
+from website.docstrings import as_markdown  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -22,14 +22,3 @@ from website.docstrings import Docstrings, as_markdown  # noqa: E402
 )
 def test_a_docstring_is_read(text, read):
     assert as_markdown(text) == read
-
-
-def test_a_signature_shows_the_value_of_a_constant(tmp_path):
-    (tmp_path / "lib").mkdir()
-    (tmp_path / "lib" / "__init__.py").write_text("")
-    (tmp_path / "lib" / "far.py").write_text("LIMIT = 120.0\nNAMES = make()\n")
-    source = "from lib.far import LIMIT, NAMES\n\n\nclass A:\n    def f(self, a=LIMIT, b=NAMES, c=unknown, d=None): ...\n"
-    (tmp_path / "lib" / "near.py").write_text(source)
-    package = griffe.load("lib", search_paths=[tmp_path], extensions=griffe.Extensions(Docstrings()))
-    defaults = [str(parameter.default) for parameter in package["near.A.f"].parameters]
-    assert defaults == ["None", "120.0", "NAMES", "unknown", "None"]

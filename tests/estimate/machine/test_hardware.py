@@ -52,17 +52,6 @@ def test_a_shipped_file_has_its_own_name_and_sources_and_is_what_to_json_writes(
     assert hash(again) == hash(hardware)
 
 
-@pytest.mark.parametrize(
-    ("alias", "bfloat16", "bandwidth", "gib"),
-    [("h100", 989e12, 3.35e12, 79), ("h100-hbm2e", 989e12, 2.4e12, 95), ("h200", 989e12, 4.8e12, 139),
-     ("b200", 2250e12, 8e12, 178), ("a100-80gb", 312e12, 2.039e12, 79), ("a100-40gb", 312e12, 1.555e12, 39)],
-)  # fmt: skip
-def test_peaks_of_the_makers(alias, bfloat16, bandwidth, gib):
-    hardware = load_hardware(alias)
-    found = hardware.flops["bfloat16"], hardware.memory_bandwidth, hardware.memory >> 30, hardware.ranks_per_node
-    assert found == (bfloat16, bandwidth, gib, 8)
-
-
 def test_a_path_and_a_description_load_too(tmp_path):
     path = tmp_path / "mine.json"
     path.write_text(small().to_json())

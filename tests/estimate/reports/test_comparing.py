@@ -95,17 +95,6 @@ def rows_of(text: str, title: str) -> list[str]:
     return ["|".join(filter(None, map(str.strip, line.split("  ")))) for line in lines if not line.startswith("─")]
 
 
-def test_the_peak_moves_by_category_and_says_where_it_lies() -> None:
-    after = report_of(options={"remat": ("blocks.0", "blocks.1")})
-    assert rows_of(str(compare(report_of(), after)), "Memory at the peak, in the backward of blocks.3\n") == [
-        "shards|1.1 MiB|1.1 MiB|-", "optimizer|2.2 MiB|2.2 MiB|-", "inputs|64 B|64 B|-", "gathered|2.0 MiB|2.0 MiB|-",
-        "activations|12.0 MiB|6.0 MiB|−6.0 MiB", "gradients|2.0 MiB|2.0 MiB|-", "total|19.4 MiB|13.4 MiB|−6.0 MiB",
-    ]  # fmt: skip
-    after = report_of(options={"remat": ("blocks.3",)})
-    moved = dataclasses.replace(after, timeline=tuple(m for m in after.timeline if m.unit != "blocks.3"))
-    assert "in the backward of blocks.2 instead of the backward of blocks.3\n" in str(compare(report_of(), moved))
-
-
 def test_times_move_by_phase_and_by_waiting() -> None:
     after = dataclasses.replace(report_of(seconds=0.02, hardware="a100"), exposed=0.05)
     assert rows_of(str(compare(report_of(seconds=0.01), after)), "Time of a step") == [

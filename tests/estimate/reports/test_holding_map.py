@@ -76,36 +76,11 @@ def test_ranks_of_one_part_of_the_shard_axis_hold_the_same_elements() -> None:
     assert sorted((held.part.begin, held.part.end) for held in whole) == [(0, 3), (3, 10), (10, 15)]
 
 
-def test_the_table_has_equal_units_and_equal_ranks_once() -> None:
-    lines = [line for line in str(holdings(plan_of("hybrid"))).splitlines() if set(line) != {"─"}]
-    assert [" ".join(line.split()) for line in lines] == [
-        "Holdings of 6 ranks = 2 replicate × 3 shard, bytes without padding of one unit and rank",
-        "unit buffer gathered parts copies shard 0–1 shard 2",
-        "(root) bfloat16 12 B 3 shard 2 4 B 0 B",
-        "(root) float32 36 B 3 shard 2 12 B 12 B",
-        "3 × blocks.* float32 84 B 3 shard 2 28 B 20 B",
-        "total 300 B 100 B 72 B",
-    ]
-    assert "3 × blocks.*" in holdings(plan_of("hybrid"))._repr_html_()
-
-
 def test_the_map_of_many_ranks_is_short() -> None:
     plan = fs.make_plan(PARAMS, {"replicate": 4, "shard": 4096}, units=["blocks.*"])
     found = holdings(plan)
     assert [group.begin for group in found.ranks] == [0, 4, 9, 19]
     assert len(str(found).splitlines()) == 9
-
-
-def test_groups_of_ranks_without_a_column_are_counted() -> None:
-    params = {str(i): {"w": torch.zeros(i + 1)} for i in range(6)}
-    text = str(holdings(fs.make_plan(params, 8, units=list(params))))
-    assert text.splitlines()[0].endswith("; 3 groups of ranks with other padding are left out")
-    assert [word for word in text.splitlines()[2].split("  ") if "shard" in word] == [
-        "shard 0",
-        "shard 1",
-        "shard 2",
-        "shard 6–7",
-    ]
 
 
 def test_a_rank_outside_of_the_mesh_is_refused() -> None:

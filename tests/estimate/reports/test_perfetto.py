@@ -44,19 +44,6 @@ def test_the_maximum_of_the_memory_counter_is_the_peak_to_the_byte(name: str, tm
     assert set(counters) == {TOTAL, *(f"{TOTAL}: {name}" for moment in report.timeline for name in moment.memory)}
 
 
-def test_counters_that_change_rebuild_every_moment(tmp_path: Path) -> None:
-    report = REPORTS["remat"]
-    now: dict[str, int] = {}
-    seen: dict[float, dict[str, int]] = {}
-    for event in written(report, tmp_path)["traceEvents"]:
-        if event["ph"] == "C":
-            now[event["name"]] = event["args"]["bytes"]
-            seen[event["ts"]] = dict(now)
-    for moment in report.timeline:
-        values = {name: size for name, size in seen[moment.seconds * 1e6].items() if size}
-        assert values == {TOTAL: moment.total, **{f"{TOTAL}: {name}": size for name, size in moment.memory.items()}}
-
-
 def test_each_span_is_an_event_of_the_thread_of_its_lane(tmp_path: Path) -> None:
     report = REPORTS["plain"]
     events = written(report, tmp_path)["traceEvents"]

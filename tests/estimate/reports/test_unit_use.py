@@ -8,7 +8,6 @@ import pytest
 
 import funcshard as fs
 from funcshard.estimate.reports.unit_use import by_unit, recomputed_units
-from funcshard.estimate.walk.step import Span
 from tests.estimate.made_reports import MIB, plan_of, report_of
 
 PLANS = {
@@ -51,18 +50,6 @@ def test_units_that_are_computed_again_are_a_row_of_their_own(remat, names, titl
     report = report_of(options={"remat": remat})
     assert recomputed_units(report) == names
     assert [use.title for use in by_unit(report)] == titles
-
-
-def test_the_loss_and_the_optimizer_belong_to_no_unit() -> None:
-    report = report_of()
-    more = (
-        Span("compute", "loss", "", 0.0, 0.5, 0, 0, "traced"),
-        Span("compute", "optimizer", "", 0.0, 0.25, 0, 0, "traced"),
-    )
-    more += (Span("compute", "forward", "", 0.0, 0.125, 0, 0, "traced"),)
-    root, _, rest = by_unit(dataclasses.replace(report, spans=(*report.spans, *more)))
-    assert (root.title, root.compute) == ("(root)", 0.125)
-    assert (rest.title, rest.compute) == ("(no unit)", 0.75)
 
 
 def test_events_of_no_unit_have_a_row() -> None:
