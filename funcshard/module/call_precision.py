@@ -67,17 +67,18 @@ def call_precision(plan: Plan, apply: Functional) -> CallPrecision:
     full_precision: list[int] = []
     buffer_dtypes: dict[str, torch.dtype] = {}
     # Note: parents come first, so what is inside a full-precision module is met after it.
-    for path, index in apply.skeleton.paths().items():
+    for index, spec in enumerate(specs):
+        path = spec.path
         unit = units.get(innermost_unit(path) or "")
         precision = plan.precision if unit is None else unit.precision
         if precision is None or tree.is_under_any(path, full_precision_paths):
             continue
-        if path and is_one_of(specs[index].cls, precision.ignored_classes):
+        if path and is_one_of(spec.cls, precision.ignored_classes):
             _check_uncast(path, plan, apply)
             full_precision_paths.append(path)
             full_precision.append(index)
         elif precision.buffer_dtype is not None and not _evaluates_in_full(precision, index, apply):
-            buffer_names = [name for name in specs[index].buffers.values() if name is not None]
+            buffer_names = [name for name in spec.buffers.values() if name is not None]
             buffer_dtypes.update(dict.fromkeys(buffer_names, precision.buffer_dtype))
     root_precision = units[""].precision if "" in units else plan.precision
     if _evaluates_in_full(root_precision, 0, apply):

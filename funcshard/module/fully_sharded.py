@@ -56,7 +56,6 @@ from funcshard.module.unit_forward import (
 from funcshard.module.unit_setup import (
     Compiler,
     check_compiler,
-    check_ignored,
     entering_methods,
     leave_fast_path,
     read_methods,
@@ -444,7 +443,13 @@ def _warn_of_unfrozen(skeleton: Skeleton, plan: Plan) -> None:
 
 
 def _check_plan(skeleton: Skeleton, plan: Plan, ignored: Mapping[str, Any]) -> None:
-    check_ignored(ignored, plan)
+    planned_names = {name for leaf in plan.leaves for name in (leaf.path, *leaf.aliases)}
+    common_name = next((name for name in ignored if name in planned_names), None)
+    if common_name is not None:
+        raise ValueError(
+            f"ignored_params match {common_name!r}, which is a leaf of the plan; make the plan "
+            "from the params without those that are ignored, or do not ignore it"
+        )
     planned_leaves = {leaf.path: (unit, leaf) for unit in plan.unit_list for leaf in unit.leaves}
     check_plan_names(skeleton.shapes.keys() - ignored.keys(), planned_leaves)
     for path in filter(planned_leaves.get, skeleton.shapes):

@@ -245,6 +245,9 @@ def _reset_module(
     new_shards = {
         u.name: {b.key: empty_shard(u, b, mesh) for b in u.buffers} for u in plan.unit_list
     }
+    make_blank: Callable[..., torch.Tensor] = functools.partial(blank_tensor, device=mesh.device)
+    if draws is not None:
+        make_blank = draws.tensor
     written_paths: set[str] = set()
     # The leaves that are drawn in blocks, at the end: a reset may overwrite what it drew before.
     later_puts: dict[str, Callable[[], None]] = {}
@@ -280,7 +283,7 @@ def _reset_module(
             _, buffer, leaf = locations[name]
             # Note: a tied parameter stays one parameter while its modules are reset.
             if leaf.path not in blank_params:
-                blank = _blank(leaf, buffer, mesh.device, draws)
+                blank = make_blank(leaf.whole_shape, dtype_of(buffer.dtype))
                 blank_params[leaf.path] = nn.Parameter(
                     blank, buffer.trainable and name not in frozen_names
                 )
@@ -323,15 +326,6 @@ def _own_names(path: str, module: nn.Module) -> list[tuple[str, str]]:
         for key, parameter in table.items()
         if parameter is not None
     ]
-
-
-def _blank(
-    leaf: LeafSpec, buffer: BufferPlan, device: torch.device, draws: BlockDraws | None
-) -> torch.Tensor:
-    shape, dtype = leaf.whole_shape, dtype_of(buffer.dtype)
-    if draws is None:
-        return blank_tensor(shape, dtype, device)
-    return draws.tensor(shape, dtype)
 
 
 def _locate(module: nn.Module, plan: Plan) -> dict[str, _Location]:

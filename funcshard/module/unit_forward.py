@@ -205,7 +205,7 @@ class UnitCall:
         modules have run, or at the end of the call. A module that backward computes again, or that
         is inside a transform that the call is not, gathers the group for itself.
         """
-        # Note: user code calls the module, maybe from backward, when the call has returned.
+        # Note: backward may enter too, from a checkpoint, after the call has returned.
         inputs = module, forward, args, kwargs
         group, prefetcher = self.units[member.f.unit.name], self.prefetcher
         if len(group) > 1:
@@ -300,9 +300,8 @@ class UnitCall:
             shards_before = self.shards
             self.shards = {**shards_before, **shards}
             try:
-                buffer_copies = {
-                    id(b): b.clone() for b in tree.leaves(buffers)
-                }  # a tied one stays tied
+                # Why by id: a tied buffer stays tied.
+                buffer_copies = {id(b): b.clone() for b in tree.leaves(buffers)}
                 _set_buffers(owners, tree.map(lambda b: buffer_copies[id(b)], buffers))
                 out = self._run_alone(member, (module, forward, args, kwargs))
                 return out, _get_buffers(owners)

@@ -23,7 +23,7 @@ from funcshard.module.copying import NamedTensors, Tensors
 from funcshard.module.functional import Functional
 from funcshard.module.skeleton import Skeleton
 from funcshard.module.unit_forward import Method, UnitMethods, through_unit
-from funcshard.plan import Plan, last_match, matches
+from funcshard.plan import last_match, matches
 
 # A function such as torch.compile: it takes a function and returns one with the same results.
 Compiler = Callable[[Method], Method]
@@ -234,17 +234,6 @@ def _return_nothing(module: nn.Module, args: Any, result: Any) -> None:
 
 
 # --- ignored parameters ---------------------------------------------------------------------------
-
-
-def check_ignored(ignored: Shapes, plan: Plan) -> None:
-    """Raise ``ValueError`` if an ignored parameter is a leaf of ``plan``."""
-    planned_names = {path for leaf in plan.leaves for path in (leaf.path, *leaf.aliases)}
-    common_name = next((name for name in ignored if name in planned_names), None)
-    if common_name is not None:
-        raise ValueError(
-            f"ignored_params match {common_name!r}, which is a leaf of the plan; make the plan "
-            "from the params without those that are ignored, or do not ignore it"
-        )
 
 
 def take_ignored(
