@@ -76,7 +76,8 @@ class _Writer:
         code_object = compile(
             f"def run({', '.join(parameters)}):\n{function_body}\n", "<compiled step>", "exec"
         )
-        # Note: the text has only names that were made here; a file's names are not among them.
+        # Note: variables have names that were made here. Of a file, only names of arguments are in
+        # the text, and those are identifiers.
         exec(code_object, self.globals)
         run: Callable[..., list[Any]] = self.globals["run"]
         return run
