@@ -1,0 +1,33 @@
+"""Which modules are of one kind."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import torch
+
+import funcshard as fs
+from funcshard.estimate.trace.kinds import kinds_of
+
+
+class Tree:
+    """The parts of a module tree that kinds are made from."""
+
+    def __init__(self, skeleton: Any) -> None:
+        for name in ("specs", "parameters", "paths", "template", "module_indices"):
+            setattr(self, name, getattr(skeleton, name))
+
+
+def test_kinds_that_nobody_holds_free_the_model_without_a_garbage_collection() -> None:
+    net = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4)) for _ in range(2)))
+    tree = Tree(fs.make_functional(net)[0].skeleton)
+    held = weakref.ref(tree)
+    gc.disable()
+    try:
+        assert kinds_of(tree, lambda name: None).below(0) == (0, 1, 2, 3, 4)
+        del tree
+        assert held() is None
+    finally:
+        gc.enable()
